@@ -1,0 +1,50 @@
+# Everything starts from a fresh machine with Python and make: the first target that needs it sets up .venv.
+#
+#   make setup        .venv with the pinned dependencies       make demo         train GPT-2 on 8 processes, compare losses
+#   make test         lint, types, tests, cost of plans        make verify-all   the whole table of equal numbers
+#   make lint types   the parts of it                          make bench        planning time and memory, phase by phase
+
+PYTHON ?= python3
+# The default wheel of torch on Linux carries CUDA, several gigabytes. This index has the CPU build; set it to another of
+# PyTorch's indexes for a GPU, or to nothing for the default wheel.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: setup lint types unit cost test demo verify-all bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "autopar needs Python 3.11 or later; set PYTHON")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --retries 1 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest -q
+
+cost: $(STAMP)
+	$(BIN)/python benchmarks/planning.py --check
+
+test: lint types unit cost
+
+demo: $(STAMP)
+	$(BIN)/python examples/train_gpt2.py
+
+verify-all: $(STAMP)
+	$(BIN)/python benchmarks/verify_all.py
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/planning.py
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,15 @@
+"""autopar: an automatic-parallelization compiler for PyTorch.
+
+    parallel = autopar.parallelize(model, sample_input, mesh=(2, 4))
+"""
+
+from autopar import testing
+from autopar.api import initialize, parallelize, plan, verify
+from autopar.errors import AutoparError
+from autopar.mesh import Device, Link, Mesh
+from autopar.plan import Plan
+from autopar.verification import Report
+
+__all__ = [
+    "AutoparError", "Device", "Link", "Mesh", "Plan", "Report", "initialize", "parallelize", "plan", "testing", "verify",
+]  # fmt: skip

@@ -1,0 +1,41 @@
+"""Capture: an ordinary module becomes a Program, and its call a Signature.
+
+skeleton    a copy without weights, on the meta device
+signature   how it is called and what it returns
+trace       torch.export, with what it would lose watched
+lower       the exported graph as a Program
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from autopar.capture.lower import lower
+from autopar.capture.signature import Signature, read_call
+from autopar.capture.skeleton import skeleton
+from autopar.capture.trace import trace
+from autopar.ir import Program
+
+__all__ = ["Captured", "Signature", "capture"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A model as a program, and how the user calls it."""
+
+    program: Program
+    signature: Signature
+
+
+def capture(model: nn.Module, sample_input: object) -> Captured:
+    """Trace a model in its present mode on a sample of the global batch (a tensor, a tuple of arguments, or a mapping).
+
+    Neither model nor sample are changed, moved or computed with. Raises CaptureError, naming the line of the model, for what
+    cannot be captured, and InputError for a sample that does not fit `forward`.
+    """
+    call = read_call(model, sample_input)
+    bones = skeleton(model)
+    traced = trace(bones.module, call)
+    return Captured(program=lower(traced, bones, call), signature=call.signature(traced.returned))

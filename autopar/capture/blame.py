@@ -1,0 +1,54 @@
+"""Which line of the user's model is to blame: the innermost frame that is neither torch's nor ours."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+_OURS = tuple(str(Path(module).parent.resolve()) for module in (torch.__file__, str(Path(__file__).parent)))
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
+
+
+def _foreign(file: str) -> bool:
+    return not file.startswith((*_OURS, "<"))
+
+
+@functools.lru_cache(maxsize=4096)
+def from_text(stack: str) -> str:
+    """The place named last in a printed stack trace, as `file.py:12 in forward`; empty if there is none."""
+    frames = [match.groups() for match in _FRAME.finditer(stack)]
+    places = [f"{file}:{line} in {name}" for file, line, name in frames if _foreign(file)]
+    return places[-1] if places else ""
+
+
+def from_error(error: BaseException) -> str:
+    """The place where an exception, or the first one that caused it, passed last through the user's code."""
+    for link in reversed(list(chain(error))):
+        for frame in reversed(traceback.extract_tb(link.__traceback__)):
+            if _foreign(frame.filename):
+                return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return ""
+
+
+def here() -> str:
+    """The place in the user's code that called us."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not _foreign(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception, what caused it, what caused that, and so on."""
+    link: BaseException | None = error
+    seen: list[BaseException] = []
+    while link is not None and link not in seen:
+        seen.append(link)
+        yield link
+        link = link.__cause__ or link.__context__

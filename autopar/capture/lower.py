@@ -1,0 +1,347 @@
+"""From the exported fx graph to a Program: regions inlined, writes in place made values, `requires_grad` computed."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+from torch.export.graph_signature import InputKind, OutputKind
+
+from autopar.capture import autocast, memory, nodes
+from autopar.capture.memory import Handle, Storage, View
+from autopar.capture.signature import Call
+from autopar.capture.skeleton import Skeleton
+from autopar.capture.trace import Traced, varying
+from autopar.errors import CaptureError
+from autopar.ir import Argument, Output, Parameter, Program, Ref, Value, overload, refs, substitute
+from autopar.passes.builder import Builder, Keywords
+from autopar.passes.infer import Kind
+
+_CHECKS = re.compile(r"aten\.(_assert\w*|sym_constrain\w*|_functional_assert\w*)\.")
+_COUNTER = "num_batches_tracked"  # the one buffer, beside those of batch_norm itself, that may be written
+Held = Handle | tuple["Held", ...] | Argument
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """What surrounds a piece of the graph: whether gradients are on, and the dtype of autocast if it is on."""
+
+    grad: bool = True
+    cast: torch.dtype | None = None
+
+
+def lower(traced: Traced, skeleton: Skeleton, call: Call) -> Program:
+    """The program of an exported model; raises CaptureError for what a program cannot say."""
+    exported = traced.exported
+    for spec in exported.graph_signature.output_specs:
+        if spec.kind is not OutputKind.USER_OUTPUT:
+            raise CaptureError(f"forward changes {spec.target}", fix="return the new value instead of storing it")
+    inputs = [
+        Value(name=path, shape=tuple(leaf.shape), dtype=leaf.dtype, requires_grad=leaf.requires_grad)
+        for path, leaf in call.leaves
+        if isinstance(leaf, torch.Tensor)
+    ]
+    builder = Builder(inputs, skeleton.parameters, skeleton.buffers)
+    lowering = Lowering(builder=builder, mutates=any(map(nodes.writes_in_place, nodes.graphs(exported.graph_module))))
+    results = lowering.run(exported.graph_module, list(_given(traced, skeleton, call)), Region())
+    values = [memory.read(result) for result in results if isinstance(result, Handle)]
+    program = builder.program(
+        Output(value=ref.name, path=path) for ref, path in zip(values, traced.returned.paths, strict=True)
+    )
+    return _marked(lowering.apart(program))
+
+
+def _given(traced: Traced, skeleton: Skeleton, call: Call) -> Iterator[Held]:
+    """What the placeholders of the exported graph stand for, in order."""
+    leaves = iter(call.leaves)
+    for spec in traced.exported.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            path, leaf = next(leaves)
+            tensor = isinstance(leaf, torch.Tensor)
+            yield Handle(ref=Ref(path), storage=Storage(f"the input {path}")) if tensor else None
+            continue
+        name = skeleton.first.get(spec.target or "")
+        if name is None:
+            fix = "register it as a buffer of the module, so that it can be placed on the devices"
+            raise CaptureError(f"forward makes the constant {spec.target} of unknown numbers", fix=fix)
+        yield Handle(ref=Ref(name), storage=Storage(f"the buffer {name}"))
+
+
+@dataclass(slots=True, kw_only=True)
+class Lowering:
+    """The walk over the exported graph and its regions."""
+
+    builder: Builder
+    mutates: bool
+    detached: dict[str, Ref] = field(default_factory=dict)
+    casts: dict[tuple[str, torch.dtype], Ref] = field(default_factory=dict)
+
+    def run(self, module: fx.GraphModule, given: Sequence[Held], region: Region) -> tuple[Held, ...]:
+        """Lower one graph whose placeholders are `given`; returns its results."""
+        env: dict[fx.Node, Held] = {}
+        places = iter(given)
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(places)
+            elif node.op == "output":
+                results = _leaf(node.args[0], env, node)
+                return results if isinstance(results, tuple) else (results,)
+            elif node.op == "call_function":
+                env[node] = self.call(node, module, env, region)
+        raise AssertionError("a graph without output")
+
+    def call(self, node: fx.Node, module: fx.GraphModule, env: dict[fx.Node, Held], region: Region) -> Held:
+        """Lower one call: a region, an item of several results, a write in place, or a plain op."""
+        if node.target is operator.getitem:
+            source, index = node.args
+            held = env[source] if isinstance(source, fx.Node) else None
+            if isinstance(held, tuple) and isinstance(index, int):
+                return held[index]
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return self.inline(node, module, env, region)
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise varying("a number", nodes.source(node))
+        if _CHECKS.match(str(node.target)):
+            return None
+        nodes.refuse_varying(node)
+        args = tuple(_leaf(argument, env, node) for argument in node.args)
+        kwargs = tuple((name, _leaf(argument, env, node)) for name, argument in node.kwargs.items())
+        if nodes.writes(node.target):
+            return self.mutate(node, args, kwargs, region)
+        return self.plain(node, str(node.target), args, kwargs, region)
+
+    def inline(self, node: fx.Node, module: fx.GraphModule, env: dict[fx.Node, Held], region: Region) -> Held:
+        """Lower the graph of a region in place."""
+        at = next((i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr"), -1)
+        statics = node.args[:at]
+        if str(node.target) == "wrap_with_set_grad_enabled":
+            region = replace(region, grad=bool(statics[0]))
+        elif str(node.target) == "wrap_with_autocast":
+            region = replace(region, cast=autocast.dtype(statics) if statics[2] else None)
+        else:
+            fix = "write it without torch.cond, while_loop and the like"
+            raise CaptureError(f"{node.target} holds a graph of its own", at=nodes.source(node), fix=fix)
+        body = node.args[at]
+        assert isinstance(body, fx.Node)
+        inner = module.get_submodule(str(body.target))
+        assert isinstance(inner, fx.GraphModule)
+        return self.run(inner, [_leaf(argument, env, node) for argument in node.args[at + 1 :]], region)
+
+    def plain(
+        self, node: fx.Node, target: str, args: tuple[Held, ...], kwargs: tuple[tuple[str, Held], ...], region: Region
+    ) -> Held:
+        """Lower an op that writes nothing."""
+        now = tuple(_now(a) for a in args)
+        results, several = self.emit(node, target, now, tuple((name, _now(a)) for name, a in kwargs), region)
+        parent = _parent(node, args) if self.mutates else None
+        handles = tuple(Handle(ref=ref) for ref in results)
+        if parent is not None:
+            handles = self.views(node, handles, parent, now[1:], region)
+        return handles if several else handles[0]
+
+    def views(
+        self, node: fx.Node, fresh: tuple[Handle, ...], parent: Handle, rest: tuple[Argument, ...], region: Region
+    ) -> tuple[Handle, ...]:
+        """The results as views of the op's first operand."""
+        shapes = tuple(self.builder.values[handle.ref.name].shape for handle in fresh)
+        target = str(node.target)
+
+        def take(index: int) -> Callable[[Ref], Ref]:
+            return lambda whole: self.emit(node, target, (whole, *rest), (), region)[0][index]
+
+        return tuple(
+            Handle(
+                ref=handle.ref,
+                storage=parent.storage,
+                seen=parent.storage.version,
+                view=View(parent=parent, target=target, rest=rest, index=i, shapes=shapes, take=take(i)),
+            )
+            for i, handle in enumerate(fresh)
+        )
+
+    def emit(
+        self, node: fx.Node, target: str, args: tuple[Argument, ...], kwargs: Keywords, region: Region
+    ) -> tuple[tuple[Ref, ...], bool]:
+        """Append an op at the place of `node`, operands whose gradient ends here detached; its results, and if it is a list."""
+        if region.cast is not None:
+            args, kwargs = self.cast(target, args, kwargs, region.cast, node)
+        if not region.grad:
+            args, kwargs = self.cut(args, kwargs, node)
+        found = self.found(node, target, args, kwargs)
+        if target != "aten.detach.default" and not any(
+            k.requires_grad for k in (found if isinstance(found, tuple) else (found,))
+        ):
+            args, kwargs = self.cut(args, kwargs, node)
+        at = {"module": nodes.module(node), "source": nodes.source(node)}
+        results = self.builder.emit(target, args, kwargs, **at, results=found)
+        if target == "aten.detach.default" and isinstance(args[0], Ref):
+            self.detached.setdefault(args[0].name, results[0])
+        return results, isinstance(found, tuple)
+
+    def found(self, node: fx.Node, target: str, args: tuple[Argument, ...], kwargs: Keywords) -> Kind | tuple[Kind, ...]:
+        """What the op returns: asked of the op, or of the trace for an op that does not run on meta tensors."""
+        try:
+            return self.builder.infer(target, args, kwargs)
+        except Exception:
+            grad = any(self.builder.values[ref.name].requires_grad for ref in refs((*args, *(a for _, a in kwargs))))
+            traced = node.meta.get("val")
+            if isinstance(traced, torch.Tensor):
+                return nodes.traced_kind(traced, grad)
+            if isinstance(traced, (list, tuple)) and all(isinstance(tensor, torch.Tensor) for tensor in traced):
+                return tuple(nodes.traced_kind(tensor, grad) for tensor in traced)
+            raise CaptureError(
+                f"{target} returns what is no tensor", at=nodes.source(node), fix="leave it out of forward"
+            ) from None
+
+    def cut(self, args: tuple[Argument, ...], kwargs: Keywords, node: fx.Node) -> tuple[tuple[Argument, ...], Keywords]:
+        """The arguments with every value that requires grad detached."""
+
+        def change(leaf: Argument) -> Argument:
+            if not isinstance(leaf, Ref) or not self.builder.values[leaf.name].requires_grad:
+                return leaf
+            if leaf.name not in self.detached:
+                (ref,) = self.builder.emit("aten.detach.default", (leaf,), module=nodes.module(node), source=nodes.source(node))
+                self.detached[leaf.name] = ref
+            return self.detached[leaf.name]
+
+        return tuple(substitute(a, change) for a in args), tuple((name, substitute(a, change)) for name, a in kwargs)
+
+    def cast(
+        self, target: str, args: tuple[Argument, ...], kwargs: Keywords, lower: torch.dtype, node: fx.Node
+    ) -> tuple[tuple[Argument, ...], Keywords]:
+        """The arguments as autocast casts them for this op."""
+        operands = [self.builder.values[ref.name].dtype for ref in refs((*args, *(a for _, a in kwargs)))]
+        wanted = autocast.operand_dtype(target, operands, lower)
+        if wanted is None:
+            return args, kwargs
+
+        def change(leaf: Argument) -> Argument:
+            if not isinstance(leaf, Ref) or not autocast.castable(self.builder.values[leaf.name].dtype, wanted):
+                return leaf
+            key = (leaf.name, wanted)
+            if key not in self.casts:
+                (ref,) = self.builder.emit(
+                    "aten.to.dtype", (leaf, wanted), module=nodes.module(node), source=nodes.source(node)
+                )
+                self.casts[key] = ref
+            return self.casts[key]
+
+        return tuple(substitute(a, change) for a in args), tuple((name, substitute(a, change)) for name, a in kwargs)
+
+    def mutate(self, node: fx.Node, args: tuple[Held, ...], kwargs: tuple[tuple[str, Held], ...], region: Region) -> Held:
+        """Lower a write in place: compute the new value, and give it to the tensor and all that share its memory."""
+        place = args[0]
+        if not isinstance(place, Handle):
+            raise CaptureError(
+                f"{node.target} writes into an argument", at=nodes.source(node), fix="use the form that returns its result"
+            )
+        now = tuple(_now(a) for a in args)
+        keywords = tuple((name, _now(a)) for name, a in kwargs)
+        if place.storage.owner.endswith(_COUNTER):
+            self.emit(node, str(node.target), now, keywords, region)
+            return place
+        if place.storage.owner:
+            fix = "compute a new tensor instead of writing in place"
+            raise CaptureError(f"{node.target} changes {place.storage.owner}", at=nodes.source(node), fix=fix)
+        old = self.builder.values[memory.read(place).name]
+        if not region.grad and old.requires_grad:
+            fix = "write it outside of no_grad, or on a detached copy"
+            raise CaptureError(
+                f"{node.target} writes under no_grad into a tensor with a gradient", at=nodes.source(node), fix=fix
+            )
+
+        def emit(target: str, arguments: tuple[Argument, ...]) -> Ref:
+            return self.emit(node, target, arguments, (), region)[0][0]
+
+        new = self.result_in_place(node, now, keywords, region, old)
+        try:
+            memory.write(place, new, emit, lambda ref: self.builder.values[ref.name])
+        except LookupError as view:
+            fix = "write into the whole tensor, or build it with torch.where, cat or stack"
+            raise CaptureError(f"{node.target} writes through a view by {view}", at=nodes.source(node), fix=fix) from None
+        return place
+
+    def result_in_place(self, node: fx.Node, args: tuple[Argument, ...], kwargs: Keywords, region: Region, old: Value) -> Ref:
+        """The value that a write in place leaves behind, in the shape and dtype of the tensor written."""
+        name, variant = str(node.target).split(".")[1:]
+        source = args[1] if len(args) > 1 else None
+        match name, source:
+            case "copy_", Ref():
+                new = source
+            case "fill_", Ref():
+                new = source
+            case (("fill_" | "zero_"), _):
+                number = 0 if name == "zero_" else source
+                ((new,), _) = self.emit(node, "aten.full_like.default", (args[0], number), (), region)
+            case _:
+                target = f"aten.{re.sub(r'^__i', '__', name) if name.endswith('__') else name.removesuffix('_')}.{variant}"
+                try:
+                    overload(target)
+                except AttributeError:
+                    fix = f"use the form of {name} that returns its result"
+                    raise CaptureError(f"{node.target} has no form without writing", at=nodes.source(node), fix=fix) from None
+                ((new,), _) = self.emit(node, target, args, kwargs, region)
+        if self.builder.values[new.name].dtype != old.dtype:
+            ((new,), _) = self.emit(node, "aten.to.dtype", (new, old.dtype), (), region)
+        if self.builder.values[new.name].shape != old.shape:
+            ((new,), _) = self.emit(node, "aten.expand.default", (new, old.shape), (), region)
+        return new
+
+    def apart(self, program: Program) -> Program:
+        """Beside a scalar that is differentiated, every other output with a gradient becomes a value of its own (an alias)."""
+        kinds = [self.builder.values[output.value] for output in program.outputs]
+        if not any(value.shape == () and value.requires_grad for value in kinds):
+            return program
+        outputs = []
+        for output, value in zip(program.outputs, kinds, strict=True):
+            if value.shape != () and value.requires_grad:
+                producer = program.producer.get(output.value)
+                at = (producer.module, producer.source) if producer else ("", "")
+                (ref,) = self.builder.emit("aten.alias.default", (Ref(output.value),), module=at[0], source=at[1])
+                output = replace(output, value=ref.name)
+            outputs.append(output)
+        return self.builder.program(outputs)
+
+
+def _marked(program: Program) -> Program:
+    """The program, its parameters and buffers knowing whether they are used."""
+    used = {name for op in program.ops for name in op.operands} | {output.value for output in program.outputs}
+
+    def mark(held: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+        return tuple(replace(one, used=one.value.name in used) for one in held)
+
+    return replace(program, parameters=mark(program.parameters), buffers=mark(program.buffers))
+
+
+def _leaf(argument: object, env: dict[fx.Node, Held], node: fx.Node) -> Held:
+    """An fx argument in our terms."""
+    if isinstance(argument, fx.Node):
+        return env.get(argument)
+    if isinstance(argument, (list, tuple)):
+        return tuple(_leaf(part, env, node) for part in argument)
+    if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise varying("a number", nodes.source(node))
+    return argument  # type: ignore[return-value]
+
+
+def _now(held: Held) -> Argument:
+    if isinstance(held, Handle):
+        return memory.read(held)
+    return tuple(map(_now, held)) if isinstance(held, tuple) else held
+
+
+def _parent(node: fx.Node, args: tuple[Held, ...]) -> Handle | None:
+    """The first operand if the results lie in its memory."""
+    first = args[0] if args else None
+    source = node.args[0] if node.args else None
+    if not isinstance(first, Handle) or not isinstance(source, fx.Node):
+        return None
+    result, operand = node.meta.get("val"), source.meta.get("val")
+    result = result[0] if isinstance(result, (list, tuple)) and result else result
+    if not isinstance(result, torch.Tensor) or not isinstance(operand, torch.Tensor):
+        return None
+    return first if result.untyped_storage()._cdata == operand.untyped_storage()._cdata else None

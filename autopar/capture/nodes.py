@@ -1,0 +1,56 @@
+"""What the nodes of an exported fx graph say about themselves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from autopar.capture import blame
+from autopar.capture.trace import varying
+from autopar.passes.infer import Kind
+
+
+def refuse_varying(node: fx.Node) -> None:
+    """Raise CaptureError for a node whose result is a number, or of a shape, that depends on values."""
+    traced = node.meta.get("val")
+    for one in traced if isinstance(traced, (list, tuple)) else (traced,):
+        if isinstance(one, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise varying("a number", source(node))
+        if isinstance(one, torch.Tensor) and not all(isinstance(size, int) for size in one.shape):
+            raise varying(f"the shape of a result of {node.target}", source(node))
+
+
+def graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:
+    """The graph of a module and those of its regions."""
+    yield from (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
+
+
+def writes_in_place(graph: fx.Graph) -> bool:
+    """Whether any of its ops writes in place."""
+    return any(isinstance(node.target, torch._ops.OpOverload) and writes(node.target) for node in graph.nodes)
+
+
+def writes(target: torch._ops.OpOverload) -> bool:
+    """Whether an operator writes in place, by its schema (batch_norm, which does not say so, does not count)."""
+    return bool(target._schema.is_mutable)
+
+
+def traced_kind(tensor: torch.Tensor, grad: bool) -> Kind:
+    """What the trace knows of a tensor, some operand of whose op requires grad or none."""
+    differentiable = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return Kind(tuple(tensor.shape), tensor.dtype, grad and differentiable)
+
+
+def module(node: fx.Node) -> str:
+    """The path of the module whose forward made the node; a second call of a module has the same path."""
+    stack = node.meta.get("nn_module_stack")
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return re.sub(r"@\d+", "", str(path))
+
+
+def source(node: fx.Node) -> str:
+    """The line of the user's model that made the node."""
+    return blame.from_text(node.meta.get("stack_trace") or "")

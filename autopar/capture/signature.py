@@ -1,0 +1,254 @@
+"""How a model is called and what it returns: flat tensors on our side, the user's structures on theirs.
+
+This is the one place that knows pytrees.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autopar.errors import CaptureError, InputError
+from autopar.ir import Static
+
+_STATIC = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A tensor argument: its place among the arguments ("input_ids", "batch.0"), shape and dtype."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """What the model returns: a structure whose leaves are tensors (`paths`, in order) or constants."""
+
+    spec: pytree.TreeSpec
+    paths: tuple[str, ...]
+    leaves: tuple[int | tuple[Static], ...]  # the index of a tensor, or a constant in a tuple of one
+
+    def rebuild(self, tensors: Sequence[object]) -> object:
+        """The structure with these tensors in it, one per path."""
+        filled = [tensors[leaf] if isinstance(leaf, int) else leaf[0] for leaf in self.leaves]
+        return pytree.tree_unflatten(filled, self.spec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """The planned call of a model.
+
+    `names` are the parameters of `forward` that may be given by position, `rest` the name of its `*args`; `tensors` are in the
+    order of `Program.inputs`; other arguments must equal `constants`, or, where the sample left them out, `defaults`.
+    """
+
+    names: tuple[str, ...]
+    rest: str
+    tensors: tuple[Planned, ...]
+    constants: tuple[tuple[str, Static], ...]
+    defaults: tuple[tuple[str, Static], ...]
+    returned: Returned
+
+    def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
+        """The tensors of a call, in the order of `Program.inputs`; raises InputError if it is not the planned call."""
+        given = dict(_leaves(named(self.names, self.rest, args, kwargs)))
+        tensors = [_checked(planned, given.pop(planned.path, None)) for planned in self.tensors]
+        expected = dict(self.defaults) | dict(self.constants)
+        for path, value in given.items():
+            if path not in expected:
+                fix = "plan with a sample that has it"
+                raise InputError(f"argument {path} is not in the plan", planned=self._text(), fix=fix)
+            if not _same(value, expected[path]):
+                raise InputError(
+                    f"argument {path} is not the planned one",
+                    given=_describe(value),
+                    planned=repr(expected[path]),
+                    fix="plan again with this sample",
+                )
+        defaults = dict(self.defaults)
+        for path, value in self.constants:
+            if path not in given and not (path in defaults and _same(value, defaults[path])):
+                raise InputError(f"argument {path} is missing", planned=repr(value), fix="call the model as it was planned")
+        return tensors
+
+    def rebuild(self, outputs: Sequence[object]) -> object:
+        """What the user's model returns, made of the program's outputs (in order)."""
+        return self.returned.rebuild(outputs)
+
+    def _text(self) -> str:
+        return ", ".join(f"{planned.path}: {planned}" for planned in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A sample as `forward` takes it: `args` and `kwargs`, and its leaves by path in the order of `forward`'s parameters."""
+
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    leaves: tuple[tuple[str, object], ...]
+    names: tuple[str, ...]
+    rest: str
+    defaults: tuple[tuple[str, Static], ...]
+
+    def signature(self, returned: Returned) -> Signature:
+        """The signature of a model that returns this."""
+        return Signature(
+            names=self.names,
+            rest=self.rest,
+            tensors=tuple(
+                Planned(path=path, shape=tuple(leaf.shape), dtype=leaf.dtype)
+                for path, leaf in self.leaves
+                if isinstance(leaf, torch.Tensor)
+            ),
+            constants=tuple((path, leaf) for path, leaf in self.leaves if isinstance(leaf, _STATIC)),
+            defaults=self.defaults,
+            returned=returned,
+        )
+
+
+def read_call(model: nn.Module, sample_input: object) -> Call:
+    """A sample (a tensor, a tuple or list of positional arguments, or a mapping of keywords) as a call on the meta device.
+
+    `use_cache=False` is added where `forward` takes it and the sample does not say. Raises InputError for arguments that are
+    neither tensors nor constants, and for those that `forward` does not take.
+    """
+    args, kwargs = _split(sample_input)
+    taken = inspect.signature(model.forward)
+    defaults = {p.name: p.default for p in taken.parameters.values() if isinstance(p.default, _STATIC)}
+    if "use_cache" in taken.parameters:
+        kwargs.setdefault("use_cache", False)
+        defaults["use_cache"] = False
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
+    try:
+        bound = taken.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(f"the sample does not fit {type(model).__name__}.forward: {error}", takes=f"forward{taken}") from error
+    extras = next((p.name for p in taken.parameters.values() if p.kind is p.VAR_KEYWORD), "")
+    arguments = {name: value for name, value in bound.arguments.items() if name != extras}
+    extra = dict(sorted(bound.arguments.get(extras, {}).items()))
+    leaves = tuple(_leaves(arguments | extra))
+    for path, leaf in leaves:
+        if not isinstance(leaf, (torch.Tensor, *_STATIC)):
+            fix = "pass tensors, constants, or containers of them"
+            raise InputError(f"argument {path} is a {type(leaf).__name__}", fix=fix)
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return Call(
+        args=bound.args,
+        kwargs={name: value for name, value in bound.kwargs.items() if name not in extra} | extra,
+        leaves=leaves,
+        names=tuple(p.name for p in taken.parameters.values() if p.kind in by_position),
+        rest=next((p.name for p in taken.parameters.values() if p.kind is p.VAR_POSITIONAL), ""),
+        defaults=tuple(defaults.items()),
+    )
+
+
+def read_result(result: object) -> tuple[tuple[torch.Tensor, ...], Returned, tuple[str, ...]]:
+    """The tensors in what a model returned, how to put them back, and the paths of what is left out."""
+    spec = pytree.tree_structure(result)
+    tensors: list[torch.Tensor] = []
+    paths: list[str] = []
+    leaves: list[int | tuple[Static]] = []
+    lost = []
+    for path, leaf in _walk("", result):
+        if isinstance(leaf, torch.Tensor):
+            leaves.append(len(tensors))
+            tensors.append(leaf)
+            paths.append(path or "0")
+        else:
+            leaves.append((leaf if isinstance(leaf, _STATIC) else None,))
+            if not isinstance(leaf, _STATIC):
+                lost.append(path)
+    if not tensors:
+        raise CaptureError(
+            f"forward returns no tensor but a {type(result).__name__}",
+            fix="return tensors, or register the class with torch.utils._pytree.register_dataclass",
+        )
+    return tuple(tensors), Returned(spec=spec, paths=tuple(paths), leaves=tuple(leaves)), tuple(lost)
+
+
+def named(names: Sequence[str], rest: str, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
+    """The arguments of a call by name; raises InputError if there are too many or one is given twice."""
+    if len(args) > len(names) and not rest:
+        raise InputError(f"{len(args)} positional arguments, but forward takes {len(names)}", takes=", ".join(names))
+    arguments = dict(zip(names, args, strict=False))
+    for name in kwargs:
+        if name in arguments:
+            raise InputError(f"argument {name} is given twice", fix="give it by position or by name")
+    return arguments | ({rest: tuple(args[len(names) :])} if len(args) > len(names) else {}) | dict(kwargs)
+
+
+def _split(sample: object) -> tuple[tuple[object, ...], dict[str, object]]:
+    if isinstance(sample, Mapping):
+        return (), {str(name): value for name, value in sample.items()}
+    return tuple(sample) if isinstance(sample, (tuple, list)) else (sample,), {}
+
+
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+
+
+def _leaves(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for name, value in arguments.items():
+        yield from _walk(name, value)
+
+
+def _walk(path: str, value: object) -> Iterator[tuple[str, object]]:
+    """The leaves of a pytree, in its order, each with a dotted path: {"past": (a, b)} has "past.0" and "past.1"."""
+    children, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+    if spec.is_leaf():
+        yield path, value
+        return
+    names: Iterable[object] = range(len(children))
+    if isinstance(value, Mapping):
+        names = value.keys()
+    elif isinstance(value, tuple):
+        names = getattr(type(value), "_fields", names)  # a named tuple
+    for name, child in zip(names, children, strict=True):
+        yield from _walk(f"{path}.{name}" if path else str(name), child)
+
+
+def _same(value: object, planned: Static) -> bool:
+    return type(value) is type(planned) and value == planned
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value)
+
+
+def _checked(planned: Planned, given: object) -> torch.Tensor:
+    if given is None:
+        raise InputError(f"argument {planned.path} is missing", planned=planned, fix="call the model as it was planned")
+    if not isinstance(given, torch.Tensor):
+        raise InputError(f"argument {planned.path} is no tensor", given=_describe(given), planned=planned)
+    if given.dtype != planned.dtype:
+        raise InputError(
+            f"argument {planned.path} has another dtype than planned", given=_describe(given), planned=planned, fix="convert it"
+        )
+    if tuple(given.shape) != planned.shape:
+        raise _other_shape(planned, given)
+    return given
+
+
+def _other_shape(planned: Planned, given: torch.Tensor) -> InputError:
+    pairs = enumerate(zip(given.shape, planned.shape, strict=False))
+    dims = [f"dim {dim} is {size}, planned {wanted}" for dim, (size, wanted) in pairs if size != wanted]
+    rank = f"{given.dim()} dims, planned {len(planned.shape)}" if given.dim() != len(planned.shape) else ""
+    return InputError(
+        f"argument {planned.path} has another shape than planned: {rank or '; '.join(dims)}",
+        given=_describe(given),
+        planned=planned,
+        fix="a plan is made for one shape: plan again with this sample, or pad it (for a last batch: drop_last=True)",
+    )

@@ -1,0 +1,81 @@
+"""The model without its weights: a copy on the meta device, and the list of its parameters and buffers.
+
+The copy is traced in place of the user's module, which is left untouched and whose weights are never copied. A tensor that the
+module holds under several names stays one tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autopar.errors import CaptureError
+from autopar.ir import Parameter, Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skeleton:
+    """A model on the meta device, what it holds, and the first name of each name."""
+
+    module: nn.Module
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Parameter, ...]
+    first: dict[str, str]
+
+
+def skeleton(model: nn.Module) -> Skeleton:
+    """Copy `model` without its weights, and list its parameters and buffers in the order in which it names them.
+
+    Tensors that are plain attributes count as buffers outside the state dict. Raises CaptureError if the module cannot be
+    copied or a parameter has a hook.
+    """
+    parameters: list[tuple[str, torch.Tensor]] = list(model.named_parameters(remove_duplicate=False))
+    buffers = [*model.named_buffers(remove_duplicate=False), *_attributes(model)]
+    memo: dict[int, object] = {}
+    for name, tensor in (*parameters, *buffers):
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            fix = "add the hook to the parallel model's parameter instead"
+            raise CaptureError(f"the hook on {name} would be lost", fix=fix)
+        memo.setdefault(id(tensor), _hollow(tensor))
+    try:
+        hollow = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied: {error}", fix="keep what cannot be copied outside the module"
+        ) from error
+    persistent = set(model.state_dict(keep_vars=True))
+    known = _grouped(parameters, persistent), _grouped(buffers, persistent)
+    first = {name: held.value.name for held in (*known[0], *known[1]) for name in held.names}
+    return Skeleton(module=hollow, parameters=known[0], buffers=known[1], first=first)
+
+
+def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+    empty = tensor.detach().to("meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty.requires_grad_(tensor.requires_grad)
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, held in vars(module).items():
+            if isinstance(held, torch.Tensor):
+                yield f"{prefix}.{name}" if prefix else name, held
+
+
+def _grouped(named: list[tuple[str, torch.Tensor]], persistent: set[str]) -> tuple[Parameter, ...]:
+    """One Parameter per tensor, with all of its names."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in named:
+        groups.setdefault(id(tensor), []).append(name)
+    tensors = {id(tensor): tensor for _, tensor in named}
+    return tuple(_held(tuple(names), tensors[key], persistent) for key, names in groups.items())
+
+
+def _held(names: tuple[str, ...], tensor: torch.Tensor, persistent: set[str]) -> Parameter:
+    value = Value(name=names[0], shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    return Parameter(value=value, names=names, persistent=any(name in persistent for name in names))

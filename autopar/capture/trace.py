@@ -1,0 +1,95 @@
+"""Running torch.export, and saying in our words why it failed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autopar.capture import blame
+from autopar.capture.signature import Call, Returned, read_result
+from autopar.capture.watch import watched
+from autopar.errors import AutoparError, CaptureError
+
+_BRANCH = "express the choice with torch.where, or decide it outside of forward"
+_DEVICE = "make new tensors on the device of an input (device=x.device), or register them as buffers"
+_SIZE = "keep every size fixed: torch.where, masked_fill or padding instead of selecting a varying number of elements"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """The exported graph, whose flat outputs are the tensors of `returned`."""
+
+    exported: torch.export.ExportedProgram
+    returned: Returned
+
+
+def trace(module: nn.Module, call: Call) -> Traced:
+    """Export a module on the meta device; warns once of results that are left out, raises CaptureError with the line."""
+    found: list[tuple[Returned, tuple[str, ...]]] = []
+
+    def flatten(_module: nn.Module, _args: object, result: object) -> tuple[torch.Tensor, ...]:
+        tensors, returned, lost = read_result(result)
+        found.append((returned, lost))
+        return tensors
+
+    module.register_forward_hook(flatten)
+    try:
+        with watched(), _quiet(), torch.device("meta"), torch.enable_grad():
+            exported = torch.export.export(module, call.args, call.kwargs, strict=False)
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise explained(error, type(module).__name__) from error
+    returned, lost = found[-1]
+    if lost:
+        warnings.warn(f"{type(module).__name__} returns what is no tensor; left out: {', '.join(lost)}", stacklevel=4)
+    return Traced(exported=exported, returned=returned)
+
+
+def explained(error: Exception, model: str) -> AutoparError:
+    """The CaptureError for what torch.export raised; our own errors inside it come out as they are."""
+    ours = next((link for link in blame.chain(error) if isinstance(link, AutoparError)), None)
+    if ours is not None:
+        return ours
+    at = blame.from_error(error)
+    kinds = {type(link).__name__ for link in blame.chain(error)}
+    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if kinds & {"GuardOnDataDependentSymNode", "DataDependentOutputException"} or "data-dependent" in str(error).lower():
+        return CaptureError(f"the control flow of {model} depends on the values of a tensor", at=at, fix=_BRANCH)
+    if kinds & {"DynamicOutputShapeException"}:
+        return CaptureError(f"a shape in {model} depends on the values of a tensor", at=at, fix=_SIZE)
+    fix = (
+        _DEVICE if "FakeTensorDeviceMismatchError" in kinds or "on the same device" in said else "see the error above this one"
+    )
+    return CaptureError(f"{model} cannot be captured: {said}", error=type(error).__name__, at=at, fix=fix)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps back what torch prints, logs and warns of while it traces; what the model prints appears when it is done."""
+    loggers = [logging.getLogger(f"torch.{name}") for name in ("export._trace", "fx.experimental.symbolic_shapes")]
+    levels = [logger.level for logger in loggers]
+    said = io.StringIO()
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings(), contextlib.redirect_stderr(said):
+            warnings.filterwarnings("ignore", module=r"torch\.")
+            yield
+        sys.stderr.write(said.getvalue())
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def varying(what: str, at: str) -> CaptureError:
+    """The error for a size or a number that is only known when the model runs."""
+    return CaptureError(f"{what} depends on the values of a tensor", at=at, fix=_SIZE if "shape" in what else _BRANCH)

@@ -1,0 +1,99 @@
+"""What tracing would lose without a word: watched while a model is traced.
+
+An `autograd.Function` is traced through its forward only, a tensor hook leaves no trace at all, and `torch.tensor([1, 2])` on
+the meta device has no numbers. The first two are refused; the third is made of operators that carry their numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.autograd.function import Function
+
+from autopar.capture import blame
+from autopar.errors import CaptureError
+
+LITERAL_LIMIT = 1024  # elements of a literal tensor that may be written out as operators
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """While this is open, `Function.apply` and tensor hooks raise CaptureError and literal tensors keep their numbers."""
+    with (
+        _replaced(Function, "apply", classmethod(_apply(vars(Function)["apply"]))),
+        _replaced(torch.Tensor, "register_hook", _refuse_hook),
+        _replaced(torch.Tensor, "register_post_accumulate_grad_hook", _refuse_hook),
+        _replaced(torch, "tensor", _literal(torch.tensor)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: type | object, name: str, stand_in: object) -> Iterator[None]:
+    original = vars(owner)[name]
+    setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _apply(original: classmethod[Function, ..., object]) -> Callable[..., object]:
+    def apply(cls: type[Function], *args: object, **kwargs: object) -> object:
+        if cls.__module__ == "torch.utils.checkpoint":  # the planner decides what is rebuilt: run the block as it is
+            run, _preserve, *rest = args
+            assert callable(run)
+            return run(*rest)
+        if cls.__module__.partition(".")[0] == "torch":
+            return original.__get__(None, cls)(*args, **kwargs)
+        raise CaptureError(
+            f"the backward of {cls.__qualname__} would be lost: it is an autograd.Function",
+            at=blame.here(),
+            fix="make it an operator with torch.library.custom_op and register_autograd",
+        )
+
+    return apply
+
+
+def _refuse_hook(tensor: torch.Tensor, *_: object) -> None:
+    raise CaptureError(
+        f"a hook on a tensor of shape {tuple(tensor.shape)} would be lost",
+        at=blame.here(),
+        fix="write what the hook does as an operator with its own backward (torch.library.custom_op)",
+    )
+
+
+def _literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def tensor(data: object, *, dtype: torch.dtype | None = None, device: object = None, **rest: object) -> torch.Tensor:
+        found = _numbers(data)
+        if found is None or not 0 < len(found[1]) <= LITERAL_LIMIT:
+            return original(data, dtype=dtype, device=device, **rest)
+        shape, numbers = found
+        common = dtype or _dtype(numbers)
+        if not shape:
+            return torch.full((), numbers[0], dtype=common, device="meta")
+        return torch.cat([torch.full((1,), number, dtype=common, device="meta") for number in numbers]).reshape(shape)
+
+    return tensor
+
+
+def _numbers(data: object) -> tuple[tuple[int, ...], list[bool | int | float]] | None:
+    """Shape and numbers of nested lists of Python numbers; None for anything else."""
+    if isinstance(data, (bool, int, float)):
+        return (), [data]
+    if not isinstance(data, (list, tuple)):
+        return None
+    parts = [_numbers(part) for part in data]
+    known = [part for part in parts if part is not None]
+    if not known or len(known) != len(parts) or any(part[0] != known[0][0] for part in known):
+        return None
+    return (len(known), *known[0][0]), [number for _, numbers in known for number in numbers]
+
+
+def _dtype(numbers: list[bool | int | float]) -> torch.dtype:
+    """What `torch.tensor` makes of them."""
+    if any(isinstance(number, float) for number in numbers):
+        return torch.get_default_dtype()
+    return torch.bool if all(isinstance(number, bool) for number in numbers) else torch.int64

@@ -1,0 +1,103 @@
+"""The module that the user gets: an `fx.GraphModule` that is called, saved and trained like the original.
+
+Parameters stand under their original names (ties, unused ones and the persistence of buffers as in the original); a call is
+checked against the planned one and its results are put back into the original's structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import fx, nn
+
+from autopar.capture import Signature
+from autopar.errors import InputError
+from autopar.ir import Program
+from autopar.layout import Layout
+from autopar.plan import Plan
+from autopar.runtime.agreement import check_alike
+from autopar.runtime.random import Draws
+from autopar.runtime.regather import Gathers
+from autopar.runtime.storage import wrap
+from autopar.runtime.world import Context
+
+
+Shape = tuple[int, ...]
+
+
+class State:
+    """What a parallel module keeps beside its parameters: `axis_NAME` for every mesh axis, random draws, gathered weights."""
+
+    def __init__(self, plan: Plan | None, signature: Signature, context: Context, seed: int, outputs: list[tuple[Shape, Layout]]) -> None:
+        self.plan, self.signature, self.context, self.outputs = plan, signature, context, outputs
+        self.draws, self.gathers = Draws(seed), Gathers()
+        self.checked = False
+        for axis in context.axes:
+            setattr(self, f"axis_{axis.name}", axis)
+
+
+class ParallelModule(fx.GraphModule):
+    """One rank's part of a parallel model; made by `autopar.parallelize`. All that is not the user's is in `autopar`."""
+
+    autopar: State
+
+    def __init__(self, graph: fx.Graph, program: Program, tensors: Mapping[str, torch.Tensor], state: State) -> None:
+        super().__init__(nn.Module(), fx.Graph(), "ParallelModule")
+        for stored in (*program.parameters, *program.buffers):
+            for name in stored.names:
+                _install(self, name, tensors[stored.value.name], stored.persistent)
+        self.autopar = state
+        self.graph = graph
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run a training or evaluation step's forward on the *global* batch; every rank gives the same arguments.
+
+        Scalars come back as plain tensors, outputs that the plan leaves split as DTensors. Raises InputError for arguments other than
+        the planned ones.
+        """
+        tensors = self.autopar.signature.bind(args, kwargs)
+        return self.autopar.signature.rebuild(self.run(tensors))
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The program's outputs for its inputs, in its own order."""
+        state = self.autopar
+        self._check(inputs)
+        state.draws.advance()
+        with state.gathers.active() if torch.is_grad_enabled() else nullcontext():
+            results = super().__call__(*inputs)
+        return [
+            wrap(result, shape, layout, state.context) if any(s.kind == "S" for s in layout) else result
+            for result, (shape, layout) in zip(results, state.outputs, strict=True)
+        ]
+
+    def _check(self, tensors: Sequence[torch.Tensor]) -> None:
+        device, signature = self.autopar.context.device, self.autopar.signature
+        for planned, tensor in zip(signature.tensors, tensors, strict=True):
+            if tensor.device.type != device.type:
+                raise InputError(
+                    f"argument {planned.path} is on {tensor.device}, but the model runs on {device}",
+                    fix=f"move the batch: {planned.path}.to({str(device)!r})",
+                )
+        if torch.is_autocast_enabled(device.type):
+            raise InputError(
+                "a parallel module was called under torch.autocast, which its plan does not know",
+                fix="plan a model in the dtype that it shall run in: model.to(torch.bfloat16)",
+            )
+        if not self.autopar.checked:
+            check_alike(dict(zip((p.path for p in signature.tensors), tensors, strict=True)), self.autopar.context)
+            self.autopar.checked = True
+
+
+def _install(root: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:
+    """Register a parameter or buffer under its dotted name, with plain modules on the way."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in dict(root.named_children()):
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    if isinstance(tensor, nn.Parameter):
+        root.register_parameter(leaf, tensor)
+    else:
+        root.register_buffer(leaf, tensor, persistent=persistent)

@@ -1,0 +1,70 @@
+"""Conversions: how a value goes from one layout to another, one mesh axis at a time, and what its gradient does then.
+
+A conversion is a pair of primitives, one for the value and one for the gradient on its way back. Four primitives are
+collectives, four are local:
+
+    all_reduce      add the addends of all ranks                     identity   nothing
+    all_gather      join the chunks of all ranks                     keep       keep on coordinate 0, zeros elsewhere
+    reduce_scatter  add, and keep one's own chunk                    slice      keep one's own chunk
+    all_to_all      cut along one dim, join along another            pad        own chunk in its place, zeros around it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.layout import Layout, State, blocks, local_shape
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+# (from, to) -> (forward, backward)
+CONVERSIONS: dict[tuple[str, str], tuple[str, str]] = {
+    ("I", "R"): ("identity", "all_reduce"),
+    ("I", "S"): ("slice", "all_gather"),
+    ("I", "P"): ("keep", "identity"),
+    ("R", "S"): ("slice", "pad"),
+    ("R", "I"): ("identity", "keep"),
+    ("R", "P"): ("keep", "keep"),
+    ("S", "R"): ("all_gather", "reduce_scatter"),
+    ("S", "I"): ("all_gather", "slice"),
+    ("S", "P"): ("pad", "slice"),
+    ("S", "S"): ("all_to_all", "all_to_all"),
+    ("P", "R"): ("all_reduce", "all_reduce"),
+    ("P", "I"): ("all_reduce", "identity"),
+    ("P", "S"): ("reduce_scatter", "all_gather"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """One value changes its state on one axis; `source` and `target` are whole layouts that differ there only."""
+
+    axis: int
+    source: Layout
+    target: Layout
+
+    @property
+    def primitives(self) -> tuple[str, str]:
+        """What happens to the value, and to the gradient on its way back."""
+        return CONVERSIONS[self.source[self.axis].kind, self.target[self.axis].kind]
+
+    def collective_bytes(self, shape: tuple[int, ...], itemsize: int, sizes: tuple[int, ...]) -> int:
+        """Bytes of the largest buffer of this conversion's collectives on one rank (the gathered side of a gather)."""
+        layouts = (self.source, self.target)
+        local = (local_shape(shape, layout, sizes) for layout in layouts)
+        return max(_elements(s) for s in local) * itemsize
+
+    def place(self, state: State, layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, int]:
+        """`(dim, blocks)` of this axis's split on the local tensor: where to gather, slice, pad or scatter it.
+
+        The other axes' digits are gone from the local tensor on both sides, so the count is the same before and after.
+        """
+        return state.dim, blocks(layout, self.axis, shape, sizes)
+
+
+def _elements(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

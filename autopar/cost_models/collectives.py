@@ -1,0 +1,44 @@
+"""Collectives: the alpha-beta model of R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication
+Operations in MPICH", 2005, for n ranks, messages of latency a, and b bytes in the larger buffer of one rank:
+
+    all_gather      ceil(log2 n) a + b (n - 1)/n / bandwidth      recursive doubling (Bruck where n is no power of two)
+    reduce_scatter  ceil(log2 n) a + b (n - 1)/n / bandwidth      recursive halving
+    all_reduce      reduce_scatter + all_gather                   Rabenseifner
+    all_to_all      (n - 1) a + b (n - 1)/n / bandwidth           pairwise exchange
+
+Adding up the numbers of a reduction is not counted: it keeps pace with the link.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.mesh import Link
+
+Number = TypeVar("Number", float, NDArray[np.float64])
+
+
+def seconds(kind: str, bytes: Number, n: int, link: Link) -> Number:
+    """Seconds of one collective among `n` ranks of a mesh axis; `bytes` may be an array of sizes.
+
+    `bytes` is the larger side's buffer on one rank: what is gathered, what is scattered, what is reduced, what is exchanged.
+    An axis of one rank costs nothing.
+
+    >>> link = Link(name="wire", latency=1e-6, bandwidth=1e9, source="made up")
+    >>> round(seconds("all_gather", 4e9, 4, link), 6)
+    3.000002
+    """
+    if kind == "all_reduce":
+        return seconds("reduce_scatter", bytes, n, link) + seconds("all_gather", bytes, n, link)
+    if n == 1:
+        return bytes * 0.0
+    return bytes * ((n - 1) / n / link.bandwidth) + messages(kind, n) * link.latency
+
+
+def messages(kind: str, n: int) -> int:
+    """How many messages a rank sends one after the other."""
+    doubling = (n - 1).bit_length()  # ceil(log2 n)
+    return {"all_gather": doubling, "reduce_scatter": doubling, "all_reduce": 2 * doubling, "all_to_all": n - 1}[kind]

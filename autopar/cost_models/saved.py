@@ -1,0 +1,177 @@
+"""What autograd keeps for the backward of an operator.
+
+The operator is run once on meta tensors of its global shapes, and torch's saved-tensor hooks tell what it keeps. A kept tensor
+that shares its storage with an operand or a result is that operand or result (a linear keeps a transposed view of its weight,
+say); what shares none is internal: statistics, masks, the log-softmax of a loss. Operands count as contiguous.
+
+Two operators are told by formula, since on meta tensors they take another path than on the device:
+
+    attention    the fused kernels keep q, k, v, the mask, the result and one logarithm per row of scores
+                 (T. Dao, FlashAttention-2, 2023; torch's CPU kernel likewise); where no fused kernel serves, the run decides
+    dropout      the fused kernel keeps a mask of one byte per element; on the CPU one element of the operand's dtype
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from autopar.ir import Argument, Op, Ref, Static, Value, elements, overload, substitute, text
+from autopar.mesh import Bytes
+from autopar.rules.call import Call
+
+Shape = tuple[int, ...]
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+DROPOUT = ("aten.dropout.default", "aten.feature_dropout.default", "aten.native_dropout.default")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What one op keeps: positions of its operands and results, and internal bytes at the global shapes."""
+
+    operands: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    internal_bytes: Bytes = 0
+    follows: int = 0  # the tensor, counted through operands then results, that the internal bytes are proportional to
+    elements: int = 1  # of that tensor, global
+
+    def local_internal(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
+        """The internal bytes on one rank, whose local shapes are given."""
+        if not self.internal_bytes:
+            return 0
+        count = len(operands)
+        shape = operands[self.follows] if self.follows < count else results[self.follows - count]
+        return self.internal_bytes * math.prod(shape) // max(1, self.elements)
+
+
+NOTHING = Saved()
+
+
+def saved(op: Op, values: Mapping[str, Value], *, cpu: bool = False) -> Saved:
+    """What autograd keeps of `op` when it runs on an accelerator, or on the CPU.
+
+    Nothing is kept by an op whose results need no gradient. An operator that does not run on meta tensors is taken to keep all
+    its operands and results.
+    """
+    if not op.requires_grad:
+        return NOTHING
+    operands = tuple(values[name] for name in op.operands)
+    found = _formula(op, operands, cpu)
+    if found is not None:
+        return found
+    args, kwargs = _numbered(op)
+    specs = tuple((value.shape, value.dtype, value.requires_grad) for value in operands)
+    # 1, 1.0 and True are equal as keys but not as arguments, so that the text stands in the key too.
+    return _run(op.target, args, kwargs, f"{text(args)}{kwargs}", specs)
+
+
+def _numbered(op: Op) -> tuple[tuple[Argument, ...], Keywords]:
+    """The op's arguments with operands named by position and devices left out: equal for ops that differ in names only."""
+    positions = iter(range(len(op.operands)))
+
+    def number(leaf: Ref | Static) -> Argument:
+        if isinstance(leaf, torch.device):
+            return torch.device("meta")
+        return Ref(str(next(positions))) if isinstance(leaf, Ref) else leaf
+
+    args = tuple(substitute(argument, number) for argument in op.args)
+    return args, tuple((name, substitute(argument, number)) for name, argument in op.kwargs)
+
+
+Spec = tuple[Shape, torch.dtype, bool]  # shape, dtype, requires_grad
+Keywords = tuple[tuple[str, Argument], ...]
+
+
+@functools.cache
+def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, specs: tuple[Spec, ...]) -> Saved:
+    """Run the operator on meta tensors and look at what autograd keeps."""
+    operands = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad) for shape, dtype, grad in specs]
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    def fill(argument: Argument) -> object:
+        if isinstance(argument, Ref):
+            return operands[int(argument.name)]
+        return [fill(part) for part in argument] if isinstance(argument, tuple) else argument
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with torch.enable_grad(), hooks, sdpa_kernel(SDPBackend.MATH):
+        try:
+            out = overload(target)(*map(fill, args), **{name: fill(argument) for name, argument in kwargs})
+        except NotImplementedError:  # the operator has no meta kernel
+            return Saved(operands=tuple(range(len(operands))), results=(0,))
+    return _sort(kept, operands, list(_tensors(out)))
+
+
+def _tensors(out: object) -> Iterator[torch.Tensor]:
+    """Every tensor among an operator's results, in order."""
+    if isinstance(out, torch.Tensor):
+        yield out
+    elif isinstance(out, (tuple, list)):
+        for part in out:
+            yield from _tensors(part)
+
+
+def _sort(kept: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Saved:
+    """Which of the kept tensors are operands, results, or neither."""
+    home = {_storage(tensor): place for place, tensor in reversed(list(enumerate((*operands, *results))))}
+    places = sorted({home[_storage(tensor)] for tensor in kept if _storage(tensor) in home})
+    internal = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in kept if _storage(tensor) not in home}
+    tensors = (*operands, *results)
+    largest = max(range(len(tensors)), key=lambda place: tensors[place].numel(), default=0)
+    return Saved(
+        operands=tuple(place for place in places if place < len(operands)),
+        results=tuple(place - len(operands) for place in places if place >= len(operands)),
+        internal_bytes=sum(internal.values()),
+        follows=largest,
+        elements=tensors[largest].numel() if tensors else 1,
+    )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _formula(op: Op, operands: Sequence[Value], cpu: bool) -> Saved | None:
+    """What is kept where the device takes another path than meta tensors do; None where it does not."""
+    if op.target == ATTENTION:
+        return _attention(op, operands, cpu)
+    if op.target in DROPOUT and not cpu:
+        arguments = Call.of(op).arguments
+        if arguments.get("train") is False or arguments.get("p") == 0:
+            return NOTHING
+        count = elements(operands[0].shape)
+        return Saved(internal_bytes=count, follows=0, elements=count)
+    return None
+
+
+def _attention(op: Op, operands: Sequence[Value], cpu: bool) -> Saved | None:
+    """What a fused attention kernel keeps; None where none serves."""
+    call = Call.of(op)
+    query, value = operands[0], operands[2]
+    masks = [operands[position] for position in call.positions("attn_mask")]
+    if cpu and (call.arguments["dropout_p"] or query.shape[-1] != value.shape[-1] or any(mask.requires_grad for mask in masks)):
+        return None
+    if not cpu and query.dtype == torch.float64:
+        return None
+    scalar = 8 if query.dtype == torch.float64 else 4
+    result = op.results[0]
+    internal = elements(result.shape[:-1]) * scalar
+    boolean = [mask for mask in masks if mask.dtype == torch.bool]  # turned into addends, which are kept in its stead
+    internal += sum(elements(mask.shape) * query.dtype.itemsize for mask in boolean)
+    return Saved(
+        operands=(0, 1, 2, *(position for position in call.positions("attn_mask") if not boolean)),
+        results=(0,),
+        internal_bytes=internal,
+        follows=len(operands),
+        elements=elements(result.shape),
+    )

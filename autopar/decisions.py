@@ -1,0 +1,34 @@
+"""Decisions: everything that was chosen for a program, in terms of its ops and values.
+
+Enough to price a plan, to walk its memory and to emit its code. A `Plan` is the same as text, with what it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.conversion import Conversion
+from autopar.ir import Program
+from autopar.layout import Layout
+from autopar.passes.candidates import Candidate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """A candidate per op, a layout per given tensor and output, a route per value.
+
+    `routes` lists the conversions of a value, each after the one whose target it starts from.
+    """
+
+    ops: Mapping[str, Candidate]
+    given: Mapping[str, Layout]  # inputs, parameters and buffers as they are taken or stored
+    outputs: Mapping[str, Layout]  # by output path
+    routes: Mapping[str, tuple[Conversion, ...]]
+
+    def produced(self, value: str, program: Program) -> Layout:
+        """The layout in which a value comes from its producer."""
+        op = program.producer.get(value)
+        if op is None:
+            return self.given[value]
+        return self.ops[op.name].results[[r.name for r in op.results].index(value)]

@@ -1,0 +1,54 @@
+"""Errors in house style: what happened, which values, where in the user's model, and the way out."""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """The base of every error that autopar raises on purpose.
+
+    The first line is complete by itself; each named detail follows on a line of its own.
+
+    >>> print(LayoutError("cannot split dim 0 of w over mesh axis tp", shape="(3, 4)", fix="leave it whole"))
+    cannot split dim 0 of w over mesh axis tp
+      shape  (3, 4)
+      fix    leave it whole
+    """
+
+    def __init__(self, what: str, /, **details: object) -> None:
+        self.what = what
+        self.details = {name: str(text) for name, text in details.items() if text not in (None, "")}
+        width = max(map(len, self.details), default=0)
+        rows = (f"  {name:<{width}}  {text}" for name, text in self.details.items())
+        super().__init__("\n".join([what, *rows]))
+
+
+class CaptureError(AutoparError):
+    """The model cannot be captured as a graph."""
+
+
+class RuleError(AutoparError):
+    """A sharding rule does not fit its operator, or an operator has none."""
+
+
+class LayoutError(AutoparError):
+    """A layout does not fit its tensor or the mesh."""
+
+
+class MeshError(AutoparError):
+    """The mesh does not fit the world, or is no mesh at all."""
+
+
+class ConstraintError(AutoparError):
+    """A constraint names nothing, or contradicts itself or another."""
+
+
+class BudgetError(AutoparError):
+    """No plan fits into the memory budget."""
+
+
+class PlanError(AutoparError):
+    """A plan is damaged, or was made for another model or mesh."""
+
+
+class InputError(AutoparError):
+    """A call does not have the planned arguments."""

@@ -1,0 +1,197 @@
+"""The intermediate representation: a model as a straight line of operators over named tensors.
+
+    program  := inputs, parameters, buffers, ops, outputs
+    op       := results = target(arguments)          target is an ATen overload, "aten.linear.default"
+    argument := Ref(value name) | static | (argument, ...)
+    static   := None | bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
+
+Everything is frozen and compares by value. `Program.hash` depends on structure only: neither devices, nor source lines, nor
+versions change it, so that every rank can check that it has the program of the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Union
+
+import torch
+
+Static = Union[None, bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format]
+Argument = Union["Ref", Static, tuple["Argument", ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of the value with this name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A tensor that the program computes or is given; `shape` is global."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole tensor."""
+        return elements(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.name}: {kind}[{', '.join(map(str, self.shape))}]{' grad' if self.requires_grad else ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operator: `results = target(*args, **kwargs)`; `module` and `source` say where it stands in the user's model."""
+
+    name: str
+    target: str
+    args: tuple[Argument, ...] = ()
+    kwargs: tuple[tuple[str, Argument], ...] = ()
+    results: tuple[Value, ...]
+    module: str = field(default="", compare=False)
+    source: str = field(default="", compare=False)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the tensors it reads, in argument order (a list of tensors counts one by one)."""
+        return tuple(ref.name for ref in refs((*self.args, *(argument for _, argument in self.kwargs))))
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(value.requires_grad for value in self.results)
+
+    def __str__(self) -> str:
+        arguments = [text(a) for a in self.args] + [f"{name}={text(a)}" for name, a in self.kwargs]
+        return f"{', '.join(map(str, self.results))} = {self.target}({', '.join(arguments)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter or buffer; `names` are all the names under which the model knows it (several when it is tied)."""
+
+    value: Value
+    names: tuple[str, ...]
+    persistent: bool = True
+    used: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """One result of the model: the value's name, and its place in what `forward` returns ("loss", "logits", "0", ...)."""
+
+    value: str
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A captured model. Values are defined before they are used; inputs are in the order of `forward`'s flat arguments."""
+
+    ops: tuple[Op, ...]
+    inputs: tuple[Value, ...]
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Parameter, ...]
+    outputs: tuple[Output, ...]
+
+    @functools.cached_property
+    def values(self) -> dict[str, Value]:
+        """Every value by name: inputs, parameters, buffers, then results in program order."""
+        given = (*self.inputs, *(p.value for p in self.parameters), *(b.value for b in self.buffers))
+        return {value.name: value for value in (*given, *(r for op in self.ops for r in op.results))}
+
+    @functools.cached_property
+    def op(self) -> dict[str, Op]:
+        """Every op by name."""
+        return {op.name: op for op in self.ops}
+
+    @functools.cached_property
+    def producer(self) -> dict[str, Op]:
+        """The op that computes a value; inputs, parameters and buffers have none."""
+        return {result.name: op for op in self.ops for result in op.results}
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Hex digest of the structure."""
+        return hashlib.sha256(self._structure().encode()).hexdigest()[:16]
+
+    def _structure(self) -> str:
+        ties = "\n".join(f"{p.names} {p.persistent} {p.used}" for p in (*self.parameters, *self.buffers))
+        return f"{self._text(devices=False)}\n{ties}"
+
+    def _text(self, *, devices: bool) -> str:
+        def rows() -> Iterator[str]:
+            yield from (f"input {value}" for value in self.inputs)
+            yield from (f"parameter {p.value}" for p in self.parameters)
+            yield from (f"buffer {b.value}" for b in self.buffers)
+            yield from (str(op if devices else without_devices(op)) for op in self.ops)
+            yield from (f"output {o.path} = {o.value}" for o in self.outputs)
+
+        return "\n".join(rows())
+
+    def __str__(self) -> str:
+        return self._text(devices=True)
+
+
+def elements(shape: tuple[int, ...]) -> int:
+    """The number of elements of a tensor of this shape."""
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def refs(argument: Argument) -> Iterator[Ref]:
+    """Every use of a value inside an argument, left to right."""
+    if isinstance(argument, Ref):
+        yield argument
+    elif isinstance(argument, tuple):
+        for part in argument:
+            yield from refs(part)
+
+
+def substitute(argument: Argument, change: Callable[[Ref | Static], Argument]) -> Argument:
+    """The argument with every leaf replaced by what `change` makes of it."""
+    if isinstance(argument, tuple):
+        return tuple(substitute(part, change) for part in argument)
+    return change(argument)
+
+
+def without_devices(op: Op) -> Op:
+    """The op with its devices left out: they say where it runs, not what it computes."""
+
+    def drop(leaf: Ref | Static) -> Argument:
+        return None if isinstance(leaf, torch.device) else leaf
+
+    return Op(
+        name=op.name,
+        target=op.target,
+        args=tuple(substitute(a, drop) for a in op.args),
+        kwargs=tuple((name, substitute(a, drop)) for name, a in op.kwargs),
+        results=op.results,
+    )
+
+
+def text(argument: Argument) -> str:
+    """How an argument is printed."""
+    if isinstance(argument, Ref):
+        return f"%{argument.name}"
+    if isinstance(argument, tuple):
+        return f"[{', '.join(map(text, argument))}]"
+    return repr(argument) if isinstance(argument, str) else str(argument)
+
+
+@functools.cache
+def overload(target: str) -> torch._ops.OpOverload:
+    """The torch operator of a target: `overload("aten.linear.default")` is `torch.ops.aten.linear.default`."""
+    namespace, name, variant = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), variant)  # type: ignore[no-any-return]

@@ -1,0 +1,100 @@
+"""The mesh: named axes of devices, the device itself, and what connects the devices along each axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.errors import MeshError
+
+Seconds = float
+Bytes = int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What connects the devices of one mesh axis."""
+
+    name: str
+    latency: Seconds  # per message
+    bandwidth: float  # bytes per second that one device sends, one direction
+    source: str  # "NVLink 4, H100 SXM data sheet, 2023"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator (or one process's share of a CPU): peak rates, memory and launch floor, with their source."""
+
+    name: str
+    flops: Mapping[str, float]  # dtype name ("float32", "bfloat16", ...) -> multiply and add operations per second
+    memory: Bytes
+    bandwidth: float  # bytes per second between memory and cores
+    launch: Seconds  # least time of one kernel
+    inner: str  # link between devices of one node, a name of the link catalog
+    outer: str  # link between nodes, per device
+    per_node: int  # devices in one node
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Named axes, outermost first; the last axis is the innermost: its devices stand next to each other.
+
+    `links[i]` connects the devices along axis i; empty until a device is known (`autopar.cost_models.links.connect`).
+
+    >>> Mesh.of((2, 4))
+    Mesh(axis0=2, axis1=4)
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    links: tuple[Link, ...] = ()
+    device: Device | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in self.sizes):
+            raise MeshError(f"a mesh needs axes of at least one device each, not {self.sizes}")
+        if len(set(self.axes)) != len(self.sizes):
+            raise MeshError(f"a mesh needs one name per axis, not {self.axes} for sizes {self.sizes}")
+        if self.links and len(self.links) != len(self.sizes):
+            raise MeshError(f"a mesh needs one link per axis, not {len(self.links)} for axes {self.axes}")
+
+    @staticmethod
+    def of(mesh: object) -> Mesh:
+        """A mesh from a `Mesh`, a size, a tuple of sizes, a dict name -> size, or a torch `DeviceMesh`."""
+        if isinstance(mesh, Mesh):
+            return mesh
+        if isinstance(mesh, int):
+            mesh = (mesh,)
+        if isinstance(mesh, Mapping):
+            return Mesh(axes=tuple(map(str, mesh)), sizes=tuple(mesh.values()))
+        if isinstance(mesh, (tuple, list)):
+            return Mesh(axes=tuple(f"axis{i}" for i in range(len(mesh))), sizes=tuple(mesh))
+        names, ranks = getattr(mesh, "mesh_dim_names", None), getattr(mesh, "mesh", None)
+        if ranks is None:
+            raise MeshError(
+                f"cannot make a mesh of {mesh!r}",
+                fix="give a tuple of sizes, a dict name -> size, an autopar.Mesh or a DeviceMesh",
+            )
+        sizes = tuple(ranks.shape)
+        return Mesh(axes=tuple(names or (f"axis{i}" for i in range(len(sizes)))), sizes=sizes)
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self.sizes)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Where a rank stands: one coordinate per axis, row-major."""
+        where = []
+        for size in reversed(self.sizes):
+            rank, here = divmod(rank, size)
+            where.append(here)
+        return tuple(reversed(where))
+
+    def __str__(self) -> str:
+        return f"({', '.join(f'{a}={s}' for a, s in zip(self.axes, self.sizes, strict=True))})"
+
+    def __repr__(self) -> str:
+        return f"Mesh{self}"

@@ -1,0 +1,221 @@
+"""Candidates: every way to run an op on the mesh, one form per axis.
+
+    linear "b s k, n k, +n -> b s n" on axes (2, 4)   ->   I I | I R | R split b | split b split n | split (b) (b) | ...
+
+On each axis an op runs in exactly one form: invariant (all I), replicated (all R), split of a factor (operands that have the
+factor S, the others R; results that lack it P), or partial in a group of operands in which the op is jointly linear.
+A factor split by several axes is nested in every order; an inner factor of a merged dim is split only where `asked` says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.ir import Op, Program, Value
+from autopar.layout import I, Layout, P, R, State, split
+from autopar.passes.space import Blocks
+from autopar.rules import Fitted
+
+Form = tuple[str, int, int]  # ("I"|"R", 0, 0), ("P", group, 0), ("S", factor, stride within the factor)
+
+INVARIANT: Form = ("I", 0, 0)
+REPLICATED: Form = ("R", 0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to run an op: a form per axis, and the layouts that follow for its operands and results."""
+
+    forms: tuple[Form, ...]
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+
+def candidates(
+    op: Op,
+    fitted: Fitted | None,
+    values: Mapping[str, Value],
+    sizes: tuple[int, ...],
+    blocks: Mapping[str, Blocks],
+) -> list[Candidate]:
+    """All candidates of an op, those that differ in no layout counted once; an op without a rule runs whole."""
+    operands = [values[name] for name in op.operands]
+    grads = [v.requires_grad for v in operands], [v.requires_grad for v in op.results]
+    factors = _factor_blocks(op, fitted, blocks) if fitted else []
+    found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Candidate] = {}
+    known: dict[Form, tuple[list[State], list[State]]] = {}
+    for forms in _assignments(fitted, factors, sizes, any(grads[0]) or any(grads[1])):
+        for form in forms:
+            if form not in known:
+                known[form] = _states(form, fitted, *grads)
+        made = _join(forms, [known[form] for form in forms])
+        found.setdefault((made.operands, made.results), made)
+    return list(found.values())
+
+
+def candidate(op: Op, fitted: Fitted | None, values: Mapping[str, Value], forms: tuple[Form, ...]) -> Candidate:
+    """The candidate with these forms."""
+    grads = [values[name].requires_grad for name in op.operands], [v.requires_grad for v in op.results]
+    return _join(forms, [_states(form, fitted, *grads) for form in forms])
+
+
+def _join(forms: tuple[Form, ...], columns: Sequence[tuple[list[State], list[State]]]) -> Candidate:
+    """A candidate from what each axis makes of the operands and results."""
+    inside = tuple(zip(*(c[0] for c in columns), strict=True))
+    outside = tuple(zip(*(c[1] for c in columns), strict=True))
+    return Candidate(forms=forms, operands=inside, results=outside)
+
+
+def _assignments(
+    fitted: Fitted | None, factors: list[tuple[int, ...]], sizes: tuple[int, ...], differentiable: bool
+) -> Iterator[tuple[Form, ...]]:
+    """One form per axis; the strides of a factor shared by several axes follow from the order of their nest."""
+    plain: list[Form] = [INVARIANT, REPLICATED] if differentiable else [INVARIANT]
+    if fitted:
+        plain += [("P", group, 0) for group in range(len(fitted.linear))]
+    splits: list[Form] = [("S", f, count) for f, counts in enumerate(factors) for count in counts]
+    choices = [[*plain, *splits] if size > 1 else [INVARIANT] for size in sizes]
+    for forms in itertools.product(*choices):
+        groups: dict[int, list[int]] = {}
+        for axis, form in enumerate(forms):
+            if form[0] == "S":
+                groups.setdefault(form[1], []).append(axis)
+        if not groups:
+            yield forms
+            continue
+        assert fitted is not None
+        for orders in itertools.product(*(_nests(axes, forms, fitted.factors[f].size, sizes) for f, axes in groups.items())):
+            strides = dict(pair for order in orders for pair in order)
+            yield tuple(
+                (form[0], form[1], strides[axis]) if axis in strides else form for axis, form in enumerate(forms)
+            )
+
+
+def _nests(
+    axes: list[int], forms: Sequence[Form], size: int, sizes: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, int], ...]]:
+    """`(axis, stride)` for every order in which axes can nest in one factor; axes of different block counts do not mix freely."""
+    by_count: dict[int, list[int]] = {}
+    for axis in axes:
+        by_count.setdefault(forms[axis][2], []).append(axis)
+    counts = sorted(by_count)
+    for orders in itertools.product(*(itertools.permutations(by_count[count]) for count in counts)):
+        placed: list[tuple[int, int]] = []
+        rest = size
+        for count, order in zip(counts, orders, strict=True):
+            if size % count or rest % (size // count):
+                break
+            rest = size // count
+            for axis in order:
+                rest, short = divmod(rest, sizes[axis])
+                if short or not rest:
+                    break
+                placed.append((axis, rest))
+            else:
+                continue
+            break
+        else:
+            yield tuple(placed)
+
+
+def _states(
+    form: Form, fitted: Fitted | None, operand_grads: list[bool], result_grads: list[bool]
+) -> tuple[list[State], list[State]]:
+    """What one form makes of every operand and result on its axis; without a gradient R is I."""
+    kind, which, stride = form
+    if kind == "I" or fitted is None or kind == "R":
+        state = I if kind == "I" else R
+        inside, outside = [state] * len(operand_grads), [state] * len(result_grads)
+    elif kind == "P":
+        group = fitted.linear[which]
+        inside = [P if i in group else R for i in range(len(operand_grads))]
+        outside = [P] * len(result_grads)
+    else:
+        summed = which in fitted.summed
+        inside = [
+            _digit(dims, which, stride, fitted) or (P if summed and i in fitted.added else R)
+            for i, dims in enumerate(fitted.operands)
+        ]
+        outside = [_digit(dims, which, stride, fitted) or P for dims in fitted.results]
+    return (
+        [I if s == R and not grad else s for s, grad in zip(inside, operand_grads, strict=True)],
+        [I if s == R and not grad else s for s, grad in zip(outside, result_grads, strict=True)],
+    )
+
+
+def _digit(dims: tuple[tuple[int, ...], ...], factor: int, stride: int, fitted: Fitted) -> State | None:
+    """The split of the dim that has the factor, if one has: the factors to its right stretch the stride."""
+    for dim, parts in enumerate(dims):
+        if factor in parts:
+            for right in parts[parts.index(factor) + 1 :]:
+                stride *= fitted.factors[right].size
+            return split(dim, stride)
+    return None
+
+
+def _factor_blocks(op: Op, fitted: Fitted, blocks: Mapping[str, Blocks]) -> list[tuple[int, ...]]:
+    """Per factor, the block counts in which it may be split: those that every dim that has it knows."""
+    names = (*op.operands, *(r.name for r in op.results))
+    counts: list[tuple[int, ...]] = []
+    for f, factor in enumerate(fitted.factors):
+        if factor.whole or factor.size == 1:
+            counts.append(())
+            continue
+        known: set[int] | None = None
+        for name, dims in zip(names, (*fitted.operands, *fitted.results), strict=True):
+            for dim, parts in enumerate(dims):
+                if f in parts:
+                    left = _left(fitted, parts, f)
+                    here = {k // left for k in blocks[name][dim] if k % left == 0}
+                    known = here if known is None else known & here
+        counts.append(tuple(sorted(known or ())))
+    return counts
+
+
+def _left(fitted: Fitted, parts: tuple[int, ...], factor: int) -> int:
+    """Into how many blocks the factors left of this one cut their dim."""
+    left = 1
+    for other in parts[: parts.index(factor)]:
+        left *= fitted.factors[other].size
+    return left
+
+
+def asked(program: Program, fits: Mapping[str, Fitted | None]) -> dict[str, Blocks]:
+    """The block counts of every dim of every value: 1, and those for which a split, chunk or merge of dims asks, spread along
+    the factors to all values that they touch."""
+    known: dict[str, list[set[int]]] = {name: [{1} for _ in value.shape] for name, value in program.values.items()}
+    for op in program.ops:
+        fitted = fits[op.name]
+        for side, position, dim, factor in fitted.asks if fitted else ():
+            name = op.operands[position] if side == "operand" else op.results[position].name
+            dims = (fitted.operands if side == "operand" else fitted.results)[position]  # type: ignore[union-attr]
+            known[name][dim].add(_left(fitted, dims[dim], factor))  # type: ignore[arg-type]
+    changed = True
+    while changed:
+        changed = any([_spread(op, fits[op.name], known) for op in (*program.ops, *reversed(program.ops))])
+    return {name: tuple(tuple(sorted(k)) for k in dims) for name, dims in known.items()}
+
+
+def _spread(op: Op, fitted: Fitted | None, known: dict[str, list[set[int]]]) -> bool:
+    """Carry block counts from the dims that have a factor to the others that have it."""
+    if fitted is None:
+        return False
+    names = (*op.operands, *(r.name for r in op.results))
+    places: dict[int, list[tuple[set[int], int]]] = {}
+    for name, dims in zip(names, (*fitted.operands, *fitted.results), strict=True):
+        for dim, parts in enumerate(dims):
+            for f in parts:
+                if not fitted.factors[f].whole:
+                    places.setdefault(f, []).append((known[name][dim], _left(fitted, parts, f)))
+    changed = False
+    for f, spots in places.items():
+        size = fitted.factors[f].size
+        counts = {k // left for have, left in spots for k in have if k % left == 0 and size % (k // left) == 0 and k // left < size}
+        for have, left in spots:
+            fresh = {count * left for count in counts if count > 1 or left == 1} - have
+            if fresh:
+                have |= fresh
+                changed = True
+    return changed

@@ -1,0 +1,20 @@
+"""The passes that every captured program goes through, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.ir import Program
+from autopar.passes.causal import causal
+from autopar.passes.dead import dead
+from autopar.passes.means import means
+from autopar.passes.simplify import simplify
+
+PASSES: tuple[Callable[[Program], Program], ...] = (simplify, causal, means, dead)
+
+
+def normalise(program: Program) -> Program:
+    """The program with one spelling for each thing, causal masks said, mean losses exact, and nothing that is not needed."""
+    for rewrite in PASSES:
+        program = rewrite(program)
+    return program

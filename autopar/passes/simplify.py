@@ -1,0 +1,113 @@
+"""One way to say each thing: ops that change nothing go, and spellings of the same op become one."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from autopar.ir import Argument, Op, Program, Ref, Value
+from autopar.passes.arguments import bound
+from autopar.passes.builder import Rewriter
+
+_NOTHING = frozenset("contiguous clone lift_fresh lift_fresh_copy alias detach".split())
+_CASTS = frozenset("to _to_copy type_as".split())
+_RESHAPES = frozenset("view reshape _unsafe_view _reshape_alias view_as reshape_as flatten unflatten squeeze".split())
+_EXPANDS = frozenset("expand expand_as broadcast_to".split())
+_FILLS = {"zeros": 0, "ones": 1, "new_zeros": 0, "new_ones": 1, "new_full": None, "scalar_tensor": None, "full": None}
+_DULL = {"pin_memory": (None, False), "layout": (None, torch.strided), "memory_format": (None, torch.preserve_format)}
+
+
+def simplify(program: Program) -> Program:
+    """Drop what changes nothing and spell views, casts and fills in one way.
+
+        a = view(x, [-1, 4])              a = reshape(x, [8, 4])
+        b = contiguous(a)
+        c = to.device(b, cpu, float32)    c = to.dtype(a, float32)       (none if a is float32)
+        d = slice(c, -1, 0, 2**63 - 1)                                   (d is c)
+        e = new_zeros(x, [3])             e = full([3], 0, dtype=...)
+
+    Nothing in a program writes in place, so a copy is its original. Dropout stays unless its p is 0: a model captured for
+    evaluation may be trained.
+    """
+    rewriter = Rewriter(program)
+    returned = {output.value for output in program.outputs}
+    for op in program.ops:
+        if len(op.results) != 1 or op.results[0].name != op.name or not op.target.startswith("aten."):
+            rewriter.keep(op)
+            continue
+        same = _unchanged(op, program)
+        if same is not None and not (op.target == "aten.alias.default" and op.name in returned):
+            new = rewriter.new(same)
+            assert isinstance(new, Ref)
+            rewriter.forward(op.name, new)
+        else:
+            _spell(op, program, rewriter)
+    return rewriter.finish()
+
+
+def _unchanged(op: Op, program: Program) -> Ref | None:
+    """The operand that the result equals, if it is known to be one."""
+    first = op.args[0] if op.args else None
+    if not isinstance(first, Ref):
+        return None
+    operand, result = program.values[first.name], op.results[0]
+    if (operand.shape, operand.dtype, operand.requires_grad) != (result.shape, result.dtype, result.requires_grad):
+        return None
+    name = op.target.split(".")[1]
+    if name in _NOTHING | _CASTS | _RESHAPES | _EXPANDS:
+        return None if op.target == "aten.view.dtype" else first
+    if name == "slice" and (bound(op)["step"] == 1):
+        return first
+    if name == "dropout" and op.args[1] == 0:
+        return first
+    second = op.args[1] if len(op.args) == 2 and type(op.args[1]) in (int, float) else None
+    if name in ("add", "sub") and second == 0 and not result.dtype.is_floating_point:  # -0.0 + 0 is another number
+        return first
+    return first if name in ("mul", "div") and second == 1 and not op.kwargs else None
+
+
+def _spell(op: Op, program: Program, rewriter: Rewriter) -> None:
+    """Keep the op in its one spelling."""
+    name, result = op.target.split(".")[1], op.results[0]
+    first = op.args[0] if op.args else None
+    kwargs = tuple((key, value) for key, value in op.kwargs if value not in _DULL.get(key, ()))
+    if name in _RESHAPES and op.target != "aten.view.dtype":
+        rewriter.keep(op, target="aten.reshape.default", args=(first, result.shape), kwargs=())
+    elif name in _EXPANDS:
+        rewriter.keep(op, target="aten.expand.default", args=(first, result.shape), kwargs=())
+    elif name in _CASTS and isinstance(first, Ref) and program.values[first.name].shape == result.shape:
+        rewriter.keep(op, target="aten.to.dtype", args=(first, result.dtype), kwargs=())
+    elif name in ("slice", "slice_scatter"):
+        rewriter.keep(op, args=_slice(op, program.values), kwargs=())
+    elif name in _FILLS:
+        fill = bound(op).get({"scalar_tensor": "s"}.get(name, "fill_value"), _FILLS[name])
+        device = bound(op).get("device")
+        rewriter.keep(
+            op,
+            target="aten.full.default",
+            args=(result.shape, fill),
+            kwargs=(("dtype", result.dtype), ("device", torch.device("meta") if device is None else device)),
+        )
+    else:
+        rewriter.keep(op, kwargs=kwargs)
+
+
+def _slice(op: Op, values: dict[str, Value]) -> tuple[Argument, ...]:
+    """(x, dim, start, end) or (x, y, dim, start, end): no negative number, no end past the dim, a step only if it is not 1."""
+    named = bound(op)
+    source, dim, step = named["self"], named["dim"], named["step"]
+    assert isinstance(source, Ref)
+    assert isinstance(dim, int)
+    assert isinstance(step, int)
+    shape = values[source.name].shape
+    dim %= len(shape)
+    start, end, _ = slice(_whole(named["start"]), _whole(named["end"])).indices(shape[dim])
+    count = math.ceil(max(end - start, 0) / step)
+    tail = (step,) if step != 1 else ()
+    operands = op.args[: op.target.startswith("aten.slice_scatter") + 1]
+    return (*operands, dim, start, max(start, min(end, start + count * step)), *tail)
+
+
+def _whole(argument: Argument) -> int | None:
+    return argument if isinstance(argument, int) else None

@@ -1,0 +1,206 @@
+"""Named strategies and constraints: what they ask of stored parameters, inputs and results. The solver fills the rest.
+
+    ddp        parameters I, inputs S(0)
+    fsdp       every parameter S on its first dim that divides, gathered for use; inputs S(0)
+    megatron   on the last axis no parameter is gathered and inputs are I; data parallel on the others
+    replicate  everything I
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from autopar.conversion import CONVERSIONS
+from autopar.errors import ConstraintError, LayoutError
+from autopar.ir import Program, Value
+from autopar.layout import I, Layout, State, parse, split
+from autopar.mesh import Mesh
+
+STRATEGIES = ("auto", "ddp", "fsdp", "megatron", "replicate")
+Pattern = tuple[State | None, ...]  # a layout, None where an axis is free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demands:
+    """What a strategy and the user's constraints ask for.
+
+    `patterns` limits the layouts in which values are produced or stored, `taken` gives inputs that are sliced on arrival. Weights
+    are not gathered on the axes `ungathered`, and used unsplit with `weights_whole`; other values, outputs excepted, are neither
+    gathered nor exchanged on the `private` axes (what makes data parallelism). `invariant`: everything is I.
+    """
+
+    patterns: Mapping[str, Pattern] = field(default_factory=dict)
+    taken: Mapping[str, Layout] = field(default_factory=dict)
+    weights: frozenset[str] = frozenset()
+    outputs: frozenset[str] = frozenset()
+    ungathered: frozenset[int] = frozenset()
+    private: frozenset[int] = frozenset()
+    weights_whole: bool = False
+    invariant: bool = False
+
+    def accept(self, name: str, layout: Layout) -> bool:
+        """Whether a value may be produced or stored in this layout."""
+        pattern = self.patterns.get(name)
+        return pattern is None or all(want is None or want == got for want, got in zip(pattern, layout, strict=True))
+
+    def allow(self, value: str, axis: int, source: str, target: str) -> bool:
+        """Whether a value may be converted on an axis from one kind of state to another."""
+        forward = CONVERSIONS[source, target][0]
+        if value not in self.weights:
+            return axis not in self.private or value in self.outputs or forward in ("identity", "slice", "all_reduce")
+        if self.weights_whole and target not in "IR":
+            return False
+        return axis not in self.ungathered or forward in ("identity", "keep", "slice")
+
+
+def demands(program: Program, mesh: Mesh, strategy: str, constraints: Mapping[str, str]) -> Demands:
+    """The demands of a strategy, with the user's constraints on top.
+
+    Raises ConstraintError for a strategy that does not exist or does not fit, for a constraint that matches nothing, and for two
+    that contradict each other.
+    """
+    if strategy not in STRATEGIES:
+        raise ConstraintError(f"no strategy is called {strategy!r}", fix=f"one of {', '.join(STRATEGIES)}")
+    patterns = _constrained(program, mesh, constraints)
+    if strategy == "auto":
+        return Demands(patterns=patterns)
+    if strategy == "replicate":
+        return Demands(patterns=patterns, invariant=True)
+    weights = {p.value.name: p.value for p in program.parameters}
+    last = len(mesh.sizes) - 1
+    data = range(last if strategy == "megatron" else last + 1)
+    whole: Pattern = (I,) * len(mesh.sizes)
+    stored: dict[str, Pattern] = {
+        "ddp": lambda: dict.fromkeys(weights, whole),
+        "fsdp": lambda: {name: _first_dim(value, mesh) for name, value in weights.items()},
+        "megatron": lambda: dict.fromkeys(weights, (*whole[:last], None)),
+    }[strategy]()
+    return Demands(
+        patterns=stored | patterns,
+        taken=_batch(program, mesh, strategy, data),
+        weights=frozenset(weights),
+        outputs=frozenset(o.value for o in program.outputs),
+        private=frozenset(data),
+        ungathered=frozenset({last}) if strategy == "megatron" else frozenset(),
+        weights_whole=strategy in ("ddp", "fsdp"),
+    )
+
+
+def _first_dim(value: Value, mesh: Mesh) -> Layout:
+    """The value split over all axes on its first dim that divides, in mesh order; whole if none does."""
+    for dim, size in enumerate(value.shape):
+        if size % mesh.size == 0 and size:
+            return _nested(dim, size, mesh, range(len(mesh.sizes)))
+    return (I,) * len(mesh.sizes)
+
+
+def _nested(dim: int, size: int, mesh: Mesh, axes: range) -> Layout:
+    states = [I] * len(mesh.sizes)
+    for axis in axes:
+        size //= mesh.sizes[axis]
+        if mesh.sizes[axis] > 1:
+            states[axis] = split(dim, size)
+    return tuple(states)
+
+
+def _batch(program: Program, mesh: Mesh, strategy: str, axes: range) -> dict[str, Layout]:
+    """The inputs that have the batch as dim 0, split over these axes."""
+    parts = 1
+    for axis in axes:
+        parts *= mesh.sizes[axis]
+    if parts == 1:
+        return {}
+    batch = program.inputs[0].shape[0] if program.inputs and program.inputs[0].shape else 0
+    if not batch or batch % parts:
+        raise ConstraintError(
+            f"strategy {strategy!r} cannot split a batch of {batch} over {parts} devices",
+            mesh=mesh,
+            fix=f"a global batch that is a multiple of {parts}, or strategy='auto'",
+        )
+    return {
+        value.name: _nested(0, batch, mesh, axes) for value in program.inputs if value.shape and value.shape[0] == batch
+    }
+
+
+def targets(program: Program) -> Iterator[tuple[str, str]]:
+    """`(name that a constraint may use, value that it constrains)`: parameters, inputs, modules, ops and their results."""
+    for value in program.inputs:
+        yield value.name, value.name
+    for stored in (*program.parameters, *program.buffers):
+        for name in stored.names:
+            yield name, stored.value.name
+    for op in program.ops:
+        if len(op.results) > 1:
+            yield op.name, op.results[0].name
+        for result in op.results:
+            yield result.name, result.name
+            yield result.name.rpartition("#")[0], result.name
+    yield from _modules(program)
+
+
+def _modules(program: Program) -> Iterator[tuple[str, str]]:
+    """Every module path with its first result that is used outside the module."""
+    readers: dict[str, list[str]] = {name: [] for name in program.values}
+    for op in program.ops:
+        for operand in op.operands:
+            readers[operand].append(_path(op.name))
+    for output in program.outputs:
+        readers[output.value].append("")
+    seen: set[str] = set()
+    for op in program.ops:
+        parts = _path(op.name).split(".")
+        for depth in range(1, len(parts) + 1):
+            module = ".".join(parts[:depth])
+            leaves = [r.name for r in op.results if any(not _inside(reader, module) for reader in readers[r.name])]
+            if module and module not in seen and leaves:
+                seen.add(module)
+                yield module, leaves[0]
+
+
+def _path(name: str) -> str:
+    return name.partition(":")[0]
+
+
+def _inside(path: str, module: str) -> bool:
+    return path == module or path.startswith(module + ".")
+
+
+def _constrained(program: Program, mesh: Mesh, constraints: Mapping[str, str]) -> dict[str, Pattern]:
+    found: dict[str, Pattern] = {}
+    origin: dict[str, str] = {}
+    known = list(targets(program)) if constraints else []
+    for glob, line in constraints.items():
+        hits = [value for name, value in known if fnmatchcase(name, glob)]
+        if not hits:
+            close = [name for name, _ in known if glob.strip("*") and glob.strip("*") in name][:3]
+            raise ConstraintError(
+                f"the constraint {glob!r} names nothing in the model",
+                close=", ".join(close),
+                fix='a parameter, a module path, or "module.path:op#n"; * matches any part',
+            )
+        for value in dict.fromkeys(hits):
+            pattern = _pattern(program, program.values[value], mesh, glob, line)
+            if value in found and found[value] != pattern:
+                raise ConstraintError(
+                    f"two constraints contradict each other on {value}",
+                    first=f"{origin[value]!r}: {constraints[origin[value]]!r}",
+                    second=f"{glob!r}: {line!r}",
+                )
+            found[value], origin[value] = pattern, glob
+    return found
+
+
+def _pattern(program: Program, value: Value, mesh: Mesh, glob: str, line: str) -> Pattern:
+    try:
+        pattern = parse(line, value.shape, mesh.sizes, value.name)
+    except LayoutError as error:
+        raise ConstraintError(f"the constraint {glob!r} cannot be met: {error.what}", **error.details) from error
+    given = value.name not in program.producer
+    for state in pattern:
+        if state is not None and given and state.kind not in "IS":
+            raise ConstraintError(
+                f"the constraint {glob!r} stores {value.name} in state {state.kind}", fix="stored tensors are I or S"
+            )
+    return pattern

@@ -1,0 +1,279 @@
+"""Plans: decisions as data, with what they cost. A plan is text through and through: it is validated, never executed.
+
+    choices   op -> one form per axis: "I", "R", "P 0" (the rule's first linear group), "n/512" (factor n, stride 512)
+    layouts   value or parameter -> its layout as produced or stored; "output:loss" -> that output
+    routes    value -> its conversions, "I, S(0) -> R, S(0)"
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from autopar.conversion import CONVERSIONS, Conversion
+from autopar.decisions import Decisions
+from autopar.errors import AutoparError, LayoutError, PlanError
+from autopar.ir import Op, Program
+from autopar.layout import I, Layout, parse, text
+from autopar.mesh import Bytes, Mesh, Seconds
+from autopar.passes.candidates import Candidate, Form, candidate
+from autopar.rules import Fitted
+
+VERSION = 1
+OUTPUT = "output:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective of a step: `bytes` is its larger buffer on one rank, `where` the forward or the backward pass."""
+
+    value: str
+    axis: str
+    kind: str
+    bytes: Bytes
+    where: str
+    seconds: Seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a program runs on a mesh.
+
+    `step_time` is in seconds, `peak_memory` in bytes per device; `status` is "optimal" or "feasible", `gap` the relative distance of
+    `step_time` from the proven bound.
+    """
+
+    hash: str
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    links: tuple[str, ...]
+    device: str
+    options: Mapping[str, str]
+    status: str
+    gap: float
+    step_time: Seconds
+    peak_memory: Bytes
+    choices: Mapping[str, str]
+    layouts: Mapping[str, str]
+    routes: Mapping[str, tuple[str, ...]]
+    collectives: tuple[Collective, ...]
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh, without its links."""
+        return Mesh(axes=self.axes, sizes=self.sizes)
+
+    def to_json(self) -> str:
+        """The plan as a JSON text."""
+        data = {"version": VERSION, **asdict(self)}
+        data["mesh"] = {"axes": data.pop("axes"), "sizes": data.pop("sizes"), "links": data.pop("links")}
+        for entry in data["collectives"]:
+            entry["pass"] = entry.pop("where")
+        return json.dumps(data, indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a saved plan. Raises PlanError if the file is no plan or is damaged."""
+        try:
+            return Plan.from_json(Path(path).read_text(), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"cannot read the plan {path}", error=error) from error
+
+    @staticmethod
+    def from_json(line: str, name: str = "the plan") -> Plan:
+        """The plan that a JSON text denotes. Raises PlanError if it denotes none."""
+        fix = "make the plan again with autopar.plan(...).save(path)"
+        try:
+            data = json.loads(line)
+            if data["version"] != VERSION:
+                raise PlanError(f"{name} has version {data['version']}, this autopar reads {VERSION}", fix=fix)
+            mesh = data["mesh"]
+            entries = [{**entry, "where": entry["pass"]} for entry in data["collectives"]]
+            known = {f.name for f in fields(Collective)}
+            return Plan(
+                axes=tuple(map(str, mesh["axes"])), sizes=tuple(map(int, mesh["sizes"])), links=tuple(map(str, mesh["links"])),
+                hash=str(data["hash"]), device=str(data["device"]), status=str(data["status"]), gap=float(data["gap"]),
+                step_time=float(data["step_time"]), peak_memory=int(data["peak_memory"]),
+                options={str(k): str(v) for k, v in data["options"].items()},
+                choices={str(k): str(v) for k, v in data["choices"].items()},
+                layouts={str(k): str(v) for k, v in data["layouts"].items()},
+                routes={str(k): tuple(map(str, v)) for k, v in data["routes"].items()},
+                collectives=tuple(Collective(**{k: v for k, v in entry.items() if k in known}) for entry in entries),
+            )  # fmt: skip
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"{name} is damaged", error=f"{type(error).__name__}: {error}", fix=fix) from error
+
+    def __str__(self) -> str:
+        console = Console(width=110, color_system=None, force_terminal=False)
+        with console.capture() as capture:
+            for part in self.tables():
+                console.print(part)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    def tables(self) -> Iterator[str | Table]:
+        """What is printed of a plan: totals, stored layouts with repeated blocks folded, collectives by kind and axis."""
+        mesh = ", ".join(f"{a}={n} ({link})" for a, n, link in zip(self.axes, self.sizes, self.links, strict=True))
+        options = ", ".join(f"{name}={value}" for name, value in self.options.items() if value)
+        yield f"plan {self.hash} for {mesh} on {self.device}; {options}"
+        proven = "proven optimal" if self.status == "optimal" else f"within {self.gap:.2%} of the optimum"
+        yield f"step {self.step_time * 1e3:.3f} ms, {proven}; peak memory {self.peak_memory / 2**30:.3f} GiB per device"
+        layouts = Table("layout", *self.axes, box=None, title="layouts (as stored or produced)", title_justify="left")
+        for name, layout, count in _folded(self.layouts):
+            layouts.add_row(f"{name} (x{count})" if count > 1 else name, *_entries(layout))
+        yield layouts
+        columns = ("collective", "axis", "pass", "number", "MiB", "ms")
+        collectives = Table(*columns, box=None, title="collectives of one step", title_justify="left")
+        for key, entries in _grouped(self.collectives).items():
+            size = sum(e.bytes for e in entries) / 2**20
+            collectives.add_row(*key, str(len(entries)), f"{size:.2f}", f"{sum(e.seconds for e in entries) * 1e3:.3f}")
+        yield collectives
+
+
+def _entries(layout: str) -> list[str]:
+    return [entry.strip() for entry in layout.split(",")]
+
+
+def _folded(layouts: Mapping[str, str]) -> list[tuple[str, str, int]]:
+    """Rows for parameters and outputs; names that differ in numbers only and have one layout become one row."""
+    rows: dict[tuple[str, str], int] = {}
+    for name, layout in layouts.items():
+        if ":" not in name or name.startswith(OUTPUT):
+            wild = ".".join("*" if part.isdigit() else part for part in name.split("."))
+            rows[wild, layout] = rows.get((wild, layout), 0) + 1
+    return [(name, layout, count) for (name, layout), count in rows.items()]
+
+
+def _grouped(collectives: tuple[Collective, ...]) -> dict[tuple[str, str, str], list[Collective]]:
+    groups: dict[tuple[str, str, str], list[Collective]] = {}
+    for entry in collectives:
+        groups.setdefault((entry.kind, entry.axis, entry.where), []).append(entry)
+    return groups
+
+
+def form_text(form: Form, fitted: Fitted | None) -> str:
+    """One form of a candidate as text."""
+    kind, which, stride = form
+    if kind == "S":
+        assert fitted is not None
+        return f"{fitted.factors[which].name}/{stride}"
+    return f"P {which}" if kind == "P" else kind
+
+
+def _form(entry: str, fitted: Fitted | None) -> Form:
+    if entry in ("I", "R"):
+        return entry, 0, 0
+    if fitted and entry.startswith("P "):
+        return "P", range(len(fitted.linear))[int(entry[2:])], 0
+    name, _, stride = entry.rpartition("/")
+    names = [factor.name for factor in fitted.factors] if fitted else []
+    return "S", names.index(name), int(stride)
+
+
+def describe(program: Program, decisions: Decisions, fits: Mapping[str, Fitted | None], sizes: tuple[int, ...]) -> dict[str, object]:
+    """The decisions as text: `choices`, `layouts` and `routes` of a plan."""
+    choices = {
+        op.name: ", ".join(form_text(form, fits[op.name]) for form in decisions.ops[op.name].forms) for op in program.ops
+    }
+    layouts = {
+        name: text(decisions.produced(name, program), value.shape, sizes) for name, value in program.values.items()
+    }
+    for output in program.outputs:
+        shape = program.values[output.value].shape
+        layouts[OUTPUT + output.path] = text(decisions.outputs[output.path], shape, sizes)
+    routes = {
+        name: tuple(
+            f"{text(step.source, shape, sizes)} -> {text(step.target, shape, sizes)}" for step in steps
+        )
+        for name, steps in decisions.routes.items()
+        for shape in [program.values[name].shape]
+    }
+    return {"choices": choices, "layouts": layouts, "routes": routes}
+
+
+def resolve(plan: Plan, program: Program, fits: Mapping[str, Fitted | None]) -> Decisions:
+    """The decisions that a plan's text denotes for a program.
+
+    Raises PlanError if the plan was made for another program, or if an entry of it does not fit.
+    """
+    if plan.hash != program.hash:
+        raise PlanError(
+            "the plan was made for another model or sample",
+            plan=plan.hash,
+            model=program.hash,
+            fix="plan again with this model, sample shapes and mode (train or eval)",
+        )
+    reader = _Reader(plan, program)
+    try:
+        decisions = Decisions(
+            ops={op.name: reader.candidate(op, fits[op.name]) for op in program.ops},
+            given={
+                value.name: reader.layout(value.name, value.shape, plan.layouts[value.name])
+                for value in (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers)))
+            },
+            outputs={
+                o.path: reader.layout(o.path, program.values[o.value].shape, plan.layouts[OUTPUT + o.path])
+                for o in program.outputs
+            },
+            routes={name: tuple(reader.steps(name, lines)) for name, lines in plan.routes.items()},
+        )
+        _check(program, decisions)
+    except (KeyError, ValueError, IndexError, LayoutError) as error:
+        what = error.what if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
+        raise PlanError("the plan is damaged", error=what, fix="make the plan again") from error
+    return decisions
+
+
+class _Reader:
+    """Reads the texts of one plan."""
+
+    def __init__(self, plan: Plan, program: Program) -> None:
+        self.plan, self.program = plan, program
+
+    def candidate(self, op: Op, fitted: Fitted | None) -> Candidate:
+        forms = tuple(_form(entry, fitted) for entry in _entries(self.plan.choices[op.name]))
+        if len(forms) != len(self.plan.sizes):
+            raise ValueError(f"choices[{op.name!r}] has {len(forms)} entries, the mesh {len(self.plan.sizes)} axes")
+        return candidate(op, fitted, self.program.values, forms)
+
+    def layout(self, name: str, shape: tuple[int, ...], line: str) -> Layout:
+        states = parse(line, shape, self.plan.sizes, name)
+        return tuple(state or I for state in states)
+
+    def steps(self, name: str, lines: tuple[str, ...]) -> Iterator[Conversion]:
+        shape = self.program.values[name].shape
+        for line in lines:
+            source, target = (self.layout(name, shape, part) for part in line.split(" -> "))
+            changed = [axis for axis, (s, t) in enumerate(zip(source, target, strict=True)) if s != t]
+            if len(changed) != 1 or (source[changed[0]].kind, target[changed[0]].kind) not in CONVERSIONS:
+                raise ValueError(f"routes[{name!r}]: {line!r} is no conversion on one axis")
+            yield Conversion(axis=changed[0], source=source, target=target)
+
+
+def _check(program: Program, decisions: Decisions) -> None:
+    """Every layout that is wanted is produced or reached by a route."""
+    wants: dict[str, list[tuple[str, Layout]]] = {name: [] for name in program.values}
+    for op in program.ops:
+        for operand, layout in zip(op.operands, decisions.ops[op.name].operands, strict=True):
+            wants[operand].append((op.name, layout))
+    for output in program.outputs:
+        wants[output.value].append((output.path, decisions.outputs[output.path]))
+    for name in program.values:
+        reached = {decisions.produced(name, program)}
+        for step in decisions.routes.get(name, ()):
+            if step.source not in reached:
+                raise ValueError(f"routes[{name!r}] starts from a layout that {name} does not have")
+            reached.add(step.target)
+        for consumer, layout in wants[name]:
+            if layout not in reached:
+                raise ValueError(f"{consumer} wants {name} in a layout that no route reaches")
+
+

@@ -1,0 +1,256 @@
+"""Planning: from a model and a mesh to a `Plan`.
+
+    capture -> passes -> analyse -> formulate -> merge followers -> solve, walk the memory, bound it, solve again -> plan
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from autopar.capture import Captured, capture
+from autopar.conversion import COLLECTIVES
+from autopar.cost_models import catalog, optimizers
+from autopar.cost_models.collectives import seconds as collective_seconds
+from autopar.cost_models.links import connect
+from autopar.decisions import Decisions
+from autopar.errors import BudgetError, ConstraintError, RuleError
+from autopar.ir import Output, Program
+from autopar.mesh import Bytes, Device, Mesh
+from autopar.passes import normalise
+from autopar.passes.strategies import demands
+from autopar.plan import Collective, Plan, describe
+from autopar.solver.budget import GIB, parse_bytes
+from autopar.solver.followers import Merged, merge_followers
+from autopar.solver.formulate import Analysis, Formulated, analyse, decisions, formulate, rerun
+from autopar.solver.memory import Ledger
+from autopar.solver.problem import Row, Solution
+from autopar.solver.solve import least_memory, solve
+
+NAMED = ("ddp", "fsdp", "megatron", "replicate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the user may ask of a plan; `budget` is bytes per device, a text like "80GB", or None for 90% of the device."""
+
+    device: str | Device | None = None
+    budget: Bytes | str | None = None
+    strategy: str = "auto"
+    optimizer: str = "adamw"
+    constraints: Mapping[str, str] = field(default_factory=dict)
+    outputs: str | None = None
+    strict: bool = False
+
+    def text(self) -> dict[str, str]:
+        """The options as a plan keeps them; what was left to default is empty."""
+        return {
+            "strategy": self.strategy,
+            "optimizer": self.optimizer,
+            "budget": "" if self.budget is None else str(self.budget),
+            "outputs": self.outputs or "",
+            "constraints": "; ".join(f"{name}: {layout}" for name, layout in self.constraints.items()),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan with the program that it is for, and how long each phase took (seconds)."""
+
+    plan: Plan
+    captured: Captured
+    phases: Mapping[str, float]
+
+
+class _Clock:
+    """Seconds per phase."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def stop(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._last
+        self._last = now
+
+
+def make_plan(model: nn.Module, sample_input: object, mesh: object, options: Options) -> Planned:
+    """Capture a model and plan it; see `autopar.plan`."""
+    clock = _Clock()
+    captured = read_program(model, sample_input)
+    clock.stop("capture")
+    plan = plan_program(captured.program, located(mesh, options), options, clock.stop)
+    return Planned(plan=plan, captured=captured, phases=clock.phases)
+
+
+def read_program(model: nn.Module, sample_input: object) -> Captured:
+    """Capture a model and bring its program into the form in which it is planned."""
+    captured = capture(model, sample_input)
+    return replace(captured, program=normalise(captured.program))
+
+
+def located(mesh: object, options: Options) -> Mesh:
+    """The mesh with its device and links: the mesh's own where it has them."""
+    found = Mesh.of(mesh)
+    wanted = options.device if options.device is not None else found.device
+    return connect(found, catalog.device(wanted, processes=found.size))
+
+
+def plan_program(program: Program, mesh: Mesh, options: Options, stop: Callable[[str], None] = lambda phase: None) -> Plan:
+    """The plan of a captured program on a mesh with device and links."""
+    limit = parse_bytes(options.budget, mesh)
+    optimizer = optimizers.optimizer(options.optimizer)
+    wanted = demands(program, mesh, options.strategy, options.constraints)
+    user = demands(program, mesh, "auto", options.constraints).patterns
+    analysis = analyse(program, mesh, apart=lambda name: str(user.get(name, "")))
+    _without_rule(analysis, strict=options.strict)
+    stop("analyse")
+    formulated = formulate(analysis, mesh, optimizer, demands=wanted, sharded_outputs=_sharded(program, options.outputs))
+    ledger = Ledger(formulated, optimizer)
+    stop("formulate")
+    solution = _solve(formulated, ledger, limit, options)
+    if options.strategy == "auto" and solution.gap > 0:
+        solution, formulated = _best_named(program, analysis, mesh, options, limit, solution, formulated)
+        ledger = Ledger(formulated, optimizer)
+    stop("solve")
+    plan = finish(formulated, solution, float(ledger.walk(solution).max()), options)
+    stop("write")
+    return plan
+
+
+def finish(formulated: Formulated, solution: Solution, peak: float, options: Options) -> Plan:
+    """The plan that a solution stands for; `peak` is its peak memory in bytes."""
+    program, mesh = formulated.program, formulated.mesh
+    chosen = decisions(formulated, solution)
+    text = describe(program, chosen, formulated.analysis.fits, mesh.sizes)
+    return Plan(
+        hash=program.hash,
+        axes=mesh.axes,
+        sizes=mesh.sizes,
+        links=tuple(link.name for link in mesh.links),
+        device=mesh.device.name if mesh.device else "",
+        options=options.text(),
+        status=solution.status,
+        gap=solution.gap,
+        step_time=solution.seconds,
+        peak_memory=round(peak),
+        collectives=tuple(issued(formulated.analysis, chosen, mesh)),
+        **text,
+    )
+
+
+def issued(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterable[Collective]:
+    """Every collective of one step, forward and backward."""
+    program = analysis.program
+    for name, steps in chosen.routes.items():
+        value = program.values[name]
+        again = rerun(analysis, chosen, name)
+        for step in steps:
+            passes = [("forward", step.primitives[0])]
+            if name in analysis.backward:
+                passes.append(("backward", step.primitives[1]))
+            if step in again:
+                passes.append(("backward", step.primitives[0]))
+            size = step.collective_bytes(value.shape, value.dtype.itemsize, mesh.sizes)
+            for where, kind in passes:
+                if kind in COLLECTIVES:
+                    seconds = float(collective_seconds(kind, float(size), mesh.sizes[step.axis], mesh.links[step.axis]))
+                    yield Collective(value=name, axis=mesh.axes[step.axis], kind=kind, bytes=size, where=where, seconds=seconds)
+
+
+def _solve(formulated: Formulated, ledger: Ledger, limit: Bytes, options: Options) -> Solution:
+    """The cheapest solution whose walk stays within the limit."""
+    merged = merge_followers(formulated.problem)
+    asked: dict[int, float] = {}
+
+    def judge(solution: Solution) -> list[Row]:
+        alive = ledger.walk(merged.expand(solution))
+        moment, peak = int(alive.argmax()), float(alive.max())
+        if peak <= limit:
+            return []
+        # A moment asked for before is exceeded only by what a row cannot see: tighten it by the excess.
+        asked[moment] = asked.get(moment, float(limit)) - (peak - limit if moment in asked else 0.0)
+        return [merged.row(ledger.row(moment, asked[moment]))]
+
+    solution = solve(merged.problem, judge)
+    if solution is None and solve(merged.problem) is None:
+        raise ConstraintError(
+            f"the strategy {options.strategy!r} and the constraints leave no way to run the model",
+            fix="drop a constraint, or use strategy='auto'",
+        )
+    if solution is None:
+        raise _too_little(merged, ledger, limit, options)
+    return merged.expand(solution)
+
+
+def _too_little(merged: Merged, ledger: Ledger, limit: Bytes, options: Options) -> BudgetError:
+    def judge(solution: Solution, peak: float) -> list[Row]:
+        alive = ledger.walk(merged.expand(solution))
+        return [merged.row(ledger.row(int(alive.argmax()), float(limit)))] if alive.max() > peak else []
+
+    least = merged.expand(least_memory(merged.problem, judge, float(limit)))
+    alive = ledger.walk(least)
+    full = ledger.fullest(least, int(alive.argmax()))
+    return BudgetError(
+        f"no plan fits into {limit / GIB:.3f} GiB per device; the smallest budget that works is {alive.max() / GIB:.3f} GiB",
+        strategy=options.strategy,
+        filled="; ".join(f"{size / GIB:.3f} GiB {name}" for name, size in full),
+        fix="more devices, a smaller batch, a narrower dtype, or budget= if the device has more memory than 90% of its size",
+    )
+
+
+def _best_named(
+    program: Program,
+    analysis: Analysis,
+    mesh: Mesh,
+    options: Options,
+    limit: Bytes,
+    solution: Solution,
+    formulated: Formulated,
+) -> tuple[Solution, Formulated]:
+    """The best of a solution that is not proven and the named strategies."""
+    optimizer = optimizers.optimizer(options.optimizer)
+    for strategy in NAMED:
+        try:
+            wanted = demands(program, mesh, strategy, options.constraints)
+            other = formulate(analysis, mesh, optimizer, demands=wanted, sharded_outputs=_sharded(program, options.outputs))
+            found = _solve(other, Ledger(other, optimizer), limit, options)
+        except (ConstraintError, BudgetError):
+            continue
+        if found.seconds < solution.seconds:
+            solution, formulated = replace(found, bound=solution.bound, status="feasible"), other
+    return solution, formulated
+
+
+def _sharded(program: Program, outputs: str | None) -> Callable[[Output], bool]:
+    """Which outputs may leave split: by default those that stand beside a scalar."""
+    if outputs not in (None, "whole", "sharded"):
+        raise ConstraintError(f"outputs={outputs!r} is unknown", fix='None, "whole" or "sharded"')
+    scalar = any(not program.values[o.value].shape for o in program.outputs)
+    split = outputs == "sharded" or (outputs is None and scalar)
+    return lambda output: split and bool(program.values[output.value].shape)
+
+
+def _without_rule(analysis: Analysis, *, strict: bool) -> None:
+    """Say which operators have no rule: once as a warning, or as an error in strict mode."""
+    missing = {}
+    for op in analysis.program.ops:
+        if analysis.fits[op.name] is None:
+            missing.setdefault(op.target, op)
+    if not missing:
+        return
+    op = next(iter(missing.values()))
+    error = RuleError(
+        f"no sharding rule for {', '.join(missing)}: planned whole on every device",
+        module=op.module,
+        at=op.source,
+        fix=f'a line in autopar/rules for "{op.target}", such as rule("... -> ...")',
+    )
+    if strict:
+        raise error
+    warnings.warn(str(error), stacklevel=4)

@@ -1,0 +1,12 @@
+"""Sharding rules: a table from operators to the factors of their dims.
+
+fit(op, values)                                -> Fitted or None     which factors the op has
+localise(op, fitted, operands, results, parts) -> args, kwargs       static arguments for local shapes
+scale(op, fitted, parts)                       -> int                what a local mean must be divided by
+view_of(op)                                    -> bool               whether the result shares its operand's memory
+"""
+
+from autopar.rules.rule import Factor, Fitted, Rule, rule
+from autopar.rules.table import RULES, fit, localise, scale, view_of
+
+__all__ = ["RULES", "Factor", "Fitted", "Rule", "fit", "localise", "rule", "scale", "view_of"]

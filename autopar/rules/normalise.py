@@ -1,0 +1,110 @@
+"""Rules of attention, softmax, norms and losses: what is normalised over a dim needs all of it."""
+
+from __future__ import annotations
+
+from autopar.ir import Argument
+from autopar.rules.call import Call, Local
+from autopar.rules.rule import Fitted, Rule, rule
+from autopar.rules.views import dims, term, without
+
+MEAN, SUM = 1, 2  # the reductions of ATen's losses; 0 is none
+
+
+def attention(call: Call) -> Fitted:
+    """... q d!, ... k! d!, ... k! e!, ... q k! -> ... q e!; q! when causal, heads are (h g) over h when grouped"""
+    q = "q!" if call.arguments["is_causal"] else "q"
+    query, key, value = (call.shape(name) for name in ("query", "key", "value"))
+    random = call.arguments["dropout_p"] != 0.0
+    if not call.arguments["enable_gqa"] or query[-3] == key[-3] == value[-3]:
+        return call.fit(f"... {q} d!, ... k! d!, ... k! e!, ... {q} k! -> ... {q} e!", random=random)
+    heads, held, sizes = ("(h g)", "h", {"h": key[-3]}) if key[-3] == value[-3] else ("_", "_", {})
+    text = f"... {heads} {q} d!, ... {held} k! d!, ... {held} k! e!, {mask(call, heads, q)} -> ... {heads} {q} e!"
+    return call.fit(text, sizes=sizes, random=random)
+
+
+def mask(call: Call, heads: str, q: str) -> str:
+    """The dims of an attention mask, which may lack leading ones."""
+    rank = call.rank("attn_mask")
+    return {2: f"{q} k!", 3: f"{heads} {q} k!"}.get(rank, f"... {heads} {q} k!")
+
+
+def normalised(call: Call) -> Fitted:
+    """... n!, n!, n! -> ... n!; n stands for all the normalised dims"""
+    n = term(f"n{i}!" for i in range(len(call.numbers("normalized_shape"))))
+    parameters = "".join(f", {n}" for name in ("weight", "bias") if call.positions(name))
+    statistics = f", ... {n.replace('n', 's')}" * (len(call.op.results) - 1)  # native_layer_norm's mean and rstd, of size 1
+    return call.fit(f"... {n}{parameters} -> ... {n}{statistics}")
+
+
+def grouped(call: Call) -> Fitted:
+    """b (g c!) ...!, (g c!), (g c!) -> b (g c!) ...!"""
+    parameters = "".join(", (g c!)" for name in ("weight", "bias") if call.positions(name))
+    return call.fit(f"b (g c!) ...!{parameters} -> b (g c!) ...!", sizes={"g": call.number("num_groups")})
+
+
+def groups(call: Call, local: Local) -> dict[str, Argument]:
+    """The groups that one rank holds."""
+    return {"num_groups": call.number("num_groups") // local.split("g")}
+
+
+def batch_norm(call: Call) -> Fitted:
+    """b! c ...!, c, c, c, c -> b! c ...! in training; in evaluation all splits"""
+    whole = "!" if call.arguments["training"] else ""
+    return call.fit(f"b{whole} c ...{whole}, c, c, c, c -> b{whole} c ...{whole}")
+
+
+def instance_norm(call: Call) -> Fitted:
+    """b c ...!, c, c, c, c -> b c ...!"""
+    batch = "b!" if call.positions("running_mean") else "b"  # running statistics are the means over the batch
+    return call.fit(f"{batch} c ...!, c, c, c, c -> {batch} c ...!")
+
+
+def softmax(call: Call) -> Fitted:
+    """the normalised dim stays whole"""
+    words = term(without(max(call.rank("self"), 1), call.number("dim"))) if call.rank("self") else "()"
+    return call.fit(f"{words} -> {words}")
+
+
+def loss(call: Call) -> Fitted:
+    """..., ... -> () or, without reduction, -> ..."""
+    terms = ", ".join("..." for _ in call.operands)
+    return call.fit(f"{terms} -> {'...' if call.number('reduction') == 0 else '()'}")
+
+
+def is_mean(call: Call) -> bool:
+    """Whether a loss is a mean over a count that the shapes tell."""
+    return call.number("reduction") == MEAN
+
+
+def classified(call: Call) -> Fitted:
+    """n c! space, n space, c! -> () or, without reduction, -> n space; the mean over what is not ignored stays whole"""
+    rank, reduction = call.rank("self"), call.number("reduction")
+    batch, space = ("n", dims(rank - 2)) if rank > 1 else ("", [])
+    soft = call.rank("target") == rank and call.operands[call.positions("target")[0]].dtype.is_floating_point
+    if reduction == MEAN and not soft:
+        batch, space = f"{batch}!" if batch else "", [f"{d}!" for d in space]
+    scores, targets = term([batch, "c!", *space]).strip(), term([batch, *space]).strip() or "()"
+    weight = ", c!" if call.positions("weight") else ""
+    return call.fit(f"{scores}, {scores if soft else targets}{weight} -> {targets if reduction == 0 else '()'}")
+
+
+LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+MORE_LOSSES = ("kl_div", "soft_margin_loss", "margin_ranking_loss", "hinge_embedding_loss", "poisson_nll_loss")
+
+TABLE: dict[str, Rule] = {
+    "aten.scaled_dot_product_attention.default": rule(attention, linear="value"),
+    "aten.softmax.int": rule(softmax),
+    "aten.log_softmax.int": rule(softmax),
+    "aten._softmax.default": rule(softmax),
+    "aten._log_softmax.default": rule(softmax),
+    "aten.layer_norm.default": rule(normalised),
+    "aten.native_layer_norm.default": rule(normalised),
+    "aten.rms_norm.default": rule(normalised),
+    "aten.group_norm.default": rule(grouped, local=groups),
+    "aten.batch_norm.default": rule(batch_norm),
+    "aten.instance_norm.default": rule(instance_norm),
+    **{f"aten.{name}.default": rule(loss, averages=is_mean) for name in (*LOSSES, *MORE_LOSSES)},
+    "aten.cross_entropy_loss.default": rule(classified, averages=is_mean),
+    "aten.nll_loss.default": rule(classified, averages=is_mean),
+    "aten.nll_loss_nd.default": rule(classified, averages=is_mean),
+}

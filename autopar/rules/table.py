@@ -1,0 +1,92 @@
+"""The table of all rules, and what the rest of the compiler asks of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autopar.ir import Argument, Op, Value
+from autopar.rules import arrange, contraction, factories, normalise, pointwise, reductions, views
+from autopar.rules.call import Call, Local, Shape
+from autopar.rules.rule import Fitted, Rule
+
+ALIASES = {  # torch's second names
+    "aten.multiply": "aten.mul",
+    "aten.subtract": "aten.sub",
+    "aten.divide": "aten.div",
+    "aten.absolute": "aten.abs",
+    "aten.clip": "aten.clamp",
+    "aten.concat": "aten.cat",
+    "aten.concatenate": "aten.cat",
+    "aten.greater": "aten.gt",
+    "aten.greater_equal": "aten.ge",
+    "aten.less": "aten.lt",
+    "aten.less_equal": "aten.le",
+    "aten.not_equal": "aten.ne",
+    "aten.lift_fresh_copy": "aten.clone",
+    "aten.special_expit": "aten.sigmoid",
+    "aten.arctan": "aten.atan",
+}
+FORMS = ("default", "Tensor", "Scalar")
+
+TABLE: dict[str, Rule] = {
+    **pointwise.TABLE,
+    **contraction.TABLE,
+    **views.TABLE,
+    **arrange.TABLE,
+    **reductions.TABLE,
+    **normalise.TABLE,
+    **factories.TABLE,
+}
+
+RULES: Mapping[str, Rule] = TABLE | {
+    f"{second}.{form}": TABLE[f"{first}.{form}"]
+    for second, first in ALIASES.items()
+    for form in FORMS
+    if f"{first}.{form}" in TABLE
+}
+
+
+def fit(op: Op, values: Mapping[str, Value], *, rule: Rule | None = None) -> Fitted | None:
+    """The factors of an op's dims by its rule in the table, or by the one given; None if there is no rule for it.
+
+    Raises RuleError where a rule does not fit the shapes.
+    """
+    rule = rule or RULES.get(op.target)
+    if rule is None:
+        return None
+    call = Call.of(op, values)
+    fitted = rule.fit(call)
+    return replace(fitted, linear=call.linear(rule.linear)) if fitted and rule.linear else fitted
+
+
+def localise(
+    op: Op,
+    fitted: Fitted,
+    operands: Sequence[Shape],
+    results: Sequence[Shape],
+    parts: Sequence[int],
+    *,
+    rule: Rule | None = None,
+) -> tuple[tuple[Argument, ...], tuple[tuple[str, Argument], ...]]:
+    """The op's args and kwargs on one rank: `operands` and `results` are local shapes, factor f is split into `parts[f]`."""
+    local = (rule or RULES[op.target]).local
+    if local is None or all(n == 1 for n in parts):
+        return op.args, op.kwargs
+    call = Call.of(op)
+    return call.change(local(call, Local(fitted=fitted, operands=operands, results=results, parts=parts)))
+
+
+def scale(op: Op, fitted: Fitted, parts: Sequence[int], *, rule: Rule | None = None) -> int:
+    """What the local result must be divided by: the parts of the factors over which the op takes a mean, else 1."""
+    averages = (rule or RULES[op.target]).averages
+    if averages is None or not averages(Call.of(op)):
+        return 1
+    return math.prod(parts[f] for f in fitted.summed)
+
+
+def view_of(op: Op) -> bool:
+    """Whether the results share the memory of the first operand: no kernel, no price."""
+    rule = RULES.get(op.target)
+    return rule is not None and rule.view

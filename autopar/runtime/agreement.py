@@ -1,0 +1,66 @@
+"""What all ranks must agree on: the program that they captured, the plan that rank 0 made, the inputs of the first call."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import InputError, PlanError
+from autopar.runtime.world import Context
+
+T = TypeVar("T")
+
+
+def from_rank_0(text: str | None, context: Context) -> str:
+    """Rank 0's text on every rank (a plan, as JSON)."""
+    if context.device_mesh is None:
+        assert text is not None
+        return text
+    box = [text]
+    dist.broadcast_object_list(box, src=0, device=context.device)
+    assert box[0] is not None
+    return box[0]
+
+
+def check_program(digest: str, context: Context) -> None:
+    """Raise PlanError on every rank if one has captured another program than rank 0."""
+    if context.device_mesh is None:
+        return
+    found = _gathered(digest, context)
+    other = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
+    if other:
+        raise PlanError(
+            "the ranks captured different programs",
+            ranks=f"{other} differ from rank 0",
+            fix="build the same model with the same sample shapes, in the same mode, on every rank",
+        )
+
+
+def check_alike(inputs: Mapping[str, torch.Tensor], context: Context) -> None:
+    """Raise InputError on every rank if the ranks were given different inputs: each takes the whole batch."""
+    if context.device_mesh is None:
+        return
+    found = _gathered({name: _digest(tensor) for name, tensor in inputs.items()}, context)
+    for name in inputs:
+        other = [rank for rank, theirs in enumerate(found) if theirs[name] != found[0][name]]
+        if other:
+            raise InputError(
+                f"the ranks were given different values for {name}",
+                ranks=f"{other} differ from rank 0",
+                fix="give every rank the whole batch: seed the data loader alike, and do not shard it (no DistributedSampler)",
+            )
+
+
+def _gathered(mine: T, context: Context) -> list[T]:
+    box: list[T] = [mine] * context.mesh.size
+    dist.all_gather_object(box, mine)
+    return box
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(raw.tobytes()).hexdigest()

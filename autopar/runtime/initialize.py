@@ -1,0 +1,230 @@
+"""A model on meta is initialised by its own code, one module at a time, of which each rank keeps its shard.
+
+The code that a model brings (`reset_parameters`, or Hugging Face's `initialize_weights`) runs on a copy of the model whose
+tensors are on meta. When it touches one of them, a whole tensor stands in for it; when it goes on to another module, the whole
+is cut to this rank's part and dropped; when it comes back (GPT-2 draws some weights again), the whole is gathered. All ranks
+run the same code with the same seed, so their wholes are equal to each other, and to the sequential model's with that seed.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from autopar.errors import InputError
+from autopar.layout import I, Layout, shard
+from autopar.mesh import Mesh
+from autopar.runtime.random import agreed_seed, drawing
+from autopar.runtime.storage import layout_of, store, stored_like, whole, wrap
+from autopar.runtime.world import Context, connect
+
+
+@runtime_checkable
+class Resettable(Protocol):
+    """A module that initialises the parameters and buffers that it holds itself: torch's own convention."""
+
+    def reset_parameters(self) -> None: ...
+
+
+@runtime_checkable
+class OldResettable(Protocol):
+    """The same under the name that nn.MultiheadAttention and nn.Transformer give it."""
+
+    def _reset_parameters(self) -> None: ...
+
+
+@runtime_checkable
+class WholeResettable(Protocol):
+    """A model that initialises all modules below it, buffers too: Hugging Face's `PreTrainedModel`."""
+
+    def initialize_weights(self) -> None: ...
+
+
+def initialize(parallel: nn.Module, model: nn.Module) -> None:
+    """Initialise what is on meta in a parallel module by the code of the model on meta from which it was made.
+
+    Every rank calls it. Tensors that are no longer on meta (loaded ones) are kept. Raises InputError when the model is another
+    one, or when its code leaves a tensor on meta. Make the optimizer afterwards: parameters on meta are replaced.
+    """
+    stored = _tensors(parallel)
+    meshes = [tensor.device_mesh for tensor in stored.values() if isinstance(tensor, DTensor)]
+    context = connect(Mesh.of(meshes[0]), device_mesh=meshes[0]) if meshes else connect(Mesh.of(1))
+    whole_everywhere: Layout = (I,) * len(context.axes)
+    layouts = dict.fromkeys(_tensors(model), whole_everywhere)
+    layouts |= {name: layout_of(tensor) for name, tensor in stored.items() if isinstance(tensor, DTensor)}
+    missing = [name for name, tensor in stored.items() if tensor.is_meta]
+    if foreign := [name for name in missing if name not in _tensors(model)]:
+        raise InputError(
+            f"{foreign[0]} cannot be initialised: {type(model).__name__} has no such parameter or buffer",
+            fix="give the model from which the parallel module was made",
+        )
+    found = initialized(model, layouts, context) if missing else {}
+    for name in missing:
+        _install(parallel, name, found[name])
+
+
+def initialized(
+    model: nn.Module, layouts: Mapping[str, Layout], context: Context, *, seed: int | None = None
+) -> dict[str, torch.Tensor]:
+    """The model's parameters and buffers, initialised by its own code and stored in these layouts, by name.
+
+    `model` is left untouched; what is not on meta keeps rank 0's value. Names that share a tensor get one. Every rank calls it.
+    Raises InputError when the model's code leaves a tensor on meta. `seed`: by default drawn from rank 0's generator.
+    """
+    seed = agreed_seed(context) if seed is None else seed
+    fresh = copy.deepcopy(model)
+    shards = _Shards(fresh, layouts, context)
+    cpu = torch.device("cpu")
+    with torch.no_grad(), drawing(seed, cpu), drawing(seed, context.device if context.device.type != "cpu" else META):
+        with shards:
+            _run(fresh)
+        return shards.finish(fresh, model)
+
+
+META = torch.device("meta")
+
+
+def _run(module: nn.Module) -> None:
+    """Initialise the children, then what the module holds itself."""
+    if isinstance(module, WholeResettable):
+        for part in module.modules():
+            vars(part).pop("_is_hf_initialized", None)  # it would skip a module that had weights before it came to meta
+        module.initialize_weights()
+        return
+    for child in module.children():
+        _run(child)
+    if isinstance(module, Resettable):
+        module.reset_parameters()
+    elif isinstance(module, OldResettable):
+        module._reset_parameters()
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer by every name."""
+    parameters: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def _install(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor in the place of one of the same name; a buffer stays as persistent as it was."""
+    owner, leaf = root.get_submodule(_owner(name)), name.rpartition(".")[2]
+    if isinstance(tensor, nn.Parameter):
+        owner.register_parameter(leaf, tensor)
+    else:
+        owner._buffers[leaf] = tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class _Whole:
+    """A whole tensor at work; it was written if its version has changed from `blank` (-1: it has had values from the start)."""
+
+    tensor: torch.Tensor
+    blank: int
+
+
+class _Shards(TorchFunctionMode):
+    """Whole tensors stand in for those on meta while a module is initialised; this rank's part of each remains."""
+
+    def __init__(self, module: nn.Module, layouts: Mapping[str, Layout], context: Context) -> None:
+        super().__init__()
+        self.layouts, self.context = layouts, context
+        self.placeholders = {id(t): (name, t) for name, t in reversed(_tensors(module).items()) if t.is_meta}
+        self.live: dict[str, _Whole] = {}
+        self.parts: dict[str, torch.Tensor] = {}  # this rank's, of the tensors that were written
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        touched = [self.placeholders[id(leaf)] for leaf in leaves if id(leaf) in self.placeholders]
+        owners = {_owner(name) for name, _ in touched}
+        for name in [name for name in self.live if touched and _owner(name) not in owners]:
+            self.drop(name)
+        for name, placeholder in touched:
+            if name not in self.live:
+                self.live[name] = self.whole(name, placeholder)
+        if touched and func is DATA:
+            return self.live[touched[0][0]].tensor.detach()  # the same memory, but writes are counted
+        return func(*tree_map(self.real, args), **tree_map(self.real, kwargs))
+
+    def real(self, leaf: object) -> object:
+        """The whole that stands in for a placeholder; anything else as it is."""
+        found = self.placeholders.get(id(leaf))
+        return self.live[found[0]].tensor if found else leaf
+
+    def whole(self, name: str, placeholder: torch.Tensor) -> _Whole:
+        """Gathered, if parts of the tensor are there; otherwise memory without a meaning."""
+        if name not in self.parts:
+            return _Whole(tensor=torch.empty_like(placeholder, device=self.context.device, requires_grad=False), blank=0)
+        stored = wrap(self.parts[name], tuple(placeholder.shape), self.layouts[name], self.context)
+        return _Whole(tensor=whole(stored).clone(), blank=-1)
+
+    def drop(self, name: str) -> None:
+        """Keep this rank's part of a whole, if it was written; keep the whole too while somebody else holds its memory."""
+        found = self.live.pop(name)
+        like, storage = found.tensor.detach().to("meta"), weakref.ref(found.tensor.untyped_storage())
+        if found.tensor._version != found.blank:
+            self.parts[name] = self.part(name, found.tensor)
+        del found
+        held = storage()
+        if held is not None:
+            again = torch.empty(0, dtype=like.dtype, device=self.context.device).set_(held, 0, like.size(), like.stride())
+            self.live[name] = _Whole(tensor=again, blank=-1)
+
+    def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part, in memory of its own."""
+        part = shard(tensor.detach(), self.layouts[name], self.context.mesh.sizes, self.context.coordinates)
+        return part.to(self.context.device).clone(memory_format=torch.contiguous_format)
+
+    def finish(self, module: nn.Module, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Every tensor of the model as stored; ties are those of `model`, values those of its initialised copy."""
+        for name in list(self.live):
+            self.drop(name)
+        now, originals = _tensors(module), _tensors(model)
+        stored = store({name: tensor for name, tensor in originals.items() if not tensor.is_meta}, self.layouts, self.context)
+        made: dict[int, torch.Tensor] = {}
+        lost = []
+        for name, original in originals.items():
+            if original.is_meta and id(original) not in made:
+                place = self.placeholders.get(id(now[name]))
+                part = self.part(name, now[name]) if place is None else self.parts.get(place[0])
+                if part is None:
+                    lost.append(name)
+                    continue
+                made[id(original)] = stored_like(original, part, self.layouts[name], self.context)
+        if lost:
+            raise _left_on_meta(model, lost)
+        return {name: stored[name] if name in stored else made[id(original)] for name, original in originals.items()}
+
+
+DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # what reading `tensor.data` calls
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _left_on_meta(model: nn.Module, names: list[str]) -> InputError:
+    owner = _owner(names[0])
+    kind = type(model.get_submodule(owner)).__name__
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return InputError(
+        f"{names[0]}{more} cannot be initialised: the model's code leaves {'them' if more else 'it'} on meta",
+        names=", ".join(names[:8]) + (", ..." if len(names) > 8 else ""),
+        module=f"{owner or 'the model'} is a {kind}",
+        fix=f"give {kind} a method reset_parameters() that sets its parameters and buffers, or load a checkpoint",
+    )

@@ -1,0 +1,67 @@
+"""The collectives that a step really issued, to be compared with those of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.runtime.world import Axis
+
+KINDS = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Issued:
+    """One collective that this rank took part in; `bytes` is its larger buffer (what a gather yields, else what is given)."""
+
+    kind: str
+    axis: str
+    bytes: int
+    where: str  # "forward", or "backward" (a weight gathered again for the backward is backward)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every functional collective; modes follow autograd into its own threads, so the backward is seen too."""
+
+    def __init__(self, axes: Sequence[Axis], log: list[Issued]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.axes = {axis.group: axis.name for axis in axes if axis.group}
+        self.log = log
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        kind = KINDS.get(func.overloadpacket.__name__) if func.namespace == "_c10d_functional" else None
+        if kind:
+            tensor, group = args[0], args[-1]
+            assert isinstance(tensor, torch.Tensor)
+            assert isinstance(group, str)
+            size = tensor.nbytes * (int(str(args[1])) if kind == "all_gather" else 1)
+            where = "forward" if torch._C._current_graph_task_id() < 0 else "backward"
+            self.log.append(Issued(kind=kind, axis=self.axes.get(group, group), bytes=size, where=where))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def recorded(axes: Sequence[Axis]) -> Iterator[list[Issued]]:
+    """Collect every functional collective that this rank issues inside, in order.
+
+    `axes` are those of the `Context`: an axis is told by its process group. A group that is none of theirs is reported by
+    its own name. Axes of one device issue nothing.
+    """
+    log: list[Issued] = []
+    with _Recorder(axes, log):
+        yield log

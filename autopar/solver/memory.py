@@ -1,0 +1,202 @@
+"""Memory of a solution: the walk over a training step, and the rows that bound the integer program at single moments.
+
+Both read the same lifetimes (`cost_models.memory`), so that a row at time t is exactly what the walk finds there: the program
+starts without rows, each finished solution is walked, and the moment of its peak becomes a row if it exceeds the budget.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.cost_models.memory import Lifetime, lifetimes
+from autopar.cost_models.optimizers import Optimizer
+from autopar.ir import elements
+from autopar.layout import local_shape
+from autopar.mesh import Bytes
+from autopar.passes.classes import ValueClass
+from autopar.solver.formulate import Formulated
+from autopar.solver.problem import PRODUCER, Floats, Kept, Problem, Row, Solution
+
+
+ON_CHOICE = ("stored", "gradient", "internal")  # kinds whose bytes follow a choice; the others follow a wire
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """One group of lifetimes that take the same bytes: `where` is a choice, or a wire and one of its consumers."""
+
+    kind: str
+    where: int
+    consumer: int
+    starts: Floats
+    stops: Floats
+    weights: Floats
+
+
+class Ledger:
+    """The lifetimes of a formulated program, grouped by choice and wire."""
+
+    def __init__(self, formulated: Formulated, optimizer: Optimizer) -> None:
+        self.formulated = formulated
+        analysis = formulated.analysis
+        program, of = analysis.program, analysis.classes.of
+        self.moments = 2 * len(program.ops) + 1
+        self._choice = {name: i for i, name in enumerate(formulated.names)}
+        wire = {member: i for i, values in enumerate(formulated.wires) for member in values.members}
+        groups: dict[tuple[str, int, int], list[Lifetime]] = defaultdict(list)
+        every = lifetimes(program, lambda op: analysis.saved.get(of[op.name]), optimizer.states, analysis.backward)
+        for life in every:
+            if life.kind in ON_CHOICE:
+                groups[life.kind, self._choice[of[life.name]], PRODUCER].append(life)
+            elif life.name in wire:
+                consumer = PRODUCER
+                if life.consumer:
+                    name, position = life.consumer
+                    consumer = formulated.wires[wire[life.name]].consumers.index((of[name], position))
+                groups[life.kind, wire[life.name], consumer].append(life)
+        self.groups = [
+            Alive(
+                kind=kind, where=where, consumer=consumer,
+                starts=np.array([x.start for x in lives]), stops=np.array([x.stop for x in lives]),
+                weights=np.array([x.weight for x in lives]),
+            )
+            for (kind, where, consumer), lives in groups.items()
+        ]  # fmt: skip
+        self._bytes = {alive: self._table(alive) for alive in range(len(self.groups))}
+
+    def _table(self, number: int) -> Floats:
+        """Bytes of one member: per candidate of the choice it hangs on, or per arc or layout of its wire."""
+        alive, formulated = self.groups[number], self.formulated
+        program, sizes = formulated.program, formulated.mesh.sizes
+        if alive.kind in ("stored", "gradient"):
+            value = program.values[formulated.names[alive.where]]
+            shapes = [local_shape(value.shape, c.results[0], sizes) for c in formulated.candidates[alive.where]]
+            return np.array([float(elements(s) * value.dtype.itemsize) for s in shapes])
+        if alive.kind == "internal":
+            return self._internal(formulated.names[alive.where], alive.where)
+        values, graph, wire = (
+            formulated.wires[alive.where],
+            formulated.spaces[alive.where],
+            formulated.problem.wires[alive.where],
+        )
+        size = program.values[values.example].dtype.itemsize
+        nodes = graph.elements * float(size)
+        if alive.kind == "converted":
+            return nodes[wire.target] * ~wire.free
+        if alive.kind == "kept":
+            return nodes
+        if alive.kind == "transient":
+            return nodes[wire.consumers[alive.consumer].wants]
+        return nodes[wire.produced]
+
+    def _internal(self, name: str, choice: int) -> Floats:
+        program, sizes = self.formulated.program, self.formulated.mesh.sizes
+        kept = self.formulated.analysis.saved[name]
+        op = program.op[name]
+        result = []
+        for candidate in self.formulated.candidates[choice]:
+            inside = [local_shape(program.values[n].shape, s, sizes) for n, s in zip(op.operands, candidate.operands, strict=True)]
+            outside = [local_shape(r.shape, s, sizes) for r, s in zip(op.results, candidate.results, strict=True)]
+            result.append(float(kept.local_internal(inside, outside)))
+        return np.array(result)
+
+    def walk(self, solution: Solution) -> Floats:
+        """Bytes alive at every moment of the step."""
+        change = np.zeros(self.moments + 1)
+        kept: dict[tuple[int, int, int], int] = {}
+        problem = self.formulated.problem
+        for number, alive in enumerate(self.groups):
+            if alive.kind == "kept":
+                node = _end(problem, alive.where, alive.consumer, solution.picks)
+                for start, stop in zip(alive.starts.tolist(), alive.stops.tolist(), strict=True):
+                    kept[alive.where, node, start] = max(kept.get((alive.where, node, start), 0), stop)
+                continue
+            size = self._size(number, solution)
+            np.add.at(change, alive.starts, size * alive.weights)
+            np.add.at(change, alive.stops + 1, -size * alive.weights)
+        sizes = self._kept_bytes()
+        for (where, node, start), stop in kept.items():
+            if start <= stop:
+                change[start] += sizes[where][node]
+                change[stop + 1] -= sizes[where][node]
+        return np.cumsum(change)[:-1]
+
+    def _kept_bytes(self) -> Mapping[int, Floats]:
+        return {alive.where: self._bytes[n] for n, alive in enumerate(self.groups) if alive.kind == "kept"}
+
+    def _size(self, number: int, solution: Solution) -> float:
+        alive, table = self.groups[number], self._bytes[number]
+        problem = self.formulated.problem
+        if alive.kind == "converted":
+            return float(table[list(solution.arcs[alive.where])].sum())
+        return float(table[solution.picks[self._hangs_on(alive, problem)]])
+
+    def _hangs_on(self, alive: Alive, problem: Problem) -> int:
+        """The choice whose candidates the bytes of a group are listed by."""
+        if alive.kind in ON_CHOICE:
+            return alive.where
+        wire = problem.wires[alive.where]
+        return wire.producer if alive.consumer == PRODUCER else wire.consumers[alive.consumer].choice
+
+    def row(self, moment: int, limit: float) -> Row:
+        """The bytes alive at a moment as a row of the integer program."""
+        picks: dict[int, Floats] = {}
+        uses: dict[int, Floats] = {}
+        keepers: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, alive in enumerate(self.groups):
+            now = (alive.starts <= moment) & (moment <= alive.stops)
+            count = float(alive.weights[now].sum())
+            if alive.kind == "kept":
+                for start in alive.starts[now].tolist():
+                    keepers[alive.where, start].append(alive.consumer)
+            elif count and alive.kind == "converted":
+                uses[alive.where] = uses.get(alive.where, 0.0) + count * self._bytes[number]
+            elif count:
+                choice = self._hangs_on(alive, self.formulated.problem)
+                picks[choice] = picks.get(choice, 0.0) + count * self._bytes[number]
+        return Row(name=f"moment {moment}", limit=limit, picks=picks, uses=uses, kept=tuple(self._kept(keepers)))
+
+    def _kept(self, keepers: Mapping[tuple[int, int], list[int]]) -> Iterator[Kept]:
+        counts: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
+        for (where, _), who in keepers.items():
+            counts[where, tuple(sorted(set(who)))] += 1
+        sizes = self._kept_bytes()
+        for (where, group), count in counts.items():
+            yield Kept(wire=where, keepers=group, bytes=count * sizes[where])
+
+    def fullest(self, solution: Solution, moment: int, most: int = 5) -> list[tuple[str, Bytes]]:
+        """What takes most memory at a moment: kind and name with the number of its like, bytes."""
+        found: dict[str, float] = defaultdict(float)
+        for number, alive in enumerate(self.groups):
+            count = float(alive.weights[(alive.starts <= moment) & (moment <= alive.stops)].sum())
+            if not count:
+                continue
+            size = (
+                self._bytes[number][_end(self.formulated.problem, alive.where, alive.consumer, solution.picks)]
+                if alive.kind == "kept"
+                else self._size(number, solution)
+            )
+            found[f"{alive.kind} {self._name(alive)}"] += count * float(size)
+        return [(name, int(size)) for name, size in sorted(found.items(), key=lambda x: -x[1])[:most] if size]
+
+    def _name(self, alive: Alive) -> str:
+        if alive.kind in ON_CHOICE:
+            name = self.formulated.names[alive.where]
+            count = len(self.formulated.analysis.classes.members[name])
+        else:
+            values: ValueClass = self.formulated.wires[alive.where]
+            name, count = values.example, len(values.members)
+        return f"{name} (x{count})" if count > 1 else name
+
+
+def _end(problem: Problem, wire: int, keeper: int, picks: tuple[int, ...]) -> int:
+    """The layout at one end of a wire."""
+    ends = problem.wires[wire]
+    if keeper == PRODUCER:
+        return int(ends.produced[picks[ends.producer]])
+    consumer = ends.consumers[keeper]
+    return int(consumer.wants[picks[consumer.choice]])

@@ -1,0 +1,203 @@
+"""The integer program.
+
+    minimise    sum_o seconds[o,c] pick[o,c] + sum_v,a seconds[v,a] use[v,a] + again[v,a] rerun[v,a]
+    (one)       sum_c pick[o,c] = 1                                                   every choice o
+    (route)     produced[v,l] + inflow[v,k,l] - outflow[v,k,l] = consumed[v,k,l]      every wire v, consumer k, layout l
+    (share)     use[v,a] >= flow[v,k,a]                                               every consumer k: paid once, used by all
+    (rerun)     rerun[v,a] >= flow[v,k,a]                                             every consumer k that saves v
+    (keep)      keep[v,l] >= consumed[v,k,l]                                          every consumer k that keeps v alive
+    (budget)    bytes . (pick, use, keep) <= limit                                    every row
+
+`produced` and `consumed` are sums of picks with that layout; `flow` is continuous. A wire with one consumer needs no flow of
+its own: its use is its flow. Rows and columns are built and handed to HiGHS as arrays: through PuLP's objects the largest
+problems take longer to build than to solve. `to_pulp` states the same program in PuLP, for other solvers and for the tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+import numpy.typing as npt
+import pulp
+
+from autopar.solver.problem import PRODUCER, Consumer, Floats, Ints, Problem, Row, Wire
+
+MICROSECONDS = 1e6  # the objective is in microseconds: HiGHS works with absolute tolerances of 1e-7
+
+
+@dataclass(slots=True)
+class Columns:
+    """Where the variables of a problem stand."""
+
+    pick: list[int] = field(default_factory=list)  # first column per choice
+    use: list[int] = field(default_factory=list)  # first column per wire
+    flow: list[list[int]] = field(default_factory=list)  # first column per wire and consumer
+    rerun: list[int] = field(default_factory=list)  # first column per wire, or that of `use`
+    count: int = 0
+
+    def add(self, number: int) -> int:
+        first, self.count = self.count, self.count + number
+        return first
+
+
+class Model:
+    """The program of a problem as a sparse matrix: `lower <= A x <= upper`, `x >= 0`."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.columns = Columns()
+        self.cost: list[Floats] = []
+        self.integer: list[npt.NDArray[np.bool_]] = []
+        self._entries: list[tuple[Ints, Ints, Floats]] = []
+        self._bounds: list[tuple[Floats, Floats]] = []
+        self.rows = 0
+        self.peak: tuple[int, float] | None = None
+        for choice in problem.choices:
+            self.columns.pick.append(self._columns(choice.seconds, integer=True))
+            number = len(choice.seconds)
+            self._add(np.zeros(number, np.int64), self.columns.pick[-1] + np.arange(number), np.ones(number), 1, 1.0, 1.0)
+        for wire in problem.wires:
+            self._wire(wire)
+
+    def _columns(self, seconds: Floats, *, integer: bool = False) -> int:
+        self.cost.append(seconds * MICROSECONDS)
+        self.integer.append(np.full(len(seconds), integer))
+        return self.columns.add(len(seconds))
+
+    def _add(self, row: Ints, column: Ints, value: Floats, rows: int, lower: float, upper: float) -> None:
+        """Append `rows` rows with the same bounds; `row` counts from the first of them."""
+        self._entries.append((self.rows + row, column, value))
+        self._bounds.append((np.full(rows, lower), np.full(rows, upper)))
+        self.rows += rows
+
+    def _wire(self, wire: Wire) -> None:
+        arcs, shared = len(wire.seconds), len(wire.consumers) > 1
+        savers = [consumer.saves for consumer in wire.consumers]
+        alike = all(savers) or not any(savers)
+        use = self._columns(wire.seconds + wire.again if alike and any(savers) else wire.seconds, integer=shared)
+        rerun = use if alike else self._columns(wire.again)
+        flows = [self._columns(np.zeros(arcs)) if shared else use for _ in wire.consumers]
+        for consumer, flow in zip(wire.consumers, flows, strict=True):
+            self._route(wire, consumer, flow)
+            for paid in {use, rerun} - {flow}:
+                if paid == use or consumer.saves:
+                    self._at_least(paid, flow, arcs)
+        self.columns.use.append(use)
+        self.columns.rerun.append(rerun)
+        self.columns.flow.append(flows)
+
+    def _at_least(self, greater: int, less: int, number: int) -> None:
+        row = np.arange(number)
+        ones = np.ones(number)
+        self._add(
+            np.concatenate([row, row]), np.concatenate([greater + row, less + row]), np.concatenate([ones, -ones]), number, 0.0, np.inf
+        )
+
+    def _route(self, wire: Wire, consumer: Consumer, flow: int) -> None:
+        """(route): a unit runs from the node that the producer's pick names to the one that the consumer's pick wants."""
+        arcs = np.arange(len(wire.seconds))
+        parts = [
+            (wire.produced, self.columns.pick[wire.producer] + np.arange(len(wire.produced)), 1.0),
+            (wire.target, flow + arcs, 1.0),
+            (wire.source, flow + arcs, -1.0),
+            (consumer.wants, self.columns.pick[consumer.choice] + np.arange(len(consumer.wants)), -1.0),
+        ]
+        row = np.concatenate([nodes for nodes, _, _ in parts])
+        column = np.concatenate([columns for _, columns, _ in parts])
+        value = np.concatenate([np.full(len(nodes), sign) for nodes, _, sign in parts])
+        self._add(row, column, value, wire.nodes, 0.0, 0.0)
+
+    def minimise_peak(self, scale: float) -> None:
+        """Forget the seconds: from now on the objective is the most bytes that any row has, in units of `scale`."""
+        self.cost = [np.zeros(len(cost)) for cost in self.cost]
+        self.peak = self._columns(np.ones(1) / MICROSECONDS), scale
+
+    def bound(self, row: Row) -> None:
+        """(budget) and, where several consumers keep a value, (keep)."""
+        columns = [self.columns.pick[choice] + np.arange(len(b)) for choice, b in row.picks.items()]
+        columns += [self.columns.use[wire] + np.arange(len(b)) for wire, b in row.uses.items()]
+        values = [*row.picks.values(), *row.uses.values()]
+        for kept in row.kept:
+            ends = [self._end(self.problem.wires[kept.wire], keeper) for keeper in kept.keepers]
+            if len(ends) == 1:
+                columns.append(ends[0][0])
+                values.append(kept.bytes[ends[0][1]])
+                continue
+            nodes = np.arange(self.problem.wires[kept.wire].nodes)
+            keep = self._columns(np.zeros(len(nodes))) + nodes
+            for picks, wants in ends:
+                signs = np.concatenate([np.ones(len(nodes)), np.full(len(picks), -1.0)])
+                self._add(np.concatenate([nodes, wants]), np.concatenate([keep, picks]), signs, len(nodes), 0.0, np.inf)
+            columns.append(keep)
+            values.append(kept.bytes)
+        limit, scale = row.limit, max(row.limit, 1.0)  # in units of the limit, so that one tolerance fits all rows
+        if self.peak:
+            limit, scale = 0.0, self.peak[1]
+            columns.append(np.array([self.peak[0]]))
+            values.append(np.array([-scale]))
+        column, value = np.concatenate(columns), np.concatenate(values) / scale
+        self._add(np.zeros(len(column), np.int64), column, value, 1, -np.inf, (limit - row.constant) / scale)
+
+    def _end(self, wire: Wire, keeper: int) -> tuple[Ints, Ints]:
+        """The pick columns at one end of a wire, and the layout that each of them has there."""
+        choice, nodes = wire.producer, wire.produced
+        if keeper != PRODUCER:
+            choice, nodes = wire.consumers[keeper].choice, wire.consumers[keeper].wants
+        return self.columns.pick[choice] + np.arange(len(nodes)), nodes
+
+    def matrix(self) -> tuple[Ints, Ints, Floats]:
+        """Rows, columns and values of the entries, in row order, entries of the same place added, zeros left out."""
+        row, column, value = (np.concatenate(part) for part in zip(*self._entries, strict=True))
+        key = row * self.columns.count + column
+        order = np.argsort(key, kind="stable")
+        places, start = np.unique(key[order], return_index=True)
+        total = np.add.reduceat(value[order], start)
+        places, total = places[total != 0], total[total != 0]
+        return places // self.columns.count, places % self.columns.count, total
+
+    def highs(self) -> highspy.Highs:
+        """The relaxation, loaded into a HiGHS object."""
+        row, column, value = self.matrix()
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = self.columns.count, self.rows
+        lp.col_cost_ = np.concatenate(self.cost) + self._tie_break()
+        lp.col_lower_, lp.col_upper_ = np.zeros(self.columns.count), np.full(self.columns.count, highspy.kHighsInf)
+        lp.row_lower_, lp.row_upper_ = (np.concatenate(side) for side in zip(*self._bounds, strict=True))
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = np.searchsorted(row, np.arange(self.rows + 1)).astype(np.int32)
+        lp.a_matrix_.index_, lp.a_matrix_.value_ = column.astype(np.int32), value
+        solver = highspy.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("random_seed", 0)
+        solver.setOptionValue("threads", 1)
+        solver.passModel(lp)
+        return solver
+
+    def _tie_break(self) -> Floats:
+        """What lets the smaller `tie` win among equal prices: the largest weighs a thousandth of the smallest price."""
+        extra, cost = np.zeros(self.columns.count), np.concatenate(self.cost)
+        for first, choice in zip(self.columns.pick, self.problem.choices, strict=True):
+            extra[first : first + len(choice.tie)] = choice.tie
+        most = extra.max(initial=0.0)
+        return extra * (cost[cost > 0].min(initial=1.0) / most * 1e-3) if most else extra
+
+    def to_pulp(self) -> pulp.LpProblem:
+        """The same integer program in PuLP, for other solvers, for `.lp` files that a person can read, and for tests."""
+        program = pulp.LpProblem("autopar", pulp.LpMinimize)
+        integer = np.concatenate(self.integer)
+        kinds = [pulp.LpInteger if whole else pulp.LpContinuous for whole in integer]
+        variables = [program.add_variable(f"x{i}", 0, None, kind) for i, kind in enumerate(kinds)]
+        program += pulp.LpAffineExpression(zip(variables, np.concatenate(self.cost).tolist(), strict=True))
+        terms: list[list[tuple[pulp.LpVariable, float]]] = [[] for _ in range(self.rows)]
+        for row, column, value in zip(*(part.tolist() for part in self.matrix()), strict=True):
+            terms[row].append((variables[column], value))
+        lower, upper = (np.concatenate(side) for side in zip(*self._bounds, strict=True))
+        for expression, low, high in zip(terms, lower, upper, strict=True):
+            total = pulp.LpAffineExpression(expression)
+            if low == high:
+                program += total == low
+            else:
+                program += (total >= low) if np.isfinite(low) else (total <= high)
+        return program

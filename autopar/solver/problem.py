@@ -1,0 +1,125 @@
+"""The planning problem, free of tensors: choices to make, wires that carry values between them, rows that bound memory.
+
+A `Choice` is an op (or a given tensor, or an output) with its candidates; a `Wire` is a value with its layout graph. Costs are
+seconds for all members of a class together. The solver sees nothing else, so that small problems can be written by hand and
+checked by enumeration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Choice:
+    """Pick one candidate; candidate c costs `seconds[c]`. Among solutions of equal price that of the least `tie` wins."""
+
+    name: str
+    seconds: Floats
+    tie: Floats
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Consumer:
+    """Reads a wire: candidate c of `choice` wants layout `wants[c]`; `saves`: its backward needs the value again."""
+
+    choice: int
+    wants: Ints
+    saves: bool = False
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Wire:
+    """A value on its way from its producer to its consumers through its layout graph.
+
+    Candidate c of the producer leaves the value in layout `produced[c]`; arc a turns layout `source[a]` into `target[a]` for
+    `seconds[a]`, paid once however many consumers use it, and for `again[a]` more if a consumer that saves the value uses it
+    (a gathered weight is gathered again in the backward).
+    """
+
+    name: str
+    producer: int
+    produced: Ints
+    consumers: tuple[Consumer, ...]
+    nodes: int
+    source: Ints
+    target: Ints
+    seconds: Floats
+    again: Floats
+    free: npt.NDArray[np.bool_]  # arcs that leave the value where it is in memory
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Row:
+    """Bytes alive at one moment: `constant + sum picks[choice][c] + sum uses[wire][a] + sum kept <= limit`."""
+
+    name: str
+    limit: float
+    picks: Mapping[int, Floats]
+    uses: Mapping[int, Floats]
+    kept: tuple[Kept, ...]
+    constant: float = 0.0
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Kept:
+    """`bytes[l]` for each layout l of a wire that at least one of its keepers wants; PRODUCER wants what it produced."""
+
+    wire: int
+    keepers: tuple[int, ...]
+    bytes: Floats
+
+
+PRODUCER = -1
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Problem:
+    """Every choice once; every wire connects choices by their place in `choices`."""
+
+    choices: tuple[Choice, ...]
+    wires: tuple[Wire, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Solution:
+    """A candidate per choice and the arcs used per wire; `seconds` is their price, `bound` a proven lower bound."""
+
+    picks: tuple[int, ...]
+    arcs: tuple[tuple[int, ...], ...]
+    seconds: float
+    bound: float
+    status: str  # "optimal", "feasible"
+
+    @property
+    def gap(self) -> float:
+        """Relative distance of the price from the proven bound."""
+        return max(0.0, self.seconds - self.bound) / self.seconds if self.seconds else 0.0
+
+
+def price(problem: Problem, picks: tuple[int, ...], arcs: tuple[tuple[int, ...], ...]) -> float:
+    """Seconds of a solution: its candidates, each used arc once, and once again where a saving consumer lies behind it."""
+    total = sum(float(c.seconds[p]) for c, p in zip(problem.choices, picks, strict=True))
+    for wire, used in zip(problem.wires, arcs, strict=True):
+        total += float(wire.seconds[list(used)].sum())
+        total += float(wire.again[list(again(wire, picks, used))].sum())
+    return total
+
+
+def again(wire: Wire, picks: tuple[int, ...], used: tuple[int, ...]) -> tuple[int, ...]:
+    """The used arcs that lead to a consumer that saves the value; `used` is a tree."""
+    into = {int(wire.target[a]): a for a in used}
+    found: dict[int, None] = {}
+    for consumer in wire.consumers:
+        node = int(consumer.wants[picks[consumer.choice]])
+        while consumer.saves and node in into:
+            found[into[node]] = None
+            node = int(wire.source[into[node]])
+    return tuple(found)

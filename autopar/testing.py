@@ -1,0 +1,51 @@
+"""Plans for tests."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+from torch import nn
+
+from autopar.capture import Captured
+from autopar.cost_models import optimizers
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.planner import Options, finish, located, read_program
+from autopar.solver.formulate import analyse, formulate
+from autopar.solver.memory import Ledger
+from autopar.solver.problem import Problem, Solution, price
+from autopar.solver.solve import tree
+
+
+def random_plan(model: nn.Module, sample_input: object, mesh: object, seed: int = 0) -> Plan:
+    """Any plan that can run, drawn at random: every op takes any candidate, every value any route.
+
+    Good for tests of rules and conversions, for nothing else: memory and price are what they happen to be.
+    """
+    options = Options(device="h100", strategy="random")
+    return random_plan_of(read_program(model, sample_input), located(mesh, options), seed, options)
+
+
+def random_plan_of(captured: Captured, mesh: Mesh, seed: int, options: Options) -> Plan:
+    """The same for a model that is captured already, on a mesh with device and links."""
+    optimizer = optimizers.optimizer(options.optimizer)
+    formulated = formulate(
+        analyse(captured.program, mesh, repeated=False), mesh, optimizer, sharded_outputs=lambda output: True
+    )
+    solution = random_solution(formulated.problem, random.Random(seed))
+    return finish(formulated, solution, float(Ledger(formulated, optimizer).walk(solution).max()), options)
+
+
+def random_solution(problem: Problem, draw: random.Random) -> Solution:
+    """Random picks, joined by routes that are cheapest under random prices."""
+    picks = tuple(draw.randrange(len(choice.seconds)) for choice in problem.choices)
+    arcs = []
+    for wire in problem.wires:
+        weights = np.array([draw.random() for _ in wire.seconds])
+        found = tree(replace(wire, seconds=weights), picks)
+        assert found is not None, f"{wire.name}: the layout graph is connected"
+        arcs.append(found)
+    seconds = price(problem, picks, tuple(arcs))
+    return Solution(picks=picks, arcs=tuple(arcs), seconds=seconds, bound=0.0, status="feasible")

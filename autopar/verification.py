@@ -1,0 +1,269 @@
+"""Verification: the parallel model against the sequential one, in float64, on real processes.
+
+    captured program, promoted, on one device      reference outputs, loss, gradients
+    the same program under the plan, gloo          every rank compares what it has with the reference
+    captured program, own dtype                    against the user's module itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.build import assemble, check_mesh, tensors_of
+from autopar.capture import Captured, Signature
+from autopar.capture.signature import read_result
+from autopar.codegen import ParallelModule, State, emit
+from autopar.decisions import Decisions
+from autopar.errors import InputError
+from autopar.ir import Program
+from autopar.layout import I
+from autopar.mesh import Mesh
+from autopar.passes.candidates import INVARIANT, candidate
+from autopar.passes.promote import promote
+from autopar.passes.without_dropout import without_dropout
+from autopar.plan import Plan
+from autopar.planner import Options, located, plan_program, read_program
+from autopar.runtime.recorder import Issued, recorded
+from autopar.runtime.storage import whole
+from autopar.runtime.workers import WorkerPool
+from autopar.runtime.world import connect
+
+DOUBLE, SINGLE = 1e-9, 1e-4  # largest error that counts as equal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One tensor compared: `error` is max |a - b| / (1 + max |b|), the largest of all ranks."""
+
+    what: str  # "output", "gradient", or "capture" (the captured program against the user's module)
+    name: str
+    error: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.tolerance  # False for NaN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The result of `autopar.verify`; `collectives` are those that rank 0 issued in one forward and backward."""
+
+    plan: Plan
+    rows: tuple[Row, ...]
+    collectives: tuple[Issued, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.rows) and all(row.ok for row in self.rows)
+
+    @property
+    def max_error(self) -> float:
+        """The largest error of the float64 comparison."""
+        return max((row.error for row in self.rows if row.what != "capture"), default=0.0)
+
+    def __str__(self) -> str:
+        table = Table("", "tensor", "max error", "allowed", "", box=None)
+        for row in self.rows:
+            table.add_row(row.what, row.name, f"{row.error:.1e}", f"{row.tolerance:.0e}", "" if row.ok else "DIFFERS")
+        console = Console(width=110, color_system=None, force_terminal=False)
+        with console.capture() as capture:
+            console.print(table)
+        lines = [line.rstrip() for line in capture.get().splitlines()]
+        verdict = "equal" if self.ok else "NOT equal"
+        return "\n".join([*lines, *self.notes, f"{verdict}: max error {self.max_error:.1e} over {len(self.rows)} tensors"])
+
+
+def verify(
+    model: nn.Module, sample_input: object, mesh: object, plan: Plan | None, options: Options, pool: WorkerPool | None = None
+) -> Report:
+    """See `autopar.verify`; `pool` reuses running workers."""
+    tensors = tensors_of(model)
+    if empty := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        raise InputError(f"{empty[0]} is on meta: there are no numbers to compare", fix="build the model with weights")
+    captured = read_program(model, sample_input)
+    place = located(mesh, options)
+    plan = plan or plan_program(captured.program, place, options)
+    check_mesh(plan, place)
+    inputs = captured.signature.bind(*_arguments(sample_input))
+    rows, collectives = compare(captured, tensors, inputs, plan, pool)
+    rows += _against_module(model, sample_input, captured, tensors, inputs)
+    dropped = any("dropout" in op.target for op in captured.program.ops)
+    notes = ("dropout was 0 on both sides",) if dropped else ()
+    return Report(plan=plan, rows=tuple(rows), collectives=tuple(collectives), notes=notes)
+
+
+def compare(
+    captured: Captured, tensors: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor], plan: Plan, pool: WorkerPool | None
+) -> tuple[list[Row], list[Issued]]:
+    """Run sequentially here and in parallel on workers, in float64."""
+    program = promote(without_dropout(captured.program))
+    wide = {name: _double(tensor) for name, tensor in tensors.items()}
+    batch = [_double(tensor.detach()) for tensor in inputs]
+    reference = _results(sequential(replace(captured, program=program), wide), program, batch)
+    payload = _Payload(
+        captured=replace(captured, program=program, signature=_wide(captured.signature)),
+        plan=replace(plan, hash=program.hash),
+        tensors=wide,
+        inputs=batch,
+        reference=reference,
+    )
+    if plan.mesh.size == 1:
+        answers = [check(payload)]
+    elif pool is not None:
+        answers = _answers(pool, payload, plan.mesh.size)
+    else:
+        with WorkerPool(plan.mesh.size, preload=["autopar.verification"]) as own:
+            answers = _answers(own, payload, plan.mesh.size)
+    rows = [
+        Row(what=what, name=name, error=_largest(errors[what, name] for errors, _ in answers), tolerance=DOUBLE)
+        for what, name in answers[0][0]
+    ]
+    return rows, answers[0][1]
+
+
+Answer = tuple[dict[tuple[str, str], float], list[Issued]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Payload:
+    """What a worker needs to build its part and to judge it."""
+
+    captured: Captured
+    plan: Plan
+    tensors: dict[str, torch.Tensor]
+    inputs: list[torch.Tensor]
+    reference: dict[tuple[str, str], torch.Tensor]
+
+
+def _answers(pool: WorkerPool, payload: _Payload, size: int) -> list[Answer]:
+    return pool.run("autopar.verification:check", payload, ranks=size)  # type: ignore[return-value]
+
+
+def check(payload: _Payload) -> Answer:
+    """On one rank: the errors of this rank's outputs and gradients, and the collectives that it issued."""
+    context = connect(payload.plan.mesh, device="cpu")
+    module = assemble(payload.captured, payload.tensors, payload.plan, context)
+    with recorded(context.axes) as log:
+        found = _results(module, payload.captured.program, payload.inputs)
+    errors = {key: _error(whole(found[key]).detach(), expected) for key, expected in payload.reference.items()}
+    return errors, list(log)
+
+
+def _results(module: ParallelModule, program: Program, inputs: Sequence[torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
+    """Outputs and gradients of one forward and backward."""
+    outputs = module.run(inputs)
+    result = {("output", o.path): tensor for o, tensor in zip(program.outputs, outputs, strict=True)}
+    loss = _loss(outputs, program)
+    if loss is not None:
+        loss.backward()  # type: ignore[no-untyped-call]
+    held = dict(module.named_parameters())
+    for parameter in program.parameters:
+        tensor = held[parameter.names[0]]
+        gradient = tensor.grad
+        if parameter.value.requires_grad and gradient is not None:
+            result["gradient", parameter.names[0]] = gradient
+    return result
+
+
+def _loss(outputs: Sequence[torch.Tensor], program: Program) -> torch.Tensor | None:
+    """The first scalar; without one, the outputs weighted with fixed numbers."""
+    differentiable = [o for o in outputs if o.requires_grad]
+    scalars = [o for o in differentiable if not o.ndim]
+    if scalars or not differentiable:
+        return scalars[0] if scalars else None
+    weights = [torch.cos(torch.arange(o.numel(), dtype=o.dtype)).reshape(o.shape) for o in differentiable]
+    return torch.stack([(o * w).sum() for o, w in zip(differentiable, weights, strict=True)]).sum()
+
+
+def sequential(captured: Captured, tensors: Mapping[str, torch.Tensor]) -> ParallelModule:
+    """The captured program as a module on one device, no process needed."""
+    program, mesh = captured.program, Mesh.of(1)
+    context = connect(mesh, device="cpu")
+    given = (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers)))
+    decisions = Decisions(
+        ops={op.name: candidate(op, None, program.values, (INVARIANT,)) for op in program.ops},
+        given={value.name: (I,) for value in given},
+        outputs={o.path: (I,) for o in program.outputs},
+        routes={},
+    )
+    outputs = [(program.values[o.value].shape, (I,)) for o in program.outputs]
+    state = State(plan=None, signature=captured.signature, context=context, seed=0, outputs=outputs)
+    held = {p.value.name: _copy(tensors[p.value.name]) for p in (*program.parameters, *program.buffers)}
+    graph = emit(program, decisions, dict.fromkeys((op.name for op in program.ops), None), context)
+    return ParallelModule(graph, program, held, state)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    copied = tensor.detach().clone()
+    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+
+
+class _NoDropout(TorchFunctionMode):
+    """Dropout with probability 0, also where a function is called with its own probability."""
+
+    def __torch_function__(
+        self, func: object, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        given = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+            return args[0] if args else given["input"]
+        if name == "scaled_dot_product_attention":
+            args, given = args[:4] + (0.0,) * (len(args) > 4) + args[5:], {**given, **({} if len(args) > 4 else {"dropout_p": 0.0})}
+        return func(*args, **given)  # type: ignore[operator]
+
+
+def _against_module(
+    model: nn.Module, sample: object, captured: Captured, tensors: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[Row]:
+    """The captured program against the user's module, outputs only, in the module's own dtype."""
+    program = without_dropout(captured.program)
+    ours = sequential(replace(captured, program=program), tensors).run(inputs)
+    args, kwargs = _arguments(sample)
+    extra = {} if "use_cache" in kwargs or not any(p == "use_cache" for p, _ in captured.signature.defaults) else {"use_cache": False}
+    with torch.no_grad(), _NoDropout():
+        theirs = read_result(model(*args, **kwargs, **extra))[0]
+    return [
+        Row(what="capture", name=o.path, error=_error(a.detach().double(), b.double()), tolerance=SINGLE)
+        for o, a, b in zip(program.outputs, ours, theirs, strict=True)
+    ]
+
+
+def _arguments(sample: object) -> tuple[tuple[object, ...], dict[str, object]]:
+    if isinstance(sample, Mapping):
+        return (), {str(name): value for name, value in sample.items()}
+    return (tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)), {}
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    wide = tensor.detach().double() if tensor.is_floating_point() else tensor.detach()
+    return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
+
+
+def _wide(signature: Signature) -> Signature:
+    planned = tuple(replace(p, dtype=torch.float64 if p.dtype.is_floating_point else p.dtype) for p in signature.tensors)
+    return replace(signature, tensors=planned)
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    expected = expected.detach().double()
+    return float((found.double() - expected).abs().max() / (1 + expected.abs().max()))
+
+
+def _largest(errors: Iterable[float]) -> float:
+    """The largest error; NaN if any is."""
+    found = list(errors)
+    return float("nan") if any(error != error for error in found) else max(found)

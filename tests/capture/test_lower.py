@@ -1,0 +1,173 @@
+"""What the program says of names, gradients, regions, and writes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from autopar.capture import capture
+from tests.capture import interpreter
+
+
+class Does(nn.Module):
+    """A linear layer, and then what a test says."""
+
+    def __init__(self, body: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.body(self.lin(x))
+
+
+X = torch.linspace(-1, 1, 24).reshape(4, 6)
+
+
+def through_a_slice(y: torch.Tensor) -> torch.Tensor:
+    y = y * 1
+    y[1:, ::2] = 0
+    return y
+
+
+def through_views_of_views(y: torch.Tensor) -> torch.Tensor:
+    y = y * 1
+    rows = y.view(2, 2, 6).transpose(0, 1)
+    rows[0].mul_(3)
+    y.t()[2] += 1
+    return y + rows.permute(1, 0, 2).reshape(4, 6)
+
+
+def through_splits(x: torch.Tensor) -> torch.Tensor:
+    y = x.detach() * 1  # torch itself refuses this where a gradient is needed
+    first, second = y.split([2, 4], dim=1)
+    first.add_(second[:, :2])
+    y.unbind(0)[1].zero_()
+    y.chunk(3, dim=1)[2].fill_(7)
+    return x * y + second.sum()
+
+
+def shift_right(y: torch.Tensor) -> torch.Tensor:
+    new = y.new_zeros(y.shape)
+    new[:, 1:] = y[:, :-1].clone()
+    new[:, 0] = 5
+    new.masked_fill_(new == 5, 2)
+    return new
+
+
+def before_and_after(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = y * 1
+    old = y * 2
+    y.add_(1).relu_()
+    return old, y
+
+
+def other_dtype(y: torch.Tensor) -> torch.Tensor:
+    whole = y.bfloat16()
+    whole.add_(y[:1].expand(4, 6))
+    return whole.float()
+
+
+def diagonal(y: torch.Tensor) -> torch.Tensor:
+    y = y * 1
+    y.diagonal().copy_(torch.full((4,), 3.0, device=y.device))
+    return y
+
+
+WRITES = (through_a_slice, through_views_of_views, through_splits, shift_right, before_and_after, other_dtype, diagonal)
+
+
+@pytest.mark.parametrize("body", WRITES)
+def test_writes_in_place_become_values(body: Callable[[torch.Tensor], object]) -> None:
+    program = interpreter.check(Does(body), X).program
+    assert not [op.target for op in program.ops if op.target.split(".")[1].endswith("_")]
+
+
+def no_grad(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad():
+        still = y * 2
+        with torch.enable_grad():
+            moved = y * 3
+        both = still + moved
+    return y + still, moved, both
+
+
+def detached(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return y.detach() * y, y.argmax(-1), (y > 0).float(), torch.zeros_like(y), y.round()
+
+
+def checkpointed(y: torch.Tensor) -> torch.Tensor:
+    return checkpoint(torch.sin, y, use_reentrant=False) * y
+
+
+def literals(y: torch.Tensor) -> torch.Tensor:
+    return y * torch.tensor([[1, 2, 3], [4, 5, 6.5]]).flatten() + torch.tensor(3) * torch.tensor([True, False] * 3)
+
+
+@pytest.mark.parametrize("body", [no_grad, detached, checkpointed, literals])
+def test_gradients_stop_where_they_stop_in_the_module(body: Callable[[torch.Tensor], object]) -> None:
+    interpreter.check(Does(body), X)
+
+
+def test_a_value_whose_gradient_ends_is_detached_once() -> None:
+    program = capture(Does(detached), X).program
+    (detach,) = [op for op in program.ops if op.target == "aten.detach.default"]
+    readers = [op.target for op in program.ops if detach.name in op.operands]
+    assert readers == ["aten.mul.Tensor", "aten.argmax.default", "aten.gt.Scalar", "aten.zeros_like.default"]
+
+
+def test_blocks_that_would_be_rebuilt_are_captured_as_they_are() -> None:
+    program = capture(Does(lambda y: checkpoint(torch.sin, y, use_reentrant=True)), X).program
+    assert [op.target for op in program.ops] == ["aten.linear.default", "aten.sin.default"]
+
+
+def test_autocast_becomes_casts() -> None:
+    def cast(y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return (y @ y.t()).softmax(-1)
+
+    program = capture(Does(cast), X).program
+    dtypes = {op.name: op.results[0].dtype for op in program.ops}
+    assert dtypes[":matmul#0"] is torch.bfloat16
+    assert dtypes[":softmax#0"] is torch.float32
+    assert [op.target for op in program.ops].count("aten.to.dtype") == 3
+
+
+def test_batch_norm_stays_whole_and_counts_its_batches() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    program = interpreter.check(model, X).program
+    assert [op.target for op in program.ops] == ["aten.linear.default", "aten.add_.Tensor", "aten.batch_norm.default"]
+    assert program.ops[1].operands == ("1.num_batches_tracked",)
+
+
+def test_ops_are_named_by_module_and_count() -> None:
+    def body(y: torch.Tensor) -> torch.Tensor:
+        left, right = (y * 2 * 3).split(3, dim=-1)
+        return left + right
+
+    program = capture(Does(body), X).program
+    names = [value.name for op in program.ops for value in op.results]
+    assert names == ["lin:linear#0", ":mul#0", ":mul#1", ":split#0.0", ":split#0.1", ":add#0"]
+    assert [op.name for op in program.ops][3] == ":split#0"
+    assert all("in forward" in op.source and __file__ in op.source for op in program.ops)
+
+
+def test_beside_a_loss_other_outputs_are_values_of_their_own() -> None:
+    def body(y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": F.mse_loss(y, torch.ones_like(y)), "scores": y, "best": y.argmax(-1)}
+
+    captured = capture(Does(body), X)
+    made = {output.path: captured.program.producer[output.value].target for output in captured.program.outputs}
+    assert made == {"loss": "aten.mse_loss.default", "scores": "aten.alias.default", "best": "aten.argmax.default"}
+
+
+def test_evaluation_is_captured_as_such() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).eval()
+    assert capture(model, X).program.ops[1].args[2] is False
+    assert capture(model.train(), X).program.ops[1].args[2] is True

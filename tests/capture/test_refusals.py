@@ -1,0 +1,149 @@
+"""Every model that cannot be captured is refused by an error that says what, where, and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture import capture
+from autopar.errors import CaptureError
+
+HERE = __file__
+X = torch.ones(8, 4)
+
+
+class Does(nn.Module):
+    def __init__(self, body: Callable[[Does, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.register_buffer("kept", torch.ones(4))
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.body(self, x)
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 3
+
+
+def branch(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def number(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
+
+
+def selected(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return x[x > 0]
+
+
+def places(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return x.nonzero()
+
+
+def function(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return Tripled.apply(self.lin(x))
+
+
+def hook(self: Does, x: torch.Tensor) -> torch.Tensor:
+    y = self.lin(x)
+    y.register_hook(lambda gradient: gradient * 2)
+    return y
+
+
+def changed_input(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return x.add_(1)
+
+
+def changed_buffer(self: Does, x: torch.Tensor) -> torch.Tensor:
+    self.kept.mul_(0.9)
+    return x + self.kept
+
+
+def replaced_buffer(self: Does, x: torch.Tensor) -> torch.Tensor:
+    self.kept = self.kept * 0.9
+    return x + self.kept
+
+
+def strided(self: Does, x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    y.as_strided((2,), (1,)).zero_()
+    return y
+
+
+def under_no_grad(self: Does, x: torch.Tensor) -> torch.Tensor:
+    y = self.lin(x)
+    with torch.no_grad():
+        y.clamp_(0)
+    return y
+
+
+def conditional(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() > 0, lambda a: a + 1, lambda a: a - 1, (x,))
+
+
+def elsewhere(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.ones(4, device="cpu")
+
+
+def broken(self: Does, x: torch.Tensor) -> torch.Tensor:
+    raise ValueError("no such thing")
+
+
+@pytest.mark.parametrize(
+    "body, said, fix",
+    [
+        (branch, "the control flow of Does depends on the values of a tensor", "torch.where"),
+        (number, "a number depends on the values of a tensor", "torch.where"),
+        (selected, "the shape of a result of aten.index.Tensor depends on the values", "keep every size fixed"),
+        (places, "the shape of a result of aten.nonzero.default depends on the values", "keep every size fixed"),
+        (function, "the backward of Tripled would be lost: it is an autograd.Function", "torch.library.custom_op"),
+        (hook, r"a hook on a tensor of shape \(8, 4\) would be lost", "torch.library.custom_op"),
+        (changed_input, "aten.add_.Tensor changes the input x", "compute a new tensor"),
+        (changed_buffer, "aten.mul_.Tensor changes the buffer kept", "compute a new tensor"),
+        (replaced_buffer, "aten.copy_.default changes the buffer kept", "compute a new tensor"),
+        (strided, "aten.zero_.default writes through a view by as_strided", "torch.where, cat or stack"),
+        (under_no_grad, "aten.clamp_.default writes under no_grad into a tensor with a gradient", "outside of no_grad"),
+        (conditional, "cond holds a graph of its own", "without torch.cond"),
+        (elsewhere, "Does cannot be captured: .*same device", "device=x.device"),
+        (broken, "Does cannot be captured: no such thing", "the error above"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_with_the_line(
+    body: Callable[[Does, torch.Tensor], object], said: str, fix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CaptureError, match=said) as refusal:
+        capture(Does(body), X)
+    assert fix in refusal.value.details["fix"]
+    assert HERE in refusal.value.details["at"]
+    assert capfd.readouterr().err == ""
+
+
+def test_the_line_is_that_of_the_deed() -> None:
+    with pytest.raises(CaptureError) as refusal:
+        capture(Does(function), X)
+    line = function.__code__.co_firstlineno + 1
+    assert refusal.value.details["at"] == f"{HERE}:{line} in function"
+
+
+def test_functions_and_hooks_work_again_afterwards() -> None:
+    with pytest.raises(CaptureError):
+        capture(Does(function), X)
+    x = X.clone().requires_grad_()
+    y = Tripled.apply(x)
+    y.register_hook(lambda gradient: gradient * 2)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad[0, 0] == 6
+    assert torch.equal(torch.tensor([1, 2]), torch.arange(1, 3))

@@ -1,0 +1,77 @@
+"""Laws of links and of laying a mesh over nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autopar.cost_models.catalog import DEVICES, cpu
+from autopar.cost_models.links import LINKS, connect
+from autopar.errors import MeshError
+from autopar.mesh import Device, Link, Mesh
+
+H100 = DEVICES["h100"]
+
+
+def node(size: int, inner: str = "nvlink4", outer: str = "ib-ndr") -> Device:
+    return dataclasses.replace(H100, per_node=size, inner=inner, outer=outer)
+
+
+def names(sizes: tuple[int, ...], device: Device) -> list[str]:
+    return [link.name for link in connect(Mesh.of(sizes), device).links]
+
+
+@pytest.mark.parametrize("link", LINKS.values(), ids=lambda link: link.name)
+def test_every_link_is_in_plausible_units_and_cites_a_source(link: Link) -> None:
+    assert 1e-7 < link.latency < 1e-2
+    assert 1e8 < link.bandwidth < 1e12
+    assert len(link.source) > 10
+
+
+def test_newer_generations_are_faster() -> None:
+    for family in (["nvlink2", "nvlink3", "nvlink4"], ["pcie3", "pcie4", "pcie5"], ["ib-edr", "ib-hdr", "ib-ndr"]):
+        rates = [LINKS[name].bandwidth for name in family]
+        assert rates == sorted(set(rates))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "per_node", "expected"),
+    [
+        ((2, 4), 8, ["nvlink4", "nvlink4"]),  # all in one node
+        ((2, 4), 4, ["ib-ndr", "nvlink4"]),  # the inner axis fills a node
+        ((8, 16, 8), 8, ["ib-ndr", "ib-ndr", "nvlink4"]),
+        ((2, 2, 2), 4, ["ib-ndr", "nvlink4", "nvlink4"]),
+        ((2, 8), 4, ["ib-ndr", "ib-ndr"]),  # the inner axis is partly inside
+        ((3,), 8, ["nvlink4"]),  # a mesh smaller than the node
+        ((4, 3), 8, ["ib-ndr", "ib-ndr"]),  # groups of three straddle nodes of eight
+        ((1, 8), 8, ["nvlink4", "nvlink4"]),
+    ],
+)
+def test_the_last_axis_is_innermost(sizes: tuple[int, ...], per_node: int, expected: list[str]) -> None:
+    assert names(sizes, node(per_node)) == expected
+
+
+def test_an_axis_partly_inside_a_node_gets_the_slower_link() -> None:
+    assert names((2, 8), node(4, inner="pcie3", outer="ib-ndr")) == ["ib-ndr", "pcie3"]
+    assert names((2, 8), node(4, inner="nvlink4", outer="ib-ndr")) == ["ib-ndr", "ib-ndr"]
+
+
+def test_processes_of_one_machine_talk_over_loopback() -> None:
+    assert names((2, 4), cpu(8)) == ["gloo", "gloo"]
+
+
+def test_connecting_keeps_the_mesh_and_sets_the_device() -> None:
+    mesh = connect(Mesh.of({"data": 2, "model": 4}), H100)
+    assert (mesh.axes, mesh.sizes, mesh.device) == (("data", "model"), (2, 4), H100)
+
+
+def test_links_that_the_mesh_brings_along_are_kept() -> None:
+    own = Link(name="own", latency=1e-6, bandwidth=1e9, source="test")
+    mesh = dataclasses.replace(Mesh.of((2, 4)), links=(own, own))
+    assert connect(mesh, H100).links == (own, own)
+
+
+def test_a_device_with_an_unknown_link_is_refused() -> None:
+    with pytest.raises(MeshError, match="device h100 names the link 'wire', which is not in the catalog"):
+        connect(Mesh.of((2,)), node(8, inner="wire"))

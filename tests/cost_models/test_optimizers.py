@@ -1,0 +1,58 @@
+"""What optimizers cost, against torch's own where torch has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from autopar.cost_models.catalog import DEVICES
+from autopar.cost_models.optimizers import OPTIMIZERS, Optimizer, optimizer, step_seconds
+from autopar.errors import InputError
+
+TORCH: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
+    "adadelta": torch.optim.Adadelta,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_the_state_is_what_torch_keeps(name: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(7, dtype=torch.bfloat16))
+    made = TORCH[name]([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    made.step()
+    state = made.state[parameter].values()
+    kept = [t for t in state if isinstance(t, torch.Tensor) and t.shape == parameter.shape]
+    assert len(kept) == OPTIMIZERS[name].states
+    assert {t.dtype for t in kept} <= {parameter.dtype}
+
+
+@pytest.mark.parametrize("entry", OPTIMIZERS.values(), ids=lambda entry: entry.name)
+def test_a_step_at_least_reads_parameter_gradient_and_state_and_writes_back(entry: Optimizer) -> None:
+    assert entry.moved >= 3 + 2 * entry.states
+    assert entry.source
+
+
+def test_half_the_parameters_take_half_the_time() -> None:
+    h100 = DEVICES["h100"]
+    whole, half = (step_seconds(size, OPTIMIZERS["adamw"], h100) for size in (2e9, 1e9))
+    assert whole == pytest.approx(2 * half)
+    assert whole == pytest.approx(7 * 2e9 / h100.bandwidth)
+
+
+def test_an_unknown_optimizer_is_refused_with_the_nearest_name_and_all_names() -> None:
+    with pytest.raises(InputError) as caught:
+        optimizer("adamx")
+    first, *rest = str(caught.value).splitlines()
+    assert first.startswith("no optimizer is called 'adamx'; did you mean 'adam")
+    assert all(name in rest[0] for name in OPTIMIZERS)

@@ -1,0 +1,94 @@
+"""Random operators draw alike where ranks hold the same and differently where they hold parts; the caller's draws stay."""
+
+import copy
+import itertools
+
+import torch
+from torch.nn import functional as F
+
+from autopar.mesh import Mesh
+from autopar.runtime.random import Draws, agreed_seed, drawing, rate, seeded
+from autopar.runtime.workers import WorkerPool
+from autopar.runtime.world import Axis, connect
+
+dropout = torch.ops.aten.dropout.default
+
+
+def axis(name: str, index: int) -> Axis:
+    return Axis(name=name, size=4, index=index, group="")
+
+
+def drop(draws: Draws, index: int = 0, axes: tuple[Axis, ...] = (), training: bool = True) -> torch.Tensor:
+    return seeded(dropout, draws, index, axes, torch.ones(1000), 0.5, training)
+
+
+def test_what_a_draw_depends_on() -> None:
+    def first(seed: int, call: int, index: int, *axes: Axis) -> torch.Tensor:
+        draws = Draws(seed)
+        for _ in range(call):
+            draws.advance()
+        return drop(draws, index, axes)
+
+    keys = list(itertools.product((0, 1), (0, 1), (0, 1), (axis("a", 0), axis("a", 1), axis("b", 1))))
+    found = [first(*key) for key in keys]
+    assert all(map(torch.equal, found, (first(*key) for key in keys)))
+    for one, other in itertools.combinations(found, 2):
+        share = (one == other).double().mean()
+        assert 0.4 < share < 0.6, "independent draws agree about half of the time"
+
+
+def test_the_callers_random_state_is_neither_used_nor_changed() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    one = drop(Draws(0))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(4)
+    assert torch.equal(drop(Draws(0)), one)
+
+
+def test_the_state_comes_back_after_an_error() -> None:
+    before = torch.get_rng_state()
+    try:
+        with drawing(0, torch.device("cpu")):
+            torch.rand(3)
+            raise KeyError
+    except KeyError:
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_nothing_is_dropped_when_not_training() -> None:
+    assert torch.equal(drop(Draws(0), training=False), torch.ones(1000))
+    assert rate(0.1, False) == 0.0
+    assert rate(0.1, True) == 0.1
+
+
+def test_attention_draws_its_dropout_from_the_seed_too() -> None:
+    q = torch.randn(1, 2, 8, 4)
+
+    def attend() -> torch.Tensor:
+        return seeded(F.scaled_dot_product_attention, Draws(5), 1, (), q, q, q, None, 0.5)
+
+    assert torch.equal(attend(), attend())
+    assert not torch.equal(attend(), F.scaled_dot_product_attention(q, q, q))
+
+
+def test_a_copy_goes_on_where_the_original_is() -> None:
+    draws = Draws(1)
+    draws.advance()
+    assert torch.equal(drop(copy.deepcopy(draws)), drop(draws))
+
+
+def draw(_: None) -> tuple[int, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(torch.distributed.get_rank())
+    context = connect(Mesh.of({"dp": 2, "tp": 2}))
+    draws = Draws(agreed_seed(context))
+    return draws.seed, drop(draws, 0, (context.axis("dp"),)), drop(draws, 1)
+
+
+def test_ranks_draw_alike_unless_an_axis_splits_the_operator(pool: WorkerPool) -> None:
+    seeds, split, same = zip(*pool.run(f"{__name__}:draw", ranks=4), strict=True)  # type: ignore[misc]
+    assert len(set(seeds)) == 1
+    assert all(torch.equal(mask, same[0]) for mask in same)
+    assert torch.equal(split[0], split[1])
+    assert torch.equal(split[2], split[3])
+    assert not torch.equal(split[0], split[2])

@@ -1,0 +1,160 @@
+"""A gathered weight is gone after its use, comes back for the backward once, and changes no gradient."""
+
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autopar.runtime.regather import Gathers
+
+
+class Counted:
+    """A conversion that counts its runs: twice the source, in memory of its own."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, x: torch.Tensor, *factor: int) -> torch.Tensor:
+        self.runs += 1
+        return x * (factor[0] if factor else 2)
+
+
+def gradients(loss: torch.Tensor, parameters: list[nn.Parameter], **options: bool) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, parameters, **options))  # type: ignore[arg-type]
+
+
+def weights(count: int) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(6, 6, dtype=torch.float64)) for _ in range(count)]
+
+
+def network(parameters: list[nn.Parameter], weight: Callable[[nn.Parameter], torch.Tensor]) -> torch.Tensor:
+    """Layers that save a weight as it is, transposed, sliced and as an addend's factor; the first weight is used twice."""
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
+    first = weight(parameters[0])
+    x = F.linear(x, first).tanh()
+    for parameter in parameters[1:]:
+        gathered = weight(parameter)
+        x = F.linear(x, gathered)
+        x = (x * gathered[1:5]).relu() @ gathered[:, ::2].repeat(1, 2)
+    return F.linear(x, first).square().sum()
+
+
+def test_the_gradients_are_exact_and_each_weight_is_gathered_twice() -> None:
+    parameters, counted, gathers = weights(6), Counted(), Gathers()
+    expected = gradients(network(parameters, lambda w: w * 2), parameters)
+    with gathers.active():
+        loss = network(parameters, lambda w: gathers.run(counted, w))
+    assert counted.runs == 6
+    found = gradients(loss, parameters)
+    assert counted.runs == 12
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_second_backward_gathers_again() -> None:
+    parameters, counted, gathers = weights(3), Counted(), Gathers()
+    with gathers.active():
+        loss = network(parameters, lambda w: gathers.run(counted, w))
+    first = gradients(loss, parameters, retain_graph=True)
+    assert counted.runs == 6
+    assert all(map(torch.equal, gradients(loss, parameters), first))
+    assert counted.runs == 9
+
+
+def test_a_chain_of_conversions_runs_once_each_and_keeps_nothing_between() -> None:
+    parameters, inner, outer, gathers = weights(4), Counted(), Counted(), Gathers()
+
+    def twice(w: nn.Parameter) -> torch.Tensor:
+        return gathers.run(outer, gathers.run(inner, w).t(), 3)
+
+    expected = gradients(network(parameters, lambda w: (w * 2).t() * 3), parameters)
+    with gathers.active():
+        loss = network(parameters, twice)
+    found = gradients(loss, parameters)
+    assert (inner.runs, outer.runs) == (8, 8)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_the_gathered_memory_is_free_after_the_forward_and_after_the_backward() -> None:
+    parameters, alive = weights(5), []
+    gathers = Gathers()
+
+    def conversion(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        alive.append(weakref.ref(y.untyped_storage()))
+        return y
+
+    with gathers.active():
+        loss = network(parameters, lambda w: gathers.run(conversion, w))
+    assert len(alive) == 5
+    assert not any(storage() for storage in alive)
+    most = []
+
+    def watch(_: torch.Tensor) -> None:
+        most.append(sum(storage() is not None for storage in alive))
+
+    for parameter in parameters:
+        parameter.register_hook(watch)
+    loss.backward()
+    assert max(most) <= 2  # the layer at work, and the first weight, which the last layer uses too
+    assert len(alive) == 10
+    assert not any(storage() for storage in alive)
+
+
+def test_marks_die_with_their_memory() -> None:
+    gathers = Gathers()
+    for _ in range(200):  # freed addresses are used again at once
+        w = nn.Parameter(torch.randn(8, 8))
+        with gathers.active():
+            gathers.run(torch.mul, w, 2)
+            other = nn.Parameter(torch.randn(8, 8) * 1)
+            x = torch.randn(8, 8, requires_grad=True)
+            loss = (F.linear(x, other) ** 2).sum()
+        expected = gradients((F.linear(x, other) ** 2).sum(), [other])
+        assert torch.equal(gradients(loss, [other])[0], expected[0])
+    assert not list(gathers._marks)
+
+
+def test_part_of_a_backward_leaves_the_rest_intact() -> None:
+    (a,) = weights(1)
+    counted, gathers = Counted(), Gathers()
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    with gathers.active():
+        w = gathers.run(counted, a)
+        one, two = F.linear(x, w).sum(), F.linear(x * 3, w).square().sum()
+        del w
+    torch.autograd.grad(one, x)
+    torch.testing.assert_close(torch.autograd.grad(two, x)[0], torch.autograd.grad(F.linear(x * 3, a * 2).square().sum(), x)[0])
+    assert not gathers._marks
+
+
+def test_nothing_is_marked_without_gradients_or_when_the_memory_is_the_sources() -> None:
+    (w,), gathers = weights(1), Gathers()
+    with gathers.active(), torch.no_grad():
+        kept = gathers.run(Counted(), w)
+    with gathers.active():
+        view = gathers.run(torch.Tensor.t, w)
+    assert kept is not view
+    assert not gathers._marks
+
+
+def test_a_value_that_is_no_gathered_one_is_saved_as_it_is() -> None:
+    gathers = Gathers()
+    x = torch.randn(4, requires_grad=True)
+    with gathers.active():
+        y = x.exp()
+    assert y.grad_fn is not None
+    assert y.grad_fn._saved_result.data_ptr() == y.data_ptr()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_gathered_value_may_be_cast_on_the_way(dtype: torch.dtype) -> None:
+    (w,), gathers = weights(1), Gathers()
+    x = torch.randn(4, 6, dtype=dtype)
+    with gathers.active():
+        loss = F.linear(x, gathers.run(torch.Tensor.to, gathers.run(Counted(), w), dtype)).square().sum()
+    expected = F.linear(x, (w * 2).to(dtype)).square().sum()
+    assert torch.equal(gradients(loss, [w])[0], gradients(expected, [w])[0])

@@ -1,0 +1,172 @@
+"""Stored parameters: every rank gets its shard of rank 0's, and whatever torch does to them equals the whole done whole."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from autopar.errors import LayoutError
+from autopar.layout import I, Layout, P, shard, split
+from autopar.mesh import Mesh
+from autopar.runtime.storage import layout_of, local, placements, storable, store, whole
+from autopar.runtime.workers import WorkerPool
+from autopar.runtime.world import Context, connect
+
+SHAPE = (24, 16)
+Sizes = tuple[int, ...]
+
+
+def layouts(sizes: Sizes) -> list[Layout]:
+    """Every stored layout of the shape: both nestings, blocked splits, both dims, none."""
+    every = [[I, *(split(d, s) for d in (0, 1) for s in range(1, SHAPE[d]) if SHAPE[d] % (s * n) == 0)] for n in sizes]
+    return [layout for layout in itertools.product(*every) if storable(layout, SHAPE, sizes)]
+
+
+def wholes(seed: int, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(SHAPE, dtype=torch.float64, generator=generator) for _ in range(count)]
+
+
+def stored(sizes: Sizes, chosen: list[Layout], device: str = "cpu") -> tuple[Context, dict[str, nn.Parameter]]:
+    """Rank 0's values count; the others hold something else, or are on meta."""
+    context = connect(Mesh.of(sizes))
+    values = wholes(0 if dist.get_rank() == 0 else 99, len(chosen))
+    if dist.get_rank() % 2 or device == "meta":
+        values = [value.to("meta") for value in values]
+    named = {f"p{i}": nn.Parameter(value) for i, value in enumerate(values)}
+    return context, store(named, {f"p{i}": layout for i, layout in enumerate(chosen)}, context)  # type: ignore[return-value]
+
+
+def every_layout(sizes: Sizes) -> None:
+    chosen = layouts(sizes)
+    context, parameters = stored(sizes, chosen)
+    gradients = wholes(1, len(chosen))
+    for layout, value, gradient, parameter in zip(chosen, wholes(0, len(chosen)), gradients, parameters.values(), strict=True):
+        assert isinstance(parameter, nn.Parameter)
+        assert isinstance(parameter, DTensor)
+        assert layout_of(parameter) == layout
+        mine = shard(value, layout, sizes, context.coordinates)
+        assert torch.equal(parameter.to_local(), mine), layout
+        assert torch.equal(whole(parameter), value), layout
+        (local(parameter) * shard(gradient, layout, sizes, context.coordinates)).sum().backward()
+        assert parameter.grad is not None
+        assert torch.equal(whole(parameter.grad), gradient), layout
+        assert parameter.grad.placements == parameter.placements  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (2, 2, 2)])
+def test_every_rank_stores_its_shard_of_rank_0_and_its_gradient_is_that_of_the_whole(pool: WorkerPool, sizes: Sizes) -> None:
+    pool.run(f"{__name__}:every_layout", sizes, ranks=Mesh.of(sizes).size)
+
+
+def test_placements_are_read_in_mesh_order() -> None:
+    assert placements((split(0, 12), split(0, 3)), SHAPE, (2, 4)) == (Shard(0), Shard(0))
+    assert placements((split(0, 3), split(0, 6)), SHAPE, (2, 4)) == (_StridedShard(0, split_factor=4), Shard(0))
+    assert placements((I, split(0, 2)), SHAPE, (2, 4)) == (Replicate(), _StridedShard(0, split_factor=3))
+
+
+def test_an_addend_cannot_be_stored() -> None:
+    with pytest.raises(LayoutError, match="cannot be stored"):
+        placements((P, I), SHAPE, (2, 4))
+
+
+def test_a_mesh_of_one_device_stores_plain_parameters_of_its_own() -> None:
+    value = nn.Parameter(torch.ones(SHAPE))
+    kept = store({"w": value}, {"w": (I, I)}, connect(Mesh.of((1, 1))))["w"]
+    assert type(kept) is nn.Parameter
+    assert torch.equal(kept, value)
+    assert kept.data_ptr() != value.data_ptr()
+
+
+def on_meta(sizes: Sizes) -> None:
+    _, parameters = stored(sizes, layouts(sizes)[:5], "meta")
+    assert all(isinstance(p, DTensor) and p.is_meta and tuple(p.shape) == SHAPE for p in parameters.values())
+
+
+def test_what_is_on_meta_on_rank_0_stays_on_meta(pool: WorkerPool) -> None:
+    pool.run(f"{__name__}:on_meta", (2, 4))
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw, one by one": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+}
+
+
+def steps(parameters: list[nn.Parameter], name: str, gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Three clipped optimizer steps with given gradients; the norms."""
+    optimizer = OPTIMIZERS[name](parameters)
+    norms = []
+    for given in gradients:
+        optimizer.zero_grad()
+        for parameter, gradient in zip(parameters, given, strict=True):
+            (local(parameter) * gradient).sum().backward()
+        norms.append(nn.utils.clip_grad_norm_(parameters, 1.0))
+        optimizer.step()
+    return norms
+
+
+def train(payload: tuple[Sizes, str]) -> None:
+    sizes, name = payload
+    chosen = layouts(sizes)[::7]
+    context, parameters = stored(sizes, chosen)
+    gradients = [wholes(seed, len(chosen)) for seed in (1, 2, 3)]
+    mine = [[shard(g, x, sizes, context.coordinates) for g, x in zip(gs, chosen, strict=True)] for gs in gradients]
+    plain = [nn.Parameter(value) for value in wholes(0, len(chosen))]
+    norms = steps(list(parameters.values()), name, mine)
+    for norm, expected in zip(norms, steps(plain, name, gradients), strict=True):
+        torch.testing.assert_close(whole(norm), expected, rtol=1e-12, atol=1e-12)
+    for parameter, expected in zip(parameters.values(), plain, strict=True):
+        torch.testing.assert_close(whole(parameter), expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_clipped_optimizer_steps_equal_those_on_whole_parameters(pool: WorkerPool, name: str) -> None:
+    pool.run(f"{__name__}:train", ((2, 4), name))
+
+
+def save(payload: tuple[Sizes, str]) -> None:
+    sizes, folder = payload
+    _, parameters = stored(sizes, layouts(sizes)[::4][:12])
+    optimizer = torch.optim.AdamW(parameters.values())
+    for parameter in parameters.values():
+        local(parameter).sum().backward()
+    optimizer.step()
+    dcp.save({"model": parameters, "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+
+
+def load(payload: tuple[Sizes, str]) -> None:
+    sizes, folder = payload
+    chosen = (layouts(sizes)[::-4] * 12)[:12]
+    context = connect(Mesh.of(sizes))
+    zeros = {f"p{i}": nn.Parameter(torch.zeros(SHAPE, dtype=torch.float64)) for i in range(12)}
+    parameters = store(zeros, {f"p{i}": layout for i, layout in enumerate(chosen)}, context)
+    mine = torch.optim.AdamW(parameters.values())
+    for parameter in parameters.values():
+        local(parameter).sum().backward()
+    mine.step()  # makes the state that is loaded into
+    for state in mine.state.values():
+        state["exp_avg"].zero_()
+    dcp.load({"model": parameters, "optimizer": mine.state_dict()}, checkpoint_id=folder)
+    expected = [nn.Parameter(value) for value in wholes(0, len(chosen))]
+    optimizer = torch.optim.AdamW(expected)
+    for parameter in expected:
+        parameter.sum().backward()
+    optimizer.step()
+    assert all(state["step"] == 1 for state in mine.state.values())
+    for layout, parameter, value in zip(chosen, parameters.values(), expected, strict=True):
+        assert torch.equal(whole(parameter), value), layout
+        assert torch.equal(whole(mine.state[parameter]["exp_avg"]), optimizer.state[value]["exp_avg"]), layout
+
+
+def test_a_checkpoint_saved_on_one_mesh_loads_on_another(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(f"{__name__}:save", ((2, 4), str(tmp_path)))
+    pool.run(f"{__name__}:load", ((4, 2), str(tmp_path)))
+    pool.run(f"{__name__}:load", ((1,), str(tmp_path)), ranks=1)

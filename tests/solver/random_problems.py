@@ -1,0 +1,128 @@
+"""Small random problems, and their solution by enumeration: every pick, every tree of every wire."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import numpy as np
+
+from autopar.solver.problem import PRODUCER, Choice, Consumer, Kept, Problem, Row, Wire, again, price
+
+
+def random_problem(seed: int) -> Problem:
+    """Three to five choices in a random order of production, wires over layout graphs of three nodes; ties are common."""
+    draw = random.Random(seed)
+    cost = (lambda: float(draw.randint(0, 3))) if seed % 2 else (lambda: draw.uniform(0, 3))
+    choices = tuple(
+        Choice(name=f"o{i}", seconds=np.array([cost() for _ in range(n)]), tie=np.zeros(n))
+        for i, n in enumerate(draw.randint(1, 3) for _ in range(draw.randint(3, 5)))
+    )
+    wires = []
+    for producer in range(len(choices) - 1):
+        later = list(range(producer + 1, len(choices)))
+        readers = sorted(draw.sample(later, draw.randint(1, min(2, len(later)))))
+        wires.append(_random_wire(draw, cost, choices, producer, readers))
+    return Problem(choices=choices, wires=tuple(wires))
+
+
+def _random_wire(draw, cost, choices, producer, readers) -> Wire:
+    nodes = 3
+    arcs = [(i, j) for i in range(nodes) for j in range(nodes) if i != j and draw.random() < 0.8]
+    arcs += [(i, (i + 1) % nodes) for i in range(nodes) if (i, (i + 1) % nodes) not in arcs]
+    wants = lambda choice: np.array([draw.randrange(nodes) for _ in choices[choice].seconds])  # noqa: E731
+    return Wire(
+        name=f"v{producer}",
+        producer=producer,
+        produced=wants(producer),
+        consumers=tuple(Consumer(choice=k, wants=wants(k), saves=draw.random() < 0.5) for k in readers),
+        nodes=nodes,
+        source=np.array([i for i, _ in arcs]),
+        target=np.array([j for _, j in arcs]),
+        seconds=np.array([cost() for _ in arcs]),
+        again=np.array([cost() * draw.randint(0, 1) for _ in arcs]),
+        free=np.zeros(len(arcs), bool),
+    )
+
+
+def random_row(problem: Problem, seed: int) -> Row:
+    """A memory row over picks, uses and kept values, with a limit that some solutions break."""
+    draw = random.Random(seed)
+    size = lambda n: np.array([float(draw.randint(0, 5)) for _ in range(n)])  # noqa: E731
+    kept = tuple(
+        Kept(wire=i, keepers=draw.choice([(0,), (PRODUCER,), tuple(range(len(w.consumers))), (PRODUCER, 0)]), bytes=size(w.nodes))
+        for i, w in enumerate(problem.wires)
+    )
+    return Row(
+        name="random",
+        limit=float(draw.randint(8, 25)),
+        constant=float(draw.randint(0, 3)),
+        picks={i: size(len(c.seconds)) for i, c in enumerate(problem.choices)},
+        uses={i: size(len(w.seconds)) for i, w in enumerate(problem.wires)},
+        kept=kept,
+    )
+
+
+def bytes_of(problem: Problem, row: Row, picks: tuple[int, ...], arcs: tuple[tuple[int, ...], ...]) -> float:
+    """The left side of a row, computed without the solver."""
+    total = row.constant + sum(float(b[picks[c]]) for c, b in row.picks.items())
+    total += sum(float(b[list(arcs[w])].sum()) for w, b in row.uses.items())
+    for kept in row.kept:
+        wire = problem.wires[kept.wire]
+        ends = {
+            int(wire.produced[picks[wire.producer]])
+            if k == PRODUCER
+            else int(wire.consumers[k].wants[picks[wire.consumers[k].choice]])
+            for k in kept.keepers
+        }
+        total += sum(float(kept.bytes[node]) for node in ends)
+    return total
+
+
+def trees(wire: Wire, picks: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Every set of arcs in which each node has at most one arc into it and every wanted layout is reached."""
+    root = int(wire.produced[picks[wire.producer]])
+    goals = {int(k.wants[picks[k.choice]]) for k in wire.consumers} - {root}
+    into = [[None, *[a for a in range(len(wire.target)) if wire.target[a] == node and node != root]] for node in range(wire.nodes)]
+    for chosen in itertools.product(*into):
+        arcs = tuple(a for a in chosen if a is not None)
+        reached, grew = {root}, True
+        while grew:
+            fresh = {int(wire.target[a]) for a in arcs if int(wire.source[a]) in reached} - reached
+            reached |= fresh
+            grew = bool(fresh)
+        if goals <= reached and len(reached) == len(arcs) + 1:
+            yield arcs
+
+
+def enumerate_all(problem: Problem, rows: tuple[Row, ...] = ()) -> float | None:
+    """The least price of any solution that the rows allow; None if there is none."""
+    best = None
+    for picks in itertools.product(*(range(len(c.seconds)) for c in problem.choices)):
+        options = [_undominated(wire, picks, i, rows) for i, wire in enumerate(problem.wires)]
+        for arcs in itertools.product(*options):
+            if best is not None and price(problem, picks, arcs) >= best:
+                continue
+            if all(bytes_of(problem, row, picks, arcs) <= row.limit + 1e-9 for row in rows):
+                best = price(problem, picks, arcs)
+    return best
+
+
+def _undominated(wire: Wire, picks: tuple[int, ...], number: int, rows: tuple[Row, ...]) -> list[tuple[int, ...]]:
+    """The trees of a wire that no other tree matches in price and in every row."""
+    scored = [
+        (
+            tuple(
+                [float(wire.seconds[list(t)].sum() + wire.again[list(again(wire, picks, t))].sum())]
+                + [float(row.uses[number][list(t)].sum()) for row in rows]
+            ),
+            t,
+        )
+        for t in trees(wire, picks)
+    ]
+    kept: list[tuple[tuple[float, ...], tuple[int, ...]]] = []
+    for score, t in sorted(scored):
+        if not any(all(a <= b for a, b in zip(other, score, strict=True)) for other, _ in kept):
+            kept.append((score, t))
+    return [t for _, t in kept]

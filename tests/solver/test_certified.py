@@ -1,0 +1,35 @@
+"""The solver against enumeration, feasibility checked without the solver."""
+
+from __future__ import annotations
+
+import pulp
+import pytest
+
+from autopar.solver.model import MICROSECONDS, Model
+from autopar.solver.problem import price
+from autopar.solver.solve import solve
+from tests.solver.random_problems import bytes_of, enumerate_all, random_problem, random_row
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_solver_finds_the_optimum_of_small_problems(seed: int) -> None:
+    problem = random_problem(seed)
+    rows = tuple(random_row(problem, 7 * seed + i) for i in range(seed % 3))
+    best, solution = enumerate_all(problem, rows), solve(problem, rows=rows, gap=0.0)
+    if best is None:
+        assert solution is None
+        return
+    assert solution is not None
+    assert solution.seconds == pytest.approx(best, rel=1e-6, abs=1e-9)
+    assert solution.bound <= best + 1e-6
+    assert solution.seconds == price(problem, solution.picks, solution.arcs)
+    assert all(bytes_of(problem, row, solution.picks, solution.arcs) <= row.limit * (1 + 1e-6) for row in rows)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pulp_states_the_same_program(seed: int) -> None:
+    problem = random_problem(seed)
+    model = Model(problem)
+    program = model.to_pulp()
+    program.solve(pulp.HiGHS(msg=False))
+    assert pulp.value(program.objective) / MICROSECONDS == pytest.approx(enumerate_all(problem), rel=1e-6, abs=1e-9)
