@@ -26,7 +26,7 @@ from autopar.passes.strategies import demands
 from autopar.plan import Collective, Plan, describe
 from autopar.solver.budget import GIB, parse_bytes
 from autopar.solver.followers import Merged, merge_followers
-from autopar.solver.formulate import Analysis, Formulated, analyse, decisions, formulate, rerun
+from autopar.solver.formulate import Analysis, Formulated, analyse, decisions, due, formulate
 from autopar.solver.memory import Ledger
 from autopar.solver.problem import Row, Solution
 from autopar.solver.solve import least_memory, solve
@@ -139,23 +139,21 @@ def finish(formulated: Formulated, solution: Solution, peak: float, options: Opt
         gap=solution.gap,
         step_time=solution.seconds,
         peak_memory=round(peak),
-        collectives=tuple(issued(formulated.analysis, chosen, mesh)),
+        collectives=tuple(collectives_of(formulated.analysis, chosen, mesh)),
         **text,
     )
 
 
-def issued(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterable[Collective]:
+def collectives_of(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterable[Collective]:
     """Every collective of one step, forward and backward."""
     program = analysis.program
     for name, steps in chosen.routes.items():
         value = program.values[name]
-        again = rerun(analysis, chosen, name)
+        back, again = due(analysis, chosen, name)
         for step in steps:
             passes = [("forward", step.primitives[0])]
-            if name in analysis.backward:
-                passes.append(("backward", step.primitives[1]))
-            if step in again:
-                passes.append(("backward", step.primitives[0]))
+            passes += [("backward", step.primitives[1])] * (step in back)
+            passes += [("backward", step.primitives[0])] * (step in again)
             size = step.collective_bytes(value.shape, value.dtype.itemsize, mesh.sizes)
             for where, kind in passes:
                 if kind in COLLECTIVES:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,12 +29,13 @@ from autopar.mesh import Mesh
 from autopar.passes.candidates import INVARIANT, candidate
 from autopar.passes.promote import promote
 from autopar.passes.without_dropout import without_dropout
-from autopar.plan import Plan
-from autopar.planner import Options, located, plan_program, read_program
+from autopar.plan import Collective, Plan, resolve
+from autopar.planner import Options, collectives_of, located, plan_program, read_program
 from autopar.runtime.recorder import Issued, recorded
 from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
+from autopar.solver.formulate import analyse
 
 DOUBLE, SINGLE = 1e-9, 1e-4  # largest error that counts as equal
 
@@ -54,16 +56,20 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The result of `autopar.verify`; `collectives` are those that rank 0 issued in one forward and backward."""
+    """The result of `autopar.verify`.
+
+    `surplus` and `missing` are the collectives, as "kind axis bytes pass", in which rank 0's step differs from the plan's list.
+    """
 
     plan: Plan
     rows: tuple[Row, ...]
-    collectives: tuple[Issued, ...]
+    surplus: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        return bool(self.rows) and all(row.ok for row in self.rows)
+        return bool(self.rows) and all(row.ok for row in self.rows) and not self.surplus and not self.missing
 
     @property
     def max_error(self) -> float:
@@ -78,6 +84,8 @@ class Report:
         with console.capture() as capture:
             console.print(table)
         lines = [line.rstrip() for line in capture.get().splitlines()]
+        lines += [f"issued, but not in the plan: {entry}" for entry in self.surplus]
+        lines += [f"in the plan, but not issued: {entry}" for entry in self.missing]
         verdict = "equal" if self.ok else "NOT equal"
         return "\n".join([*lines, *self.notes, f"{verdict}: max error {self.max_error:.1e} over {len(self.rows)} tensors"])
 
@@ -94,17 +102,22 @@ def verify(
     plan = plan or plan_program(captured.program, place, options)
     check_mesh(plan, place)
     inputs = captured.signature.bind(*_arguments(sample_input))
-    rows, collectives = compare(captured, tensors, inputs, plan, pool)
+    rows, surplus, missing = compare(captured, tensors, inputs, plan, place, pool)
     rows += _against_module(model, sample_input, captured, tensors, inputs)
     dropped = any("dropout" in op.target for op in captured.program.ops)
     notes = ("dropout was 0 on both sides",) if dropped else ()
-    return Report(plan=plan, rows=tuple(rows), collectives=tuple(collectives), notes=notes)
+    return Report(plan=plan, rows=tuple(rows), surplus=surplus, missing=missing, notes=notes)
 
 
 def compare(
-    captured: Captured, tensors: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor], plan: Plan, pool: WorkerPool | None
-) -> tuple[list[Row], list[Issued]]:
-    """Run sequentially here and in parallel on workers, in float64."""
+    captured: Captured,
+    tensors: Mapping[str, torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    plan: Plan,
+    mesh: Mesh,
+    pool: WorkerPool | None,
+) -> tuple[list[Row], tuple[str, ...], tuple[str, ...]]:
+    """Run sequentially here and in parallel on workers, in float64; errors, and how the collectives differ from the plan's."""
     program = promote(without_dropout(captured.program))
     wide = {name: _double(tensor) for name, tensor in tensors.items()}
     batch = [_double(tensor.detach()) for tensor in inputs]
@@ -127,7 +140,15 @@ def compare(
         Row(what=what, name=name, error=_largest(errors[what, name] for errors, _ in answers), tolerance=DOUBLE)
         for what, name in answers[0][0]
     ]
-    return rows, answers[0][1]
+    issued = Counter(f"{c.kind} {c.axis} {c.bytes} {c.where}" for c in answers[0][1])
+    planned = Counter(f"{c.kind} {c.axis} {c.bytes} {c.where}" for c in _planned(program, payload.plan, mesh))
+    return rows, tuple((issued - planned).elements()), tuple((planned - issued).elements())
+
+
+def _planned(program: Program, plan: Plan, mesh: Mesh) -> Iterable[Collective]:
+    """The plan's list, for the promoted program."""
+    analysis = analyse(program, mesh)
+    return collectives_of(analysis, resolve(plan, program, analysis.fits), mesh)
 
 
 Answer = tuple[dict[tuple[str, str], float], list[Issued]]

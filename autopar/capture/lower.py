@@ -58,7 +58,8 @@ def lower(traced: Traced, skeleton: Skeleton, call: Call) -> Program:
 def _given(traced: Traced, skeleton: Skeleton, call: Call) -> Iterator[Held]:
     """What the placeholders of the exported graph stand for, in order."""
     leaves = iter(call.leaves)
-    for spec in traced.exported.graph_signature.input_specs:
+    places = [node for node in traced.exported.graph.nodes if node.op == "placeholder"]
+    for spec, place in zip(traced.exported.graph_signature.input_specs, places, strict=True):
         if spec.kind is InputKind.USER_INPUT:
             path, leaf = next(leaves)
             tensor = isinstance(leaf, torch.Tensor)
@@ -66,8 +67,9 @@ def _given(traced: Traced, skeleton: Skeleton, call: Call) -> Iterator[Held]:
             continue
         name = skeleton.first.get(spec.target or "")
         if name is None:
+            at = next((nodes.source(user) for user in place.users), "")
             fix = "register it as a buffer of the module, so that it can be placed on the devices"
-            raise CaptureError(f"forward makes the constant {spec.target} of unknown numbers", fix=fix)
+            raise CaptureError("forward makes a tensor of numbers that the graph cannot hold", at=at, fix=fix)
         yield Handle(ref=Ref(name), storage=Storage(f"the buffer {name}"))
 
 

@@ -1,7 +1,7 @@
 """What tracing would lose without a word: watched while a model is traced.
 
-An `autograd.Function` is traced through its forward only, a tensor hook leaves no trace at all, and `torch.tensor([1, 2])` on
-the meta device has no numbers. The first two are refused; the third is made of operators that carry their numbers.
+An `autograd.Function` is traced through its forward only, a tensor hook leaves no trace at all, and `torch.tensor([1, 2])` or
+`x[[1, 2]]` on the meta device has no numbers. The first two are refused; the others are made of operators that carry them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,24 @@ def watched() -> Iterator[None]:
         _replaced(torch.Tensor, "register_hook", _refuse_hook),
         _replaced(torch.Tensor, "register_post_accumulate_grad_hook", _refuse_hook),
         _replaced(torch, "tensor", _literal(torch.tensor)),
+        _replaced(torch.Tensor, "__getitem__", _indexed(torch.Tensor.__getitem__)),
+        _replaced(torch.Tensor, "__setitem__", _indexed(torch.Tensor.__setitem__)),
     ):
         yield
 
 
 @contextlib.contextmanager
 def _replaced(owner: type | object, name: str, stand_in: object) -> Iterator[None]:
-    original = vars(owner)[name]
+    own = name in vars(owner)
+    original = vars(owner).get(name)
     setattr(owner, name, stand_in)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if own:
+            setattr(owner, name, original)
+        else:  # it was inherited
+            delattr(owner, name)
 
 
 def _apply(original: classmethod[Function, ..., object]) -> Callable[..., object]:
@@ -77,6 +83,26 @@ def _literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         return torch.cat([torch.full((1,), number, dtype=common, device="meta") for number in numbers]).reshape(shape)
 
     return tensor
+
+
+def _indexed(original: Callable[..., object]) -> Callable[..., object]:
+    """`x[index]` and `x[index] = y` with the lists in the index made literal tensors."""
+
+    def at(x: torch.Tensor, index: object, *value: object) -> object:
+        if isinstance(index, tuple):
+            return original(x, tuple(map(_spelt, index)), *value)
+        return original(x, _spelt(index), *value)
+
+    return at
+
+
+def _spelt(index: object) -> object:
+    """A list in an index as a literal tensor; a flat list of truth values as the places of the true ones."""
+    if not isinstance(index, list) or _numbers(index) is None:
+        return index
+    if all(isinstance(number, bool) for number in index):
+        return torch.tensor([place for place, number in enumerate(index) if number])
+    return torch.tensor(index)
 
 
 def _numbers(data: object) -> tuple[tuple[int, ...], list[bool | int | float]] | None:

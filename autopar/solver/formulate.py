@@ -27,7 +27,7 @@ from autopar.passes.classes import OUTPUT, Classes, ValueClass, fold
 from autopar.passes.strategies import Demands
 from autopar.passes.space import Blocks, Space, placeable, space, states
 from autopar.rules import Fitted, fit
-from autopar.solver.problem import Choice, Consumer, Floats, Ints, Problem, Solution, Wire, again
+from autopar.solver.problem import Choice, Consumer, Floats, Ints, Problem, Solution, Surcharge, Wire
 
 FREE = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if forward == "identity"]
 NO_DEMANDS = Demands()
@@ -57,10 +57,13 @@ class Analysis:
     def backward(self) -> frozenset[str]:
         """The values that get a gradient in a step: those that a differentiable op reads, and what the user differentiates."""
         program = self.program
-        read = {name for op in program.ops if op.requires_grad for name in op.operands}
         outputs = {o.value for o in program.outputs}
         scalars = {name for name in outputs if not program.values[name].shape and program.values[name].requires_grad}
-        return frozenset(name for name in read | (scalars or outputs) if program.values[name].requires_grad)
+        found = {name for name in scalars or outputs if program.values[name].requires_grad}
+        for op in reversed(program.ops):
+            if any(result.name in found for result in op.results):
+                found |= {name for name in op.operands if program.values[name].requires_grad}
+        return frozenset(found)
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -287,8 +290,8 @@ def _wire(
         tuple(sorted({layout[axis] for layouts in (made, *wanted) for layout in layouts})) for axis in range(len(mesh.sizes))
     )
     graph = space(value.shape, mesh.sizes, allowed, analysis.blocks[value.name])
-    parameter = value.name in program.values and value.name not in program.producer and value.requires_grad
-    seconds, rerun = arc_seconds(graph, value, mesh, backward=value.name in analysis.backward)
+    weight = value.name not in program.producer and value.requires_grad
+    seconds, back, rerun = arc_seconds(graph, value, mesh)
     arcs = np.arange(len(seconds))
     if demands.weights:
         allowed_arcs = np.array(
@@ -304,17 +307,32 @@ def _wire(
             Consumer(
                 choice=place[name],
                 wants=np.array([graph.index[layout] for layout in layouts], dtype=np.int64),
-                saves=parameter and saves(analysis, name, position),
             )
-            for (name, position), layouts in zip(values.consumers, wanted, strict=True)
+            for (name, _), layouts in zip(values.consumers, wanted, strict=True)
         ),
         nodes=len(graph.nodes),
         source=graph.source[arcs],
         target=graph.target[arcs],
         seconds=count * seconds[arcs],
-        again=count * rerun[arcs] * parameter,
+        surcharges=(
+            Surcharge(seconds=count * back[arcs], consumers=_where(values, lambda name, _: has_gradient(analysis, value.name, name))),
+            Surcharge(seconds=count * rerun[arcs], consumers=_where(values, lambda *end: weight and saves(analysis, *end))),
+        ),
         free=np.isin(graph.pair[arcs], FREE),
     )  # fmt: skip
+
+
+def _where(values: ValueClass, true: Callable[[str, int], bool]) -> frozenset[int]:
+    """The places of the consumers for which something is true."""
+    return frozenset(place for place, end in enumerate(values.consumers) if true(*end))
+
+
+def has_gradient(analysis: Analysis, value: str, consumer: str) -> bool:
+    """Whether a gradient comes back to a value from an op class, or from an output."""
+    if value not in analysis.backward:
+        return False
+    op = analysis.program.op.get(consumer)
+    return op is None or any(r.name in analysis.backward for r in op.results)
 
 
 def saves(analysis: Analysis, consumer: str, position: int) -> bool:
@@ -322,25 +340,23 @@ def saves(analysis: Analysis, consumer: str, position: int) -> bool:
     return consumer in analysis.saved and position in analysis.saved[consumer].operands
 
 
-def arc_seconds(graph: Space, value: Value, mesh: Mesh, *, backward: bool) -> tuple[Floats, Floats]:
-    """Per arc: seconds of the conversion and of its gradient, and seconds of its collective alone if it is run again."""
+def arc_seconds(graph: Space, value: Value, mesh: Mesh) -> tuple[Floats, Floats, Floats]:
+    """Per arc: seconds of the conversion, of its gradient, and of its collective alone if it is run again."""
     size = value.dtype.itemsize
     large = np.maximum(graph.elements[graph.source], graph.elements[graph.target]) * size
     small = np.minimum(graph.elements[graph.source], graph.elements[graph.target]) * size
-    total, rerun = np.zeros(len(large)), np.zeros(len(large))
-    for number, (forward, back) in enumerate(CONVERSIONS.values()):
+    there, back, rerun = np.zeros((3, len(large)))
+    for number, (forward, backward) in enumerate(CONVERSIONS.values()):
         for axis in range(len(mesh.sizes)):
             here = np.flatnonzero((graph.pair == number) & (graph.axis == axis))
-            once = _primitive_seconds(forward, large[here], small[here], axis, mesh)
-            total[here] += once
-            if backward:
-                total[here] += _primitive_seconds(back, large[here], small[here], axis, mesh)
+            there[here] = primitive_seconds(forward, large[here], small[here], axis, mesh)
+            back[here] = primitive_seconds(backward, large[here], small[here], axis, mesh)
             if forward in COLLECTIVES:
-                rerun[here] += once
-    return total, rerun
+                rerun[here] = there[here]
+    return there, back, rerun
 
 
-def _primitive_seconds(primitive: str, large: Ints, small: Ints, axis: int, mesh: Mesh) -> Floats:
+def primitive_seconds(primitive: str, large: Ints, small: Ints, axis: int, mesh: Mesh) -> Floats:
     """A collective by its link; a local primitive by the memory that it moves (slice: part read and written; pad: whole)."""
     if primitive in COLLECTIVES:
         return np.asarray(collective_seconds(primitive, large.astype(np.float64), mesh.sizes[axis], mesh.links[axis]))
@@ -351,22 +367,31 @@ def _primitive_seconds(primitive: str, large: Ints, small: Ints, axis: int, mesh
     return np.maximum(moved / mesh.device.bandwidth, mesh.device.launch)
 
 
-def rerun(analysis: Analysis, chosen: Decisions, name: str) -> set[Conversion]:
-    """The conversions of a weight that run again in the backward, because an op that saves the weight lies behind them."""
-    program = analysis.program
-    steps = chosen.routes.get(name, ())
-    if name in program.producer or not program.values[name].requires_grad:
-        return set()
-    into = {step.target: step for step in steps}
-    found: set[Conversion] = set()
+def due(analysis: Analysis, chosen: Decisions, name: str) -> tuple[set[Conversion], set[Conversion]]:
+    """The conversions of a value whose gradient comes back, and those of a weight that run again for the backward."""
+    program, of = analysis.program, analysis.classes.of
+    into = {step.target: step for step in chosen.routes.get(name, ())}
+    weight = name not in program.producer and program.values[name].requires_grad
+    back: set[Conversion] = set()
+    again: set[Conversion] = set()
+
+    def walk(node: Layout, found: set[Conversion]) -> None:
+        while node in into and into[node] not in found:
+            found.add(into[node])
+            node = into[node].source
+
     for op in analysis.readers[name]:
         for position, operand in enumerate(op.operands):
-            if operand == name and saves(analysis, analysis.classes.of[op.name], position):
+            if operand == name:
                 node = chosen.ops[op.name].operands[position]
-                while node in into and into[node] not in found:
-                    found.add(into[node])
-                    node = into[node].source
-    return {step for step in found if step.primitives[0] in COLLECTIVES}
+                if has_gradient(analysis, name, op.name):
+                    walk(node, back)
+                if weight and saves(analysis, of[op.name], position):
+                    walk(node, again)
+    for output in program.outputs:
+        if output.value == name and has_gradient(analysis, name, OUTPUT + output.path):
+            walk(chosen.outputs[output.path], back)
+    return back, again
 
 
 def decisions(formulated: Formulated, solution: Solution) -> Decisions:
@@ -398,5 +423,3 @@ def _step(source: Layout, target: Layout) -> Conversion:
     axis = next(a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t)
     return Conversion(axis=axis, source=source, target=target)
 
-
-__all__ = ["Analysis", "Decisions", "Formulated", "again", "analyse", "decisions", "formulate"]

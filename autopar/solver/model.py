@@ -1,10 +1,10 @@
 """The integer program.
 
-    minimise    sum_o seconds[o,c] pick[o,c] + sum_v,a seconds[v,a] use[v,a] + again[v,a] rerun[v,a]
+    minimise    sum_o seconds[o,c] pick[o,c] + sum_v,a seconds[v,a] use[v,a] + surcharge[v,s,a] due[v,s,a]
     (one)       sum_c pick[o,c] = 1                                                   every choice o
     (route)     produced[v,l] + inflow[v,k,l] - outflow[v,k,l] = consumed[v,k,l]      every wire v, consumer k, layout l
     (share)     use[v,a] >= flow[v,k,a]                                               every consumer k: paid once, used by all
-    (rerun)     rerun[v,a] >= flow[v,k,a]                                             every consumer k that saves v
+    (due)       due[v,s,a] >= flow[v,k,a]                                             every consumer k of surcharge s
     (keep)      keep[v,l] >= consumed[v,k,l]                                          every consumer k that keeps v alive
     (budget)    bytes . (pick, use, keep) <= limit                                    every row
 
@@ -33,8 +33,6 @@ class Columns:
 
     pick: list[int] = field(default_factory=list)  # first column per choice
     use: list[int] = field(default_factory=list)  # first column per wire
-    flow: list[list[int]] = field(default_factory=list)  # first column per wire and consumer
-    rerun: list[int] = field(default_factory=list)  # first column per wire, or that of `use`
     count: int = 0
 
     def add(self, number: int) -> int:
@@ -73,20 +71,20 @@ class Model:
         self.rows += rows
 
     def _wire(self, wire: Wire) -> None:
-        arcs, shared = len(wire.seconds), len(wire.consumers) > 1
-        savers = [consumer.saves for consumer in wire.consumers]
-        alike = all(savers) or not any(savers)
-        use = self._columns(wire.seconds + wire.again if alike and any(savers) else wire.seconds, integer=shared)
-        rerun = use if alike else self._columns(wire.again)
-        flows = [self._columns(np.zeros(arcs)) if shared else use for _ in wire.consumers]
+        arcs, every = len(wire.seconds), frozenset(range(len(wire.consumers)))
+        seconds = wire.seconds + sum((s.seconds for s in wire.surcharges if s.consumers == every), np.zeros(arcs))
+        use = self._columns(seconds, integer=len(every) > 1)
+        flows = [self._columns(np.zeros(arcs)) if len(every) > 1 else use for _ in every]
         for consumer, flow in zip(wire.consumers, flows, strict=True):
             self._route(wire, consumer, flow)
-            for paid in {use, rerun} - {flow}:
-                if paid == use or consumer.saves:
-                    self._at_least(paid, flow, arcs)
+            if flow != use:
+                self._at_least(use, flow, arcs)
+        for surcharge in wire.surcharges:
+            if surcharge.consumers and surcharge.consumers != every:
+                due = self._columns(surcharge.seconds)
+                for consumer in sorted(surcharge.consumers):
+                    self._at_least(due, flows[consumer], arcs)
         self.columns.use.append(use)
-        self.columns.rerun.append(rerun)
-        self.columns.flow.append(flows)
 
     def _at_least(self, greater: int, less: int, number: int) -> None:
         row = np.arange(number)

@@ -28,11 +28,18 @@ class Choice:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Consumer:
-    """Reads a wire: candidate c of `choice` wants layout `wants[c]`; `saves`: its backward needs the value again."""
+    """Reads a wire: candidate c of `choice` wants layout `wants[c]`."""
 
     choice: int
     wants: Ints
-    saves: bool = False
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Surcharge:
+    """Seconds per arc, paid once if the arc leads to any of these consumers (places in `Wire.consumers`)."""
+
+    seconds: Floats
+    consumers: frozenset[int]
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -40,8 +47,8 @@ class Wire:
     """A value on its way from its producer to its consumers through its layout graph.
 
     Candidate c of the producer leaves the value in layout `produced[c]`; arc a turns layout `source[a]` into `target[a]` for
-    `seconds[a]`, paid once however many consumers use it, and for `again[a]` more if a consumer that saves the value uses it
-    (a gathered weight is gathered again in the backward).
+    `seconds[a]`, paid once however many consumers use it. What only some consumers cause is a surcharge: the gradient's way
+    back from those that have one, the second gather of a weight for those that save it.
     """
 
     name: str
@@ -52,7 +59,7 @@ class Wire:
     source: Ints
     target: Ints
     seconds: Floats
-    again: Floats
+    surcharges: tuple[Surcharge, ...]
     free: npt.NDArray[np.bool_]  # arcs that leave the value where it is in memory
 
 
@@ -105,21 +112,29 @@ class Solution:
 
 
 def price(problem: Problem, picks: tuple[int, ...], arcs: tuple[tuple[int, ...], ...]) -> float:
-    """Seconds of a solution: its candidates, each used arc once, and once again where a saving consumer lies behind it."""
+    """Seconds of a solution: its candidates, and each used arc once with what is due on it."""
     total = sum(float(c.seconds[p]) for c, p in zip(problem.choices, picks, strict=True))
-    for wire, used in zip(problem.wires, arcs, strict=True):
-        total += float(wire.seconds[list(used)].sum())
-        total += float(wire.again[list(again(wire, picks, used))].sum())
+    return total + sum(route_price(wire, picks, used) for wire, used in zip(problem.wires, arcs, strict=True))
+
+
+def route_price(wire: Wire, picks: tuple[int, ...], used: tuple[int, ...]) -> float:
+    """Seconds of the used arcs of one wire, which form a tree."""
+    total = float(wire.seconds[list(used)].sum())
+    for surcharge in wire.surcharges:
+        total += float(surcharge.seconds[list(leading_to(wire, surcharge.consumers, picks, used))].sum())
     return total
 
 
-def again(wire: Wire, picks: tuple[int, ...], used: tuple[int, ...]) -> tuple[int, ...]:
-    """The used arcs that lead to a consumer that saves the value; `used` is a tree."""
+def leading_to(
+    wire: Wire, consumers: frozenset[int], picks: tuple[int, ...], used: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The used arcs behind which one of these consumers lies."""
     into = {int(wire.target[a]): a for a in used}
     found: dict[int, None] = {}
-    for consumer in wire.consumers:
-        node = int(consumer.wants[picks[consumer.choice]])
-        while consumer.saves and node in into:
+    for consumer in sorted(consumers):
+        reader = wire.consumers[consumer]
+        node = int(reader.wants[picks[reader.choice]])
+        while node in into and into[node] not in found:
             found[into[node]] = None
             node = int(wire.source[into[node]])
     return tuple(found)

@@ -156,9 +156,9 @@ def tree(wire: Wire, picks: Sequence[int], allowed: npt.NDArray[np.int64] | None
         outgoing.setdefault(int(wire.source[arc]), []).append(arc)
     reached = {int(wire.produced[picks[wire.producer]])}
     chosen: dict[int, None] = {}
-    wanted = [(int(k.wants[picks[k.choice]]), k.saves) for k in wire.consumers]
-    for node, saves in sorted(set(wanted), key=wanted.index):
-        path = _shortest(wire, outgoing, reached, node, saves)
+    for place, consumer in enumerate(wire.consumers):
+        due = sum((s.seconds for s in wire.surcharges if place in s.consumers), wire.seconds)
+        path = _shortest(wire, outgoing, reached, int(consumer.wants[picks[consumer.choice]]), due)
         if path is None:
             return None
         for arc in path:
@@ -167,7 +167,9 @@ def tree(wire: Wire, picks: Sequence[int], allowed: npt.NDArray[np.int64] | None
     return tuple(chosen)
 
 
-def _shortest(wire: Wire, outgoing: dict[int, list[int]], reached: set[int], goal: int, saves: bool) -> list[int] | None:
+def _shortest(
+    wire: Wire, outgoing: dict[int, list[int]], reached: set[int], goal: int, seconds: Floats
+) -> list[int] | None:
     """Dijkstra's path from any reached node to the goal, as arcs."""
     queue = [(0.0, 0, node, -1) for node in sorted(reached)]
     parent: dict[int, int] = {}
@@ -185,8 +187,7 @@ def _shortest(wire: Wire, outgoing: dict[int, list[int]], reached: set[int], goa
         for step in outgoing.get(node, ()):
             there = int(wire.target[step])
             if there not in parent and there not in reached:
-                cost = float(wire.seconds[step]) + (float(wire.again[step]) if saves else 0.0)
-                heapq.heappush(queue, (distance + cost, hops + 1, there, step))
+                heapq.heappush(queue, (distance + float(seconds[step]), hops + 1, there, step))
     return None
 
 

@@ -110,7 +110,13 @@ def literals(y: torch.Tensor) -> torch.Tensor:
     return y * torch.tensor([[1, 2, 3], [4, 5, 6.5]]).flatten() + torch.tensor(3) * torch.tensor([True, False] * 3)
 
 
-@pytest.mark.parametrize("body", [no_grad, detached, checkpointed, literals])
+def lists(y: torch.Tensor) -> torch.Tensor:
+    z = y * 1
+    z[[0, 2]] = 3
+    return y[:, [-2, 1]] + z[..., [[0, 1]]].sum((1, 2))[:, None] + y[[True, False, True, True], :1].sum()
+
+
+@pytest.mark.parametrize("body", [no_grad, detached, checkpointed, literals, lists])
 def test_gradients_stop_where_they_stop_in_the_module(body: Callable[[torch.Tensor], object]) -> None:
     interpreter.check(Does(body), X)
 

@@ -97,6 +97,10 @@ def elsewhere(self: Does, x: torch.Tensor) -> torch.Tensor:
     return x + torch.ones(4, device="cpu")
 
 
+def loaded(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return x * torch.tensor([1.0] * 1100).sum()
+
+
 def broken(self: Does, x: torch.Tensor) -> torch.Tensor:
     raise ValueError("no such thing")
 
@@ -117,6 +121,7 @@ def broken(self: Does, x: torch.Tensor) -> torch.Tensor:
         (under_no_grad, "aten.clamp_.default writes under no_grad into a tensor with a gradient", "outside of no_grad"),
         (conditional, "cond holds a graph of its own", "without torch.cond"),
         (elsewhere, "Does cannot be captured: .*same device", "device=x.device"),
+        (loaded, "forward makes a tensor of numbers that the graph cannot hold", "register it as a buffer"),
         (broken, "Does cannot be captured: no such thing", "the error above"),
     ],
 )

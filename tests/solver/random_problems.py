@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from autopar.solver.problem import PRODUCER, Choice, Consumer, Kept, Problem, Row, Wire, again, price
+from autopar.solver.problem import PRODUCER, Choice, Consumer, Kept, Problem, Row, Surcharge, Wire, price, route_price
 
 
 def random_problem(seed: int) -> Problem:
@@ -36,12 +36,18 @@ def _random_wire(draw, cost, choices, producer, readers) -> Wire:
         name=f"v{producer}",
         producer=producer,
         produced=wants(producer),
-        consumers=tuple(Consumer(choice=k, wants=wants(k), saves=draw.random() < 0.5) for k in readers),
+        consumers=tuple(Consumer(choice=k, wants=wants(k)) for k in readers),
         nodes=nodes,
         source=np.array([i for i, _ in arcs]),
         target=np.array([j for _, j in arcs]),
         seconds=np.array([cost() for _ in arcs]),
-        again=np.array([cost() * draw.randint(0, 1) for _ in arcs]),
+        surcharges=tuple(
+            Surcharge(
+                seconds=np.array([cost() * draw.randint(0, 1) for _ in arcs]),
+                consumers=frozenset(k for k in range(len(readers)) if draw.random() < 0.5),
+            )
+            for _ in range(2)
+        ),
         free=np.zeros(len(arcs), bool),
     )
 
@@ -114,7 +120,7 @@ def _undominated(wire: Wire, picks: tuple[int, ...], number: int, rows: tuple[Ro
     scored = [
         (
             tuple(
-                [float(wire.seconds[list(t)].sum() + wire.again[list(again(wire, picks, t))].sum())]
+                [route_price(wire, picks, t)]
                 + [float(row.uses[number][list(t)].sum()) for row in rows]
             ),
             t,
