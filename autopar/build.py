@@ -25,6 +25,8 @@ from autopar.solver.formulate import analyse
 def build(model: nn.Module, sample_input: object, mesh: object, plan: Plan | None, options: Options) -> ParallelModule:
     """See `autopar.parallelize`."""
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
+    if plan is not None:
+        check_mesh(plan, Mesh.of(mesh))
     context = connect(Mesh.of(mesh), device_mesh=device_mesh)
     captured = read_program(model, sample_input)
     check_program(captured.program.hash, context)
@@ -50,7 +52,9 @@ def assemble(captured: Captured, tensors: Mapping[str, torch.Tensor], plan: Plan
 
 
 def check_mesh(plan: Plan, mesh: Mesh) -> None:
-    """Raise PlanError if a plan was made for another mesh."""
+    """Raise PlanError if a plan is none or was made for another mesh."""
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan is a {type(plan).__name__}", fix="autopar.plan(...), or autopar.Plan.load(path) for a saved one")
     if (plan.axes, plan.sizes) != (mesh.axes, mesh.sizes):
         raise PlanError(
             "the plan was made for another mesh",

@@ -186,7 +186,9 @@ def parse(line: str, shape: tuple[int, ...], sizes: tuple[int, ...], name: str =
         if match["kind"]:
             states.append(None if match["kind"] == "*" else State(match["kind"]))
             continue
-        dim = int(match["dim"]) % len(shape) if shape else 0
+        dim = int(match["dim"]) + (len(shape) if match["dim"].startswith("-") else 0)
+        if not 0 <= dim < len(shape):
+            raise LayoutError(f"{line!r} splits dim {match['dim']}, but {name} has {len(shape)} dims", shape=shape, fix="a dim that it has")
         nests.setdefault(dim, []).append((int(match["place"] or axis + 1), axis, int(match["blocks"] or 1)))
         states.append(None)
     for dim, nest in nests.items():

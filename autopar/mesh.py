@@ -54,7 +54,8 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if not self.sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in self.sizes):
-            raise MeshError(f"a mesh needs axes of at least one device each, not {self.sizes}")
+            fix = "the number of devices along every axis, as in mesh=(2, 4)"
+            raise MeshError(f"a mesh needs axes of at least one device each, not {self.sizes}", fix=fix)
         if len(set(self.axes)) != len(self.sizes):
             raise MeshError(f"a mesh needs one name per axis, not {self.axes} for sizes {self.sizes}")
         if self.links and len(self.links) != len(self.sizes):

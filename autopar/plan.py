@@ -23,6 +23,7 @@ from autopar.layout import I, Layout, parse, text
 from autopar.mesh import Bytes, Mesh, Seconds
 from autopar.passes.candidates import Candidate, Form, candidate
 from autopar.rules import Fitted
+from autopar.tables import WIDTH, tables
 
 VERSION = 1
 OUTPUT = "output:"
@@ -44,8 +45,8 @@ class Collective:
 class Plan:
     """How a program runs on a mesh.
 
-    `step_time` is in seconds, `peak_memory` in bytes per device; `status` is "optimal" or "feasible", `gap` the relative distance of
-    `step_time` from the proven bound.
+    `step_time` is in seconds, `peak_memory` in bytes per device; `status` is "optimal" or "feasible", `gap` the relative
+    distance of `step_time` from the proven bound.
     """
 
     hash: str
@@ -113,50 +114,19 @@ class Plan:
             raise PlanError(f"{name} is damaged", error=f"{type(error).__name__}: {error}", fix=fix) from error
 
     def __str__(self) -> str:
-        console = Console(width=110, color_system=None, force_terminal=False)
+        console = Console(width=WIDTH, color_system=None, force_terminal=False)
         with console.capture() as capture:
             for part in self.tables():
                 console.print(part)
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
     def tables(self) -> Iterator[str | Table]:
-        """What is printed of a plan: totals, stored layouts with repeated blocks folded, collectives by kind and axis."""
-        mesh = ", ".join(f"{a}={n} ({link})" for a, n, link in zip(self.axes, self.sizes, self.links, strict=True))
-        options = ", ".join(f"{name}={value}" for name, value in self.options.items() if value)
-        yield f"plan {self.hash} for {mesh} on {self.device}; {options}"
-        proven = "proven optimal" if self.status == "optimal" else f"within {self.gap:.2%} of the optimum"
-        yield f"step {self.step_time * 1e3:.3f} ms, {proven}; peak memory {self.peak_memory / 2**30:.3f} GiB per device"
-        layouts = Table("layout", *self.axes, box=None, title="layouts (as stored or produced)", title_justify="left")
-        for name, layout, count in _folded(self.layouts):
-            layouts.add_row(f"{name} (x{count})" if count > 1 else name, *_entries(layout))
-        yield layouts
-        columns = ("collective", "axis", "pass", "number", "MiB", "ms")
-        collectives = Table(*columns, box=None, title="collectives of one step", title_justify="left")
-        for key, entries in _grouped(self.collectives).items():
-            size = sum(e.bytes for e in entries) / 2**20
-            collectives.add_row(*key, str(len(entries)), f"{size:.2f}", f"{sum(e.seconds for e in entries) * 1e3:.3f}")
-        yield collectives
+        """What is printed of a plan: totals, layouts of what is stored and returned, collectives by kind, axis and pass."""
+        return tables(self)
 
 
 def _entries(layout: str) -> list[str]:
     return [entry.strip() for entry in layout.split(",")]
-
-
-def _folded(layouts: Mapping[str, str]) -> list[tuple[str, str, int]]:
-    """Rows for parameters and outputs; names that differ in numbers only and have one layout become one row."""
-    rows: dict[tuple[str, str], int] = {}
-    for name, layout in layouts.items():
-        if ":" not in name or name.startswith(OUTPUT):
-            wild = ".".join("*" if part.isdigit() else part for part in name.split("."))
-            rows[wild, layout] = rows.get((wild, layout), 0) + 1
-    return [(name, layout, count) for (name, layout), count in rows.items()]
-
-
-def _grouped(collectives: tuple[Collective, ...]) -> dict[tuple[str, str, str], list[Collective]]:
-    groups: dict[tuple[str, str, str], list[Collective]] = {}
-    for entry in collectives:
-        groups.setdefault((entry.kind, entry.axis, entry.where), []).append(entry)
-    return groups
 
 
 def form_text(form: Form, fitted: Fitted | None) -> str:
@@ -175,10 +145,14 @@ def _form(entry: str, fitted: Fitted | None) -> Form:
         return "P", range(len(fitted.linear))[int(entry[2:])], 0
     name, _, stride = entry.rpartition("/")
     names = [factor.name for factor in fitted.factors] if fitted else []
+    if name not in names:
+        raise ValueError(f"{entry!r} is no choice: I, R, P and a number, or one of {', '.join(f'{n}/stride' for n in names)}")
     return "S", names.index(name), int(stride)
 
 
-def describe(program: Program, decisions: Decisions, fits: Mapping[str, Fitted | None], sizes: tuple[int, ...]) -> dict[str, object]:
+def describe(
+    program: Program, decisions: Decisions, fits: Mapping[str, Fitted | None], sizes: tuple[int, ...]
+) -> dict[str, object]:
     """The decisions as text: `choices`, `layouts` and `routes` of a plan."""
     choices = {
         op.name: ", ".join(form_text(form, fits[op.name]) for form in decisions.ops[op.name].forms) for op in program.ops
@@ -199,11 +173,8 @@ def describe(program: Program, decisions: Decisions, fits: Mapping[str, Fitted |
     return {"choices": choices, "layouts": layouts, "routes": routes}
 
 
-def resolve(plan: Plan, program: Program, fits: Mapping[str, Fitted | None]) -> Decisions:
-    """The decisions that a plan's text denotes for a program.
-
-    Raises PlanError if the plan was made for another program, or if an entry of it does not fit.
-    """
+def check_program(plan: Plan, program: Program) -> None:
+    """Raise PlanError if a plan was made for another program."""
     if plan.hash != program.hash:
         raise PlanError(
             "the plan was made for another model or sample",
@@ -211,6 +182,14 @@ def resolve(plan: Plan, program: Program, fits: Mapping[str, Fitted | None]) -> 
             model=program.hash,
             fix="plan again with this model, sample shapes and mode (train or eval)",
         )
+
+
+def resolve(plan: Plan, program: Program, fits: Mapping[str, Fitted | None]) -> Decisions:
+    """The decisions that a plan's text denotes for a program.
+
+    Raises PlanError if the plan was made for another program, or if an entry of it does not fit.
+    """
+    check_program(plan, program)
     reader = _Reader(plan, program)
     try:
         decisions = Decisions(
@@ -227,7 +206,8 @@ def resolve(plan: Plan, program: Program, fits: Mapping[str, Fitted | None]) -> 
         )
         _check(program, decisions)
     except (KeyError, ValueError, IndexError, LayoutError) as error:
-        what = error.what if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
+        missing = isinstance(error, KeyError)
+        what = error.what if isinstance(error, AutoparError) else f"there is no entry for {error}" if missing else str(error)
         raise PlanError("the plan is damaged", error=what, fix="make the plan again") from error
     return decisions
 

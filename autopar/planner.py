@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -18,18 +19,18 @@ from autopar.cost_models import catalog, optimizers
 from autopar.cost_models.collectives import seconds as collective_seconds
 from autopar.cost_models.links import connect
 from autopar.decisions import Decisions
-from autopar.errors import BudgetError, ConstraintError, RuleError
-from autopar.ir import Output, Program
+from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError, RuleError
+from autopar.ir import Op, Output, Program
 from autopar.mesh import Bytes, Device, Mesh
 from autopar.passes import normalise
 from autopar.passes.strategies import demands
 from autopar.plan import Collective, Plan, describe
-from autopar.solver.budget import GIB, parse_bytes
-from autopar.solver.followers import Merged, merge_followers
+from autopar.solver.budget import parse_bytes
 from autopar.solver.formulate import Analysis, Formulated, analyse, decisions, due, formulate
 from autopar.solver.memory import Ledger
-from autopar.solver.problem import Row, Solution
-from autopar.solver.solve import least_memory, solve
+from autopar.solver.problem import Solution
+from autopar.solver.within import smallest, within
+from autopar.tables import size_text
 
 NAMED = ("ddp", "fsdp", "megatron", "replicate")
 
@@ -109,11 +110,15 @@ def plan_program(program: Program, mesh: Mesh, options: Options, stop: Callable[
     user = demands(program, mesh, "auto", options.constraints).patterns
     analysis = analyse(program, mesh, apart=lambda name: str(user.get(name, "")))
     _without_rule(analysis, strict=options.strict)
+    if options.strategy != "replicate":
+        _useless_axes(analysis, mesh)
     stop("analyse")
     formulated = formulate(analysis, mesh, optimizer, demands=wanted, sharded_outputs=_sharded(program, options.outputs))
     ledger = Ledger(formulated, optimizer)
     stop("formulate")
-    solution = _solve(formulated, ledger, limit, options)
+    solution = within(formulated, ledger, limit)
+    if solution is None:
+        raise _impossible(formulated, ledger, limit, options)
     if options.strategy == "auto" and solution.gap > 0:
         solution, formulated = _best_named(program, analysis, mesh, options, limit, solution, formulated)
         ledger = Ledger(formulated, optimizer)
@@ -161,43 +166,22 @@ def collectives_of(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterabl
                     yield Collective(value=name, axis=mesh.axes[step.axis], kind=kind, bytes=size, where=where, seconds=seconds)
 
 
-def _solve(formulated: Formulated, ledger: Ledger, limit: Bytes, options: Options) -> Solution:
-    """The cheapest solution whose walk stays within the limit."""
-    merged = merge_followers(formulated.problem)
-    asked: dict[int, float] = {}
-
-    def judge(solution: Solution) -> list[Row]:
-        alive = ledger.walk(merged.expand(solution))
-        moment, peak = int(alive.argmax()), float(alive.max())
-        if peak <= limit:
-            return []
-        # A moment asked for before is exceeded only by what a row cannot see: tighten it by the excess.
-        asked[moment] = asked.get(moment, float(limit)) - (peak - limit if moment in asked else 0.0)
-        return [merged.row(ledger.row(moment, asked[moment]))]
-
-    solution = solve(merged.problem, judge)
-    if solution is None and solve(merged.problem) is None:
-        raise ConstraintError(
+def _impossible(formulated: Formulated, ledger: Ledger, limit: Bytes, options: Options) -> AutoparError:
+    """Why there is no plan: the constraints leave none, or none fits into the limit."""
+    least = smallest(formulated, ledger, limit)
+    if least is None:
+        return ConstraintError(
             f"the strategy {options.strategy!r} and the constraints leave no way to run the model",
+            constraints=options.text()["constraints"],
             fix="drop a constraint, or use strategy='auto'",
         )
-    if solution is None:
-        raise _too_little(merged, ledger, limit, options)
-    return merged.expand(solution)
-
-
-def _too_little(merged: Merged, ledger: Ledger, limit: Bytes, options: Options) -> BudgetError:
-    def judge(solution: Solution, peak: float) -> list[Row]:
-        alive = ledger.walk(merged.expand(solution))
-        return [merged.row(ledger.row(int(alive.argmax()), float(limit)))] if alive.max() > peak else []
-
-    least = merged.expand(least_memory(merged.problem, judge, float(limit)))
     alive = ledger.walk(least)
-    full = ledger.fullest(least, int(alive.argmax()))
+    peak, full = math.ceil(alive.max()), ledger.fullest(least, int(alive.argmax()))
     return BudgetError(
-        f"no plan fits into {limit / GIB:.3f} GiB per device; the smallest budget that works is {alive.max() / GIB:.3f} GiB",
+        f"no plan fits into {size_text(limit)} per device; the smallest budget that works is {size_text(peak)}",
         strategy=options.strategy,
-        filled="; ".join(f"{size / GIB:.3f} GiB {name}" for name, size in full),
+        smallest=f"budget={peak}",
+        filled="; ".join(f"{size_text(size)} {name}" for name, size in full),
         fix="more devices, a smaller batch, a narrower dtype, or budget= if the device has more memory than 90% of its size",
     )
 
@@ -217,10 +201,10 @@ def _best_named(
         try:
             wanted = demands(program, mesh, strategy, options.constraints)
             other = formulate(analysis, mesh, optimizer, demands=wanted, sharded_outputs=_sharded(program, options.outputs))
-            found = _solve(other, Ledger(other, optimizer), limit, options)
-        except (ConstraintError, BudgetError):
+        except ConstraintError:
             continue
-        if found.seconds < solution.seconds:
+        found = within(other, Ledger(other, optimizer), limit, cutoff=solution.seconds)
+        if found is not None and found.seconds < solution.seconds:
             solution, formulated = replace(found, bound=solution.bound, status="feasible"), other
     return solution, formulated
 
@@ -234,9 +218,23 @@ def _sharded(program: Program, outputs: str | None) -> Callable[[Output], bool]:
     return lambda output: split and bool(program.values[output.value].shape)
 
 
+def _useless_axes(analysis: Analysis, mesh: Mesh) -> None:
+    """Raise MeshError for an axis over which nothing of the model can be split."""
+    fits = [fitted for fitted in analysis.fits.values() if fitted]
+    dims = {factor.size for fitted in fits for factor in fitted.factors if not factor.whole and factor.size > 1}
+    for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
+        if size > 1 and all(dim % size for dim in dims):
+            raise MeshError(
+                f"no dim of the model can be split over the {size} devices of mesh axis {axis!r}",
+                mesh=mesh,
+                dims=", ".join(map(str, sorted(dims)[:12])),
+                fix=f"axes whose sizes divide the dims of the model, or a batch that is a multiple of {size}",
+            )
+
+
 def _without_rule(analysis: Analysis, *, strict: bool) -> None:
     """Say which operators have no rule: once as a warning, or as an error in strict mode."""
-    missing = {}
+    missing: dict[str, Op] = {}
     for op in analysis.program.ops:
         if analysis.fits[op.name] is None:
             missing.setdefault(op.target, op)
@@ -244,7 +242,7 @@ def _without_rule(analysis: Analysis, *, strict: bool) -> None:
         return
     op = next(iter(missing.values()))
     error = RuleError(
-        f"no sharding rule for {', '.join(missing)}: planned whole on every device",
+        f"no sharding rule for {', '.join(missing)}" + ("" if strict else ": planned whole on every device"),
         module=op.module,
         at=op.source,
         fix=f'a line in autopar/rules for "{op.target}", such as rule("... -> ...")',

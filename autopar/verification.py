@@ -29,7 +29,7 @@ from autopar.mesh import Mesh
 from autopar.passes.candidates import INVARIANT, candidate
 from autopar.passes.promote import promote
 from autopar.passes.without_dropout import without_dropout
-from autopar.plan import Collective, Plan, resolve
+from autopar.plan import Collective, Plan, check_program, resolve
 from autopar.planner import Options, collectives_of, located, plan_program, read_program
 from autopar.runtime.recorder import Issued, recorded
 from autopar.runtime.storage import whole
@@ -101,6 +101,7 @@ def verify(
     place = located(mesh, options)
     plan = plan or plan_program(captured.program, place, options)
     check_mesh(plan, place)
+    check_program(plan, captured.program)
     inputs = captured.signature.bind(*_arguments(sample_input))
     rows, surplus, missing = compare(captured, tensors, inputs, plan, place, pool)
     rows += _against_module(model, sample_input, captured, tensors, inputs)

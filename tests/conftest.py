@@ -1,10 +1,21 @@
-"""One pool of worker processes for the whole test session."""
+"""One pool of worker processes for the whole test session, and the golden texts."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from autopar.runtime.workers import WorkerPool
+from tests.golden import Golden
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-goldens", action="store_true", help="write the golden texts anew")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """`golden.check("name.txt", text)` compares with tests/goldens/name.txt."""
+    return Golden(update=bool(request.config.getoption("--update-goldens")))
 
 
 @pytest.fixture(scope="session")

@@ -20,18 +20,21 @@ LAYERS = (
     ("capture", "passes"),
     ("cost_models", "decisions"),
     ("solver",),
-    ("plan", "memory"),
+    ("plan", "tables"),
+    ("planner",),
     ("codegen", "runtime"),
-    ("verify", "testing", "api", "explain"),
+    ("build",),
+    ("verification", "testing"),
+    ("api", "explain"),
     ("__init__", "__main__"),
 )
 
 # An outside library, and the places (a start of the path inside autopar) that may know it.
 KNOWN_IN = {
-    "torch.fx": ("capture/", "codegen"),
+    "torch.fx": ("capture/", "codegen", "api"),  # the api names the type that it returns
     "pulp": ("solver/model",),
-    "highspy": ("solver/model",),
-    "torch.distributed": ("runtime/",),
+    "highspy": ("solver/model", "solver/solve"),
+    "torch.distributed": ("runtime/", "build"),  # a mesh that the user made is told by its type
 }
 
 

@@ -63,6 +63,9 @@ class Signature:
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
         """The tensors of a call, in the order of `Program.inputs`; raises InputError if it is not the planned call."""
         given = dict(_leaves(named(self.names, self.rest, args, kwargs)))
+        for planned in self.tensors:
+            if any(path.startswith(f"{planned.path}.") for path in given):
+                raise InputError(f"argument {planned.path} is no tensor but holds others", planned=planned, fix="give the tensor itself")
         tensors = [_checked(planned, given.pop(planned.path, None)) for planned in self.tensors]
         expected = dict(self.defaults) | dict(self.constants)
         for path, value in given.items():
@@ -123,6 +126,8 @@ def read_call(model: nn.Module, sample_input: object) -> Call:
     `use_cache=False` is added where `forward` takes it and the sample does not say. Raises InputError for arguments that are
     neither tensors nor constants, and for those that `forward` does not take.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}", fix="give a torch.nn.Module")
     args, kwargs = _split(sample_input)
     taken = inspect.signature(model.forward)
     defaults = {p.name: p.default for p in taken.parameters.values() if isinstance(p.default, _STATIC)}
@@ -142,6 +147,11 @@ def read_call(model: nn.Module, sample_input: object) -> Call:
         if not isinstance(leaf, (torch.Tensor, *_STATIC)):
             fix = "pass tensors, constants, or containers of them"
             raise InputError(f"argument {path} is a {type(leaf).__name__}", fix=fix)
+    if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
+        raise InputError(
+            f"the sample holds no tensor but {_describe(sample_input)}",
+            fix="the global batch: a tensor, a tuple of arguments, or a mapping of keywords",
+        )
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return Call(
         args=bound.args,
@@ -232,7 +242,7 @@ def _checked(planned: Planned, given: object) -> torch.Tensor:
     if given is None:
         raise InputError(f"argument {planned.path} is missing", planned=planned, fix="call the model as it was planned")
     if not isinstance(given, torch.Tensor):
-        raise InputError(f"argument {planned.path} is no tensor", given=_describe(given), planned=planned)
+        raise InputError(f"argument {planned.path} is no tensor", given=_describe(given), planned=planned, fix="give a tensor")
     if given.dtype != planned.dtype:
         raise InputError(
             f"argument {planned.path} has another dtype than planned", given=_describe(given), planned=planned, fix="convert it"

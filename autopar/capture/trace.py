@@ -75,7 +75,8 @@ def explained(error: Exception, model: str) -> AutoparError:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps back what torch prints, logs and warns of while it traces; what the model prints appears when it is done."""
-    loggers = [logging.getLogger(f"torch.{name}") for name in ("export._trace", "fx.experimental.symbolic_shapes")]
+    names = ("export._trace", "fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")
+    loggers = [logging.getLogger(f"torch.{name}") for name in names]
     levels = [logger.level for logger in loggers]
     said = io.StringIO()
     try:

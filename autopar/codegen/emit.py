@@ -1,18 +1,23 @@
 """The emitted graph: one ATen call per op on local shapes, conversions where layouts change, one comment per module.
 
-    layer_norm = aten.layer_norm(x, [768], weight, bias, 1e-05)
-    gathered = all_gather__reduce_scatter(layer_norm, tp, 1)
+    # transformer.ln_f
+    transformer_ln_f_layer_norm_0 = torch.ops.aten.layer_norm.default(transformer_h_0_add_1, [768], ...)
+    transformer_ln_f_layer_norm_0_gathered = all_gather__reduce_scatter(transformer_ln_f_layer_norm_0, tp, 1)
+
+A node is named after its value ("module.path:op#n"), a converted value after what was done to it.
 """
 
 from __future__ import annotations
 
+import keyword
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import fx
 
+from autopar.codegen.source import CodeGraph
 from autopar.conversion import COLLECTIVES, Conversion
 from autopar.decisions import Decisions
 from autopar.ir import Argument, Op, Program, Ref, Value, overload
@@ -22,7 +27,14 @@ from autopar.rules import Fitted, localise, scale
 from autopar.runtime import collectives, random, regather, storage
 from autopar.runtime.world import Context
 
+Target = str | Callable[..., object]
+
 TRAINING = {"aten.dropout.default": 2, "aten.feature_dropout.default": 2, "aten.batch_norm.default": 5}  # place of the flag
+# What a conversion does to the value, in the name of the node that it makes.
+DEEDS = {
+    "all_reduce": "reduced", "all_gather": "gathered", "reduce_scatter": "scattered", "all_to_all": "exchanged",
+    "slice": "sliced", "pad": "padded", "keep": "kept", "identity": "shared",
+}  # fmt: skip
 STATE = "autopar"  # the one attribute of the emitted module that is not the user's
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
@@ -38,28 +50,33 @@ class _Emitter:
     def __init__(self, program: Program, decisions: Decisions, fits: dict[str, Fitted | None], context: Context) -> None:
         self.program, self.decisions, self.fits, self.context = program, decisions, fits, context
         self.sizes = context.mesh.sizes
-        self.graph = fx.Graph()
+        self.graph: fx.Graph = CodeGraph()
+        self.section = ""  # the comment under which nodes are made
         self.values: dict[tuple[str, Layout], fx.Node] = {}
         self.weights = {p.value.name for p in program.parameters if p.value.requires_grad}
         self.draws = 0
         self._prelude(program)
         for op in program.ops:
             self._op(op, decisions.ops[op.name])
+        self.section = "the results"
         results = [self._value(o.value, decisions.outputs[o.path]) for o in program.outputs]
         self.graph.output(tuple(results))
-        self.graph.on_generate_code(lambda _: _Comments(self.graph).insert)
+        for node in (*self.axes, self.draw_state, self.training, self.gathers):
+            if node is not None and not node.users:
+                self.graph.erase_node(node)
 
     def _prelude(self, program: Program) -> None:
         for value in program.inputs:
-            node = self.graph.placeholder(_identifier(value.name))
+            node = self.graph.placeholder(identifier(value.name))
             self.values[value.name, (I,) * len(self.sizes)] = node
-        self.axes = [self._state(f"axis_{axis.name}") for axis in self.context.axes]
+        self.axes = [self._state(f"axes.{identifier(axis.name)}") for axis in self.context.axes]
         drawn = any(fitted and fitted.random for fitted in self.fits.values())
         self.draw_state = self._state("draws") if drawn else None
         flagged = drawn or any(op.target in TRAINING for op in program.ops)
-        self.training = self.graph.create_node("get_attr", "training") if flagged else None
+        self.training = self._node("get_attr", "training", (), "training") if flagged else None
         gathered = any(self._regathers(name, step) for name in self.weights for step in self.decisions.routes.get(name, ()))
         self.gathers = self._state("gathers") if gathered else None
+        self.section = "the batch"
         for value in program.inputs:  # an input that a strategy takes split is sliced at once
             layout = self.decisions.given[value.name]
             for axis in (a for a, state in enumerate(layout) if state.kind == "S"):
@@ -69,7 +86,15 @@ class _Emitter:
 
     def _state(self, attribute: str) -> fx.Node:
         """What the module keeps beside its parameters: an axis, the random draws, the gathered weights."""
-        return self.graph.create_node("get_attr", f"{STATE}.{attribute}", name=attribute)
+        return self._node("get_attr", f"{STATE}.{attribute}", (), attribute.removeprefix("axes."))
+
+    def _node(
+        self, kind: str, target: Target, args: tuple[object, ...], name: str, kwargs: dict[str, object] | None = None
+    ) -> fx.Node:
+        """A new node under the comment of the present section."""
+        node = self.graph.create_node(kind, target, args, kwargs or {}, name)  # type: ignore[arg-type]
+        node.meta["section"] = self.section
+        return node
 
     def _value(self, name: str, layout: Layout) -> fx.Node:
         """The value in this layout, converted from what there is along its route."""
@@ -85,18 +110,23 @@ class _Emitter:
 
     def _stored(self, value: Value) -> None:
         """The local part of a parameter or buffer."""
-        attribute = self.graph.create_node("get_attr", value.name, name=_identifier(value.name))
-        node = self.graph.call_function(storage.local, (attribute,)) if self.context.device_mesh else attribute
+        name = identifier(value.name)
+        if self.context.mesh.size == 1 and self.context.device_mesh is None:
+            node = self._node("get_attr", value.name, (), name)
+        else:
+            stored = self._node("get_attr", value.name, (), f"{name}_stored")
+            node = self._node("call_function", storage.local, (stored,), name)
         self.values[value.name, self.decisions.given[value.name]] = node
 
     def _convert(self, value: Value, step: Conversion) -> None:
         function, places = collectives.call(step, value.shape, self.sizes)
-        source = self.values[value.name, step.source]
-        arguments = (source, self.axes[step.axis], *places)
+        arguments = (self.values[value.name, step.source], self.axes[step.axis], *places)
+        name = f"{identifier(value.name)}_{DEEDS[step.primitives[0]]}"
         if self._regathers(value.name, step):
-            node = self.graph.call_function(regather.regathered, (self.gathers, function.__name__, *arguments))
+            again = (self.gathers, function.__name__, *arguments)
+            node = self._node("call_function", regather.regathered, again, name)
         else:
-            node = self.graph.call_function(function, arguments)
+            node = self._node("call_function", function, arguments, name)
         self.values[value.name, step.target] = node
 
     def _regathers(self, name: str, step: Conversion) -> bool:
@@ -111,6 +141,7 @@ class _Emitter:
     def _op(self, op: Op, candidate: Candidate) -> None:
         fitted = self.fits[op.name]
         values = self.program.values
+        self.section = op.module or "the model"
         operands = [self._value(name, layout) for name, layout in zip(op.operands, candidate.operands, strict=True)]
         inside = [local_shape(values[n].shape, x, self.sizes) for n, x in zip(op.operands, candidate.operands, strict=True)]
         outside = [local_shape(r.shape, x, self.sizes) for r, x in zip(op.results, candidate.results, strict=True)]
@@ -121,8 +152,7 @@ class _Emitter:
         named = {name: self._argument(argument, feed) for name, argument in kwargs}
         node = self._call(op, candidate, arguments, named)
         if fitted and (divisor := scale(op, fitted, parts)) > 1:
-            node = self.graph.call_function(torch.ops.aten.div.Tensor, (node, divisor))
-        node.meta["module"] = op.module
+            node = self._node("call_function", torch.ops.aten.div.Tensor, (node, divisor), f"{identifier(op.name)}_scaled")
         self._results(op, candidate, node)
 
     def _call(self, op: Op, candidate: Candidate, arguments: list[object], named: dict[str, object]) -> fx.Node:
@@ -131,10 +161,10 @@ class _Emitter:
         if op.target in TRAINING and arguments[TRAINING[op.target]] is True:
             arguments[TRAINING[op.target]] = self.training
         if not (fitted and fitted.random):
-            return self.graph.create_node("call_function", target, tuple(arguments), named, _identifier(op.name))  # type: ignore[arg-type]
+            return self._node("call_function", target, tuple(arguments), identifier(op.name), named)
         if op.target == ATTENTION:
             rate = (arguments[4] if len(arguments) > 4 else named["dropout_p"], self.training)
-            active = self.graph.call_function(random.rate, rate)  # type: ignore[arg-type]
+            active = self._node("call_function", random.rate, rate, f"{identifier(op.name)}_rate")
             if len(arguments) > 4:
                 arguments[4] = active
             else:
@@ -142,14 +172,15 @@ class _Emitter:
         split = [self.axes[a] for a, form in enumerate(candidate.forms) if form[0] == "S"]
         index, self.draws = self.draws, self.draws + 1
         seeded = (target, self.draw_state, index, split, *arguments)
-        return self.graph.create_node("call_function", random.seeded, seeded, named, _identifier(op.name))  # type: ignore[arg-type]
+        return self._node("call_function", random.seeded, seeded, identifier(op.name), named)
 
     def _results(self, op: Op, candidate: Candidate, node: fx.Node) -> None:
         if len(op.results) == 1:
             self.values[op.results[0].name, candidate.results[0]] = node
             return
         for place, (result, layout) in enumerate(zip(op.results, candidate.results, strict=True)):
-            self.values[result.name, layout] = self.graph.call_function(operator.getitem, (node, place))
+            item = self._node("call_function", operator.getitem, (node, place), f"{identifier(op.name)}_item_{place}")
+            self.values[result.name, layout] = item
 
     def _argument(self, argument: Argument, feed: Iterable[fx.Node]) -> object:
         """An argument as fx has it: nodes for values, in order; this rank's device for devices; lists for tuples."""
@@ -169,29 +200,10 @@ def _parts(fitted: Fitted | None, candidate: Candidate, sizes: Sequence[int]) ->
     return parts
 
 
-def _identifier(name: str) -> str:
+def identifier(name: str) -> str:
     """A name that Python accepts: "h.0.attn:addmm#0" becomes h_0_attn_addmm_0."""
-    plain = re.sub(r"\W+", "_", name).strip("_")
-    return plain if plain and not plain[0].isdigit() else f"_{plain}"
+    plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
+    return plain if plain and not plain[0].isdigit() and not keyword.iskeyword(plain) else f"_{plain}"
 
 
-class _Comments:
-    """Puts a comment with the original module's name before its first line."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.modules = {node.name: node.meta["module"] for node in graph.nodes if "module" in node.meta}
-
-    def insert(self, lines: list[str]) -> list[str]:
-        """The generated body with the comments in place."""
-        result, current = [], None
-        for line in lines:
-            match = re.match(r"(\w+)(?::[^=]*)? = ", line)
-            module = self.modules.get(match[1]) if match else None
-            if module is not None and module != current:
-                result.append(f"# {module or 'model'}\n")
-                current = module
-            result.append(line)
-        return result
-
-
-__all__ = ["emit"]
+__all__ = ["emit", "identifier"]

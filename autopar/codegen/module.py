@@ -6,13 +6,16 @@ checked against the planned one and its results are put back into the original's
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import torch
 from torch import fx, nn
 
 from autopar.capture import Signature
+from autopar.codegen.emit import identifier
 from autopar.errors import InputError
 from autopar.ir import Program
 from autopar.layout import Layout
@@ -23,19 +26,25 @@ from autopar.runtime.regather import Gathers
 from autopar.runtime.storage import wrap
 from autopar.runtime.world import Context
 
-
 Shape = tuple[int, ...]
 
 
 class State:
-    """What a parallel module keeps beside its parameters: `axis_NAME` for every mesh axis, random draws, gathered weights."""
+    """What a parallel module keeps beside its parameters: `axes.NAME` for every mesh axis, random draws, gathered weights."""
 
-    def __init__(self, plan: Plan | None, signature: Signature, context: Context, seed: int, outputs: list[tuple[Shape, Layout]]) -> None:
+    def __init__(
+        self, plan: Plan | None, signature: Signature, context: Context, seed: int, outputs: Sequence[tuple[Shape, Layout]]
+    ) -> None:
         self.plan, self.signature, self.context, self.outputs = plan, signature, context, outputs
         self.draws, self.gathers = Draws(seed), Gathers()
         self.checked = False
-        for axis in context.axes:
-            setattr(self, f"axis_{axis.name}", axis)
+        self.axes = SimpleNamespace(**{identifier(axis.name): axis for axis in context.axes})
+
+    def __deepcopy__(self, memo: dict[int, object]) -> State:
+        """A state with random draws and gathered weights of its own."""
+        copied = copy.copy(self)
+        copied.draws, copied.gathers = copy.deepcopy(self.draws, memo), copy.deepcopy(self.gathers, memo)
+        return copied
 
 
 class ParallelModule(fx.GraphModule):
@@ -51,11 +60,19 @@ class ParallelModule(fx.GraphModule):
         self.autopar = state
         self.graph = graph
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ParallelModule:
+        """A module with parameters of its own in the same processes; fx would forget all but the graph's own attributes."""
+        copied: ParallelModule = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied.graph = copied.__dict__["_graph"]
+        return copied
+
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run a training or evaluation step's forward on the *global* batch; every rank gives the same arguments.
 
-        Scalars come back as plain tensors, outputs that the plan leaves split as DTensors. Raises InputError for arguments other than
-        the planned ones.
+        Scalars come back as plain tensors, outputs that the plan leaves split as DTensors. Raises InputError for arguments
+        other than the planned ones.
         """
         tensors = self.autopar.signature.bind(args, kwargs)
         return self.autopar.signature.rebuild(self.run(tensors))

@@ -92,20 +92,28 @@ def space(shape: tuple[int, ...], sizes: tuple[int, ...], allowed: tuple[tuple[S
         if placeable(layout, shape, sizes, blocks)
     )
     index = {layout: i for i, layout in enumerate(nodes)}
-    arcs = np.array([arc for i, layout in enumerate(nodes) for arc in _arcs(i, layout, index, allowed)], dtype=np.int64)
+    arcs = np.array([arc for i, layout in enumerate(nodes) for arc in _arcs(i, layout, index, allowed, sizes)], dtype=np.int64)
     source, target, axis, pair = arcs.reshape(-1, 4).T
     sizes_of = np.array([np.prod(local_shape(shape, layout, sizes), dtype=np.int64) for layout in nodes])
     return Space(nodes=nodes, index=index, elements=sizes_of, source=source, target=target, axis=axis, pair=pair)
 
 
 def _arcs(
-    i: int, layout: Layout, index: dict[Layout, int], allowed: tuple[tuple[State, ...], ...]
+    i: int, layout: Layout, index: dict[Layout, int], allowed: tuple[tuple[State, ...], ...], sizes: tuple[int, ...]
 ) -> Iterator[tuple[int, int, int, int]]:
     for axis, state in enumerate(layout):
         for other in allowed[axis]:
             pair = PAIRS.get((state.kind, other.kind))
-            if other == state or pair is None or (state.kind == other.kind and state.dim == other.dim):
-                continue  # within one dim a split moves by a gather and a slice
+            if other == state or pair is None or not _apart(state, other, sizes[axis]):
+                continue
             there = index.get((*layout[:axis], other, *layout[axis + 1 :]))
             if there is not None:
                 yield i, there, axis, pair
+
+
+def _apart(state: State, other: State, size: int) -> bool:
+    """Whether a split can move by one all-to-all: to another dim, or to a digit of the same dim that does not overlap."""
+    if state.kind != other.kind or state.dim != other.dim:
+        return True
+    low, high = sorted((state.stride, other.stride))
+    return high % (low * size) == 0

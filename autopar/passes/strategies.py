@@ -63,11 +63,14 @@ def demands(program: Program, mesh: Mesh, strategy: str, constraints: Mapping[st
     """
     if strategy not in STRATEGIES:
         raise ConstraintError(f"no strategy is called {strategy!r}", fix=f"one of {', '.join(STRATEGIES)}")
+    if not isinstance(constraints, Mapping):
+        raise ConstraintError(f"constraints is a {type(constraints).__name__}", fix='a dict name -> layout, {"*.weight": "I, S(0)"}')
     patterns = _constrained(program, mesh, constraints)
+    sliced = {v.name: tuple(state or I for state in patterns[v.name]) for v in program.inputs if v.name in patterns}
     if strategy == "auto":
-        return Demands(patterns=patterns)
+        return Demands(patterns=patterns, taken=sliced)
     if strategy == "replicate":
-        return Demands(patterns=patterns, invariant=True)
+        return Demands(patterns=patterns, taken=sliced, invariant=True)
     weights = {p.value.name: p.value for p in program.parameters}
     last = len(mesh.sizes) - 1
     data = range(last if strategy == "megatron" else last + 1)
@@ -79,7 +82,7 @@ def demands(program: Program, mesh: Mesh, strategy: str, constraints: Mapping[st
     }[strategy]()
     return Demands(
         patterns=stored | patterns,
-        taken=_batch(program, mesh, strategy, data),
+        taken=_batch(program, mesh, strategy, data) | sliced,
         weights=frozenset(weights),
         outputs=frozenset(o.value for o in program.outputs),
         private=frozenset(data),
@@ -172,6 +175,8 @@ def _constrained(program: Program, mesh: Mesh, constraints: Mapping[str, str]) -
     origin: dict[str, str] = {}
     known = list(targets(program)) if constraints else []
     for glob, line in constraints.items():
+        if not isinstance(line, str):
+            raise ConstraintError(f"the constraint {glob!r} is {line!r}, no text", fix='a layout such as "I, S(1)"')
         hits = [value for name, value in known if fnmatchcase(name, glob)]
         if not hits:
             close = [name for name, _ in known if glob.strip("*") and glob.strip("*") in name][:3]
@@ -187,6 +192,7 @@ def _constrained(program: Program, mesh: Mesh, constraints: Mapping[str, str]) -
                     f"two constraints contradict each other on {value}",
                     first=f"{origin[value]!r}: {constraints[origin[value]]!r}",
                     second=f"{glob!r}: {line!r}",
+                    fix="drop one of them, or make its name match less",
                 )
             found[value], origin[value] = pattern, glob
     return found

@@ -22,8 +22,9 @@ def parse_bytes(budget: Bytes | str | None, mesh: Mesh) -> Bytes:
         return int(SHARE * mesh.device.memory)
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]?i?B?)\s*", budget)
-        if match and match[2] in UNITS:
-            return int(float(match[1]) * UNITS[match[2]])
-    elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and budget > 0:
-        return int(budget)
+        size = int(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
+    else:
+        size = int(budget) if isinstance(budget, (int, float)) and not isinstance(budget, bool) else 0
+    if size > 0:
+        return size
     raise BudgetError(f"{budget!r} is no memory budget", fix='bytes per device as a number, or a text such as "80GB" or "24GiB"')

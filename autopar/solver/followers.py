@@ -100,7 +100,7 @@ def _follow(problem: Problem, wire: Wire, produced: Ints, results: list[Wire]) -
     if not results or any(node not in of for node in produced.tolist()):
         return None
     after = [
-        dict(zip(zip(r.source.tolist(), r.target.tolist(), strict=True), _most(r).tolist(), strict=True))
+        dict(zip(zip(r.source.tolist(), r.target.tolist(), strict=True), _due(r).tolist(), strict=True))
         for r in results
     ]
     for s, t, seconds in zip(wire.source.tolist(), wire.target.tolist(), _due(wire), strict=True):
@@ -112,15 +112,10 @@ def _follow(problem: Problem, wire: Wire, produced: Ints, results: list[Wire]) -
     return np.array([of[node] for node in produced.tolist()], dtype=np.int64)
 
 
-def _most(wire: Wire) -> Floats:
-    """Seconds of each arc if every surcharge is due."""
-    return np.asarray(wire.seconds + sum((s.seconds for s in wire.surcharges), np.zeros(len(wire.seconds))))
-
-
 def _due(wire: Wire) -> Floats:
-    """Seconds of each arc of a wire with one consumer."""
-    due = (s.seconds for s in wire.surcharges if s.consumers)
-    return np.asarray(wire.seconds + sum(due, np.zeros(len(wire.seconds))))
+    """Seconds of each arc with everything that may be due on it."""
+    surcharges = (s.seconds for s in wire.surcharges if s.consumers)
+    return np.asarray(wire.seconds + sum(surcharges, np.zeros(len(wire.seconds))))
 
 
 def _rebuild(problem: Problem, leader: list[int], pick: list[Ints], gone: set[int]) -> Merged:

@@ -187,18 +187,20 @@ def _all_candidates(
 
 def _accepted(analysis: Analysis, name: str, found: list[Candidate], demands: Demands) -> list[Candidate]:
     """The candidates of a class that the demands allow."""
-    if demands.invariant:
-        return [c for c in found if all(state == I for layout in (*c.operands, *c.results) for state in layout)]
     program = analysis.program
     results = [name] if name not in program.op else [r.name for r in program.op[name].results]
     if not any(result in demands.patterns for result in results):
+        if demands.invariant:
+            return [c for c in found if all(state == I for layout in (*c.operands, *c.results) for state in layout)]
         return found
     kept = [c for c in found if all(demands.accept(r, x) for r, x in zip(results, c.results, strict=True))]
     if not kept:
         value = next(program.values[r] for r in results if r in demands.patterns)
         pattern = demands.patterns[value.name]
+        asked = text(tuple(state or I for state in pattern), value.shape, analysis.sizes).split(", ")
+        wanted = ", ".join("*" if state is None else entry for state, entry in zip(pattern, asked, strict=True))
         raise ConstraintError(
-            f"{value.name} cannot be {'produced' if name in program.op else 'stored'} as ({', '.join(map(str, pattern))})",
+            f"{value.name} cannot be {'produced' if name in program.op else 'stored'} as {wanted!r}",
             shape=value.shape,
             known="; ".join(dict.fromkeys(text(c.results[0], value.shape, analysis.sizes) for c in found[:8])),
             at=program.op[name].source if name in program.op else "",

@@ -75,7 +75,10 @@ class Ledger:
         if alive.kind in ("stored", "gradient"):
             value = program.values[formulated.names[alive.where]]
             shapes = [local_shape(value.shape, c.results[0], sizes) for c in formulated.candidates[alive.where]]
-            return np.array([float(elements(s) * value.dtype.itemsize) for s in shapes])
+            local = np.array([float(elements(s) * value.dtype.itemsize) for s in shapes])
+            if value in program.inputs:  # the caller holds the whole beside the part that is cut on arrival
+                return value.bytes + local * (local < value.bytes)
+            return local
         if alive.kind == "internal":
             return self._internal(formulated.names[alive.where], alive.where)
         values, graph, wire = (

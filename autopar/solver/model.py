@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import highspy
 import numpy as np
 import numpy.typing as npt
 import pulp
@@ -40,16 +39,40 @@ class Columns:
         return first
 
 
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Entry:
+    """`number` rows of the matrix with equal bounds, the first of them row `row`; `rows` counts from there."""
+
+    row: int
+    number: int
+    lower: float
+    upper: float
+    rows: Ints
+    columns: Ints
+    values: Floats
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Part:
+    """Columns and rows of a program, row by row: entries `start[i]` to `start[i + 1]` are those of row i."""
+
+    cost: Floats
+    lower: Floats
+    upper: Floats
+    start: npt.NDArray[np.int32]
+    column: npt.NDArray[np.int32]
+    value: Floats
+
+
 class Model:
-    """The program of a problem as a sparse matrix: `lower <= A x <= upper`, `x >= 0`."""
+    """The program of a problem as a sparse matrix: `lower <= A x <= upper`, `x >= 0`, and costs in microseconds."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.columns = Columns()
         self.cost: list[Floats] = []
         self.integer: list[npt.NDArray[np.bool_]] = []
-        self._entries: list[tuple[Ints, Ints, Floats]] = []
-        self._bounds: list[tuple[Floats, Floats]] = []
+        self._entries: list[Entry] = []
         self.rows = 0
         self.peak: tuple[int, float] | None = None
         for choice in problem.choices:
@@ -66,8 +89,9 @@ class Model:
 
     def _add(self, row: Ints, column: Ints, value: Floats, rows: int, lower: float, upper: float) -> None:
         """Append `rows` rows with the same bounds; `row` counts from the first of them."""
-        self._entries.append((self.rows + row, column, value))
-        self._bounds.append((np.full(rows, lower), np.full(rows, upper)))
+        self._entries.append(
+            Entry(row=self.rows, number=rows, lower=lower, upper=upper, rows=row, columns=column, values=value)
+        )
         self.rows += rows
 
     def _wire(self, wire: Wire) -> None:
@@ -145,33 +169,24 @@ class Model:
             choice, nodes = wire.consumers[keeper].choice, wire.consumers[keeper].wants
         return self.columns.pick[choice] + np.arange(len(nodes)), nodes
 
-    def matrix(self) -> tuple[Ints, Ints, Floats]:
-        """Rows, columns and values of the entries, in row order, entries of the same place added, zeros left out."""
-        row, column, value = (np.concatenate(part) for part in zip(*self._entries, strict=True))
-        key = row * self.columns.count + column
-        order = np.argsort(key, kind="stable")
-        places, start = np.unique(key[order], return_index=True)
-        total = np.add.reduceat(value[order], start)
+    def part(self, column: int = 0, row: int = 0) -> Part:
+        """The columns from `column` and the rows from `row` on, as arrays; entries of the same place are added."""
+        entries = [entry for entry in self._entries if entry.row >= row]
+        rows = np.concatenate([np.zeros(0, np.int64), *(entry.row + entry.rows for entry in entries)]) - row
+        columns = np.concatenate([np.zeros(0, np.int64), *(entry.columns for entry in entries)])
+        values = np.concatenate([np.zeros(0), *(entry.values for entry in entries)])
+        key = rows * self.columns.count + columns
+        places, inverse = np.unique(key, return_inverse=True)
+        total = np.bincount(inverse, weights=values, minlength=len(places))
         places, total = places[total != 0], total[total != 0]
-        return places // self.columns.count, places % self.columns.count, total
-
-    def highs(self) -> highspy.Highs:
-        """The relaxation, loaded into a HiGHS object."""
-        row, column, value = self.matrix()
-        lp = highspy.HighsLp()
-        lp.num_col_, lp.num_row_ = self.columns.count, self.rows
-        lp.col_cost_ = np.concatenate(self.cost) + self._tie_break()
-        lp.col_lower_, lp.col_upper_ = np.zeros(self.columns.count), np.full(self.columns.count, highspy.kHighsInf)
-        lp.row_lower_, lp.row_upper_ = (np.concatenate(side) for side in zip(*self._bounds, strict=True))
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_ = np.searchsorted(row, np.arange(self.rows + 1)).astype(np.int32)
-        lp.a_matrix_.index_, lp.a_matrix_.value_ = column.astype(np.int32), value
-        solver = highspy.Highs()
-        solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("random_seed", 0)
-        solver.setOptionValue("threads", 1)
-        solver.passModel(lp)
-        return solver
+        return Part(
+            cost=(np.concatenate(self.cost) + self._tie_break())[column:],
+            lower=np.concatenate([np.full(e.number, e.lower) for e in self._entries if e.row >= row] or [np.zeros(0)]),
+            upper=np.concatenate([np.full(e.number, e.upper) for e in self._entries if e.row >= row] or [np.zeros(0)]),
+            start=np.searchsorted(places // self.columns.count, np.arange(self.rows - row + 1)).astype(np.int32),
+            column=(places % self.columns.count).astype(np.int32),
+            value=total,
+        )
 
     def _tie_break(self) -> Floats:
         """What lets the smaller `tie` win among equal prices: the largest weighs a thousandth of the smallest price."""
@@ -188,12 +203,11 @@ class Model:
         kinds = [pulp.LpInteger if whole else pulp.LpContinuous for whole in integer]
         variables = [program.add_variable(f"x{i}", 0, None, kind) for i, kind in enumerate(kinds)]
         program += pulp.LpAffineExpression(zip(variables, np.concatenate(self.cost).tolist(), strict=True))
-        terms: list[list[tuple[pulp.LpVariable, float]]] = [[] for _ in range(self.rows)]
-        for row, column, value in zip(*(part.tolist() for part in self.matrix()), strict=True):
-            terms[row].append((variables[column], value))
-        lower, upper = (np.concatenate(side) for side in zip(*self._bounds, strict=True))
-        for expression, low, high in zip(terms, lower, upper, strict=True):
-            total = pulp.LpAffineExpression(expression)
+        part = self.part()
+        for row, (low, high) in enumerate(zip(part.lower, part.upper, strict=True)):
+            here = slice(part.start[row], part.start[row + 1])
+            pairs = zip(part.column[here].tolist(), part.value[here].tolist(), strict=True)
+            total = pulp.LpAffineExpression([(variables[column], value) for column, value in pairs])
             if low == high:
                 program += total == low
             else:

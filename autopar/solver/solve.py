@@ -8,141 +8,108 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 
-import highspy
 import numpy as np
 import numpy.typing as npt
 
-from autopar.errors import AutoparError
 from autopar.solver.model import MICROSECONDS, Model
 from autopar.solver.problem import Floats, Problem, Row, Solution, Wire, price
+from autopar.solver.search import INTEGRAL, Found, Search
 
-INTEGRAL = 1e-6  # how far from 0 or 1 a pick may be
 PROVEN = 1e-3  # the relative gap at which branching stops
-
-Infeasible = highspy.HighsModelStatus.kInfeasible
-
-
-class SolverError(AutoparError):
-    """HiGHS stopped without an answer."""
+SAME = 1e-6  # relative difference at which a price counts as equal to the bound
 
 
 def solve(
     problem: Problem,
     judge: Callable[[Solution], Iterable[Row]] = lambda solution: (),
-    rows: Sequence[Row] = (),
+    rows: Iterable[Row] = (),
     *,
+    cutoff: float = float("inf"),
     time_limit: float = 300.0,
     gap: float = PROVEN,
 ) -> Solution | None:
-    """The cheapest solution that every row allows; None if there is none.
+    """The cheapest solution that every row allows; None if there is none, or none below `cutoff` seconds.
 
     `judge` looks at a finished solution and returns the rows that it breaks (none: it is accepted); they join the program and
-    it is solved again. `time_limit` is in seconds,
-    `gap` the relative gap at which branching stops.
+    it is solved again. `time_limit` is in seconds, `gap` the relative gap at which branching stops.
     """
-    known = list(rows)
+    search = Search(Model(problem), time_limit=time_limit, gap=gap)
+    broken = list(rows)
     while True:
-        solution = _solve_once(problem, known, time_limit, gap)
+        if broken:
+            search.bound(broken)
+        relaxed = search.relax()
+        if relaxed is None or relaxed.bound >= cutoff:
+            return None
+        solution = _whole(search, relaxed, gap)
         if solution is None:
             return None
         broken = list(judge(solution))
         if not broken:
             return solution
-        known += broken
+
+
+def _whole(search: Search, relaxed: Found, gap: float) -> Solution | None:
+    """An integer solution within the gap of the relaxation, found with as little branching as that takes."""
+    model = search.model
+    if not search.fractional(relaxed):
+        solution = _read(model, relaxed)
+        if solution.status == "optimal":
+            return solution
+    settled = search.settle(relaxed)
+    if settled is not None:
+        solution = _read(model, settled)
+        if solution.gap <= max(gap, SAME):
+            return solution
+    found = search.branch(settled)
+    return None if found is None else _read(model, found)
 
 
 def least_memory(
     problem: Problem, judge: Callable[[Solution, float], Iterable[Row]], scale: float, *, time_limit: float = 300.0
-) -> Solution:
-    """A solution of least peak memory, in bytes, whatever it costs.
+) -> Solution | None:
+    """A solution of least peak memory, whatever it costs; None if there is none at all.
 
-    `judge(solution, peak)` returns the rows of moments at which a solution takes more than `peak` bytes. `scale` is the size of
-    a typical answer.
+    `judge(solution, peak)` returns rows for moments at which a solution takes more than `peak` bytes. `scale` is the size of a
+    typical answer in bytes.
     """
-    known: list[Row] = []
+    model = Model(problem)
+    model.minimise_peak(scale)
+    search = Search(model, time_limit=time_limit, gap=PROVEN)
     while True:
-        model = Model(problem)
-        model.minimise_peak(scale)
-        for row in known:
-            model.bound(row)
-        solver = model.highs()
-        solver.run()
-        values = _values(solver)
-        if not _integral(model, values):
-            _make_whole(model, solver, time_limit, PROVEN)
-            values = _values(solver)
-        solution = _read(model, values, 0.0)
-        assert model.peak is not None
-        more = list(judge(solution, float(values[model.peak[0]]) * scale * (1 + PROVEN)))
+        relaxed = search.relax()
+        if relaxed is None:
+            return None
+        found = relaxed
+        if search.fractional(relaxed):
+            found = search.branch(search.settle(relaxed)) or relaxed
+        solution = _read(model, found)
+        more = list(judge(solution, found.objective * MICROSECONDS * scale * (1 + PROVEN)))
         if not more:
             return solution
-        known += more
+        search.bound(more)
 
 
-def _solve_once(problem: Problem, rows: Sequence[Row], time_limit: float, gap: float) -> Solution | None:
-    model = Model(problem)
-    for row in rows:
-        model.bound(row)
-    solver = model.highs()
-    solver.run()
-    if solver.getModelStatus() == Infeasible:
-        return None
-    relaxed = solver.getInfo().objective_function_value / MICROSECONDS
-    values = _values(solver)
-    if _integral(model, values):
-        solution = _read(model, values, relaxed)
-        if solution.status == "optimal":
-            return solution
-    return _branch(model, solver, time_limit, gap)
-
-
-def _branch(model: Model, solver: highspy.Highs, time_limit: float, gap: float) -> Solution | None:
-    """Solve on with whole picks, and whole uses where several consumers share a wire (there a tree may beat its relaxation)."""
-    _make_whole(model, solver, time_limit, gap)
-    if solver.getModelStatus() == Infeasible:
-        return None
-    info = solver.getInfo()
-    if not np.isfinite(info.objective_function_value) or info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        raise SolverError(f"no plan was found in {time_limit:g} s", fix="give it more time, or fold more blocks")
-    return _read(model, _values(solver), info.mip_dual_bound / MICROSECONDS)
-
-
-def _make_whole(model: Model, solver: highspy.Highs, time_limit: float, gap: float) -> None:
-    integer = np.flatnonzero(np.concatenate(model.integer)).astype(np.int32)
-    solver.changeColsIntegrality(len(integer), integer, np.ones(len(integer), np.uint8))
-    solver.setOptionValue("time_limit", time_limit)
-    solver.setOptionValue("mip_rel_gap", gap)
-    solver.run()
-
-
-def _values(solver: highspy.Highs) -> Floats:
-    return np.array(solver.getSolution().col_value)
-
-
-def _integral(model: Model, values: Floats) -> bool:
-    picks = np.concatenate(
-        [values[first : first + len(c.seconds)] for first, c in zip(model.columns.pick, model.problem.choices, strict=True)]
-    )
-    return bool(np.all(np.abs(picks - np.round(picks)) < INTEGRAL))
-
-
-def _read(model: Model, values: Floats, bound: float) -> Solution:
+def _read(model: Model, answer: Found) -> Solution:
     """Picks by the largest value; routes as the cheapest trees, from the produced to the wanted layouts."""
-    problem, columns = model.problem, model.columns
+    problem, columns, values = model.problem, model.columns, answer.values
     picks = tuple(
         int(np.argmax(values[first : first + len(choice.seconds)]))
         for first, choice in zip(columns.pick, problem.choices, strict=True)
     )
-    arcs: list[tuple[int, ...] | None] = []
+    arcs: list[tuple[int, ...]] = []
     for wire, use in zip(problem.wires, columns.use, strict=True):
         used = np.flatnonzero(values[use : use + len(wire.seconds)] > INTEGRAL)
         found = tree(wire, picks, used)
-        arcs.append(tree(wire, picks) if found is None else found)
+        if found is None:
+            found = tree(wire, picks)
+        assert found is not None, f"{wire.name}: no route to the layouts that were picked"
+        arcs.append(found)
     seconds = price(problem, picks, tuple(arcs))
-    bound = min(bound, seconds)
+    bound = min(answer.bound, seconds)
     return Solution(
         picks=picks, arcs=tuple(arcs), seconds=seconds, bound=bound,
-        status="optimal" if seconds - bound <= 1e-6 * seconds else "feasible",
+        status="optimal" if seconds - bound <= SAME * seconds else "feasible",
     )  # fmt: skip
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from autopar.capture import capture
 from autopar.passes import normalise
 from tests.capture.models import gpt2
+from tests.golden import Golden
 
-GOLDEN = Path(__file__).parent.parent / "goldens" / "ir_gpt2.txt"
 
-
-def test_the_program_of_gpt2_is_the_golden_one() -> None:
+def test_the_program_of_gpt2_is_the_golden_one(golden: Golden) -> None:
     model, sample = gpt2(layers=1)
-    assert f"{normalise(capture(model, sample).program)}\n" == GOLDEN.read_text()
+    golden.check("ir_gpt2.txt", f"{normalise(capture(model, sample).program)}\n")

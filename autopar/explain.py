@@ -1,0 +1,212 @@
+"""Print the plan of a model from the command line; needs neither processes nor weights.
+
+    python -m autopar.explain train.py:build --mesh 2,4 --device h100       build() returns (model, sample_input)
+    python -m autopar.explain package.models:small --mesh dp=2,tp=4 --save plan.json
+    python -m autopar.explain plan.json
+
+Exit code 0 for a plan, 1 if there is none, 2 if the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from autopar.errors import AutoparError, MeshError
+from autopar.mesh import Mesh
+from autopar.passes.strategies import STRATEGIES
+from autopar.plan import Plan
+from autopar.planner import Options, make_plan
+
+HOW = "file.py:function or package.module:function, a function that returns (model, sample_input), or a saved plan.json"
+
+
+class UsageError(AutoparError):
+    """The command line says something that cannot be done."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        plan = _saved(options) if options.target.endswith(".json") else _planned(options)
+        if options.save:
+            _save(plan, options.save)
+    except AutoparError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    show(plan)
+    return 0
+
+
+def show(plan: Plan) -> None:
+    """Print a plan: with colours and as wide as the terminal if there is one, as plain text otherwise."""
+    if not sys.stdout.isatty():
+        print(plan)
+        return
+    console = Console(highlight=False)
+    for part in plan.tables():
+        console.print(part)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m autopar.explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", metavar="TARGET", help=HOW)
+    parser.add_argument("--mesh", help="sizes of the axes, the last one innermost: 2,4 or dp=2,tp=4")
+    parser.add_argument("--device", help="an entry of the catalog, such as h100; by default this machine's")
+    parser.add_argument("--budget", help="memory per device, such as 24GiB; by default 90%% of the device")
+    parser.add_argument("--strategy", help=", ".join(STRATEGIES))
+    parser.add_argument("--optimizer", help="adamw, sgd, ...: for the memory of its state")
+    constraint = '"*.wte.weight=I, S(0)"; may be given several times'
+    parser.add_argument("--constraint", metavar="NAME=LAYOUT", action="append", default=[], help=constraint)
+    parser.add_argument("--save", metavar="PLAN.json", help="write the plan to a file")
+    return parser
+
+
+def _saved(options: argparse.Namespace) -> Plan:
+    """A plan that was saved before; it is printed as it is."""
+    names = ("mesh", "device", "budget", "strategy", "optimizer", "constraint")
+    given = [f"--{name}" for name in names if getattr(options, name)]
+    if given:
+        raise UsageError(
+            f"{options.target} is a saved plan: {', '.join(given)} cannot change it", fix="give the model to plan it again"
+        )
+    if not Path(options.target).is_file():
+        raise UsageError(f"there is no file {options.target}", fix=HOW)
+    return Plan.load(options.target)
+
+
+def _planned(options: argparse.Namespace) -> Plan:
+    if not options.mesh:
+        raise UsageError("on which mesh? A plan is for one mesh", fix="--mesh 2,4 or --mesh dp=2,tp=4")
+    mesh = parse_mesh(options.mesh)
+    constraints = dict(map(_constraint, options.constraint))
+    if len(constraints) < len(options.constraint):
+        raise UsageError("one name has two constraints", given="; ".join(options.constraint))
+    asked = {name: getattr(options, name) for name in ("device", "budget", "strategy", "optimizer")}
+    given = {name: value for name, value in asked.items() if value is not None}
+    model, sample = built(options.target)
+    return make_plan(model, sample, mesh, Options(constraints=constraints, **given)).plan
+
+
+def parse_mesh(text: str) -> Mesh:
+    """The mesh that a text such as "2,4" or "dp=2,tp=4" denotes; raises UsageError if it denotes none.
+
+    >>> parse_mesh("dp=2,tp=4")
+    Mesh(dp=2, tp=4)
+    """
+    entries = [re.fullmatch(r"\s*(?:([^=\s]+)\s*=)?\s*(\d+)\s*", entry) for entry in text.split(",")]
+    found = [(entry[1], int(entry[2])) for entry in entries if entry]
+    named = {name: size for name, size in found if name}
+    if len(found) < len(entries) or len(named) not in (0, len(found)):
+        raise UsageError(f"{text!r} is no mesh", fix="the size of every axis: 2,4; or a different name for each: dp=2,tp=4")
+    try:
+        return Mesh.of(named or tuple(size for _, size in found))
+    except MeshError as error:
+        raise UsageError(error.what, **error.details) from error
+
+
+def _constraint(text: str) -> tuple[str, str]:
+    name, equals, layout = text.rpartition("=")
+    if not equals or not name.strip():
+        raise UsageError(f"{text!r} is no constraint", fix='NAME=LAYOUT, such as --constraint "*.wte.weight=I, S(0)"')
+    return name.strip(), layout.strip()
+
+
+def built(target: str) -> tuple[nn.Module, object]:
+    """The model and the sample that a TARGET makes, on the meta device; raises UsageError if it does not make them."""
+    function = _function(target)
+    try:
+        with torch.device("meta"):
+            made = function()
+    except Exception as error:
+        raise UsageError(f"{target} failed: {_said(error)}", at=_place(error)) from error
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
+        raise UsageError(
+            f"{target} returned no (model, sample_input)",
+            returned=kinds,
+            fix="return a tuple of an nn.Module and its sample batch",
+        )
+    return made[0], made[1]
+
+
+def _function(target: str) -> Callable[[], object]:
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise UsageError(f"{target!r} names no function", fix=HOW)
+    module = _file(Path(place), target) if place.endswith(".py") else _module(place, target)
+    found = getattr(module, name, None)
+    if not callable(found):
+        own = [n for n, held in vars(module).items() if callable(held) and getattr(held, "__module__", "") == module.__name__]
+        raise UsageError(f"{place} has no function {name!r}", functions=", ".join(own), fix=HOW)
+    return found  # type: ignore[no-any-return]
+
+
+def _file(path: Path, target: str) -> ModuleType:
+    """The module of a file, which may import its neighbours, as a script may."""
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}", target=target, fix=HOW)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules.setdefault(path.stem, module)
+    _run(lambda: spec.loader.exec_module(module), target)  # type: ignore[union-attr]
+    return module
+
+
+def _module(name: str, target: str) -> ModuleType:
+    """An importable module, also one in the present directory."""
+    sys.path.insert(0, str(Path.cwd()))
+    found: list[ModuleType] = []
+    try:
+        _run(lambda: found.append(importlib.import_module(name)), target)
+    except UsageError as error:
+        missing = error.__cause__
+        if isinstance(missing, ModuleNotFoundError) and missing.name and f"{name}.".startswith(f"{missing.name}."):
+            raise UsageError(f"there is no module {name}", target=target, fix=HOW) from missing
+        raise
+    return found[0]
+
+
+def _run(load: Callable[[], object], target: str) -> None:
+    try:
+        load()
+    except Exception as error:
+        raise UsageError(f"{target} cannot be imported: {_said(error)}", at=_place(error)) from error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _place(error: Exception) -> str:
+    """The last line of a failure."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{last.filename}:{last.lineno} in {last.name}"
+
+
+def _save(plan: Plan, path: str) -> None:
+    try:
+        plan.save(path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}", error=error) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

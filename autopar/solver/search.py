@@ -1,0 +1,138 @@
+"""The search for an integer solution, in HiGHS: relax, bound, branch.
+
+    relax     the linear relaxation; rows that join later start from its last basis, so that one more costs little
+    settle    branch on what the relaxation left fractional, the rest fixed: often within the gap already
+    branch    the whole integer program, from the settled solution on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+import numpy.typing as npt
+
+from autopar.errors import AutoparError
+from autopar.solver.model import MICROSECONDS, Model, Part
+from autopar.solver.problem import Floats, Row
+
+INTEGRAL = 1e-6  # how far from 0 or 1 a pick may be
+INTEGER = np.uint8(1)  # highspy.HighsVarType.kInteger
+
+
+class SolverError(AutoparError):
+    """HiGHS stopped without an answer."""
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Found:
+    """Values of all columns; `objective` and the proven `bound` are in seconds (in the model's unit when it minimises memory)."""
+
+    values: Floats
+    objective: float
+    bound: float
+
+
+class Search:
+    """One model in HiGHS. `time_limit` (seconds) and `gap` (relative) end the branching."""
+
+    def __init__(self, model: Model, *, time_limit: float, gap: float) -> None:
+        self.model, self.time_limit, self.gap = model, time_limit, gap
+        self._relaxation = load(model.part())
+
+    def bound(self, rows: Iterable[Row]) -> None:
+        """Add rows to the program."""
+        columns, entries = self.model.columns.count, self.model.rows
+        for row in rows:
+            self.model.bound(row)
+        part = self.model.part(columns, entries)
+        none = np.zeros(0, np.int32)
+        self._relaxation.addCols(
+            len(part.cost), part.cost, np.zeros(len(part.cost)), np.full(len(part.cost), highspy.kHighsInf), 0, none, none, np.zeros(0)
+        )
+        self._relaxation.addRows(
+            len(part.lower), part.lower, part.upper, len(part.value), part.start[:-1], part.column, part.value
+        )
+
+    def relax(self) -> Found | None:
+        """The optimum of the linear relaxation; None if it is infeasible."""
+        self._relaxation.run()
+        status = self._relaxation.getModelStatus()
+        if status == highspy.HighsModelStatus.kInfeasible:
+            return None
+        if status != highspy.HighsModelStatus.kOptimal:
+            raise SolverError(f"the relaxation was not solved: {self._relaxation.modelStatusToString(status)}")
+        objective = self._relaxation.getInfo().objective_function_value / MICROSECONDS
+        return Found(values=_values(self._relaxation), objective=objective, bound=objective)
+
+    def fractional(self, found: Found) -> bool:
+        """Whether any pick is neither 0 nor 1."""
+        return any(_fractional(picks).any() for _, picks in self._picks(found.values))
+
+    def settle(self, relaxed: Found) -> Found | None:
+        """The best solution in which every choice that the relaxation made wholly stays; None if there is none."""
+        solver = load(self.model.part())
+        fixed = [first + np.flatnonzero(picks < 0.5) for first, picks in self._picks(relaxed.values) if not _fractional(picks).any()]
+        columns = np.concatenate([np.zeros(0, np.int64), *fixed]).astype(np.int32)
+        zeros = np.zeros(len(columns))
+        solver.changeColsBounds(len(columns), columns, zeros, zeros)
+        found = self._branched(solver)
+        return None if found is None else Found(values=found.values, objective=found.objective, bound=relaxed.bound)
+
+    def branch(self, start: Found | None) -> Found | None:
+        """The optimum of the integer program within the gap; None if it is infeasible."""
+        solver = load(self.model.part())
+        if start is not None:
+            solution = highspy.HighsSolution()
+            solution.col_value = start.values.tolist()
+            solver.setSolution(solution)
+        return self._branched(solver)
+
+    def _branched(self, solver: highspy.Highs) -> Found | None:
+        integer = np.flatnonzero(np.concatenate(self.model.integer)).astype(np.int32)
+        solver.changeColsIntegrality(len(integer), integer, np.full(len(integer), INTEGER))
+        solver.setOptionValue("time_limit", self.time_limit)
+        solver.setOptionValue("mip_rel_gap", self.gap)
+        solver.run()
+        if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+            return None
+        info = solver.getInfo()
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            raise SolverError(f"no plan was found in {self.time_limit:g} s", fix="a coarser mesh, or fewer constraints")
+        return Found(
+            values=_values(solver),
+            objective=info.objective_function_value / MICROSECONDS,
+            bound=info.mip_dual_bound / MICROSECONDS,
+        )
+
+    def _picks(self, values: Floats) -> Iterable[tuple[int, Floats]]:
+        """The first column and the values of every choice's picks."""
+        for first, choice in zip(self.model.columns.pick, self.model.problem.choices, strict=True):
+            yield first, values[first : first + len(choice.seconds)]
+
+
+def load(part: Part) -> highspy.Highs:
+    """A HiGHS object with a whole program in it, silent and repeatable."""
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(part.cost), len(part.lower)
+    lp.col_cost_ = part.cost
+    lp.col_lower_, lp.col_upper_ = np.zeros(len(part.cost)), np.full(len(part.cost), highspy.kHighsInf)
+    lp.row_lower_, lp.row_upper_ = part.lower, part.upper
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = part.start, part.column, part.value
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("random_seed", 0)
+    solver.setOptionValue("threads", 1)
+    solver.passModel(lp)
+    return solver
+
+
+def _values(solver: highspy.Highs) -> Floats:
+    return np.array(solver.getSolution().col_value)
+
+
+def _fractional(picks: Floats) -> npt.NDArray[np.bool_]:
+    return np.asarray(np.abs(picks - np.round(picks)) > INTEGRAL)

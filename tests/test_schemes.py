@@ -1,0 +1,204 @@
+"""The schemes that have a name are found when they are best, and their collectives are those of the textbooks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from autopar.capture import Captured
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from tests import planning
+from tests.planning import NETWORK, NVLINK, GIB, counted, link, mesh
+
+FORWARD, BACKWARD = "forward", "backward"
+Model = Callable[[], Captured]
+Key = tuple[str, str, str, int]  # axis, kind, pass, bytes
+
+
+def found(plan: Plan, prefix: str, *, weights: bool) -> Counter[Key]:
+    """The collectives of a block: of its weights, or of its activations."""
+    inside = [c for c in plan.collectives if c.value.startswith(prefix) and (":" not in c.value) == weights]
+    return Counter((c.axis, c.kind, c.where, c.bytes) for c in inside)
+
+
+def of_matrix(plan: Plan, name: str) -> Counter[tuple[str, str]]:
+    return counted(plan, values=lambda value: value == name)
+
+
+def matrices(captured: Captured, prefix: str = "") -> dict[str, int]:
+    """The weights of more than one dim, with their bytes."""
+    values = [p.value for p in captured.program.parameters]
+    return {v.name: v.bytes for v in values if len(v.shape) > 1 and v.name.startswith(prefix)}
+
+
+LLAMA, GPT2 = "model.layers.1.", "transformer.h.1."
+BATCHES = [(partial(planning.llama, 256, 1024, 512), LLAMA), (partial(planning.gpt2, 256, 1024, 512), GPT2)]
+
+
+@pytest.mark.parametrize("model, block", BATCHES, ids=["llama", "gpt2"])
+def test_a_small_model_and_a_large_batch_make_data_parallelism(model: Model, block: str) -> None:
+    captured = model()
+    plan = planning.plan(captured, mesh((8,), NETWORK))
+    weights = matrices(captured, block)
+    assert all(plan.layouts[name] == "I" for name in weights)
+    for name, size in weights.items():
+        assert [(c.kind, c.where, c.bytes) for c in planning.of(plan, name)] == [("all_reduce", BACKWARD, size)]
+    assert not found(plan, block, weights=False)
+    assert all(c.value not in captured.program.producer or c.bytes == 4 for c in plan.collectives if c.where == FORWARD)
+
+
+@pytest.mark.parametrize("model, block", BATCHES, ids=["llama", "gpt2"])
+def test_every_gradient_crosses_the_links_once_in_data_parallelism(model: Model, block: str) -> None:
+    """A weight that the backward does not read may be stored split: its all-reduce falls into two halves of the same price."""
+    captured = model()
+    plan = planning.plan(captured, mesh((8,), NETWORK))
+    for parameter in captured.program.parameters:
+        halves = of_matrix(plan, parameter.value.name)
+        assert halves in (
+            Counter({("all_reduce", BACKWARD): 1}),
+            Counter({("all_gather", FORWARD): 1, ("reduce_scatter", BACKWARD): 1}),
+        )
+        assert {c.bytes for c in planning.of(plan, parameter.value.name)} == {parameter.value.bytes}
+
+
+def test_the_forward_of_data_parallelism_adds_up_nothing_but_the_loss() -> None:
+    captured = planning.llama(256, 1024, 512)
+    plan = planning.plan(captured, mesh((8,), NETWORK), strategy="ddp")
+    forward = [c for c in plan.collectives if c.where == FORWARD]
+    assert {(c.kind, c.bytes <= 8) for c in forward} == {("all_reduce", True)}
+    assert counted(plan)["all_reduce", BACKWARD] == len(captured.program.parameters)
+
+
+def test_weights_that_do_not_fit_are_stored_split_and_gathered_twice() -> None:
+    captured, on = planning.layers(1 << 16, *[8192] * 9), mesh((8,), link(100))
+    loose, tight = planning.plan(captured, on), planning.plan(captured, on, budget="3.8GiB")
+    assert loose.peak_memory > 5 * GIB and tight.peak_memory <= 3.8 * GIB
+    assert all(layout.startswith("S") for name, layout in tight.layouts.items() if name in matrices(captured))
+    gathered = [name for name in matrices(captured) if of_matrix(tight, name)]
+    assert len(gathered) >= 7  # the first one multiplies a whole input: it may stay split
+    for name in gathered:
+        assert of_matrix(tight, name) == {("all_gather", FORWARD): 1, ("all_gather", BACKWARD): 1, ("reduce_scatter", BACKWARD): 1}
+        assert {c.bytes for c in planning.of(tight, name)} == {8192 * 8192 * 2}
+
+
+@pytest.mark.parametrize(
+    "model, block", [(partial(planning.llama, 32, 1024, 4096), LLAMA), (partial(planning.gpt2, 32, 1024, 4096), GPT2)], ids=["llama", "gpt2"]
+)
+def test_blocks_whose_weights_do_not_fit_are_stored_split(model: Model, block: str) -> None:
+    captured = model()
+    on = mesh((8,), link(100))
+    plan = planning.plan(captured, on, budget=int(1.02 * planning.smallest(captured, on)))
+    with pytest.raises(AutoparError, match="no plan fits"):
+        planning.plan(captured, on, strategy="ddp", budget=plan.peak_memory)
+    names = matrices(captured, block)
+    assert all("S" in plan.layouts[name] for name in names)
+    gathered = [name for name in names if of_matrix(plan, name)]
+    assert len(gathered) >= len(names) / 2
+    for name in gathered:
+        assert of_matrix(plan, name) == {("all_gather", FORWARD): 1, ("all_gather", BACKWARD): 1, ("reduce_scatter", BACKWARD): 1}
+        assert {c.bytes for c in planning.of(plan, name)} == {names[name]}
+
+
+@pytest.mark.parametrize(
+    "model, block", [(partial(planning.llama, 1, 64, 4096), LLAMA), (partial(planning.gpt2, 1, 64, 4096), GPT2)], ids=["llama", "gpt2"]
+)
+def test_a_tiny_batch_on_fast_links_makes_two_all_reduces_a_block_forward_and_backward(model: Model, block: str) -> None:
+    captured = model()
+    plan = planning.plan(captured, mesh((8,), NVLINK))
+    size = 64 * 4096 * 2
+    assert found(plan, block, weights=False) == {
+        ("axis0", "all_reduce", FORWARD, size): 2,
+        ("axis0", "all_reduce", BACKWARD, size): 2,
+    }
+    assert not found(plan, block, weights=True)
+
+
+def sequence_parallel(axis: str, size: int) -> dict[Key, int]:
+    """What Megatron's pair with split norms exchanges in a block: each all-reduce in its two halves, around the norm."""
+    kinds = [(kind, where) for kind in ("all_gather", "reduce_scatter") for where in (FORWARD, BACKWARD)]
+    return {(axis, kind, where, size): 2 for kind, where in kinds}
+
+
+@pytest.mark.parametrize(
+    "model, block, norms",
+    [(partial(planning.llama, 4, 512, 8192), LLAMA, 2), (partial(planning.gpt2, 4, 512, 8192), GPT2, 4)],
+    ids=["llama", "gpt2"],
+)
+def test_wide_layers_on_fast_links_make_a_scatter_and_a_gather_around_each_norm(model: Model, block: str, norms: int) -> None:
+    captured = model()
+    plan = planning.plan(captured, mesh((8,), NVLINK))
+    assert found(plan, block, weights=False) == sequence_parallel("axis0", 4 * 512 * 8192 * 2)
+    assert found(plan, block, weights=True) == {("axis0", "all_reduce", BACKWARD, 8192 * 2): norms}
+    assert all(plan.layouts[name].startswith("S") for name in matrices(captured, block))
+
+
+def test_the_column_and_the_row_of_the_pair_are_split() -> None:
+    plan = planning.plan(planning.llama(4, 512, 8192), mesh((8,), NVLINK))
+    names = {f"self_attn.{n}_proj": "S(0)" for n in "qkv"} | {"self_attn.o_proj": "S(1)"}
+    names |= {"mlp.gate_proj": "S(0)", "mlp.up_proj": "S(0)", "mlp.down_proj": "S(1)"}
+    assert {name: plan.layouts[f"{LLAMA}{name}.weight"] for name in names} == names
+
+
+def test_the_fused_projection_of_gpt2_is_split_in_three_blocks() -> None:
+    plan = planning.plan(planning.gpt2(4, 512, 8192), mesh((8,), NVLINK))
+    assert plan.layouts[f"{GPT2}attn.c_attn.weight"] == "S(1/3)"
+    assert plan.layouts[f"{GPT2}attn.c_attn.bias"] == "S(0/3)"
+    assert plan.layouts[f"{GPT2}attn.c_proj.weight"] == "S(0)"
+
+
+@pytest.mark.parametrize(
+    "model, block, norms", [(partial(planning.llama, 16, 1024, 4096), LLAMA, 2), (partial(planning.gpt2, 16, 1024, 4096), GPT2, 4)],
+    ids=["llama", "gpt2"],
+)  # fmt: skip
+def test_a_fast_inner_and_a_slow_outer_axis_make_tensor_parallelism_inside_data_parallelism(
+    model: Model, block: str, norms: int
+) -> None:
+    captured = model()
+    plan = planning.plan(captured, mesh((2, 8), NETWORK, NVLINK))
+    assert found(plan, block, weights=False) == sequence_parallel("axis1", 16 // 2 * 1024 * 4096 * 2)
+    for name, size in matrices(captured, block).items():
+        assert [(c.axis, c.kind, c.where, c.bytes) for c in planning.of(plan, name)] == [
+            ("axis0", "all_reduce", BACKWARD, size // 8)
+        ]
+    inner = [c for c in plan.collectives if c.value.startswith(block) and ":" not in c.value and c.axis == "axis1"]
+    assert Counter((c.kind, c.where, c.bytes) for c in inner) == {("all_reduce", BACKWARD, 4096 * 2): norms}
+
+
+MODELS = {
+    "llama": partial(planning.llama, 16, 128, 512),
+    "gpt2": partial(planning.gpt2, 16, 128, 256),
+    "layers": partial(planning.layers, 4096, 1024, 4096, 1024, 512),
+}
+MESHES = {
+    "8 devices": mesh((8,), link(100)),
+    "4 slow devices": mesh((4,), link(5, 20.0)),
+    "2 slow by 4 fast": mesh((2, 4), NETWORK, NVLINK),
+    "2 by 2 by 2": mesh((2, 2, 2), NETWORK, link(50), NVLINK),
+    "4 small cards": mesh((4,), link(12, 6.0), device="rtx3080-10gb"),
+}
+
+
+@pytest.mark.parametrize("on", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_auto_is_never_priced_above_a_strategy_that_has_a_name(model: Model, on: Mesh) -> None:
+    captured = model()
+    best = planning.plan(captured, on)
+    for strategy in ("ddp", "fsdp", "megatron", "replicate"):
+        named = planning.plan(captured, on, strategy=strategy)
+        assert best.step_time <= named.step_time * (1 + 1e-6), strategy
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "megatron", "replicate"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_auto_is_not_priced_above_a_named_strategy_in_the_memory_that_it_needs(model: Model, strategy: str) -> None:
+    captured = model()
+    on = MESHES["2 slow by 4 fast"]
+    named = planning.plan(captured, on, strategy=strategy)
+    best = planning.plan(captured, on, budget=named.peak_memory)
+    assert best.peak_memory <= named.peak_memory
+    assert best.step_time <= named.step_time * (1 + 1e-6)
