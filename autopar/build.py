@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from glob import escape
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import Captured
+from autopar.capture.signature import on_meta
+from autopar.capture.skeleton import attributes, skeleton
 from autopar.codegen import ParallelModule, State, emit
+from autopar.decisions import Decisions
 from autopar.errors import PlanError
-
+from autopar.ir import Program
 from autopar.mesh import Mesh
+from autopar.passes import normalise
+from autopar.passes.without_dropout import without_dropout, without_training
 from autopar.plan import Plan, resolve
 from autopar.planner import Options, located, plan_program, read_program
 from autopar.runtime.agreement import check_program, from_rank_0
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.storage import store
 from autopar.runtime.world import Context, connect
-from autopar.solver.formulate import analyse
+from autopar.solver.formulate import Analysis, analyse
 
 
 def build(model: nn.Module, sample_input: object, mesh: object, plan: Plan | None, options: Options) -> ParallelModule:
@@ -30,12 +37,39 @@ def build(model: nn.Module, sample_input: object, mesh: object, plan: Plan | Non
     context = connect(Mesh.of(mesh), device_mesh=device_mesh)
     captured = read_program(model, sample_input)
     check_program(captured.program.hash, context)
-    line = None
-    if not any(context.coordinates):
-        made = plan or plan_program(captured.program, located(mesh, options), options)
-        line = made.to_json()
-    agreed = Plan.from_json(from_rank_0(line, context))
-    return assemble(captured, tensors_of(model), agreed, context)
+    place = located(mesh, options)
+    made = from_rank_0(lambda: (plan or plan_program(captured.program, place, options)).to_json(), context)
+    parallel = assemble(captured, tensors_of(model), Plan.from_json(made), context)
+    parallel.autopar.mode = model.training
+    parallel.autopar.other = _Other(skeleton(model).module, on_meta(sample_input), captured, place, options)
+    return parallel.train(model.training)
+
+
+class _Other:
+    """The same model in the other mode: captured and planned when it is first needed, over the parameters as they are stored."""
+
+    def __init__(self, model: nn.Module, sample: object, captured: Captured, mesh: Mesh, options: Options) -> None:
+        self.model, self.sample, self.captured, self.mesh, self.options = model, sample, captured, mesh, options
+
+    def __call__(self, parallel: ParallelModule) -> ParallelModule | None:
+        """The module for `parallel`'s present mode; None if its own graph serves, because its flags are all that differs."""
+        captured = read_program(self.model.train(parallel.training), self.sample)
+        if not parallel.training and _mute(captured.program).hash == _mute(self.captured.program).hash:
+            return None
+        state, program = parallel.autopar, captured.program
+        assert state.plan is not None
+        held = [p.value.name for p in (*program.parameters, *program.buffers)]
+        options = replace(
+            self.options, strategy="auto", budget=None, constraints={escape(name): state.plan.layouts[name] for name in held}
+        )
+        made = from_rank_0(lambda: plan_program(program, self.mesh, options).to_json(), state.context)
+        tensors = tensors_of(parallel)
+        return put_together(captured, {name: tensors[name] for name in held}, Plan.from_json(made), state.context, state.draws.seed)
+
+
+def _mute(program: Program) -> Program:
+    """The program without what `training` decides: dropout, and the flag of batch norm."""
+    return normalise(without_training(without_dropout(program)))
 
 
 def assemble(captured: Captured, tensors: Mapping[str, torch.Tensor], plan: Plan, context: Context) -> ParallelModule:
@@ -46,8 +80,30 @@ def assemble(captured: Captured, tensors: Mapping[str, torch.Tensor], plan: Plan
     decisions = resolve(plan, program, analysis.fits)
     held = [p.value.name for p in (*program.parameters, *program.buffers)]
     stored = store({name: tensors[name] for name in held}, decisions.given, context)
+    return _emitted(captured, decisions, analysis, stored, plan, context, agreed_seed(context))
+
+
+def put_together(
+    captured: Captured, stored: Mapping[str, torch.Tensor], plan: Plan, context: Context, seed: int
+) -> ParallelModule:
+    """A module over tensors that are stored already as the plan says."""
+    analysis = analyse(captured.program, context.mesh)
+    decisions = resolve(plan, captured.program, analysis.fits)
+    return _emitted(captured, decisions, analysis, stored, plan, context, seed)
+
+
+def _emitted(
+    captured: Captured,
+    decisions: Decisions,
+    analysis: Analysis,
+    stored: Mapping[str, torch.Tensor],
+    plan: Plan,
+    context: Context,
+    seed: int,
+) -> ParallelModule:
+    program = captured.program
     outputs = [(program.values[o.value].shape, decisions.outputs[o.path]) for o in program.outputs]
-    state = State(plan=plan, signature=captured.signature, context=context, seed=agreed_seed(context), outputs=outputs)
+    state = State(plan=plan, signature=captured.signature, context=context, seed=seed, outputs=outputs)
     return ParallelModule(emit(program, decisions, dict(analysis.fits), context), program, stored, state)
 
 
@@ -67,7 +123,5 @@ def check_mesh(plan: Plan, mesh: Mesh) -> None:
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer under every name that it has."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    return found | dict(model.named_buffers(remove_duplicate=False))
-
-
+    return found | dict(model.named_buffers(remove_duplicate=False)) | dict(attributes(model))
 

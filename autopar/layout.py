@@ -109,7 +109,7 @@ def take(tensor: torch.Tensor, dim: int, blocks: int, parts: int, index: int) ->
     """Part `index` of each of `blocks` equal blocks of a dim, every block cut into `parts`; a view where one serves."""
     if blocks == 1:
         return tensor.tensor_split(parts, dim)[index]
-    cut = tensor.unflatten(dim, (blocks, parts, -1)).select(dim + 1, index)
+    cut = torch.unflatten(tensor, dim, (blocks, parts, -1)).select(dim + 1, index)
     return cut.flatten(dim, dim + 1)
 
 
@@ -141,7 +141,7 @@ def _join_axis(
     if state.kind != "S":
         return group[0]
     left = blocks(layout, axis, shape, sizes, present=range(axis + 1, len(sizes)))
-    cut = [part.unflatten(state.dim, (left, -1)) for part in group]
+    cut = [torch.unflatten(part, state.dim, (left, -1)) for part in group]
     return torch.stack(cut, state.dim + 1).flatten(state.dim, state.dim + 2)
 
 

@@ -152,7 +152,7 @@ def _form(entry: str, fitted: Fitted | None) -> Form:
 
 def describe(
     program: Program, decisions: Decisions, fits: Mapping[str, Fitted | None], sizes: tuple[int, ...]
-) -> dict[str, object]:
+) -> tuple[dict[str, str], dict[str, str], dict[str, tuple[str, ...]]]:
     """The decisions as text: `choices`, `layouts` and `routes` of a plan."""
     choices = {
         op.name: ", ".join(form_text(form, fits[op.name]) for form in decisions.ops[op.name].forms) for op in program.ops
@@ -170,7 +170,7 @@ def describe(
         for name, steps in decisions.routes.items()
         for shape in [program.values[name].shape]
     }
-    return {"choices": choices, "layouts": layouts, "routes": routes}
+    return choices, layouts, routes
 
 
 def check_program(plan: Plan, program: Program) -> None:

@@ -132,7 +132,7 @@ def finish(formulated: Formulated, solution: Solution, peak: float, options: Opt
     """The plan that a solution stands for; `peak` is its peak memory in bytes."""
     program, mesh = formulated.program, formulated.mesh
     chosen = decisions(formulated, solution)
-    text = describe(program, chosen, formulated.analysis.fits, mesh.sizes)
+    choices, layouts, routes = describe(program, chosen, formulated.analysis.fits, mesh.sizes)
     return Plan(
         hash=program.hash,
         axes=mesh.axes,
@@ -145,7 +145,9 @@ def finish(formulated: Formulated, solution: Solution, peak: float, options: Opt
         step_time=solution.seconds,
         peak_memory=round(peak),
         collectives=tuple(collectives_of(formulated.analysis, chosen, mesh)),
-        **text,
+        choices=choices,
+        layouts=layouts,
+        routes=routes,
     )
 
 

@@ -198,6 +198,13 @@ def named(names: Sequence[str], rest: str, args: Sequence[object], kwargs: Mappi
     return arguments | ({rest: tuple(args[len(names) :])} if len(args) > len(names) else {}) | dict(kwargs)
 
 
+def on_meta(sample: object) -> object:
+    """The sample with its tensors on the meta device."""
+    if isinstance(sample, Mapping):
+        sample = dict(sample)
+    return pytree.tree_map_only(torch.Tensor, _to_meta, sample)
+
+
 def _split(sample: object) -> tuple[tuple[object, ...], dict[str, object]]:
     if isinstance(sample, Mapping):
         return (), {str(name): value for name, value in sample.items()}

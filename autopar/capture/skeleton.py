@@ -34,7 +34,7 @@ def skeleton(model: nn.Module) -> Skeleton:
     copied or a parameter has a hook.
     """
     parameters: list[tuple[str, torch.Tensor]] = list(model.named_parameters(remove_duplicate=False))
-    buffers = [*model.named_buffers(remove_duplicate=False), *_attributes(model)]
+    buffers = [*model.named_buffers(remove_duplicate=False), *attributes(model)]
     memo: dict[int, object] = {}
     for name, tensor in (*parameters, *buffers):
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
@@ -60,7 +60,8 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
     return empty.requires_grad_(tensor.requires_grad)
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that a module holds as plain attributes, by dotted name."""
     for prefix, module in model.named_modules():
         for name, held in vars(module).items():
             if isinstance(held, torch.Tensor):

@@ -7,7 +7,7 @@ checked against the planned one and its results are put back into the original's
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -38,6 +38,9 @@ class State:
         self.plan, self.signature, self.context, self.outputs = plan, signature, context, outputs
         self.draws, self.gathers = Draws(seed), Gathers()
         self.checked = False
+        self.other: Callable[[ParallelModule], ParallelModule | None] | None = None  # makes the module of the other mode
+        self.mode = True  # `training` when the model was captured
+        self.twin: ParallelModule | None = None
         self.axes = SimpleNamespace(**{identifier(axis.name): axis for axis in context.axes})
 
     def __deepcopy__(self, memo: dict[int, object]) -> State:
@@ -80,6 +83,10 @@ class ParallelModule(fx.GraphModule):
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The program's outputs for its inputs, in its own order."""
         state = self.autopar
+        if self.training != state.mode and state.other is not None:
+            twin = self._twin(state.other)
+            if twin is not self:
+                return twin.run(inputs)
         self._check(inputs)
         state.draws.advance()
         with state.gathers.active() if torch.is_grad_enabled() else nullcontext():
@@ -88,6 +95,13 @@ class ParallelModule(fx.GraphModule):
             wrap(result, shape, layout, state.context) if any(s.kind == "S" for s in layout) else result
             for result, (shape, layout) in zip(results, state.outputs, strict=True)
         ]
+
+    def _twin(self, make: Callable[[ParallelModule], ParallelModule | None]) -> ParallelModule:
+        """The module of the other mode, over the same tensors: this one itself where only flags differ."""
+        state, own = self.autopar, dict(self.named_parameters())
+        if state.twin is None or any(own[name] is not held for name, held in state.twin.named_parameters()):
+            state.twin = make(self) or self
+        return state.twin if state.twin is self else state.twin.train(self.training)
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
         device, signature = self.autopar.context.device, self.autopar.signature

@@ -75,11 +75,11 @@ def demands(program: Program, mesh: Mesh, strategy: str, constraints: Mapping[st
     last = len(mesh.sizes) - 1
     data = range(last if strategy == "megatron" else last + 1)
     whole: Pattern = (I,) * len(mesh.sizes)
-    stored: dict[str, Pattern] = {
-        "ddp": lambda: dict.fromkeys(weights, whole),
-        "fsdp": lambda: {name: _first_dim(value, mesh) for name, value in weights.items()},
-        "megatron": lambda: dict.fromkeys(weights, (*whole[:last], None)),
-    }[strategy]()
+    stored: dict[str, Pattern] = dict.fromkeys(weights, whole)
+    if strategy == "fsdp":
+        stored = {name: _first_dim(value, mesh) for name, value in weights.items()}
+    elif strategy == "megatron":
+        stored = dict.fromkeys(weights, (*whole[:last], None))
     return Demands(
         patterns=stored | patterns,
         taken=_batch(program, mesh, strategy, data) | sliced,

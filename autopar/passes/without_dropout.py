@@ -32,3 +32,20 @@ def _certain(op: Op) -> Op:
         return op
     args, kwargs = packed(op.target, bound(op) | {chance: 0.0})
     return replace(op, args=args, kwargs=kwargs)
+
+
+def without_training(program: Program) -> Program:
+    """Every `training` flag is False: what is left is what both modes of a model have in common.
+
+    a = dropout(x, 0.0, True)    ->    a = dropout(x, 0.0, False)
+    """
+    return replace(program, ops=tuple(map(_quiet, program.ops)))
+
+
+def _quiet(op: Op) -> Op:
+    named = bound(op)
+    flags = {name: False for name in ("train", "training") if name in named}
+    if not flags:
+        return op
+    args, kwargs = packed(op.target, named | flags)
+    return replace(op, args=args, kwargs=kwargs)

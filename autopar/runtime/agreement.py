@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -15,14 +15,19 @@ from autopar.runtime.world import Context
 T = TypeVar("T")
 
 
-def from_rank_0(text: str | None, context: Context) -> str:
-    """Rank 0's text on every rank (a plan, as JSON)."""
+def from_rank_0(make: Callable[[], str], context: Context) -> str:
+    """What rank 0 makes (a plan, as JSON), on every rank; where it fails, every rank raises its error."""
     if context.device_mesh is None:
-        assert text is not None
-        return text
-    box = [text]
+        return make()
+    box: list[str | Exception] = [""]
+    if not any(context.coordinates):
+        try:
+            box = [make()]
+        except Exception as error:
+            box = [error]
     dist.broadcast_object_list(box, src=0, device=context.device)
-    assert box[0] is not None
+    if isinstance(box[0], Exception):
+        raise box[0]
     return box[0]
 
 

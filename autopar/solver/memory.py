@@ -19,7 +19,7 @@ from autopar.layout import local_shape
 from autopar.mesh import Bytes
 from autopar.passes.classes import ValueClass
 from autopar.solver.formulate import Formulated
-from autopar.solver.problem import PRODUCER, Floats, Kept, Problem, Row, Solution
+from autopar.solver.problem import PRODUCER, Floats, Ints, Kept, Problem, Row, Solution
 
 
 ON_CHOICE = ("stored", "gradient", "internal")  # kinds whose bytes follow a choice; the others follow a wire
@@ -32,8 +32,8 @@ class Alive:
     kind: str
     where: int
     consumer: int
-    starts: Floats
-    stops: Floats
+    starts: Ints
+    stops: Ints
     weights: Floats
 
 
@@ -87,9 +87,9 @@ class Ledger:
             formulated.problem.wires[alive.where],
         )
         size = program.values[values.example].dtype.itemsize
-        nodes = graph.elements * float(size)
+        nodes: Floats = (graph.elements * size).astype(np.float64)
         if alive.kind == "converted":
-            return nodes[wire.target] * ~wire.free
+            return np.where(wire.free, 0.0, nodes[wire.target])
         if alive.kind == "kept":
             return nodes
         if alive.kind == "transient":

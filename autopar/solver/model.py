@@ -106,8 +106,8 @@ class Model:
         for surcharge in wire.surcharges:
             if surcharge.consumers and surcharge.consumers != every:
                 due = self._columns(surcharge.seconds)
-                for consumer in sorted(surcharge.consumers):
-                    self._at_least(due, flows[consumer], arcs)
+                for place in sorted(surcharge.consumers):
+                    self._at_least(due, flows[place], arcs)
         self.columns.use.append(use)
 
     def _at_least(self, greater: int, less: int, number: int) -> None:

@@ -122,7 +122,7 @@ def load(part: Part) -> highspy.Highs:
     lp.row_lower_, lp.row_upper_ = part.lower, part.upper
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = part.start, part.column, part.value
-    solver = highspy.Highs()
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("random_seed", 0)
     solver.setOptionValue("threads", 1)
