@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import fx, nn
 
 from autopar.build import build
 from autopar.mesh import Bytes, Device
 from autopar.plan import Plan
-from autopar.runtime.initialize import initialize
 from autopar.planner import Options, make_plan
-
+from autopar.runtime.initialize import initialize
 from autopar.verification import Report
 from autopar.verification import verify as _verify
 
@@ -34,12 +32,14 @@ def plan(
 
     `sample_input` is the global batch: a tensor, a tuple of arguments, or a mapping of keywords. `mesh` is a tuple of sizes, a
     dict name -> size, an `autopar.Mesh` or a `DeviceMesh`. `device` names a catalog entry ("h100"), by default this machine's
-    accelerator, else its CPU; `budget` is bytes per device (or "80GB"), by default 90% of the device. `strategy` is "auto", "ddp",
-    "fsdp", "megatron" or "replicate"; `constraints` maps names (globs) to layouts; `outputs` is "whole" or "sharded" for tensors that
-    are not scalars; with `strict`, an operator without a rule is an error.
+    accelerator, else its CPU; `budget` is bytes per device (or "80GB"), by default 90% of the device. `strategy` is "auto",
+    "ddp", "fsdp", "megatron" or "replicate"; `constraints` maps names (globs) to layouts; `outputs` is "whole" or "sharded" for
+    tensors that are not scalars; with `strict`, an operator without a rule is an error.
 
-    Raises an `autopar.AutoparError` that says what is wrong: CaptureError, ConstraintError, BudgetError, MeshError, InputError, RuleError.
+    Raises an `autopar.AutoparError` that says what is wrong: CaptureError, ConstraintError, BudgetError, MeshError, InputError,
+    RuleError.
 
+    >>> import autopar, torch
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     >>> autopar.plan(model, torch.randn(32, 64), mesh=(2, 4), device="a100-80gb").status
     'optimal'
@@ -56,12 +56,12 @@ def parallelize(
 ) -> fx.GraphModule:
     """This rank's part of the model, as an `fx.GraphModule` that is called, trained and saved like the original.
 
-    Run it under torchrun with as many processes as the mesh has devices (a mesh of one device needs none); rank 0 plans, and its
-    weights are the ones that count. `options` are those of `plan`, which may also be made before and given. The user's model is
-    left as it is. A model on `meta` gives a module on `meta`: load a checkpoint into it, or call `autopar.initialize`.
+    Run it under torchrun with as many processes as the mesh has devices (a mesh of one device needs none); rank 0 plans, and
+    its weights are the ones that count. `options` are those of `plan`, which may also be made before and given. The user's
+    model is left as it is. A model on `meta` gives a module on `meta`: load a checkpoint into it, or call `autopar.initialize`.
 
-    Raises PlanError if the plan was made for another model or mesh, MeshError if the mesh is not as large as the world, and what
-    `plan` raises.
+    Raises PlanError if the plan was made for another model or mesh, MeshError if the mesh is not as large as the world, and
+    what `plan` raises.
     """
     return build(model, sample_input, mesh, plan, Options(**options_of(options)))  # type: ignore[arg-type]
 
@@ -69,8 +69,8 @@ def parallelize(
 def verify(model: nn.Module, sample_input: object, mesh: object, *, plan: Plan | None = None, **options: object) -> Report:
     """Run the model sequentially and in parallel in float64 and compare outputs, loss and every gradient.
 
-    Starts its own gloo processes on this machine, one per device of the mesh. Dropout is 0 on both sides. A second comparison holds
-    the captured program against the user's module in its own dtype. `report.ok` says whether all agree.
+    Starts its own gloo processes on this machine, one per device of the mesh. Dropout is 0 on both sides. A second comparison
+    holds the captured program against the user's module in its own dtype. `report.ok` says whether all agree.
     """
     return _verify(model, sample_input, mesh, plan, Options(**options_of(options)))  # type: ignore[arg-type]
 

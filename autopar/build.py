@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.capture import Captured
 from autopar.capture.signature import on_meta
 from autopar.capture.skeleton import attributes, skeleton
-from autopar.codegen import ParallelModule, State, emit
+from autopar.codegen import ParallelModule, Returned, State, emit
 from autopar.decisions import Decisions
 from autopar.errors import PlanError
 from autopar.ir import Program
@@ -21,7 +21,7 @@ from autopar.mesh import Mesh
 from autopar.passes import normalise
 from autopar.passes.without_dropout import without_dropout, without_training
 from autopar.plan import Plan, resolve
-from autopar.planner import Options, located, plan_program, read_program
+from autopar.planner import Options, located, plan_program, read_program, sharded
 from autopar.runtime.agreement import check_program, from_rank_0
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.storage import store
@@ -102,7 +102,10 @@ def _emitted(
     seed: int,
 ) -> ParallelModule:
     program = captured.program
-    outputs = [(program.values[o.value].shape, decisions.outputs[o.path]) for o in program.outputs]
+    split = sharded(program, plan.options.get("outputs") or None)
+    outputs = [
+        Returned(shape=program.values[o.value].shape, layout=decisions.outputs[o.path], split=split(o)) for o in program.outputs
+    ]
     state = State(plan=plan, signature=captured.signature, context=context, seed=seed, outputs=outputs)
     return ParallelModule(emit(program, decisions, dict(analysis.fits), context), program, stored, state)
 
@@ -110,7 +113,8 @@ def _emitted(
 def check_mesh(plan: Plan, mesh: Mesh) -> None:
     """Raise PlanError if a plan is none or was made for another mesh."""
     if not isinstance(plan, Plan):
-        raise PlanError(f"plan is a {type(plan).__name__}", fix="autopar.plan(...), or autopar.Plan.load(path) for a saved one")
+        fix = "autopar.plan(...), or autopar.Plan.load(path) for a saved one"
+        raise PlanError(f"plan is a {type(plan).__name__}", fix=fix)
     if (plan.axes, plan.sizes) != (mesh.axes, mesh.sizes):
         raise PlanError(
             "the plan was made for another mesh",

@@ -188,7 +188,8 @@ def parse(line: str, shape: tuple[int, ...], sizes: tuple[int, ...], name: str =
             continue
         dim = int(match["dim"]) + (len(shape) if match["dim"].startswith("-") else 0)
         if not 0 <= dim < len(shape):
-            raise LayoutError(f"{line!r} splits dim {match['dim']}, but {name} has {len(shape)} dims", shape=shape, fix="a dim that it has")
+            what = f"{line!r} splits dim {match['dim']}, but {name} has {len(shape)} dims"
+            raise LayoutError(what, shape=shape, fix="a dim that it has")
         nests.setdefault(dim, []).append((int(match["place"] or axis + 1), axis, int(match["blocks"] or 1)))
         states.append(None)
     for dim, nest in nests.items():

@@ -20,10 +20,10 @@ from autopar.cost_models.collectives import seconds as collective_seconds
 from autopar.cost_models.links import connect
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError, RuleError
-from autopar.ir import Op, Output, Program
+from autopar.ir import Op, Output, Program, writes
 from autopar.mesh import Bytes, Device, Mesh
 from autopar.passes import normalise
-from autopar.passes.strategies import demands
+from autopar.passes.strategies import constrained, demands
 from autopar.plan import Collective, Plan, describe
 from autopar.solver.budget import parse_bytes
 from autopar.solver.formulate import Analysis, Formulated, analyse, decisions, due, formulate
@@ -106,14 +106,14 @@ def plan_program(program: Program, mesh: Mesh, options: Options, stop: Callable[
     """The plan of a captured program on a mesh with device and links."""
     limit = parse_bytes(options.budget, mesh)
     optimizer = optimizers.optimizer(options.optimizer)
-    wanted = demands(program, mesh, options.strategy, options.constraints)
-    user = demands(program, mesh, "auto", options.constraints).patterns
+    user = constrained(program, mesh, options.constraints)
     analysis = analyse(program, mesh, apart=lambda name: str(user.get(name, "")))
+    wanted = demands(program, mesh, options.strategy, options.constraints, analysis.fits)
     _without_rule(analysis, strict=options.strict)
     if options.strategy != "replicate":
         _useless_axes(analysis, mesh)
     stop("analyse")
-    formulated = formulate(analysis, mesh, optimizer, demands=wanted, sharded_outputs=_sharded(program, options.outputs))
+    formulated = formulate(analysis, mesh, optimizer, demands=wanted, sharded_outputs=sharded(program, options.outputs))
     ledger = Ledger(formulated, optimizer)
     stop("formulate")
     solution = within(formulated, ledger, limit)
@@ -170,7 +170,7 @@ def collectives_of(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterabl
 
 def _impossible(formulated: Formulated, ledger: Ledger, limit: Bytes, options: Options) -> AutoparError:
     """Why there is no plan: the constraints leave none, or none fits into the limit."""
-    least = smallest(formulated, ledger, limit)
+    least = smallest(formulated, ledger)
     if least is None:
         return ConstraintError(
             f"the strategy {options.strategy!r} and the constraints leave no way to run the model",
@@ -201,8 +201,8 @@ def _best_named(
     optimizer = optimizers.optimizer(options.optimizer)
     for strategy in NAMED:
         try:
-            wanted = demands(program, mesh, strategy, options.constraints)
-            other = formulate(analysis, mesh, optimizer, demands=wanted, sharded_outputs=_sharded(program, options.outputs))
+            wanted = demands(program, mesh, strategy, options.constraints, analysis.fits)
+            other = formulate(analysis, mesh, optimizer, demands=wanted, sharded_outputs=sharded(program, options.outputs))
         except ConstraintError:
             continue
         found = within(other, Ledger(other, optimizer), limit, cutoff=solution.seconds)
@@ -211,7 +211,7 @@ def _best_named(
     return solution, formulated
 
 
-def _sharded(program: Program, outputs: str | None) -> Callable[[Output], bool]:
+def sharded(program: Program, outputs: str | None) -> Callable[[Output], bool]:
     """Which outputs may leave split: by default those that stand beside a scalar."""
     if outputs not in (None, "whole", "sharded"):
         raise ConstraintError(f"outputs={outputs!r} is unknown", fix='None, "whole" or "sharded"')
@@ -238,7 +238,7 @@ def _without_rule(analysis: Analysis, *, strict: bool) -> None:
     """Say which operators have no rule: once as a warning, or as an error in strict mode."""
     missing: dict[str, Op] = {}
     for op in analysis.program.ops:
-        if analysis.fits[op.name] is None:
+        if analysis.fits[op.name] is None and not writes(op):  # what writes a buffer is whole on purpose
             missing.setdefault(op.target, op)
     if not missing:
         return

@@ -12,7 +12,7 @@ from autopar.capture import Captured
 from autopar.cost_models import optimizers
 from autopar.mesh import Mesh
 from autopar.plan import Plan
-from autopar.planner import Options, finish, located, read_program
+from autopar.planner import Options, finish, located, read_program, sharded
 from autopar.solver.formulate import analyse, formulate
 from autopar.solver.memory import Ledger
 from autopar.solver.problem import Problem, Solution, price
@@ -24,7 +24,7 @@ def random_plan(model: nn.Module, sample_input: object, mesh: object, seed: int 
 
     Good for tests of rules and conversions, for nothing else: memory and price are what they happen to be.
     """
-    options = Options(device="h100", strategy="random")
+    options = Options(device="h100", strategy="random", outputs="sharded")
     return random_plan_of(read_program(model, sample_input), located(mesh, options), seed, options)
 
 
@@ -32,7 +32,7 @@ def random_plan_of(captured: Captured, mesh: Mesh, seed: int, options: Options) 
     """The same for a model that is captured already, on a mesh with device and links."""
     optimizer = optimizers.optimizer(options.optimizer)
     formulated = formulate(
-        analyse(captured.program, mesh, repeated=False), mesh, optimizer, sharded_outputs=lambda output: True
+        analyse(captured.program, mesh, repeated=False), mesh, optimizer, sharded_outputs=sharded(captured.program, options.outputs)
     )
     solution = random_solution(formulated.problem, random.Random(seed))
     return finish(formulated, solution, float(Ledger(formulated, optimizer).walk(solution).max()), options)
@@ -40,7 +40,12 @@ def random_plan_of(captured: Captured, mesh: Mesh, seed: int, options: Options) 
 
 def random_solution(problem: Problem, draw: random.Random) -> Solution:
     """Random picks, joined by routes that are cheapest under random prices."""
-    picks = tuple(draw.randrange(len(choice.seconds)) for choice in problem.choices)
+    drawn = [draw.randrange(len(choice.seconds)) for choice in problem.choices]
+    for wire in problem.wires:
+        if not len(wire.seconds) and wire.nodes > 1:  # no conversion is allowed: produced as it is wanted
+            wanted = wire.consumers[0].wants[drawn[wire.consumers[0].choice]]
+            drawn[wire.producer] = int(np.flatnonzero(wire.produced == wanted)[0])
+    picks = tuple(drawn)
     arcs = []
     for wire in problem.wires:
         weights = np.array([draw.random() for _ in wire.seconds])

@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 from autopar.build import assemble, check_mesh, tensors_of
 from autopar.capture import Captured, Signature
 from autopar.capture.signature import read_result
-from autopar.codegen import ParallelModule, State, emit
+from autopar.codegen import ParallelModule, Returned, State, emit
 from autopar.decisions import Decisions
 from autopar.errors import InputError
-from autopar.ir import Program
+from autopar.ir import Program, writes
 from autopar.layout import I
 from autopar.mesh import Mesh
 from autopar.passes.candidates import INVARIANT, candidate
@@ -44,7 +44,7 @@ DOUBLE, SINGLE = 1e-9, 1e-4  # largest error that counts as equal
 class Row:
     """One tensor compared: `error` is max |a - b| / (1 + max |b|), the largest of all ranks."""
 
-    what: str  # "output", "gradient", or "capture" (the captured program against the user's module)
+    what: str  # "output", "gradient", "buffer", or "capture" (the captured program against the user's module)
     name: str
     error: float
     tolerance: float
@@ -193,7 +193,9 @@ def _results(module: ParallelModule, program: Program, inputs: Sequence[torch.Te
         gradient = tensor.grad
         if parameter.value.requires_grad and gradient is not None:
             result["gradient", parameter.names[0]] = gradient
-    return result
+    stored = dict(module.named_buffers())
+    written = dict.fromkeys(name for op in program.ops for name in writes(op))
+    return result | {("buffer", name): stored[name] for name in written}
 
 
 def _loss(outputs: Sequence[torch.Tensor], program: Program) -> torch.Tensor | None:
@@ -217,7 +219,7 @@ def sequential(captured: Captured, tensors: Mapping[str, torch.Tensor]) -> Paral
         outputs={o.path: (I,) for o in program.outputs},
         routes={},
     )
-    outputs = [(program.values[o.value].shape, (I,)) for o in program.outputs]
+    outputs = [Returned(shape=program.values[o.value].shape, layout=(I,), split=False) for o in program.outputs]
     state = State(plan=None, signature=captured.signature, context=context, seed=0, outputs=outputs)
     held = {p.value.name: _copy(tensors[p.value.name]) for p in (*program.parameters, *program.buffers)}
     graph = emit(program, decisions, dict.fromkeys((op.name for op in program.ops), None), context)

@@ -101,7 +101,7 @@ def run(name: str) -> None:
     phases.done("import")
     config = getattr(transformers, case.config)(**case.arguments)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
         tokens = torch.empty(case.batch, dtype=torch.long)
     phases.done("model")
     captured = read_program(model, {"input_ids": tokens, "labels": tokens})
@@ -154,7 +154,7 @@ def main() -> int:
     actions: dict[str, Callable[[], bool]] = {
         "check": lambda: check(json.loads(COSTS.read_text())),
         "record": record,
-        "all": lambda: all([measured(name) for name in options.cases or [n for n, case in CASES.items() if not case.small]]),
+        "all": lambda: all(map(measured, options.cases or [name for name, case in CASES.items() if not case.small])),
     }
     if options.here:
         run(options.here)

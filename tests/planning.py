@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,19 +15,14 @@ import transformers
 from torch import nn
 
 from autopar.capture import Captured
-from autopar.cost_models import catalog, optimizers
-from autopar.cost_models.collectives import seconds as collective_seconds
-from autopar.cost_models.compute import pricer
-from autopar.cost_models.optimizers import step_seconds
-from autopar.decisions import Decisions
+from autopar.cost_models import catalog
 from autopar.errors import BudgetError
-from autopar.ir import Program, Value
-from autopar.layout import Layout, local_shape
+from autopar.ir import Output
 from autopar.mesh import Device, Link, Mesh
+from autopar.passes.classes import OUTPUT
 from autopar.plan import Collective, Plan, resolve
 from autopar.planner import Options, plan_program, read_program
-from autopar.solver.formulate import Analysis, Formulated, analyse, due, formulate
-from autopar.solver.memory import Ledger
+from autopar.solver.formulate import Formulated
 
 GIB = 2**30
 Sample = Mapping[str, torch.Tensor]
@@ -38,7 +33,7 @@ class Layers(nn.Module):
 
     def __init__(self, widths: tuple[int, ...], bias: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b, bias=bias) for a, b in zip(widths[:-1], widths[1:], strict=True))
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=bias) for a, b in itertools.pairwise(widths))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -57,8 +52,13 @@ def layers(batch: int, *widths: int, dtype: torch.dtype = torch.bfloat16) -> Cap
 def gpt2(batch: int, length: int, width: int, depth: int = 2, vocabulary: int = 256, masked: bool = False) -> Captured:
     """GPT-2 with its fused attention projection; heads of 64."""
     config = transformers.GPT2Config(
-        n_layer=depth, n_embd=width, n_head=max(4, width // 64), vocab_size=vocabulary, n_positions=max(length, 32),
-        bos_token_id=0, eos_token_id=0,
+        n_layer=depth,
+        n_embd=width,
+        n_head=max(4, width // 64),
+        vocab_size=vocabulary,
+        n_positions=max(length, 32),
+        bos_token_id=0,
+        eos_token_id=0,
     )
     return _language(transformers.GPT2LMHeadModel, config, batch, length, masked)
 
@@ -69,8 +69,8 @@ def llama(batch: int, length: int, width: int, depth: int = 2, vocabulary: int =
     heads = max(8, width // 64)
     config = transformers.LlamaConfig(
         num_hidden_layers=depth, hidden_size=width, intermediate_size=2 * width, num_attention_heads=heads,
-        num_key_value_heads=heads // 2, vocab_size=vocabulary, max_position_embeddings=max(length, 32), tie_word_embeddings=tied,
-        bos_token_id=0, eos_token_id=0,
+        num_key_value_heads=heads // 2, vocab_size=vocabulary, max_position_embeddings=max(length, 32),
+        tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return _language(transformers.LlamaForCausalLM, config, batch, length, masked=False)
 
@@ -120,6 +120,30 @@ def smallest(captured: Captured, on: Mesh) -> int:
     """The smallest budget that works, as the error says it."""
     with pytest.raises(BudgetError) as caught:
         plan(captured, on, budget=1)
-    match = re.search(r"smallest budget that works is ([\d.]+) GiB", caught.value.what)
-    assert match, caught.value
-    return round(float(match[1]) * GIB)
+    return int(caught.value.details["smallest"].removeprefix("budget="))
+
+
+def beside_scalar(output: Output) -> bool:
+    """Whether an output of a language model may leave split: what stands beside its loss."""
+    return output.path != "loss"
+
+
+def solution_of(plan: Plan, formulated: Formulated) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """The picks and arcs of a problem, in which every class has one member or all take the same, that a plan stands for."""
+    program = formulated.program
+    chosen = resolve(plan, program, formulated.analysis.fits)
+    picks = []
+    for name, found in zip(formulated.names, formulated.candidates, strict=True):
+        if name in program.op:
+            wanted = chosen.ops[name]
+            picks.append(next(i for i, c in enumerate(found) if (c.operands, c.results) == (wanted.operands, wanted.results)))
+        elif name in program.values:
+            picks.append(next(i for i, c in enumerate(found) if c.results[0] == chosen.given[name]))
+        else:
+            path = name.removeprefix(OUTPUT)
+            picks.append(next(i for i, c in enumerate(found) if c.operands[0] == chosen.outputs[path]))
+    arcs = []
+    for values, graph, wire in zip(formulated.wires, formulated.spaces, formulated.problem.wires, strict=True):
+        ends = [(graph.nodes[s], graph.nodes[t]) for s, t in zip(wire.source.tolist(), wire.target.tolist(), strict=True)]
+        arcs.append(tuple(ends.index((step.source, step.target)) for step in chosen.routes.get(values.example, ())))
+    return tuple(picks), tuple(arcs)

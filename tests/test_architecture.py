@@ -33,7 +33,7 @@ LAYERS = (
 KNOWN_IN = {
     "torch.fx": ("capture/", "codegen", "api"),  # the api names the type that it returns
     "pulp": ("solver/model",),
-    "highspy": ("solver/model", "solver/solve"),
+    "highspy": ("solver/model", "solver/search"),
     "torch.distributed": ("runtime/", "build"),  # a mesh that the user made is told by its type
 }
 

@@ -75,7 +75,8 @@ def test_emitted_code_imports_every_name_that_it_uses(strategy: str) -> None:
 
 def test_a_gathered_weight_is_named_after_the_weight() -> None:
     text = code("fsdp")
-    assert "transformer_h_0_mlp_c_fc_weight_gathered = regathered(gathers, 'all_gather__reduce_scatter', transformer_h_0_" in text
+    weight = "transformer_h_0_mlp_c_fc_weight"
+    assert f"{weight}_gathered = regathered(gathers, 'all_gather__reduce_scatter', {weight}, tp, 0)" in text
     assert not re.search(r"^ +regathered\w* = ", text, re.MULTILINE)
 
 

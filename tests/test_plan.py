@@ -55,7 +55,7 @@ def check_round_trips(name: str, made: Plan) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "cnn"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "vit"])
 def test_a_plan_denotes_the_decisions_that_it_was_made_from(name: str, strategy: str) -> None:
     check_round_trips(name, plan(name, strategy))
 
@@ -118,7 +118,8 @@ def test_the_printed_plan_has_totals_stored_layouts_and_what_is_sent() -> None:
     text = str(made)
     sent = sum(entry.seconds for entry in made.collectives) * 1e3
     assert f"plan {made.hash} for mesh axis0=2 (nvlink4), axis1=2 (nvlink4) on h100" in text
-    assert f"{made.step_time * 1e3:.3f} ms: {made.step_time * 1e3 - sent:.3f} computing, {sent:.3f} sending; proven optimal" in text
+    whole = made.step_time * 1e3
+    assert f"{whole:.3f} ms: {whole - sent:.3f} computing, {sent:.3f} sending; proven optimal" in text
     assert f"{size_text(made.peak_memory)} per device at the peak" in text
     assert "transformer.h.0-1.mlp.c_fc.weight S(0) S(0)" in " ".join(text.split())
     assert "all_gather" in text

@@ -65,7 +65,8 @@ class Signature:
         given = dict(_leaves(named(self.names, self.rest, args, kwargs)))
         for planned in self.tensors:
             if any(path.startswith(f"{planned.path}.") for path in given):
-                raise InputError(f"argument {planned.path} is no tensor but holds others", planned=planned, fix="give the tensor itself")
+                what = f"argument {planned.path} is no tensor but holds others"
+                raise InputError(what, planned=planned, fix="give the tensor itself")
         tensors = [_checked(planned, given.pop(planned.path, None)) for planned in self.tensors]
         expected = dict(self.defaults) | dict(self.constants)
         for path, value in given.items():

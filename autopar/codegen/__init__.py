@@ -5,6 +5,6 @@
 """
 
 from autopar.codegen.emit import emit
-from autopar.codegen.module import ParallelModule, State
+from autopar.codegen.module import ParallelModule, Returned, State
 
-__all__ = ["ParallelModule", "State", "emit"]
+__all__ = ["ParallelModule", "Returned", "State", "emit"]

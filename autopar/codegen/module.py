@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -26,14 +27,20 @@ from autopar.runtime.regather import Gathers
 from autopar.runtime.storage import wrap
 from autopar.runtime.world import Context
 
-Shape = tuple[int, ...]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """One output: its whole shape, how the graph leaves it, and whether the user gets it as a DTensor."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+    split: bool
 
 
 class State:
     """What a parallel module keeps beside its parameters: `axes.NAME` for every mesh axis, random draws, gathered weights."""
 
     def __init__(
-        self, plan: Plan | None, signature: Signature, context: Context, seed: int, outputs: Sequence[tuple[Shape, Layout]]
+        self, plan: Plan | None, signature: Signature, context: Context, seed: int, outputs: Sequence[Returned]
     ) -> None:
         self.plan, self.signature, self.context, self.outputs = plan, signature, context, outputs
         self.draws, self.gathers = Draws(seed), Gathers()
@@ -92,8 +99,8 @@ class ParallelModule(fx.GraphModule):
         with state.gathers.active() if torch.is_grad_enabled() else nullcontext():
             results = super().__call__(*inputs)
         return [
-            wrap(result, shape, layout, state.context) if any(s.kind == "S" for s in layout) else result
-            for result, (shape, layout) in zip(results, state.outputs, strict=True)
+            wrap(result, output.shape, output.layout, state.context) if output.split else result
+            for result, output in zip(results, state.outputs, strict=True)
         ]
 
     def _twin(self, make: Callable[[ParallelModule], ParallelModule | None]) -> ParallelModule:

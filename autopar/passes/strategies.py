@@ -17,6 +17,7 @@ from autopar.errors import ConstraintError, LayoutError
 from autopar.ir import Program, Value
 from autopar.layout import I, Layout, State, parse, split
 from autopar.mesh import Mesh
+from autopar.rules import Fitted
 
 STRATEGIES = ("auto", "ddp", "fsdp", "megatron", "replicate")
 Pattern = tuple[State | None, ...]  # a layout, None where an axis is free
@@ -27,14 +28,15 @@ class Demands:
     """What a strategy and the user's constraints ask for.
 
     `patterns` limits the layouts in which values are produced or stored, `taken` gives inputs that are sliced on arrival. Weights
-    are not gathered on the axes `ungathered`, and used unsplit with `weights_whole`; other values, outputs excepted, are neither
-    gathered nor exchanged on the `private` axes (what makes data parallelism). `invariant`: everything is I.
+    are not gathered on the axes `ungathered`, and used unsplit with `weights_whole`; other values are neither
+    gathered nor exchanged on the `private` axes (what makes data parallelism), but for those in `gathered`: outputs, and what an op
+    needs whole. `invariant`: everything is I.
     """
 
     patterns: Mapping[str, Pattern] = field(default_factory=dict)
     taken: Mapping[str, Layout] = field(default_factory=dict)
     weights: frozenset[str] = frozenset()
-    outputs: frozenset[str] = frozenset()
+    gathered: frozenset[str] = frozenset()
     ungathered: frozenset[int] = frozenset()
     private: frozenset[int] = frozenset()
     weights_whole: bool = False
@@ -49,14 +51,16 @@ class Demands:
         """Whether a value may be converted on an axis from one kind of state to another."""
         forward = CONVERSIONS[source, target][0]
         if value not in self.weights:
-            return axis not in self.private or value in self.outputs or forward in ("identity", "slice", "all_reduce")
+            return axis not in self.private or value in self.gathered or forward in ("identity", "slice", "all_reduce")
         if self.weights_whole and target not in "IR":
             return False
         return axis not in self.ungathered or forward in ("identity", "keep", "slice")
 
 
-def demands(program: Program, mesh: Mesh, strategy: str, constraints: Mapping[str, str]) -> Demands:
-    """The demands of a strategy, with the user's constraints on top.
+def demands(
+    program: Program, mesh: Mesh, strategy: str, constraints: Mapping[str, str], fits: Mapping[str, Fitted | None]
+) -> Demands:
+    """The demands of a strategy, with the user's constraints on top; `fits` holds the rule of every op.
 
     Raises ConstraintError for a strategy that does not exist or does not fit, for a constraint that matches nothing, and for two
     that contradict each other.
@@ -65,7 +69,7 @@ def demands(program: Program, mesh: Mesh, strategy: str, constraints: Mapping[st
         raise ConstraintError(f"no strategy is called {strategy!r}", fix=f"one of {', '.join(STRATEGIES)}")
     if not isinstance(constraints, Mapping):
         raise ConstraintError(f"constraints is a {type(constraints).__name__}", fix='a dict name -> layout, {"*.weight": "I, S(0)"}')
-    patterns = _constrained(program, mesh, constraints)
+    patterns = constrained(program, mesh, constraints)
     sliced = {v.name: tuple(state or I for state in patterns[v.name]) for v in program.inputs if v.name in patterns}
     if strategy == "auto":
         return Demands(patterns=patterns, taken=sliced)
@@ -84,7 +88,7 @@ def demands(program: Program, mesh: Mesh, strategy: str, constraints: Mapping[st
         patterns=stored | patterns,
         taken=_batch(program, mesh, strategy, data) | sliced,
         weights=frozenset(weights),
-        outputs=frozenset(o.value for o in program.outputs),
+        gathered=frozenset(o.value for o in program.outputs) | _wanted_whole(program, fits),
         private=frozenset(data),
         ungathered=frozenset({last}) if strategy == "megatron" else frozenset(),
         weights_whole=strategy in ("ddp", "fsdp"),
@@ -170,7 +174,20 @@ def _inside(path: str, module: str) -> bool:
     return path == module or path.startswith(module + ".")
 
 
-def _constrained(program: Program, mesh: Mesh, constraints: Mapping[str, str]) -> dict[str, Pattern]:
+def _wanted_whole(program: Program, fits: Mapping[str, Fitted | None]) -> set[str]:
+    """The values whose first dim some op cannot split: batch norm wants the whole batch, an op without rule wants everything."""
+    found = set()
+    for op in program.ops:
+        fitted = fits[op.name]
+        for position, name in enumerate(op.operands):
+            first = fitted.operands[position][:1] if fitted else ((),)
+            if not fitted or any(fitted.factors[f].whole for f in (first[0] if first else ())[:1]):
+                found.add(name)
+    return found
+
+
+def constrained(program: Program, mesh: Mesh, constraints: Mapping[str, str]) -> dict[str, Pattern]:
+    """The layouts that constraints ask for, by value."""
     found: dict[str, Pattern] = {}
     origin: dict[str, str] = {}
     known = list(targets(program)) if constraints else []

@@ -20,7 +20,8 @@ from torch.distributed.tensor.placement_types import _StridedShard  # the only p
 from autopar.errors import LayoutError
 from autopar.layout import I, Layout, blocks, local_shape, split, storable, take
 from autopar.runtime import checkpoint
-from autopar.runtime.world import Context
+from autopar.runtime.collectives import PRIMITIVES, Place
+from autopar.runtime.world import Axis, Context
 
 
 def placements(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Placement, ...]:
@@ -80,7 +81,18 @@ def local(stored: torch.Tensor) -> torch.Tensor:
 
 def whole(stored: torch.Tensor) -> torch.Tensor:
     """The whole of a stored tensor on every rank (a collective)."""
-    return stored.full_tensor() if isinstance(stored, DTensor) else stored
+    if not isinstance(stored, DTensor):
+        return stored
+    layout, mesh = layout_of(stored), stored.device_mesh
+    tensor: torch.Tensor = stored.to_local().detach()
+    sizes, shape = tuple(mesh.shape), tuple(stored.shape)
+    for place in reversed(range(mesh.ndim)):
+        if layout[place].kind == "S" and sizes[place] > 1:
+            group = str(mesh.get_group(place).group_name)
+            axis = Axis(name=str(place), size=sizes[place], index=mesh.get_local_rank(place), group=group)
+            left = blocks(layout, place, shape, sizes, present=range(place + 1, mesh.ndim))
+            tensor = PRIMITIVES["all_gather"](tensor, axis, Place(layout[place].dim, left))
+    return tensor
 
 
 def store(tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], context: Context) -> dict[str, torch.Tensor]:

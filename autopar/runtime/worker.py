@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -97,7 +98,10 @@ def answer(task: Task, rank: int) -> Answer:
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=task.ranks)
         module, _, name = task.function.partition(":")
         function = importlib.import_module(module).__dict__[name]
-        result = function(torch.load(task.payload, weights_only=False))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's pickles use names that torch itself gives up
+            payload = torch.load(task.payload, weights_only=False)
+        result = function(payload)
         file = str(Path(task.folder, f"result{rank}"))
         torch.save(result, file)
         return Answer(number=task.number, rank=rank, result=file)
@@ -115,9 +119,3 @@ def _pickled(error: BaseException) -> bytes:
     except Exception:  # an exception that cannot be sent is told by its traceback
         return b""
     return found
-
-
-if __name__ == "__main__":
-    from autopar.runtime import worker  # so that a Task is the class that the pool sends, not one of __main__
-
-    worker.root()

@@ -55,7 +55,7 @@ class WorkerPool:
         self._workers: dict[int, tuple[Connection, int]] = {}  # rank -> connection, process id
         key = secrets.token_bytes(16)
         self._listener = Listener(str(Path(self._folder.name, "pool")), backlog=world + 1, authkey=key)
-        command = [sys.executable, "-m", "autopar.runtime.worker", str(self._listener.address), *preload]
+        command = [sys.executable, "-c", "from autopar.runtime import worker; worker.root()", str(self._listener.address), *preload]
         self._process = subprocess.Popen(command, env=_environment(key), stdin=subprocess.DEVNULL)
         self._root: Connection | None = None
 

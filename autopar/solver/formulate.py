@@ -18,7 +18,7 @@ from autopar.cost_models.compute import pricer
 from autopar.cost_models.optimizers import Optimizer, step_seconds
 from autopar.cost_models.saved import Saved, saved
 from autopar.decisions import Decisions
-from autopar.ir import Op, Output, Parameter, Program, Value, elements
+from autopar.ir import Op, Output, Parameter, Program, Value, elements, writes
 from autopar.errors import ConstraintError
 from autopar.layout import I, Layout, local_shape, storable, text
 from autopar.mesh import Device, Mesh
@@ -52,6 +52,11 @@ class Analysis:
             for operand in dict.fromkeys(op.operands):
                 found[operand].append(op)
         return found
+
+    @functools.cached_property
+    def written(self) -> frozenset[str]:
+        """The buffers that ops change in place."""
+        return frozenset(name for op in self.program.ops for name in writes(op))
 
     @functools.cached_property
     def backward(self) -> frozenset[str]:
@@ -295,11 +300,13 @@ def _wire(
     weight = value.name not in program.producer and value.requires_grad
     seconds, back, rerun = arc_seconds(graph, value, mesh)
     arcs = np.arange(len(seconds))
+    if value.name in analysis.written:  # what is written in place is used as it is stored
+        arcs = arcs[:0]
     if demands.weights:
         allowed_arcs = np.array(
             [[demands.allow(value.name, axis, *pair) for pair in CONVERSIONS] for axis in range(len(mesh.sizes))]
         )
-        arcs = arcs[allowed_arcs[graph.axis, graph.pair]]
+        arcs = arcs[allowed_arcs[graph.axis[arcs], graph.pair[arcs]]]
     count = len(values.members)
     return graph, Wire(
         name=value.name,

@@ -28,13 +28,17 @@ def within(formulated: Formulated, ledger: Ledger, limit: Bytes, *, cutoff: floa
     return None if solution is None else merged.expand(solution)
 
 
-def smallest(formulated: Formulated, ledger: Ledger, scale: Bytes) -> Solution | None:
-    """A solution of least peak memory; None if there is no solution at all. `scale` is the size of a typical answer in bytes."""
+def smallest(formulated: Formulated, ledger: Ledger) -> Solution | None:
+    """A solution of least peak memory; None if there is no solution at all."""
     merged = merge_followers(formulated.problem)
+    cheapest = solve(merged.problem)
+    if cheapest is None:
+        return None
+    scale = float(ledger.walk(merged.expand(cheapest)).max())  # the answer is of this order, whatever budget was asked for
 
     def judge(solution: Solution, peak: float) -> list[Row]:
         alive = ledger.walk(merged.expand(solution))
         return [merged.row(ledger.row(int(alive.argmax()), float(scale)))] if alive.max() > peak else []
 
-    least = least_memory(merged.problem, judge, float(scale))
+    least = least_memory(merged.problem, judge, scale)
     return None if least is None else merged.expand(least)

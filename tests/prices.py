@@ -1,0 +1,141 @@
+"""A plan's price and collectives, worked out again from its text alone: op by op, value by value, nothing folded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.capture import Captured
+from autopar.conversion import COLLECTIVES, Conversion
+from autopar.cost_models import optimizers
+from autopar.cost_models.collectives import seconds as collective_seconds
+from autopar.cost_models.compute import pricer
+from autopar.cost_models.saved import saved
+from autopar.decisions import Decisions
+from autopar.ir import Op, Value, elements
+from autopar.layout import Layout, each_split, local_shape
+from autopar.mesh import Mesh
+from autopar.plan import Plan, resolve
+from autopar.rules import fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bill:
+    """Seconds of one step by what they are spent on; `issued` lists (value, axis, kind, pass, bytes) of every collective."""
+
+    ops: float
+    optimizer: float
+    inputs: float
+    local: float
+    collectives: float
+    issued: tuple[tuple[str, str, str, str, int], ...]
+
+    @property
+    def total(self) -> float:
+        return self.ops + self.optimizer + self.inputs + self.local + self.collectives
+
+
+def bill(plan: Plan, captured: Captured, on: Mesh, optimizer: str = "adamw") -> Bill:
+    """What a plan costs on a mesh with device and links."""
+    return _Teller(plan, captured, on).bill(optimizer)
+
+
+class _Teller:
+    def __init__(self, plan: Plan, captured: Captured, on: Mesh) -> None:
+        assert on.device is not None
+        self.program, self.mesh, self.device = captured.program, on, on.device
+        self.chosen: Decisions = resolve(plan, self.program, {op.name: fit(op, self.program.values) for op in self.program.ops})
+        self.differentiated = self._differentiated()
+
+    def bill(self, optimizer: str) -> Bill:
+        program, values = self.program, self.program.values
+        issued: list[tuple[str, str, str, str, int]] = []
+        local = collectives = 0.0
+        for name in self.chosen.routes:
+            for step, primitive, where in self._work(name):
+                large, small = self._sides(values[name], step)
+                if primitive in COLLECTIVES:
+                    issued.append((name, self.mesh.axes[step.axis], primitive, where, large))
+                    collectives += collective_seconds(
+                        primitive, float(large), self.mesh.sizes[step.axis], self.mesh.links[step.axis]
+                    )
+                elif primitive != "identity":
+                    moved = 2 * small if primitive == "slice" else small + large
+                    local += max(moved / self.device.bandwidth, self.device.launch)
+        trained = [p.value for p in program.parameters if p.value.requires_grad]
+        stored = sum(self._bytes(value, self.chosen.given[value.name]) for value in trained)
+        return Bill(
+            ops=sum(map(self._op, program.ops)),
+            optimizer=optimizers.step_seconds(stored, optimizers.optimizer(optimizer), self.device),
+            inputs=sum(map(self._arrival, program.inputs)),
+            local=local,
+            collectives=collectives,
+            issued=tuple(issued),
+        )
+
+    def _bytes(self, value: Value, layout: Layout) -> int:
+        return elements(local_shape(value.shape, layout, self.mesh.sizes)) * value.dtype.itemsize
+
+    def _sides(self, value: Value, step: Conversion) -> tuple[int, int]:
+        sides = self._bytes(value, step.source), self._bytes(value, step.target)
+        return max(sides), min(sides)
+
+    def _op(self, op: Op) -> float:
+        values, sizes, chosen = self.program.values, self.mesh.sizes, self.chosen.ops[op.name]
+        inside = [local_shape(values[n].shape, x, sizes) for n, x in zip(op.operands, chosen.operands, strict=True)]
+        outside = [local_shape(r.shape, x, sizes) for r, x in zip(op.results, chosen.results, strict=True)]
+        return pricer(op, values, self.device)(tuple(inside), tuple(outside))
+
+    def _arrival(self, value: Value) -> float:
+        size, total = value.bytes, 0.0
+        for axis, _ in each_split(self.chosen.given[value.name]):
+            size //= self.mesh.sizes[axis]
+            total += max(2 * size / self.device.bandwidth, self.device.launch)
+        return total
+
+    def _differentiated(self) -> set[str]:
+        """The values that get a gradient when the scalar outputs (all, if there is none) are differentiated."""
+        values = self.program.values
+        ends = [o.value for o in self.program.outputs if values[o.value].requires_grad]
+        found = {name for name in ends if not values[name].shape} or set(ends)
+        for op in reversed(self.program.ops):
+            if found & {r.name for r in op.results}:
+                found |= {name for name in op.operands if values[name].requires_grad}
+        return found
+
+    def _work(self, name: str) -> Iterator[tuple[Conversion, str, str]]:
+        """Each primitive of a value's conversions: forward, backward where a gradient returns, a weight's forward again."""
+        into = {step.target: step for step in self.chosen.routes[name]}
+        assert len(into) == len(self.chosen.routes[name]), f"{name} has two ways into one layout"
+        forward, backward, again = set(), set(), set()
+        for layout, gradient, reread in self._uses(name):
+            while layout in into:
+                step = into[layout]
+                forward.add(layout)
+                if gradient:
+                    backward.add(layout)
+                if reread:
+                    again.add(layout)
+                layout = step.source
+        assert forward == set(into), f"{name} is converted for nobody"
+        for target, step in into.items():
+            yield step, step.primitives[0], "forward"
+            if target in backward:
+                yield step, step.primitives[1], "backward"
+            if target in again and step.primitives[0] in COLLECTIVES:
+                yield step, step.primitives[0], "backward"
+
+    def _uses(self, name: str) -> Iterator[tuple[Layout, bool, bool]]:
+        """Per use of a value: the layout that is wanted, whether a gradient returns, whether a stored weight is read again."""
+        weight = name not in self.program.producer and self.program.values[name].requires_grad
+        for op in self.program.ops:
+            for position, operand in enumerate(op.operands):
+                if operand == name:
+                    gradient = name in self.differentiated and any(r.name in self.differentiated for r in op.results)
+                    kept = (
+                        saved(op, self.program.values, cpu=self.device.name == "cpu") if weight and op.requires_grad else None
+                    )
+                    yield self.chosen.ops[op.name].operands[position], gradient, kept is not None and position in kept.operands
+        for output in self.program.outputs:
+            if output.value == name:
+                yield self.chosen.outputs[output.path], name in self.differentiated, False
