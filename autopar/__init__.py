@@ -1,6 +1,6 @@
 """autopar: an automatic-parallelization compiler for PyTorch.
 
-    parallel = autopar.parallelize(model, sample_input, mesh=(2, 4))
+parallel = autopar.parallelize(model, sample_input, mesh=(2, 4))
 """
 
 from autopar import testing

@@ -26,7 +26,7 @@ from autopar.runtime.agreement import check_program, from_rank_0
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.storage import store
 from autopar.runtime.world import Context, connect
-from autopar.solver.formulate import Analysis, analyse
+from autopar.solver.analysis import Analysis, analyse
 
 
 def build(model: nn.Module, sample_input: object, mesh: object, plan: Plan | None, options: Options) -> ParallelModule:
@@ -64,7 +64,9 @@ class _Other:
         )
         made = from_rank_0(lambda: plan_program(program, self.mesh, options).to_json(), state.context)
         tensors = tensors_of(parallel)
-        return put_together(captured, {name: tensors[name] for name in held}, Plan.from_json(made), state.context, state.draws.seed)
+        return put_together(
+            captured, {name: tensors[name] for name in held}, Plan.from_json(made), state.context, state.draws.seed
+        )
 
 
 def _mute(program: Program) -> Program:
@@ -128,4 +130,3 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer under every name that it has."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     return found | dict(model.named_buffers(remove_duplicate=False)) | dict(attributes(model))
-

@@ -202,7 +202,12 @@ def parse(line: str, shape: tuple[int, ...], sizes: tuple[int, ...], name: str =
             if not len(held) or not torch.equal(held, index[index // stride % parts == 0]):
                 raise LayoutError(
                     f"cannot split dim {dim} of {name} over mesh axis {axis} as {line!r} says",
-                    shape=f"{shape}: {len(index)} elements are not {count} blocks of {parts} equal parts",
+                    shape=f"{shape}: {len(index)} "
+                    + (
+                        f"is not a multiple of {parts}"
+                        if count == 1
+                        else f"elements are not {count} blocks of {parts} equal parts"
+                    ),
                     fix="leave the dim whole on this axis",
                 )
             index, states[axis] = held, split(dim, stride)

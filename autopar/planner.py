@@ -1,6 +1,6 @@
 """Planning: from a model and a mesh to a `Plan`.
 
-    capture -> passes -> analyse -> formulate -> merge followers -> solve, walk the memory, bound it, solve again -> plan
+capture -> passes -> analyse -> formulate -> merge followers -> solve, walk the memory, bound it, solve again -> plan
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from autopar.mesh import Bytes, Device, Mesh
 from autopar.passes import normalise
 from autopar.passes.strategies import constrained, demands
 from autopar.plan import Collective, Plan, describe
+from autopar.solver.analysis import Analysis, analyse, due
 from autopar.solver.budget import parse_bytes
-from autopar.solver.formulate import Analysis, Formulated, analyse, decisions, due, formulate
+from autopar.solver.formulate import Formulated, decisions, formulate
 from autopar.solver.memory import Ledger
 from autopar.solver.problem import Solution
 from autopar.solver.within import smallest, within

@@ -13,7 +13,8 @@ from autopar.cost_models import optimizers
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planner import Options, finish, located, read_program, sharded
-from autopar.solver.formulate import analyse, formulate
+from autopar.solver.analysis import analyse
+from autopar.solver.formulate import formulate
 from autopar.solver.memory import Ledger
 from autopar.solver.problem import Problem, Solution, price
 from autopar.solver.solve import tree
@@ -31,9 +32,8 @@ def random_plan(model: nn.Module, sample_input: object, mesh: object, seed: int 
 def random_plan_of(captured: Captured, mesh: Mesh, seed: int, options: Options) -> Plan:
     """The same for a model that is captured already, on a mesh with device and links."""
     optimizer = optimizers.optimizer(options.optimizer)
-    formulated = formulate(
-        analyse(captured.program, mesh, repeated=False), mesh, optimizer, sharded_outputs=sharded(captured.program, options.outputs)
-    )
+    analysis = analyse(captured.program, mesh, repeated=False)
+    formulated = formulate(analysis, mesh, optimizer, sharded_outputs=sharded(captured.program, options.outputs))
     solution = random_solution(formulated.problem, random.Random(seed))
     return finish(formulated, solution, float(Ledger(formulated, optimizer).walk(solution).max()), options)
 

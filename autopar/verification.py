@@ -1,8 +1,8 @@
 """Verification: the parallel model against the sequential one, in float64, on real processes.
 
-    captured program, promoted, on one device      reference outputs, loss, gradients
-    the same program under the plan, gloo          every rank compares what it has with the reference
-    captured program, own dtype                    against the user's module itself
+captured program, promoted, on one device      reference outputs, loss, gradients
+the same program under the plan, gloo          every rank compares what it has with the reference
+captured program, own dtype                    against the user's module itself
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autopar.runtime.recorder import Issued, recorded
 from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
-from autopar.solver.formulate import analyse
+from autopar.solver.analysis import analyse
 
 DOUBLE, SINGLE = 1e-9, 1e-4  # largest error that counts as equal
 
@@ -242,7 +242,10 @@ class _NoDropout(TorchFunctionMode):
         if name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
             return args[0] if args else given["input"]
         if name == "scaled_dot_product_attention":
-            args, given = args[:4] + (0.0,) * (len(args) > 4) + args[5:], {**given, **({} if len(args) > 4 else {"dropout_p": 0.0})}
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                given["dropout_p"] = 0.0
         return func(*args, **given)  # type: ignore[operator]
 
 
@@ -253,9 +256,10 @@ def _against_module(
     program = without_dropout(captured.program)
     ours = sequential(replace(captured, program=program), tensors).run(inputs)
     args, kwargs = _arguments(sample)
-    extra = {} if "use_cache" in kwargs or not any(p == "use_cache" for p, _ in captured.signature.defaults) else {"use_cache": False}
+    if any(name == "use_cache" for name, _ in captured.signature.defaults):
+        kwargs.setdefault("use_cache", False)  # as it was captured
     with torch.no_grad(), _NoDropout():
-        theirs = read_result(model(*args, **kwargs, **extra))[0]
+        theirs = read_result(model(*args, **kwargs))[0]
     return [
         Row(what="capture", name=o.path, error=_error(a.detach().double(), b.double()), tolerance=SINGLE)
         for o, a, b in zip(program.outputs, ours, theirs, strict=True)

@@ -18,7 +18,7 @@ from autopar.mesh import Mesh
 from autopar.plan import resolve
 from autopar.planner import Options, Planned, make_plan
 from autopar.runtime.world import Axis, Context
-from autopar.solver.formulate import analyse
+from autopar.solver.analysis import analyse
 from tests.golden import Golden
 
 MESH = Mesh.of({"dp": 2, "tp": 4})

@@ -20,7 +20,7 @@ from autopar.passes.strategies import STRATEGIES
 from autopar.plan import Collective, Plan, describe, form_text, resolve
 from autopar.planner import Options, located, plan_program, read_program
 from autopar.rules import fit
-from autopar.solver.formulate import Analysis, analyse
+from autopar.solver.analysis import Analysis, analyse
 from autopar.tables import folded, size_text
 from autopar.testing import random_plan_of
 from tests.capture.models import MODELS

@@ -27,6 +27,7 @@ from autopar.runtime.regather import Gathers
 from autopar.runtime.storage import wrap
 from autopar.runtime.world import Context
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
     """One output: its whole shape, how the graph leaves it, and whether the user gets it as a DTensor."""

@@ -88,14 +88,10 @@ def _assignments(
         assert fitted is not None
         for orders in itertools.product(*(_nests(axes, forms, fitted.factors[f].size, sizes) for f, axes in groups.items())):
             strides = dict(pair for order in orders for pair in order)
-            yield tuple(
-                (form[0], form[1], strides[axis]) if axis in strides else form for axis, form in enumerate(forms)
-            )
+            yield tuple((form[0], form[1], strides[axis]) if axis in strides else form for axis, form in enumerate(forms))
 
 
-def _nests(
-    axes: list[int], forms: Sequence[Form], size: int, sizes: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, int], ...]]:
+def _nests(axes: list[int], forms: Sequence[Form], size: int, sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], ...]]:
     """`(axis, stride)` for every order in which axes can nest in one factor; axes of different block counts do not mix freely."""
     by_count: dict[int, list[int]] = {}
     for axis in axes:
@@ -212,7 +208,9 @@ def _spread(op: Op, fitted: Fitted | None, known: dict[str, list[set[int]]]) -> 
     changed = False
     for f, spots in places.items():
         size = fitted.factors[f].size
-        counts = {k // left for have, left in spots for k in have if k % left == 0 and size % (k // left) == 0 and k // left < size}
+        counts = {
+            k // left for have, left in spots for k in have if k % left == 0 and size % (k // left) == 0 and k // left < size
+        }
         for have, left in spots:
             fresh = {count * left for count in counts if count > 1 or left == 1} - have
             if fresh:

@@ -67,9 +67,7 @@ def fold(program: Program, *, apart: Callable[[str], str] = lambda value: "", re
         assign(op.name, _row(op, program, apart))
     for output in program.outputs:
         assign(OUTPUT + output.path, "")
-    return Classes(
-        of=of, members={name: tuple(m) for name, m in members.items()}, values=_value_classes(program, of)
-    )
+    return Classes(of=of, members={name: tuple(m) for name, m in members.items()}, values=_value_classes(program, of))
 
 
 def _value_classes(program: Program, of: Mapping[str, str]) -> tuple[ValueClass, ...]:

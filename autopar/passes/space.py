@@ -1,6 +1,6 @@
 """The layouts that a value may take, and the conversions between them: the graph through which routes run.
 
-    shape (8, 6), axis of 2   ->   nodes I, R, P, S(0), S(1);  arcs: every conversion of one axis
+shape (8, 6), axis of 2   ->   nodes I, R, P, S(0), S(1);  arcs: every conversion of one axis
 """
 
 from __future__ import annotations
@@ -86,11 +86,7 @@ def _nested_tightly(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ..
 @functools.lru_cache(maxsize=4096)
 def space(shape: tuple[int, ...], sizes: tuple[int, ...], allowed: tuple[tuple[State, ...], ...], blocks: Blocks) -> Space:
     """The layout graph over the given states per axis."""
-    nodes = tuple(
-        layout
-        for layout in itertools.product(*allowed)
-        if placeable(layout, shape, sizes, blocks)
-    )
+    nodes = tuple(layout for layout in itertools.product(*allowed) if placeable(layout, shape, sizes, blocks))
     index = {layout: i for i, layout in enumerate(nodes)}
     arcs = np.array([arc for i, layout in enumerate(nodes) for arc in _arcs(i, layout, index, allowed, sizes)], dtype=np.int64)
     source, target, axis, pair = arcs.reshape(-1, 4).T

@@ -1,9 +1,9 @@
 """Named strategies and constraints: what they ask of stored parameters, inputs and results. The solver fills the rest.
 
-    ddp        parameters I, inputs S(0)
-    fsdp       every parameter S on its first dim that divides, gathered for use; inputs S(0)
-    megatron   on the last axis no parameter is gathered and inputs are I; data parallel on the others
-    replicate  everything I
+ddp        parameters I, inputs S(0)
+fsdp       every parameter S on its first dim that divides, gathered for use; inputs S(0)
+megatron   on the last axis no parameter is gathered and inputs are I; data parallel on the others
+replicate  everything I
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def demands(
     if strategy not in STRATEGIES:
         raise ConstraintError(f"no strategy is called {strategy!r}", fix=f"one of {', '.join(STRATEGIES)}")
     if not isinstance(constraints, Mapping):
-        raise ConstraintError(f"constraints is a {type(constraints).__name__}", fix='a dict name -> layout, {"*.weight": "I, S(0)"}')
+        raise ConstraintError(
+            f"constraints is a {type(constraints).__name__}", fix='a dict name -> layout, {"*.weight": "I, S(0)"}'
+        )
     patterns = constrained(program, mesh, constraints)
     sliced = {v.name: tuple(state or I for state in patterns[v.name]) for v in program.inputs if v.name in patterns}
     if strategy == "auto":
@@ -126,9 +128,7 @@ def _batch(program: Program, mesh: Mesh, strategy: str, axes: range) -> dict[str
             mesh=mesh,
             fix=f"a global batch that is a multiple of {parts}, or strategy='auto'",
         )
-    return {
-        value.name: _nested(0, batch, mesh, axes) for value in program.inputs if value.shape and value.shape[0] == batch
-    }
+    return {value.name: _nested(0, batch, mesh, axes) for value in program.inputs if value.shape and value.shape[0] == batch}
 
 
 def targets(program: Program) -> Iterator[tuple[str, str]]:

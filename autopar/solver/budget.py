@@ -9,7 +9,12 @@ from autopar.mesh import Bytes, Mesh
 
 GIB = 2**30
 SHARE = 0.9  # of the device's memory, if no budget is given: the rest is for the allocator, the libraries and fragments
-UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}, **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}
+UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
+    **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
+}
 
 
 def parse_bytes(budget: Bytes | str | None, mesh: Mesh) -> Bytes:
@@ -27,4 +32,6 @@ def parse_bytes(budget: Bytes | str | None, mesh: Mesh) -> Bytes:
         size = int(budget) if isinstance(budget, (int, float)) and not isinstance(budget, bool) else 0
     if size > 0:
         return size
-    raise BudgetError(f"{budget!r} is no memory budget", fix='bytes per device as a number, or a text such as "80GB" or "24GiB"')
+    raise BudgetError(
+        f"{budget!r} is no memory budget", fix='bytes per device as a number, or a text such as "80GB" or "24GiB"'
+    )

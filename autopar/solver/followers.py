@@ -99,10 +99,7 @@ def _follow(problem: Problem, wire: Wire, produced: Ints, results: list[Wire]) -
     of = {node: c for c, node in enumerate(consumer.wants.tolist())}
     if not results or any(node not in of for node in produced.tolist()):
         return None
-    after = [
-        dict(zip(zip(r.source.tolist(), r.target.tolist(), strict=True), _due(r).tolist(), strict=True))
-        for r in results
-    ]
+    after = [dict(zip(zip(r.source.tolist(), r.target.tolist(), strict=True), _due(r).tolist(), strict=True)) for r in results]
     for s, t, seconds in zip(wire.source.tolist(), wire.target.tolist(), _due(wire), strict=True):
         if s in of and t in of:
             ends = ((int(r.produced[of[s]]), int(r.produced[of[t]])) for r in results)

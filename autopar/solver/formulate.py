@@ -1,74 +1,33 @@
 """From a program to a planning problem, and from the solver's answer back to decisions about the program.
 
-    ops, given tensors, outputs  ->  choices    candidates priced at their local shapes, repeated blocks as one
-    values                       ->  wires      the layout graph between the layouts that are produced and wanted
+ops, given tensors, outputs  ->  choices    candidates priced at their local shapes, repeated blocks as one
+values                       ->  wires      the layout graph between the layouts that are produced and wanted
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.conversion import COLLECTIVES, CONVERSIONS, Conversion
-from autopar.cost_models.collectives import seconds as collective_seconds
-from autopar.cost_models.compute import pricer
-from autopar.cost_models.optimizers import Optimizer, step_seconds
-from autopar.cost_models.saved import Saved, saved
+from autopar.conversion import CONVERSIONS, Conversion
+from autopar.cost_models.optimizers import Optimizer
 from autopar.decisions import Decisions
-from autopar.ir import Op, Output, Parameter, Program, Value, elements, writes
 from autopar.errors import ConstraintError
-from autopar.layout import I, Layout, local_shape, storable, text
-from autopar.mesh import Device, Mesh
-from autopar.passes.candidates import Candidate, asked, candidates
-from autopar.passes.classes import OUTPUT, Classes, ValueClass, fold
-from autopar.passes.strategies import Demands
+from autopar.ir import Output, Parameter, Program
+from autopar.layout import I, Layout, storable, text
+from autopar.mesh import Mesh
+from autopar.passes.candidates import Candidate, candidates
+from autopar.passes.classes import OUTPUT, ValueClass
 from autopar.passes.space import Blocks, Space, placeable, space, states
-from autopar.rules import Fitted, fit
-from autopar.solver.problem import Choice, Consumer, Floats, Ints, Problem, Solution, Surcharge, Wire
+from autopar.passes.strategies import Demands
+from autopar.solver.analysis import Analysis, has_gradient, representatives, saves
+from autopar.solver.pricing import arc_seconds, choice_seconds, result_bytes
+from autopar.solver.problem import Choice, Consumer, Problem, Solution, Surcharge, Wire
 
 FREE = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if forward == "identity"]
 NO_DEMANDS = Demands()
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Analysis:
-    """What is known of a program on a mesh before any choice: rules, block counts, repeated blocks, what autograd saves."""
-
-    program: Program
-    sizes: tuple[int, ...]
-    classes: Classes
-    fits: Mapping[str, Fitted | None]
-    blocks: Mapping[str, Blocks]
-    saved: Mapping[str, Saved]  # by op class
-
-    @functools.cached_property
-    def readers(self) -> dict[str, list[Op]]:
-        """The ops that read each value."""
-        found: dict[str, list[Op]] = {name: [] for name in self.program.values}
-        for op in self.program.ops:
-            for operand in dict.fromkeys(op.operands):
-                found[operand].append(op)
-        return found
-
-    @functools.cached_property
-    def written(self) -> frozenset[str]:
-        """The buffers that ops change in place."""
-        return frozenset(name for op in self.program.ops for name in writes(op))
-
-    @functools.cached_property
-    def backward(self) -> frozenset[str]:
-        """The values that get a gradient in a step: those that a differentiable op reads, and what the user differentiates."""
-        program = self.program
-        outputs = {o.value for o in program.outputs}
-        scalars = {name for name in outputs if not program.values[name].shape and program.values[name].requires_grad}
-        found = {name for name in scalars or outputs if program.values[name].requires_grad}
-        for op in reversed(program.ops):
-            if any(result.name in found for result in op.results):
-                found |= {name for name in op.operands if program.values[name].requires_grad}
-        return frozenset(found)
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -88,28 +47,6 @@ class Formulated:
         return self.analysis.program
 
 
-def analyse(
-    program: Program, mesh: Mesh, *, apart: Callable[[str], str] = lambda value: "", repeated: bool = True
-) -> Analysis:
-    """Fit rules, spread block counts, fold repeated blocks (`fold` says what `apart` and `repeated` mean)."""
-    classes = fold(program, apart=apart, repeated=repeated)
-    cpu = mesh.device is not None and mesh.device.name == "cpu"
-    by_class = {name: fit(op, program.values) for name, op in _representatives(program, classes).items()}
-    fits = {op.name: by_class[classes.of[op.name]] for op in program.ops}
-    return Analysis(
-        program=program,
-        sizes=mesh.sizes,
-        classes=classes,
-        fits=fits,
-        blocks=asked(program, fits),
-        saved={name: saved(op, program.values, cpu=cpu) for name, op in _representatives(program, classes).items() if op.requires_grad},
-    )
-
-
-def _representatives(program: Program, classes: Classes) -> dict[str, Op]:
-    return {op.name: op for op in program.ops if classes.of[op.name] == op.name}
-
-
 def formulate(
     analysis: Analysis,
     mesh: Mesh,
@@ -126,16 +63,15 @@ def formulate(
     device = mesh.device
     assert device is not None and mesh.links, "a mesh is priced with its device and links"
     lists = {
-        name: _accepted(analysis, name, found, demands)
-        for name, found in _all_candidates(analysis, demands, sharded_outputs)
+        name: _accepted(analysis, name, found, demands) for name, found in _all_candidates(analysis, demands, sharded_outputs)
     }
     names = tuple(lists)
     place = {name: i for i, name in enumerate(names)}
     choices = tuple(
         Choice(
             name=name,
-            seconds=_choice_seconds(analysis, name, found, optimizer, device),
-            tie=_result_bytes(analysis, name, found),
+            seconds=choice_seconds(analysis, name, found, optimizer, device),
+            tie=result_bytes(analysis, name, found),
         )
         for name, found in lists.items()
     )
@@ -163,9 +99,12 @@ def _all_candidates(
     for parameter in (*program.parameters, *program.buffers):
         name = parameter.value.name
         if analysis.classes.of[name] == name:
-            yield name, [Candidate(forms=(), operands=(), results=(s,)) for s in stored(parameter, sizes, analysis.blocks[name])]
+            yield (
+                name,
+                [Candidate(forms=(), operands=(), results=(s,)) for s in stored(parameter, sizes, analysis.blocks[name])],
+            )
     memory: dict[tuple[object, ...], list[Candidate]] = {}
-    for name, op in _representatives(program, analysis.classes).items():
+    for name, op in representatives(program, analysis.classes).items():
         names = (*op.operands, *(r.name for r in op.results))
         kinds = tuple((program.values[n].shape, program.values[n].requires_grad, analysis.blocks[n]) for n in names)
         key = (str(analysis.fits[name]), analysis.fits[name], kinds)
@@ -182,10 +121,13 @@ def _all_candidates(
     for output in program.outputs:
         value = program.values[output.value]
         if sharded_outputs(output):
-            yield OUTPUT + output.path, [
-                Candidate(forms=(), operands=(layout,), results=())
-                for layout in invariant_or_split(value.shape, sizes, ((1,),) * len(value.shape))
-            ]
+            yield (
+                OUTPUT + output.path,
+                [
+                    Candidate(forms=(), operands=(layout,), results=())
+                    for layout in invariant_or_split(value.shape, sizes, ((1,),) * len(value.shape))
+                ],
+            )
         else:
             yield OUTPUT + output.path, [Candidate(forms=(), operands=(whole,), results=())]
 
@@ -225,60 +167,6 @@ def invariant_or_split(shape: tuple[int, ...], sizes: tuple[int, ...], blocks: B
     """Every layout of a shape without R and P that a DTensor can have."""
     allowed = tuple(tuple(s for s in axis if s.kind in "IS") for axis in states(shape, sizes, blocks, True))
     return [layout for layout in space(shape, sizes, allowed, blocks).nodes if storable(layout, shape, sizes)]
-
-
-def _choice_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], optimizer: Optimizer, device: Device) -> Floats:
-    program, sizes = analysis.program, analysis.sizes
-    count = len(analysis.classes.members[name])
-    if name in program.op:
-        return count * np.array(op_seconds(program.op[name], found, program.values, sizes, device))
-    if name.startswith(OUTPUT):
-        return np.zeros(len(found))
-    value = program.values[name]
-    local = [elements(local_shape(value.shape, c.results[0], sizes)) * value.dtype.itemsize for c in found]
-    trained = name in {p.value.name for p in program.parameters} and value.requires_grad
-    if name in {v.name for v in program.inputs}:
-        return np.array([_slicing(value, c.results[0], sizes, device) for c in found])
-    return np.array([count * step_seconds(b, optimizer, device) if trained else 0.0 for b in local])
-
-
-def _result_bytes(analysis: Analysis, name: str, found: Sequence[Candidate]) -> Floats:
-    """Bytes that a candidate leaves on one rank: among equal prices the least wins."""
-    program = analysis.program
-    values = program.op[name].results if name in program.op else [program.values[name]] if name in program.values else []
-    return np.array(
-        [
-            float(sum(elements(local_shape(v.shape, x, analysis.sizes)) * v.dtype.itemsize for v, x in zip(values, c.results, strict=True)))
-            for c in found
-        ]
-    )
-
-
-def _slicing(value: Value, layout: Layout, sizes: tuple[int, ...], device: Device) -> float:
-    """Seconds of slicing a whole input, one axis after the other."""
-    seconds, size = 0.0, value.bytes
-    for axis, state in enumerate(layout):
-        if state.kind == "S":
-            size //= sizes[axis]
-            seconds += max(2 * size / device.bandwidth, device.launch)
-    return seconds
-
-
-def op_seconds(
-    op: Op, found: Sequence[Candidate], values: Mapping[str, Value], sizes: tuple[int, ...], device: Device
-) -> list[float]:
-    """Forward and backward seconds of one op under each candidate; equal local shapes are priced once."""
-    price = pricer(op, values, device)
-    shapes = [values[name].shape for name in op.operands], [r.shape for r in op.results]
-    known: dict[tuple[object, object], float] = {}
-    result = []
-    for candidate in found:
-        inside = tuple(local_shape(s, layout, sizes) for s, layout in zip(shapes[0], candidate.operands, strict=True))
-        outside = tuple(local_shape(s, layout, sizes) for s, layout in zip(shapes[1], candidate.results, strict=True))
-        if (inside, outside) not in known:
-            known[inside, outside] = price(inside, outside)
-        result.append(known[inside, outside])
-    return result
 
 
 def _wire(
@@ -336,79 +224,11 @@ def _where(values: ValueClass, true: Callable[[str, int], bool]) -> frozenset[in
     return frozenset(place for place, end in enumerate(values.consumers) if true(*end))
 
 
-def has_gradient(analysis: Analysis, value: str, consumer: str) -> bool:
-    """Whether a gradient comes back to a value from an op class, or from an output."""
-    if value not in analysis.backward:
-        return False
-    op = analysis.program.op.get(consumer)
-    return op is None or any(r.name in analysis.backward for r in op.results)
-
-
-def saves(analysis: Analysis, consumer: str, position: int) -> bool:
-    """Whether the backward of an op class needs this operand again."""
-    return consumer in analysis.saved and position in analysis.saved[consumer].operands
-
-
-def arc_seconds(graph: Space, value: Value, mesh: Mesh) -> tuple[Floats, Floats, Floats]:
-    """Per arc: seconds of the conversion, of its gradient, and of its collective alone if it is run again."""
-    size = value.dtype.itemsize
-    large = np.maximum(graph.elements[graph.source], graph.elements[graph.target]) * size
-    small = np.minimum(graph.elements[graph.source], graph.elements[graph.target]) * size
-    there, back, rerun = np.zeros((3, len(large)))
-    for number, (forward, backward) in enumerate(CONVERSIONS.values()):
-        for axis in range(len(mesh.sizes)):
-            here = np.flatnonzero((graph.pair == number) & (graph.axis == axis))
-            there[here] = primitive_seconds(forward, large[here], small[here], axis, mesh)
-            back[here] = primitive_seconds(backward, large[here], small[here], axis, mesh)
-            if forward in COLLECTIVES:
-                rerun[here] = there[here]
-    return there, back, rerun
-
-
-def primitive_seconds(primitive: str, large: Ints, small: Ints, axis: int, mesh: Mesh) -> Floats:
-    """A collective by its link; a local primitive by the memory that it moves (slice: part read and written; pad: whole)."""
-    if primitive in COLLECTIVES:
-        return np.asarray(collective_seconds(primitive, large.astype(np.float64), mesh.sizes[axis], mesh.links[axis]))
-    if primitive == "identity":
-        return np.zeros(len(large))
-    assert mesh.device is not None
-    moved = 2 * small if primitive == "slice" else small + large
-    return np.maximum(moved / mesh.device.bandwidth, mesh.device.launch)
-
-
-def due(analysis: Analysis, chosen: Decisions, name: str) -> tuple[set[Conversion], set[Conversion]]:
-    """The conversions of a value whose gradient comes back, and those of a weight that run again for the backward."""
-    program, of = analysis.program, analysis.classes.of
-    into = {step.target: step for step in chosen.routes.get(name, ())}
-    weight = name not in program.producer and program.values[name].requires_grad
-    back: set[Conversion] = set()
-    again: set[Conversion] = set()
-
-    def walk(node: Layout, found: set[Conversion]) -> None:
-        while node in into and into[node] not in found:
-            found.add(into[node])
-            node = into[node].source
-
-    for op in analysis.readers[name]:
-        for position, operand in enumerate(op.operands):
-            if operand == name:
-                node = chosen.ops[op.name].operands[position]
-                if has_gradient(analysis, name, op.name):
-                    walk(node, back)
-                if weight and saves(analysis, of[op.name], position):
-                    walk(node, again)
-    for output in program.outputs:
-        if output.value == name and has_gradient(analysis, name, OUTPUT + output.path):
-            walk(chosen.outputs[output.path], back)
-    return back, again
-
-
 def decisions(formulated: Formulated, solution: Solution) -> Decisions:
     """What a solution says about every member of every class."""
     program, of = formulated.program, formulated.analysis.classes.of
     picked = {
-        name: found[pick]
-        for name, found, pick in zip(formulated.names, formulated.candidates, solution.picks, strict=True)
+        name: found[pick] for name, found, pick in zip(formulated.names, formulated.candidates, solution.picks, strict=True)
     }
     routes: dict[str, tuple[Conversion, ...]] = {}
     for values, graph, wire, arcs in zip(
@@ -431,4 +251,3 @@ def decisions(formulated: Formulated, solution: Solution) -> Decisions:
 def _step(source: Layout, target: Layout) -> Conversion:
     axis = next(a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t)
     return Conversion(axis=axis, source=source, target=target)
-

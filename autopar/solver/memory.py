@@ -102,7 +102,9 @@ class Ledger:
         op = program.op[name]
         result = []
         for candidate in self.formulated.candidates[choice]:
-            inside = [local_shape(program.values[n].shape, s, sizes) for n, s in zip(op.operands, candidate.operands, strict=True)]
+            inside = [
+                local_shape(program.values[n].shape, s, sizes) for n, s in zip(op.operands, candidate.operands, strict=True)
+            ]
             outside = [local_shape(r.shape, s, sizes) for r, s in zip(op.results, candidate.results, strict=True)]
             result.append(float(kept.local_internal(inside, outside)))
         return np.array(result)

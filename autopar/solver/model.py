@@ -114,7 +114,12 @@ class Model:
         row = np.arange(number)
         ones = np.ones(number)
         self._add(
-            np.concatenate([row, row]), np.concatenate([greater + row, less + row]), np.concatenate([ones, -ones]), number, 0.0, np.inf
+            np.concatenate([row, row]),
+            np.concatenate([greater + row, less + row]),
+            np.concatenate([ones, -ones]),
+            number,
+            0.0,
+            np.inf,
         )
 
     def _route(self, wire: Wire, consumer: Consumer, flow: int) -> None:

@@ -125,9 +125,7 @@ def route_price(wire: Wire, picks: tuple[int, ...], used: tuple[int, ...]) -> fl
     return total
 
 
-def leading_to(
-    wire: Wire, consumers: frozenset[int], picks: tuple[int, ...], used: tuple[int, ...]
-) -> tuple[int, ...]:
+def leading_to(wire: Wire, consumers: frozenset[int], picks: tuple[int, ...], used: tuple[int, ...]) -> tuple[int, ...]:
     """The used arcs behind which one of these consumers lies."""
     into = {int(wire.target[a]): a for a in used}
     found: dict[int, None] = {}

@@ -1,8 +1,8 @@
 """The search for an integer solution, in HiGHS: relax, bound, branch.
 
-    relax     the linear relaxation; rows that join later start from its last basis, so that one more costs little
-    settle    branch on what the relaxation left fractional, the rest fixed: often within the gap already
-    branch    the whole integer program, from the settled solution on
+relax     the linear relaxation; rows that join later start from its last basis, so that one more costs little
+settle    branch on what the relaxation left fractional, the rest fixed: often within the gap already
+branch    the whole integer program, from the settled solution on
 """
 
 from __future__ import annotations
@@ -50,7 +50,14 @@ class Search:
         part = self.model.part(columns, entries)
         none = np.zeros(0, np.int32)
         self._relaxation.addCols(
-            len(part.cost), part.cost, np.zeros(len(part.cost)), np.full(len(part.cost), highspy.kHighsInf), 0, none, none, np.zeros(0)
+            len(part.cost),
+            part.cost,
+            np.zeros(len(part.cost)),
+            np.full(len(part.cost), highspy.kHighsInf),
+            0,
+            none,
+            none,
+            np.zeros(0),
         )
         self._relaxation.addRows(
             len(part.lower), part.lower, part.upper, len(part.value), part.start[:-1], part.column, part.value
@@ -74,7 +81,9 @@ class Search:
     def settle(self, relaxed: Found) -> Found | None:
         """The best solution in which every choice that the relaxation made wholly stays; None if there is none."""
         solver = load(self.model.part())
-        fixed = [first + np.flatnonzero(picks < 0.5) for first, picks in self._picks(relaxed.values) if not _fractional(picks).any()]
+        fixed = [
+            first + np.flatnonzero(picks < 0.5) for first, picks in self._picks(relaxed.values) if not _fractional(picks).any()
+        ]
         columns = np.concatenate([np.zeros(0, np.int64), *fixed]).astype(np.int32)
         zeros = np.zeros(len(columns))
         solver.changeColsBounds(len(columns), columns, zeros, zeros)

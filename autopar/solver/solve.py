@@ -134,9 +134,7 @@ def tree(wire: Wire, picks: Sequence[int], allowed: npt.NDArray[np.int64] | None
     return tuple(chosen)
 
 
-def _shortest(
-    wire: Wire, outgoing: dict[int, list[int]], reached: set[int], goal: int, seconds: Floats
-) -> list[int] | None:
+def _shortest(wire: Wire, outgoing: dict[int, list[int]], reached: set[int], goal: int, seconds: Floats) -> list[int] | None:
     """Dijkstra's path from any reached node to the goal, as arcs."""
     queue = [(0.0, 0, node, -1) for node in sorted(reached)]
     parent: dict[int, int] = {}
@@ -156,5 +154,3 @@ def _shortest(
             if there not in parent and there not in reached:
                 heapq.heappush(queue, (distance + float(seconds[step]), hops + 1, there, step))
     return None
-
-

@@ -16,7 +16,8 @@ from autopar.cost_models import optimizers
 from autopar.errors import BudgetError
 from autopar.mesh import Mesh
 from autopar.solver.followers import merge_followers
-from autopar.solver.formulate import Formulated, analyse, formulate
+from autopar.solver.analysis import analyse
+from autopar.solver.formulate import Formulated, formulate
 from autopar.solver.memory import Ledger
 from autopar.solver.problem import Choice, Consumer, Problem, Solution, Surcharge, Wire, price
 from autopar.solver.solve import solve

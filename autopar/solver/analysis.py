@@ -1,0 +1,120 @@
+"""What is known of a program on a mesh before any choice is made, and what follows from the choices once they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from autopar.conversion import COLLECTIVES, Conversion
+from autopar.cost_models.saved import Saved, saved
+from autopar.decisions import Decisions
+from autopar.ir import Op, Program, writes
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.passes.candidates import asked
+from autopar.passes.classes import OUTPUT, Classes, fold
+from autopar.passes.space import Blocks
+from autopar.rules import Fitted, fit
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Analysis:
+    """What is known of a program on a mesh before any choice: rules, block counts, repeated blocks, what autograd saves."""
+
+    program: Program
+    sizes: tuple[int, ...]
+    classes: Classes
+    fits: Mapping[str, Fitted | None]
+    blocks: Mapping[str, Blocks]
+    saved: Mapping[str, Saved]  # by op class
+
+    @functools.cached_property
+    def readers(self) -> dict[str, list[Op]]:
+        """The ops that read each value."""
+        found: dict[str, list[Op]] = {name: [] for name in self.program.values}
+        for op in self.program.ops:
+            for operand in dict.fromkeys(op.operands):
+                found[operand].append(op)
+        return found
+
+    @functools.cached_property
+    def written(self) -> frozenset[str]:
+        """The buffers that ops change in place."""
+        return frozenset(name for op in self.program.ops for name in writes(op))
+
+    @functools.cached_property
+    def backward(self) -> frozenset[str]:
+        """The values that get a gradient in a step: those that a differentiable op reads, and what the user differentiates."""
+        program = self.program
+        outputs = {o.value for o in program.outputs}
+        scalars = {name for name in outputs if not program.values[name].shape and program.values[name].requires_grad}
+        found = {name for name in scalars or outputs if program.values[name].requires_grad}
+        for op in reversed(program.ops):
+            if any(result.name in found for result in op.results):
+                found |= {name for name in op.operands if program.values[name].requires_grad}
+        return frozenset(found)
+
+
+def analyse(program: Program, mesh: Mesh, *, apart: Callable[[str], str] = lambda value: "", repeated: bool = True) -> Analysis:
+    """Fit rules, spread block counts, fold repeated blocks (`fold` says what `apart` and `repeated` mean)."""
+    classes = fold(program, apart=apart, repeated=repeated)
+    cpu = mesh.device is not None and mesh.device.name == "cpu"
+    by_class = {name: fit(op, program.values) for name, op in representatives(program, classes).items()}
+    fits = {op.name: by_class[classes.of[op.name]] for op in program.ops}
+    return Analysis(
+        program=program,
+        sizes=mesh.sizes,
+        classes=classes,
+        fits=fits,
+        blocks=asked(program, fits),
+        saved={
+            name: saved(op, program.values, cpu=cpu)
+            for name, op in representatives(program, classes).items()
+            if op.requires_grad
+        },
+    )
+
+
+def representatives(program: Program, classes: Classes) -> dict[str, Op]:
+    return {op.name: op for op in program.ops if classes.of[op.name] == op.name}
+
+
+def has_gradient(analysis: Analysis, value: str, consumer: str) -> bool:
+    """Whether a gradient comes back to a value from an op class, or from an output."""
+    if value not in analysis.backward:
+        return False
+    op = analysis.program.op.get(consumer)
+    return op is None or any(r.name in analysis.backward for r in op.results)
+
+
+def saves(analysis: Analysis, consumer: str, position: int) -> bool:
+    """Whether the backward of an op class needs this operand again."""
+    return consumer in analysis.saved and position in analysis.saved[consumer].operands
+
+
+def due(analysis: Analysis, chosen: Decisions, name: str) -> tuple[set[Conversion], set[Conversion]]:
+    """The conversions of a value whose gradient comes back, and those of a weight that run again for the backward."""
+    program, of = analysis.program, analysis.classes.of
+    into = {step.target: step for step in chosen.routes.get(name, ())}
+    weight = name not in program.producer and program.values[name].requires_grad
+    back: set[Conversion] = set()
+    again: set[Conversion] = set()
+
+    def walk(node: Layout, found: set[Conversion]) -> None:
+        while node in into and into[node] not in found:
+            found.add(into[node])
+            node = into[node].source
+
+    for op in analysis.readers[name]:
+        for position, operand in enumerate(op.operands):
+            if operand == name:
+                node = chosen.ops[op.name].operands[position]
+                if has_gradient(analysis, name, op.name):
+                    walk(node, back)
+                if weight and saves(analysis, of[op.name], position):
+                    walk(node, again)
+    for output in program.outputs:
+        if output.value == name and has_gradient(analysis, name, OUTPUT + output.path):
+            walk(chosen.outputs[output.path], back)
+    return back, again

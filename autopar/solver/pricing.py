@@ -1,0 +1,111 @@
+"""Prices of candidates and conversions: seconds on one device, for the forward and the backward of a step.
+
+op           roofline at local shapes (`cost_models.compute`)
+parameter    its optimizer step
+conversion   a collective by its link, a local primitive by the memory that it moves; its gradient likewise
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autopar.conversion import COLLECTIVES, CONVERSIONS
+from autopar.cost_models.collectives import seconds as collective_seconds
+from autopar.cost_models.compute import pricer
+from autopar.cost_models.optimizers import Optimizer, step_seconds
+from autopar.ir import Op, Value, elements
+from autopar.layout import Layout, local_shape
+from autopar.mesh import Device, Mesh
+from autopar.passes.candidates import Candidate
+from autopar.passes.classes import OUTPUT
+from autopar.passes.space import Space
+from autopar.solver.analysis import Analysis
+from autopar.solver.problem import Floats, Ints
+
+
+def choice_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], optimizer: Optimizer, device: Device) -> Floats:
+    program, sizes = analysis.program, analysis.sizes
+    count = len(analysis.classes.members[name])
+    if name in program.op:
+        return count * np.array(op_seconds(program.op[name], found, program.values, sizes, device))
+    if name.startswith(OUTPUT):
+        return np.zeros(len(found))
+    value = program.values[name]
+    local = [elements(local_shape(value.shape, c.results[0], sizes)) * value.dtype.itemsize for c in found]
+    trained = name in {p.value.name for p in program.parameters} and value.requires_grad
+    if name in {v.name for v in program.inputs}:
+        return np.array([_slicing(value, c.results[0], sizes, device) for c in found])
+    return np.array([count * step_seconds(b, optimizer, device) if trained else 0.0 for b in local])
+
+
+def result_bytes(analysis: Analysis, name: str, found: Sequence[Candidate]) -> Floats:
+    """Bytes that a candidate leaves on one rank: among equal prices the least wins."""
+    program = analysis.program
+    values = program.op[name].results if name in program.op else [program.values[name]] if name in program.values else []
+    return np.array(
+        [
+            float(
+                sum(
+                    elements(local_shape(v.shape, x, analysis.sizes)) * v.dtype.itemsize
+                    for v, x in zip(values, c.results, strict=True)
+                )
+            )
+            for c in found
+        ]
+    )
+
+
+def _slicing(value: Value, layout: Layout, sizes: tuple[int, ...], device: Device) -> float:
+    """Seconds of slicing a whole input, one axis after the other."""
+    seconds, size = 0.0, value.bytes
+    for axis, state in enumerate(layout):
+        if state.kind == "S":
+            size //= sizes[axis]
+            seconds += max(2 * size / device.bandwidth, device.launch)
+    return seconds
+
+
+def op_seconds(
+    op: Op, found: Sequence[Candidate], values: Mapping[str, Value], sizes: tuple[int, ...], device: Device
+) -> list[float]:
+    """Forward and backward seconds of one op under each candidate; equal local shapes are priced once."""
+    price = pricer(op, values, device)
+    shapes = [values[name].shape for name in op.operands], [r.shape for r in op.results]
+    known: dict[tuple[object, object], float] = {}
+    result = []
+    for candidate in found:
+        inside = tuple(local_shape(s, layout, sizes) for s, layout in zip(shapes[0], candidate.operands, strict=True))
+        outside = tuple(local_shape(s, layout, sizes) for s, layout in zip(shapes[1], candidate.results, strict=True))
+        if (inside, outside) not in known:
+            known[inside, outside] = price(inside, outside)
+        result.append(known[inside, outside])
+    return result
+
+
+def arc_seconds(graph: Space, value: Value, mesh: Mesh) -> tuple[Floats, Floats, Floats]:
+    """Per arc: seconds of the conversion, of its gradient, and of its collective alone if it is run again."""
+    size = value.dtype.itemsize
+    large = np.maximum(graph.elements[graph.source], graph.elements[graph.target]) * size
+    small = np.minimum(graph.elements[graph.source], graph.elements[graph.target]) * size
+    there, back, rerun = np.zeros((3, len(large)))
+    for number, (forward, backward) in enumerate(CONVERSIONS.values()):
+        for axis in range(len(mesh.sizes)):
+            here = np.flatnonzero((graph.pair == number) & (graph.axis == axis))
+            there[here] = primitive_seconds(forward, large[here], small[here], axis, mesh)
+            back[here] = primitive_seconds(backward, large[here], small[here], axis, mesh)
+            if forward in COLLECTIVES:
+                rerun[here] = there[here]
+    return there, back, rerun
+
+
+def primitive_seconds(primitive: str, large: Ints, small: Ints, axis: int, mesh: Mesh) -> Floats:
+    """A collective by its link; a local primitive by the memory that it moves (slice: part read and written; pad: whole)."""
+    if primitive in COLLECTIVES:
+        return np.asarray(collective_seconds(primitive, large.astype(np.float64), mesh.sizes[axis], mesh.links[axis]))
+    if primitive == "identity":
+        return np.zeros(len(large))
+    assert mesh.device is not None
+    moved = 2 * small if primitive == "slice" else small + large
+    return np.maximum(moved / mesh.device.bandwidth, mesh.device.launch)
