@@ -46,7 +46,7 @@ def build(model: nn.Module, sample_input: object, mesh: object, plan: Plan | Non
 
 
 class _Other:
-    """The same model in the other mode: captured and planned when it is first needed, over the parameters as they are stored."""
+    """The same model in the other mode: captured and planned when first needed, over the parameters as they are stored."""
 
     def __init__(self, model: nn.Module, sample: object, captured: Captured, mesh: Mesh, options: Options) -> None:
         self.model, self.sample, self.captured, self.mesh, self.options = model, sample, captured, mesh, options

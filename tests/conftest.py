@@ -21,5 +21,5 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """Eight gloo workers; `pool.run(f"{__name__}:function", payload, ranks=4)` uses fewer."""
-    with WorkerPool(8) as workers:
+    with WorkerPool(8, preload=["autopar.verification", "tests.models"]) as workers:
         yield workers

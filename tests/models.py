@@ -8,6 +8,7 @@ in the last two rows: a whole shard of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
@@ -19,8 +20,8 @@ Built = tuple[nn.Module, Sample]
 BATCH, LENGTH, VOCABULARY = 8, 16, 64
 IGNORED = (0.0, 0.5, 0.1, 0.9, 0.3, 0.0, 1.0, 1.0)  # the share of the targets in each row
 LENGTHS = (16, 9, 16, 12, 3, 16, 7, 16)  # of the rows where there is a mask
-BLOCKS = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 8, "intermediate_size": 64}
-WORDS = {"vocab_size": VOCABULARY, "max_position_embeddings": 32}
+BLOCKS: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 8, "intermediate_size": 64}
+WORDS: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 32}
 
 
 def targets(tokens: torch.Tensor) -> torch.Tensor:
@@ -48,8 +49,10 @@ def gpt2() -> Built:
     """Learned positions, fused query, key and value, tied head."""
     config = transformers.GPT2Config(
         n_layer=2, n_embd=32, n_head=8, vocab_size=VOCABULARY, n_positions=32, bos_token_id=0, eos_token_id=0
-    )
-    return transformers.GPT2LMHeadModel(config), words()
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # transformers warns that it cannot tell this from the name of the class
+    return model, words()
 
 
 def llama() -> Built:
@@ -74,7 +77,7 @@ def opt() -> Built:
 
 def t5() -> Built:
     """Encoder and decoder, relative positions, an embedding used three times."""
-    config = transformers.T5Config(
+    config = transformers.T5Config(  # type: ignore[call-arg]
         num_layers=2, num_decoder_layers=2, d_model=32, d_ff=64, num_heads=8, d_kv=4, vocab_size=VOCABULARY,
         decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
@@ -83,7 +86,7 @@ def t5() -> Built:
 
 def vit() -> Built:
     """Patches, a class token, a head over eight labels."""
-    config = transformers.ViTConfig(**BLOCKS, image_size=32, patch_size=8, num_labels=8)
+    config = transformers.ViTConfig(**BLOCKS, image_size=32, patch_size=8, num_labels=8)  # type: ignore[call-arg]
     return transformers.ViTForImageClassification(config), images(32, 8)
 
 

@@ -65,9 +65,10 @@ class ParallelModule(fx.GraphModule):
 
     def __init__(self, graph: fx.Graph, program: Program, tensors: Mapping[str, torch.Tensor], state: State) -> None:
         super().__init__(nn.Module(), fx.Graph(), "ParallelModule")
-        for stored in (*program.parameters, *program.buffers):
-            for name in stored.names:
-                _install(self, name, tensors[stored.value.name], stored.persistent)
+        held = (*program.parameters, *program.buffers)
+        named = [(name, stored) for stored in held for name in stored.names]
+        for name, stored in sorted(named, key=lambda pair: pair[0] != pair[1].names[0]):  # ties last: they make no new order
+            _install(self, name, tensors[stored.value.name], stored.persistent)
         self.autopar = state
         self.graph = graph
 
@@ -125,8 +126,19 @@ class ParallelModule(fx.GraphModule):
                 fix="plan a model in the dtype that it shall run in: model.to(torch.bfloat16)",
             )
         if not self.autopar.checked:
+            self._check_filled()
             check_alike(dict(zip((p.path for p in signature.tensors), tensors, strict=True)), self.autopar.context)
             self.autopar.checked = True
+
+    def _check_filled(self) -> None:
+        held = (*self.named_parameters(), *self.named_buffers())
+        if empty := [name for name, tensor in held if tensor.is_meta]:
+            more = f" and {len(empty) - 1} more are" if len(empty) > 1 else " is"
+            raise InputError(
+                f"{empty[0]}{more} on meta: there are no numbers to compute with",
+                names=", ".join(empty[:8]) + (", ..." if len(empty) > 8 else ""),
+                fix="load a checkpoint into the parallel module, or call autopar.initialize(parallel, model)",
+            )
 
 
 def _install(root: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:

@@ -67,10 +67,6 @@ def demands(
     """
     if strategy not in STRATEGIES:
         raise ConstraintError(f"no strategy is called {strategy!r}", fix=f"one of {', '.join(STRATEGIES)}")
-    if not isinstance(constraints, Mapping):
-        raise ConstraintError(
-            f"constraints is a {type(constraints).__name__}", fix='a dict name -> layout, {"*.weight": "I, S(0)"}'
-        )
     patterns = constrained(program, mesh, constraints)
     sliced = {v.name: tuple(state or I for state in patterns[v.name]) for v in program.inputs if v.name in patterns}
     if strategy == "auto":
@@ -188,6 +184,10 @@ def _wanted_whole(program: Program, fits: Mapping[str, Fitted | None]) -> set[st
 
 def constrained(program: Program, mesh: Mesh, constraints: Mapping[str, str]) -> dict[str, Pattern]:
     """The layouts that constraints ask for, by value."""
+    if not isinstance(constraints, Mapping):
+        raise ConstraintError(
+            f"constraints is a {type(constraints).__name__}", fix='a dict name -> layout, {"*.weight": "I, S(0)"}'
+        )
     found: dict[str, Pattern] = {}
     origin: dict[str, str] = {}
     known = list(targets(program)) if constraints else []

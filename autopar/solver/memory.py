@@ -19,7 +19,7 @@ from autopar.layout import local_shape
 from autopar.mesh import Bytes
 from autopar.passes.classes import ValueClass
 from autopar.solver.formulate import Formulated
-from autopar.solver.problem import PRODUCER, Floats, Ints, Kept, Problem, Row, Solution
+from autopar.solver.problem import PRODUCER, Floats, Ints, Kept, Problem, Row, Solution, end_node
 
 
 ON_CHOICE = ("stored", "gradient", "internal")  # kinds whose bytes follow a choice; the others follow a wire
@@ -116,7 +116,7 @@ class Ledger:
         problem = self.formulated.problem
         for number, alive in enumerate(self.groups):
             if alive.kind == "kept":
-                node = _end(problem, alive.where, alive.consumer, solution.picks)
+                node = end_node(problem.wires[alive.where], alive.consumer, solution.picks)
                 for start, stop in zip(alive.starts.tolist(), alive.stops.tolist(), strict=True):
                     kept[alive.where, node, start] = max(kept.get((alive.where, node, start), 0), stop)
                 continue
@@ -181,7 +181,7 @@ class Ledger:
             if not count:
                 continue
             size = (
-                self._bytes[number][_end(self.formulated.problem, alive.where, alive.consumer, solution.picks)]
+                self._bytes[number][end_node(self.formulated.problem.wires[alive.where], alive.consumer, solution.picks)]
                 if alive.kind == "kept"
                 else self._size(number, solution)
             )
@@ -196,12 +196,3 @@ class Ledger:
             values: ValueClass = self.formulated.wires[alive.where]
             name, count = values.example, len(values.members)
         return f"{name} (x{count})" if count > 1 else name
-
-
-def _end(problem: Problem, wire: int, keeper: int, picks: tuple[int, ...]) -> int:
-    """The layout at one end of a wire."""
-    ends = problem.wires[wire]
-    if keeper == PRODUCER:
-        return int(ends.produced[picks[ends.producer]])
-    consumer = ends.consumers[keeper]
-    return int(consumer.wants[picks[consumer.choice]])

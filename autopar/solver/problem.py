@@ -136,3 +136,21 @@ def leading_to(wire: Wire, consumers: frozenset[int], picks: tuple[int, ...], us
             found[into[node]] = None
             node = int(wire.source[into[node]])
     return tuple(found)
+
+
+def row_bytes(problem: Problem, row: Row, picks: tuple[int, ...], arcs: tuple[tuple[int, ...], ...]) -> float:
+    """The left side of a row for a solution."""
+    total = row.constant + sum(float(bytes_of[picks[choice]]) for choice, bytes_of in row.picks.items())
+    total += sum(float(bytes_of[list(arcs[wire])].sum()) for wire, bytes_of in row.uses.items())
+    for kept in row.kept:
+        nodes = {end_node(problem.wires[kept.wire], keeper, picks) for keeper in kept.keepers}
+        total += sum(float(kept.bytes[node]) for node in nodes)
+    return total
+
+
+def end_node(wire: Wire, keeper: int, picks: tuple[int, ...]) -> int:
+    """The layout at one end of a wire: as PRODUCER leaves it, or as a consumer wants it."""
+    if keeper == PRODUCER:
+        return int(wire.produced[picks[wire.producer]])
+    consumer = wire.consumers[keeper]
+    return int(consumer.wants[picks[consumer.choice]])

@@ -75,8 +75,9 @@ class Search:
         return Found(values=_values(self._relaxation), objective=objective, bound=objective)
 
     def fractional(self, found: Found) -> bool:
-        """Whether any pick is neither 0 nor 1."""
-        return any(_fractional(picks).any() for _, picks in self._picks(found.values))
+        """Whether any pick is neither 0 nor 1, or any use that a row counts."""
+        whole = [picks for _, picks in self._picks(found.values)] + [found.values[uses] for uses in self.model.limited]
+        return any(_fractional(values).any() for values in whole)
 
     def settle(self, relaxed: Found) -> Found | None:
         """The best solution in which every choice that the relaxation made wholly stays; None if there is none."""
@@ -87,20 +88,28 @@ class Search:
         columns = np.concatenate([np.zeros(0, np.int64), *fixed]).astype(np.int32)
         zeros = np.zeros(len(columns))
         solver.changeColsBounds(len(columns), columns, zeros, zeros)
-        found = self._branched(solver)
+        found = self._branched(solver, uses=True)
         return None if found is None else Found(values=found.values, objective=found.objective, bound=relaxed.bound)
 
-    def branch(self, start: Found | None) -> Found | None:
-        """The optimum of the integer program within the gap; None if it is infeasible."""
+    def branch(self, start: Found | None, *, uses: bool) -> Found | None:
+        """The optimum of the integer program within the gap; None if it is infeasible.
+
+        `uses`: the use of every arc is whole, too. Without rows that count uses a route costs least when it is whole, so that only
+        wires with several consumers need it.
+        """
         solver = load(self.model.part())
         if start is not None:
             solution = highspy.HighsSolution()
             solution.col_value = start.values.tolist()
             solver.setSolution(solution)
-        return self._branched(solver)
+        return self._branched(solver, uses=uses)
 
-    def _branched(self, solver: highspy.Highs) -> Found | None:
-        integer = np.flatnonzero(np.concatenate(self.model.integer)).astype(np.int32)
+    def _branched(self, solver: highspy.Highs, *, uses: bool) -> Found | None:
+        whole = np.concatenate(self.model.integer)
+        if uses:
+            for first, wire in zip(self.model.columns.use, self.model.problem.wires, strict=True):
+                whole[first : first + len(wire.seconds)] = True
+        integer = np.flatnonzero(whole).astype(np.int32)
         solver.changeColsIntegrality(len(integer), integer, np.full(len(integer), INTEGER))
         solver.setOptionValue("time_limit", self.time_limit)
         solver.setOptionValue("mip_rel_gap", self.gap)

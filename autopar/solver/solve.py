@@ -5,14 +5,15 @@ The answer is checked, not trusted: its price is summed from its own picks and a
 
 from __future__ import annotations
 
-import heapq
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
 from autopar.solver.model import MICROSECONDS, Model
-from autopar.solver.problem import Floats, Problem, Row, Solution, Wire, price
+from autopar.solver.problem import Floats, Problem, Row, Solution, Wire, price, row_bytes
 from autopar.solver.search import INTEGRAL, Found, Search
 
 PROVEN = 1e-3  # the relative gap at which branching stops
@@ -34,14 +35,15 @@ def solve(
     it is solved again. `time_limit` is in seconds, `gap` the relative gap at which branching stops.
     """
     search = Search(Model(problem), time_limit=time_limit, gap=gap)
-    broken = list(rows)
+    broken, known = list(rows), list[Row]()
     while True:
         if broken:
             search.bound(broken)
+            known += broken
         relaxed = search.relax()
         if relaxed is None or relaxed.bound >= cutoff:
             return None
-        solution = _whole(search, relaxed, gap)
+        solution = _whole(search, relaxed, known, gap)
         if solution is None:
             return None
         broken = list(judge(solution))
@@ -49,20 +51,31 @@ def solve(
             return solution
 
 
-def _whole(search: Search, relaxed: Found, gap: float) -> Solution | None:
+def _whole(search: Search, relaxed: Found, rows: Sequence[Row], gap: float) -> Solution | None:
     """An integer solution within the gap of the relaxation, found with as little branching as that takes."""
     model = search.model
     if not search.fractional(relaxed):
         solution = _read(model, relaxed)
-        if solution.status == "optimal":
+        if solution.status == "optimal" and _kept(model.problem, solution, rows):
             return solution
     settled = search.settle(relaxed)
     if settled is not None:
         solution = _read(model, settled)
         if solution.gap <= max(gap, SAME):
             return solution
-    found = search.branch(settled)
-    return None if found is None else _read(model, found)
+    for uses in (False, True):
+        found = search.branch(settled, uses=uses)
+        if found is None:
+            return None
+        solution = _read(model, found)
+        if _kept(model.problem, solution, rows):
+            break
+    return solution
+
+
+def _kept(problem: Problem, solution: Solution, rows: Iterable[Row]) -> bool:
+    """Whether a solution, as it was read off, keeps to the rows: of a mixture of routes one is taken, which may need more."""
+    return all(row_bytes(problem, row, solution.picks, solution.arcs) <= row.limit * (1 + SAME) for row in rows)
 
 
 def least_memory(
@@ -82,7 +95,7 @@ def least_memory(
             return None
         found = relaxed
         if search.fractional(relaxed):
-            found = search.branch(search.settle(relaxed)) or relaxed
+            found = search.branch(search.settle(relaxed), uses=True) or relaxed
         solution = _read(model, found)
         more = list(judge(solution, found.objective * MICROSECONDS * scale * (1 + PROVEN)))
         if not more:
@@ -118,39 +131,26 @@ def tree(wire: Wire, picks: Sequence[int], allowed: npt.NDArray[np.int64] | None
 
     With `allowed`, only these arcs are used; None if they do not reach every consumer.
     """
-    outgoing: dict[int, list[int]] = {}
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    graph.add_nodes_from(range(wire.nodes))
     for arc in range(len(wire.seconds)) if allowed is None else allowed.tolist():
-        outgoing.setdefault(int(wire.source[arc]), []).append(arc)
-    reached = {int(wire.produced[picks[wire.producer]])}
-    chosen: dict[int, None] = {}
+        graph.add_edge(int(wire.source[arc]), int(wire.target[arc]), arc=arc)
+    reached = {int(wire.produced[picks[wire.producer]]): None}
+    chosen: list[int] = []
     for place, consumer in enumerate(wire.consumers):
-        due = sum((s.seconds for s in wire.surcharges if place in s.consumers), wire.seconds)
-        path = _shortest(wire, outgoing, reached, int(consumer.wants[picks[consumer.choice]]), due)
+        due = sum((s.seconds for s in wire.surcharges if place in s.consumers), wire.seconds).tolist()
+        path = _shortest(graph, list(reached), int(consumer.wants[picks[consumer.choice]]), due)
         if path is None:
             return None
-        for arc in path:
-            chosen[arc] = None
-            reached.add(int(wire.target[arc]))
+        chosen += [graph.edges[step]["arc"] for step in itertools.pairwise(path)]
+        reached |= dict.fromkeys(path)
     return tuple(chosen)
 
 
-def _shortest(wire: Wire, outgoing: dict[int, list[int]], reached: set[int], goal: int, seconds: Floats) -> list[int] | None:
-    """Dijkstra's path from any reached node to the goal, as arcs."""
-    queue = [(0.0, 0, node, -1) for node in sorted(reached)]
-    parent: dict[int, int] = {}
-    while queue:
-        distance, hops, node, arc = heapq.heappop(queue)
-        if node in parent:
-            continue
-        parent[node] = arc
-        if node == goal:
-            path = []
-            while parent[node] >= 0:
-                path.append(parent[node])
-                node = int(wire.source[parent[node]])
-            return path[::-1]
-        for step in outgoing.get(node, ()):
-            there = int(wire.target[step])
-            if there not in parent and there not in reached:
-                heapq.heappush(queue, (distance + float(seconds[step]), hops + 1, there, step))
-    return None
+def _shortest(graph: nx.DiGraph[int], sources: list[int], goal: int, seconds: list[float]) -> list[int] | None:
+    """The nodes of the cheapest path from any source to the goal; None if there is none."""
+    try:
+        _, path = nx.multi_source_dijkstra(graph, sources, goal, weight=lambda u, v, arc: seconds[arc["arc"]])
+    except nx.NetworkXNoPath:
+        return None
+    return list(path)

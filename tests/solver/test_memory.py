@@ -14,9 +14,8 @@ import pytest
 from autopar.capture import Captured
 from autopar.cost_models import optimizers
 from autopar.errors import BudgetError
-from autopar.mesh import Mesh
-from autopar.solver.followers import merge_followers
 from autopar.solver.analysis import analyse
+from autopar.solver.followers import merge_followers
 from autopar.solver.formulate import Formulated, formulate
 from autopar.solver.memory import Ledger
 from autopar.solver.problem import Choice, Consumer, Problem, Solution, Surcharge, Wire, price
@@ -80,8 +79,7 @@ def _stored(made: Formulated, solution: Solution) -> float:
     return total
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model, share", [("layers", 0.0), ("layers", 0.3), ("layers", 0.7), ("llama", 0.0)])
 def test_the_walk_never_exceeds_the_budget(model: str, share: float) -> None:
     made, ledger = formulated(model, "8")
     free, least = within(made, ledger, 1 << 50), smallest(made, ledger)
@@ -97,7 +95,7 @@ def test_the_walk_never_exceeds_the_budget(model: str, share: float) -> None:
     assert found.seconds == pytest.approx(price(made.problem, found.picks, found.arcs))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["layers", "llama"])
 def test_the_smallest_budget_that_is_reported_works_and_one_percent_less_does_not(model: str) -> None:
     captured, on = MODELS[model](), MESHES["8"]
     budget = planning.smallest(captured, on)
@@ -185,7 +183,7 @@ def test_a_row_said_of_the_merged_problem_is_the_row_of_the_original(seed: int) 
     assert bytes_of(merged.problem, merged.row(row), solution.picks, solution.arcs) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("model, on", [("llama", "8"), ("gpt2", "8"), ("gpt2", "2x4"), ("layers", "2x4")])
+@pytest.mark.parametrize("model, on", [("llama", "8"), ("gpt2", "8"), ("gpt2", "2x4")])
 def test_merging_followers_leaves_the_optimum_of_a_model(model: str, on: str) -> None:
     made, ledger = formulated(model, on)
     merged = merge_followers(made.problem)
