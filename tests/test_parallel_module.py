@@ -133,7 +133,7 @@ def test_ranks_that_were_seeded_differently_get_the_weights_of_rank_0(pool: Work
     for found, expected in zip(first, [*held.values(), called(model.eval(), sample)], strict=True):  # type: ignore[call-overload]
         torch.testing.assert_close(found, expected.detach())
     for other in others:
-        assert all(map(torch.equal, first, other))  # type: ignore[arg-type]
+        assert all(map(torch.equal, first, other))  # type: ignore[call-overload]
 
 
 class Drop(nn.Module):
@@ -155,7 +155,9 @@ def dropped(layout: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout, parts", [("S(0), I", 2), ("I, S(0)", 4), ("S(0), S(0)", 8), ("I, I", 1)])
-def test_dropout_draws_alike_for_the_same_value_and_differently_for_its_parts(pool: WorkerPool, layout: str, parts: int) -> None:
+def test_dropout_draws_alike_for_the_same_value_and_differently_for_its_parts(
+    pool: WorkerPool, layout: str, parts: int
+) -> None:
     found = pool.run(f"{__name__}:dropped", layout)
     assert all(torch.equal(mask, found[0]) for mask in found)  # type: ignore[arg-type]
     chunks = found[0].chunk(parts)  # type: ignore[attr-defined]
@@ -224,7 +226,7 @@ def test_a_mesh_of_one_device_needs_no_processes() -> None:
     expected = model(**sample)
     found = parallel(**sample)
     torch.testing.assert_close(found.loss, expected.loss)
-    for module, loss in ((model, expected.loss), (parallel, found.loss)):
-        loss.backward()
+    expected.loss.backward()
+    found.loss.backward()
     for one, other in zip(parallel.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-6, rtol=1e-4)

@@ -2,7 +2,8 @@
 
 ddp        parameters I, inputs S(0)
 fsdp       every parameter S on its first dim that divides, gathered for use; inputs S(0)
-megatron   on the last axis no parameter is gathered and inputs are I; data parallel on the others
+megatron   on the last axis no parameter is gathered, those of matrix products are split, and inputs are I; data parallel
+           on the others
 replicate  everything I
 """
 
@@ -17,6 +18,7 @@ from autopar.errors import ConstraintError, LayoutError
 from autopar.ir import Program, Value
 from autopar.layout import I, Layout, State, parse, split
 from autopar.mesh import Mesh
+from autopar.passes.classes import PRODUCTS
 from autopar.rules import Fitted
 
 STRATEGIES = ("auto", "ddp", "fsdp", "megatron", "replicate")
@@ -30,7 +32,7 @@ class Demands:
     `patterns` limits the layouts in which values are produced or stored, `taken` gives inputs that are sliced on arrival. Weights
     are not gathered on the axes `ungathered`, and used unsplit with `weights_whole`; other values are neither
     gathered nor exchanged on the `private` axes (what makes data parallelism), but for those in `gathered`: outputs, and what an op
-    needs whole. `invariant`: everything is I.
+    needs whole. The weights `divided` are stored split on the last axis if they can be. `invariant`: everything is I.
     """
 
     patterns: Mapping[str, Pattern] = field(default_factory=dict)
@@ -39,6 +41,7 @@ class Demands:
     gathered: frozenset[str] = frozenset()
     ungathered: frozenset[int] = frozenset()
     private: frozenset[int] = frozenset()
+    divided: frozenset[str] = frozenset()
     weights_whole: bool = False
     invariant: bool = False
 
@@ -89,6 +92,7 @@ def demands(
         gathered=frozenset(o.value for o in program.outputs) | _wanted_whole(program, fits),
         private=frozenset(data),
         ungathered=frozenset({last}) if strategy == "megatron" else frozenset(),
+        divided=_multiplied(program, weights, fits, mesh.sizes[last]) if strategy == "megatron" else frozenset(),
         weights_whole=strategy in ("ddp", "fsdp"),
     )
 
@@ -168,6 +172,21 @@ def _path(name: str) -> str:
 
 def _inside(path: str, module: str) -> bool:
     return path == module or path.startswith(module + ".")
+
+
+def _multiplied(
+    program: Program, weights: Mapping[str, Value], fits: Mapping[str, Fitted | None], parts: int
+) -> frozenset[str]:
+    """The matrices that only matrix products read, each of which takes them in so many parts (a grouped one may not)."""
+    read: dict[str, list[bool]] = {name: [] for name, value in weights.items() if len(value.shape) > 1}
+    for op in program.ops:
+        fitted = fits[op.name]
+        for position, name in enumerate(op.operands):
+            if name in read:
+                factors = [fitted.factors[f] for dim in fitted.operands[position] for f in dim] if fitted else []
+                able = any(not factor.whole and factor.size % parts == 0 for factor in factors)
+                read[name].append(able and op.target.split(".")[1] in PRODUCTS)
+    return frozenset(name for name, able in read.items() if able and all(able))
 
 
 def _wanted_whole(program: Program, fits: Mapping[str, Fitted | None]) -> set[str]:

@@ -135,6 +135,8 @@ def _all_candidates(
 def _accepted(analysis: Analysis, name: str, found: list[Candidate], demands: Demands) -> list[Candidate]:
     """The candidates of a class that the demands allow."""
     program = analysis.program
+    if name in demands.divided:
+        found = [c for c in found if c.results[0][-1].kind == "S"] or found
     results = [name] if name not in program.op else [r.name for r in program.op[name].results]
     if not any(result in demands.patterns for result in results):
         if demands.invariant:

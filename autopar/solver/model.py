@@ -73,8 +73,6 @@ class Model:
         self.cost: list[Floats] = []
         self.integer: list[npt.NDArray[np.bool_]] = []
         self._entries: list[Entry] = []
-        self._uses: list[int] = []  # place in `integer` of each wire's uses
-        self.limited: list[Ints] = []  # uses that have bytes in a row
         self.rows = 0
         self.peak: tuple[int, float] | None = None
         for choice in problem.choices:
@@ -100,7 +98,6 @@ class Model:
         arcs, every = len(wire.seconds), frozenset(range(len(wire.consumers)))
         seconds = wire.seconds + sum((s.seconds for s in wire.surcharges if s.consumers == every), np.zeros(arcs))
         use = self._columns(seconds, integer=len(every) > 1)
-        self._uses.append(len(self.integer) - 1)
         flows = [self._columns(np.zeros(arcs)) if len(every) > 1 else use for _ in every]
         for consumer, flow in zip(wire.consumers, flows, strict=True):
             self._route(wire, consumer, flow)
@@ -149,9 +146,6 @@ class Model:
         columns = [self.columns.pick[choice] + np.arange(len(b)) for choice, b in row.picks.items()]
         columns += [self.columns.use[wire] + np.arange(len(b)) for wire, b in row.uses.items()]
         values = [*row.picks.values(), *row.uses.values()]
-        for wire, b in row.uses.items():  # half of two routes takes less memory than either: from now on a route is whole
-            self.integer[self._uses[wire]] |= b > 0
-            self.limited.append(self.columns.use[wire] + np.flatnonzero(b))
         for kept in row.kept:
             ends = [self._end(self.problem.wires[kept.wire], keeper) for keeper in kept.keepers]
             if len(ends) == 1:

@@ -75,9 +75,8 @@ class Search:
         return Found(values=_values(self._relaxation), objective=objective, bound=objective)
 
     def fractional(self, found: Found) -> bool:
-        """Whether any pick is neither 0 nor 1, or any use that a row counts."""
-        whole = [picks for _, picks in self._picks(found.values)] + [found.values[uses] for uses in self.model.limited]
-        return any(_fractional(values).any() for values in whole)
+        """Whether any pick is neither 0 nor 1."""
+        return any(_fractional(picks).any() for _, picks in self._picks(found.values))
 
     def settle(self, relaxed: Found) -> Found | None:
         """The best solution in which every choice that the relaxation made wholly stays; None if there is none."""
