@@ -74,9 +74,9 @@ class Search:
         objective = self._relaxation.getInfo().objective_function_value / MICROSECONDS
         return Found(values=_values(self._relaxation), objective=objective, bound=objective)
 
-    def fractional(self, found: Found) -> bool:
-        """Whether any pick is neither 0 nor 1."""
-        return any(_fractional(picks).any() for _, picks in self._picks(found.values))
+    def fractional(self, found: Found) -> int:
+        """How many choices are not made wholly."""
+        return sum(bool(_fractional(picks).any()) for _, picks in self._picks(found.values))
 
     def settle(self, relaxed: Found) -> Found | None:
         """The best solution in which every choice that the relaxation made wholly stays; None if there is none."""

@@ -17,12 +17,13 @@ from autopar.solver.problem import Floats, Problem, Row, Solution, Wire, price, 
 from autopar.solver.search import INTEGRAL, Found, Search
 
 PROVEN = 1e-3  # the relative gap at which branching stops
+FEW = 0.2  # the share of choices up to which those that the relaxation left open are settled by themselves first
 SAME = 1e-6  # relative difference at which a price counts as equal to the bound
 
 
 def solve(
     problem: Problem,
-    judge: Callable[[Solution], Iterable[Row]] = lambda solution: (),
+    judge: Callable[[Solution, bool], Iterable[Row]] = lambda solution, final: (),
     rows: Iterable[Row] = (),
     *,
     cutoff: float = float("inf"),
@@ -31,8 +32,8 @@ def solve(
 ) -> Solution | None:
     """The cheapest solution that every row allows; None if there is none, or none below `cutoff` seconds.
 
-    `judge` looks at a finished solution and returns the rows that it breaks (none: it is accepted); they join the program and
-    it is solved again. `time_limit` is in seconds, `gap` the relative gap at which branching stops.
+    `judge(solution, final)` looks at a solution and returns the rows that it breaks; they join the program and it is solved again
+    until a final solution breaks none. What is not final is a rounded relaxation: it may bring rows, but need not. `time_limit` is in seconds, `gap` the relative gap at which branching stops.
     """
     search = Search(Model(problem), time_limit=time_limit, gap=gap)
     broken, known = list(rows), list[Row]()
@@ -43,10 +44,13 @@ def solve(
         relaxed = search.relax()
         if relaxed is None or relaxed.bound >= cutoff:
             return None
+        broken = list(judge(_read(search.model, relaxed), False)) if search.fractional(relaxed) else []
+        if broken:
+            continue
         solution = _whole(search, relaxed, known, gap)
         if solution is None:
             return None
-        broken = list(judge(solution))
+        broken = list(judge(solution, True))
         if not broken:
             return solution
 
@@ -54,11 +58,13 @@ def solve(
 def _whole(search: Search, relaxed: Found, rows: Sequence[Row], gap: float) -> Solution | None:
     """An integer solution within the gap of the relaxation, found with as little branching as that takes."""
     model = search.model
-    if not search.fractional(relaxed):
+    open_choices, settled = search.fractional(relaxed), None
+    if not open_choices:
         solution = _read(model, relaxed)
         if solution.status == "optimal" and _kept(model.problem, solution, rows):
             return solution
-    settled = search.settle(relaxed)
+    if open_choices <= FEW * len(model.problem.choices):
+        settled = search.settle(relaxed)
     if settled is not None:
         solution = _read(model, settled)
         if solution.gap <= max(gap, SAME):

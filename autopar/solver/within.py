@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from autopar.mesh import Bytes
 from autopar.solver.followers import merge_followers
 from autopar.solver.formulate import Formulated
 from autopar.solver.memory import Ledger
-from autopar.solver.problem import Row, Solution
+from autopar.solver.problem import Floats, Row, Solution
 from autopar.solver.solve import least_memory, solve
 
 
@@ -15,17 +17,31 @@ def within(formulated: Formulated, ledger: Ledger, limit: Bytes, *, cutoff: floa
     merged = merge_followers(formulated.problem)
     asked: dict[int, float] = {}
 
-    def judge(solution: Solution) -> list[Row]:
+    def judge(solution: Solution, final: bool) -> list[Row]:
         alive = ledger.walk(merged.expand(solution))
-        moment, peak = int(alive.argmax()), float(alive.max())
-        if peak <= limit:
-            return []
-        # A moment that has its row already is exceeded only by what rounds away there: ask for that much less.
-        asked[moment] = asked.get(moment, float(limit)) - (peak - limit if moment in asked else 0.0)
-        return [merged.row(ledger.row(moment, asked[moment]))]
+        fresh = [moment for moment in _peaks(alive, limit) if moment not in asked]
+        asked.update(dict.fromkeys(fresh, float(limit)))
+        if final and not fresh and alive.max() > limit:
+            # A moment that has its row already is exceeded only by what rounds away there: ask for that much less.
+            fresh = [int(alive.argmax())]
+            asked[fresh[0]] -= float(alive.max()) - limit
+        return [merged.row(ledger.row(moment, asked[moment])) for moment in fresh]
 
     solution = solve(merged.problem, judge, cutoff=cutoff)
     return None if solution is None else merged.expand(solution)
+
+
+def _peaks(alive: Floats, limit: float) -> list[int]:
+    """The moments at which more than the limit is alive and more than at any moment near, the highest first."""
+    near = max(1, len(alive) // 16)
+    padded = np.pad(alive, near, constant_values=-np.inf)
+    highest = np.lib.stride_tricks.sliding_window_view(padded, 2 * near + 1).max(axis=1)
+    moments = np.flatnonzero((alive > limit) & (alive == highest))
+    found: list[int] = []
+    for moment in moments[np.argsort(-alive[moments], kind="stable")].tolist():
+        if all(abs(moment - other) > near for other in found):
+            found.append(moment)
+    return found
 
 
 def smallest(formulated: Formulated, ledger: Ledger) -> Solution | None:
