@@ -1,7 +1,7 @@
 """Code generation: a program and its decisions become a `torch.fx.GraphModule` that runs on the local shards.
 
-    emit      the graph: local ATen calls with conversions between them
-    module    the GraphModule: parameters under their original names, calls checked, results rebuilt
+emit      the graph: local ATen calls with conversions between them
+module    the GraphModule: parameters under their original names, calls checked, results rebuilt
 """
 
 from autopar.codegen.emit import emit

@@ -53,7 +53,7 @@ class _Emitter:
         self.graph: fx.Graph = CodeGraph()
         self.section = ""  # the comment under which nodes are made
         self.values: dict[tuple[str, Layout], fx.Node] = {}
-        self.weights = {p.value.name for p in program.parameters if p.value.requires_grad}
+        self.weights = {p.value.name for p in program.parameters}
         self.draws = 0
         self._prelude(program)
         for op in program.ops:
@@ -70,7 +70,7 @@ class _Emitter:
             node = self.graph.placeholder(identifier(value.name))
             self.values[value.name, (I,) * len(self.sizes)] = node
         self.axes = [self._state(f"axes.{identifier(axis.name)}") for axis in self.context.axes]
-        drawn = any(fitted and fitted.random for fitted in self.fits.values())
+        drawn = any(self._random(op) for op in program.ops)
         self.draw_state = self._state("draws") if drawn else None
         flagged = drawn or any(op.target in TRAINING for op in program.ops)
         self.training = self._node("get_attr", "training", (), "training") if flagged else None
@@ -156,11 +156,10 @@ class _Emitter:
         self._results(op, candidate, node)
 
     def _call(self, op: Op, candidate: Candidate, arguments: list[object], named: dict[str, object]) -> fx.Node:
-        fitted = self.fits[op.name]
         target = overload(op.target)
         if op.target in TRAINING and arguments[TRAINING[op.target]] is True:
             arguments[TRAINING[op.target]] = self.training
-        if not (fitted and fitted.random):
+        if not self._random(op):
             return self._node("call_function", target, tuple(arguments), identifier(op.name), named)
         if op.target == ATTENTION:
             rate = (arguments[4] if len(arguments) > 4 else named["dropout_p"], self.training)
@@ -173,6 +172,11 @@ class _Emitter:
         index, self.draws = self.draws, self.draws + 1
         seeded = (target, self.draw_state, index, split, *arguments)
         return self._node("call_function", random.seeded, seeded, identifier(op.name), named)
+
+    def _random(self, op: Op) -> bool:
+        """Whether an op draws random numbers; of one without a rule torch's own tag says it."""
+        fitted = self.fits[op.name]
+        return fitted.random if fitted else torch.Tag.nondeterministic_seeded in overload(op.target).tags
 
     def _results(self, op: Op, candidate: Candidate, node: fx.Node) -> None:
         if len(op.results) == 1:

@@ -1,11 +1,11 @@
 """The text of emitted code: short names with their imports, and a comment above the lines of each module of the original.
 
-    from autopar.runtime.collectives import all_reduce__identity
-    import torch
+from autopar.runtime.collectives import all_reduce__identity
+import torch
 
-    def forward(self, x):
-        # mlp.down
-        ...
+def forward(self, x):
+    # mlp.down
+    ...
 """
 
 from __future__ import annotations

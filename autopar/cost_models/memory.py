@@ -41,7 +41,9 @@ class Lifetime:
     consumer: tuple[str, int] | None = None
 
 
-def lifetimes(program: Program, saved: Callable[[Op], Saved | None], states: int, backward: frozenset[str]) -> Iterator[Lifetime]:
+def lifetimes(
+    program: Program, saved: Callable[[Op], Saved | None], states: int, backward: frozenset[str]
+) -> Iterator[Lifetime]:
     """Every lifetime of a step; `states` counts the optimizer's tensors per parameter, `backward` names values with gradients."""
     n = len(program.ops)
     uses, last = _uses(program)
@@ -54,6 +56,7 @@ def lifetimes(program: Program, saved: Callable[[Op], Saved | None], states: int
             yield Lifetime(kind="gradient", name=name, start=2 * n - 1 - last[name], stop=2 * n)
     for value in program.inputs:
         yield Lifetime(kind="stored", name=value.name, start=0, stop=2 * n)
+    weights = {p.value.name for p in program.parameters}
     given = {p.value.name for p in (*program.parameters, *program.buffers)} | {v.name for v in program.inputs}
     outputs = {o.value for o in program.outputs}
     for name in program.values:
@@ -67,11 +70,18 @@ def lifetimes(program: Program, saved: Callable[[Op], Saved | None], states: int
                 if name in backward:
                     yield Lifetime(kind="flowing", name=name, start=2 * n - 1 - last[name], stop=2 * n - 1 - place[op.name])
     for i, op in enumerate(program.ops):
-        yield from _of_backward(program, op, i, saved(op), last, given, backward)
+        yield from _of_backward(program, op, i, saved(op), last, given, weights, backward)
 
 
 def _of_backward(
-    program: Program, op: Op, i: int, kept: Saved | None, last: Mapping[str, int], given: set[str], backward: frozenset[str]
+    program: Program,
+    op: Op,
+    i: int,
+    kept: Saved | None,
+    last: Mapping[str, int],
+    given: set[str],
+    weights: set[str],
+    backward: frozenset[str],
 ) -> Iterator[Lifetime]:
     """What the backward of one op keeps and needs."""
     if kept is None:
@@ -83,7 +93,7 @@ def _of_backward(
         saves = position in kept.operands
         if saves and name not in given:
             yield Lifetime(kind="kept", name=name, start=last[name] + 1, stop=now, consumer=(op.name, position))
-        weight = (name in backward) + (saves and name in given and name in backward)
+        weight = (name in backward) + (saves and name in weights)
         if weight and not view_of(op):
             yield Lifetime(kind="transient", name=name, start=now, stop=now, weight=weight, consumer=(op.name, position))
     for position in kept.results:

@@ -130,13 +130,13 @@ class Gathers:
             yield
 
     def run(self, function: Callable[..., torch.Tensor], x: torch.Tensor, *arguments: object) -> torch.Tensor:
-        """`function(x, *arguments)`, marked to be made again, unless it lies in the memory of `x` or needs no gradient.
+        """`function(x, *arguments)`, marked to be made again, unless it lies in the memory of `x` or nothing is saved at all.
 
         `x` is kept until the backward, unless it was made so itself.
         """
         value = function(x, *arguments)
         alias = value.untyped_storage() is x.untyped_storage()
-        if value.requires_grad and not alias and _fills_its_storage(value):
+        if torch.is_grad_enabled() and not alias and _fills_its_storage(value):
             made = self._gathered(x)
             origin = Saved.of(x, made) if made else x.detach()
             self._marks[value.untyped_storage()] = Gathered(function, origin, arguments, value)

@@ -39,6 +39,11 @@ class Analysis:
         return found
 
     @functools.cached_property
+    def weights(self) -> frozenset[str]:
+        """The parameters, frozen ones too: once gathered and used they are dropped, and gathered again where the backward needs them."""
+        return frozenset(p.value.name for p in self.program.parameters)
+
+    @functools.cached_property
     def written(self) -> frozenset[str]:
         """The buffers that ops change in place."""
         return frozenset(name for op in self.program.ops for name in writes(op))
@@ -97,7 +102,7 @@ def due(analysis: Analysis, chosen: Decisions, name: str) -> tuple[set[Conversio
     """The conversions of a value whose gradient comes back, and those of a weight that run again for the backward."""
     program, of = analysis.program, analysis.classes.of
     into = {step.target: step for step in chosen.routes.get(name, ())}
-    weight = name not in program.producer and program.values[name].requires_grad
+    weight = name in analysis.weights
     back: set[Conversion] = set()
     again: set[Conversion] = set()
 

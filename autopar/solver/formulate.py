@@ -187,7 +187,7 @@ def _wire(
         tuple(sorted({layout[axis] for layouts in (made, *wanted) for layout in layouts})) for axis in range(len(mesh.sizes))
     )
     graph = space(value.shape, mesh.sizes, allowed, analysis.blocks[value.name])
-    weight = value.name not in program.producer and value.requires_grad
+    weight = value.name in analysis.weights
     seconds, back, rerun = arc_seconds(graph, value, mesh)
     arcs = np.arange(len(seconds))
     if value.name in analysis.written:  # what is written in place is used as it is stored
