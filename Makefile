@@ -5,9 +5,9 @@
 #   make lint types   the parts of it                          make bench        planning time and memory, phase by phase
 
 PYTHON ?= python3
-# The default wheel of torch on Linux carries CUDA, several gigabytes. This index has the CPU build; set it to another of
-# PyTorch's indexes for a GPU, or to nothing for the default wheel.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Where pip looks for torch beside the default index: on Linux the default wheel carries CUDA, several gigabytes, and the index of
+# PyTorch's CPU builds does not. Empty: the default.
+TORCH_INDEX ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed

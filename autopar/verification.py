@@ -167,7 +167,7 @@ class _Payload:
 
 
 def _answers(pool: WorkerPool, payload: _Payload, size: int) -> list[Answer]:
-    return pool.run("autopar.verification:check", payload, ranks=size)  # type: ignore[return-value]
+    return pool.run("autopar.verification:check", payload, ranks=size, keep=True)  # type: ignore[return-value]
 
 
 def check(payload: _Payload) -> Answer:

@@ -176,7 +176,10 @@ class _Emitter:
     def _random(self, op: Op) -> bool:
         """Whether an op draws random numbers; of one without a rule torch's own tag says it."""
         fitted = self.fits[op.name]
-        return fitted.random if fitted else torch.Tag.nondeterministic_seeded in overload(op.target).tags
+        if fitted:
+            return fitted.random
+        rateless = op.target == ATTENTION and len(op.args) < 5 and "dropout_p" not in dict(op.kwargs)
+        return not rateless and torch.Tag.nondeterministic_seeded in overload(op.target).tags
 
     def _results(self, op: Op, candidate: Candidate, node: fx.Node) -> None:
         if len(op.results) == 1:

@@ -56,7 +56,7 @@ def connection() -> Connection:
 def root() -> None:
     """Fork a worker whenever the pool sends a rank."""
     torch.set_num_threads(1)
-    for module in sys.argv[2:]:
+    for module in ("torch._dynamo", *sys.argv[2:]):  # torch imports dynamo with the first DTensor: do it once
         importlib.import_module(module)
     pool = connection()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the workers
@@ -96,6 +96,7 @@ def answer(task: Task, rank: int) -> Answer:
         importlib.invalidate_caches()
         meeting = Path(task.folder, "rendezvous").as_uri()
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=task.ranks)
+        dist.barrier()  # or a short task may leave while others still connect to its rank
         module, _, name = task.function.partition(":")
         function = importlib.import_module(module).__dict__[name]
         with warnings.catch_warnings():

@@ -1,7 +1,8 @@
-"""A pool of worker processes on this machine: one per rank, gloo over loopback, alive until closed.
+"""A pool of worker processes on this machine: one per rank, gloo over loopback.
 
-The workers are fresh interpreters that share nothing with the caller, so the pool works from notebooks, from scripts without
-a `__main__` guard and under pytest:
+One fresh interpreter imports what is needed and forks the workers, by default for every run, so that none sees what another
+left behind (torch keeps DTensor meshes, and with them the names of process groups, in caches of the process). It shares
+nothing with the caller, so the pool works from notebooks, from scripts without a `__main__` guard and under pytest:
 
     with WorkerPool(8) as pool:
         results = pool.run("package.module:function", payload)      # function(payload) on every rank, default group set up
@@ -42,8 +43,12 @@ class WorkerError(AutoparError):
         self.rank = rank
 
 
+class WorkerDied(WorkerError):
+    """A worker's process ended without an exception."""
+
+
 class WorkerPool:
-    """`world` worker processes of one thread each. A run in which a worker hangs or dies replaces them before the next.
+    """`world` worker processes of one thread each, new ones for every run unless they are kept.
 
     `preload` names modules that all of them import, at the cost of one import.
     """
@@ -60,12 +65,22 @@ class WorkerPool:
         self._process = subprocess.Popen(command, env=_environment(key), stdin=subprocess.DEVNULL)
         self._root: Connection | None = None
 
-    def run(self, function: str, payload: object = None, *, ranks: int | None = None, timeout: float = 300.0) -> list[object]:
+    def run(
+        self, function: str, payload: object = None, *, ranks: int | None = None, timeout: float = 300.0, keep: bool = False
+    ) -> list[object]:
         """`function(payload)` on ranks 0 .. `ranks`-1 (default all), each with a gloo group of that many; results by rank.
 
         The function is named "package.module:function" and found with the caller's `sys.path`; payload and results travel
-        through `torch.save`. Raises WorkerError with the worker's traceback when a rank fails, or after `timeout` seconds.
+        through `torch.save`. With `keep` the workers serve the next run too: right for functions that make one mesh each,
+        always in the same order. Raises WorkerError with the worker's traceback when a rank fails, or after `timeout`
+        seconds; if a process dies without an exception, the run is tried once more.
         """
+        try:
+            return self._run(function, payload, ranks, timeout, keep)
+        except WorkerDied:
+            return self._run(function, payload, ranks, timeout, keep)
+
+    def _run(self, function: str, payload: object, ranks: int | None, timeout: float, keep: bool) -> list[object]:
         ranks = self.world if ranks is None else ranks
         self._start()
         self._number += 1
@@ -76,8 +91,12 @@ class WorkerPool:
             task = Task(number=self._number, function=function, payload=file, folder=folder, ranks=ranks, path=path)
             for rank in range(ranks):
                 self._workers[rank][0].send(task)
-            answers = self._collect(task, timeout)
-            return [torch.load(answers[rank].result, weights_only=False) for rank in range(ranks)]
+            try:
+                answers = self._collect(task, timeout)
+                return [torch.load(answers[rank].result, weights_only=False) for rank in range(ranks)]
+            finally:
+                if not keep:
+                    self._kill()
 
     def close(self) -> None:
         """End the workers; the pool cannot be used again."""
@@ -162,7 +181,8 @@ def _receive(found: Connection, rank: int, task: Task) -> Answer:
 def _failure(answer: Answer, task: Task) -> WorkerError:
     lines = answer.traceback.strip().splitlines()
     what = f"{task.function} failed on rank {answer.rank} of {task.ranks}"
-    return WorkerError(what, rank=answer.rank, worker="\n          ".join(["", *lines]))
+    kind = WorkerDied if answer.number < 0 else WorkerError
+    return kind(what, rank=answer.rank, worker="\n          ".join(["", *lines]))
 
 
 def _environment(key: bytes) -> dict[str, str]:

@@ -27,7 +27,13 @@ class Analysis:
     classes: Classes
     fits: Mapping[str, Fitted | None]
     blocks: Mapping[str, Blocks]
-    saved: Mapping[str, Saved]  # by op class
+    cpu: bool  # whether the device is one: some operators save other things there
+
+    @functools.cached_property
+    def saved(self) -> dict[str, Saved]:
+        """What autograd saves for each op class."""
+        ops = representatives(self.program, self.classes).items()
+        return {name: saved(op, self.program.values, cpu=self.cpu) for name, op in ops if op.requires_grad}
 
     @functools.cached_property
     def readers(self) -> dict[str, list[Op]]:
@@ -64,7 +70,6 @@ class Analysis:
 def analyse(program: Program, mesh: Mesh, *, apart: Callable[[str], str] = lambda value: "", repeated: bool = True) -> Analysis:
     """Fit rules, spread block counts, fold repeated blocks (`fold` says what `apart` and `repeated` mean)."""
     classes = fold(program, apart=apart, repeated=repeated)
-    cpu = mesh.device is not None and mesh.device.name == "cpu"
     by_class = {name: fit(op, program.values) for name, op in representatives(program, classes).items()}
     fits = {op.name: by_class[classes.of[op.name]] for op in program.ops}
     return Analysis(
@@ -73,11 +78,7 @@ def analyse(program: Program, mesh: Mesh, *, apart: Callable[[str], str] = lambd
         classes=classes,
         fits=fits,
         blocks=asked(program, fits),
-        saved={
-            name: saved(op, program.values, cpu=cpu)
-            for name, op in representatives(program, classes).items()
-            if op.requires_grad
-        },
+        cpu=mesh.device is not None and mesh.device.name == "cpu",
     )
 
 

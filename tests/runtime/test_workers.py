@@ -78,7 +78,7 @@ def test_an_unguarded_script_may_use_it_and_its_workers_die_with_it(tmp_path: Pa
         "import os, signal\n"
         "from autopar.runtime.workers import WorkerPool\n"
         "pool = WorkerPool(2)\n"
-        "print(*pool.run('autopar_who:am_i'), flush=True)\n"
+        "print(*pool.run('autopar_who:am_i', keep=True), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     ran = subprocess.run(
