@@ -19,7 +19,7 @@ from autopar.errors import PlanError
 from autopar.ir import Program
 from autopar.mesh import Mesh
 from autopar.passes import normalise
-from autopar.passes.without_dropout import without_dropout, without_training
+from autopar.passes.without_dropout import switched, without_training
 from autopar.plan import Plan, resolve
 from autopar.planner import Options, located, plan_program, read_program, sharded
 from autopar.runtime.agreement import check_program, from_rank_0
@@ -54,7 +54,8 @@ class _Other:
     def __call__(self, parallel: ParallelModule) -> ParallelModule | None:
         """The module for `parallel`'s present mode; None if its own graph serves, because its flags are all that differs."""
         captured = read_program(self.model.train(parallel.training), self.sample)
-        if not parallel.training and _mute(captured.program).hash == _mute(self.captured.program).hash:
+        live = any(map(switched, captured.program.ops))
+        if not parallel.training and not live and _quiet(captured.program) == _quiet(self.captured.program):
             return None
         state, program = parallel.autopar, captured.program
         assert state.plan is not None
@@ -69,9 +70,9 @@ class _Other:
         )
 
 
-def _mute(program: Program) -> Program:
-    """The program without what `training` decides: dropout, and the flag of batch norm."""
-    return normalise(without_training(without_dropout(program)))
+def _quiet(program: Program) -> str:
+    """The hash of a program as evaluation runs it."""
+    return normalise(without_training(program)).hash
 
 
 def assemble(captured: Captured, tensors: Mapping[str, torch.Tensor], plan: Plan, context: Context) -> ParallelModule:

@@ -216,7 +216,8 @@ def sharded(program: Program, outputs: str | None) -> Callable[[Output], bool]:
     """Which outputs may leave split: by default those that stand beside a scalar."""
     if outputs not in (None, "whole", "sharded"):
         raise ConstraintError(f"outputs={outputs!r} is unknown", fix='None, "whole" or "sharded"')
-    scalar = any(not program.values[o.value].shape for o in program.outputs)
+    ends = [program.values[o.value] for o in program.outputs]
+    scalar = any(not value.shape and value.requires_grad for value in ends)
     split = outputs == "sharded" or (outputs is None and scalar)
     return lambda output: split and bool(program.values[output.value].shape)
 

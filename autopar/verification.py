@@ -199,11 +199,13 @@ def _results(module: ParallelModule, program: Program, inputs: Sequence[torch.Te
 
 
 def _loss(outputs: Sequence[torch.Tensor], program: Program) -> torch.Tensor | None:
-    """The first scalar; without one, the outputs weighted with fixed numbers."""
+    """The scalars, or without one the outputs, added with fixed weights."""
     differentiable = [o for o in outputs if o.requires_grad]
     scalars = [o for o in differentiable if not o.ndim]
-    if scalars or not differentiable:
-        return scalars[0] if scalars else None
+    if scalars:
+        return torch.stack([o * (place + 1) for place, o in enumerate(scalars)]).sum()
+    if not differentiable:
+        return None
     weights = [torch.cos(torch.arange(o.numel(), dtype=o.dtype)).reshape(o.shape) for o in differentiable]
     return torch.stack([(o * w).sum() for o, w in zip(differentiable, weights, strict=True)]).sum()
 
@@ -260,8 +262,11 @@ def _against_module(
     args, kwargs = _arguments(sample)
     if any(name == "use_cache" for name, _ in captured.signature.defaults):
         kwargs.setdefault("use_cache", False)  # as it was captured
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.no_grad(), _NoDropout():
         theirs = read_result(model(*args, **kwargs))[0]
+        for name, buffer in model.named_buffers():  # batch norm has written its statistics
+            buffer.copy_(before[name])
     return [
         Row(what="capture", name=o.path, error=_error(a.detach().double(), b.double()), tolerance=SINGLE)
         for o, a, b in zip(program.outputs, ours, theirs, strict=True)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from autopar.capture.lower import lower
 from autopar.capture.signature import Signature, read_call
 from autopar.capture.skeleton import skeleton
 from autopar.capture.trace import trace
+from autopar.errors import CaptureError
 from autopar.ir import Program
 
 __all__ = ["Captured", "Signature", "capture"]
@@ -37,5 +39,11 @@ def capture(model: nn.Module, sample_input: object) -> Captured:
     """
     call = read_call(model, sample_input)
     bones = skeleton(model)
+    held = set(bones.first)
+    for path, leaf in call.leaves:
+        if path in held and isinstance(leaf, torch.Tensor):
+            raise CaptureError(
+                f"forward's argument {path} has the name of a parameter or buffer of the model", fix="rename one of them"
+            )
     traced = trace(bones.module, call)
     return Captured(program=lower(traced, bones, call), signature=call.signature(traced.returned))

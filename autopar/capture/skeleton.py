@@ -35,6 +35,12 @@ def skeleton(model: nn.Module) -> Skeleton:
     """
     parameters: list[tuple[str, torch.Tensor]] = list(model.named_parameters(remove_duplicate=False))
     buffers = [*model.named_buffers(remove_duplicate=False), *attributes(model)]
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f"the backward hook on module {path or type(model).__name__} would be lost",
+                fix="change the gradient in an operator of your own: torch.library.custom_op",
+            )
     memo: dict[int, object] = {}
     for name, tensor in (*parameters, *buffers):
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from autopar.ir import Argument, Op, Program, Ref, Value
+from autopar.ir import Argument, Op, Program, Ref, Value, writes
 from autopar.passes.arguments import bound
 from autopar.passes.builder import Rewriter
 
@@ -27,12 +27,19 @@ def simplify(program: Program) -> Program:
         d = slice(c, -1, 0, 2**63 - 1)                                   (d is c)
         e = new_zeros(x, [3])             e = full([3], 0, dtype=...)
 
-    Nothing in a program writes in place, so a copy is its original. Dropout stays unless its p is 0: a model captured for
+    A copy is its original, unless the program writes a buffer. Dropout stays unless its p is 0: a model captured for
     evaluation may be trained.
     """
     rewriter = Rewriter(program)
     returned = {output.value for output in program.outputs}
+    written = any(writes(op) for op in program.ops)
     for op in program.ops:
+        if op.target == "aten.broadcast_tensors.default":
+            _broadcast(op, program, rewriter)
+            continue
+        if op.target == "aten.clone.default" and written:  # what it copies may be written later
+            rewriter.keep(op)
+            continue
         if len(op.results) != 1 or op.results[0].name != op.name or not op.target.startswith("aten."):
             rewriter.keep(op)
             continue
@@ -44,6 +51,16 @@ def simplify(program: Program) -> Program:
         else:
             _spell(op, program, rewriter)
     return rewriter.finish()
+
+
+def _broadcast(op: Op, program: Program, rewriter: Rewriter) -> None:
+    """Each result is its operand, expanded where the shapes differ: a mean-squared error broadcasts tensors of one shape."""
+    for name, result in zip(op.operands, op.results, strict=True):
+        operand = rewriter.new(Ref(name))
+        assert isinstance(operand, Ref)
+        if program.values[name].shape != result.shape:
+            operand = rewriter.beside(op, "aten.expand.default", (operand, result.shape))
+        rewriter.forward(result.name, operand)
 
 
 def _unchanged(op: Op, program: Program) -> Ref | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.ir import Op, Program
+from autopar.ir import Argument, Op, Program
 from autopar.passes.arguments import bound, packed
 
+ATTENTION = "aten.scaled_dot_product_attention.default"
+TRAINING = {"aten.dropout.default": "train", "aten.feature_dropout.default": "train", "aten.batch_norm.default": "training"}
 _CHANCE = {
     "dropout": "p",
     "native_dropout": "p",
@@ -35,17 +37,25 @@ def _certain(op: Op) -> Op:
 
 
 def without_training(program: Program) -> Program:
-    """Every `training` flag is False: what is left is what both modes of a model have in common.
+    """The program as evaluation runs it, if only the flags that a parallel module switches itself differ.
 
-    a = dropout(x, 0.0, True)    ->    a = dropout(x, 0.0, False)
+        a = dropout(x, 0.1, True)                       a = dropout(x, 0.1, False)
+        b = attention(q, k, v, None, 0.1, True)    ->   b = attention(q, k, v, None, 0.0, True)
     """
     return replace(program, ops=tuple(map(_quiet, program.ops)))
 
 
-def _quiet(op: Op) -> Op:
+def switched(op: Op) -> bool:
+    """Whether an op draws, or counts, as it does in training only."""
     named = bound(op)
-    flags = {name: False for name in ("train", "training") if name in named}
-    if not flags:
+    if op.target == ATTENTION:
+        return named["dropout_p"] != 0
+    return op.target in TRAINING and named[TRAINING[op.target]] is True
+
+
+def _quiet(op: Op) -> Op:
+    if op.target != ATTENTION and op.target not in TRAINING:
         return op
-    args, kwargs = packed(op.target, named | flags)
+    off: dict[str, Argument] = {"dropout_p": 0.0} if op.target == ATTENTION else {TRAINING[op.target]: False}
+    args, kwargs = packed(op.target, bound(op) | off)
     return replace(op, args=args, kwargs=kwargs)

@@ -86,7 +86,7 @@ class WorkerPool:
         self._number += 1
         with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
             file = str(Path(folder, "payload"))
-            torch.save(payload, file)
+            torch.save(payload, file, pickle_protocol=4)  # protocol 2, the default, knows no memory formats
             path = tuple(os.path.abspath(place) for place in sys.path)
             task = Task(number=self._number, function=function, payload=file, folder=folder, ranks=ranks, path=path)
             for rank in range(ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from autopar.errors import BudgetError
@@ -29,7 +30,8 @@ def parse_bytes(budget: Bytes | str | None, mesh: Mesh) -> Bytes:
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]?i?B?)\s*", budget)
         size = int(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
     else:
-        size = int(budget) if isinstance(budget, (int, float)) and not isinstance(budget, bool) else 0
+        number = isinstance(budget, (int, float)) and not isinstance(budget, bool) and math.isfinite(budget)
+        size = int(budget) if number else 0
     if size > 0:
         return size
     raise BudgetError(
