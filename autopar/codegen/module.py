@@ -110,7 +110,7 @@ class ParallelModule(fx.GraphModule):
         state, own = self.autopar, dict(self.named_parameters())
         if state.twin is None or any(own[name] is not held for name, held in state.twin.named_parameters()):
             state.twin = make(self) or self
-        return state.twin if state.twin is self else state.twin.train(self.training)
+        return state.twin if state.twin is self else state.twin.train()  # what its capture left switched on stays on
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
         device, signature = self.autopar.context.device, self.autopar.signature
