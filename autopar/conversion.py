@@ -11,9 +11,9 @@ collectives, four are local:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar.ir import elements
 from autopar.layout import Layout, State, blocks, local_shape
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -53,7 +53,7 @@ class Conversion:
         """Bytes of the largest buffer of this conversion's collectives on one rank (the gathered side of a gather)."""
         layouts = (self.source, self.target)
         local = (local_shape(shape, layout, sizes) for layout in layouts)
-        return max(_elements(s) for s in local) * itemsize
+        return max(elements(s) for s in local) * itemsize
 
     def place(self, state: State, layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, int]:
         """`(dim, blocks)` of this axis's split on the local tensor: where to gather, slice, pad or scatter it.
@@ -61,10 +61,3 @@ class Conversion:
         The other axes' digits are gone from the local tensor on both sides, so the count is the same before and after.
         """
         return state.dim, blocks(layout, self.axis, shape, sizes)
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

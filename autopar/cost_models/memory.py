@@ -44,7 +44,8 @@ class Lifetime:
 def lifetimes(
     program: Program, saved: Callable[[Op], Saved | None], states: int, backward: frozenset[str]
 ) -> Iterator[Lifetime]:
-    """Every lifetime of a step; `states` counts the optimizer's tensors per parameter, `backward` names values with gradients."""
+    """Every lifetime of a step; `states` counts the optimizer's tensors per parameter, `backward` names values with
+    gradients."""
     n = len(program.ops)
     uses, last = _uses(program)
     place = {op.name: i for i, op in enumerate(program.ops)}

@@ -92,7 +92,8 @@ def _assignments(
 
 
 def _nests(axes: list[int], forms: Sequence[Form], size: int, sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], ...]]:
-    """`(axis, stride)` for every order in which axes can nest in one factor; axes of different block counts do not mix freely."""
+    """`(axis, stride)` for every order in which axes can nest in one factor; axes of different block counts do not mix
+    freely."""
     by_count: dict[int, list[int]] = {}
     for axis in axes:
         by_count.setdefault(forms[axis][2], []).append(axis)
@@ -190,7 +191,7 @@ def asked(program: Program, fits: Mapping[str, Fitted | None]) -> dict[str, Bloc
             known[name][dim].add(_left(fitted, dims[dim], factor))  # type: ignore[arg-type]
     changed = True
     while changed:
-        changed = any([_spread(op, fits[op.name], known) for op in (*program.ops, *reversed(program.ops))])
+        changed = sum(_spread(op, fits[op.name], known) for op in (*program.ops, *reversed(program.ops))) > 0
     return {name: tuple(tuple(sorted(k)) for k in dims) for name, dims in known.items()}
 
 

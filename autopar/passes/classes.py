@@ -108,7 +108,7 @@ def _folded_prefixes(program: Program, apart: Callable[[str], str]) -> dict[str,
     wild: dict[str, str] = {}
     for number, prefixes in enumerate(kinds.values()):
         if len(prefixes) > 1:
-            wild |= {prefix: f"{prefixes[0]}*{number}" for prefix in prefixes}
+            wild |= dict.fromkeys(prefixes, f"{prefixes[0]}*{number}")
     return wild
 
 

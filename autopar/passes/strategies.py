@@ -29,9 +29,11 @@ Pattern = tuple[State | None, ...]  # a layout, None where an axis is free
 class Demands:
     """What a strategy and the user's constraints ask for.
 
-    `patterns` limits the layouts in which values are produced or stored, `taken` gives inputs that are sliced on arrival. Weights
+    `patterns` limits the layouts in which values are produced or stored, `taken` gives inputs that are sliced on arrival.
+    Weights
     are not gathered on the axes `ungathered`, and used unsplit with `weights_whole`; other values are neither
-    gathered nor exchanged on the `private` axes (what makes data parallelism), but for those in `gathered`: outputs, and what an op
+    gathered nor exchanged on the `private` axes (what makes data parallelism), but for those in `gathered`: outputs, and
+    what an op
     needs whole. The weights `divided` are stored split on the last axis if they can be. `invariant`: everything is I.
     """
 
@@ -65,7 +67,8 @@ def demands(
 ) -> Demands:
     """The demands of a strategy, with the user's constraints on top; `fits` holds the rule of every op.
 
-    Raises ConstraintError for a strategy that does not exist or does not fit, for a constraint that matches nothing, and for two
+    Raises ConstraintError for a strategy that does not exist or does not fit, for a constraint that matches nothing, and
+    for two
     that contradict each other.
     """
     if strategy not in STRATEGIES:
@@ -190,7 +193,8 @@ def _multiplied(
 
 
 def _wanted_whole(program: Program, fits: Mapping[str, Fitted | None]) -> set[str]:
-    """The values whose first dim some op cannot split: batch norm wants the whole batch, an op without rule wants everything."""
+    """The values whose first dim some op cannot split: batch norm wants the whole batch, an op without rule wants
+    everything."""
     found = set()
     for op in program.ops:
         fitted = fits[op.name]

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from autopar.conversion import COLLECTIVES, Conversion
+from autopar.conversion import Conversion
 from autopar.cost_models.saved import Saved, saved
 from autopar.decisions import Decisions
 from autopar.ir import Op, Program, writes
@@ -46,7 +46,8 @@ class Analysis:
 
     @functools.cached_property
     def weights(self) -> frozenset[str]:
-        """The parameters, frozen ones too: once gathered and used they are dropped, and gathered again where the backward needs them."""
+        """The parameters, frozen ones too: once gathered and used they are dropped, and gathered again where the backward
+        needs them."""
         return frozenset(p.value.name for p in self.program.parameters)
 
     @functools.cached_property
@@ -83,6 +84,7 @@ def analyse(program: Program, mesh: Mesh, *, apart: Callable[[str], str] = lambd
 
 
 def representatives(program: Program, classes: Classes) -> dict[str, Op]:
+    """The first op of each class."""
     return {op.name: op for op in program.ops if classes.of[op.name] == op.name}
 
 

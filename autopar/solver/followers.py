@@ -3,7 +3,8 @@
     a = linear(x)     pick[a, 8 ways]              a, b    pick[ab, 8 ways]
     b = reshape(a)    pick[b, 6 ways]    ->
 
-It is exact if b reads nothing else, alone reads a, and every conversion of a before b can be made after b instead at no higher price:
+It is exact if b reads nothing else, alone reads a, and every conversion of a before b can be made after b instead at no
+higher price:
 b's candidates must then cover every layout in which a is produced, one each.
 """
 
@@ -23,7 +24,8 @@ SAME = 1e-9  # relative difference at which two prices count as equal
 class Merged:
     """A smaller problem and the way back.
 
-    Candidate c of merged choice `leader[o]` stands for candidate `pick[o][c]` of the original choice o; `choice` and `wire` give
+    Candidate c of merged choice `leader[o]` stands for candidate `pick[o][c]` of the original choice o; `choice` and
+    `wire` give
     the new places of what is left.
     """
 

@@ -57,11 +57,13 @@ def formulate(
 ) -> Formulated:
     """The planning problem of an analysed program.
 
-    `demands` limits candidates and conversions, `sharded_outputs` says which outputs may leave split. `mesh` must have links and a
+    `demands` limits candidates and conversions, `sharded_outputs` says which outputs may leave split. `mesh` must have
+    links and a
     device. Raises ConstraintError where nothing is left to choose.
     """
     device = mesh.device
-    assert device is not None and mesh.links, "a mesh is priced with its device and links"
+    assert device is not None, "a mesh is priced with its device"
+    assert mesh.links, "a mesh is priced with its links"
     lists = {
         name: _accepted(analysis, name, found, demands) for name, found in _all_candidates(analysis, demands, sharded_outputs)
     }
@@ -214,7 +216,10 @@ def _wire(
         target=graph.target[arcs],
         seconds=count * seconds[arcs],
         surcharges=(
-            Surcharge(seconds=count * back[arcs], consumers=_where(values, lambda name, _: has_gradient(analysis, value.name, name))),
+            Surcharge(
+                seconds=count * back[arcs],
+                consumers=_where(values, lambda name, _: has_gradient(analysis, value.name, name)),
+            ),
             Surcharge(seconds=count * rerun[arcs], consumers=_where(values, lambda *end: weight and saves(analysis, *end))),
         ),
         free=np.isin(graph.pair[arcs], FREE),

@@ -21,7 +21,6 @@ from autopar.passes.classes import ValueClass
 from autopar.solver.formulate import Formulated
 from autopar.solver.problem import PRODUCER, Floats, Ints, Kept, Problem, Row, Solution, end_node
 
-
 ON_CHOICE = ("stored", "gradient", "internal")  # kinds whose bytes follow a choice; the others follow a wire
 
 

@@ -28,7 +28,8 @@ class SolverError(AutoparError):
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Found:
-    """Values of all columns; `objective` and the proven `bound` are in seconds (in the model's unit when it minimises memory)."""
+    """Values of all columns; `objective` and the proven `bound` are in seconds (in the model's unit when it minimises
+    memory)."""
 
     values: Floats
     objective: float
@@ -93,7 +94,8 @@ class Search:
     def branch(self, start: Found | None, *, uses: bool) -> Found | None:
         """The optimum of the integer program within the gap; None if it is infeasible.
 
-        `uses`: the use of every arc is whole, too. Without rows that count uses a route costs least when it is whole, so that only
+        `uses`: the use of every arc is whole, too. Without rows that count uses a route costs least when it is whole, so
+        that only
         wires with several consumers need it.
         """
         solver = load(self.model.part())

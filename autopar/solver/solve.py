@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.solver.model import MICROSECONDS, Model
-from autopar.solver.problem import Floats, Problem, Row, Solution, Wire, price, row_bytes
+from autopar.solver.problem import Problem, Row, Solution, Wire, price, row_bytes
 from autopar.solver.search import INTEGRAL, Found, Search
 
 PROVEN = 1e-3  # the relative gap at which branching stops
@@ -32,8 +32,10 @@ def solve(
 ) -> Solution | None:
     """The cheapest solution that every row allows; None if there is none, or none below `cutoff` seconds.
 
-    `judge(solution, final)` looks at a solution and returns the rows that it breaks; they join the program and it is solved again
-    until a final solution breaks none. What is not final is a rounded relaxation: it may bring rows, but need not. `time_limit` is in seconds, `gap` the relative gap at which branching stops.
+    `judge(solution, final)` looks at a solution and returns the rows that it breaks; they join the program and it is
+    solved again
+    until a final solution breaks none. What is not final is a rounded relaxation: it may bring rows, but need not.
+    `time_limit` is in seconds, `gap` the relative gap at which branching stops.
     """
     search = Search(Model(problem), time_limit=time_limit, gap=gap)
     broken, known = list(rows), list[Row]()

@@ -57,7 +57,11 @@ def random_row(problem: Problem, seed: int) -> Row:
     draw = random.Random(seed)
     size = lambda n: np.array([float(draw.randint(0, 5)) for _ in range(n)])  # noqa: E731
     kept = tuple(
-        Kept(wire=i, keepers=draw.choice([(0,), (PRODUCER,), tuple(range(len(w.consumers))), (PRODUCER, 0)]), bytes=size(w.nodes))
+        Kept(
+            wire=i,
+            keepers=draw.choice([(0,), (PRODUCER,), tuple(range(len(w.consumers))), (PRODUCER, 0)]),
+            bytes=size(w.nodes),
+        )
         for i, w in enumerate(problem.wires)
     )
     return Row(
@@ -90,7 +94,8 @@ def trees(wire: Wire, picks: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Every set of arcs in which each node has at most one arc into it and every wanted layout is reached."""
     root = int(wire.produced[picks[wire.producer]])
     goals = {int(k.wants[picks[k.choice]]) for k in wire.consumers} - {root}
-    into = [[None, *[a for a in range(len(wire.target)) if wire.target[a] == node and node != root]] for node in range(wire.nodes)]
+    arcs_to = {node: [a for a in range(len(wire.target)) if wire.target[a] == node != root] for node in range(wire.nodes)}
+    into = [[None, *arcs_to[node]] for node in range(wire.nodes)]
     for chosen in itertools.product(*into):
         arcs = tuple(a for a in chosen if a is not None)
         reached, grew = {root}, True
