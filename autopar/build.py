@@ -82,7 +82,7 @@ def assemble(captured: Captured, tensors: Mapping[str, torch.Tensor], plan: Plan
     analysis = analyse(program, context.mesh)
     decisions = resolve(plan, program, analysis.fits)
     held = [p.value.name for p in (*program.parameters, *program.buffers)]
-    stored = store({name: tensors[name] for name in held}, decisions.given, context)
+    stored = store({name: tensors[name] for name in held}, {name: decisions.given[name] for name in held}, context)
     return _emitted(captured, decisions, analysis, stored, plan, context, agreed_seed(context))
 
 

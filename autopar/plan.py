@@ -31,9 +31,13 @@ OUTPUT = "output:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One collective of a step: `bytes` is its larger buffer on one rank, `where` the forward or the backward pass."""
+    """One collective of a step: `bytes` is its larger buffer on one rank, `where` the forward or the backward pass.
+
+    `more` names the weights that travel with the value.
+    """
 
     value: str
+    more: tuple[str, ...] = ()
     axis: str
     kind: str
     bytes: Bytes
@@ -98,7 +102,9 @@ class Plan:
             if data["version"] != VERSION:
                 raise PlanError(f"{name} has version {data['version']}, this autopar reads {VERSION}", fix=fix)
             mesh = data["mesh"]
-            entries = [{**entry, "where": entry["pass"]} for entry in data["collectives"]]
+            entries = [
+                {**entry, "where": entry["pass"], "more": tuple(map(str, entry["more"]))} for entry in data["collectives"]
+            ]
             known = {f.name for f in fields(Collective)}
             return Plan(
                 axes=tuple(map(str, mesh["axes"])), sizes=tuple(map(int, mesh["sizes"])), links=tuple(map(str, mesh["links"])),

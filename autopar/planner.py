@@ -8,27 +8,28 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from autopar.capture import Captured, capture
-from autopar.conversion import COLLECTIVES
+from autopar.conversion import COLLECTIVES, Conversion
 from autopar.cost_models import catalog, optimizers
-from autopar.cost_models.collectives import seconds as collective_seconds
 from autopar.cost_models.links import connect
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError, RuleError
 from autopar.ir import Op, Output, Program, writes
-from autopar.mesh import Bytes, Device, Mesh
+from autopar.mesh import Bytes, Device, Mesh, Seconds
 from autopar.passes import normalise
+from autopar.passes.bundles import TOGETHER, Bundle, bundled, moves
 from autopar.passes.strategies import constrained, demands
 from autopar.plan import Collective, Plan, describe
 from autopar.solver.analysis import Analysis, analyse, due
 from autopar.solver.budget import parse_bytes
 from autopar.solver.formulate import Formulated, decisions, formulate
 from autopar.solver.memory import Ledger
+from autopar.solver.pricing import shared_seconds
 from autopar.solver.problem import Solution
 from autopar.solver.within import smallest, within
 from autopar.tables import size_text
@@ -134,6 +135,8 @@ def finish(formulated: Formulated, solution: Solution, peak: float, options: Opt
     program, mesh = formulated.program, formulated.mesh
     chosen = decisions(formulated, solution)
     choices, layouts, routes = describe(program, chosen, formulated.analysis.fits, mesh.sizes)
+    messages = list(_messages(formulated.analysis, chosen, mesh))
+    seconds = solution.seconds + sum(collective.seconds - priced for collective, priced in messages)
     return Plan(
         hash=program.hash,
         axes=mesh.axes,
@@ -142,31 +145,56 @@ def finish(formulated: Formulated, solution: Solution, peak: float, options: Opt
         device=mesh.device.name if mesh.device else "",
         options=options.text(),
         status=solution.status,
-        gap=solution.gap,
-        step_time=solution.seconds,
+        gap=max(0.0, seconds - solution.bound) / seconds if seconds else 0.0,
+        step_time=seconds,
         peak_memory=round(peak),
-        collectives=tuple(collectives_of(formulated.analysis, chosen, mesh)),
+        collectives=tuple(collective for collective, _ in messages),
         choices=choices,
         layouts=layouts,
         routes=routes,
     )
 
 
-def collectives_of(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterable[Collective]:
-    """Every collective of one step, forward and backward."""
-    program = analysis.program
-    for name, steps in chosen.routes.items():
-        value = program.values[name]
-        back, again = due(analysis, chosen, name)
-        for step in steps:
-            passes = [("forward", step.primitives[0])]
-            passes += [("backward", step.primitives[1])] * (step in back)
-            passes += [("backward", step.primitives[0])] * (step in again)
-            size = step.collective_bytes(value.shape, value.dtype.itemsize, mesh.sizes)
-            for where, kind in passes:
-                if kind in COLLECTIVES:
-                    seconds = float(collective_seconds(kind, float(size), mesh.sizes[step.axis], mesh.links[step.axis]))
-                    yield Collective(value=name, axis=mesh.axes[step.axis], kind=kind, bytes=size, where=where, seconds=seconds)
+def collectives_of(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> tuple[Collective, ...]:
+    """Every collective of one step, forward and backward; the weights of a bundle travel in one."""
+    return tuple(collective for collective, _ in _messages(analysis, chosen, mesh))
+
+
+def _messages(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[tuple[Collective, Seconds]]:
+    """Every collective, and what the solver took for its price: all weights of a bundle are alike to it."""
+    alone = [
+        Bundle(level=0, steps=((name, step),))
+        for name, steps in chosen.routes.items()
+        if name not in analysis.weights
+        for step in steps
+    ]
+    for bundle in (*bundled(analysis.program, chosen.routes), *alone):
+        due_by = {name: due(analysis, chosen, name) for name, _ in bundle.steps}
+        back, again = ([(n, step) for n, step in bundle.steps if step in due_by[n][which]] for which in (0, 1))
+        forward, backward = bundle.primitives
+        for where, kind, steps, kinds in (
+            ("forward", forward, bundle.steps, TOGETHER[0]),
+            ("backward", backward, back, TOGETHER[1]),
+            ("backward", forward, again, TOGETHER[0]),
+        ):
+            together = [steps] if kind in kinds and steps else [[one] for one in steps]
+            for sent in together if kind in COLLECTIVES else ():
+                yield _message(analysis, mesh, kind, where, sent, shared=kind in kinds)
+
+
+def _message(
+    analysis: Analysis, mesh: Mesh, kind: str, where: str, sent: Sequence[tuple[str, Conversion]], *, shared: bool
+) -> tuple[Collective, Seconds]:
+    names, steps = zip(*sent, strict=True)
+    axis = steps[0].axis
+    values = [analysis.program.values[name] for name in names]
+    sizes = [s.collective_bytes(v.shape, v.dtype.itemsize, mesh.sizes) for v, s in zip(values, steps, strict=True)]
+    shares = [analysis.shares.get(name, (1.0, 1.0))[moves(steps[0])] if shared else 1.0 for name in names]
+    priced = sum(float(shared_seconds(kind, float(b), axis, mesh, s)) for b, s in zip(sizes, shares, strict=True))
+    seconds = float(shared_seconds(kind, float(sum(sizes)), axis, mesh))
+    return Collective(
+        value=names[0], more=names[1:], axis=mesh.axes[axis], kind=kind, bytes=sum(sizes), where=where, seconds=seconds
+    ), priced
 
 
 def _impossible(formulated: Formulated, ledger: Ledger, limit: Bytes, options: Options) -> AutoparError:

@@ -22,9 +22,10 @@ from autopar.conversion import COLLECTIVES, Conversion
 from autopar.decisions import Decisions
 from autopar.ir import Argument, Op, Program, Ref, Value, overload
 from autopar.layout import I, Layout, local_shape
+from autopar.passes.bundles import Bundle, bundled
 from autopar.passes.candidates import Candidate
 from autopar.rules import Fitted, localise, scale
-from autopar.runtime import collectives, random, regather, storage
+from autopar.runtime import bundle, collectives, random, storage
 from autopar.runtime.world import Context
 
 Target = str | Callable[..., object]
@@ -45,7 +46,11 @@ def emit(program: Program, decisions: Decisions, fits: dict[str, Fitted | None],
 
 
 class _Emitter:
-    """Builds one graph; `values` holds the node of each value in each layout that it already has."""
+    """Builds one graph; `values` holds the node of each value in each layout that it already has.
+
+    Conversions of weights travel in bundles: those that only their gradients cause begin at the top, so that the backward waits
+    for gradients last of all; each gather begins when the one before it is finished, so that it is on its way for one block.
+    """
 
     def __init__(self, program: Program, decisions: Decisions, fits: dict[str, Fitted | None], context: Context) -> None:
         self.program, self.decisions, self.fits, self.context = program, decisions, fits, context
@@ -53,7 +58,11 @@ class _Emitter:
         self.graph: fx.Graph = CodeGraph()
         self.section = ""  # the comment under which nodes are made
         self.values: dict[tuple[str, Layout], fx.Node] = {}
-        self.weights = {p.value.name for p in program.parameters}
+        self.bundles = bundled(program, decisions.routes)
+        self.arrives = {(name, step.target): b for b in self.bundles for name, step in b.steps}
+        self.begun: dict[Bundle, fx.Node] = {}
+        held = (p.value.name for p in (*program.parameters, *program.buffers))
+        self.plain = storage.plain(decisions.given[name] for name in held) or context.device_mesh is None
         self.draws = 0
         self._prelude(program)
         for op in program.ops:
@@ -74,8 +83,11 @@ class _Emitter:
         self.draw_state = self._state("draws") if drawn else None
         flagged = drawn or any(op.target in TRAINING for op in program.ops)
         self.training = self._node("get_attr", "training", (), "training") if flagged else None
-        gathered = any(self._regathers(name, step) for name in self.weights for step in self.decisions.routes.get(name, ()))
-        self.gathers = self._state("gathers") if gathered else None
+        self.gathers = self._state("gathers") if any(map(self._again, self.bundles)) else None
+        self.section = "the weights"
+        for one in sorted(self.bundles, key=lambda one: one.level):
+            if all(self._unmoved(name, step.target) for name, step in one.steps):
+                self._begin(one)
         self.section = "the batch"
         for value in program.inputs:  # an input that a strategy takes split is sliced at once
             layout = self.decisions.given[value.name]
@@ -102,6 +114,8 @@ class _Emitter:
             value = self.program.values[name]
             if name not in self.program.producer and layout == self.decisions.given[name]:
                 self._stored(value)
+            elif (name, layout) in self.arrives:
+                self._finish(self.arrives[name, layout])
             else:
                 step = next(s for s in self.decisions.routes[name] if s.target == layout)
                 self._value(name, step.source)
@@ -111,7 +125,7 @@ class _Emitter:
     def _stored(self, value: Value) -> None:
         """The local part of a parameter or buffer."""
         name = identifier(value.name)
-        if self.context.mesh.size == 1 and self.context.device_mesh is None:
+        if self.plain:
             node = self._node("get_attr", value.name, (), name)
         else:
             stored = self._node("get_attr", value.name, (), f"{name}_stored")
@@ -122,21 +136,53 @@ class _Emitter:
         function, places = collectives.call(step, value.shape, self.sizes)
         arguments = (self.values[value.name, step.source], self.axes[step.axis], *places)
         name = f"{identifier(value.name)}_{DEEDS[step.primitives[0]]}"
-        if self._regathers(value.name, step):
-            again = (self.gathers, function.__name__, *arguments)
-            node = self._node("call_function", regather.regathered, again, name)
-        else:
-            node = self._node("call_function", function, arguments, name)
-        self.values[value.name, step.target] = node
+        self.values[value.name, step.target] = self._node("call_function", function, arguments, name)
 
-    def _regathers(self, name: str, step: Conversion) -> bool:
-        """Whether a conversion of a weight is run again for the backward: a gather, and what follows one on its route."""
-        if name not in self.weights:
-            return False
-        if step.primitives[0] in COLLECTIVES:
+    def _begin(self, one: Bundle) -> fx.Node:
+        """Send for the weights of a bundle."""
+        sources = [self._value(name, step.source) for name, step in one.steps]
+        if one not in self.begun:  # finishing what a source comes from may have begun it
+            arguments = ("__".join(one.primitives), sources, self.axes[one.axis])
+            self.begun[one] = self._node("call_function", bundle.begin, arguments, f"bundle_{self.bundles.index(one)}_begun")
+        return self.begun[one]
+
+    def _finish(self, one: Bundle) -> None:
+        """Have the weights of a bundle, and send for the next one that is gathered."""
+        begun = self._begin(one)
+        if all((name, step.target) in self.values for name, step in one.steps):  # what came before it has sent for it already
+            return
+        gathers = self.gathers if self._again(one) else None
+        arguments = (gathers, "__".join(one.primitives), begun, self.axes[one.axis], *self._places(one))
+        node = self._node("call_function", bundle.finish, arguments, f"bundle_{self.bundles.index(one)}")
+        for place, (name, step) in enumerate(one.steps):
+            item = f"{identifier(name)}_{DEEDS[step.primitives[0]]}"
+            self.values[name, step.target] = self._node("call_function", operator.getitem, (node, place), item)
+        if one.primitives[0] == "all_gather":
+            gathered = [other for other in self.bundles if other.primitives[0] == "all_gather"]
+            for following in gathered[gathered.index(one) + 1 :][:1]:
+                self._begin(following)
+
+    def _places(self, one: Bundle) -> tuple[list[tuple[int, ...]], ...]:
+        """Where each weight of a bundle is cut and joined, in a list of its own; entries that say nothing are left out."""
+        places = [collectives.place_of(step, self.program.values[name].shape, self.sizes) for name, step in one.steps]
+        states = [layout[one.axis].kind for layout in (one.steps[0][1].source, one.steps[0][1].target)]
+        count = 4 if states == ["S", "S"] else 2 if any(place.blocks > 1 for place in places) else 1
+        return ([tuple(place)[:count] for place in places],) if "S" in states else ()
+
+    def _again(self, one: Bundle) -> bool:
+        """Whether the conversion of a bundle is run again for the backward: a gather, and what follows one on its route."""
+        return one.primitives[0] in COLLECTIVES or any(
+            before is not one and self._again(before)
+            for name, step in one.steps
+            if (before := self.arrives.get((name, step.source))) is not None
+        )
+
+    def _unmoved(self, name: str, layout: Layout) -> bool:
+        """Whether a weight comes to a layout as it is stored, only its gradient is converted."""
+        if layout == self.decisions.given[name]:
             return True
-        before = next((s for s in self.decisions.routes.get(name, ()) if s.target == step.source), None)
-        return before is not None and self._regathers(name, before)
+        step = next(step for step in self.decisions.routes[name] if step.target == layout)
+        return step.primitives[0] == "identity" and self._unmoved(name, step.source)
 
     def _op(self, op: Op, candidate: Candidate) -> None:
         fitted = self.fits[op.name]

@@ -41,20 +41,16 @@ class Place(NamedTuple):
 
 
 def _all_reduce(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
-    issued = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", axis.group)
-    return _wait(issued)
+    issued: torch.Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", axis.group)
+    return wait(issued)
 
 
 def _all_gather(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
-    sent = _plain(x.contiguous().reshape(1, *x.shape))
-    issued = torch.ops._c10d_functional.all_gather_into_tensor(sent, axis.size, axis.group)
-    return _joined(_wait(issued).view(x.dtype), place.dim, place.blocks)
+    return joined(wait(all_gathered(x, axis)).view(axis.size, *x.shape), place.dim, place.blocks)
 
 
 def _reduce_scatter(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
-    sent = _cut(x, place.dim, place.blocks, axis.size)
-    issued = torch.ops._c10d_functional.reduce_scatter_tensor(sent, "sum", axis.size, axis.group)
-    return _wait(issued)[0]
+    return wait(reduce_scattered(_cut(x, place.dim, place.blocks, axis.size), axis))
 
 
 def _all_to_all(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
@@ -62,10 +58,30 @@ def _all_to_all(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
     sent = _plain(_cut(x, to_dim, to_blocks, axis.size))
     ones = [1] * axis.size
     issued = torch.ops._c10d_functional.all_to_all_single(sent, ones, ones, axis.group)
-    return _joined(_wait(issued).view(x.dtype), dim, blocks)
+    return joined(wait(issued).view(x.dtype), dim, blocks)
 
 
-def _wait(issued: torch.Tensor) -> torch.Tensor:
+def reduced(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """`x` itself, in which the sum over all ranks will be once `wait` returns."""
+    issued: torch.Tensor = torch.ops._c10d_functional.all_reduce_(x, "sum", axis.group)
+    return issued
+
+
+def all_gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """`(size, *x.shape)`, where what all ranks give will be once `wait` returns."""
+    sent = _plain(x.contiguous().reshape(1, *x.shape))
+    issued: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor(sent, axis.size, axis.group)
+    return issued.view(x.dtype)
+
+
+def reduce_scattered(rows: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """`rows.shape[1:]`, where the sum of this rank's row over all ranks will be once `wait` returns; `rows` is contiguous."""
+    issued: torch.Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(rows, "sum", axis.size, axis.group)
+    return issued[0]
+
+
+def wait(issued: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a view of it, once it has arrived."""
     waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(issued)
     return waited
 
@@ -77,15 +93,15 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 
 def _cut(x: torch.Tensor, dim: int, blocks: int, parts: int) -> torch.Tensor:
     """`(parts, ...)`, contiguous: part i of every block of the dim."""
-    return _unfold(x, dim, blocks, parts, -1).movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
+    return unfolded(x, dim, blocks, parts, -1).movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
 
 
-def _joined(parts: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
-    """The inverse of `_cut`, contiguous; no copy for a single block of dim 0."""
-    return _unfold(parts, dim + 1, blocks, -1).movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
+def joined(parts: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
+    """The inverse of cutting a dim: `(parts, ...)` as one tensor, contiguous; no copy for a single block of dim 0."""
+    return unfolded(parts, dim + 1, blocks, -1).movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
 
 
-def _unfold(x: torch.Tensor, dim: int, *sizes: int) -> torch.Tensor:
+def unfolded(x: torch.Tensor, dim: int, *sizes: int) -> torch.Tensor:
     """One dim seen as several."""
     return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
 
@@ -125,7 +141,7 @@ def _slice(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
 
 
 def _pad(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
-    cut = _unfold(x, place.dim, place.blocks, -1)
+    cut = unfolded(x, place.dim, place.blocks, -1)
     whole = cut.new_zeros(*cut.shape[: place.dim + 1], axis.size, *cut.shape[place.dim + 1 :])
     whole.select(place.dim + 1, axis.index).copy_(cut)
     return whole.flatten(place.dim, place.dim + 2)
@@ -257,20 +273,23 @@ FUNCTIONS: dict[tuple[str, str], Callable[..., torch.Tensor]] = {
     ("P", "I"): all_reduce__identity,
     ("P", "S"): reduce_scatter__all_gather,
 }
-BY_NAME = {function.__name__: function for function in FUNCTIONS.values()}
 assert {pair: tuple(f.__name__.split("__")) for pair, f in FUNCTIONS.items()} == CONVERSIONS
+
+
+def place_of(conversion: Conversion, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Place:
+    """Where a conversion of a tensor of this whole shape cuts and joins the local tensor."""
+    source, target = conversion.source[conversion.axis], conversion.target[conversion.axis]
+    left = conversion.place(source, conversion.source, shape, sizes) if source.kind == "S" else None
+    right = conversion.place(target, conversion.target, shape, sizes) if target.kind == "S" else None
+    return Place(*left, *right) if left and right else Place(*(left or right or ()))
 
 
 def call(
     conversion: Conversion, shape: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[Callable[..., torch.Tensor], tuple[int, ...]]:
     """The function that carries out a conversion of a tensor of this whole shape, and its arguments after `(x, axis)`."""
-    source, target = conversion.source[conversion.axis], conversion.target[conversion.axis]
-    function = FUNCTIONS[source.kind, target.kind]
-    left = conversion.place(source, conversion.source, shape, sizes) if source.kind == "S" else None
-    right = conversion.place(target, conversion.target, shape, sizes) if target.kind == "S" else None
-    if left and right:
-        (dim, blocks), (to_dim, to_blocks) = left, right
-        return function, (dim, to_dim) if blocks == to_blocks == 1 else (dim, to_dim, blocks, to_blocks)
-    dim, blocks = left or right or (-1, 1)
-    return function, () if dim < 0 else (dim,) if blocks == 1 else (dim, blocks)
+    kinds = conversion.source[conversion.axis].kind, conversion.target[conversion.axis].kind
+    dim, blocks, to_dim, to_blocks = place_of(conversion, shape, sizes)
+    if kinds == ("S", "S"):
+        return FUNCTIONS[kinds], (dim, to_dim) if blocks == to_blocks == 1 else (dim, to_dim, blocks, to_blocks)
+    return FUNCTIONS[kinds], () if "S" not in kinds else (dim,) if blocks == 1 else (dim, blocks)

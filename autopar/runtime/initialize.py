@@ -22,10 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.errors import InputError
 from autopar.layout import I, Layout, shard
-from autopar.mesh import Mesh
 from autopar.runtime.random import agreed_seed, drawing
-from autopar.runtime.storage import layout_of, store, stored_like, whole, wrap
-from autopar.runtime.world import Context, connect
+from autopar.runtime.storage import layout_of, plain, store, stored_like, whole, wrap
+from autopar.runtime.world import Context
 
 
 @runtime_checkable
@@ -49,6 +48,19 @@ class WholeResettable(Protocol):
     def initialize_weights(self) -> None: ...
 
 
+class Kept(Protocol):
+    """What a parallel module keeps for us."""
+
+    context: Context
+
+
+@runtime_checkable
+class Parallel(Protocol):
+    """A module made by `autopar.parallelize`."""
+
+    autopar: Kept
+
+
 def initialize(parallel: nn.Module, model: nn.Module) -> None:
     """Initialise what is on meta in a parallel module by the code of the model on meta from which it was made.
 
@@ -56,8 +68,9 @@ def initialize(parallel: nn.Module, model: nn.Module) -> None:
     one, or when its code leaves a tensor on meta. Make the optimizer afterwards: parameters on meta are replaced.
     """
     stored = _tensors(parallel)
-    meshes = [tensor.device_mesh for tensor in stored.values() if isinstance(tensor, DTensor)]
-    context = connect(Mesh.of(meshes[0]), device_mesh=meshes[0]) if meshes else connect(Mesh.of(1))
+    if not isinstance(parallel, Parallel):
+        raise InputError(f"initialize takes a module made by autopar.parallelize, not a {type(parallel).__name__}")
+    context = parallel.autopar.context
     whole_everywhere: Layout = (I,) * len(context.axes)
     layouts = dict.fromkeys(_tensors(model), whole_everywhere)
     layouts |= {name: layout_of(tensor) for name, tensor in stored.items() if isinstance(tensor, DTensor)}
@@ -198,6 +211,7 @@ class _Shards(TorchFunctionMode):
         stored = store({name: tensor for name, tensor in originals.items() if not tensor.is_meta}, self.layouts, self.context)
         made: dict[int, torch.Tensor] = {}
         lost = []
+        whole = plain(self.layouts.values())
         for name, original in originals.items():
             if original.is_meta and id(original) not in made:
                 place = self.placeholders.get(id(now[name]))
@@ -205,7 +219,7 @@ class _Shards(TorchFunctionMode):
                 if part is None:
                     lost.append(name)
                     continue
-                made[id(original)] = stored_like(original, part, self.layouts[name], self.context)
+                made[id(original)] = stored_like(original, part, None if whole else self.layouts[name], self.context)
         if lost:
             raise _left_on_meta(model, lost)
         return {name: stored[name] if name in stored else made[id(original)] for name, original in originals.items()}

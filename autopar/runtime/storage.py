@@ -1,4 +1,6 @@
-"""Stored parameters and buffers: DTensors on one mesh, filled from rank 0 shard by shard.
+"""Stored parameters and buffers: DTensors on one mesh, filled from rank 0 shard by shard; plain tensors if none is split.
+
+Optimizers cannot mix the two kinds, and cost less on plain tensors.
 
     I        Replicate()
     S(d)     Shard(d), or _StridedShard(d, split_factor=blocks) where the axis does not cut the dim in mesh order or cuts blocks
@@ -9,7 +11,7 @@ earlier axes' digits are gone while the later ones are still there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -95,14 +97,20 @@ def whole(stored: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def plain(layouts: Iterable[Layout]) -> bool:
+    """Whether tensors of these stored layouts are kept as plain tensors: if none is split over any axis."""
+    return all(state == I for layout in layouts for state in layout)
+
+
 def store(tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], context: Context) -> dict[str, torch.Tensor]:
     """Store whole tensors by name: every rank gets its shard of what rank 0 holds.
 
     Ranks give tensors of equal shapes, in the same order; only rank 0's values count, those of others may differ or be on
     meta. What is on meta on rank 0 is stored on meta. Where a layout is split nothing whole is sent: an axis that splits gets
     its chunks, one that does not gets a copy of what its first rank holds. A parameter stays one and keeps `requires_grad`;
-    names that share a tensor share the stored one (in the first name's layout).
+    names that share a tensor share the stored one (in the first name's layout). `layouts` are those of the whole model.
     """
+    whole = plain(layouts.values())
     empty = [[tensor.is_meta for tensor in tensors.values()]]
     if context.device_mesh is not None:
         dist.broadcast_object_list(empty, src=0, device=context.device)
@@ -110,13 +118,13 @@ def store(tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], co
     for (name, tensor), meta in zip(tensors.items(), empty[0], strict=True):
         if id(tensor) not in made:
             part = _meta_part(tensor, layouts[name], context) if meta else _scattered(tensor, layouts[name], context)
-            made[id(tensor)] = stored_like(tensor, part, layouts[name], context)
+            made[id(tensor)] = stored_like(tensor, part, None if whole else layouts[name], context)
     return {name: made[id(tensor)] for name, tensor in tensors.items()}
 
 
-def stored_like(tensor: torch.Tensor, part: torch.Tensor, layout: Layout, context: Context) -> torch.Tensor:
-    """What stores `tensor`, given this rank's part: a parameter if it is one."""
-    found = wrap(part, tuple(tensor.shape), layout, context)
+def stored_like(tensor: torch.Tensor, part: torch.Tensor, layout: Layout | None, context: Context) -> torch.Tensor:
+    """What stores `tensor`, given this rank's part: a parameter if it is one; a plain tensor without a layout."""
+    found = part if layout is None else wrap(part, tuple(tensor.shape), layout, context)
     return nn.Parameter(found, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
 

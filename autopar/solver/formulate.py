@@ -190,7 +190,7 @@ def _wire(
     )
     graph = space(value.shape, mesh.sizes, allowed, analysis.blocks[value.name])
     weight = value.name in analysis.weights
-    seconds, back, rerun = arc_seconds(graph, value, mesh)
+    seconds, back, rerun = arc_seconds(graph, value, mesh, analysis.shares.get(value.name, (1.0, 1.0)))
     arcs = np.arange(len(seconds))
     if value.name in analysis.written:  # what is written in place is used as it is stored
         arcs = arcs[:0]

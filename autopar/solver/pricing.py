@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autopar.conversion import COLLECTIVES, CONVERSIONS
+from autopar.cost_models.collectives import Number
 from autopar.cost_models.collectives import seconds as collective_seconds
 from autopar.cost_models.compute import pricer
 from autopar.cost_models.optimizers import Optimizer, step_seconds
 from autopar.ir import Op, Value, elements
 from autopar.layout import Layout, local_shape
 from autopar.mesh import Device, Mesh
+from autopar.passes.bundles import TOGETHER
 from autopar.passes.candidates import Candidate
 from autopar.passes.classes import OUTPUT
 from autopar.passes.space import Space
@@ -85,28 +87,42 @@ def op_seconds(
     return result
 
 
-def arc_seconds(graph: Space, value: Value, mesh: Mesh) -> tuple[Floats, Floats, Floats]:
-    """Per arc: seconds of the conversion, of its gradient, and of its collective alone if it is run again."""
+def arc_seconds(
+    graph: Space, value: Value, mesh: Mesh, shares: tuple[float, float] = (1.0, 1.0)
+) -> tuple[Floats, Floats, Floats]:
+    """Per arc: seconds of the conversion, of its gradient, and of its collective alone if it is run again.
+
+    `shares` are the value's in the latency of a message, where only its gradient travels and where it moves (`bundles.shares`).
+    """
     size = value.dtype.itemsize
     large = np.maximum(graph.elements[graph.source], graph.elements[graph.target]) * size
     small = np.minimum(graph.elements[graph.source], graph.elements[graph.target]) * size
     there, back, rerun = np.zeros((3, len(large)))
     for number, (forward, backward) in enumerate(CONVERSIONS.values()):
+        share = shares[forward != "identity"]
+        there_share = share if forward in TOGETHER[0] else 1.0
+        back_share = share if backward in TOGETHER[1] else 1.0
         for axis in range(len(mesh.sizes)):
             here = np.flatnonzero((graph.pair == number) & (graph.axis == axis))
-            there[here] = primitive_seconds(forward, large[here], small[here], axis, mesh)
-            back[here] = primitive_seconds(backward, large[here], small[here], axis, mesh)
+            there[here] = primitive_seconds(forward, large[here], small[here], axis, mesh, there_share)
+            back[here] = primitive_seconds(backward, large[here], small[here], axis, mesh, back_share)
             if forward in COLLECTIVES:
                 rerun[here] = there[here]
     return there, back, rerun
 
 
-def primitive_seconds(primitive: str, large: Ints, small: Ints, axis: int, mesh: Mesh) -> Floats:
+def primitive_seconds(primitive: str, large: Ints, small: Ints, axis: int, mesh: Mesh, share: float = 1.0) -> Floats:
     """A collective by its link; a local primitive by the memory that it moves (slice: part read and written; pad: whole)."""
     if primitive in COLLECTIVES:
-        return np.asarray(collective_seconds(primitive, large.astype(np.float64), mesh.sizes[axis], mesh.links[axis]))
+        return np.asarray(shared_seconds(primitive, large.astype(np.float64), axis, mesh, share))
     if primitive == "identity":
         return np.zeros(len(large))
     assert mesh.device is not None
     moved = 2 * small if primitive == "slice" else small + large
     return np.maximum(moved / mesh.device.bandwidth, mesh.device.launch)
+
+
+def shared_seconds(kind: str, bytes: Number, axis: int, mesh: Mesh, share: float = 1.0) -> Number:
+    """Seconds of a collective that pays this share of the latency."""
+    size, link = mesh.sizes[axis], mesh.links[axis]
+    return collective_seconds(kind, bytes, size, link) - (1 - share) * collective_seconds(kind, 0.0, size, link)

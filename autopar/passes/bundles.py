@@ -1,0 +1,129 @@
+"""Bundles: weights whose conversions travel in one message, so that its latency is paid once.
+
+    h.0.ln.weight  h.0.ln.bias  h.0.fc.weight  h.0.fc.bias      all_gather, 4 values
+    h.1.ln.weight  h.1.ln.bias  h.1.fc.weight  h.1.fc.bias      all_gather, 4 values
+    ln.weight  ln.bias  head.weight                             all_gather, 3 values
+
+A bundle holds at most `LIMIT` bytes; a weight larger than that travels alone. What is gathered takes memory from the first use
+of a bundle to its last, so a bundle stays within a block: everything under one index of a container ("h.0"), or the ops between
+two of them. Where only gradients travel, blocks share a bundle.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.conversion import Conversion
+from autopar.ir import Op, Program, Value
+from autopar.layout import Layout
+from autopar.mesh import Bytes
+from autopar.passes.classes import INDEX
+
+# What is one message for a whole bundle: of its values (gathered again too), and of their gradients.
+TOGETHER = (frozenset({"all_gather"}), frozenset({"all_reduce", "reduce_scatter"}))
+LIMIT: Bytes = 25 * 2**20  # of whole weights: the bucket of torch's DistributedDataParallel (bucket_cap_mb)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """One step of several weights: `steps` gives each weight's, all on one axis between the same two kinds of state.
+
+    `level` is how many steps of their routes lead to it.
+    """
+
+    level: int
+    steps: tuple[tuple[str, Conversion], ...]
+
+    @property
+    def axis(self) -> int:
+        return self.steps[0][1].axis
+
+    @property
+    def primitives(self) -> tuple[str, str]:
+        """What happens to the values, and to their gradients."""
+        return self.steps[0][1].primitives
+
+
+def bundles(program: Program, *, moved: bool) -> tuple[tuple[str, ...], ...]:
+    """The parameters that ops read, in the order of their first use, those of one bundle together.
+
+    `moved` if the weights themselves are sent, not only their gradients.
+    """
+    weights = {p.value.name: p.value for p in program.parameters}
+    seen: set[str] = set()
+    found: list[list[str]] = []
+    for _, ops in itertools.groupby(program.ops, _block if moved else lambda op: ""):
+        read = dict.fromkeys(name for op in ops for name in op.operands if name in weights and name not in seen)
+        seen |= read.keys()
+        alike: dict[object, list[Value]] = defaultdict(list)
+        for name in read:
+            alike[weights[name].dtype, weights[name].requires_grad].append(weights[name])
+        found += [part for values in alike.values() for part in _filled(values)]
+    return tuple(map(tuple, found))
+
+
+def shares(program: Program) -> dict[str, tuple[float, float]]:
+    """The share of each weight in the latency of its messages: where only its gradient travels, and where it moves itself.
+
+    It is exact if all weights of a bundle are converted alike, and too small otherwise.
+    """
+    still, moved = ({n: 1 / len(names) for names in bundles(program, moved=way) for n in names} for way in (False, True))
+    return {name: (still[name], moved[name]) for name in still}
+
+
+def _block(op: Op) -> str:
+    """The outermost indexed module in which an op stands; empty outside of them."""
+    match = INDEX.match(op.name)
+    return match[1] + match[2] if match else ""
+
+
+def _filled(values: list[Value]) -> Iterator[list[str]]:
+    """The values in order, cut where a bundle is full."""
+    held, size = [], 0
+    for value in values:
+        if held and size + value.bytes > LIMIT:
+            yield held
+            held, size = [], 0
+        held.append(value.name)
+        size += value.bytes
+    if held:
+        yield held
+
+
+def bundled(program: Program, routes: Mapping[str, tuple[Conversion, ...]]) -> tuple[Bundle, ...]:
+    """The conversions of weights as they travel, in the order of their weights' first use, each after those before it."""
+    found: dict[object, list[tuple[str, Conversion]]] = defaultdict(list)
+    for moved in (True, False):
+        for number, names in enumerate(bundles(program, moved=moved)):
+            for name in names:
+                for step in routes.get(name, ()):
+                    if _moved(routes[name], step) == moved:
+                        level = _level(routes[name], step.source)
+                        found[level, moved, number, step.axis, step.primitives].append((name, step))
+    first = {name: place for place, name in enumerate(name for names in bundles(program, moved=True) for name in names)}
+    result = [Bundle(level=_level(routes[steps[0][0]], steps[0][1].source), steps=tuple(steps)) for steps in found.values()]
+    return tuple(sorted(result, key=lambda one: (first[one.steps[0][0]], one.level)))
+
+
+def moves(step: Conversion) -> bool:
+    """Whether the value itself changes on some rank, not only its gradient."""
+    return step.primitives[0] != "identity"
+
+
+def _moved(route: tuple[Conversion, ...], step: Conversion) -> bool:
+    """Whether a step of a route, or one that leads to it, moves the value."""
+    before = _before(route, step.source)
+    return moves(step) or (before is not None and _moved(route, before))
+
+
+def _level(route: tuple[Conversion, ...], source: Layout) -> int:
+    """How many steps of a route lead to a layout."""
+    before = _before(route, source)
+    return 0 if before is None else 1 + _level(route, before.source)
+
+
+def _before(route: tuple[Conversion, ...], layout: Layout) -> Conversion | None:
+    return next((step for step in route if step.target == layout), None)

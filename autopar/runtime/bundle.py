@@ -1,0 +1,164 @@
+"""Conversions of several weights at once: one message for all, on its way while the device computes.
+
+    begun = begin("all_gather__reduce_scatter", [w, v], dp)                               h.1's weights are sent for,
+    ...                                                                                   h.0 computes,
+    w, v = finish(gathers, "all_gather__reduce_scatter", begun, dp, [[0], [1]])           h.1's weights are here
+
+The backward goes the other way: `finish` sends the gradients of the bundle as soon as it has all, `begin` waits for them.
+Autograd runs what is ready in the reverse order of the forward, so that between the two it computes the gradients of all that
+was called between them. What is on its way is never looked at: `finish` returns the buffer in which the gradients will arrive.
+
+Only an all-gather of weights, and an all-reduce or reduce-scatter of their gradients, is one message; other primitives run one
+weight after the other, when `finish` is called.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from autopar.runtime.collectives import PRIMITIVES, Place, all_gathered, joined, reduce_scattered, reduced, unfolded, wait
+from autopar.runtime.regather import Gathers
+from autopar.runtime.world import Axis
+
+Tensors = Sequence[torch.Tensor]
+Places = Sequence[Sequence[int]]
+
+
+def begin(conversion: str, weights: Tensors, axis: Axis) -> list[torch.Tensor]:
+    """Send for the converted weights: the weights, and the buffer in which they arrive if anything is sent.
+
+    The target of a `call_function` node, like `finish`.
+    """
+    forward, _ = conversion.split("__")
+    return list(_Begin.apply(forward, axis, *weights)) if axis.size > 1 else list(weights)  # type: ignore[no-untyped-call]
+
+
+def finish(
+    gathers: Gathers | None, conversion: str, begun: Tensors, axis: Axis, places: Places | None = None
+) -> list[torch.Tensor]:
+    """The converted weights, from what `begin` returned; `places[i]` is the `Place` of weight i, if the state is split.
+
+    With `gathers` they are dropped after their use and made again for the backward (`autopar.runtime.regather`).
+    """
+    if axis.size == 1:
+        return list(begun)
+    forward, backward = conversion.split("__")
+    at = [Place(*place) for place in places] if places else [Place()] * len(begun)
+    values = list(_Finish.apply(forward, backward, axis, at, *begun))  # type: ignore[no-untyped-call]
+    if gathers is not None:
+        gathers.mark(values, _Remade(forward, axis, at), begun[: len(at)])
+    return values
+
+
+class _Remade:
+    """The same conversion once more, for the backward."""
+
+    def __init__(self, forward: str, axis: Axis, places: Sequence[Place]) -> None:
+        self.forward, self.axis, self.places = forward, axis, places
+
+    def begin(self, weights: Tensors) -> Tensors:
+        """Send for them."""
+        return sent(self.forward, weights, self.axis)
+
+    def finish(self, which: Sequence[int], weights: Tensors, flight: Tensors) -> list[torch.Tensor]:
+        """The converted weights."""
+        return list(arrived(self.forward, weights, flight, self.axis, [self.places[place] for place in which]))
+
+
+class _Sending(Protocol):
+    backward: str
+    axis: Axis
+    places: Sequence[Place]
+    weights: int
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Sending, forward: str, axis: Axis, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        flight = sent(forward, weights, axis)
+        ctx.weights = len(weights)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*flight)
+        return (*weights, *flight)
+
+    @staticmethod
+    def backward(ctx: _Sending, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *(None if g is None else wait(g) for g in gradients[: ctx.weights])
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _Sending, forward: str, backward: str, axis: Axis, places: Sequence[Place], *begun: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.backward, ctx.axis, ctx.places, ctx.weights = backward, axis, places, len(begun)
+        ctx.set_materialize_grads(False)
+        weights, flight = begun[: len(places)], begun[len(places) :]
+        return tuple(arrived(forward, weights, flight, axis, places))
+
+    @staticmethod
+    def backward(ctx: _Sending, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        here = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        given = [gradient for gradient in gradients if gradient is not None]
+        results: list[torch.Tensor | None] = [None] * ctx.weights
+        for place, gradient in zip(here, returned(ctx.backward, given, ctx.axis, [ctx.places[p] for p in here]), strict=True):
+            results[place] = gradient
+        return None, None, None, None, *results
+
+
+# --- messages ------------------------------------------------------------------------------------------------------------
+
+
+def sent(primitive: str, weights: Tensors, axis: Axis) -> tuple[torch.Tensor, ...]:
+    """The buffer in which the chunks of all ranks arrive if the primitive is an all-gather; nothing else is sent ahead."""
+    if primitive != "all_gather":
+        return ()
+    flat = [weight.reshape(-1) for weight in weights]
+    return (all_gathered(torch.cat(flat) if len(flat) > 1 else flat[0], axis),)
+
+
+def arrived(
+    primitive: str, weights: Tensors, flight: Tensors, axis: Axis, places: Sequence[Place]
+) -> Iterator[torch.Tensor]:
+    """The converted weights."""
+    if primitive != "all_gather":
+        yield from (PRIMITIVES[primitive](weight, axis, place) for weight, place in zip(weights, places, strict=True))
+        return
+    rows = wait(flight[0]).view(axis.size, -1)
+    for weight, place, part in zip(weights, places, _columns(rows, [weight.numel() for weight in weights]), strict=True):
+        yield joined(part.reshape(axis.size, *weight.shape), place.dim, place.blocks)
+
+
+def returned(primitive: str, gradients: Tensors, axis: Axis, places: Sequence[Place]) -> Iterator[torch.Tensor]:
+    """The gradients of what was converted, as they will be once `wait` returns."""
+    if primitive == "all_reduce":
+        flat = reduced(torch.cat([gradient.reshape(-1) for gradient in gradients]), axis)
+        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+            yield part.view(gradient.shape)
+    elif primitive == "reduce_scatter":
+        cuts = [
+            unfolded(gradient, place.dim, place.blocks, axis.size, -1).movedim(place.dim + 1, 0)
+            for gradient, place in zip(gradients, places, strict=True)
+        ]
+        sizes = [cut[0].numel() for cut in cuts]
+        rows = gradients[0].new_empty(axis.size, sum(sizes))
+        for cut, part in zip(cuts, _columns(rows, sizes), strict=True):
+            part.unflatten(1, cut.shape[1:]).copy_(cut)
+        flat = reduce_scattered(rows, axis)
+        for cut, place, part in zip(cuts, places, flat.split(sizes), strict=True):
+            yield part.view(cut.shape[1:]).flatten(place.dim, place.dim + 1)
+    else:
+        for gradient, place in zip(gradients, places, strict=True):
+            yield PRIMITIVES[primitive](gradient, axis, place.back() if primitive == "all_to_all" else place)
+
+
+def _columns(rows: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+    for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
+        yield rows[:, end - size : end]
