@@ -82,7 +82,8 @@ def _block(op: Op) -> str:
 
 def _filled(values: list[Value]) -> Iterator[list[str]]:
     """The values in order, cut where a bundle is full."""
-    held, size = [], 0
+    held: list[str] = []
+    size = 0
     for value in values:
         if held and size + value.bytes > LIMIT:
             yield held

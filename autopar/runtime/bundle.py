@@ -124,9 +124,7 @@ def sent(primitive: str, weights: Tensors, axis: Axis) -> tuple[torch.Tensor, ..
     return (all_gathered(torch.cat(flat) if len(flat) > 1 else flat[0], axis),)
 
 
-def arrived(
-    primitive: str, weights: Tensors, flight: Tensors, axis: Axis, places: Sequence[Place]
-) -> Iterator[torch.Tensor]:
+def arrived(primitive: str, weights: Tensors, flight: Tensors, axis: Axis, places: Sequence[Place]) -> Iterator[torch.Tensor]:
     """The converted weights."""
     if primitive != "all_gather":
         yield from (PRIMITIVES[primitive](weight, axis, place) for weight, place in zip(weights, places, strict=True))
@@ -140,7 +138,7 @@ def returned(primitive: str, gradients: Tensors, axis: Axis, places: Sequence[Pl
     """The gradients of what was converted, as they will be once `wait` returns."""
     if primitive == "all_reduce":
         flat = reduced(torch.cat([gradient.reshape(-1) for gradient in gradients]), axis)
-        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        for gradient, part in zip(gradients, _columns(flat, [gradient.numel() for gradient in gradients]), strict=True):
             yield part.view(gradient.shape)
     elif primitive == "reduce_scatter":
         cuts = [
@@ -150,9 +148,9 @@ def returned(primitive: str, gradients: Tensors, axis: Axis, places: Sequence[Pl
         sizes = [cut[0].numel() for cut in cuts]
         rows = gradients[0].new_empty(axis.size, sum(sizes))
         for cut, part in zip(cuts, _columns(rows, sizes), strict=True):
-            part.unflatten(1, cut.shape[1:]).copy_(cut)
+            torch.unflatten(part, 1, cut.shape[1:]).copy_(cut)
         flat = reduce_scattered(rows, axis)
-        for cut, place, part in zip(cuts, places, flat.split(sizes), strict=True):
+        for cut, place, part in zip(cuts, places, _columns(flat, sizes), strict=True):
             yield part.view(cut.shape[1:]).flatten(place.dim, place.dim + 1)
     else:
         for gradient, place in zip(gradients, places, strict=True):
@@ -160,5 +158,6 @@ def returned(primitive: str, gradients: Tensors, axis: Axis, places: Sequence[Pl
 
 
 def _columns(rows: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+    """The last dim cut into parts of these sizes."""
     for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
-        yield rows[:, end - size : end]
+        yield rows[..., end - size : end]

@@ -131,7 +131,8 @@ def _identity(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
 
 
 def _keep(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
-    return x if axis.index == 0 else torch.zeros_like(x)
+    """Memory of its own on every rank: what is gathered again, and when, must not depend on the rank."""
+    return x.clone() if axis.index == 0 else torch.zeros_like(x)
 
 
 def _slice(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """All parts together, as emitted code uses them: an fx graph with axes, gathered weights, dropout and DTensor parameters."""
 
 import copy
+import operator
 
 import torch
 from torch import fx, nn
@@ -9,9 +10,10 @@ from torch.nn import functional as F
 from autopar.layout import I, Layout, shard, split
 from autopar.mesh import Mesh
 from autopar.runtime import collectives
+from autopar.runtime.bundle import begin, finish
 from autopar.runtime.random import Draws, seeded
 from autopar.runtime.recorder import Issued, recorded
-from autopar.runtime.regather import Gathers, regathered
+from autopar.runtime.regather import Gathers
 from autopar.runtime.storage import local, store, whole
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import Context, connect
@@ -34,6 +36,12 @@ def sequential(parameters: dict[str, nn.Parameter], x: torch.Tensor) -> torch.Te
     return F.linear(F.linear(x, parameters["up"], parameters["bias"]).relu(), parameters["down"]).square().sum()
 
 
+def gathered(graph: fx.Graph, gathers: fx.Node, weight: fx.Node, axis: fx.Node, dim: int) -> fx.Node:
+    begun = graph.call_function(begin, ("all_gather__reduce_scatter", [weight], axis))
+    found = graph.call_function(finish, (gathers, "all_gather__reduce_scatter", begun, axis, [(dim,)]))
+    return graph.call_function(operator.getitem, (found, 0))
+
+
 def emitted(context: Context) -> fx.GraphModule:
     root = nn.Module()
     for name, parameter in store(weights(), LAYOUTS, context).items():
@@ -47,12 +55,12 @@ def emitted(context: Context) -> fx.GraphModule:
     x = graph.call_function(collectives.slice__all_gather, (x, dp, 0))
     x = graph.call_function(collectives.identity__all_reduce, (x, tp))
     up, bias, down = (graph.call_function(local, (graph.create_node("get_attr", name),)) for name in ("up", "bias", "down"))
-    up = graph.call_function(regathered, (gathers, "all_gather__reduce_scatter", up, dp, 1))
+    up = gathered(graph, gathers, up, dp, 1)
     bias = graph.call_function(collectives.identity__all_reduce, (bias, dp))
     x = graph.call_function(torch.ops.aten.linear.default, (x, up, bias))
     x = graph.call_function(torch.ops.aten.relu.default, (x,))
     x = graph.call_function(seeded, (torch.ops.aten.dropout.default, draws, 0, [dp, tp], x, 0.0, training))
-    down = graph.call_function(regathered, (gathers, "all_gather__reduce_scatter", down, dp, 0))
+    down = gathered(graph, gathers, down, dp, 0)
     x = graph.call_function(torch.ops.aten.linear.default, (x, down))
     x = graph.call_function(collectives.all_reduce__identity, (x, tp))
     x = graph.call_function(torch.ops.aten.square.default, (x,))

@@ -1,5 +1,7 @@
 """A model on meta, initialised on the shards, equals the sequential model initialised with the same seed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -122,8 +124,11 @@ def fill(_: None) -> None:
     for name, tensor in store(tensors(model), layouts(model), context).items():
         owner, _, leaf = name.rpartition(".")
         setattr(parallel.get_submodule(owner), leaf, tensor)
+    parallel.autopar = SimpleNamespace(context=context)  # type: ignore[assignment]
     loaded = store({"bias": nn.Parameter(torch.full((12,), 5.0))}, {"bias": (I, I)}, context)["bias"]
     parallel.head.bias = loaded  # type: ignore[union-attr, assignment]
+    with pytest.raises(InputError, match="not a Linear"):
+        initialize(foreign, model)
     with pytest.raises(InputError, match="Linear has no such parameter or buffer"):
         initialize(parallel, foreign)
     initialize(parallel, model)

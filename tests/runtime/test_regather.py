@@ -1,7 +1,7 @@
 """A gathered weight is gone after its use, comes back for the backward once, and changes no gradient."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,14 +12,29 @@ from autopar.runtime.regather import Gathers
 
 
 class Counted:
-    """A conversion that counts its runs: twice the source, in memory of its own."""
+    """A conversion that counts how many tensors it makes: a multiple of the source, in memory of its own."""
 
-    def __init__(self) -> None:
-        self.runs = 0
+    def __init__(self, factor: int = 2) -> None:
+        self.factor, self.runs = factor, 0
+        self.alive: list[weakref.ref[torch.UntypedStorage]] = []
+        self.sent: list[int] = []  # how many weights at a time
 
-    def __call__(self, x: torch.Tensor, *factor: int) -> torch.Tensor:
-        self.runs += 1
-        return x * (factor[0] if factor else 2)
+    def begin(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self.sent.append(len(weights))
+        return []
+
+    def finish(
+        self, which: Sequence[int], weights: Sequence[torch.Tensor], flight: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        self.runs += len(weights)
+        values = [weight * self.factor for weight in weights]
+        self.alive += [weakref.ref(value.untyped_storage()) for value in values]
+        return values
+
+    def run(self, gathers: Gathers, *weights: torch.Tensor) -> list[torch.Tensor]:
+        values = self.finish(range(len(weights)), weights, self.begin(weights))
+        gathers.mark(values, self, weights)
+        return values
 
 
 def gradients(loss: torch.Tensor, parameters: list[nn.Parameter], **options: bool) -> list[torch.Tensor]:
@@ -47,7 +62,7 @@ def test_the_gradients_are_exact_and_each_weight_is_gathered_twice() -> None:
     parameters, counted, gathers = weights(6), Counted(), Gathers()
     expected = gradients(network(parameters, lambda w: w * 2), parameters)
     with gathers.active():
-        loss = network(parameters, lambda w: gathers.run(counted, w))
+        loss = network(parameters, lambda w: counted.run(gathers, w)[0])
     assert counted.runs == 6
     found = gradients(loss, parameters)
     assert counted.runs == 12
@@ -57,7 +72,7 @@ def test_the_gradients_are_exact_and_each_weight_is_gathered_twice() -> None:
 def test_a_second_backward_gathers_again() -> None:
     parameters, counted, gathers = weights(3), Counted(), Gathers()
     with gathers.active():
-        loss = network(parameters, lambda w: gathers.run(counted, w))
+        loss = network(parameters, lambda w: counted.run(gathers, w)[0])
     first = gradients(loss, parameters, retain_graph=True)
     assert counted.runs == 6
     assert all(map(torch.equal, gradients(loss, parameters), first))
@@ -65,10 +80,10 @@ def test_a_second_backward_gathers_again() -> None:
 
 
 def test_a_chain_of_conversions_runs_once_each_and_keeps_nothing_between() -> None:
-    parameters, inner, outer, gathers = weights(4), Counted(), Counted(), Gathers()
+    parameters, inner, outer, gathers = weights(4), Counted(), Counted(3), Gathers()
 
     def twice(w: nn.Parameter) -> torch.Tensor:
-        return gathers.run(outer, gathers.run(inner, w).t(), 3)
+        return outer.run(gathers, inner.run(gathers, w)[0].t())[0]
 
     expected = gradients(network(parameters, lambda w: (w * 2).t() * 3), parameters)
     with gathers.active():
@@ -79,16 +94,10 @@ def test_a_chain_of_conversions_runs_once_each_and_keeps_nothing_between() -> No
 
 
 def test_the_gathered_memory_is_free_after_the_forward_and_after_the_backward() -> None:
-    parameters, alive = weights(5), []
-    gathers = Gathers()
-
-    def conversion(x: torch.Tensor) -> torch.Tensor:
-        y = x * 2
-        alive.append(weakref.ref(y.untyped_storage()))
-        return y
-
+    parameters, counted, gathers = weights(5), Counted(), Gathers()
+    alive = counted.alive
     with gathers.active():
-        loss = network(parameters, lambda w: gathers.run(conversion, w))
+        loss = network(parameters, lambda w: counted.run(gathers, w)[0])
     assert len(alive) == 5
     assert not any(storage() for storage in alive)
     most = []
@@ -109,7 +118,7 @@ def test_marks_die_with_their_memory() -> None:
     for _ in range(200):  # freed addresses are used again at once
         w = nn.Parameter(torch.randn(8, 8))
         with gathers.active():
-            gathers.run(torch.mul, w, 2)
+            Counted().run(gathers, w)
             other = nn.Parameter(torch.randn(8, 8) * 1)
             x = torch.randn(8, 8, requires_grad=True)
             loss = (F.linear(x, other) ** 2).sum()
@@ -123,7 +132,7 @@ def test_part_of_a_backward_leaves_the_rest_intact() -> None:
     counted, gathers = Counted(), Gathers()
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     with gathers.active():
-        w = gathers.run(counted, a)
+        (w,) = counted.run(gathers, a)
         one, two = F.linear(x, w).sum(), F.linear(x * 3, w).square().sum()
         del w
     torch.autograd.grad(one, x)
@@ -134,11 +143,36 @@ def test_part_of_a_backward_leaves_the_rest_intact() -> None:
 def test_nothing_is_marked_without_gradients_or_when_the_memory_is_the_sources() -> None:
     (w,), gathers = weights(1), Gathers()
     with gathers.active(), torch.no_grad():
-        kept = gathers.run(Counted(), w)
+        kept = Counted().run(gathers, w)
     with gathers.active():
-        view = gathers.run(torch.Tensor.t, w)
-    assert kept is not view
+        gathers.mark([w.t()], Counted(), [w])
+    assert kept
     assert not gathers._marks
+
+
+def test_of_a_bundle_what_is_saved_comes_back_together_one_bundle_ahead() -> None:
+    parameters, gathers = weights(9), Gathers()
+    bundles = [Counted() for _ in range(3)]
+
+    def layers(bundle: Callable[[int], list[torch.Tensor]]) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
+        for number in range(3):
+            up, down, bias = bundle(number)
+            x = (F.linear(x, up).tanh() @ down + bias[:4]).tanh()
+        return x.square().sum()
+
+    def of(number: int) -> list[nn.Parameter]:
+        return parameters[3 * number : 3 * number + 3]
+
+    expected = gradients(layers(lambda number: [w * 2 for w in of(number)]), parameters)
+    with gathers.active():
+        loss = layers(lambda number: bundles[number].run(gathers, *of(number)))
+    sent_ahead = []
+    parameters[3].register_hook(lambda _: sent_ahead.append([len(one.sent) for one in bundles]))
+    found = gradients(loss, parameters)
+    assert all(map(torch.equal, found, expected))
+    assert [one.sent for one in bundles] == [[3, 1], [3, 2], [3, 2]], "no bias is saved, nor what the input is multiplied by"
+    assert sent_ahead == [[2, 2, 2]], "the first bundle is on its way before the backward of the second has ended"
 
 
 def test_a_value_that_is_no_gathered_one_is_saved_as_it_is() -> None:
