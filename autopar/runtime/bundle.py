@@ -90,7 +90,10 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Sending, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *(None if g is None else wait(g) for g in gradients[: ctx.weights])
+        here = [gradient for gradient in gradients[: ctx.weights] if gradient is not None]
+        for buffer in {gradient.untyped_storage().data_ptr(): gradient for gradient in here}.values():
+            wait(buffer)
+        return None, None, *gradients[: ctx.weights]
 
 
 class _Finish(torch.autograd.Function):
