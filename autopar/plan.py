@@ -18,6 +18,7 @@ from rich.table import Table
 from autopar.conversion import CONVERSIONS, Conversion
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError, LayoutError, PlanError
+from autopar.evidence import Evidence
 from autopar.ir import Op, Program
 from autopar.layout import I, Layout, parse, text
 from autopar.mesh import Bytes, Mesh, Seconds
@@ -25,7 +26,7 @@ from autopar.passes.candidates import Candidate, Form, candidate
 from autopar.rules import Fitted
 from autopar.tables import WIDTH, tables
 
-VERSION = 1
+VERSION = 2
 OUTPUT = "output:"
 
 
@@ -63,6 +64,7 @@ class Plan:
     layouts: Mapping[str, str]
     routes: Mapping[str, tuple[str, ...]]
     collectives: tuple[Collective, ...]
+    evidence: Evidence
 
     @property
     def mesh(self) -> Mesh:
@@ -109,6 +111,7 @@ class Plan:
                 layouts={str(k): str(v) for k, v in data["layouts"].items()},
                 routes={str(k): tuple(map(str, v)) for k, v in data["routes"].items()},
                 collectives=tuple(Collective(**{k: v for k, v in entry.items() if k in known}) for entry in entries),
+                evidence=Evidence.of(data["evidence"]),
             )  # fmt: skip
         except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"{name} is damaged", error=f"{type(error).__name__}: {error}", fix=fix) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -18,14 +18,17 @@ from autopar.conversion import COLLECTIVES
 from autopar.cost_models import catalog, optimizers
 from autopar.cost_models.collectives import seconds as collective_seconds
 from autopar.cost_models.links import connect
+from autopar.cost_models.optimizers import Optimizer
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError, RuleError
+from autopar.evidence import BUDGET, Figure
 from autopar.ir import Op, Output, Program, writes
 from autopar.mesh import Bytes, Device, Mesh
 from autopar.passes import normalise
 from autopar.passes.strategies import constrained, demands
 from autopar.plan import Collective, Plan, describe
-from autopar.solver.analysis import Analysis, analyse, due
+from autopar.solver.account import account, primitives
+from autopar.solver.analysis import Analysis, analyse
 from autopar.solver.budget import parse_bytes
 from autopar.solver.formulate import Formulated, decisions, formulate
 from autopar.solver.memory import Ledger
@@ -34,6 +37,7 @@ from autopar.solver.within import smallest, within
 from autopar.tables import size_text
 
 NAMED = ("ddp", "fsdp", "megatron", "replicate")
+Stop = Callable[[str], None]  # called with the name of each phase when it ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,17 +107,45 @@ def located(mesh: object, options: Options) -> Mesh:
     return connect(found, catalog.device(wanted, processes=found.size))
 
 
-def plan_program(program: Program, mesh: Mesh, options: Options, stop: Callable[[str], None] = lambda phase: None) -> Plan:
+def plan_program(program: Program, mesh: Mesh, options: Options, stop: Stop = lambda phase: None) -> Plan:
     """The plan of a captured program on a mesh with device and links."""
-    limit = parse_bytes(options.budget, mesh)
-    optimizer = optimizers.optimizer(options.optimizer)
-    user = constrained(program, mesh, options.constraints)
-    analysis = analyse(program, mesh, apart=lambda name: str(user.get(name, "")))
-    wanted = demands(program, mesh, options.strategy, options.constraints, analysis.fits)
+    analysis = analysed(program, mesh, options)
     _without_rule(analysis, strict=options.strict)
+    stop("analyse")
+    plan = finish(solved(analysis, mesh, options, stop), options)
+    stop("write")
+    return plan
+
+
+def analysed(program: Program, mesh: Mesh, options: Options) -> Analysis:
+    """What is known of a program before any choice, where the constraints keep apart what they treat differently."""
+    user = constrained(program, mesh, options.constraints)
+    return analyse(program, mesh, apart=lambda name: str(user.get(name, "")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """A planning problem with its solution; the ledger holds both the problem and its memory."""
+
+    ledger: Ledger
+    solution: Solution
+    optimizer: Optimizer
+
+    @property
+    def formulated(self) -> Formulated:
+        return self.ledger.formulated
+
+
+def solved(analysis: Analysis, mesh: Mesh, options: Options, stop: Stop = lambda phase: None) -> Solved:
+    """The solution for an analysed program.
+
+    Raises ConstraintError, MeshError or BudgetError if there is none.
+    """
+    program, limit = analysis.program, parse_bytes(options.budget, mesh)
+    optimizer = optimizers.optimizer(options.optimizer)
+    wanted = demands(program, mesh, options.strategy, options.constraints, analysis.fits)
     if options.strategy != "replicate":
         _useless_axes(analysis, mesh)
-    stop("analyse")
     formulated = formulate(analysis, mesh, optimizer, demands=wanted, sharded_outputs=sharded(program, options.outputs))
     ledger = Ledger(formulated, optimizer)
     stop("formulate")
@@ -124,16 +156,17 @@ def plan_program(program: Program, mesh: Mesh, options: Options, stop: Callable[
         solution, formulated = _best_named(program, analysis, mesh, options, limit, solution, formulated)
         ledger = Ledger(formulated, optimizer)
     stop("solve")
-    plan = finish(formulated, solution, float(ledger.walk(solution).max()), options)
-    stop("write")
-    return plan
+    return Solved(ledger=ledger, solution=solution, optimizer=optimizer)
 
 
-def finish(formulated: Formulated, solution: Solution, peak: float, options: Options) -> Plan:
-    """The plan that a solution stands for; `peak` is its peak memory in bytes."""
-    program, mesh = formulated.program, formulated.mesh
+def finish(found: Solved, options: Options) -> Plan:
+    """The plan that a solution stands for, with its evidence."""
+    formulated, solution = found.formulated, found.solution
+    program, mesh, analysis = formulated.program, formulated.mesh, formulated.analysis
     chosen = decisions(formulated, solution)
-    choices, layouts, routes = describe(program, chosen, formulated.analysis.fits, mesh.sizes)
+    choices, layouts, routes = describe(program, chosen, analysis.fits, mesh.sizes)
+    said = "90% of the device's memory" if options.budget is None else "asked for"
+    limit = Figure(of=BUDGET, name="memory", value=parse_bytes(options.budget, mesh), unit="B", source=said)
     return Plan(
         hash=program.hash,
         axes=mesh.axes,
@@ -144,29 +177,23 @@ def finish(formulated: Formulated, solution: Solution, peak: float, options: Opt
         status=solution.status,
         gap=solution.gap,
         step_time=solution.seconds,
-        peak_memory=round(peak),
-        collectives=tuple(collectives_of(formulated.analysis, chosen, mesh)),
+        peak_memory=round(float(found.ledger.walk(solution).max())),
+        collectives=tuple(collectives_of(analysis, chosen, mesh)),
         choices=choices,
         layouts=layouts,
         routes=routes,
+        evidence=account(found.ledger, solution, chosen, found.optimizer, limit),
     )
 
 
-def collectives_of(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterable[Collective]:
+def collectives_of(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Collective]:
     """Every collective of one step, forward and backward."""
-    program = analysis.program
-    for name, steps in chosen.routes.items():
-        value = program.values[name]
-        back, again = due(analysis, chosen, name)
-        for step in steps:
-            passes = [("forward", step.primitives[0])]
-            passes += [("backward", step.primitives[1])] * (step in back)
-            passes += [("backward", step.primitives[0])] * (step in again)
+    for name, step, kind, where in primitives(analysis, chosen):
+        if kind in COLLECTIVES:
+            value = analysis.program.values[name]
             size = step.collective_bytes(value.shape, value.dtype.itemsize, mesh.sizes)
-            for where, kind in passes:
-                if kind in COLLECTIVES:
-                    seconds = float(collective_seconds(kind, float(size), mesh.sizes[step.axis], mesh.links[step.axis]))
-                    yield Collective(value=name, axis=mesh.axes[step.axis], kind=kind, bytes=size, where=where, seconds=seconds)
+            seconds = float(collective_seconds(kind, float(size), mesh.sizes[step.axis], mesh.links[step.axis]))
+            yield Collective(value=name, axis=mesh.axes[step.axis], kind=kind, bytes=size, where=where, seconds=seconds)
 
 
 def _impossible(formulated: Formulated, ledger: Ledger, limit: Bytes, options: Options) -> AutoparError:
@@ -179,12 +206,12 @@ def _impossible(formulated: Formulated, ledger: Ledger, limit: Bytes, options: O
             fix="drop a constraint, or use strategy='auto'",
         )
     alive = ledger.walk(least)
-    peak, full = math.ceil(alive.max()), ledger.fullest(least, int(alive.argmax()))
+    peak, full = math.ceil(alive.max()), ledger.held(least, int(alive.argmax()))[:5]
     return BudgetError(
         f"no plan fits into {size_text(limit)} per device; the smallest budget that works is {size_text(peak)}",
         strategy=options.strategy,
         smallest=f"budget={peak}",
-        filled="; ".join(f"{size_text(size)} {name}" for name, size in full),
+        filled="; ".join(f"{size_text(held.bytes)} {held}" for held in full),
         fix="more devices, a smaller batch, a narrower dtype, or budget= if the device has more memory than 90% of its size",
     )
 
