@@ -44,7 +44,7 @@ def _layouts(plan: Plan) -> Table:
     names: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, layout in plan.layouts.items():
         if ":" not in name or name.startswith("output:"):
-            names[_wild(name), layout].append(name)
+            names[wild(name), layout].append(name)
     for (_, layout), found in names.items():
         table.add_row(folded(found), *(entry.strip() for entry in layout.split(",")))
     return table
@@ -78,11 +78,11 @@ def _mostly(entries: Iterable[Collective]) -> str:
     """The values, those of repeated blocks together, that take the most time of some collectives."""
     groups: dict[str, list[Collective]] = defaultdict(list)
     for entry in entries:
-        groups[_wild(entry.value)].append(entry)
+        groups[wild(entry.value)].append(entry)
     return folded([entry.value for entry in max(groups.values(), key=_seconds)])
 
 
-def _wild(name: str) -> str:
+def wild(name: str) -> str:
     """A name without its block numbers; the number of an op is kept."""
     return re.sub(r"(?<![^.:])\d+(?![^.:])", "*", name)
 
@@ -122,4 +122,4 @@ def size_text(size: float) -> str:
     return f"{size:.2f} GiB"
 
 
-__all__ = ["WIDTH", "folded", "size_text", "tables"]
+__all__ = ["WIDTH", "folded", "size_text", "tables", "wild"]
