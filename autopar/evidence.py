@@ -12,7 +12,9 @@ from typing import Any
 
 from autopar.mesh import Bytes, Seconds
 
+INPUT, OUTPUT = "input:", "output:"  # before the names of arguments and results in `stored`
 DEVICE, OPTIMIZER, BUDGET = "device", "optimizer", "budget"
+WHOLE, REPEATED, ADDENDS = "whole", "repeated", "addends"  # what is not split on an axis: states I, R and P
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +49,9 @@ class Evidence:
     """What a plan's totals are made of, in seconds of one step and bytes on one device.
 
     `compute` is op -> (forward, backward) for ops that take time; `conversions` counts slices, pads and copies that are no
-    collectives. `runs` and `stored` say in words what is split, one entry per axis: "whole", "addends", or what a person calls
-    the dim ("out-features"); `runs` has the ops that use parameters and the well-known ones, `stored` the parameters.
+    collectives. `runs` and `stored` say in words what is split, one entry per axis: what a person calls the dim
+    ("out-features"), else "whole", "repeated" (its gradient in addends) or "addends". `runs` has the ops that use parameters
+    and the well-known ones; `stored` the parameters, "input:" and the name of an argument, "output:" and the name of a result.
     """
 
     figures: tuple[Figure, ...]

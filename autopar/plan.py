@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from autopar.conversion import CONVERSIONS, Conversion
@@ -24,7 +23,7 @@ from autopar.layout import I, Layout, parse, text
 from autopar.mesh import Bytes, Mesh, Seconds
 from autopar.passes.candidates import Candidate, Form, candidate
 from autopar.rules import Fitted
-from autopar.tables import WIDTH, tables
+from autopar.tables import plain, tables
 
 VERSION = 2
 OUTPUT = "output:"
@@ -117,11 +116,7 @@ class Plan:
             raise PlanError(f"{name} is damaged", error=f"{type(error).__name__}: {error}", fix=fix) from error
 
     def __str__(self) -> str:
-        console = Console(width=WIDTH, color_system=None, force_terminal=False)
-        with console.capture() as capture:
-            for part in self.tables():
-                console.print(part)
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+        return plain(self.tables())
 
     def tables(self) -> Iterator[str | Table]:
         """What is printed of a plan: totals, layouts of what is stored and returned, collectives by kind, axis and pass."""

@@ -64,34 +64,54 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """A planning problem with its solution; the ledger holds both the problem and its memory."""
+
+    ledger: Ledger
+    solution: Solution
+    optimizer: Optimizer
+
+    @property
+    def formulated(self) -> Formulated:
+        return self.ledger.formulated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan with the program that it is for, and how long each phase took (seconds)."""
+    """A plan with the program that it is for, the solution that it was made from, and how long each phase took (seconds)."""
 
     plan: Plan
     captured: Captured
+    solved: Solved
     phases: Mapping[str, float]
 
 
 class _Clock:
-    """Seconds per phase."""
+    """Seconds per phase; `tell` hears of the end of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Stop) -> None:
         self.phases: dict[str, float] = {}
+        self._tell = tell
         self._last = time.perf_counter()
 
     def stop(self, phase: str) -> None:
         now = time.perf_counter()
         self.phases[phase] = self.phases.get(phase, 0.0) + now - self._last
         self._last = now
+        self._tell(phase)
 
 
-def make_plan(model: nn.Module, sample_input: object, mesh: object, options: Options) -> Planned:
-    """Capture a model and plan it; see `autopar.plan`."""
-    clock = _Clock()
+def make_plan(
+    model: nn.Module, sample_input: object, mesh: object, options: Options, stop: Stop = lambda phase: None
+) -> Planned:
+    """Capture a model and plan it; see `autopar.plan`. `stop` is called at the end of each phase."""
+    clock = _Clock(stop)
     captured = read_program(model, sample_input)
     clock.stop("capture")
-    plan = plan_program(captured.program, located(mesh, options), options, clock.stop)
-    return Planned(plan=plan, captured=captured, phases=clock.phases)
+    found = _solved(captured.program, located(mesh, options), options, clock.stop)
+    plan = finish(found, options)
+    clock.stop("write")
+    return Planned(plan=plan, captured=captured, solved=found, phases=clock.phases)
 
 
 def read_program(model: nn.Module, sample_input: object) -> Captured:
@@ -109,31 +129,22 @@ def located(mesh: object, options: Options) -> Mesh:
 
 def plan_program(program: Program, mesh: Mesh, options: Options, stop: Stop = lambda phase: None) -> Plan:
     """The plan of a captured program on a mesh with device and links."""
+    plan = finish(_solved(program, mesh, options, stop), options)
+    stop("write")
+    return plan
+
+
+def _solved(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
     analysis = analysed(program, mesh, options)
     _without_rule(analysis, strict=options.strict)
     stop("analyse")
-    plan = finish(solved(analysis, mesh, options, stop), options)
-    stop("write")
-    return plan
+    return solved(analysis, mesh, options, stop)
 
 
 def analysed(program: Program, mesh: Mesh, options: Options) -> Analysis:
     """What is known of a program before any choice, where the constraints keep apart what they treat differently."""
     user = constrained(program, mesh, options.constraints)
     return analyse(program, mesh, apart=lambda name: str(user.get(name, "")))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
-    """A planning problem with its solution; the ledger holds both the problem and its memory."""
-
-    ledger: Ledger
-    solution: Solution
-    optimizer: Optimizer
-
-    @property
-    def formulated(self) -> Formulated:
-        return self.ledger.formulated
 
 
 def solved(analysis: Analysis, mesh: Mesh, options: Options, stop: Stop = lambda phase: None) -> Solved:

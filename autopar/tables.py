@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -109,6 +110,15 @@ def _together(parts: Sequence[str]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
+def plain(parts: Iterable[str | Table]) -> str:
+    """Lines and tables as plain text, the same everywhere."""
+    console = Console(width=WIDTH, color_system=None, force_terminal=False, highlight=False, markup=False, emoji=False)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
 def size_text(size: float) -> str:
     """Bytes as a person reads them.
 
@@ -122,4 +132,4 @@ def size_text(size: float) -> str:
     return f"{size:.2f} GiB"
 
 
-__all__ = ["WIDTH", "folded", "size_text", "tables", "wild"]
+__all__ = ["WIDTH", "folded", "plain", "size_text", "tables", "wild"]

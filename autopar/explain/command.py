@@ -1,10 +1,12 @@
-"""Print the plan of a model from the command line; needs neither processes nor weights.
+"""Explain the plan of a model from the command line; needs neither processes nor weights.
 
     python -m autopar.explain train.py:build --mesh 2,4 --device h100       build() returns (model, sample_input)
     python -m autopar.explain package.models:small --mesh dp=2,tp=4 --save plan.json
     python -m autopar.explain plan.json
+    python -m autopar.explain train.py:build --mesh 2,4 --why "*.mlp.c_fc" --why-not "*.mlp.c_fc.weight=*, S(0)"
+    python -m autopar.explain --diff a.json b.json
 
-Exit code 0 for a plan, 1 if there is none, 2 if the command line is wrong.
+Exit code 0 for an answer, 1 if there is no plan or no such name, 2 if the command line is wrong.
 """
 
 from __future__ import annotations
@@ -17,41 +19,46 @@ from pathlib import Path
 from rich.console import Console
 
 from autopar.errors import AutoparError
+from autopar.explain.answer import Answer, of_difference, of_model, of_plan
+from autopar.explain.difference import difference
+from autopar.explain.explanation import Explanation
+from autopar.explain.progress import progress
 from autopar.explain.target import HOW, UsageError, built, parse_constraint, parse_mesh
 from autopar.passes.strategies import STRATEGIES
 from autopar.plan import Plan
 from autopar.planner import Options, make_plan
+from autopar.tables import plain
+
+PLANNING = ("mesh", "device", "budget", "strategy", "optimizer", "constraint")  # options that make another plan
+MODEL = ("why", "why_not", "code")  # questions that a plan without its model cannot answer
+
+NEXT = {"capture": "planning", "write": "planning the named strategies"}  # what follows a phase of planning
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        plan = _saved(options) if options.target.endswith(".json") else _planned(options)
-        if options.save:
-            _save(plan, options.save)
+        answer = _answer(options)
     except AutoparError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
-    show(plan)
+    if options.json:
+        print(answer.json)
+    elif sys.stdout.isatty():
+        console = Console(highlight=False, markup=False, emoji=False)
+        for part in answer.parts:
+            console.print(part)
+    else:
+        print(plain(answer.parts))
     return 0
-
-
-def show(plan: Plan) -> None:
-    """Print a plan: with colours and as wide as the terminal if there is one, as plain text otherwise."""
-    if not sys.stdout.isatty():
-        print(plan)
-        return
-    console = Console(highlight=False)
-    for part in plan.tables():
-        console.print(part)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m autopar.explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("target", metavar="TARGET", help=HOW)
+    parser.add_argument("target", metavar="TARGET", nargs="?", help=HOW)
     parser.add_argument("--mesh", help="sizes of the axes, the last one innermost: 2,4 or dp=2,tp=4")
     parser.add_argument("--device", help="an entry of the catalog, such as h100; by default this machine's")
     parser.add_argument("--budget", help="memory per device, such as 24GiB; by default 90%% of the device")
@@ -60,33 +67,74 @@ def _parser() -> argparse.ArgumentParser:
     constraint = '"*.wte.weight=I, S(0)"; may be given several times'
     parser.add_argument("--constraint", metavar="NAME=LAYOUT", action="append", default=[], help=constraint)
     parser.add_argument("--save", metavar="PLAN.json", help="write the plan to a file")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    ask = parser.add_argument_group("questions, answered instead of the report")
+    why = "the candidates of an operator or a parameter, with their prices; * matches any part of the name"
+    ask.add_argument("--why", metavar="NAME", action="append", default=[], help=why)
+    why_not = "plan again with this layout forced: what changes, and what it costs; may be given several times"
+    ask.add_argument("--why-not", metavar="NAME=LAYOUT", action="append", default=[], help=why_not)
+    ask.add_argument("--code", action="store_true", help="the emitted module, as rank 0 runs it")
+    ask.add_argument("--diff", nargs=2, metavar=("OLD.json", "NEW.json"), help="what differs between two saved plans")
     return parser
 
 
-def _saved(options: argparse.Namespace) -> Plan:
-    """A plan that was saved before; it is printed as it is."""
-    names = ("mesh", "device", "budget", "strategy", "optimizer", "constraint")
-    given = [f"--{name}" for name in names if getattr(options, name)]
+def _answer(options: argparse.Namespace) -> Answer:
+    if options.diff:
+        _refuse(options, (*PLANNING, *MODEL, "target", "save"), "--diff compares two saved plans")
+        return of_difference(difference(*map(_loaded, options.diff)))
+    if not options.target:
+        raise UsageError("what shall be explained?", fix=f"TARGET: {HOW}")
+    if options.target.endswith(".json"):
+        saved = f"{options.target} is a saved plan"
+        _refuse(options, PLANNING, saved, "cannot change it", "give the model to plan it again")
+        _refuse(options, MODEL, saved, "need the model", "give the model and the mesh that it was planned for")
+        plan = _loaded(options.target)
+        answer = of_plan(plan)
+    else:
+        plan, answer = _explained(options)
+    if options.save:
+        _save(plan, options.save)
+    return answer
+
+
+def _refuse(
+    options: argparse.Namespace, names: Sequence[str], what: str, why: str = "do not go with it", fix: str = ""
+) -> None:
+    """Raise UsageError if one of these options was given."""
+    given = [name if name == "target" else f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
     if given:
-        raise UsageError(
-            f"{options.target} is a saved plan: {', '.join(given)} cannot change it", fix="give the model to plan it again"
-        )
-    if not Path(options.target).is_file():
-        raise UsageError(f"there is no file {options.target}", fix=HOW)
-    return Plan.load(options.target)
+        raise UsageError(f"{what}: {', '.join(given)} {why}", fix=fix)
 
 
-def _planned(options: argparse.Namespace) -> Plan:
+def _loaded(path: str) -> Plan:
+    """A plan that was saved before."""
+    if not Path(path).is_file():
+        raise UsageError(f"there is no file {path}", fix=HOW)
+    return Plan.load(path)
+
+
+def _explained(options: argparse.Namespace) -> tuple[Plan, Answer]:
+    """The plan of a model and the answer to what was asked about it."""
     if not options.mesh:
         raise UsageError("on which mesh? A plan is for one mesh", fix="--mesh 2,4 or --mesh dp=2,tp=4")
     mesh = parse_mesh(options.mesh)
-    constraints = dict(map(parse_constraint, options.constraint))
-    if len(constraints) < len(options.constraint):
-        raise UsageError("one name has two constraints", given="; ".join(options.constraint))
-    asked = {name: getattr(options, name) for name in ("device", "budget", "strategy", "optimizer")}
-    given = {name: value for name, value in asked.items() if value is not None}
-    model, sample = built(options.target)
-    return make_plan(model, sample, mesh, Options(constraints=constraints, **given)).plan
+    named = {name: getattr(options, name) for name in ("device", "budget", "strategy", "optimizer")}
+    given = {name: value for name, value in named.items() if value is not None}
+    asked = Options(constraints=_constraints(options.constraint), **given)
+    forced = _constraints(options.why_not)
+    with progress("building the model") as tell:
+        model, sample = built(options.target)
+        tell("capturing the model")
+        planned = make_plan(model, sample, mesh, asked, lambda phase: tell(NEXT.get(phase, phase)))
+        found = Explanation(planned=planned, options=asked)
+        return found.plan, of_model(found, options.why, forced, code=options.code)
+
+
+def _constraints(texts: Sequence[str]) -> dict[str, str]:
+    found = dict(map(parse_constraint, texts))
+    if len(found) < len(texts):
+        raise UsageError("one name has two constraints", given="; ".join(texts))
+    return found
 
 
 def _save(plan: Plan, path: str) -> None:

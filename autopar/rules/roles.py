@@ -61,13 +61,13 @@ class Sample:
         return Sample(batch=shape[0] if shape else 1, length=shape[1] if words else 1)
 
     def role(self, value: Value, dim: int, stride: int) -> str:
-        """What a split of this stride cuts of an activation: batch, sequence, width, or a dim by number."""
+        """What a split of this stride cuts of an activation: batch, sequence, features, or a dim by number."""
         shape = value.shape
         inner, rest = divmod(shape[dim], self.batch)
         if dim == 0 and self.batch > 1 and not rest and (inner in (1, self.length) or len(shape) == 2):
             return "batch" if stride >= inner else "sequence" if inner == self.length else "rows"
         if len(shape) == 3 and shape[0] == self.batch and dim:
-            return "sequence" if dim == 1 else "width"
+            return "sequence" if dim == 1 else "features"
         return f"dim {dim} (size {shape[dim]})"
 
 

@@ -13,9 +13,9 @@ from autopar.conversion import COLLECTIVES, Conversion
 from autopar.cost_models.compute import dtype_of, peak, pricer
 from autopar.cost_models.optimizers import Optimizer, step_seconds
 from autopar.decisions import Decisions
-from autopar.evidence import DEVICE, OPTIMIZER, Evidence, Figure, Held
+from autopar.evidence import ADDENDS, DEVICE, INPUT, OPTIMIZER, OUTPUT, REPEATED, WHOLE, Evidence, Figure, Held
 from autopar.ir import Op, Program, Value, elements
-from autopar.layout import Layout, local_shape
+from autopar.layout import Layout, blocks, local_shape
 from autopar.mesh import Bytes, Mesh, Seconds
 from autopar.passes.candidates import Candidate, Form
 from autopar.rules import Fitted
@@ -25,11 +25,12 @@ from autopar.solver.memory import Ledger
 from autopar.solver.pricing import primitive_seconds, slicing_seconds
 from autopar.solver.problem import Solution
 
-WHOLE, ADDENDS = "whole", "addends"
-# What takes memory, by the ledger's kind; what is stored is told apart by what it is.
-MEMORY = {
-    "gradient": "gradients", "kept": "saved for the backward", "internal": "saved for the backward",
-    "produced": "passing", "converted": "passing", "flowing": "passing", "transient": "passing",
+SAVED, USED = "saved for the backward", "in use at the moment"
+# What memory is for, in the order in which a person asks; and the ledger's kinds of what is not stored for the whole step.
+PURPOSES = ("parameters", "gradients", "optimizer state", SAVED, USED, "inputs", "buffers")
+PURPOSE = {
+    "gradient": "gradients", "kept": SAVED, "internal": SAVED, "produced": USED, "converted": USED, "flowing": USED,
+    "transient": USED,
 }  # fmt: skip
 
 
@@ -123,14 +124,13 @@ def _bytes(value: Value, layout: Layout, sizes: tuple[int, ...]) -> Bytes:
 
 
 def _memory(program: Program, held: list[Held], optimizer: Optimizer) -> dict[str, Bytes]:
-    """Bytes by what they are for, in the order in which a person asks."""
+    """Bytes by what they are for."""
     trained = {p.value.name for p in program.parameters if p.value.requires_grad}
     parameters = {p.value.name for p in program.parameters}
-    order = ("parameters", "gradients", "optimizer state", "saved for the backward", "passing", "inputs", "buffers")
-    found = dict.fromkeys(order, 0)
+    found = dict.fromkeys(PURPOSES, 0)
     for entry in held:
         if entry.kind != "stored":
-            found[MEMORY[entry.kind]] += entry.bytes
+            found[PURPOSE[entry.kind]] += entry.bytes
         elif entry.name in parameters:
             own = entry.bytes // (1 + optimizer.states) if entry.name in trained else entry.bytes
             found["parameters"] += own
@@ -153,8 +153,13 @@ def _runs(analysis: Analysis, chosen: Decisions) -> Iterator[tuple[str, tuple[st
     """What is split of every op that uses a parameter or is well known, per axis."""
     program, sample = analysis.program, Sample.of(analysis.program)
     for op in program.ops:
-        if op.target.split(".")[1] in ROLES or any(name in analysis.weights for name in op.operands):
+        if told(analysis, op):
             yield op.name, words(op, analysis.fits[op.name], chosen.ops[op.name], program, sample)
+
+
+def told(analysis: Analysis, op: Op) -> bool:
+    """Whether a person wants to know how an op runs: it uses a parameter, or is well known."""
+    return op.target.split(".")[1] in ROLES or any(name in analysis.weights for name in op.operands)
 
 
 def words(op: Op, fitted: Fitted | None, candidate: Candidate, program: Program, sample: Sample) -> tuple[str, ...]:
@@ -163,28 +168,41 @@ def words(op: Op, fitted: Fitted | None, candidate: Candidate, program: Program,
     def word(form: Form) -> str:
         kind, which, stride = form
         if kind != "S" or fitted is None:
-            return ADDENDS if kind == "P" else WHOLE
+            return {"I": WHOLE, "R": REPEATED, "P": ADDENDS}[kind]
         return role(op, fitted, which, stride, program.values, sample)
 
     return tuple(map(word, candidate.forms))
 
 
 def _stored(analysis: Analysis, chosen: Decisions) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What is split of every parameter, per axis: its dims are named by the first op that uses it."""
-    for parameter in analysis.program.parameters:
+    """What is split of every parameter, argument and result, per axis."""
+    program, sample = analysis.program, Sample.of(analysis.program)
+    for parameter in program.parameters:
         name = parameter.value.name
         yield name, stored_words(analysis, name, chosen.given[name])
+    passed = [(INPUT + value.name, value, chosen.given[value.name]) for value in program.inputs]
+    passed += [(OUTPUT + o.path, program.values[o.value], chosen.outputs[o.path]) for o in program.outputs]
+    for name, value, layout in passed:
+        yield name, tuple(sample.role(value, s.dim, s.stride) if s.kind == "S" else WHOLE for s in layout)
 
 
 def stored_words(analysis: Analysis, name: str, layout: Layout) -> tuple[str, ...]:
-    """What a stored layout splits on each axis, as a person says it."""
+    """What a stored layout of a parameter splits on each axis: its dims are named by an op that uses it."""
     readers = analysis.readers[name]
     op = next((op for op in readers if op.target.split(".")[1] in ROLES), readers[0] if readers else None)
     fitted = analysis.fits[op.name] if op else None
     if op is None or fitted is None:
         return tuple(f"dim {s.dim}" if s.kind == "S" else WHOLE for s in layout)
-    position = op.operands.index(name)
-    return tuple(role_of_dim(op, fitted, position, s.dim, analysis.program.values) if s.kind == "S" else WHOLE for s in layout)
+    position, shape = op.operands.index(name), analysis.program.values[name].shape
+
+    def word(axis: int) -> str:
+        if layout[axis].kind != "S":
+            return WHOLE
+        found = role_of_dim(op, fitted, position, layout[axis].dim, analysis.program.values)
+        count = blocks(layout, axis, shape, analysis.sizes)
+        return found if count == 1 else f"{found} of each of {count} blocks"
+
+    return tuple(map(word, range(len(layout))))
 
 
-__all__ = ["account", "primitives", "stored_words", "words"]
+__all__ = ["account", "primitives", "stored_words", "told", "words"]
