@@ -8,18 +8,20 @@ memory        what the device holds at the peak
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from rich.table import Table
 
-from autopar.evidence import BUDGET, DEVICE, INPUT, OPTIMIZER, OUTPUT, Figure
+from autopar.evidence import BUDGET, DEVICE, INPUT, OPTIMIZER, OUTPUT, WHOLE, Figure
 from autopar.explain.words import COLLECTIVE, figure, held, milliseconds, proof, runs, stored, together, use
 from autopar.plan import Collective, Plan
 from autopar.rules.roles import kind_of
 from autopar.tables import folded, size_text, wild
 
 Part = str | Table
+Lines = tuple[tuple[str, str], ...]  # (an op or parameters, what is done)
 
 
 def report(plan: Plan) -> Iterator[Part]:
@@ -60,29 +62,37 @@ def _figures(found: list[Figure]) -> str:
 
 def layouts(plan: Plan) -> Iterator[Part]:
     """How every module runs and how its parameters are stored: one row for modules that are alike."""
-    rows: dict[tuple[str, tuple[tuple[str, str], ...]], list[str]] = defaultdict(list)
-    for module, lines in _modules(plan).items():
-        rows[wild(module), tuple(lines)].append(module)
+    evidence = plan.evidence
+    if all(word == WHOLE for words in (*evidence.runs.values(), *evidence.stored.values()) for word in words):
+        yield "nothing is split: every device holds everything and does all of the work"
+        return
     table = grid("module", "part", "how it runs or is stored")
-    for names, text in _passed(plan, INPUT):
-        table.add_row("arguments", names, text)
-    for (_, found), modules in rows.items():
-        for place, (what, text) in enumerate(found):
-            table.add_row("" if place else folded(modules) or "(the model itself)", what, text)
-    for names, text in _passed(plan, OUTPUT):
-        table.add_row("results", names, text)
+    for name, words in _named(plan, INPUT):
+        table.add_row("argument", name, stored(words, plan.axes))
+    for module, lines in _rows(plan):
+        for place, (what, text) in enumerate(lines):
+            table.add_row("" if place else module or "(the model itself)", what, text)
+    for name, words in _named(plan, OUTPUT):
+        table.add_row("result", name, stored(words, plan.axes))
     yield table
     yield "split over an axis: each of its devices has a part of its own; what is not split is the same on all of them"
 
 
-def _passed(plan: Plan, prefix: str) -> Iterator[tuple[str, str]]:
-    """Arguments or results, those that are alike together, and how they are split."""
-    alike: dict[str, list[str]] = defaultdict(list)
+def _named(plan: Plan, prefix: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The arguments or the results, and what is split of them."""
     for name, words in plan.evidence.stored.items():
         if name.startswith(prefix):
-            alike[stored(words, plan.axes)].append(name.removeprefix(prefix))
-    for text, names in alike.items():
-        yield ", ".join(names), text
+            yield name.removeprefix(prefix), words
+
+
+def _rows(plan: Plan) -> Iterator[tuple[str, Lines]]:
+    """Modules with their lines, repeated blocks together, and so neighbours of one parent: "attn.q, k, v"."""
+    alike: dict[tuple[str, Lines], list[str]] = defaultdict(list)
+    for module, found in _modules(plan).items():
+        alike[wild(module), tuple(found)].append(module)
+    rows = [(*folded(modules).rpartition("."), lines) for (_, lines), modules in alike.items()]
+    for (parent, dot, lines), group in itertools.groupby(rows, key=lambda row: (row[0], row[1], row[3])):
+        yield parent + dot + ", ".join(row[2] for row in group), lines
 
 
 def _modules(plan: Plan) -> Mapping[str, list[tuple[str, str]]]:

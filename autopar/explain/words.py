@@ -27,7 +27,7 @@ UNSPLIT = {
     ADDENDS: "in addends over {}",
 }  # fmt: skip
 HELD = {
-    "stored": "kept", "gradient": "gradient of", "produced": "value", "converted": "another layout of", "kept": "saved value",
+    "stored": "stored", "gradient": "gradient of", "produced": "value", "converted": "another layout of", "kept": "saved value",
     "internal": "saved inside", "flowing": "gradient of", "transient": "gradient on its way to",
 }  # fmt: skip
 
