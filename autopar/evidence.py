@@ -52,6 +52,7 @@ class Evidence:
     collectives. `runs` and `stored` say in words what is split, one entry per axis: what a person calls the dim
     ("out-features"), else "whole", "repeated" (its gradient in addends) or "addends". `runs` has the ops that use parameters
     and the well-known ones; `stored` the parameters, "input:" and the name of an argument, "output:" and the name of a result.
+    `tied` is every other name of a parameter -> its own.
     """
 
     figures: tuple[Figure, ...]
@@ -63,6 +64,7 @@ class Evidence:
     fullest: tuple[Held, ...]
     runs: Mapping[str, tuple[str, ...]]
     stored: Mapping[str, tuple[str, ...]]
+    tied: Mapping[str, str]
 
     @property
     def forward(self) -> Seconds:
@@ -88,4 +90,5 @@ class Evidence:
             fullest=tuple(Held(**entry) for entry in found["fullest"]),
             runs={str(op): tuple(map(str, words)) for op, words in found["runs"].items()},
             stored={str(name): tuple(map(str, words)) for name, words in found["stored"].items()},
+            tied={str(name): str(own) for name, own in found["tied"].items()},
         )

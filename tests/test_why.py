@@ -21,6 +21,7 @@ from autopar.solver.problem import price
 from autopar.solver.solve import tree
 from autopar.tables import plain
 from tests.models import make
+from tests.planning import smallest
 
 MESH: Mapping[str, int] = {"dp": 2, "tp": 4}
 LAYER = "transformer.h.0"
@@ -116,7 +117,9 @@ def test_what_the_plan_does_already_changes_nothing() -> None:
 
 
 def test_what_is_impossible_says_why() -> None:
-    found = explained(budget="2GiB")
+    loose = explained()
+    least = smallest(loose.planned.captured, loose.planned.solved.formulated.mesh)
+    found = explained(budget=int(1.01 * least))
     for forced, kind in (({"*.ln_1": "S(2), S(2)"}, ConstraintError), ({"transformer.*.weight": "I, I"}, BudgetError)):
         other = found.why_not(forced)
         assert isinstance(other.error, kind)

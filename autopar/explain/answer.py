@@ -39,22 +39,25 @@ def of_difference(found: Difference) -> Answer:
 
 
 def of_model(found: Explanation, why: Sequence[str], why_not: Mapping[str, str], *, code: bool) -> Answer:
-    """The answers to what was asked about a model: its report if nothing was. The data always hold what the report says."""
-    parts: list[Part] = []
+    """The answers to what was asked about a model: the report if nothing was. The data always hold the plan."""
+    sections: list[tuple[Part, ...]] = []
     data: dict[str, object] = {"plan": _plan(found.plan), "phases": dict(found.planned.phases)}
-    data["strategies"] = [_strategy(entry) for entry in found.compared]
+    if not (why or why_not or code):
+        data["strategies"] = [_strategy(entry) for entry in found.compared]
+        sections.append(tuple(found.parts()))
     if why:
         answers = [answer for name in why for answer in found.why(name)]
-        parts += [*why_parts(found.planned.solved, answers), ""]
+        sections.append(tuple(why_parts(found.planned.solved, answers)))
         data["why"] = [asdict(answer) for answer in answers]
     if why_not:
         other = found.why_not(why_not)
-        parts += [*why_not_parts(found.plan, other), ""]
+        sections.append(tuple(why_not_parts(found.plan, other)))
         data["why_not"] = _why_not(other)
     if code:
-        parts.append(found.code)
+        sections.append((found.code.rstrip(),))
         data["code"] = found.code
-    return Answer(parts=tuple(parts or found.parts()), data=data)
+    parts = [part for section in sections for part in ("", *section)]
+    return Answer(parts=tuple(parts[1:]), data=data)
 
 
 def _plan(plan: Plan) -> object:

@@ -58,6 +58,7 @@ class Explanation:
     def parts(self) -> Iterator[Part]:
         """The report: what the plan says, how long planning took, and the named strategies beside it."""
         yield from report(self.plan)
+        yield ""
         phases = self.planned.phases
         each = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in phases.items())
         yield f"planned in {sum(phases.values()):.2f} s ({each})"

@@ -25,10 +25,11 @@ Lines = tuple[tuple[str, str], ...]  # (an op or parameters, what is done)
 
 
 def report(plan: Plan) -> Iterator[Part]:
-    """Every section."""
-    for section in (assumptions, layouts, time, memory):
-        yield from section(plan)
+    """Every section, with an empty line between them."""
+    yield from assumptions(plan)
+    for section in (layouts, time, memory):
         yield ""
+        yield from section(plan)
 
 
 def assumptions(plan: Plan) -> Iterator[Part]:
@@ -111,9 +112,12 @@ def _modules(plan: Plan) -> Mapping[str, list[tuple[str, str]]]:
     for name, words in plan.evidence.stored.items():
         if ":" in name:
             continue
-        module, _, own = name.rpartition(".")
+        module, _, leaf = name.rpartition(".")
         text = "; ".join([f"stored {stored(words, plan.axes)}", *use(plan, name, backward[name])])
-        alike[module, text].append(own)
+        alike[module, text].append(leaf)
+    for name, own in plan.evidence.tied.items():
+        module, _, leaf = name.rpartition(".")
+        alike[module, f"the same tensor as {own}"].append(leaf)
     for (module, text), names in alike.items():
         found.setdefault(module, []).append((together(names), text))
     return found

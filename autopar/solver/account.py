@@ -49,6 +49,7 @@ def account(ledger: Ledger, solution: Solution, chosen: Decisions, optimizer: Op
         fullest=tuple(held[:5]),
         runs=dict(_runs(analysis, chosen)),
         stored=dict(_stored(analysis, chosen)),
+        tied={name: p.value.name for p in analysis.program.parameters for name in p.names if name != p.value.name},
     )
 
 
