@@ -1,8 +1,9 @@
-"""Two plans compared: totals, what is sent, stored and computed otherwise; and summaries that fold without loss."""
+"""Two plans compared: totals, what is sent, stored and split otherwise; and summaries that fold without loss."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -43,7 +44,7 @@ def test_a_summary_goes_through_json_and_is_small(strategy: str) -> None:
 def test_a_plan_does_not_differ_from_itself() -> None:
     same = difference(plan("ddp"), plan("ddp"))
     assert [total.growth for total in same.totals] == [0, 0, 0]
-    assert (same.sent, same.stored, same.choices) == ((), (), ())
+    assert (same.sent, same.stored, same.runs) == ((), (), ())
     assert all(line.endswith("as before") for line in same.lines())
 
 
@@ -67,7 +68,7 @@ def test_the_layouts_that_differ_are_all_told_with_repeated_blocks_as_one() -> N
     assert not [change for change in found if change.name.startswith("transformer.h.0.")]
 
 
-def test_the_lines_say_figures_collectives_layouts_and_choices() -> None:
+def test_the_lines_say_figures_collectives_layouts_and_what_is_split() -> None:
     text = "\n".join(difference(plan("ddp"), plan("fsdp")).lines())
     assert "strategy    fsdp, was ddp" in text
     assert "peak memory" in text
@@ -75,6 +76,8 @@ def test_the_lines_say_figures_collectives_layouts_and_choices() -> None:
     assert " (new)\n" in text
     assert "\nstored otherwise\n" in text
     assert "  (was I, I)\n" in text
+    text = "\n".join(difference(plan("ddp"), plan("megatron")).lines())
+    assert re.search(r"\n  transformer.h.0-1.mlp.c_fc:addmm#0 .*out-features  \(was batch, batch\)\n", text)
 
 
 def test_the_lines_fill_a_screen_at_most() -> None:

@@ -38,13 +38,24 @@ class Total:
             return 0.0
         return self.new / self.old - 1 if self.old else math.inf
 
+    @property
+    def now(self) -> str:
+        """The new figure, and by how much it grew if it did."""
+        change = f" ({self._percent})" if self.growth and self.old else ""
+        return f"{self._text(self.new)}{change}"
+
     def __str__(self) -> str:
-        now, was = (f"{figure * 1e3:.3f} ms" if self.unit == "s" else size_text(figure) for figure in (self.new, self.old))
         if not self.growth:
-            return f"{now}, as before"
-        if not self.old or not self.new:
-            return f"{now}, was {was}"
-        return f"{now}, was {was} ({f'{self.growth:+.1%}' if self.growth < TIMES else f'{self.growth + 1:.0f} times'})"
+            return f"{self._text(self.new)}, as before"
+        change = f" ({self._percent})" if self.old and self.new else ""
+        return f"{self._text(self.new)}, was {self._text(self.old)}{change}"
+
+    @property
+    def _percent(self) -> str:
+        return f"{self.growth:+.1%}" if self.growth < TIMES else f"{self.growth + 1:.0f} times"
+
+    def _text(self, figure: float) -> str:
+        return f"{figure * 1e3:.3f} ms" if self.unit == "s" else size_text(figure)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +77,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What differs between two plans: totals, and what is sent, stored and chosen otherwise."""
+    """What differs between two plans: totals, and what is sent, stored and split otherwise."""
 
     old: Summary
     new: Summary
@@ -104,23 +115,23 @@ class Difference:
         return _changed(self.old.stored, self.new.stored)
 
     @property
-    def choices(self) -> tuple[Changed, ...]:
-        """Ops that run otherwise."""
-        return _changed(self.old.choices, self.new.choices)
+    def runs(self) -> tuple[Changed, ...]:
+        """Ops of which something else is split."""
+        return _changed(self.old.runs, self.new.runs)
 
     def lines(self) -> Iterator[str]:
         """The difference as a person reads it, a screenful at most."""
-        yield from self._premises()
+        yield from self.premises()
         for total in self.totals:
             yield f"{total.name:<12}{total}"
             if total.unit == "s" and total.growth:
                 yield from (f"  {part.name:<10}{part}" for part in self.parts if part.growth)
         yield from _listed("sent otherwise", [(" ".join(new.key), _sent_text(old, new)) for old, new in self.sent])
         yield from _listed("stored otherwise", [(change.name, str(change)) for change in self.stored])
-        yield from _listed("computed otherwise", [(change.name, str(change)) for change in self.choices])
+        yield from _listed("split otherwise", [(change.name, str(change)) for change in self.runs])
 
-    def _premises(self) -> Iterator[str]:
-        """What was not the same to begin with."""
+    def premises(self) -> Iterator[str]:
+        """What was not the same to begin with: the model, the mesh, the device, the options."""
         old, new = self.old, self.new
         if old.hash != new.hash:
             yield f"the model or its sample changed: its program is {new.hash}, was {old.hash}"

@@ -1,4 +1,4 @@
-"""What of a plan is worth comparing with another: its totals, what is sent, what is stored and how ops run.
+"""What of a plan is worth comparing with another: its totals, what is sent, what is stored how and what of ops is split.
 
 A summary is small: repeated blocks are folded into one entry where it is written, as in {"h.0-11.mlp.c_fc.weight": "I, S(1)"}.
 """
@@ -36,7 +36,10 @@ class Sent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A plan without its routes; its collectives by kind, axis and pass. `stored`: inputs, parameters, buffers and outputs."""
+    """Totals, collectives by kind, axis and pass, layouts, and what of ops is split, in words.
+
+    `stored` has inputs, parameters, buffers and outputs; `runs` the ops that have parameters or are well known.
+    """
 
     hash: str
     axes: tuple[str, ...]
@@ -48,7 +51,7 @@ class Summary:
     peak_memory: Bytes
     collectives: tuple[Sent, ...]
     stored: Mapping[str, str]
-    choices: Mapping[str, str]
+    runs: Mapping[str, str]
 
     @property
     def bytes_sent(self) -> Bytes:
@@ -81,14 +84,16 @@ class Summary:
         stored = {name: layout for name, layout in plan.layouts.items() if ":" not in name or name.startswith(OUTPUT)}
         return Summary(
             hash=plan.hash, axes=plan.axes, sizes=plan.sizes, links=plan.links, device=plan.device, options=plan.options,
-            step_time=plan.step_time, peak_memory=plan.peak_memory, collectives=sent, stored=stored, choices=plan.choices,
+            step_time=plan.step_time, peak_memory=plan.peak_memory, collectives=sent, stored=stored,
+            runs={op: ", ".join(words) for op, words in plan.evidence.runs.items()},
         )  # fmt: skip
 
     def to_data(self) -> dict[str, object]:
         """The summary as JSON has it."""
         data = asdict(self)
-        data["collectives"] = [{**entry, "pass": entry.pop("where")} for entry in data["collectives"]]
-        return {**data, "stored": fold(self.stored), "choices": fold(self.choices)}
+        for entry in data["collectives"]:
+            entry["pass"] = entry.pop("where")
+        return {**data, "stored": fold(self.stored), "runs": fold(self.runs)}
 
     @staticmethod
     def from_data(data: object) -> Summary:
@@ -106,7 +111,7 @@ class Summary:
                 )
                 for entry in found["collectives"]
             ),
-            stored=unfold(found["stored"]), choices=unfold(found["choices"]),
+            stored=unfold(found["stored"]), runs=unfold(found["runs"]),
         )  # fmt: skip
 
 
