@@ -5,20 +5,22 @@
     python -m autopar.explain plan.json
     python -m autopar.explain train.py:build --mesh 2,4 --why "*.mlp.c_fc" --why-not "*.mlp.c_fc.weight=*, S(0)"
     python -m autopar.explain --diff a.json b.json
+    python -m autopar.explain --check baselines/
 
-Exit code 0 for an answer, 1 if there is no plan or no such name, 2 if the command line is wrong.
+Exit code 0 for an answer, 1 if there is no plan, no such name, or a cost above its baseline, 2 if the command line is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from autopar.errors import AutoparError
+from autopar.explain import check
 from autopar.explain.answer import Answer, of_difference, of_model, of_plan
 from autopar.explain.difference import difference
 from autopar.explain.explanation import Explanation
@@ -26,7 +28,7 @@ from autopar.explain.progress import progress
 from autopar.explain.target import HOW, UsageError, built, parse_constraint, parse_mesh
 from autopar.passes.strategies import STRATEGIES
 from autopar.plan import Plan
-from autopar.planner import Options, make_plan
+from autopar.planner import Options, Planned, make_plan
 from autopar.tables import plain
 
 PLANNING = ("mesh", "device", "budget", "strategy", "optimizer", "constraint")  # options that make another plan
@@ -39,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
+        if options.check:
+            _refuse(options, (*MODEL, "diff", "json"), "--check prints no report")
+            return check.run(options, lambda: _plan(options))
+        _refuse(options, ("tolerance", "update"), "there is no --check", "belong to it")
         answer = _answer(options)
     except AutoparError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -75,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("--why-not", metavar="NAME=LAYOUT", action="append", default=[], help=why_not)
     ask.add_argument("--code", action="store_true", help="the emitted module, as rank 0 runs it")
     ask.add_argument("--diff", nargs=2, metavar=("OLD.json", "NEW.json"), help="what differs between two saved plans")
+    check.add_arguments(parser)
     return parser
 
 
@@ -115,19 +122,36 @@ def _loaded(path: str) -> Plan:
 
 def _explained(options: argparse.Namespace) -> tuple[Plan, Answer]:
     """The plan of a model and the answer to what was asked about it."""
+    forced = _constraints(options.why_not)
+    with progress("building the model") as tell:
+        planned, asked = _planned(options, tell)
+        found = Explanation(planned=planned, options=asked)
+        return found.plan, of_model(found, options.why, forced, code=options.code)
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    """The plan of the TARGET alone, saved if that is asked for."""
+    if options.target.endswith(".json"):
+        _refuse(options, PLANNING, f"{options.target} is a saved plan", "cannot change it", "give the model to plan it again")
+        return _loaded(options.target)
+    with progress("building the model") as tell:
+        plan = _planned(options, tell)[0].plan
+    if options.save:
+        _save(plan, options.save)
+    return plan
+
+
+def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Planned, Options]:
+    """The model that the command line names, planned as it asks."""
     if not options.mesh:
         raise UsageError("on which mesh? A plan is for one mesh", fix="--mesh 2,4 or --mesh dp=2,tp=4")
     mesh = parse_mesh(options.mesh)
     named = {name: getattr(options, name) for name in ("device", "budget", "strategy", "optimizer")}
     given = {name: value for name, value in named.items() if value is not None}
     asked = Options(constraints=_constraints(options.constraint), **given)
-    forced = _constraints(options.why_not)
-    with progress("building the model") as tell:
-        model, sample = built(options.target)
-        tell("capturing the model")
-        planned = make_plan(model, sample, mesh, asked, lambda phase: tell(NEXT.get(phase, phase)))
-        found = Explanation(planned=planned, options=asked)
-        return found.plan, of_model(found, options.why, forced, code=options.code)
+    model, sample = built(options.target)
+    tell("capturing the model")
+    return make_plan(model, sample, mesh, asked, lambda phase: tell(NEXT.get(phase, phase))), asked
 
 
 def _constraints(texts: Sequence[str]) -> dict[str, str]:
