@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def plan_cost(request: pytest.FixtureRequest) -> PlanCost:
-    """`plan_cost(plan, "name")` or `plan_cost(model, sample, mesh=..., device=...)` fails if the plan costs more than before."""
+    """`plan_cost(plan, "name")` or `plan_cost(model, sample, mesh=..., device=...)` fails if the plan costs more."""
     from autopar.explain.plan_cost import PlanCost
 
     told = request.config.stash.setdefault(TOLD, [])

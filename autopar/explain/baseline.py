@@ -20,7 +20,7 @@ from autopar.plan import Plan
 from autopar.planner import Options
 
 FORMAT = 1
-ANEW = "delete it and write it anew: give the TARGET, with --update"
+ANEW = "delete it and write it anew: --update with its TARGET, or pytest --update-plan-costs"
 
 
 class BaselineError(AutoparError):
@@ -74,8 +74,7 @@ def read(path: Path) -> tuple[Baseline, ...]:
 
 def holds_plan(path: Path) -> bool:
     """Whether a file is a saved plan."""
-    data = _data(path)
-    return isinstance(data, dict) and "baseline" not in data
+    return _is_plan(_data(path))
 
 
 def write(path: Path, baselines: Sequence[Baseline]) -> None:
@@ -103,14 +102,18 @@ def found_from(target: str, folder: Path) -> str:
 
 
 def _baselines(data: object, path: Path) -> Iterator[Baseline]:
+    if _is_plan(data):
+        yield Baseline(target="", summary=Summary.of(Plan.load(path)))
+        return
     entries: list[Any] = data if isinstance(data, list) else [data]
     for entry in entries:
-        if "baseline" not in entry:
-            yield Baseline(target="", summary=Summary.of(Plan.load(path)))
-        elif entry["baseline"] != FORMAT:
+        if entry["baseline"] != FORMAT:
             raise BaselineError(f"{path} has format {entry['baseline']}, this autopar reads {FORMAT}", fix=ANEW)
-        else:
-            yield Baseline(target=str(entry["target"]), summary=Summary.from_data(entry))
+        yield Baseline(target=str(entry["target"]), summary=Summary.from_data(entry))
+
+
+def _is_plan(data: object) -> bool:
+    return isinstance(data, dict) and "baseline" not in data
 
 
 def _data(path: Path) -> object:

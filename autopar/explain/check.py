@@ -96,7 +96,7 @@ def run(options: argparse.Namespace, planned: Callable[[], Plan]) -> int:
     if options.target:
         return _one(path, options.target, planned, tolerance, update=options.update)
     if given := [f"--{name}" for name in OF_TARGET if getattr(options, name)]:
-        raise UsageError(f"{', '.join(given)} belongs to a TARGET; baselines name theirs", fix="add TARGET, or leave it out")
+        raise UsageError(f"{', '.join(given)} only with a TARGET: baselines name theirs", fix="add TARGET, or leave it out")
     return _all(path, tolerance, update=options.update)
 
 

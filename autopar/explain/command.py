@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.check:
             _refuse(options, (*MODEL, "diff", "json"), "--check prints no report")
             return check.run(options, lambda: _plan(options))
-        _refuse(options, ("tolerance", "update"), "there is no --check", "belong to it")
+        _refuse(options, ("tolerance", "update"), "nothing is checked", "only with --check")
         answer = _answer(options)
     except AutoparError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

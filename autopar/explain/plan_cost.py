@@ -31,11 +31,11 @@ class PlanCost:
     seen: set[str] = field(default_factory=set)
 
     @overload
-    def __call__(self, what: Plan, name: str = "", /, *, tolerance: float = TOLERANCE) -> Plan: ...
+    def __call__(self, what: Plan, name: str = "", /, *, tolerance: float = ...) -> Plan: ...
 
     @overload
     def __call__(
-        self, what: nn.Module, sample: object, /, *, mesh: object, name: str = "", tolerance: float = TOLERANCE, **options: object
+        self, what: nn.Module, sample: object, /, *, mesh: object, name: str = "", tolerance: float = ..., **options: object
     ) -> Plan: ...
 
     def __call__(
