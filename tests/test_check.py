@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,15 +38,27 @@ def deep():
 """
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with models.py, and baselines/ with those of `mlp` on two meshes and of `deep` on one."""
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        patch.chdir(folder)
+        (folder / "models.py").write_text(SOURCE)
+        assert command("models.py:mlp --mesh dp=2,tp=4 --device h100 --check baselines/a.json --update") == 0
+        assert command("models.py:mlp --mesh 8 --device h100 --strategy ddp --check baselines/b.json --update") == 0
+        assert command("models.py:deep --mesh 4 --device l4 --budget 1GiB --check baselines/c.json --update") == 0
+    sys.modules.pop("models", None)
+    return folder
+
+
+@pytest.fixture
+def home(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of `made`, in which the command runs."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "models.py").write_text(SOURCE)
-    assert command("models.py:mlp --mesh dp=2,tp=4 --device h100 --check baselines/a.json --update") == 0
-    assert command("models.py:mlp --mesh 8 --device h100 --strategy ddp --check baselines/b.json --update") == 0
-    assert command("models.py:deep --mesh 4 --device l4 --budget 1GiB --check baselines/c.json --update") == 0
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     yield tmp_path
     sys.modules.pop("models", None)
 
@@ -73,7 +86,7 @@ def test_what_costs_as_before_passes_and_each_target_is_captured_once(
         ["ok", "../models.py:mlp", "on", "dp=2,tp=4", "of"],
         ["ok", "../models.py:mlp", "on", "axis0=8", "of"],
         ["ok", "../models.py:deep", "on", "axis0=4", "of"],
-        ["3", "baselines:", "3", "ok"],
+        ["3", "compared:", "3", "ok"],
     ]
     assert "h100 as ddp: step time " in out
     assert len(captured) == 2
@@ -89,7 +102,7 @@ def test_a_worse_plan_fails_and_says_by_how_much_and_update_writes_it(home: Path
     now = was.summary.step_time * 1e3
     assert f"WORSE   ../models.py:mlp on dp=2,tp=4 of h100: step time {now:.3f} ms, was {now / 2:.3f} ms (+100.0%)\n" in out
     assert f"          0.weight  {was.summary.stored['0.weight']}  (was I, S(1))\n" in out
-    assert "3 baselines: 2 ok, 1 WORSE\n--update writes what plans cost now" in out
+    assert "3 compared: 2 ok, 1 WORSE\n--update writes what plans cost now" in out
     assert command("--check baselines --tolerance 1.1") == 0
     assert command("--check baselines --update") == 0
     assert read(path)[0] == was
@@ -112,6 +125,13 @@ def test_a_better_plan_is_told_and_update_keeps_it(home: Path, capsys: pytest.Ca
     assert read(path)[0] == was
 
 
+def test_a_target_that_cannot_be_imported_fails_with_the_reason(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "models.py").write_text("import nowhere_to_be_found\n")
+    capsys.readouterr()
+    assert command("--check baselines/a.json") == 1
+    assert "cannot be imported: ModuleNotFoundError: No module named 'nowhere_to_be_found'\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("figure", ["step_time", "peak_memory", "bytes"])
 def test_each_figure_counts(home: Path, capsys: pytest.CaptureFixture[str], figure: str) -> None:
     path = home / "baselines/b.json"
@@ -132,7 +152,7 @@ def test_a_file_may_hold_many_baselines_and_keeps_them(home: Path, capsys: pytes
     path.write_text(json.dumps([{**entry, "step_time": entry["step_time"] / 2} for entry in whole]))
     capsys.readouterr()
     assert command("--check baselines/all.json") == 1
-    assert "3 baselines: 3 WORSE" in capsys.readouterr().out
+    assert "3 compared: 3 WORSE" in capsys.readouterr().out
     assert command("--check baselines/all.json --update") == 0
     assert json.loads(path.read_text()) == whole
 
@@ -173,7 +193,7 @@ def test_what_cannot_be_planned_fails_and_the_rest_is_checked(home: Path, capsys
     assert out.count("FAILED  ../models.py:mlp on ") == 2
     assert "has no function 'mlp'\n          functions  perceptron, deep" in out
     assert "FAILED  ../models.py:deep on axis0=4 of l4: no plan fits into 1000 B" in out
-    assert "3 baselines: 3 FAILED" in out
+    assert "3 compared: 3 FAILED" in out
     assert "written" not in out
 
 
@@ -283,7 +303,7 @@ def test_a_worsened_planner_fails_our_check_and_the_message_says_what_why_and_by
     assert "transformer.h.0-11.mlp.c_fc.weight" in text
     assert "split otherwise" in text
     assert "(was out-features, " in text
-    assert text.endswith("1 baselines: 1 WORSE\n--update writes what plans cost now, if that is meant")
+    assert text.endswith("1 compared: 1 WORSE\n--update writes what plans cost now, if that is meant")
 
 
 def test_a_slower_link_fails_our_check_even_where_no_layout_changes(

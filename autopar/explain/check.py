@@ -179,7 +179,7 @@ def _update(held: Sequence[tuple[Path, Baseline]], outcomes: Mapping[int, Outcom
 def _verdict(statuses: Sequence[str], *, update: bool) -> int:
     """Print how many baselines have each status; returns the exit code."""
     counted = Counter(statuses)
-    print(f"{len(statuses)} baselines: " + ", ".join(f"{counted[s]} {s}" for s in (OK, BETTER, WORSE, FAILED) if counted[s]))
+    print(f"{len(statuses)} compared: " + ", ".join(f"{counted[s]} {s}" for s in (OK, BETTER, WORSE, FAILED) if counted[s]))
     if not update and counted[WORSE] + counted[BETTER]:
         print("--update writes what plans cost now, if that is meant")
     return int(counted[FAILED] > 0 or (counted[WORSE] > 0 and not update))
