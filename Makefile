@@ -33,7 +33,7 @@ unit: $(STAMP)
 	$(BIN)/python -m pytest -q
 
 cost: $(STAMP)
-	$(BIN)/python benchmarks/planning.py --check
+	$(BIN)/python -m autopar.explain --check baselines/
 
 test: lint types unit cost
 

@@ -3,7 +3,7 @@
 parallel = autopar.parallelize(model, sample_input, mesh=(2, 4))
 """
 
-from autopar import testing
+from autopar import explain, testing
 from autopar.api import initialize, parallelize, plan, verify
 from autopar.errors import AutoparError
 from autopar.mesh import Device, Link, Mesh
@@ -11,5 +11,6 @@ from autopar.plan import Plan
 from autopar.verification import Report
 
 __all__ = [
-    "AutoparError", "Device", "Link", "Mesh", "Plan", "Report", "initialize", "parallelize", "plan", "testing", "verify",
+    "AutoparError", "Device", "Link", "Mesh", "Plan", "Report", "explain", "initialize", "parallelize", "plan", "testing",
+    "verify",
 ]  # fmt: skip

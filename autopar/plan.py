@@ -12,20 +12,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from autopar.conversion import CONVERSIONS, Conversion
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError, LayoutError, PlanError
+from autopar.evidence import Evidence
 from autopar.ir import Op, Program
 from autopar.layout import I, Layout, parse, text
 from autopar.mesh import Bytes, Mesh, Seconds
 from autopar.passes.candidates import Candidate, Form, candidate
 from autopar.rules import Fitted
-from autopar.tables import WIDTH, tables
+from autopar.tables import plain, tables
 
-VERSION = 1
+VERSION = 2
 OUTPUT = "output:"
 
 
@@ -67,6 +67,7 @@ class Plan:
     layouts: Mapping[str, str]
     routes: Mapping[str, tuple[str, ...]]
     collectives: tuple[Collective, ...]
+    evidence: Evidence
 
     @property
     def mesh(self) -> Mesh:
@@ -115,16 +116,13 @@ class Plan:
                 layouts={str(k): str(v) for k, v in data["layouts"].items()},
                 routes={str(k): tuple(map(str, v)) for k, v in data["routes"].items()},
                 collectives=tuple(Collective(**{k: v for k, v in entry.items() if k in known}) for entry in entries),
+                evidence=Evidence.of(data["evidence"]),
             )  # fmt: skip
         except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"{name} is damaged", error=f"{type(error).__name__}: {error}", fix=fix) from error
 
     def __str__(self) -> str:
-        console = Console(width=WIDTH, color_system=None, force_terminal=False)
-        with console.capture() as capture:
-            for part in self.tables():
-                console.print(part)
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+        return plain(self.tables())
 
     def tables(self) -> Iterator[str | Table]:
         """What is printed of a plan: totals, layouts of what is stored and returned, collectives by kind, axis and pass."""

@@ -8,33 +8,35 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from autopar.capture import Captured, capture
-from autopar.conversion import COLLECTIVES, Conversion
 from autopar.cost_models import catalog, optimizers
 from autopar.cost_models.links import connect
+from autopar.cost_models.optimizers import Optimizer
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError, RuleError
+from autopar.evidence import BUDGET, Figure
 from autopar.ir import Op, Output, Program, writes
-from autopar.mesh import Bytes, Device, Mesh, Seconds
+from autopar.mesh import Bytes, Device, Mesh
 from autopar.passes import normalise
-from autopar.passes.bundles import TOGETHER, Bundle, bundled, moves
 from autopar.passes.strategies import constrained, demands
 from autopar.plan import Collective, Plan, describe
-from autopar.solver.analysis import Analysis, analyse, due
+from autopar.solver.account import account
+from autopar.solver.analysis import Analysis, analyse
 from autopar.solver.budget import parse_bytes
 from autopar.solver.formulate import Formulated, decisions, formulate
 from autopar.solver.memory import Ledger
-from autopar.solver.pricing import shared_seconds
+from autopar.solver.messages import Message, messages
 from autopar.solver.problem import Solution
 from autopar.solver.within import smallest, within
 from autopar.tables import size_text
 
 NAMED = ("ddp", "fsdp", "megatron", "replicate")
+Stop = Callable[[str], None]  # called with the name of each phase when it ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,34 +63,54 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """A planning problem with its solution; the ledger holds both the problem and its memory."""
+
+    ledger: Ledger
+    solution: Solution
+    optimizer: Optimizer
+
+    @property
+    def formulated(self) -> Formulated:
+        return self.ledger.formulated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan with the program that it is for, and how long each phase took (seconds)."""
+    """A plan with the program that it is for, the solution that it was made from, and how long each phase took (seconds)."""
 
     plan: Plan
     captured: Captured
+    solved: Solved
     phases: Mapping[str, float]
 
 
 class _Clock:
-    """Seconds per phase."""
+    """Seconds per phase; `tell` hears of the end of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Stop) -> None:
         self.phases: dict[str, float] = {}
+        self._tell = tell
         self._last = time.perf_counter()
 
     def stop(self, phase: str) -> None:
         now = time.perf_counter()
         self.phases[phase] = self.phases.get(phase, 0.0) + now - self._last
         self._last = now
+        self._tell(phase)
 
 
-def make_plan(model: nn.Module, sample_input: object, mesh: object, options: Options) -> Planned:
-    """Capture a model and plan it; see `autopar.plan`."""
-    clock = _Clock()
+def make_plan(
+    model: nn.Module, sample_input: object, mesh: object, options: Options, stop: Stop = lambda phase: None
+) -> Planned:
+    """Capture a model and plan it; see `autopar.plan`. `stop` is called at the end of each phase."""
+    clock = _Clock(stop)
     captured = read_program(model, sample_input)
     clock.stop("capture")
-    plan = plan_program(captured.program, located(mesh, options), options, clock.stop)
-    return Planned(plan=plan, captured=captured, phases=clock.phases)
+    found = _solved(captured.program, located(mesh, options), options, clock.stop)
+    plan = finish(found, options)
+    clock.stop("write")
+    return Planned(plan=plan, captured=captured, solved=found, phases=clock.phases)
 
 
 def read_program(model: nn.Module, sample_input: object) -> Captured:
@@ -104,17 +126,36 @@ def located(mesh: object, options: Options) -> Mesh:
     return connect(found, catalog.device(wanted, processes=found.size))
 
 
-def plan_program(program: Program, mesh: Mesh, options: Options, stop: Callable[[str], None] = lambda phase: None) -> Plan:
+def plan_program(program: Program, mesh: Mesh, options: Options, stop: Stop = lambda phase: None) -> Plan:
     """The plan of a captured program on a mesh with device and links."""
-    limit = parse_bytes(options.budget, mesh)
-    optimizer = optimizers.optimizer(options.optimizer)
-    user = constrained(program, mesh, options.constraints)
-    analysis = analyse(program, mesh, apart=lambda name: str(user.get(name, "")))
-    wanted = demands(program, mesh, options.strategy, options.constraints, analysis.fits)
+    plan = finish(_solved(program, mesh, options, stop), options)
+    stop("write")
+    return plan
+
+
+def _solved(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
+    analysis = analysed(program, mesh, options)
     _without_rule(analysis, strict=options.strict)
+    stop("analyse")
+    return solved(analysis, mesh, options, stop)
+
+
+def analysed(program: Program, mesh: Mesh, options: Options) -> Analysis:
+    """What is known of a program before any choice, where the constraints keep apart what they treat differently."""
+    user = constrained(program, mesh, options.constraints)
+    return analyse(program, mesh, apart=lambda name: str(user.get(name, "")))
+
+
+def solved(analysis: Analysis, mesh: Mesh, options: Options, stop: Stop = lambda phase: None) -> Solved:
+    """The solution for an analysed program.
+
+    Raises ConstraintError, MeshError or BudgetError if there is none.
+    """
+    program, limit = analysis.program, parse_bytes(options.budget, mesh)
+    optimizer = optimizers.optimizer(options.optimizer)
+    wanted = demands(program, mesh, options.strategy, options.constraints, analysis.fits)
     if options.strategy != "replicate":
         _useless_axes(analysis, mesh)
-    stop("analyse")
     formulated = formulate(analysis, mesh, optimizer, demands=wanted, sharded_outputs=sharded(program, options.outputs))
     ledger = Ledger(formulated, optimizer)
     stop("formulate")
@@ -125,18 +166,19 @@ def plan_program(program: Program, mesh: Mesh, options: Options, stop: Callable[
         solution, formulated = _best_named(program, analysis, mesh, options, limit, solution, formulated)
         ledger = Ledger(formulated, optimizer)
     stop("solve")
-    plan = finish(formulated, solution, float(ledger.walk(solution).max()), options)
-    stop("write")
-    return plan
+    return Solved(ledger=ledger, solution=solution, optimizer=optimizer)
 
 
-def finish(formulated: Formulated, solution: Solution, peak: float, options: Options) -> Plan:
-    """The plan that a solution stands for; `peak` is its peak memory in bytes."""
-    program, mesh = formulated.program, formulated.mesh
+def finish(found: Solved, options: Options) -> Plan:
+    """The plan that a solution stands for, with its evidence."""
+    formulated, solution = found.formulated, found.solution
+    program, mesh, analysis = formulated.program, formulated.mesh, formulated.analysis
     chosen = decisions(formulated, solution)
-    choices, layouts, routes = describe(program, chosen, formulated.analysis.fits, mesh.sizes)
-    messages = list(_messages(formulated.analysis, chosen, mesh))
-    seconds = solution.seconds + sum(collective.seconds - priced for collective, priced in messages)
+    choices, layouts, routes = describe(program, chosen, analysis.fits, mesh.sizes)
+    sent = list(messages(analysis, chosen, mesh))
+    seconds = solution.seconds + sum(message.seconds - message.priced for message in sent)
+    said = "90% of the device's memory" if options.budget is None else "asked for"
+    limit = Figure(of=BUDGET, name="memory", value=parse_bytes(options.budget, mesh), unit="B", source=said)
     return Plan(
         hash=program.hash,
         axes=mesh.axes,
@@ -147,54 +189,26 @@ def finish(formulated: Formulated, solution: Solution, peak: float, options: Opt
         status=solution.status,
         gap=max(0.0, seconds - solution.bound) / seconds if seconds else 0.0,
         step_time=seconds,
-        peak_memory=round(peak),
-        collectives=tuple(collective for collective, _ in messages),
+        peak_memory=round(float(found.ledger.walk(solution).max())),
+        collectives=tuple(_collective(message, mesh) for message in sent),
         choices=choices,
         layouts=layouts,
         routes=routes,
+        evidence=account(found.ledger, solution, chosen, found.optimizer, limit),
     )
 
 
-def collectives_of(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> tuple[Collective, ...]:
+def collectives_of(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Collective]:
     """Every collective of one step, forward and backward; the weights of a bundle travel in one."""
-    return tuple(collective for collective, _ in _messages(analysis, chosen, mesh))
+    return (_collective(message, mesh) for message in messages(analysis, chosen, mesh))
 
 
-def _messages(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[tuple[Collective, Seconds]]:
-    """Every collective, and what the solver took for its price: all weights of a bundle are alike to it."""
-    alone = [
-        Bundle(level=0, steps=((name, step),))
-        for name, steps in chosen.routes.items()
-        if name not in analysis.weights
-        for step in steps
-    ]
-    for bundle in (*bundled(analysis.program, chosen.routes), *alone):
-        due_by = {name: due(analysis, chosen, name) for name, _ in bundle.steps}
-        back, again = ([(n, step) for n, step in bundle.steps if step in due_by[n][which]] for which in (0, 1))
-        forward, backward = bundle.primitives
-        for where, kind, steps, kinds in (
-            ("forward", forward, bundle.steps, TOGETHER[0]),
-            ("backward", backward, back, TOGETHER[1]),
-            ("backward", forward, again, TOGETHER[0]),
-        ):
-            together = [steps] if kind in kinds and steps else [[one] for one in steps]
-            for sent in together if kind in COLLECTIVES else ():
-                yield _message(analysis, mesh, kind, where, sent, shared=kind in kinds)
-
-
-def _message(
-    analysis: Analysis, mesh: Mesh, kind: str, where: str, sent: Sequence[tuple[str, Conversion]], *, shared: bool
-) -> tuple[Collective, Seconds]:
-    names, steps = zip(*sent, strict=True)
-    axis = steps[0].axis
-    values = [analysis.program.values[name] for name in names]
-    sizes = [s.collective_bytes(v.shape, v.dtype.itemsize, mesh.sizes) for v, s in zip(values, steps, strict=True)]
-    shares = [analysis.shares.get(name, (1.0, 1.0))[moves(steps[0])] if shared else 1.0 for name in names]
-    priced = sum(float(shared_seconds(kind, float(b), axis, mesh, s)) for b, s in zip(sizes, shares, strict=True))
-    seconds = float(shared_seconds(kind, float(sum(sizes)), axis, mesh))
+def _collective(message: Message, mesh: Mesh) -> Collective:
+    name, *more = message.values
     return Collective(
-        value=names[0], more=names[1:], axis=mesh.axes[axis], kind=kind, bytes=sum(sizes), where=where, seconds=seconds
-    ), priced
+        value=name, more=tuple(more), axis=mesh.axes[message.axis], kind=message.kind, bytes=message.bytes,
+        where=message.where, seconds=message.seconds,
+    )  # fmt: skip
 
 
 def _impossible(formulated: Formulated, ledger: Ledger, limit: Bytes, options: Options) -> AutoparError:
@@ -207,12 +221,12 @@ def _impossible(formulated: Formulated, ledger: Ledger, limit: Bytes, options: O
             fix="drop a constraint, or use strategy='auto'",
         )
     alive = ledger.walk(least)
-    peak, full = math.ceil(alive.max()), ledger.fullest(least, int(alive.argmax()))
+    peak, full = math.ceil(alive.max()), ledger.held(least, int(alive.argmax()))[:5]
     return BudgetError(
         f"no plan fits into {size_text(limit)} per device; the smallest budget that works is {size_text(peak)}",
         strategy=options.strategy,
         smallest=f"budget={peak}",
-        filled="; ".join(f"{size_text(size)} {name}" for name, size in full),
+        filled="; ".join(f"{size_text(held.bytes)} {held}" for held in full),
         fix="more devices, a smaller batch, a narrower dtype, or budget= if the device has more memory than 90% of its size",
     )
 

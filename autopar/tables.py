@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def _layouts(plan: Plan) -> Table:
     names: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, layout in plan.layouts.items():
         if ":" not in name or name.startswith("output:"):
-            names[_wild(name), layout].append(name)
+            names[wild(name), layout].append(name)
     for (_, layout), found in names.items():
         table.add_row(folded(found), *(entry.strip() for entry in layout.split(",")))
     return table
@@ -78,11 +79,11 @@ def _mostly(entries: Iterable[Collective]) -> str:
     """The values, those of repeated blocks together, that take the most time of some collectives."""
     groups: dict[str, list[Collective]] = defaultdict(list)
     for entry in entries:
-        groups[_wild(entry.value)].append(entry)
+        groups[wild(entry.value)].append(entry)
     return folded([entry.value for entry in max(groups.values(), key=_seconds)])
 
 
-def _wild(name: str) -> str:
+def wild(name: str) -> str:
     """A name without its block numbers; the number of an op is kept."""
     return re.sub(r"(?<![^.:])\d+(?![^.:])", "*", name)
 
@@ -109,6 +110,15 @@ def _together(parts: Sequence[str]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
+def plain(parts: Iterable[str | Table]) -> str:
+    """Lines and tables as plain text, the same everywhere."""
+    console = Console(width=WIDTH, color_system=None, force_terminal=False, highlight=False, markup=False, emoji=False)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
 def size_text(size: float) -> str:
     """Bytes as a person reads them.
 
@@ -122,4 +132,4 @@ def size_text(size: float) -> str:
     return f"{size:.2f} GiB"
 
 
-__all__ = ["WIDTH", "folded", "size_text", "tables"]
+__all__ = ["WIDTH", "folded", "plain", "size_text", "tables", "wild"]

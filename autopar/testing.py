@@ -12,7 +12,7 @@ from autopar.capture import Captured
 from autopar.cost_models import optimizers
 from autopar.mesh import Mesh
 from autopar.plan import Plan
-from autopar.planner import Options, finish, located, read_program, sharded
+from autopar.planner import Options, Solved, finish, located, read_program, sharded
 from autopar.solver.analysis import analyse
 from autopar.solver.formulate import formulate
 from autopar.solver.memory import Ledger
@@ -35,7 +35,7 @@ def random_plan_of(captured: Captured, mesh: Mesh, seed: int, options: Options) 
     analysis = analyse(captured.program, mesh, repeated=False)
     formulated = formulate(analysis, mesh, optimizer, sharded_outputs=sharded(captured.program, options.outputs))
     solution = random_solution(formulated.problem, random.Random(seed))
-    return finish(formulated, solution, float(Ledger(formulated, optimizer).walk(solution).max()), options)
+    return finish(Solved(ledger=Ledger(formulated, optimizer), solution=solution, optimizer=optimizer), options)
 
 
 def random_solution(problem: Problem, draw: random.Random) -> Solution:

@@ -18,7 +18,7 @@ LAYERS = (
     ("ir", "mesh", "layout", "conversion"),
     ("rules",),
     ("capture", "passes"),
-    ("cost_models", "decisions"),
+    ("cost_models", "decisions", "evidence"),
     ("solver",),
     ("plan", "tables"),
     ("planner",),

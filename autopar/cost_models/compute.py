@@ -232,7 +232,7 @@ def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
     kept = saved(op, values, cpu=device.name == "cpu") if backward else NOTHING
     arguments = Call.of(op).arguments if op.target == ATTENTION or op.target in DROPOUT else {}
     idle = op.target in DROPOUT and (arguments.get("train") is False or arguments.get("p") == 0)
-    dtype = _dtype(op, operands)
+    dtype = dtype_of(op, operands)
     return Pricer(
         device=device,
         peak=peak(dtype, device),
@@ -251,7 +251,7 @@ def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
     )
 
 
-def _dtype(op: Op, operands: Sequence[Value]) -> torch.dtype:
+def dtype_of(op: Op, operands: Sequence[Value]) -> torch.dtype:
     """The dtype it computes in: that of its first floating-point operand, else of its first result."""
     given = (*operands, *op.results)
     found = next((value.dtype for value in given if value.dtype.is_floating_point or value.dtype.is_complex), None)

@@ -4,6 +4,8 @@ fit(op, values)                                -> Fitted or None     which facto
 localise(op, fitted, operands, results, parts) -> args, kwargs       static arguments for local shapes
 scale(op, fitted, parts)                       -> int                what a local mean must be divided by
 view_of(op)                                    -> bool               whether the result shares its operand's memory
+
+`autopar.rules.roles` says what factors mean to a person.
 """
 
 from autopar.rules.rule import Factor, Fitted, Rule, rule

@@ -14,9 +14,9 @@ import numpy as np
 
 from autopar.cost_models.memory import Lifetime, lifetimes
 from autopar.cost_models.optimizers import Optimizer
+from autopar.evidence import Held
 from autopar.ir import elements
 from autopar.layout import local_shape
-from autopar.mesh import Bytes
 from autopar.passes.classes import ValueClass
 from autopar.solver.formulate import Formulated
 from autopar.solver.problem import PRODUCER, Floats, Ints, Kept, Problem, Row, Solution, end_node
@@ -172,26 +172,30 @@ class Ledger:
         for (where, group), count in counts.items():
             yield Kept(wire=where, keepers=group, bytes=count * sizes[where])
 
-    def fullest(self, solution: Solution, moment: int, most: int = 5) -> list[tuple[str, Bytes]]:
-        """What takes most memory at a moment: kind and name with the number of its like, bytes."""
-        found: dict[str, float] = defaultdict(float)
+    def held(self, solution: Solution, moment: int) -> list[Held]:
+        """What takes memory at a moment, by kind and by value or op, the most first; together it is what the walk finds."""
+        found: dict[tuple[str, str, int], float] = defaultdict(float)
+        kept: dict[tuple[int, int, int], tuple[int, int]] = {}  # of several that keep the same, the last to need it
         for number, alive in enumerate(self.groups):
-            count = float(alive.weights[(alive.starts <= moment) & (moment <= alive.stops)].sum())
-            if not count:
+            if alive.kind == "kept":
+                node = end_node(self.formulated.problem.wires[alive.where], alive.consumer, solution.picks)
+                for start, stop in zip(alive.starts.tolist(), alive.stops.tolist(), strict=True):
+                    if start <= moment <= stop:
+                        kept[alive.where, node, start] = number, node
                 continue
-            size = (
-                self._bytes[number][end_node(self.formulated.problem.wires[alive.where], alive.consumer, solution.picks)]
-                if alive.kind == "kept"
-                else self._size(number, solution)
-            )
-            found[f"{alive.kind} {self._name(alive)}"] += count * float(size)
-        return [(name, int(size)) for name, size in sorted(found.items(), key=lambda x: -x[1])[:most] if size]
+            count = float(alive.weights[(alive.starts <= moment) & (moment <= alive.stops)].sum())
+            if count:
+                found[alive.kind, *self._name(alive)] += count * self._size(number, solution)
+        for number, node in kept.values():
+            alive = self.groups[number]
+            found[alive.kind, *self._name(alive)] += float(self._bytes[number][node])
+        named = [Held(kind=kind, name=name, count=count, bytes=round(size)) for (kind, name, count), size in found.items()]
+        return sorted((held for held in named if held.bytes), key=lambda held: -held.bytes)
 
-    def _name(self, alive: Alive) -> str:
+    def _name(self, alive: Alive) -> tuple[str, int]:
+        """The first of a group's values or ops, and how many there are."""
         if alive.kind in ON_CHOICE:
             name = self.formulated.names[alive.where]
-            count = len(self.formulated.analysis.classes.members[name])
-        else:
-            values: ValueClass = self.formulated.wires[alive.where]
-            name, count = values.example, len(values.members)
-        return f"{name} (x{count})" if count > 1 else name
+            return name, len(self.formulated.analysis.classes.members[name])
+        values: ValueClass = self.formulated.wires[alive.where]
+        return values.example, len(values.members)

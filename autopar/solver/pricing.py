@@ -39,7 +39,7 @@ def choice_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], op
     local = [elements(local_shape(value.shape, c.results[0], sizes)) * value.dtype.itemsize for c in found]
     trained = name in {p.value.name for p in program.parameters} and value.requires_grad
     if name in {v.name for v in program.inputs}:
-        return np.array([_slicing(value, c.results[0], sizes, device) for c in found])
+        return np.array([slicing_seconds(value, c.results[0], sizes, device) for c in found])
     return np.array([count * step_seconds(b, optimizer, device) if trained else 0.0 for b in local])
 
 
@@ -60,7 +60,7 @@ def result_bytes(analysis: Analysis, name: str, found: Sequence[Candidate]) -> F
     )
 
 
-def _slicing(value: Value, layout: Layout, sizes: tuple[int, ...], device: Device) -> float:
+def slicing_seconds(value: Value, layout: Layout, sizes: tuple[int, ...], device: Device) -> float:
     """Seconds of slicing a whole input, one axis after the other."""
     seconds, size = 0.0, value.bytes
     for axis, state in enumerate(layout):

@@ -1,0 +1,20 @@
+"""Explain: what a plan does and why, what it costs beside others, and what it is emitted as.
+
+    found = autopar.explain.explain(model, sample, mesh=(2, 4), device="h100")
+    print(found)                                                       # the whole report
+    found.why("transformer.h.0.mlp.c_fc")                              # candidates with their prices
+    found.why_not({"transformer.h.*.mlp.c_fc.weight": "*, S(0)"})      # what another layout would change
+    found.compared                                                     # every named strategy
+    print(found.code)                                                  # the emitted module
+
+`report(plan)` are the sections that a plan alone gives, one from a file too. The same from the command line:
+`python -m autopar.explain --help`.
+"""
+
+from autopar.explain.command import main
+from autopar.explain.difference import Difference, difference
+from autopar.explain.explanation import Explanation, explain
+from autopar.explain.report import report
+from autopar.explain.target import parse_mesh
+
+__all__ = ["Difference", "Explanation", "difference", "explain", "main", "parse_mesh", "report"]

@@ -1,0 +1,185 @@
+"""Does a plan cost more than before?
+
+    python -m autopar.explain --check baselines/                               every baseline of a folder, or of a file
+    python -m autopar.explain model.py:build --mesh 2,4 --check plan.json      one target against a saved plan
+    ... --update                                                               write what plans cost now
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autopar.errors import AutoparError
+from autopar.explain.baseline import Baseline, files, found_from, holds_plan, read, seen_from, write
+from autopar.explain.difference import Difference, Total
+from autopar.explain.summary import Summary
+from autopar.explain.target import UsageError, built
+from autopar.ir import Program
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.planner import located, plan_program, read_program
+
+TOLERANCE = 0.01
+OK, BETTER, WORSE, FAILED = "ok", "better", "WORSE", "FAILED"
+OF_TARGET = ("mesh", "device", "budget", "strategy", "optimizer", "constraint", "save")  # options that belong to a TARGET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a plan cost beside what it costs now; `error` says why there is no plan."""
+
+    name: str
+    old: Summary
+    new: Summary | None = None
+    error: AutoparError | None = None
+    tolerance: float = TOLERANCE
+
+    @property
+    def difference(self) -> Difference | None:
+        """What differs, if there is a plan."""
+        return Difference(old=self.old, new=self.new) if self.new else None
+
+    @property
+    def totals(self) -> list[Total]:
+        """The figures that differ by more than the tolerance, worse ones first."""
+        totals = self.difference.totals if self.difference else ()
+        return sorted((t for t in totals if abs(t.growth) > self.tolerance), key=lambda total: total.growth < 0)
+
+    @property
+    def status(self) -> str:
+        """One of OK, BETTER, WORSE (if any figure is) and FAILED."""
+        if self.new is None:
+            return FAILED
+        return (BETTER if self.totals[0].growth < 0 else WORSE) if self.totals else OK
+
+    def lines(self) -> Iterator[str]:
+        """One line, and below it why where it is worse or failed, or what else was planned where that changed."""
+        what, *reason = str(self.error).splitlines()
+        if self.totals:
+            what = ", ".join(f"{total.name} {total}" for total in self.totals)
+        elif self.difference:
+            what = ", ".join(f"{total.name} {total.now}" for total in self.difference.totals)
+        if self.difference:
+            reason = list(self.difference.lines() if self.status == WORSE else self.difference.premises())
+        yield f"{self.status:<8}{self.name}: {what}"
+        yield from (f"        {line}" for line in reason)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command line that belong to the check."""
+    what = "compare step time, peak memory and bytes sent with a saved plan or a folder of baselines; exit 1 if any is worse"
+    parser.add_argument("--check", metavar="BASELINE", type=Path, help=what)
+    worse = f"with --check: by which part a figure may be worse, by default {TOLERANCE}"
+    parser.add_argument("--tolerance", type=_tolerance, metavar="PART", help=worse)
+    parser.add_argument("--update", action="store_true", help="with --check: write what plans cost now into the baselines")
+
+
+def _tolerance(text: str) -> float:
+    found = float(text)
+    if not (found >= 0 and math.isfinite(found)):
+        raise argparse.ArgumentTypeError(f"{text} is no part of a figure, such as 0.01")
+    return found
+
+
+def run(options: argparse.Namespace, planned: Callable[[], Plan]) -> int:
+    """Check what the command line names, print it, update if that is asked for; returns the exit code.
+
+    `planned` makes the plan of the TARGET, if one is given. Raises UsageError, BaselineError, and what `planned` raises.
+    """
+    path: Path = options.check
+    tolerance = TOLERANCE if options.tolerance is None else options.tolerance
+    if options.target:
+        return _one(path, options.target, planned, tolerance, update=options.update)
+    if given := [f"--{name}" for name in OF_TARGET if getattr(options, name)]:
+        raise UsageError(f"{', '.join(given)} only with a TARGET: baselines name theirs", fix="add TARGET, or leave it out")
+    return _all(path, tolerance, update=options.update)
+
+
+def _one(path: Path, target: str, planned: Callable[[], Plan], tolerance: float, *, update: bool) -> int:
+    """A target against one baseline; with `update`, a new baseline is written where there is none."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder, whose baselines name targets", fix=f"no TARGET, or --check {path}/NAME.json")
+    old = read(*files(path)) if path.exists() or not update else ()
+    if len(old) > 1:
+        raise UsageError(f"{path} holds {len(old)} baselines, which name their targets", fix="leave out TARGET")
+    plan = planned()
+    new = Baseline(target=seen_from(target, path.parent), summary=Summary.of(plan))
+    outcomes = [Outcome(name=str(new), old=was.summary, new=new.summary, tolerance=tolerance) for was in old]
+    for outcome in outcomes:
+        print("\n".join(outcome.lines()))
+    if not update:
+        return int(outcomes[0].status == WORSE)
+    if old and holds_plan(path):
+        plan.save(path)
+    else:
+        write(path, [new])
+    print(f"written {path}")
+    return 0
+
+
+def _all(path: Path, tolerance: float, *, update: bool) -> int:
+    """Every baseline of a folder or file, each target captured once."""
+    held = [(file, baseline) for file in files(path) for baseline in read(file)]
+    targets: dict[str, list[int]] = defaultdict(list)
+    for place, (file, baseline) in enumerate(held):
+        if not baseline.target:
+            fix = "a saved plan needs its TARGET before --check, a baseline of the fixture plan_cost its test"
+            raise UsageError(f"{file} names no TARGET", fix=fix)
+        targets[found_from(baseline.target, file.parent)].append(place)
+    outcomes: dict[int, Outcome] = {}
+    for target, places in targets.items():
+        found = _outcomes(target, [held[place][1] for place in places], tolerance)
+        for place, outcome in zip(places, found, strict=True):
+            outcomes[place] = outcome
+            print("\n".join(outcome.lines()), flush=True)
+    if update:
+        _update(held, outcomes)
+    return _verdict([outcome.status for outcome in outcomes.values()], update=update)
+
+
+def _outcomes(target: str, baselines: Sequence[Baseline], tolerance: float) -> Iterator[Outcome]:
+    """The baselines of one target beside what its plans cost now."""
+    program: Program | AutoparError
+    try:
+        program = read_program(*built(target)).program
+    except AutoparError as error:
+        program = error
+    for baseline in baselines:
+        outcome = Outcome(name=str(baseline), old=baseline.summary, tolerance=tolerance)
+        try:
+            yield replace(outcome, new=_summary(program, baseline))
+        except AutoparError as error:
+            yield replace(outcome, error=error)
+
+
+def _summary(program: Program | AutoparError, baseline: Baseline) -> Summary:
+    if isinstance(program, AutoparError):
+        raise program
+    mesh = Mesh(axes=baseline.summary.axes, sizes=baseline.summary.sizes)
+    return Summary.of(plan_program(program, located(mesh, baseline.options), baseline.options))
+
+
+def _update(held: Sequence[tuple[Path, Baseline]], outcomes: Mapping[int, Outcome]) -> None:
+    """Write the files of which a baseline differs from today's plan."""
+    files: dict[Path, list[int]] = defaultdict(list)
+    for place, (file, _) in enumerate(held):
+        files[file].append(place)
+    for file, places in files.items():
+        now = [replace(held[place][1], summary=outcomes[place].new or held[place][1].summary) for place in places]
+        if now != [held[place][1] for place in places]:
+            write(file, now)
+            print(f"written {file}")
+
+
+def _verdict(statuses: Sequence[str], *, update: bool) -> int:
+    """Print how many baselines have each status; returns the exit code."""
+    counted = Counter(statuses)
+    print(f"{len(statuses)} compared: " + ", ".join(f"{counted[s]} {s}" for s in (OK, BETTER, WORSE, FAILED) if counted[s]))
+    if not update and counted[WORSE] + counted[BETTER]:
+        print("--update writes what plans cost now, if that is meant")
+    return int(counted[FAILED] > 0 or (counted[WORSE] > 0 and not update))

@@ -1,0 +1,21 @@
+"""The code that a plan stands for, as rank 0 runs it; made without processes, on groups that do not exist."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.codegen import emit
+from autopar.plan import resolve
+from autopar.planner import Planned
+from autopar.runtime.world import Axis, Context
+
+
+def code(planned: Planned) -> str:
+    """The emitted module's code on rank 0."""
+    formulated = planned.solved.formulated
+    mesh, fits, program = formulated.mesh, formulated.analysis.fits, planned.captured.program
+    axes = tuple(Axis(name=name, size=size, index=0, group=name) for name, size in zip(mesh.axes, mesh.sizes, strict=True))
+    device = torch.device("cpu") if planned.plan.device == "cpu" else torch.device("cuda", 0)
+    context = Context(mesh=mesh, device_mesh=None, axes=axes, device=device)
+    graph = emit(program, resolve(planned.plan, program, fits), dict(fits), context)
+    return graph.python_code("self").src

@@ -1,0 +1,168 @@
+"""Explain the plan of a model from the command line; needs neither processes nor weights.
+
+    python -m autopar.explain train.py:build --mesh 2,4 --device h100       build() returns (model, sample_input)
+    python -m autopar.explain package.models:small --mesh dp=2,tp=4 --save plan.json
+    python -m autopar.explain plan.json
+    python -m autopar.explain train.py:build --mesh 2,4 --why "*.mlp.c_fc" --why-not "*.mlp.c_fc.weight=*, S(0)"
+    python -m autopar.explain --diff a.json b.json
+    python -m autopar.explain --check baselines/
+
+Exit code 0 for an answer, 1 if there is no plan, no such name, or a cost above its baseline, 2 if the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from autopar.errors import AutoparError
+from autopar.explain import check
+from autopar.explain.answer import Answer, of_difference, of_model, of_plan
+from autopar.explain.difference import difference
+from autopar.explain.explanation import Explanation
+from autopar.explain.progress import progress
+from autopar.explain.target import HOW, UsageError, built, parse_constraint, parse_mesh
+from autopar.passes.strategies import STRATEGIES
+from autopar.plan import Plan
+from autopar.planner import Options, Planned, make_plan
+from autopar.tables import plain
+
+PLANNING = ("mesh", "device", "budget", "strategy", "optimizer", "constraint")  # options that make another plan
+MODEL = ("why", "why_not", "code")  # questions that a plan without its model cannot answer
+
+NEXT = {"capture": "planning", "write": "planning the named strategies"}  # what follows a phase of planning
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.check:
+            _refuse(options, (*MODEL, "diff", "json"), "--check prints no report")
+            return check.run(options, lambda: _plan(options))
+        _refuse(options, ("tolerance", "update"), "nothing is checked", "only with --check")
+        answer = _answer(options)
+    except AutoparError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    if options.json:
+        print(answer.json)
+    elif sys.stdout.isatty():
+        console = Console(highlight=False, markup=False, emoji=False)
+        for part in answer.parts:
+            console.print(part)
+    else:
+        print(plain(answer.parts))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m autopar.explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", metavar="TARGET", nargs="?", help=HOW)
+    parser.add_argument("--mesh", help="sizes of the axes, the last one innermost: 2,4 or dp=2,tp=4")
+    parser.add_argument("--device", help="an entry of the catalog, such as h100; by default this machine's")
+    parser.add_argument("--budget", help="memory per device, such as 24GiB; by default 90%% of the device")
+    parser.add_argument("--strategy", help=", ".join(STRATEGIES))
+    parser.add_argument("--optimizer", help="adamw, sgd, ...: for the memory of its state")
+    constraint = '"*.wte.weight=I, S(0)"; may be given several times'
+    parser.add_argument("--constraint", metavar="NAME=LAYOUT", action="append", default=[], help=constraint)
+    parser.add_argument("--save", metavar="PLAN.json", help="write the plan to a file")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    ask = parser.add_argument_group("questions, answered instead of the report")
+    why = "the candidates of an operator or a parameter, with their prices; * matches any part of the name"
+    ask.add_argument("--why", metavar="NAME", action="append", default=[], help=why)
+    why_not = "plan again with this layout forced: what changes, and what it costs; may be given several times"
+    ask.add_argument("--why-not", metavar="NAME=LAYOUT", action="append", default=[], help=why_not)
+    ask.add_argument("--code", action="store_true", help="the emitted module, as rank 0 runs it")
+    ask.add_argument("--diff", nargs=2, metavar=("OLD.json", "NEW.json"), help="what differs between two saved plans")
+    check.add_arguments(parser)
+    return parser
+
+
+def _answer(options: argparse.Namespace) -> Answer:
+    if options.diff:
+        _refuse(options, (*PLANNING, *MODEL, "target", "save"), "--diff compares two saved plans")
+        return of_difference(difference(*map(_loaded, options.diff)))
+    if not options.target:
+        raise UsageError("what shall be explained?", fix=f"TARGET: {HOW}")
+    if options.target.endswith(".json"):
+        saved = f"{options.target} is a saved plan"
+        _refuse(options, PLANNING, saved, "cannot change it", "give the model to plan it again")
+        _refuse(options, MODEL, saved, "need the model", "give the model and the mesh that it was planned for")
+        plan = _loaded(options.target)
+        answer = of_plan(plan)
+    else:
+        plan, answer = _explained(options)
+    if options.save:
+        _save(plan, options.save)
+    return answer
+
+
+def _refuse(
+    options: argparse.Namespace, names: Sequence[str], what: str, why: str = "do not go with it", fix: str = ""
+) -> None:
+    """Raise UsageError if one of these options was given."""
+    given = [name if name == "target" else f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
+    if given:
+        raise UsageError(f"{what}: {', '.join(given)} {why}", fix=fix)
+
+
+def _loaded(path: str) -> Plan:
+    """A plan that was saved before."""
+    if not Path(path).is_file():
+        raise UsageError(f"there is no file {path}", fix=HOW)
+    return Plan.load(path)
+
+
+def _explained(options: argparse.Namespace) -> tuple[Plan, Answer]:
+    """The plan of a model and the answer to what was asked about it."""
+    forced = _constraints(options.why_not)
+    with progress("building the model") as tell:
+        planned, asked = _planned(options, tell)
+        found = Explanation(planned=planned, options=asked)
+        return found.plan, of_model(found, options.why, forced, code=options.code)
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    """The plan of the TARGET alone, saved if that is asked for."""
+    if options.target.endswith(".json"):
+        _refuse(options, PLANNING, f"{options.target} is a saved plan", "cannot change it", "give the model to plan it again")
+        return _loaded(options.target)
+    with progress("building the model") as tell:
+        plan = _planned(options, tell)[0].plan
+    if options.save:
+        _save(plan, options.save)
+    return plan
+
+
+def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Planned, Options]:
+    """The model that the command line names, planned as it asks."""
+    if not options.mesh:
+        raise UsageError("on which mesh? A plan is for one mesh", fix="--mesh 2,4 or --mesh dp=2,tp=4")
+    mesh = parse_mesh(options.mesh)
+    named = {name: getattr(options, name) for name in ("device", "budget", "strategy", "optimizer")}
+    given = {name: value for name, value in named.items() if value is not None}
+    asked = Options(constraints=_constraints(options.constraint), **given)
+    model, sample = built(options.target)
+    tell("capturing the model")
+    return make_plan(model, sample, mesh, asked, lambda phase: tell(NEXT.get(phase, phase))), asked
+
+
+def _constraints(texts: Sequence[str]) -> dict[str, str]:
+    found = dict(map(parse_constraint, texts))
+    if len(found) < len(texts):
+        raise UsageError("one name has two constraints", given="; ".join(texts))
+    return found
+
+
+def _save(plan: Plan, path: str) -> None:
+    try:
+        plan.save(path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}", error=error) from error

@@ -1,0 +1,70 @@
+"""The chosen plan beside every named strategy, planned for the same captured program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.errors import AutoparError, BudgetError
+from autopar.explain.report import Part, grid
+from autopar.passes.strategies import STRATEGIES
+from autopar.plan import Plan
+from autopar.planner import Options, Planned, finish, solved
+from autopar.tables import size_text
+
+AUTO = STRATEGIES[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A strategy with its plan, or with the reason why there is none."""
+
+    strategy: str
+    plan: Plan | None
+    refusal: str = ""
+
+
+def compare(planned: Planned, options: Options) -> list[Compared]:
+    """Every strategy under the same options, the chosen one as it was planned."""
+    return [_compared(planned, replace(options, strategy=strategy)) for strategy in STRATEGIES]
+
+
+def _compared(planned: Planned, options: Options) -> Compared:
+    if options.strategy == planned.plan.options["strategy"]:
+        return Compared(strategy=options.strategy, plan=planned.plan)
+    formulated = planned.solved.formulated
+    try:
+        plan = finish(solved(formulated.analysis, formulated.mesh, options), options)
+    except BudgetError as error:
+        needs = size_text(float(error.details["smallest"].removeprefix("budget=")))
+        return Compared(strategy=options.strategy, plan=None, refusal=f"does not fit: needs {needs} per device")
+    except AutoparError as error:
+        return Compared(strategy=options.strategy, plan=None, refusal=f"not possible: {error.what}")
+    return Compared(strategy=options.strategy, plan=plan)
+
+
+def comparison(found: Sequence[Compared], chosen: str) -> Iterator[Part]:
+    """The table: totals of each strategy, and by how much auto beats it."""
+    auto = next((entry.plan for entry in found if entry.strategy == AUTO), None)
+    table = grid("strategy", "step ms", "computing", "sending", "sent", "memory", "beside auto", right=(1, 2, 3, 4, 5))
+    for entry in found:
+        name = f"{entry.strategy} (this plan)" if entry.strategy == chosen else entry.strategy
+        if entry.plan is None:
+            table.add_row(name, "", "", "", "", "", entry.refusal)
+            continue
+        plan = entry.plan
+        sending = sum(c.seconds for c in plan.collectives)
+        times = [f"{seconds * 1e3:.3f}" for seconds in (plan.step_time, plan.step_time - sending, sending)]
+        sent = size_text(sum(c.bytes for c in plan.collectives))
+        table.add_row(name, *times, sent, size_text(plan.peak_memory), _beside(plan, auto) if entry.strategy != AUTO else "")
+    yield table
+
+
+def _beside(plan: Plan, auto: Plan | None) -> str:
+    """How two step times compare, in words."""
+    if auto is None or not auto.step_time:
+        return ""
+    more = plan.step_time / auto.step_time - 1
+    if abs(more) < 5e-4:
+        return "as fast as auto"
+    return f"{more:.1%} slower than auto" if 0 < more < 1 else f"{1 + more:.2f} times as long as auto"

@@ -1,0 +1,182 @@
+"""Two plans compared: the totals, then what makes the difference.
+
+    step time   12.345 ms, was 11.111 ms (+11.1%)
+    ...
+    stored otherwise
+      h.0-11.mlp.c_fc.weight  I, I  (was I, S(1))
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.explain.summary import Sent, Summary
+from autopar.plan import Plan
+from autopar.tables import folded, size_text, wild
+
+ROWS = 6  # of one list
+TIMES = 10.0  # what grew by more is told as a multiple
+SAME = 1e-6  # sums of the same seconds in another order differ by less
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """One figure of two plans, in seconds or bytes; less is better."""
+
+    name: str
+    unit: str  # "s" or "B"
+    old: float
+    new: float
+
+    @property
+    def growth(self) -> float:
+        """By which part of the old figure the new one is larger: 0.1 for 10% more, infinite for something where nothing was."""
+        if math.isclose(self.old, self.new, rel_tol=SAME):
+            return 0.0
+        return self.new / self.old - 1 if self.old else math.inf
+
+    @property
+    def now(self) -> str:
+        """The new figure, and by how much it grew if it did."""
+        change = f" ({self._percent})" if self.growth and self.old else ""
+        return f"{self._text(self.new)}{change}"
+
+    def __str__(self) -> str:
+        if not self.growth:
+            return f"{self._text(self.new)}, as before"
+        change = f" ({self._percent})" if self.old and self.new else ""
+        return f"{self._text(self.new)}, was {self._text(self.old)}{change}"
+
+    @property
+    def _percent(self) -> str:
+        return f"{self.growth:+.1%}" if self.growth < TIMES else f"{self.growth + 1:.0f} times"
+
+    def _text(self, figure: float) -> str:
+        return f"{figure * 1e3:.3f} ms" if self.unit == "s" else size_text(figure)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """Names, those of repeated blocks together, whose text differs alike; "" where a plan lacks them."""
+
+    names: tuple[str, ...]
+    old: str
+    new: str
+
+    @property
+    def name(self) -> str:
+        """The names as one."""
+        return folded(self.names)
+
+    def __str__(self) -> str:
+        return f"{self.new or 'gone'}  (was {self.old})" if self.old else f"{self.new}  (new)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What differs between two plans: totals, and what is sent, stored and split otherwise."""
+
+    old: Summary
+    new: Summary
+
+    @property
+    def totals(self) -> tuple[Total, ...]:
+        """Step time, peak memory and bytes communicated."""
+        old, new = self.old, self.new
+        return (
+            Total(name="step time", unit="s", old=old.step_time, new=new.step_time),
+            Total(name="peak memory", unit="B", old=old.peak_memory, new=new.peak_memory),
+            Total(name="bytes sent", unit="B", old=old.bytes_sent, new=new.bytes_sent),
+        )
+
+    @property
+    def parts(self) -> tuple[Total, ...]:
+        """The step time in two."""
+        old, new = self.old, self.new
+        return (
+            Total(name="computing", unit="s", old=old.step_time - old.sending, new=new.step_time - new.sending),
+            Total(name="sending", unit="s", old=old.sending, new=new.sending),
+        )
+
+    @property
+    def sent(self) -> tuple[tuple[Sent, Sent], ...]:
+        """The collectives by kind, axis and pass whose number, bytes or time changed, old and new; the largest change first."""
+        old, new = ({entry.key: entry for entry in summary.collectives} for summary in (self.old, self.new))
+        none = {key: Sent(kind=key[0], axis=key[1], where=key[2], number=0, bytes=0, seconds=0.0) for key in (*old, *new)}
+        pairs = [(old.get(key, none[key]), new.get(key, none[key])) for key in none]
+        return tuple(sorted(filter(_differ, pairs), key=lambda pair: -abs(pair[1].seconds - pair[0].seconds)))
+
+    @property
+    def stored(self) -> tuple[Changed, ...]:
+        """Inputs, parameters, buffers and outputs that are held in another layout."""
+        return _changed(self.old.stored, self.new.stored)
+
+    @property
+    def runs(self) -> tuple[Changed, ...]:
+        """Ops of which something else is split."""
+        return _changed(self.old.runs, self.new.runs)
+
+    def lines(self) -> Iterator[str]:
+        """The difference as a person reads it, a screenful at most."""
+        yield from self.premises()
+        for total in self.totals:
+            yield f"{total.name:<12}{total}"
+            if total.unit == "s" and total.growth:
+                yield from (f"  {part.name:<10}{part}" for part in self.parts if part.growth)
+        yield from _listed("sent otherwise", [(" ".join(new.key), _sent_text(old, new)) for old, new in self.sent])
+        yield from _listed("stored otherwise", [(change.name, str(change)) for change in self.stored])
+        yield from _listed("split otherwise", [(change.name, str(change)) for change in self.runs])
+
+    def premises(self) -> Iterator[str]:
+        """What was not the same to begin with: the model, the mesh, the device, the options."""
+        old, new = self.old, self.new
+        if old.hash != new.hash:
+            yield f"the model or its sample changed: its program is {new.hash}, was {old.hash}"
+        pairs = {"mesh": (old.mesh, new.mesh), "links": (", ".join(old.links), ", ".join(new.links))}
+        pairs |= {"device": (old.device, new.device)}
+        pairs |= {name: (old.options.get(name, ""), new.options.get(name, "")) for name in {**old.options, **new.options}}
+        yield from (f"{name:<12}{now or 'none'}, was {was or 'none'}" for name, (was, now) in pairs.items() if was != now)
+
+
+def difference(old: Plan, new: Plan) -> Difference:
+    """What differs between two plans, of the same program or of different ones."""
+    return Difference(old=Summary.of(old), new=Summary.of(new))
+
+
+def _differ(pair: tuple[Sent, Sent]) -> bool:
+    old, new = pair
+    return (old.number, old.bytes) != (new.number, new.bytes) or not math.isclose(old.seconds, new.seconds, rel_tol=SAME)
+
+
+def _sent_text(old: Sent, new: Sent) -> str:
+    if not old.number or not new.number:
+        some = new if new.number else old
+        text = f"{some.number}, {size_text(some.bytes)}, {some.seconds * 1e3:.3f} ms"
+        return f"{text} (new)" if new.number else f"gone (was {text})"
+    number = f"{new.number}" if old.number == new.number else f"{new.number}, was {old.number}"
+    size = Total(name="bytes", unit="B", old=old.bytes, new=new.bytes)
+    time = Total(name="time", unit="s", old=old.seconds, new=new.seconds)
+    return f"{number}; {size}; {time}"
+
+
+def _changed(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[Changed, ...]:
+    """The entries that differ, those of repeated blocks together, the most numerous first."""
+    groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for name in {**new, **old}:
+        was, now = old.get(name, ""), new.get(name, "")
+        if was != now:
+            groups[wild(name), was, now].append(name)
+    found = [Changed(names=tuple(names), old=was, new=now) for (_, was, now), names in groups.items()]
+    return tuple(sorted(found, key=lambda change: -len(change.names)))
+
+
+def _listed(title: str, rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    if rows:
+        yield title
+    width = max((len(name) for name, _ in rows[:ROWS]), default=0)
+    yield from (f"  {name:<{width}}  {text}" for name, text in rows[:ROWS])
+    if len(rows) > ROWS:
+        yield f"  ... and {len(rows) - ROWS} more"

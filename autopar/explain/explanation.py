@@ -1,0 +1,75 @@
+"""An explanation: a planned model, and everything that can be asked about its plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from autopar.api import options_of
+from autopar.explain.code import code
+from autopar.explain.comparison import Compared, compare, comparison
+from autopar.explain.report import Part, report
+from autopar.explain.why import Why, why
+from autopar.explain.whynot import WhyNot, why_not
+from autopar.plan import Plan
+from autopar.planner import Options, Planned, make_plan
+from autopar.tables import plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """A planned model with the answers to questions about its plan; prints as the whole report.
+
+    >>> import autopar, torch
+    >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    >>> found = autopar.explain.explain(model, torch.randn(32, 64), (2, 4), device="h100")
+    >>> [entry.strategy for entry in found.compared]
+    ['auto', 'ddp', 'fsdp', 'megatron', 'replicate']
+    """
+
+    planned: Planned
+    options: Options
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    @functools.cached_property
+    def compared(self) -> list[Compared]:
+        """Every named strategy for the same model, mesh and budget."""
+        return compare(self.planned, self.options)
+
+    @property
+    def code(self) -> str:
+        """The emitted module's code, as rank 0 runs it."""
+        return code(self.planned)
+
+    def why(self, name: str) -> list[Why]:
+        """The candidates of the operators and tensors that a name means, with their prices; raises InputError for none."""
+        return why(self.planned.solved, name)
+
+    def why_not(self, forced: Mapping[str, str]) -> WhyNot:
+        """The best plan with these layouts forced; raises ConstraintError for a name that means nothing."""
+        return why_not(self.planned, self.options, forced)
+
+    def parts(self) -> Iterator[Part]:
+        """The report: what the plan says, how long planning took, and the named strategies beside it."""
+        yield from report(self.plan)
+        yield ""
+        phases = self.planned.phases
+        each = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in phases.items())
+        yield f"planned in {sum(phases.values()):.2f} s ({each})"
+        yield ""
+        yield from comparison(self.compared, self.plan.options["strategy"])
+
+    def __str__(self) -> str:
+        return plain(self.parts())
+
+
+def explain(model: nn.Module, sample_input: object, mesh: object, **options: object) -> Explanation:
+    """Plan a model and explain the plan; arguments and errors are those of `autopar.plan`."""
+    asked = Options(**options_of(options))  # type: ignore[arg-type]
+    return Explanation(planned=make_plan(model, sample_input, mesh, asked), options=asked)

@@ -1,0 +1,201 @@
+"""Why an operator runs as it does: its candidates, and what each would cost with the rest of the plan as it was chosen.
+
+marginal price = the candidate's own seconds + the cheapest routes to and from the chosen layouts of its neighbours
+
+Other operators keep their choice here, though they might gladly follow: what a change costs when all may follow is answered
+by planning again (`autopar.explain.whynot`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.explain.names import choices_of
+from autopar.explain.report import Part, grid
+from autopar.explain.words import proof, runs, stored
+from autopar.layout import text
+from autopar.mesh import Bytes, Seconds
+from autopar.passes.candidates import Candidate
+from autopar.planner import Solved
+from autopar.rules.roles import Sample, kind_of
+from autopar.solver.account import stored_words, words
+from autopar.solver.problem import Solution, route_price
+from autopar.solver.solve import tree
+from autopar.tables import folded, size_text
+
+MOST = 8  # candidates that are shown, and classes if a name means many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """One candidate: its own seconds, those of the conversions around it, and the peak of the plan with it in bytes.
+
+    `words` say what is split on each axis, `layout` is that of the first result (or of the stored tensor) as a constraint
+    says it.
+    """
+
+    words: tuple[str, ...]
+    layout: str
+    seconds: Seconds
+    conversions: Seconds
+    peak: Bytes
+    chosen: bool
+
+    @property
+    def together(self) -> Seconds:
+        """The marginal price."""
+        return self.seconds + self.conversions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Why:
+    """The cheapest candidates of one choice, the chosen one among them; seconds are those of all `members` together."""
+
+    name: str
+    kind: str
+    members: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+    candidates: int
+
+
+def why(solved: Solved, glob: str, most: int = MOST) -> list[Why]:
+    """The candidates of every operator and tensor that a name means; raises InputError if it means none."""
+    names = choices_of(solved.formulated.analysis, glob)
+    return [_why(solved, name, most) for name in names]
+
+
+def _why(solved: Solved, name: str, most: int) -> Why:
+    formulated = solved.formulated
+    program = formulated.program
+    choice = formulated.names.index(name)
+    found = formulated.candidates[choice]
+    prices = _prices(solved, choice, most)
+    picked = solved.solution.picks[choice]
+    cheapest: dict[tuple[object, ...], int] = {}  # those that read alike differ in which operand holds the addends
+    for pick in sorted(prices, key=lambda pick: (sum(prices[pick]), pick != picked)):
+        cheapest.setdefault((_words(solved, name, found[pick]), found[pick].results[0], pick == picked), pick)
+    shown = list(cheapest.values())[:most]
+    if picked not in shown:
+        shown[-1] = picked
+    return Why(
+        name=name,
+        kind=kind_of(name) if name in program.op else "stored",
+        members=formulated.analysis.classes.members[name],
+        alternatives=tuple(
+            Alternative(
+                words=_words(solved, name, found[pick]),
+                layout=text(found[pick].results[0], _shape(solved, name), formulated.mesh.sizes),
+                seconds=prices[pick][0],
+                conversions=prices[pick][1],
+                peak=_peak(solved, choice, pick),
+                chosen=pick == picked,
+            )
+            for pick in shown
+        ),
+        candidates=len(found),
+    )
+
+
+def _shape(solved: Solved, name: str) -> tuple[int, ...]:
+    program = solved.formulated.program
+    return program.op[name].results[0].shape if name in program.op else program.values[name].shape
+
+
+def _words(solved: Solved, name: str, candidate: Candidate) -> tuple[str, ...]:
+    analysis = solved.formulated.analysis
+    program = analysis.program
+    if name in program.op:
+        return words(program.op[name], analysis.fits[name], candidate, program, Sample.of(program))
+    return stored_words(analysis, name, candidate.results[0])
+
+
+def _prices(solved: Solved, choice: int, most: int) -> dict[int, tuple[Seconds, Seconds]]:
+    """Own seconds and conversion seconds of the candidates that can be among the cheapest, and of the chosen one.
+
+    They are taken in the order of their own seconds, until these alone exceed what the cheapest take with conversions.
+    """
+    problem, solution = solved.formulated.problem, solved.solution
+    own = problem.choices[choice].seconds
+    picked = solution.picks[choice]
+    prices: dict[int, tuple[Seconds, Seconds]] = {}
+    for pick in sorted(range(len(own)), key=lambda pick: (pick != picked, own[pick])):
+        totals = sorted(sum(price) for price in prices.values())
+        if len(totals) >= most and own[pick] > totals[most - 1]:
+            break
+        moved = _moved(solved, choice, pick)
+        if moved is not None:
+            around = _around(solved, choice)
+            seconds = sum(route_price(problem.wires[w], moved.picks, moved.arcs[w]) for w in around)
+            prices[pick] = float(own[pick]), seconds
+    return prices
+
+
+def _around(solved: Solved, choice: int) -> list[int]:
+    """The wires into and out of a choice."""
+    wires = enumerate(solved.formulated.problem.wires)
+    return [w for w, wire in wires if choice in (wire.producer, *(consumer.choice for consumer in wire.consumers))]
+
+
+def _moved(solved: Solved, choice: int, pick: int) -> Solution | None:
+    """The solution with another candidate and the cheapest routes to it; None if there is no route."""
+    solution, wires = solved.solution, solved.formulated.problem.wires
+    if pick == solution.picks[choice]:
+        return solution
+    picks, arcs = list(solution.picks), list(solution.arcs)
+    picks[choice] = pick
+    for w in _around(solved, choice):
+        found = tree(wires[w], picks)
+        if found is None:
+            return None
+        arcs[w] = found
+    return replace(solution, picks=tuple(picks), arcs=tuple(arcs))
+
+
+def _peak(solved: Solved, choice: int, pick: int) -> Bytes:
+    moved = _moved(solved, choice, pick)
+    assert moved is not None, "only candidates that can be reached have a price"
+    return round(float(solved.ledger.walk(moved).max()))
+
+
+def why_parts(solved: Solved, found: Sequence[Why]) -> Iterator[Part]:
+    """The answer as it is printed."""
+    for answer in found[:MOST]:
+        yield from _answer(solved, answer)
+        yield ""
+    if len(found) > MOST:
+        yield f"and {len(found) - MOST} more: {', '.join(answer.name for answer in found[MOST:])}"
+        yield ""
+    yield "itself: forward and backward, or the optimizer step of what is stored; conversions: what its neighbours need then"
+    yield "the rest of the plan stays as chosen here; --why-not NAME=LAYOUT plans again, so that the rest may follow"
+    solution = solved.solution
+    yield f"of the whole plan: {proof(solution.status, solution.gap)}"
+
+
+def _answer(solved: Solved, answer: Why) -> Iterator[Part]:
+    axes = solved.formulated.mesh.axes
+    count = f", {len(answer.members)} alike, priced together" if len(answer.members) > 1 else ""
+    yield f"{folded(answer.members)} ({answer.kind}{count}): {_shown(answer)}"
+    table = grid("", "ms", "more", "itself", "conversions", "peak", "as a layout", "what it does", right=(1, 2, 3, 4, 5))
+    chosen = next(entry for entry in answer.alternatives if entry.chosen)
+    for entry in answer.alternatives:
+        more = entry.together - chosen.together
+        said = stored(entry.words, axes) if answer.kind == "stored" else runs(entry.words, axes)
+        milliseconds = [f"{seconds * 1e3:.3f}" for seconds in (entry.together, entry.seconds, entry.conversions)]
+        table.add_row(
+            "chosen" if entry.chosen else "",
+            milliseconds[0],
+            "" if entry.chosen else f"{more * 1e3:+.3f}",
+            *milliseconds[1:],
+            size_text(entry.peak),
+            entry.layout,
+            said,
+        )
+    yield table
+
+
+def _shown(answer: Why) -> str:
+    if answer.candidates == 1:
+        return "there is one way only"
+    shown = len(answer.alternatives)
+    return f"{answer.candidates} ways" + (f", the {shown} cheapest" if shown < answer.candidates else "")

@@ -1,0 +1,59 @@
+"""Why not otherwise: plan again with a layout forced, and say what changes and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.errors import AutoparError
+from autopar.explain.difference import difference
+from autopar.explain.report import Part
+from autopar.explain.words import milliseconds
+from autopar.passes.strategies import Demands, constrained
+from autopar.plan import Plan
+from autopar.planner import Options, Planned, plan_program
+from autopar.solver.formulate import decisions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhyNot:
+    """The layouts that were forced, and the plan with them, or the error that says why there is none."""
+
+    forced: Mapping[str, str]
+    plan: Plan | None
+    error: AutoparError | None = None
+
+
+def why_not(planned: Planned, options: Options, forced: Mapping[str, str]) -> WhyNot:
+    """The best plan that meets these constraints on top of those that were asked for: the same one, if it does so already.
+
+    Raises ConstraintError for a name that means nothing and for a layout that does not fit its tensor.
+    """
+    formulated = planned.solved.formulated
+    program, mesh = formulated.program, formulated.mesh
+    chosen = decisions(formulated, planned.solved.solution)
+    patterns = Demands(patterns=constrained(program, mesh, forced))
+    if all(patterns.accept(name, chosen.produced(name, program)) for name in patterns.patterns):
+        return WhyNot(forced=forced, plan=planned.plan)
+    both = replace(options, constraints={**options.constraints, **forced})
+    try:
+        return WhyNot(forced=forced, plan=plan_program(program, mesh, both))
+    except AutoparError as error:
+        return WhyNot(forced=forced, plan=None, error=error)
+
+
+def why_not_parts(plan: Plan, other: WhyNot) -> Iterator[Part]:
+    """The answer as it is printed: what it costs, and what changes."""
+    forced = "; ".join(f"{name} as {layout!r}" for name, layout in other.forced.items())
+    if other.plan is None:
+        yield f"with {forced} there is no plan"
+        yield f"{type(other.error).__name__}: {other.error}"
+        return
+    if other.plan == plan:
+        yield f"with {forced} nothing changes: the plan does so already"
+        return
+    more = other.plan.step_time - plan.step_time
+    share = f"{more / plan.step_time:+.1%}" if plan.step_time else ""
+    yield f"with {forced} the best plan takes {milliseconds(other.plan.step_time)} a step, {milliseconds(more)} more ({share})"
+    yield "beside the plan without it:"
+    yield from difference(plan, replace(other.plan, options=plan.options)).lines()

@@ -1,0 +1,120 @@
+"""Sentences for people: what an operator splits, how a parameter is stored and used, how long and how much.
+
+    ("out-features", "batch") over (dp, tp)   ->   out-features split over dp, batch split over tp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autopar.conversion import CONVERSIONS
+from autopar.evidence import ADDENDS, REPEATED, WHOLE, Figure, Held
+from autopar.plan import Plan
+from autopar.tables import size_text
+
+# What is done to a parameter before it is used, by the change of its state; and to its gradient, by the collective.
+USES = {
+    ("S", "R"): "gathered", ("S", "I"): "gathered", ("S", "S"): "exchanged", ("I", "S"): "cut", ("R", "S"): "cut",
+    ("S", "P"): "padded",
+}  # fmt: skip
+GRADIENTS = {
+    "all_reduce": "all-reduced", "reduce_scatter": "reduce-scattered", "all_gather": "gathered", "all_to_all": "exchanged",
+}  # fmt: skip
+COLLECTIVE = {name: name.replace("_", "-") for name in GRADIENTS}
+UNSPLIT = {
+    WHOLE: "the same on {}",
+    REPEATED: "the same on {} (its gradient in addends)",
+    ADDENDS: "in addends over {}",
+}  # fmt: skip
+HELD = {
+    "stored": "stored", "gradient": "gradient of", "produced": "value", "converted": "another layout of", "kept": "saved value",
+    "internal": "saved inside", "flowing": "gradient of", "transient": "gradient on its way to",
+}  # fmt: skip
+
+
+def runs(words: Sequence[str], axes: Sequence[str]) -> str:
+    """What an operator splits over which axes.
+
+    >>> runs(("batch", "whole"), ("dp", "tp"))
+    'batch split over dp, the same on tp'
+    """
+    if all(word == WHOLE for word in words):
+        return "the same on every device"
+    return ", ".join(_grouped(words, axes))
+
+
+def stored(words: Sequence[str], axes: Sequence[str]) -> str:
+    """How a parameter is stored.
+
+    >>> stored(("out-features", "whole"), ("dp", "tp"))
+    'out-features split over dp'
+    """
+    split = [(word, axis) for word, axis in zip(words, axes, strict=True) if word != WHOLE]
+    return ", ".join(_grouped(*zip(*split, strict=True))) if split else "whole on every device"
+
+
+def _grouped(words: Sequence[str], axes: Sequence[str]) -> Iterable[str]:
+    """One phrase per word, the splits first."""
+    for word in sorted(dict.fromkeys(words), key=lambda word: word in UNSPLIT):
+        over = together(axis for axis, other in zip(axes, words, strict=True) if other == word)
+        yield UNSPLIT.get(word, f"{word} split over {{}}").format(over)
+
+
+def together(names: Iterable[str]) -> str:
+    """A list in words.
+
+    >>> together(["dp", "tp"])
+    'dp and tp'
+    """
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def use(plan: Plan, name: str, backward: Sequence[tuple[str, str]]) -> list[str]:
+    """What is done to a parameter for use, then to its gradient; `backward` lists (kind, axis) of its collectives there."""
+    uses: dict[str, list[str]] = {}
+    gradients: dict[str, list[str]] = {}
+    for step in plan.routes.get(name, ()):
+        sides = [[entry.strip() for entry in side.split(",")] for side in step.split("->")]
+        axis = next(a for a, (s, t) in enumerate(zip(*sides, strict=True)) if s != t)
+        change = sides[0][axis][0], sides[1][axis][0]
+        if change in USES:
+            uses.setdefault(USES[change], []).append(plan.axes[axis])
+        gradient = CONVERSIONS[change][1]
+        if (gradient, plan.axes[axis]) in backward:
+            gradients.setdefault(GRADIENTS[gradient], []).append(plan.axes[axis])
+    found = [f"{phrase} over {together(dict.fromkeys(axes))} for use" for phrase, axes in uses.items()]
+    sums = [f"{phrase} over {together(dict.fromkeys(axes))}" for phrase, axes in gradients.items()]
+    return found + ([f"gradient {together(sums)}"] if sums else [])
+
+
+def held(entry: Held) -> str:
+    """What takes memory, in words."""
+    return f"{HELD[entry.kind]} {entry.name}" + (f", {entry.count} of these" if entry.count > 1 else "")
+
+
+def figure(found: Figure) -> str:
+    """A figure with its unit, as a person writes it.
+
+    >>> figure(Figure(of="device", name="memory bandwidth", value=3.35e12, unit="B/s", source="data sheet"))
+    'memory bandwidth 3350 GB/s'
+    """
+    value = found.value
+    number = {
+        "B": lambda: size_text(value),
+        "B/s": lambda: f"{value / 1e9:.4g} GB/s",
+        "op/s": lambda: f"{value / 1e12:.4g} Tflop/s",
+        "s": lambda: f"{value * 1e6:.3g} us",
+        "": lambda: f"{value:g}",
+    }[found.unit]()
+    return f"{found.name} {number}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds with their unit."""
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def proof(status: str, gap: float) -> str:
+    """How good a plan is known to be."""
+    return f"no plan is {'faster' if status == 'optimal' else f'more than {gap:.2%} faster'} at these prices"

@@ -1,0 +1,200 @@
+"""The account of a solution: where its seconds and bytes go, as the evidence that a plan keeps.
+
+Nothing is decided here and nothing priced anew: what is added up is what the integer program paid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from autopar.conversion import COLLECTIVES
+from autopar.cost_models.compute import dtype_of, peak, pricer
+from autopar.cost_models.optimizers import Optimizer, step_seconds
+from autopar.decisions import Decisions
+from autopar.evidence import ADDENDS, DEVICE, INPUT, OPTIMIZER, OUTPUT, REPEATED, WHOLE, Evidence, Figure, Held
+from autopar.ir import Op, Program, Value, elements
+from autopar.layout import Layout, blocks, local_shape
+from autopar.mesh import Bytes, Mesh, Seconds
+from autopar.passes.candidates import Candidate, Form
+from autopar.rules import Fitted
+from autopar.rules.roles import ROLES, Sample, role, role_of_dim
+from autopar.solver.analysis import Analysis, due
+from autopar.solver.memory import Ledger
+from autopar.solver.pricing import primitive_seconds, slicing_seconds
+from autopar.solver.problem import Solution
+
+SAVED, USED = "saved for the backward", "in use at the moment"
+# What memory is for, in the order in which a person asks; and the ledger's kinds of what is not stored for the whole step.
+PURPOSES = ("parameters", "gradients", "optimizer state", SAVED, USED, "inputs", "buffers")
+PURPOSE = {
+    "gradient": "gradients", "kept": SAVED, "internal": SAVED, "produced": USED, "converted": USED, "flowing": USED,
+    "transient": USED,
+}  # fmt: skip
+
+
+def account(ledger: Ledger, solution: Solution, chosen: Decisions, optimizer: Optimizer, limit: Figure) -> Evidence:
+    """The evidence for a solution and the decisions that it stands for; `limit` is the budget."""
+    analysis, mesh = ledger.formulated.analysis, ledger.formulated.mesh
+    moment = int(ledger.walk(solution).argmax())
+    held = ledger.held(solution, moment)
+    return Evidence(
+        figures=(*_figures(analysis.program, mesh, optimizer), limit),
+        compute=dict(_compute(analysis, chosen, mesh)),
+        conversions=_conversions(analysis, chosen, mesh),
+        optimizer=_optimizer(analysis.program, chosen, optimizer, mesh),
+        memory=_memory(analysis.program, held, optimizer),
+        moment=_moment(analysis.program, moment),
+        fullest=tuple(held[:5]),
+        runs=dict(_runs(analysis, chosen)),
+        stored=dict(_stored(analysis, chosen)),
+        tied={name: p.value.name for p in analysis.program.parameters for name in p.names if name != p.value.name},
+    )
+
+
+def _figures(program: Program, mesh: Mesh, optimizer: Optimizer) -> Iterator[Figure]:
+    """The numbers that the prices of a program rest on."""
+    device = mesh.device
+    assert device is not None, "a mesh is priced with its device"
+    source = device.source
+    for dtype in dict.fromkeys(dtype_of(op, [program.values[n] for n in op.operands]) for op in program.ops):
+        if dtype.is_floating_point:
+            name = str(dtype).removeprefix("torch.")
+            yield Figure(of=DEVICE, name=name, value=peak(dtype, device), unit="op/s", source=source)
+    yield Figure(of=DEVICE, name="memory", value=device.memory, unit="B", source=source)
+    yield Figure(of=DEVICE, name="memory bandwidth", value=device.bandwidth, unit="B/s", source=source)
+    yield Figure(of=DEVICE, name="kernel launch", value=device.launch, unit="s", source=source)
+    for axis, link in zip(mesh.axes, mesh.links, strict=True):
+        yield Figure(of=axis, name="bandwidth", value=link.bandwidth, unit="B/s", source=link.source)
+        yield Figure(of=axis, name="latency", value=link.latency, unit="s", source=link.source)
+    yield Figure(of=OPTIMIZER, name=optimizer.name, value=optimizer.states, unit="", source=optimizer.source)
+
+
+def _compute(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[tuple[str, tuple[Seconds, Seconds]]]:
+    """Forward and backward seconds of every op that takes time."""
+    program, sizes, of = analysis.program, mesh.sizes, analysis.classes.of
+    assert mesh.device is not None
+    known: dict[str, tuple[Seconds, Seconds]] = {}
+    for op in program.ops:
+        if of[op.name] not in known:
+            candidate, price = chosen.ops[op.name], pricer(op, program.values, mesh.device)
+            shapes = [program.values[name].shape for name in op.operands]
+            inside = [local_shape(s, x, sizes) for s, x in zip(shapes, candidate.operands, strict=True)]
+            outside = [local_shape(r.shape, x, sizes) for r, x in zip(op.results, candidate.results, strict=True)]
+            known[of[op.name]] = price.forward_seconds(inside, outside), price.backward_seconds(inside, outside)
+        if any(known[of[op.name]]):
+            yield op.name, known[of[op.name]]
+
+
+def _conversions(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Seconds:
+    """Slices, pads and copies that no collective does, the inputs' own included."""
+    program, sizes = analysis.program, mesh.sizes
+    assert mesh.device is not None
+    total = sum(slicing_seconds(value, chosen.given[value.name], sizes, mesh.device) for value in program.inputs)
+    for name, steps in chosen.routes.items():
+        back, _ = due(analysis, chosen, name)
+        for step in steps:
+            for primitive in step.primitives[: 1 + (step in back)]:
+                if primitive not in COLLECTIVES:
+                    sides = [_bytes(program.values[name], layout, sizes) for layout in (step.source, step.target)]
+                    large, small = np.array([max(sides)]), np.array([min(sides)])
+                    total += float(primitive_seconds(primitive, large, small, step.axis, mesh)[0])
+    return total
+
+
+def _optimizer(program: Program, chosen: Decisions, optimizer: Optimizer, mesh: Mesh) -> Seconds:
+    assert mesh.device is not None
+    trained = [p.value for p in program.parameters if p.value.requires_grad]
+    local = sum(_bytes(value, chosen.given[value.name], mesh.sizes) for value in trained)
+    return step_seconds(float(local), optimizer, mesh.device)
+
+
+def _bytes(value: Value, layout: Layout, sizes: tuple[int, ...]) -> Bytes:
+    """The size of one rank's part."""
+    return elements(local_shape(value.shape, layout, sizes)) * value.dtype.itemsize
+
+
+def _memory(program: Program, held: list[Held], optimizer: Optimizer) -> dict[str, Bytes]:
+    """Bytes by what they are for."""
+    trained = {p.value.name for p in program.parameters if p.value.requires_grad}
+    parameters = {p.value.name for p in program.parameters}
+    found = dict.fromkeys(PURPOSES, 0)
+    for entry in held:
+        if entry.kind != "stored":
+            found[PURPOSE[entry.kind]] += entry.bytes
+        elif entry.name in parameters:
+            own = entry.bytes // (1 + optimizer.states) if entry.name in trained else entry.bytes
+            found["parameters"] += own
+            found["optimizer state"] += entry.bytes - own
+        else:
+            found["inputs" if program.values[entry.name] in program.inputs else "buffers"] += entry.bytes
+    return {kind: size for kind, size in found.items() if size}
+
+
+def _moment(program: Program, moment: int) -> str:
+    """When a moment of the ledger is."""
+    count = len(program.ops)
+    if moment == 2 * count:
+        return "the optimizer's step"
+    name = program.ops[moment if moment < count else 2 * count - 1 - moment].name
+    return f"the {'forward' if moment < count else 'backward'} of {name}"
+
+
+def _runs(analysis: Analysis, chosen: Decisions) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What is split of every op that uses a parameter or is well known, per axis."""
+    program, sample = analysis.program, Sample.of(analysis.program)
+    for op in program.ops:
+        if told(analysis, op):
+            yield op.name, words(op, analysis.fits[op.name], chosen.ops[op.name], program, sample)
+
+
+def told(analysis: Analysis, op: Op) -> bool:
+    """Whether a person wants to know how an op runs: it uses a parameter, or is well known."""
+    return op.target.split(".")[1] in ROLES or any(name in analysis.weights for name in op.operands)
+
+
+def words(op: Op, fitted: Fitted | None, candidate: Candidate, program: Program, sample: Sample) -> tuple[str, ...]:
+    """What a candidate splits on each axis, as a person says it."""
+
+    def word(form: Form) -> str:
+        kind, which, stride = form
+        if kind != "S" or fitted is None:
+            return {"I": WHOLE, "R": REPEATED, "P": ADDENDS}[kind]
+        return role(op, fitted, which, stride, program.values, sample)
+
+    return tuple(map(word, candidate.forms))
+
+
+def _stored(analysis: Analysis, chosen: Decisions) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What is split of every parameter, argument and result, per axis."""
+    program, sample = analysis.program, Sample.of(analysis.program)
+    for parameter in program.parameters:
+        name = parameter.value.name
+        yield name, stored_words(analysis, name, chosen.given[name])
+    passed = [(INPUT + value.name, value, chosen.given[value.name]) for value in program.inputs]
+    passed += [(OUTPUT + o.path, program.values[o.value], chosen.outputs[o.path]) for o in program.outputs]
+    for name, value, layout in passed:
+        yield name, tuple(sample.role(value, s.dim, s.stride) if s.kind == "S" else WHOLE for s in layout)
+
+
+def stored_words(analysis: Analysis, name: str, layout: Layout) -> tuple[str, ...]:
+    """What a stored layout of a parameter splits on each axis: its dims are named by an op that uses it."""
+    readers = analysis.readers[name]
+    op = next((op for op in readers if op.target.split(".")[1] in ROLES), readers[0] if readers else None)
+    fitted = analysis.fits[op.name] if op else None
+    if op is None or fitted is None:
+        return tuple(f"dim {s.dim}" if s.kind == "S" else WHOLE for s in layout)
+    position, shape = op.operands.index(name), analysis.program.values[name].shape
+
+    def word(axis: int) -> str:
+        if layout[axis].kind != "S":
+            return WHOLE
+        found = role_of_dim(op, fitted, position, layout[axis].dim, analysis.program.values)
+        count = blocks(layout, axis, shape, analysis.sizes)
+        return found if count == 1 else f"{found} of each of {count} blocks"
+
+    return tuple(map(word, range(len(layout))))
+
+
+__all__ = ["account", "stored_words", "told", "words"]

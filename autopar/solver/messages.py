@@ -1,0 +1,71 @@
+"""The messages of a step: every collective that is issued, with the weights of a bundle together in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.conversion import COLLECTIVES, Conversion
+from autopar.decisions import Decisions
+from autopar.mesh import Bytes, Mesh, Seconds
+from autopar.passes.bundles import TOGETHER, Bundle, bundled, moves
+from autopar.solver.analysis import Analysis, due
+from autopar.solver.pricing import shared_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One collective on a mesh axis for one or several values; `bytes` is its larger buffer on one rank.
+
+    `where` is "forward" or "backward". `priced` is what the solver took for its price: to it all weights of a bundle are
+    converted alike and share one latency.
+    """
+
+    values: tuple[str, ...]
+    axis: int
+    kind: str
+    where: str
+    bytes: Bytes
+    seconds: Seconds
+    priced: Seconds
+
+
+def messages(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Message]:
+    """Every collective of one step, forward and backward."""
+    alone = [
+        Bundle(level=0, steps=((name, step),))
+        for name, steps in chosen.routes.items()
+        if name not in analysis.weights
+        for step in steps
+    ]
+    for bundle in (*bundled(analysis.program, chosen.routes), *alone):
+        due_by = {name: due(analysis, chosen, name) for name, _ in bundle.steps}
+        back, again = ([(n, step) for n, step in bundle.steps if step in due_by[n][which]] for which in (0, 1))
+        forward, backward = bundle.primitives
+        for where, kind, steps, kinds in (
+            ("forward", forward, bundle.steps, TOGETHER[0]),
+            ("backward", backward, back, TOGETHER[1]),
+            ("backward", forward, again, TOGETHER[0]),
+        ):
+            together = [steps] if kind in kinds and steps else [[one] for one in steps]
+            for sent in together if kind in COLLECTIVES else ():
+                yield _message(analysis, mesh, kind, where, sent, shared=kind in kinds)
+
+
+def _message(
+    analysis: Analysis, mesh: Mesh, kind: str, where: str, sent: Sequence[tuple[str, Conversion]], *, shared: bool
+) -> Message:
+    names, steps = zip(*sent, strict=True)
+    axis = steps[0].axis
+    values = [analysis.program.values[name] for name in names]
+    sizes = [s.collective_bytes(v.shape, v.dtype.itemsize, mesh.sizes) for v, s in zip(values, steps, strict=True)]
+    shares = [analysis.shares.get(name, (1.0, 1.0))[moves(steps[0])] if shared else 1.0 for name in names]
+    return Message(
+        values=names,
+        axis=axis,
+        kind=kind,
+        where=where,
+        bytes=sum(sizes),
+        seconds=float(shared_seconds(kind, float(sum(sizes)), axis, mesh)),
+        priced=sum(float(shared_seconds(kind, float(b), axis, mesh, s)) for b, s in zip(sizes, shares, strict=True)),
+    )
