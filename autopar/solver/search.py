@@ -68,6 +68,10 @@ class Search:
         """The optimum of the linear relaxation; None if it is infeasible."""
         self._relaxation.run()
         status = self._relaxation.getModelStatus()
+        if status == highspy.HighsModelStatus.kUnknown:  # lost on the way from the last basis: start afresh
+            self._relaxation.clearSolver()
+            self._relaxation.run()
+            status = self._relaxation.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
             return None
         if status != highspy.HighsModelStatus.kOptimal:
