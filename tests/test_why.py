@@ -158,7 +158,8 @@ def test_a_strategy_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPa
     found = explained()
     hasty = replace(found.planned, phases={})
     told = {entry.strategy: entry.refusal for entry in comparison.compare(hasty, found.options)}
-    assert told == {"auto": ""} | dict.fromkeys(STRATEGIES[1:], "not compared: no plan was found in 0 s")
+    assert told["auto"] == ""
+    assert {told[name] for name in ("ddp", "fsdp", "megatron")} == {"not compared: no plan was found in 0 s"}
 
 
 def test_the_code_is_that_of_the_module_that_runs() -> None:
