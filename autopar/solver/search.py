@@ -70,6 +70,10 @@ class Search:
         """The optimum of the linear relaxation; None if it is infeasible."""
         self._relaxation.run()
         status = self._relaxation.getModelStatus()
+        if status == highspy.HighsModelStatus.kUnknown:  # numerical trouble on the way from the last basis: from the beginning
+            self._relaxation.clearSolver()
+            self._relaxation.run()
+            status = self._relaxation.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
             return None
         if status == highspy.HighsModelStatus.kTimeLimit:
