@@ -21,7 +21,7 @@ from autopar.decisions import Decisions
 from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError, RuleError
 from autopar.evidence import BUDGET, Figure
 from autopar.ir import Op, Output, Program, writes
-from autopar.mesh import Bytes, Device, Mesh
+from autopar.mesh import Bytes, Device, Mesh, Seconds
 from autopar.passes import normalise
 from autopar.passes.strategies import constrained, demands
 from autopar.plan import Collective, Plan, describe
@@ -146,10 +146,12 @@ def analysed(program: Program, mesh: Mesh, options: Options) -> Analysis:
     return analyse(program, mesh, apart=lambda name: str(user.get(name, "")))
 
 
-def solved(analysis: Analysis, mesh: Mesh, options: Options, stop: Stop = lambda phase: None) -> Solved:
+def solved(
+    analysis: Analysis, mesh: Mesh, options: Options, stop: Stop = lambda phase: None, *, patience: Seconds = math.inf
+) -> Solved:
     """The solution for an analysed program.
 
-    Raises ConstraintError, MeshError or BudgetError if there is none.
+    Raises ConstraintError, MeshError or BudgetError if there is none, SolverError after about `patience` without an answer.
     """
     program, limit = analysis.program, parse_bytes(options.budget, mesh)
     optimizer = optimizers.optimizer(options.optimizer)
@@ -159,9 +161,9 @@ def solved(analysis: Analysis, mesh: Mesh, options: Options, stop: Stop = lambda
     formulated = formulate(analysis, mesh, optimizer, demands=wanted, sharded_outputs=sharded(program, options.outputs))
     ledger = Ledger(formulated, optimizer)
     stop("formulate")
-    solution = within(formulated, ledger, limit)
+    solution = within(formulated, ledger, limit, patience=patience)
     if solution is None:
-        raise _impossible(formulated, ledger, limit, options)
+        raise _impossible(formulated, ledger, limit, options, patience)
     if options.strategy == "auto" and solution.gap > 0:
         solution, formulated = _best_named(program, analysis, mesh, options, limit, solution, formulated)
         ledger = Ledger(formulated, optimizer)
@@ -211,9 +213,11 @@ def _collective(message: Message, mesh: Mesh) -> Collective:
     )  # fmt: skip
 
 
-def _impossible(formulated: Formulated, ledger: Ledger, limit: Bytes, options: Options) -> AutoparError:
+def _impossible(
+    formulated: Formulated, ledger: Ledger, limit: Bytes, options: Options, patience: Seconds
+) -> AutoparError:
     """Why there is no plan: the constraints leave none, or none fits into the limit."""
-    least = smallest(formulated, ledger)
+    least = smallest(formulated, ledger, patience=patience)
     if least is None:
         return ConstraintError(
             f"the strategy {options.strategy!r} and the constraints leave no way to run the model",

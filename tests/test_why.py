@@ -12,7 +12,7 @@ import transformers
 
 import autopar
 from autopar.errors import BudgetError, ConstraintError, InputError
-from autopar.explain import Explanation, explain
+from autopar.explain import Explanation, comparison, explain
 from autopar.explain.why import why_parts
 from autopar.explain.whynot import why_not_parts
 from autopar.passes.strategies import STRATEGIES
@@ -151,6 +151,15 @@ def test_a_strategy_that_is_not_possible_says_so_in_words() -> None:
     assert told["ddp"] == "not possible: strategy 'ddp' cannot split a batch of 3 over 8 devices"
     full = str(explained(budget="2GiB"))
     assert "does not fit: needs " in full
+
+
+def test_a_strategy_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "PATIENCE", 0.0)
+    found = explained()
+    hasty = replace(found.planned, phases={})
+    told = {entry.strategy: entry.refusal for entry in comparison.compare(hasty, found.options)}
+    assert told["auto"] == ""
+    assert {told[name] for name in ("ddp", "fsdp", "megatron")} == {"not compared: no plan was found in 0 s"}
 
 
 def test_the_code_is_that_of_the_module_that_runs() -> None:

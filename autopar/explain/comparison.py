@@ -10,9 +10,11 @@ from autopar.explain.report import Part, grid
 from autopar.passes.strategies import STRATEGIES
 from autopar.plan import Plan
 from autopar.planner import Options, Planned, finish, solved
+from autopar.solver.search import SolverError
 from autopar.tables import size_text
 
 AUTO = STRATEGIES[0]
+PATIENCE = 5.0  # seconds: enough for all but the largest models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,10 @@ class Compared:
 
 
 def compare(planned: Planned, options: Options) -> list[Compared]:
-    """Every strategy under the same options, the chosen one as it was planned."""
+    """Every strategy under the same options, the chosen one as it was planned.
+
+    One whose solution takes longer than that of the chosen plan and than `PATIENCE` seconds is given up, and says so.
+    """
     return [_compared(planned, replace(options, strategy=strategy)) for strategy in STRATEGIES]
 
 
@@ -34,10 +39,13 @@ def _compared(planned: Planned, options: Options) -> Compared:
         return Compared(strategy=options.strategy, plan=planned.plan)
     formulated = planned.solved.formulated
     try:
-        plan = finish(solved(formulated.analysis, formulated.mesh, options), options)
+        patience = max(PATIENCE, planned.phases.get("solve", 0.0))
+        plan = finish(solved(formulated.analysis, formulated.mesh, options, patience=patience), options)
     except BudgetError as error:
         needs = size_text(float(error.details["smallest"].removeprefix("budget=")))
         return Compared(strategy=options.strategy, plan=None, refusal=f"does not fit: needs {needs} per device")
+    except SolverError as error:
+        return Compared(strategy=options.strategy, plan=None, refusal=f"not compared: {error.what}")
     except AutoparError as error:
         return Compared(strategy=options.strategy, plan=None, refusal=f"not possible: {error.what}")
     return Compared(strategy=options.strategy, plan=plan)

@@ -44,7 +44,7 @@ def assumptions(plan: Plan) -> Iterator[Part]:
     table.add_row("plan", f"{plan.hash}, strategy {plan.options['strategy']}")
     for name, text in asked.items():
         table.add_row(name, text)
-    table.add_row("step", f"{milliseconds(plan.step_time)} predicted; {proof(plan.status, plan.gap)}")
+    table.add_row("step", f"{milliseconds(plan.step_time)} predicted; {proof(plan.gap)}")
     table.add_row("memory", f"{size_text(plan.peak_memory)} of {size_text(limit.value)} per device ({limit.source})")
     table.add_row("mesh", f"{plan.mesh.size} devices; those of the last axis stand next to each other")
     for axis, size, link in zip(plan.axes, plan.sizes, plan.links, strict=True):
@@ -106,8 +106,8 @@ def _modules(plan: Plan) -> Mapping[str, list[tuple[str, str]]]:
             lines.append(line)
     backward: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for entry in plan.collectives:
-        if entry.where == "backward":
-            backward[entry.value].append((entry.kind, entry.axis))
+        for name in (entry.value, *entry.more) if entry.where == "backward" else ():
+            backward[name].append((entry.kind, entry.axis))
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, words in plan.evidence.stored.items():
         if ":" in name:
@@ -164,7 +164,8 @@ def _mostly(entries: list[Collective]) -> str:
     groups: dict[str, list[Collective]] = defaultdict(list)
     for entry in entries:
         groups[wild(entry.value)].append(entry)
-    return folded([entry.value for entry in max(groups.values(), key=seconds_of)])
+    most = max(groups.values(), key=seconds_of)
+    return folded([entry.value for entry in most]) + (" and others" if any(entry.more for entry in most) else "")
 
 
 def memory(plan: Plan) -> Iterator[Part]:

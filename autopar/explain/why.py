@@ -168,8 +168,7 @@ def why_parts(solved: Solved, found: Sequence[Why]) -> Iterator[Part]:
         yield ""
     yield "itself: forward and backward, or the optimizer step of what is stored; conversions: what its neighbours need then"
     yield "the rest of the plan stays as chosen here; --why-not NAME=LAYOUT plans again, so that the rest may follow"
-    solution = solved.solution
-    yield f"of the whole plan: {proof(solution.status, solution.gap)}"
+    yield f"of the whole plan: {proof(solved.solution.gap)}"
 
 
 def _answer(solved: Solved, answer: Why) -> Iterator[Part]:

@@ -83,8 +83,12 @@ def use(plan: Plan, name: str, backward: Sequence[tuple[str, str]]) -> list[str]
         gradient = CONVERSIONS[change][1]
         if (gradient, plan.axes[axis]) in backward:
             gradients.setdefault(GRADIENTS[gradient], []).append(plan.axes[axis])
-    found = [f"{phrase} over {together(dict.fromkeys(axes))} for use" for phrase, axes in uses.items()]
-    sums = [f"{phrase} over {together(dict.fromkeys(axes))}" for phrase, axes in gradients.items()]
+
+    def over(axes: list[str]) -> str:
+        return together(axis for axis in plan.axes if axis in axes)
+
+    found = [f"{phrase} over {over(axes)} for use" for phrase, axes in uses.items()]
+    sums = [f"{phrase} over {over(axes)}" for phrase, axes in gradients.items()]
     return found + ([f"gradient {together(sums)}"] if sums else [])
 
 
@@ -115,6 +119,7 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
 
 
-def proof(status: str, gap: float) -> str:
+def proof(gap: float) -> str:
     """How good a plan is known to be."""
-    return f"no plan is {'faster' if status == 'optimal' else f'more than {gap:.2%} faster'} at these prices"
+    share = f"{gap:.2%}"
+    return f"no plan is {'faster' if share == '0.00%' else f'more than {share} faster'} at these prices"

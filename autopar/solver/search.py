@@ -7,6 +7,7 @@ branch    the whole integer program, from the settled solution on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -37,11 +38,12 @@ class Found:
 
 
 class Search:
-    """One model in HiGHS. `time_limit` (seconds) and `gap` (relative) end the branching."""
+    """One model in HiGHS. `time_limit` (seconds) and `gap` (relative) end the branching, `patience` (seconds) either."""
 
-    def __init__(self, model: Model, *, time_limit: float, gap: float) -> None:
-        self.model, self.time_limit, self.gap = model, time_limit, gap
+    def __init__(self, model: Model, *, time_limit: float, gap: float, patience: float = math.inf) -> None:
+        self.model, self.time_limit, self.gap, self.patience = model, min(time_limit, patience), gap, patience
         self._relaxation = load(model.part())
+        self._relaxation.setOptionValue("time_limit", patience)  # of all relaxations together
 
     def bound(self, rows: Iterable[Row]) -> None:
         """Add rows to the program."""
@@ -68,12 +70,14 @@ class Search:
         """The optimum of the linear relaxation; None if it is infeasible."""
         self._relaxation.run()
         status = self._relaxation.getModelStatus()
-        if status == highspy.HighsModelStatus.kUnknown:  # lost on the way from the last basis: start afresh
+        if status == highspy.HighsModelStatus.kUnknown:  # numerical trouble on the way from the last basis: from the beginning
             self._relaxation.clearSolver()
             self._relaxation.run()
             status = self._relaxation.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
             return None
+        if status == highspy.HighsModelStatus.kTimeLimit:
+            raise SolverError(f"no plan was found in {self.patience:.0f} s")
         if status != highspy.HighsModelStatus.kOptimal:
             raise SolverError(f"the relaxation was not solved: {self._relaxation.modelStatusToString(status)}")
         objective = self._relaxation.getInfo().objective_function_value / MICROSECONDS

@@ -6,6 +6,7 @@ The answer is checked, not trusted: its price is summed from its own picks and a
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import networkx as nx
@@ -29,15 +30,17 @@ def solve(
     cutoff: float = float("inf"),
     time_limit: float = 300.0,
     gap: float = PROVEN,
+    patience: float = math.inf,
 ) -> Solution | None:
     """The cheapest solution that every row allows; None if there is none, or none below `cutoff` seconds.
 
     `judge(solution, final)` looks at a solution and returns the rows that it breaks; they join the program and it is
     solved again
     until a final solution breaks none. What is not final is a rounded relaxation: it may bring rows, but need not.
-    `time_limit` is in seconds, `gap` the relative gap at which branching stops.
+    `time_limit` is in seconds, `gap` the relative gap at which branching stops. Raises SolverError after about `patience`
+    seconds without an answer.
     """
-    search = Search(Model(problem), time_limit=time_limit, gap=gap)
+    search = Search(Model(problem), time_limit=time_limit, gap=gap, patience=patience)
     broken, known = list(rows), list[Row]()
     while True:
         if broken:
@@ -87,16 +90,21 @@ def _kept(problem: Problem, solution: Solution, rows: Iterable[Row]) -> bool:
 
 
 def least_memory(
-    problem: Problem, judge: Callable[[Solution, float], Iterable[Row]], scale: float, *, time_limit: float = 300.0
+    problem: Problem,
+    judge: Callable[[Solution, float], Iterable[Row]],
+    scale: float,
+    *,
+    time_limit: float = 300.0,
+    patience: float = math.inf,
 ) -> Solution | None:
     """A solution of least peak memory, whatever it costs; None if there is none at all.
 
     `judge(solution, peak)` returns rows for moments at which a solution takes more than `peak` bytes. `scale` is the size of a
-    typical answer in bytes.
+    typical answer in bytes, `patience` as for `solve`.
     """
     model = Model(problem)
     model.minimise_peak(scale)
-    search = Search(model, time_limit=time_limit, gap=PROVEN)
+    search = Search(model, time_limit=time_limit, gap=PROVEN, patience=patience)
     while True:
         relaxed = search.relax()
         if relaxed is None:

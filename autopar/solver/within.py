@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from autopar.mesh import Bytes
@@ -12,8 +14,13 @@ from autopar.solver.problem import Floats, Row, Solution
 from autopar.solver.solve import least_memory, solve
 
 
-def within(formulated: Formulated, ledger: Ledger, limit: Bytes, *, cutoff: float = float("inf")) -> Solution | None:
-    """The cheapest solution whose walk stays within `limit` bytes per device; None if there is none below `cutoff` seconds."""
+def within(
+    formulated: Formulated, ledger: Ledger, limit: Bytes, *, cutoff: float = math.inf, patience: float = math.inf
+) -> Solution | None:
+    """The cheapest solution whose walk stays within `limit` bytes per device; None if there is none below `cutoff` seconds.
+
+    Raises SolverError after about `patience` seconds without an answer.
+    """
     merged = merge_followers(formulated.problem)
     asked: dict[int, float] = {}
 
@@ -27,7 +34,7 @@ def within(formulated: Formulated, ledger: Ledger, limit: Bytes, *, cutoff: floa
             asked[fresh[0]] -= float(alive.max()) - limit
         return [merged.row(ledger.row(moment, asked[moment])) for moment in fresh]
 
-    solution = solve(merged.problem, judge, cutoff=cutoff)
+    solution = solve(merged.problem, judge, cutoff=cutoff, patience=patience)
     return None if solution is None else merged.expand(solution)
 
 
@@ -44,10 +51,10 @@ def _peaks(alive: Floats, limit: float) -> list[int]:
     return found
 
 
-def smallest(formulated: Formulated, ledger: Ledger) -> Solution | None:
-    """A solution of least peak memory; None if there is no solution at all."""
+def smallest(formulated: Formulated, ledger: Ledger, *, patience: float = math.inf) -> Solution | None:
+    """A solution of least peak memory; None if there is no solution at all. `patience` as for `within`."""
     merged = merge_followers(formulated.problem)
-    cheapest = solve(merged.problem)
+    cheapest = solve(merged.problem, patience=patience)
     if cheapest is None:
         return None
     scale = float(ledger.walk(merged.expand(cheapest)).max())  # the answer is of this order, whatever budget was asked for
@@ -56,5 +63,5 @@ def smallest(formulated: Formulated, ledger: Ledger) -> Solution | None:
         alive = ledger.walk(merged.expand(solution))
         return [merged.row(ledger.row(int(alive.argmax()), float(scale)))] if alive.max() > peak else []
 
-    least = least_memory(merged.problem, judge, scale)
+    least = least_memory(merged.problem, judge, scale, patience=patience)
     return None if least is None else merged.expand(least)
