@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from autopar.explain.names import choices_of
 from autopar.explain.report import Part, grid
-from autopar.explain.words import proof, runs, stored
+from autopar.explain.words import runs, stored
 from autopar.layout import text
 from autopar.mesh import Bytes, Seconds
 from autopar.passes.candidates import Candidate
@@ -168,7 +168,6 @@ def why_parts(solved: Solved, found: Sequence[Why]) -> Iterator[Part]:
         yield ""
     yield "itself: forward and backward, or the optimizer step of what is stored; conversions: what its neighbours need then"
     yield "the rest of the plan stays as chosen here; --why-not NAME=LAYOUT plans again, so that the rest may follow"
-    yield f"of the whole plan: {proof(solved.solution.gap)}"
 
 
 def _answer(solved: Solved, answer: Why) -> Iterator[Part]:
