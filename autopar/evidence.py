@@ -76,6 +76,11 @@ class Evidence:
         """Computing in the backward."""
         return sum(back for _, back in self.compute.values())
 
+    @property
+    def local(self) -> Seconds:
+        """All that is not a collective."""
+        return self.forward + self.backward + self.conversions + self.optimizer
+
     @staticmethod
     def of(data: object) -> Evidence:
         """The evidence that JSON data denote; raises what indexing and calling raise where they denote none."""

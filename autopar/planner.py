@@ -178,9 +178,10 @@ def finish(found: Solved, options: Options) -> Plan:
     chosen = decisions(formulated, solution)
     choices, layouts, routes = describe(program, chosen, analysis.fits, mesh.sizes)
     sent = list(messages(analysis, chosen, mesh))
-    seconds = solution.seconds + sum(message.seconds - message.priced for message in sent)
     said = "90% of the device's memory" if options.budget is None else "asked for"
     limit = Figure(of=BUDGET, name="memory", value=parse_bytes(options.budget, mesh), unit="B", source=said)
+    evidence = account(found.ledger, solution, chosen, found.optimizer, limit)
+    seconds = evidence.local + sum(message.seconds for message in sent)
     return Plan(
         hash=program.hash,
         axes=mesh.axes,
@@ -196,7 +197,7 @@ def finish(found: Solved, options: Options) -> Plan:
         choices=choices,
         layouts=layouts,
         routes=routes,
-        evidence=account(found.ledger, solution, chosen, found.optimizer, limit),
+        evidence=evidence,
     )
 
 

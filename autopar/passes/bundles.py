@@ -65,15 +65,6 @@ def bundles(program: Program, *, moved: bool) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, found))
 
 
-def shares(program: Program) -> dict[str, tuple[float, float]]:
-    """The share of each weight in the latency of its messages: where only its gradient travels, and where it moves itself.
-
-    It is exact if all weights of a bundle are converted alike, and too small otherwise.
-    """
-    still, moved = ({n: 1 / len(names) for names in bundles(program, moved=way) for n in names} for way in (False, True))
-    return {name: (still[name], moved[name]) for name in still}
-
-
 def _block(op: Op) -> str:
     """The outermost indexed module in which an op stands; empty outside of them."""
     match = INDEX.match(op.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +12,6 @@ from autopar.decisions import Decisions
 from autopar.ir import Op, Program, writes
 from autopar.layout import Layout
 from autopar.mesh import Mesh
-from autopar.passes.bundles import shares
 from autopar.passes.candidates import asked
 from autopar.passes.classes import OUTPUT, Classes, fold
 from autopar.passes.space import Blocks
@@ -51,17 +49,6 @@ class Analysis:
         """The parameters, frozen ones too: once gathered and used they are dropped, and gathered again where the backward
         needs them."""
         return frozenset(p.value.name for p in self.program.parameters)
-
-    @functools.cached_property
-    def shares(self) -> dict[str, tuple[float, float]]:
-        """The share of each weight in the latency of its messages (`bundles.shares`), the same for all members of a class."""
-        each = shares(self.program)
-        found: dict[str, tuple[float, float]] = {}
-        for members in self.classes.members.values():
-            mine = [each[name] for name in members if name in each]
-            if mine:
-                found |= dict.fromkeys(members, (statistics.fmean(x for x, _ in mine), statistics.fmean(x for _, x in mine)))
-        return found
 
     @functools.cached_property
     def written(self) -> frozenset[str]:

@@ -133,7 +133,12 @@ def _rebuild(problem: Problem, leader: list[int], pick: list[Ints], gone: set[in
         for wire in (problem.wires[w] for w in wires)
     ]  # fmt: skip
     choices: tuple[Choice, ...] = tuple(problem.choices[o] for o in kept)
+    places = {w: i for i, w in enumerate(wires)}
+    tolls = tuple(
+        replace(toll, ways=tuple(replace(way, wire=places[way.wire]) for way in toll.ways if way.wire in places))
+        for toll in problem.tolls
+    )
     return Merged(
-        original=problem, problem=Problem(choices=choices, wires=tuple(new)), leader=tuple(leader), pick=tuple(pick),
-        choice=choice, wire={w: i for i, w in enumerate(wires)},
+        original=problem, problem=Problem(choices=choices, wires=tuple(new), tolls=tolls), leader=tuple(leader),
+        pick=tuple(pick), choice=choice, wire=places,
     )  # fmt: skip

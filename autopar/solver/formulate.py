@@ -6,7 +6,9 @@ values                       ->  wires      the layout graph between the layouts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,16 +20,18 @@ from autopar.errors import ConstraintError
 from autopar.ir import Output, Parameter, Program
 from autopar.layout import I, Layout, storable, text
 from autopar.mesh import Mesh
+from autopar.passes.bundles import TOGETHER, bundles
 from autopar.passes.candidates import Candidate, candidates
 from autopar.passes.classes import OUTPUT, ValueClass
 from autopar.passes.space import Blocks, Space, placeable, space, states
 from autopar.passes.strategies import Demands
 from autopar.solver.analysis import Analysis, has_gradient, representatives, saves
-from autopar.solver.pricing import arc_seconds, choice_seconds, result_bytes
-from autopar.solver.problem import Choice, Consumer, Problem, Solution, Surcharge, Wire
+from autopar.solver.pricing import arc_seconds, choice_seconds, latency, ties
+from autopar.solver.problem import Choice, Consumer, Ints, Problem, Solution, Surcharge, Toll, Way, Wire
 
 FREE = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if forward == "identity"]
 NO_DEMANDS = Demands()
+BACK, AGAIN = 0, 1  # the surcharges of a wire: gradients on their way back, weights that are gathered again
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -73,7 +77,7 @@ def formulate(
         Choice(
             name=name,
             seconds=choice_seconds(analysis, name, found, optimizer, device),
-            tie=result_bytes(analysis, name, found),
+            tie=ties(analysis, name, found),
         )
         for name, found in lists.items()
     )
@@ -84,8 +88,9 @@ def formulate(
             wires.append(wire)
             values.append(value_class)
             spaces.append(graph)
+    tolls = tuple(_tolls(analysis, mesh, wires, values, spaces))
     return Formulated(
-        analysis=analysis, mesh=mesh, problem=Problem(choices=choices, wires=tuple(wires)), names=names,
+        analysis=analysis, mesh=mesh, problem=Problem(choices=choices, wires=tuple(wires), tolls=tolls), names=names,
         candidates=tuple(map(tuple, lists.values())), wires=tuple(values), spaces=tuple(spaces),
     )  # fmt: skip
 
@@ -190,7 +195,7 @@ def _wire(
     )
     graph = space(value.shape, mesh.sizes, allowed, analysis.blocks[value.name])
     weight = value.name in analysis.weights
-    seconds, back, rerun = arc_seconds(graph, value, mesh, analysis.shares.get(value.name, (1.0, 1.0)))
+    seconds, back, rerun = arc_seconds(graph, value, mesh, bundled=weight)
     arcs = np.arange(len(seconds))
     if value.name in analysis.written:  # what is written in place is used as it is stored
         arcs = arcs[:0]
@@ -224,6 +229,42 @@ def _wire(
         ),
         free=np.isin(graph.pair[arcs], FREE),
     )  # fmt: skip
+
+
+def _tolls(
+    analysis: Analysis, mesh: Mesh, wires: Sequence[Wire], values: Sequence[ValueClass], spaces: Sequence[Space]
+) -> Iterator[Toll]:
+    """The latency of every message in which the weights of a bundle may travel, bundles of alike weights together.
+
+    It is that of the large bundles wherever only gradients travel, though within a block if the weight has moved before: of
+    messages in which weights go different ways a few may be missing, none is counted that is not sent.
+    """
+    place = {member: i for i, found in enumerate(values) for member in found.members}
+    kinds = [_kinds(wire, graph) for wire, graph in zip(wires, spaces, strict=True)]
+    groups = {
+        moved: Counter(frozenset(place[name] for name in names) for names in bundles(analysis.program, moved=moved))
+        for moved in (False, True)
+    }
+    for (number, (forward, backward)), axis in itertools.product(enumerate(CONVERSIONS.values()), range(len(mesh.sizes))):
+        due = [(forward, None), (forward, AGAIN)] if forward in TOGETHER[0] else []
+        due += [(backward, BACK)] if backward in TOGETHER[1] else []
+        for (group, count), (kind, surcharge) in itertools.product(groups[forward != "identity"].items(), due):
+            ways = []
+            for w in sorted(group):
+                wire, arcs = wires[w], (kinds[w][0] == axis) & (kinds[w][1] == number)
+                consumers = frozenset(range(len(wire.consumers))) if surcharge is None else wire.surcharges[surcharge].consumers
+                if consumers and arcs.any():
+                    ways.append(Way(wire=w, consumers=consumers, arcs=arcs))
+            seconds = count * latency(kind, axis, mesh)
+            if ways and seconds > 0:
+                yield Toll(name=f"{kind} over {mesh.axes[axis]}", seconds=seconds, ways=tuple(ways))
+
+
+def _kinds(wire: Wire, graph: Space) -> tuple[Ints, Ints]:
+    """The axis and the pair of each arc of a wire."""
+    of = {ends: i for i, ends in enumerate(zip(graph.source.tolist(), graph.target.tolist(), strict=True))}
+    arcs = [of[ends] for ends in zip(wire.source.tolist(), wire.target.tolist(), strict=True)]
+    return graph.axis[arcs], graph.pair[arcs]
 
 
 def _where(values: ValueClass, true: Callable[[str, int], bool]) -> frozenset[int]:

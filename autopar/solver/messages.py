@@ -6,19 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.conversion import COLLECTIVES, Conversion
+from autopar.cost_models.collectives import seconds as collective_seconds
 from autopar.decisions import Decisions
 from autopar.mesh import Bytes, Mesh, Seconds
-from autopar.passes.bundles import TOGETHER, Bundle, bundled, moves
+from autopar.passes.bundles import TOGETHER, Bundle, bundled
 from autopar.solver.analysis import Analysis, due
-from autopar.solver.pricing import shared_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One collective on a mesh axis for one or several values; `bytes` is its larger buffer on one rank.
 
-    `where` is "forward" or "backward". `priced` is what the solver took for its price: to it all weights of a bundle are
-    converted alike and share one latency.
+    `where` is "forward" or "backward".
     """
 
     values: tuple[str, ...]
@@ -27,7 +26,6 @@ class Message:
     where: str
     bytes: Bytes
     seconds: Seconds
-    priced: Seconds
 
 
 def messages(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Message]:
@@ -49,23 +47,13 @@ def messages(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Mess
         ):
             together = [steps] if kind in kinds and steps else [[one] for one in steps]
             for sent in together if kind in COLLECTIVES else ():
-                yield _message(analysis, mesh, kind, where, sent, shared=kind in kinds)
+                yield _message(analysis, mesh, kind, where, sent)
 
 
-def _message(
-    analysis: Analysis, mesh: Mesh, kind: str, where: str, sent: Sequence[tuple[str, Conversion]], *, shared: bool
-) -> Message:
+def _message(analysis: Analysis, mesh: Mesh, kind: str, where: str, sent: Sequence[tuple[str, Conversion]]) -> Message:
     names, steps = zip(*sent, strict=True)
     axis = steps[0].axis
     values = [analysis.program.values[name] for name in names]
-    sizes = [s.collective_bytes(v.shape, v.dtype.itemsize, mesh.sizes) for v, s in zip(values, steps, strict=True)]
-    shares = [analysis.shares.get(name, (1.0, 1.0))[moves(steps[0])] if shared else 1.0 for name in names]
-    return Message(
-        values=names,
-        axis=axis,
-        kind=kind,
-        where=where,
-        bytes=sum(sizes),
-        seconds=float(shared_seconds(kind, float(sum(sizes)), axis, mesh)),
-        priced=sum(float(shared_seconds(kind, float(b), axis, mesh, s)) for b, s in zip(sizes, shares, strict=True)),
-    )
+    size = sum(s.collective_bytes(v.shape, v.dtype.itemsize, mesh.sizes) for v, s in zip(values, steps, strict=True))
+    seconds = float(collective_seconds(kind, float(size), mesh.sizes[axis], mesh.links[axis]))
+    return Message(values=names, axis=axis, kind=kind, where=where, bytes=size, seconds=seconds)

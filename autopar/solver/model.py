@@ -1,10 +1,12 @@
 """The integer program.
 
     minimise    sum_o seconds[o,c] pick[o,c] + sum_v,a seconds[v,a] use[v,a] + surcharge[v,s,a] due[v,s,a]
+                + sum_t seconds[t] paid[t]
     (one)       sum_c pick[o,c] = 1                                                   every choice o
     (route)     produced[v,l] + inflow[v,k,l] - outflow[v,k,l] = consumed[v,k,l]      every wire v, consumer k, layout l
     (share)     use[v,a] >= flow[v,k,a]                                               every consumer k: paid once, used by all
     (due)       due[v,s,a] >= flow[v,k,a]                                             every consumer k of surcharge s
+    (toll)      paid[t] >= sum_a flow[v,k,a]                                          every way (v, k, arcs a) of toll t
     (keep)      keep[v,l] >= consumed[v,k,l]                                          every consumer k that keeps v alive
     (budget)    bytes . (pick, use, keep) <= limit                                    every row
 
@@ -79,8 +81,12 @@ class Model:
             self.columns.pick.append(self._columns(choice.seconds, integer=True))
             number = len(choice.seconds)
             self._add(np.zeros(number, np.int64), self.columns.pick[-1] + np.arange(number), np.ones(number), 1, 1.0, 1.0)
-        for wire in problem.wires:
-            self._wire(wire)
+        flows = [self._wire(wire) for wire in problem.wires]
+        for toll in problem.tolls:
+            paid = self._columns(np.array([toll.seconds]))
+            for way in toll.ways:
+                for place in sorted(way.consumers):
+                    self._toll(paid, flows[way.wire][place] + np.flatnonzero(way.arcs))
 
     def _columns(self, seconds: Floats, *, integer: bool = False) -> int:
         self.cost.append(seconds * MICROSECONDS)
@@ -94,7 +100,8 @@ class Model:
         )
         self.rows += rows
 
-    def _wire(self, wire: Wire) -> None:
+    def _wire(self, wire: Wire) -> list[int]:
+        """The columns and rows of a wire; the first column of each consumer's flow."""
         arcs, every = len(wire.seconds), frozenset(range(len(wire.consumers)))
         seconds = wire.seconds + sum((s.seconds for s in wire.surcharges if s.consumers == every), np.zeros(arcs))
         use = self._columns(seconds, integer=len(every) > 1)
@@ -109,6 +116,12 @@ class Model:
                 for place in sorted(surcharge.consumers):
                     self._at_least(due, flows[place], arcs)
         self.columns.use.append(use)
+        return flows
+
+    def _toll(self, paid: int, flow: Ints) -> None:
+        """(toll): a unit goes at most once along an axis in one way."""
+        column, value = np.append(flow, paid), np.append(np.full(len(flow), -1.0), 1.0)
+        self._add(np.zeros(len(column), np.int64), column, value, 1, 0.0, np.inf)
 
     def _at_least(self, greater: int, less: int, number: int) -> None:
         row = np.arange(number)

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autopar.conversion import COLLECTIVES, CONVERSIONS
-from autopar.cost_models.collectives import Number
 from autopar.cost_models.collectives import seconds as collective_seconds
 from autopar.cost_models.compute import pricer
 from autopar.cost_models.optimizers import Optimizer, step_seconds
@@ -43,8 +42,29 @@ def choice_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], op
     return np.array([count * step_seconds(b, optimizer, device) if trained else 0.0 for b in local])
 
 
-def result_bytes(analysis: Analysis, name: str, found: Sequence[Candidate]) -> Floats:
-    """Bytes that a candidate leaves on one rank: among equal prices the least wins."""
+def ties(analysis: Analysis, name: str, found: Sequence[Candidate]) -> Floats:
+    """What decides among candidates of equal price: the bytes that one leaves on a rank, then how plain its layouts are."""
+    left = _result_bytes(analysis, name, found)
+    if name in analysis.program.op or name not in analysis.program.values:
+        return left
+    shape = analysis.program.values[name].shape
+    return np.asarray(left * [1 + PLAIN * oddness(c.results[0], shape, analysis.sizes) for c in found])
+
+
+PLAIN = 1e-2  # of the bytes, by which an odd layout loses against a plain one
+
+
+def oddness(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> float:
+    """How many axes split a dim otherwise than in contiguous chunks nested in mesh order; later dims count a little."""
+    left, odd = list(shape), 0.0
+    for axis, state in enumerate(layout):
+        if state.kind == "S":
+            left[state.dim] //= sizes[axis]
+            odd += (state.stride != left[state.dim]) + state.dim / 8
+    return odd
+
+
+def _result_bytes(analysis: Analysis, name: str, found: Sequence[Candidate]) -> Floats:
     program = analysis.program
     values = program.op[name].results if name in program.op else [program.values[name]] if name in program.values else []
     return np.array(
@@ -87,34 +107,32 @@ def op_seconds(
     return result
 
 
-def arc_seconds(
-    graph: Space, value: Value, mesh: Mesh, shares: tuple[float, float] = (1.0, 1.0)
-) -> tuple[Floats, Floats, Floats]:
+def arc_seconds(graph: Space, value: Value, mesh: Mesh, *, bundled: bool) -> tuple[Floats, Floats, Floats]:
     """Per arc: seconds of the conversion, of its gradient, and of its collective alone if it is run again.
 
-    `shares` are the value's in the latency of a message, where only its gradient travels and where it moves (`bundles.shares`).
+    `bundled` if the value travels with others: the latency that it shares with them is a toll (`formulate`).
     """
     size = value.dtype.itemsize
     large = np.maximum(graph.elements[graph.source], graph.elements[graph.target]) * size
     small = np.minimum(graph.elements[graph.source], graph.elements[graph.target]) * size
     there, back, rerun = np.zeros((3, len(large)))
     for number, (forward, backward) in enumerate(CONVERSIONS.values()):
-        share = shares[forward != "identity"]
-        there_share = share if forward in TOGETHER[0] else 1.0
-        back_share = share if backward in TOGETHER[1] else 1.0
         for axis in range(len(mesh.sizes)):
             here = np.flatnonzero((graph.pair == number) & (graph.axis == axis))
-            there[here] = primitive_seconds(forward, large[here], small[here], axis, mesh, there_share)
-            back[here] = primitive_seconds(backward, large[here], small[here], axis, mesh, back_share)
+            there[here] = primitive_seconds(forward, large[here], small[here], axis, mesh)
+            back[here] = primitive_seconds(backward, large[here], small[here], axis, mesh)
+            if bundled:
+                there[here] -= latency(forward, axis, mesh) if forward in TOGETHER[0] else 0.0
+                back[here] -= latency(backward, axis, mesh) if backward in TOGETHER[1] else 0.0
             if forward in COLLECTIVES:
                 rerun[here] = there[here]
     return there, back, rerun
 
 
-def primitive_seconds(primitive: str, large: Ints, small: Ints, axis: int, mesh: Mesh, share: float = 1.0) -> Floats:
+def primitive_seconds(primitive: str, large: Ints, small: Ints, axis: int, mesh: Mesh) -> Floats:
     """A collective by its link; a local primitive by the memory that it moves (slice: part read and written; pad: whole)."""
     if primitive in COLLECTIVES:
-        return np.asarray(shared_seconds(primitive, large.astype(np.float64), axis, mesh, share))
+        return np.asarray(collective_seconds(primitive, large.astype(np.float64), mesh.sizes[axis], mesh.links[axis]))
     if primitive == "identity":
         return np.zeros(len(large))
     assert mesh.device is not None
@@ -122,7 +140,6 @@ def primitive_seconds(primitive: str, large: Ints, small: Ints, axis: int, mesh:
     return np.maximum(moved / mesh.device.bandwidth, mesh.device.launch)
 
 
-def shared_seconds(kind: str, bytes: Number, axis: int, mesh: Mesh, share: float = 1.0) -> Number:
-    """Seconds of a collective that pays this share of the latency."""
-    size, link = mesh.sizes[axis], mesh.links[axis]
-    return collective_seconds(kind, bytes, size, link) - (1 - share) * collective_seconds(kind, 0.0, size, link)
+def latency(kind: str, axis: int, mesh: Mesh) -> float:
+    """Seconds of a collective that sends nothing."""
+    return float(collective_seconds(kind, 0.0, mesh.sizes[axis], mesh.links[axis]))

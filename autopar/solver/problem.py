@@ -64,6 +64,24 @@ class Wire:
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Way:
+    """These arcs of a wire, where they lead to any of these consumers (places in `Wire.consumers`)."""
+
+    wire: int
+    consumers: frozenset[int]
+    arcs: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Toll:
+    """Seconds paid once if any of the ways is gone: the latency of a message in which several values travel."""
+
+    name: str
+    seconds: float
+    ways: tuple[Way, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Row:
     """Bytes alive at one moment: `constant + sum picks[choice][c] + sum uses[wire][a] + sum kept <= limit`."""
 
@@ -93,6 +111,7 @@ class Problem:
 
     choices: tuple[Choice, ...]
     wires: tuple[Wire, ...]
+    tolls: tuple[Toll, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -112,9 +131,18 @@ class Solution:
 
 
 def price(problem: Problem, picks: tuple[int, ...], arcs: tuple[tuple[int, ...], ...]) -> float:
-    """Seconds of a solution: its candidates, and each used arc once with what is due on it."""
+    """Seconds of a solution: its candidates, each used arc once with what is due on it, and the tolls."""
     total = sum(float(c.seconds[p]) for c, p in zip(problem.choices, picks, strict=True))
+    total += sum(toll.seconds for toll in problem.tolls if any(gone(problem, way, picks, arcs) for way in toll.ways))
     return total + sum(route_price(wire, picks, used) for wire, used in zip(problem.wires, arcs, strict=True))
+
+
+def gone(problem: Problem, way: Way, picks: tuple[int, ...], arcs: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether a solution goes this way."""
+    used = arcs[way.wire]
+    if not way.arcs[list(used)].any():
+        return False
+    return bool(way.arcs[list(leading_to(problem.wires[way.wire], way.consumers, picks, used))].any())
 
 
 def route_price(wire: Wire, picks: tuple[int, ...], used: tuple[int, ...]) -> float:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
 from autopar.solver.model import MICROSECONDS, Model
-from autopar.solver.problem import Problem, Row, Solution, Wire, price, row_bytes
+from autopar.solver.problem import Problem, Row, Solution, Wire, gone, price, route_price, row_bytes
 from autopar.solver.search import INTEGRAL, Found, Search
 
 PROVEN = 1e-3  # the relative gap at which branching stops
@@ -57,7 +59,8 @@ def solve(
             return None
         broken = list(judge(solution, True))
         if not broken:
-            return solution
+            better = together(problem, solution)
+            return solution if better is solution or list(judge(better, True)) else better
 
 
 def _whole(search: Search, relaxed: Found, rows: Sequence[Row], gap: float) -> Solution | None:
@@ -79,9 +82,46 @@ def _whole(search: Search, relaxed: Found, rows: Sequence[Row], gap: float) -> S
         if found is None:
             return None
         solution = _read(model, found)
-        if _kept(model.problem, solution, rows):
+        if _kept(model.problem, solution, rows) and solution.gap <= max(gap, SAME):
             break
     return solution
+
+
+def together(problem: Problem, solution: Solution) -> Solution:
+    """Every route that may pay tolls led anew at the tolls that are paid already, from the plainest start of equal price.
+
+    Among routes and layouts of equal price the solver takes any, so that weights which could share a message may go in
+    different orders. The solution itself if that costs more.
+    """
+    picks = list(solution.picks)
+    extra = [np.zeros(len(wire.seconds)) for wire in problem.wires]
+    for toll in problem.tolls:
+        paid = any(gone(problem, way, solution.picks, solution.arcs) for way in toll.ways)
+        for way in toll.ways:
+            extra[way.wire] += way.arcs * (0.0 if paid else toll.seconds)
+    arcs = list(solution.arcs)
+    fed = Counter(wire.producer for wire in problem.wires)
+    for w in sorted({way.wire for toll in problem.tolls for way in toll.ways}):
+        wire = replace(problem.wires[w], seconds=problem.wires[w].seconds + extra[w])
+        found = []
+        for pick in _alike(problem, picks, wire.producer) if fed[wire.producer] == 1 else (picks[wire.producer],):
+            starts = (*picks[: wire.producer], pick, *picks[wire.producer + 1 :])
+            route = tree(wire, starts)
+            if route is not None:
+                found.append((route_price(wire, starts, route), pick, route))
+        least = min(seconds for seconds, _, _ in found)
+        _, picks[wire.producer], arcs[w] = next(one for one in found if one[0] <= least * (1 + SAME))
+    seconds = price(problem, tuple(picks), tuple(arcs))
+    if seconds > solution.seconds * (1 + SAME):
+        return solution
+    return replace(solution, picks=tuple(picks), arcs=tuple(arcs), seconds=seconds, bound=min(solution.bound, seconds))
+
+
+def _alike(problem: Problem, picks: Sequence[int], choice: int) -> list[int]:
+    """The candidates that cost what the pick costs, the least `tie` first."""
+    found = problem.choices[choice]
+    same = np.flatnonzero(np.isclose(found.seconds, found.seconds[picks[choice]], rtol=SAME, atol=0.0))
+    return [int(c) for c in same[np.argsort(found.tie[same], kind="stable")]]
 
 
 def _kept(problem: Problem, solution: Solution, rows: Iterable[Row]) -> bool:
