@@ -69,7 +69,7 @@ class Part:
 class Model:
     """The program of a problem as a sparse matrix: `lower <= A x <= upper`, `x >= 0`, and costs in microseconds."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, *, tolls: bool = True) -> None:
         self.problem = problem
         self.columns = Columns()
         self.cost: list[Floats] = []
@@ -81,12 +81,19 @@ class Model:
             self.columns.pick.append(self._columns(choice.seconds, integer=True))
             number = len(choice.seconds)
             self._add(np.zeros(number, np.int64), self.columns.pick[-1] + np.arange(number), np.ones(number), 1, 1.0, 1.0)
-        flows = [self._wire(wire) for wire in problem.wires]
-        for toll in problem.tolls:
+        self._flows = [self._wire(wire) for wire in problem.wires]
+        if tolls:
+            self.levy()
+
+    def levy(self) -> None:
+        """(toll): a unit goes at most once along an axis in one way."""
+        for toll in self.problem.tolls:
             paid = self._columns(np.array([toll.seconds]))
             for way in toll.ways:
                 for place in sorted(way.consumers):
-                    self._toll(paid, flows[way.wire][place] + np.flatnonzero(way.arcs))
+                    column = np.append(self._flows[way.wire][place] + np.flatnonzero(way.arcs), paid)
+                    value = np.append(np.full(len(column) - 1, -1.0), 1.0)
+                    self._add(np.zeros(len(column), np.int64), column, value, 1, 0.0, np.inf)
 
     def _columns(self, seconds: Floats, *, integer: bool = False) -> int:
         self.cost.append(seconds * MICROSECONDS)
@@ -117,11 +124,6 @@ class Model:
                     self._at_least(due, flows[place], arcs)
         self.columns.use.append(use)
         return flows
-
-    def _toll(self, paid: int, flow: Ints) -> None:
-        """(toll): a unit goes at most once along an axis in one way."""
-        column, value = np.append(flow, paid), np.append(np.full(len(flow), -1.0), 1.0)
-        self._add(np.zeros(len(column), np.int64), column, value, 1, 0.0, np.inf)
 
     def _at_least(self, greater: int, less: int, number: int) -> None:
         row = np.arange(number)

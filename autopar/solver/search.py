@@ -45,11 +45,22 @@ class Search:
         self._relaxation = load(model.part())
         self._relaxation.setOptionValue("time_limit", patience)  # of all relaxations together
 
+    def levy(self) -> None:
+        """Add the tolls to a program without them. From its optimum the one with tolls is near; from nothing it is far."""
+        self._relaxation.run()
+        columns, entries = self.model.columns.count, self.model.rows
+        self.model.levy()
+        self._add(columns, entries)
+
     def bound(self, rows: Iterable[Row]) -> None:
         """Add rows to the program."""
         columns, entries = self.model.columns.count, self.model.rows
         for row in rows:
             self.model.bound(row)
+        self._add(columns, entries)
+
+    def _add(self, columns: int, entries: int) -> None:
+        """Add to the relaxation what the model has got since it had so many columns and rows."""
         part = self.model.part(columns, entries)
         none = np.zeros(0, np.int32)
         self._relaxation.addCols(

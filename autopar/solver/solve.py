@@ -42,7 +42,8 @@ def solve(
     `time_limit` is in seconds, `gap` the relative gap at which branching stops. Raises SolverError after about `patience`
     seconds without an answer.
     """
-    search = Search(Model(problem), time_limit=time_limit, gap=gap, patience=patience)
+    search = Search(Model(problem, tolls=False), time_limit=time_limit, gap=gap, patience=patience)
+    search.levy()
     broken, known = list(rows), list[Row]()
     while True:
         if broken:
