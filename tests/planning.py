@@ -106,14 +106,19 @@ def plan(captured: Captured, on: Mesh, **options: object) -> Plan:
 
 
 def counted(plan: Plan, axis: int | None = None, values: Callable[[str], bool] = lambda name: True) -> Counter[tuple[str, str]]:
-    """How many collectives of each (kind, pass) a plan has, on one axis, for some values."""
+    """How many collectives of each (kind, pass) a plan has, on one axis, for some values, together with others or alone."""
     wanted = None if axis is None else plan.axes[axis]
-    return Counter((c.kind, c.where) for c in plan.collectives if wanted in (None, c.axis) and values(c.value))
+    return Counter((c.kind, c.where) for c in plan.collectives if wanted in (None, c.axis) and any(map(values, names(c))))
 
 
 def of(plan: Plan, *values: str) -> list[Collective]:
-    """The collectives of some values."""
-    return [c for c in plan.collectives if c.value in values]
+    """The collectives in which some values travel."""
+    return [c for c in plan.collectives if not set(values).isdisjoint(names(c))]
+
+
+def names(collective: Collective) -> tuple[str, ...]:
+    """The values that travel in a collective."""
+    return (collective.value, *collective.more)
 
 
 def smallest(captured: Captured, on: Mesh) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,17 +20,21 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan, resolve
 from autopar.rules import fit
 
+Issued = tuple[tuple[str, ...], str, str, str, int]
+BUCKET = 25 * 2**20  # bytes of whole weights that travel together
+TOGETHER = {("forward", "all_gather"), ("again", "all_gather"), ("gradient", "all_reduce"), ("gradient", "reduce_scatter")}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bill:
-    """Seconds of one step by what they are spent on; `issued` lists (value, axis, kind, pass, bytes) of every collective."""
+    """Seconds of one step by what they are spent on; `issued` lists (values, axis, kind, pass, bytes) of every collective."""
 
     ops: float
     optimizer: float
     inputs: float
     local: float
     collectives: float
-    issued: tuple[tuple[str, str, str, str, int], ...]
+    issued: tuple[Issued, ...]
 
     @property
     def total(self) -> float:
@@ -46,22 +52,21 @@ class _Teller:
         self.program, self.mesh, self.device = captured.program, on, on.device
         self.chosen: Decisions = resolve(plan, self.program, {op.name: fit(op, self.program.values) for op in self.program.ops})
         self.differentiated = self._differentiated()
+        self.buckets = {blocks: self._buckets(blocks=blocks) for blocks in (False, True)}
 
     def bill(self, optimizer: str) -> Bill:
         program, values = self.program, self.program.values
-        issued: list[tuple[str, str, str, str, int]] = []
-        local = collectives = 0.0
-        for name in self.chosen.routes:
-            for step, primitive, where in self._work(name):
+        sent: dict[object, list[tuple[str, Conversion]]] = defaultdict(list)
+        local = 0.0
+        for name in dict.fromkeys((*(n for op in program.ops for n in op.operands), *values)):  # in the order of first use
+            for step, primitive, role in self._work(name):
                 large, small = self._sides(values[name], step)
                 if primitive in COLLECTIVES:
-                    issued.append((name, self.mesh.axes[step.axis], primitive, where, large))
-                    collectives += collective_seconds(
-                        primitive, float(large), self.mesh.sizes[step.axis], self.mesh.links[step.axis]
-                    )
+                    sent[primitive, role, self._bundle(name, step, primitive, role)].append((name, step))
                 elif primitive != "identity":
                     moved = 2 * small if primitive == "slice" else small + large
                     local += max(moved / self.device.bandwidth, self.device.launch)
+        messages = [self._message(str(primitive), str(role), steps) for (primitive, role, _), steps in sent.items()]
         trained = [p.value for p in program.parameters if p.value.requires_grad]
         stored = sum(self._bytes(value, self.chosen.given[value.name]) for value in trained)
         return Bill(
@@ -69,9 +74,49 @@ class _Teller:
             optimizer=optimizers.step_seconds(stored, optimizers.optimizer(optimizer), self.device),
             inputs=sum(map(self._arrival, program.inputs)),
             local=local,
-            collectives=collectives,
-            issued=tuple(issued),
+            collectives=sum(seconds for _, seconds in messages),
+            issued=tuple(issued for issued, _ in messages),
         )
+
+    def _message(self, primitive: str, role: str, steps: list[tuple[str, Conversion]]) -> tuple[Issued, float]:
+        """A collective with what travels in it, and its seconds."""
+        axis = steps[0][1].axis
+        size = sum(self._sides(self.program.values[name], step)[0] for name, step in steps)
+        names = tuple(name for name, _ in steps)
+        seconds = collective_seconds(primitive, float(size), self.mesh.sizes[axis], self.mesh.links[axis])
+        return (names, self.mesh.axes[axis], primitive, "forward" if role == "forward" else "backward", size), seconds
+
+    def _bundle(self, name: str, step: Conversion, primitive: str, role: str) -> object:
+        """What two steps have in common that travel in one message; a step that travels alone has it with none."""
+        if name not in self.buckets[True] or (role, primitive) not in TOGETHER:
+            return name, step
+        into = {other.target: other for other in self.chosen.routes[name]}
+        path = [step]
+        while path[-1].source in into:
+            path.append(into[path[-1].source])
+        moved = any(other.primitives[0] != "identity" for other in path)
+        kinds = step.source[step.axis].kind, step.target[step.axis].kind
+        return moved, self.buckets[moved][name], step.axis, kinds, len(path)
+
+    def _buckets(self, *, blocks: bool) -> dict[str, tuple[int, object, int]]:
+        """The bucket of every weight: which run of ops reads it first, what it is like, and the how many-th of these it is.
+
+        With `blocks` a run ends where the outermost module with a number changes.
+        """
+        weights = {p.value.name: p.value for p in self.program.parameters}
+        found: dict[str, tuple[int, object, int]] = {}
+        runs = itertools.groupby(self.program.ops, key=lambda op: _block(op) if blocks else ())
+        for run, (_, ops) in enumerate(runs):
+            filled: dict[object, tuple[int, int]] = {}  # the present bucket of each kind and its bytes
+            for name in (n for op in ops for n in op.operands if n in weights):
+                if name not in found:
+                    kind = weights[name].dtype, weights[name].requires_grad
+                    bucket, size = filled.get(kind, (0, 0))
+                    if size and size + weights[name].bytes > BUCKET:
+                        bucket, size = bucket + 1, 0
+                    filled[kind] = bucket, size + weights[name].bytes
+                    found[name] = run, kind, bucket
+        return found
 
     def _bytes(self, value: Value, layout: Layout) -> int:
         return elements(local_shape(value.shape, layout, self.mesh.sizes)) * value.dtype.itemsize
@@ -104,9 +149,10 @@ class _Teller:
         return found
 
     def _work(self, name: str) -> Iterator[tuple[Conversion, str, str]]:
-        """Each primitive of a value's conversions: forward, backward where a gradient returns, a weight's forward again."""
-        into = {step.target: step for step in self.chosen.routes[name]}
-        assert len(into) == len(self.chosen.routes[name]), f"{name} has two ways into one layout"
+        """Each primitive of a value's conversions: "forward", "gradient" where one returns, a weight's forward "again"."""
+        route = self.chosen.routes.get(name, ())
+        into = {step.target: step for step in route}
+        assert len(into) == len(route), f"{name} has two ways into one layout"
         forward, backward, again = set(), set(), set()
         for layout, gradient, reread in self._uses(name):
             while layout in into:
@@ -121,9 +167,9 @@ class _Teller:
         for target, step in into.items():
             yield step, step.primitives[0], "forward"
             if target in backward:
-                yield step, step.primitives[1], "backward"
+                yield step, step.primitives[1], "gradient"
             if target in again and step.primitives[0] in COLLECTIVES:
-                yield step, step.primitives[0], "backward"
+                yield step, step.primitives[0], "again"
 
     def _uses(self, name: str) -> Iterator[tuple[Layout, bool, bool]]:
         """Per use of a value: the layout that is wanted, whether a gradient returns, whether a stored weight is read again."""
@@ -139,3 +185,10 @@ class _Teller:
         for output in self.program.outputs:
             if output.value == name:
                 yield self.chosen.outputs[output.path], name in self.differentiated, False
+
+
+def _block(op: Op) -> tuple[str, ...]:
+    """The path of the outermost module with a number that an op stands in; empty if there is none."""
+    path = op.name.partition(":")[0].split(".")
+    numbered = [place for place, part in enumerate(path) if part.isdigit()]
+    return tuple(path[: numbered[0] + 1]) if numbered else ()

@@ -76,8 +76,17 @@ def test_emitted_code_imports_every_name_that_it_uses(strategy: str) -> None:
 def test_a_gathered_weight_is_named_after_the_weight() -> None:
     text = code("fsdp")
     weight = "transformer_h_0_mlp_c_fc_weight"
-    assert f"{weight}_gathered = regathered(gathers, 'all_gather__reduce_scatter', {weight}, tp, 0)" in text
-    assert not re.search(r"^ +regathered\w* = ", text, re.MULTILINE)
+    found = re.search(rf"^ +{weight}_gathered = (bundle_\d+)\[(\d+)\]", text, re.MULTILINE)
+    assert found
+    bundle, place = found[1], int(found[2])
+    begun = re.search(rf"^ +{bundle}_begun = begin\('all_gather__reduce_scatter', \[(.*?)\], tp\)", text, re.MULTILINE)
+    assert begun
+    assert begun[1].split(", ").index(weight) == place
+    finish = rf"finish\(gathers, 'all_gather__reduce_scatter', {bundle}_begun, tp, (\[.*?\])\)"
+    ended = re.search(rf"^ +{bundle} = {finish}", text, re.MULTILINE)
+    assert ended
+    assert ast.literal_eval(ended[1])[place] == (0,)
+    assert not re.search(r"^ +(begin|finish)\w* = ", text, re.MULTILINE)
 
 
 def test_every_module_that_computes_has_a_comment_above_its_lines() -> None:

@@ -92,7 +92,7 @@ def test_the_json_has_the_fields_that_others_may_rely_on(tmp_path: Path) -> None
     assert data["mesh"] == {"axes": ["axis0", "axis1"], "sizes": [2, 2], "links": ["nvlink4", "nvlink4"]}
     assert data["hash"] == captured("gpt2").program.hash
     assert data["layouts"]["transformer.wte.weight"] == "I, I"
-    assert set(data["collectives"][0]) == {"value", "axis", "kind", "bytes", "pass", "seconds"}
+    assert set(data["collectives"][0]) == {"value", "more", "axis", "kind", "bytes", "pass", "seconds"}
     assert {entry["pass"] for entry in data["collectives"]} <= {"forward", "backward"}
 
 
@@ -142,7 +142,7 @@ def test_a_gap_is_told() -> None:
 
 
 def test_the_fields_of_a_collective_are_those_of_its_row() -> None:
-    assert [f.name for f in fields(Collective)] == ["value", "axis", "kind", "bytes", "where", "seconds"]
+    assert [f.name for f in fields(Collective)] == ["value", "more", "axis", "kind", "bytes", "where", "seconds"]
 
 
 def test_plan_of_the_public_api_is_the_same(tmp_path: Path) -> None:

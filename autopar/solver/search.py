@@ -81,8 +81,8 @@ class Search:
         """The optimum of the linear relaxation; None if it is infeasible."""
         self._relaxation.run()
         status = self._relaxation.getModelStatus()
-        if status == highspy.HighsModelStatus.kUnknown:  # numerical trouble on the way from the last basis: from the beginning
-            self._relaxation.clearSolver()
+        if status in (highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError):
+            self._relaxation.clearSolver()  # numerical trouble on the way from the last basis: from the beginning
             self._relaxation.run()
             status = self._relaxation.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:

@@ -12,10 +12,10 @@ from autopar.runtime.regather import Gathers
 
 
 class Counted:
-    """A conversion that counts how many tensors it makes: a multiple of the source, in memory of its own."""
+    """A conversion that counts how many tensors it makes: by default twice the source, in memory of its own."""
 
-    def __init__(self, factor: int = 2) -> None:
-        self.factor, self.runs = factor, 0
+    def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight * 2) -> None:
+        self.convert, self.runs = convert, 0
         self.alive: list[weakref.ref[torch.UntypedStorage]] = []
         self.sent: list[int] = []  # how many weights at a time
 
@@ -27,7 +27,7 @@ class Counted:
         self, which: Sequence[int], weights: Sequence[torch.Tensor], flight: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         self.runs += len(weights)
-        values = [weight * self.factor for weight in weights]
+        values = [self.convert(weight) for weight in weights]
         self.alive += [weakref.ref(value.untyped_storage()) for value in values]
         return values
 
@@ -80,7 +80,7 @@ def test_a_second_backward_gathers_again() -> None:
 
 
 def test_a_chain_of_conversions_runs_once_each_and_keeps_nothing_between() -> None:
-    parameters, inner, outer, gathers = weights(4), Counted(), Counted(3), Gathers()
+    parameters, inner, outer, gathers = weights(4), Counted(), Counted(lambda w: w * 3), Gathers()
 
     def twice(w: nn.Parameter) -> torch.Tensor:
         return outer.run(gathers, inner.run(gathers, w)[0].t())[0]
@@ -186,9 +186,14 @@ def test_a_value_that_is_no_gathered_one_is_saved_as_it_is() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_gathered_value_may_be_cast_on_the_way(dtype: torch.dtype) -> None:
-    (w,), gathers = weights(1), Gathers()
-    x = torch.randn(4, 6, dtype=dtype)
+    (w,), counted, gathers = weights(1), Counted(), Gathers()
+    cast = Counted(lambda w: w.to(dtype))
+    x = torch.randn(4, 6, dtype=dtype, requires_grad=True)
     with gathers.active():
-        loss = F.linear(x, gathers.run(torch.Tensor.to, gathers.run(Counted(), w), dtype)).square().sum()
+        (whole,) = counted.run(gathers, w)
+        loss = F.linear(x, cast.run(gathers, whole)[0]).square().sum()
+        del whole
+    assert not counted.alive[0]()
     expected = F.linear(x, (w * 2).to(dtype)).square().sum()
     assert torch.equal(gradients(loss, [w])[0], gradients(expected, [w])[0])
+    assert counted.runs == 2

@@ -1,0 +1,182 @@
+"""Bundles: every weight is in one, none is too large, blocks stay apart where weights move, and every step travels once."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autopar.capture import Captured, capture
+from autopar.conversion import Conversion
+from autopar.ir import Program
+from autopar.layout import parse
+from autopar.passes.bundles import LIMIT, bundled, bundles, in_order
+from autopar.plan import resolve
+from autopar.planner import Options
+from autopar.rules import fit
+from autopar.testing import random_plan_of
+from tests import planning
+from tests.planning import NETWORK, NVLINK, mesh
+
+Model = Callable[[], Captured]
+MODELS: dict[str, Model] = {
+    "layers": partial(planning.layers, 64, *[2048] * 8, 8192, 2048),
+    "llama": partial(planning.llama, 8, 32, 128, depth=4),
+    "tied llama": partial(planning.llama, 8, 32, 128, depth=2, tied=True),
+    "gpt2": partial(planning.gpt2, 8, 32, 64, depth=3),
+    "wide gpt2": partial(planning.gpt2, 1, 64, 4096),
+}
+Route = tuple[Conversion, ...]
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_every_parameter_that_is_read_is_in_one_bundle_in_the_order_of_first_use(model: Model, moved: bool) -> None:
+    program = model().program
+    weights = {p.value.name for p in program.parameters}
+    read = dict.fromkeys(name for op in program.ops for name in op.operands if name in weights)
+    assert [name for names in bundles(program, moved=moved) for name in names] == list(read)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_bundle_is_full_or_the_last_of_its_block_and_never_too_large(model: Model, moved: bool) -> None:
+    program = model().program
+    found = [[program.values[name].bytes for name in names] for names in bundles(program, moved=moved)]
+    assert all(sum(sizes) <= LIMIT or len(sizes) == 1 for sizes in found)
+    if not moved:
+        assert all(sum(one) + after[0] > LIMIT for one, after in itertools.pairwise(found))
+
+
+def test_blocks_share_a_bundle_unless_their_weights_move() -> None:
+    program = MODELS["llama"]().program
+    apart = bundles(program, moved=True)
+    blocks = [tuple(dict.fromkeys(name.rpartition(".layers.")[2].partition(".")[0] for name in names)) for names in apart]
+    assert blocks == [("model",), ("0",), ("1",), ("2",), ("3",), ("model", "lm_head")]
+    assert bundles(program, moved=False) == (tuple(itertools.chain(*apart)),)
+
+
+def test_layers_of_8_mib_are_alone_where_they_move_and_three_in_a_bundle_where_not() -> None:
+    program = MODELS["layers"]().program
+    assert [len(names) for names in bundles(program, moved=True)] == [1] * 9
+    assert [len(names) for names in bundles(program, moved=False)] == [3, 3, 1, 1, 1]
+
+
+class Mixed(nn.Module):
+    """Two types, and a weight that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Parameter(torch.zeros(4, 4)) for _ in range(4))
+        self.a.requires_grad_(False)
+        self.c.data = self.c.data.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(F.linear(F.linear(x, self.a), self.b).double(), self.c).float(), self.d).sum()
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_what_differs_in_type_or_in_having_a_gradient_is_apart(moved: bool) -> None:
+    program = capture(Mixed(), torch.zeros(2, 4)).program
+    assert bundles(program, moved=moved) == (("a",), ("b", "d"), ("c",))
+
+
+def routes_of(model: str, strategy: str, seed: int) -> tuple[Program, dict[str, Route]]:
+    """The routes of the weights in a plan on two axes."""
+    captured, on = MODELS[model](), mesh((2, 4), NETWORK, NVLINK)
+    options = Options(strategy=strategy)
+    made = random_plan_of if strategy == "random" else lambda *_: planning.plan(captured, on, strategy=strategy)
+    plan = made(captured, on, seed, options)
+    program = captured.program
+    routes = resolve(plan, program, {op.name: fit(op, program.values) for op in program.ops}).routes
+    weights = {p.value.name for p in program.parameters}
+    return program, {name: route for name, route in routes.items() if name in weights}
+
+
+def path(route: Route, step: Conversion) -> list[Conversion]:
+    """A step and those that lead to it, the last one first."""
+    before = next((other for other in route if other.target == step.source), None)
+    return [step, *(path(route, before) if before else ())]
+
+
+PLANS = [(strategy, 0) for strategy in ("auto", "ddp", "fsdp", "megatron")] + [("random", seed) for seed in range(3)]
+
+
+@pytest.mark.parametrize("strategy, seed", PLANS)
+@pytest.mark.parametrize("model", ["llama", "gpt2", "layers"])
+def test_every_step_of_every_weight_travels_once_with_others_of_its_kind_level_and_bundle(
+    model: str, strategy: str, seed: int
+) -> None:
+    program, routes = routes_of(model, strategy, seed)
+    found = bundled(program, routes)
+    assert Counter(pair for one in found for pair in one.steps) == Counter((n, s) for n, route in routes.items() for s in route)
+    kinds = []
+    for one in found:
+        ways = {any(s.primitives[0] != "identity" for s in path(routes[name], step)) for name, step in one.steps}
+        assert len(ways) == 1
+        (moved,) = ways
+        (number,) = {i for i, names in enumerate(bundles(program, moved=moved)) for name, _ in one.steps if name in names}
+        assert {(len(path(routes[name], step)) - 1, step.axis, step.primitives) for name, step in one.steps} == {
+            (one.level, one.axis, one.primitives)
+        }
+        kinds.append((moved, number, one.level, one.axis, one.primitives))
+    assert len(set(kinds)) == len(kinds), "what could travel together does"
+
+
+@pytest.mark.parametrize("strategy, seed", PLANS)
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_bundles_come_in_the_order_of_first_use_and_level(model: str, strategy: str, seed: int) -> None:
+    program, routes = routes_of(model, strategy, seed)
+    first = {name: place for place, name in enumerate(itertools.chain(*bundles(program, moved=True)))}
+    order = [(first[one.steps[0][0]], one.level) for one in bundled(program, routes)]
+    assert order == sorted(order)
+    for one in bundled(program, routes):
+        places = [first[name] for name, _ in one.steps]
+        assert places == sorted(places)
+
+
+def step(line: str) -> Conversion:
+    """The conversion that a text on two axes of two devices denotes."""
+    source, target = (tuple(parse(side, (4, 4), (2, 2))) for side in line.split(" -> "))
+    axis = next(axis for axis in range(2) if source[axis] != target[axis])
+    return Conversion(axis=axis, source=source, target=target)  # type: ignore[arg-type]
+
+
+def test_steps_that_keep_the_shape_are_ordered_by_what_they_do() -> None:
+    mixed = (step("I, I -> I, P"), step("I, P -> R, P"))
+    assert in_order(mixed, ()) == (step("I, I -> R, I"), step("R, I -> R, P"))
+    late = (step("I, I -> I, R"), step("I, R -> R, R"))
+    assert in_order(late, ()) == (step("I, I -> R, I"), step("R, I -> R, R"))
+    assert in_order(in_order(late, ()), ()) == in_order(late, ())
+
+
+def test_steps_stay_where_the_layout_between_them_is_wanted_or_leads_elsewhere_or_the_shape_changes() -> None:
+    late = (step("I, I -> I, R"), step("I, R -> R, R"))
+    assert in_order(late, {late[0].target}) == late
+    branched = (*late, step("I, R -> P, R"))
+    assert in_order(branched, ()) == branched
+    taken = (*late, step("I, I -> R, I"))
+    assert in_order(taken, {taken[2].target}) == taken
+    gathered = (step("I, S(0) -> I, R"), step("I, R -> R, R"))
+    assert in_order(gathered, ()) == gathered
+
+
+@pytest.mark.parametrize("strategy, seed", PLANS)
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_an_ordered_route_goes_to_the_same_places_with_the_same_primitives(model: str, strategy: str, seed: int) -> None:
+    _, routes = routes_of(model, strategy, seed)
+    for route in routes.values():
+        reverse = tuple(reversed(route))
+        for wanted in (set(), {step.target for step in route}):
+            found = in_order(reverse, wanted)
+            sources = {step.source for step in route}
+            ends = {step.target for step in route if step.target not in sources} | wanted
+            assert ends <= {step.target for step in found}
+            assert Counter((s.axis, s.primitives) for s in found) == Counter((s.axis, s.primitives) for s in route)
+            assert all(len(path(found, s)) == len(path(route, t)) for s in found for t in route if s.target == t.target)
