@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.conversion import Conversion
@@ -98,27 +98,6 @@ def bundled(program: Program, routes: Mapping[str, tuple[Conversion, ...]]) -> t
     first = {name: place for place, name in enumerate(name for names in bundles(program, moved=True) for name in names)}
     result = [Bundle(level=_level(routes[steps[0][0]], steps[0][1].source), steps=tuple(steps)) for steps in found.values()]
     return tuple(sorted(result, key=lambda one: (first[one.steps[0][0]], one.level)))
-
-
-def in_order(route: tuple[Conversion, ...], wanted: Collection[Layout]) -> tuple[Conversion, ...]:
-    """The route of a weight with its steps in an order that follows from what they do, so that equal steps travel together.
-
-        I, I -> I, P -> R, P        I, I -> R, I -> R, P        what moves nothing first, then by axis
-
-    Steps that leave the local shape alone change places at no price, unless the layout between them is `wanted` or leads
-    elsewhere too.
-    """
-    steps, sources = list(route), [step.source for step in route]
-    for (i, one), (j, other) in itertools.permutations(enumerate(route), 2):
-        if one.target != other.source or one.axis == other.axis or (moves(one), one.axis) < (moves(other), other.axis):
-            continue
-        between = (*one.source[: other.axis], other.target[other.axis], *one.source[other.axis + 1 :])
-        cut = any(state.kind == "S" for step in (one, other) for state in (step.source[step.axis], step.target[step.axis]))
-        if not cut and sources.count(one.target) == 1 and one.target not in wanted and between not in (*sources, *wanted):
-            steps[i] = Conversion(axis=other.axis, source=one.source, target=between)
-            steps[j] = Conversion(axis=one.axis, source=between, target=other.target)
-            return in_order(tuple(steps), wanted)
-    return route
 
 
 def moves(step: Conversion) -> bool:

@@ -20,7 +20,7 @@ from autopar.errors import ConstraintError
 from autopar.ir import Output, Parameter, Program
 from autopar.layout import I, Layout, storable, text
 from autopar.mesh import Mesh
-from autopar.passes.bundles import TOGETHER, bundles, in_order
+from autopar.passes.bundles import TOGETHER, bundles
 from autopar.passes.candidates import Candidate, candidates
 from autopar.passes.classes import OUTPUT, ValueClass
 from autopar.passes.space import Blocks, Space, placeable, space, states
@@ -284,8 +284,6 @@ def decisions(formulated: Formulated, solution: Solution) -> Decisions:
     ):
         nodes = graph.nodes
         steps = tuple(_step(nodes[int(wire.source[a])], nodes[int(wire.target[a])]) for a in arcs)
-        if values.example in formulated.analysis.weights:
-            steps = in_order(steps, {nodes[int(end.wants[solution.picks[end.choice]])] for end in wire.consumers})
         routes |= {member: steps for member in values.members if steps}
     return Decisions(
         ops={op.name: picked[of[op.name]] for op in program.ops},

@@ -61,7 +61,8 @@ def solve(
         broken = list(judge(solution, True))
         if not broken:
             better = together(problem, solution)
-            return solution if better is solution or list(judge(better, True)) else better
+            fits = better is solution or (_kept(problem, better, known) and not list(judge(better, True)))
+            return better if fits else solution
 
 
 def _whole(search: Search, relaxed: Found, rows: Sequence[Row], gap: float) -> Solution | None:

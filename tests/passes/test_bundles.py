@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from autopar.capture import Captured, capture
 from autopar.conversion import Conversion
 from autopar.ir import Program
-from autopar.layout import parse
-from autopar.passes.bundles import LIMIT, bundled, bundles, in_order
+from autopar.passes.bundles import LIMIT, bundled, bundles
 from autopar.plan import resolve
 from autopar.planner import Options
 from autopar.rules import fit
@@ -139,44 +138,3 @@ def test_bundles_come_in_the_order_of_first_use_and_level(model: str, strategy: 
     for one in bundled(program, routes):
         places = [first[name] for name, _ in one.steps]
         assert places == sorted(places)
-
-
-def step(line: str) -> Conversion:
-    """The conversion that a text on two axes of two devices denotes."""
-    source, target = (tuple(parse(side, (4, 4), (2, 2))) for side in line.split(" -> "))
-    axis = next(axis for axis in range(2) if source[axis] != target[axis])
-    return Conversion(axis=axis, source=source, target=target)  # type: ignore[arg-type]
-
-
-def test_steps_that_keep_the_shape_are_ordered_by_what_they_do() -> None:
-    mixed = (step("I, I -> I, P"), step("I, P -> R, P"))
-    assert in_order(mixed, ()) == (step("I, I -> R, I"), step("R, I -> R, P"))
-    late = (step("I, I -> I, R"), step("I, R -> R, R"))
-    assert in_order(late, ()) == (step("I, I -> R, I"), step("R, I -> R, R"))
-    assert in_order(in_order(late, ()), ()) == in_order(late, ())
-
-
-def test_steps_stay_where_the_layout_between_them_is_wanted_or_leads_elsewhere_or_the_shape_changes() -> None:
-    late = (step("I, I -> I, R"), step("I, R -> R, R"))
-    assert in_order(late, {late[0].target}) == late
-    branched = (*late, step("I, R -> P, R"))
-    assert in_order(branched, ()) == branched
-    taken = (*late, step("I, I -> R, I"))
-    assert in_order(taken, {taken[2].target}) == taken
-    gathered = (step("I, S(0) -> I, R"), step("I, R -> R, R"))
-    assert in_order(gathered, ()) == gathered
-
-
-@pytest.mark.parametrize("strategy, seed", PLANS)
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
-def test_an_ordered_route_goes_to_the_same_places_with_the_same_primitives(model: str, strategy: str, seed: int) -> None:
-    _, routes = routes_of(model, strategy, seed)
-    for route in routes.values():
-        reverse = tuple(reversed(route))
-        for wanted in (set(), {step.target for step in route}):
-            found = in_order(reverse, wanted)
-            sources = {step.source for step in route}
-            ends = {step.target for step in route if step.target not in sources} | wanted
-            assert ends <= {step.target for step in found}
-            assert Counter((s.axis, s.primitives) for s in found) == Counter((s.axis, s.primitives) for s in route)
-            assert all(len(path(found, s)) == len(path(route, t)) for s in found for t in route if s.target == t.target)

@@ -8,7 +8,21 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from autopar.solver.problem import PRODUCER, Choice, Consumer, Kept, Problem, Row, Surcharge, Wire, price, route_price
+from autopar.solver.problem import (
+    PRODUCER,
+    Choice,
+    Consumer,
+    Kept,
+    Problem,
+    Row,
+    Surcharge,
+    Toll,
+    Way,
+    Wire,
+    leading_to,
+    price,
+    route_price,
+)
 
 
 def random_problem(seed: int) -> Problem:
@@ -24,7 +38,17 @@ def random_problem(seed: int) -> Problem:
         later = list(range(producer + 1, len(choices)))
         readers = sorted(draw.sample(later, draw.randint(1, min(2, len(later)))))
         wires.append(_random_wire(draw, cost, choices, producer, readers))
-    return Problem(choices=choices, wires=tuple(wires))
+    tolls = tuple(_random_toll(draw, cost, wires) for _ in range(seed % 4))
+    return Problem(choices=choices, wires=tuple(wires), tolls=tolls)
+
+
+def _random_toll(draw, cost, wires) -> Toll:
+    """Seconds for one or two wires; a unit goes at most once along the arcs of a way, for they all lead to one node."""
+    ways = []
+    for w in draw.sample(range(len(wires)), draw.randint(1, min(2, len(wires)))):
+        consumers = frozenset(k for k in range(len(wires[w].consumers)) if draw.random() < 0.7)
+        ways.append(Way(wire=w, consumers=consumers or frozenset({0}), arcs=wires[w].target == draw.randrange(wires[w].nodes)))
+    return Toll(name="toll", seconds=cost(), ways=tuple(ways))
 
 
 def _random_wire(draw, cost, choices, producer, readers) -> Wire:
@@ -111,7 +135,7 @@ def enumerate_all(problem: Problem, rows: tuple[Row, ...] = ()) -> float | None:
     """The least price of any solution that the rows allow; None if there is none."""
     best = None
     for picks in itertools.product(*(range(len(c.seconds)) for c in problem.choices)):
-        options = [_undominated(wire, picks, i, rows) for i, wire in enumerate(problem.wires)]
+        options = [_undominated(problem, picks, i, rows) for i in range(len(problem.wires))]
         for arcs in itertools.product(*options):
             if best is not None and price(problem, picks, arcs) >= best:
                 continue
@@ -120,13 +144,15 @@ def enumerate_all(problem: Problem, rows: tuple[Row, ...] = ()) -> float | None:
     return best
 
 
-def _undominated(wire: Wire, picks: tuple[int, ...], number: int, rows: tuple[Row, ...]) -> list[tuple[int, ...]]:
-    """The trees of a wire that no other tree matches in price and in every row."""
+def _undominated(problem: Problem, picks: tuple[int, ...], number: int, rows: tuple[Row, ...]) -> list[tuple[int, ...]]:
+    """The trees of a wire that no other tree matches in price, in every row and in every toll."""
+    wire, ways = problem.wires[number], [way for toll in problem.tolls for way in toll.ways if way.wire == number]
     scored = [
         (
             tuple(
                 [route_price(wire, picks, t)]
                 + [float(row.uses[number][list(t)].sum()) for row in rows]
+                + [float(way.arcs[list(leading_to(wire, way.consumers, picks, t))].any()) for way in ways]
             ),
             t,
         )

@@ -6,9 +6,9 @@ import pulp
 import pytest
 
 from autopar.solver.model import MICROSECONDS, Model
-from autopar.solver.problem import price
-from autopar.solver.solve import solve
-from tests.solver.random_problems import bytes_of, enumerate_all, random_problem, random_row
+from autopar.solver.problem import Solution, price
+from autopar.solver.solve import solve, together
+from tests.solver.random_problems import bytes_of, enumerate_all, random_problem, random_row, trees
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -33,3 +33,15 @@ def test_pulp_states_the_same_program(seed: int) -> None:
     program = model.to_pulp()
     program.solve(pulp.HiGHS(msg=False))
     assert pulp.value(program.objective) / MICROSECONDS == pytest.approx(enumerate_all(problem), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_routes_led_anew_cost_no_more_and_reach_what_is_wanted(seed: int) -> None:
+    problem = random_problem(seed)
+    picks = tuple(seed % len(choice.seconds) for choice in problem.choices)
+    arcs = tuple(min(trees(wire, picks), default=()) for wire in problem.wires)
+    before = price(problem, picks, arcs)
+    found = together(problem, Solution(picks=picks, arcs=arcs, seconds=before, bound=0.0, status="feasible"))
+    assert found.seconds == price(problem, found.picks, found.arcs) <= before * (1 + 1e-6)
+    for wire, used in zip(problem.wires, found.arcs, strict=True):
+        assert sorted(used) in map(sorted, trees(wire, found.picks))
