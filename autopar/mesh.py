@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.errors import MeshError
 
@@ -21,6 +21,8 @@ class Link:
     latency: Seconds  # per message
     bandwidth: float  # bytes per second that one device sends, one direction
     source: str  # "NVLink 4, H100 SXM data sheet, 2023"
+    # Where it was measured: kind of collective -> (bytes of the larger buffer, seconds), rising; they count, not the above.
+    curves: Mapping[str, tuple[tuple[float, Seconds], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,15 @@ class Device:
     outer: str  # link between nodes, per device
     per_node: int  # devices in one node
     source: str
+    # Where it was measured: operator -> what its forward and its backward do in a second, operations of matrix products and
+    # attention, bytes of others; "optimizer.NAME" -> bytes moved per second by its step; and links by the size of a group.
+    rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    links: Mapping[int, Link] = field(default_factory=dict)
+
+    @property
+    def cpu(self) -> bool:
+        """Whether it is a CPU: some operators take another path there."""
+        return re.match(r"cpu\b", self.name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

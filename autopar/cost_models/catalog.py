@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from autopar.cost_models.measured import load
 from autopar.errors import MeshError
 from autopar.mesh import Bytes, Device, Seconds
 
@@ -104,6 +105,8 @@ VARIANTS = frozenset({"pcie", "nvl", "ti", "super", "laptop", "mobile", "max"})
 def device(name: str | Device | None = None, processes: int = 1) -> Device:
     """The device to plan for: a catalog entry by name, "cpu", a `Device` as it is, or None for what this machine has.
 
+    A name that ends in .json is a file that `python -m autopar.profile` has written.
+
     `processes` is how many processes share this machine's CPU; its cores and memory are divided among them. An accelerator
     serves one process. Raises MeshError for a name that is not in the catalog.
 
@@ -114,6 +117,8 @@ def device(name: str | Device | None = None, processes: int = 1) -> Device:
         return name
     if name is None:
         return _accelerator() if torch.cuda.is_available() else cpu(processes)
+    if name.endswith(".json"):
+        return load(name)
     key = name.lower()
     if key == "cpu":
         return cpu(processes)
@@ -122,7 +127,7 @@ def device(name: str | Device | None = None, processes: int = 1) -> Device:
         raise MeshError(
             f"no device is called {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""),
             devices=", ".join((*DEVICES, "cpu")),
-            fix="give one of these names, or an autopar.mesh.Device with your own numbers",
+            fix="give one of these names, a profile.json of python -m autopar.profile, or an autopar.mesh.Device of your own",
         )
     return DEVICES[key]
 

@@ -3,7 +3,7 @@
     seconds = max(operations / peak, bytes / bandwidth, kernels x launch)
 
 S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model", 2009. Peaks are peaks: no efficiency
-is assumed, since a measured profile says it better.
+is assumed, since a measured profile says it better: it has a rate for the forward and the backward of each operator.
 
 Forward: operands are read once, results written once, and so is what autograd keeps inside (a mask, statistics). Operations
 are 2 m n k for a matrix product, 2 x outputs x window for a convolution, 4 b h q k d for attention (half of it when causal),
@@ -152,17 +152,28 @@ class Pricer:
     results_with_gradient: tuple[int, ...]
     handed_on: frozenset[int]
     saved: Saved
+    rates: tuple[float, float] | None  # measured, of the forward and the backward
 
     def __call__(self, operands: Shapes, results: Shapes) -> Seconds:
         return self.forward_seconds(operands, results) + self.backward_seconds(operands, results)
 
     def forward_seconds(self, operands: Shapes, results: Shapes) -> Seconds:
         """Seconds of one forward."""
-        return roofline(self.forward(operands, results), self.peak, self.device)
+        return self._seconds(self.forward(operands, results), 0)
 
     def backward_seconds(self, operands: Shapes, results: Shapes) -> Seconds:
         """Seconds of one backward; 0 where no gradient is needed."""
-        return roofline(self.gradient(operands, results), self.peak, self.device) if self.backward else 0.0
+        return self._seconds(self.gradient(operands, results), 1) if self.backward else 0.0
+
+    def _seconds(self, work: Work, which: int) -> Seconds:
+        """At the measured rate if there is one: operations of products and attention, bytes of other operators."""
+        if not self.rates or not work.kernels:
+            return roofline(work, self.peak, self.device)
+        return max(self.amount(work) / self.rates[which], self.device.launch)
+
+    def amount(self, work: Work) -> int:
+        """What a measured rate counts: operations of products and attention, bytes of other operators."""
+        return work.flops if self.product is not None or self.attention else work.bytes
 
     def forward(self, operands: Shapes, results: Shapes) -> Work:
         """What the forward does."""
@@ -229,7 +240,7 @@ def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
     """
     operands = tuple(values[name] for name in op.operands)
     backward = op.requires_grad
-    kept = saved(op, values, cpu=device.name == "cpu") if backward else NOTHING
+    kept = saved(op, values, cpu=device.cpu) if backward else NOTHING
     arguments = Call.of(op).arguments if op.target == ATTENTION or op.target in DROPOUT else {}
     idle = op.target in DROPOUT and (arguments.get("train") is False or arguments.get("p") == 0)
     dtype = dtype_of(op, operands)
@@ -248,6 +259,7 @@ def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
         results_with_gradient=tuple(p for p, value in enumerate(op.results) if value.requires_grad),
         handed_on=frozenset(HANDED_ON.get(op.target, ())),
         saved=kept,
+        rates=device.rates.get(op.target),
     )
 
 

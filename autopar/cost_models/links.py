@@ -51,6 +51,8 @@ def connect(mesh: Mesh, device: Device) -> Mesh:
     """
     if mesh.links:
         return dataclasses.replace(mesh, device=device)
+    if device.links:
+        return dataclasses.replace(mesh, links=tuple(_measured(size, device) for size in mesh.sizes), device=device)
     inner, outer = _link(device.inner, device), _link(device.outer, device)
     slower = max(inner, outer, key=lambda link: (1 / link.bandwidth, link.latency))
     links, span = [], 1
@@ -59,6 +61,17 @@ def connect(mesh: Mesh, device: Device) -> Mesh:
         span *= size
         links.append(inner if _inside(span, mesh, device) else slower if starts_inside else outer)
     return dataclasses.replace(mesh, links=tuple(reversed(links)), device=device)
+
+
+def _measured(size: int, device: Device) -> Link:
+    """The measured link of groups of so many devices."""
+    if size > 1 and size not in device.links:
+        raise MeshError(
+            f"the profile {device.name} knows no groups of {size} devices",
+            measured=", ".join(map(str, device.links)),
+            fix="measure again with a number of processes that the group's size divides",
+        )
+    return device.links.get(size) or next(iter(device.links.values()))
 
 
 def _inside(span: int, mesh: Mesh, device: Device) -> bool:

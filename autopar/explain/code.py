@@ -15,7 +15,7 @@ def code(planned: Planned) -> str:
     formulated = planned.solved.formulated
     mesh, fits, program = formulated.mesh, formulated.analysis.fits, planned.captured.program
     axes = tuple(Axis(name=name, size=size, index=0, group=name) for name, size in zip(mesh.axes, mesh.sizes, strict=True))
-    device = torch.device("cpu") if planned.plan.device == "cpu" else torch.device("cuda", 0)
+    device = torch.device("cpu") if planned.plan.device.startswith("cpu") else torch.device("cuda", 0)
     context = Context(mesh=mesh, device_mesh=None, axes=axes, device=device)
     graph = emit(program, resolve(planned.plan, program, fits), dict(fits), context)
     return graph.python_code("self").src

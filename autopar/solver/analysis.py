@@ -79,7 +79,7 @@ def analyse(program: Program, mesh: Mesh, *, apart: Callable[[str], str] = lambd
         classes=classes,
         fits=fits,
         blocks=asked(program, fits),
-        cpu=mesh.device is not None and mesh.device.name == "cpu",
+        cpu=mesh.device is not None and mesh.device.cpu,
     )
 
 

@@ -1,0 +1,157 @@
+"""Measure this machine, so that plans are priced by what it does and not by data sheets.
+
+    python -m autopar.profile train.py:build --processes 4 --save machine.json       build() returns (model, sample_input)
+    python -m autopar.explain train.py:build --mesh 2,2 --device machine.json
+
+Every distinct operator of the model runs forward and backward at the shapes that it has on one of the processes under data
+parallelism, all processes at the same time, one thread each; so do gloo's collectives, in groups of every size that divides the
+number of processes. An operator's rate is its work (`cost_models.compute`) over its time; operators that were not measured are
+priced by the roofline. The file can be read and edited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+
+import torch
+
+from autopar.cost_models import catalog
+from autopar.cost_models.compute import pricer
+from autopar.cost_models.measured import save
+from autopar.cost_models.optimizers import optimizer
+from autopar.decisions import Decisions
+from autopar.errors import AutoparError
+from autopar.explain.target import built
+from autopar.ir import Op, Program, writes
+from autopar.layout import local_shape
+from autopar.mesh import Device, Link, Mesh
+from autopar.plan import resolve
+from autopar.planner import Options, located, plan_program, read_program
+from autopar.rules import Fitted, localise, view_of
+from autopar.runtime.stopwatch import Call, Job, Times
+from autopar.runtime.workers import WorkerPool
+from autopar.solver.analysis import analyse
+
+BYTES = tuple(1 << power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
+OPTIMIZERS = ("adamw", "sgd")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """An operator to be timed with its work, forward and backward, in the unit of its rate."""
+
+    call: Call
+    work: tuple[int, int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m autopar.profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("targets", nargs="+", metavar="TARGET", help="file.py:function or package.module:function")
+    parser.add_argument("--processes", type=int, default=2, help="that work at the same time (2)")
+    parser.add_argument("--save", required=True, metavar="FILE.json")
+    options = parser.parse_args(arguments)
+    try:
+        programs = [read_program(*built(target)).program for target in options.targets]
+        save(profile(programs, options.processes), options.save)
+    except AutoparError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def profile(programs: Sequence[Program], processes: int) -> Device:
+    """What `processes` gloo processes on this machine do with the operators of some programs, each."""
+    timed = list(dict.fromkeys(found for program in programs for found in _operators(program, processes)))
+    shapes = [p.value.shape for p in programs[0].parameters]
+    groups = tuple(size for size in range(2, processes + 1) if processes % size == 0)
+    job = Job(
+        calls=tuple(one.call for one in timed), groups=groups, bytes=BYTES, optimizers=OPTIMIZERS, parameters=tuple(shapes)
+    )
+    with WorkerPool(processes, preload=["autopar.runtime.stopwatch"]) as pool:
+        found = [one for one in pool.run("autopar.runtime.stopwatch:times", job, timeout=1800) if isinstance(one, Times)]
+    return _device(timed, job, found)
+
+
+def _operators(program: Program, processes: int) -> Iterator[Timed]:
+    """The operators of a program as one process runs them under data parallelism, those that take time."""
+    mesh = located((processes,), Options(device="cpu"))
+    plan = plan_program(program, mesh, Options(device="cpu", strategy="ddp" if processes > 1 else "auto"))
+    analysis = analyse(program, mesh)
+    chosen = resolve(plan, program, analysis.fits)
+    assert mesh.device is not None
+    for op in program.ops:
+        if not view_of(op) and not writes(op):
+            yield _local(op, analysis.fits[op.name], program, chosen, mesh)
+
+
+def _local(op: Op, fitted: Fitted | None, program: Program, chosen: Decisions, mesh: Mesh) -> Timed:
+    candidate, values = chosen.ops[op.name], program.values
+    inside = [local_shape(values[n].shape, x, mesh.sizes) for n, x in zip(op.operands, candidate.operands, strict=True)]
+    outside = [local_shape(r.shape, x, mesh.sizes) for r, x in zip(op.results, candidate.results, strict=True)]
+    parts = [1] * (len(fitted.factors) if fitted else 0)
+    for (kind, factor, _), size in zip(candidate.forms, mesh.sizes, strict=True):
+        if kind == "S":
+            parts[factor] *= size
+    args, kwargs = localise(op, fitted, inside, outside, parts) if fitted else (op.args, op.kwargs)
+    specs = tuple((s, values[n].dtype, values[n].requires_grad) for s, n in zip(inside, op.operands, strict=True))
+    assert mesh.device is not None
+    price = pricer(op, values, mesh.device)
+    work = price.amount(price.forward(inside, outside)), price.amount(price.gradient(inside, outside))
+    return Timed(call=Call(target=op.target, args=args, kwargs=kwargs, operands=specs), work=work)
+
+
+def _device(timed: Sequence[Timed], job: Job, found: Sequence[Times]) -> Device:
+    """A device of the means over the processes."""
+    base = catalog.cpu(len(found))
+    work: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
+    for place, one in enumerate(timed):
+        seconds = [statistics.fmean(times.calls[place][way] for times in found) for way in (0, 1)]
+        for slot, value in enumerate((*one.work, *seconds)):
+            work[one.call.target][slot] += value
+    rates = {target: (_rate(w[0], w[2]), _rate(w[1], w[3])) for target, w in sorted(work.items()) if w[0] and w[2]}
+    total = sum(4 * torch.Size(shape).numel() for shape in job.parameters)
+    for name in job.optimizers:
+        seconds_of = statistics.fmean(times.optimizers[name] for times in found)
+        rates[f"optimizer.{name}"] = total * optimizer(name).moved / seconds_of, 0.0
+    source = (
+        f"measured {date.today()} on {platform.machine()}, {base.source}; torch {torch.__version__}, gloo, "
+        f"{len(found)} processes at the same time"
+    )
+    links = {size: _link(size, job, found, source) for size in job.groups}
+    return Device(
+        name=f"cpu, {len(found)} processes measured", flops=base.flops, memory=base.memory, bandwidth=base.bandwidth,
+        launch=base.launch, inner="gloo", outer="gloo", per_node=len(found), source=source, rates=rates, links=links,
+    )  # fmt: skip
+
+
+def _rate(work: float, seconds: float) -> float:
+    """What is done in a second; what takes no time, or does no work, is as fast as can be written down."""
+    return work / seconds if work and seconds else 1e15
+
+
+def _link(size: int, job: Job, found: Sequence[Times], source: str) -> Link:
+    """Curves that rise: a larger message never takes less."""
+    curves: dict[str, tuple[tuple[float, float], ...]] = {}
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        points, least = [], 0.0
+        for count in job.bytes:
+            least = max(least, statistics.fmean(times.collectives[size, kind, count] for times in found))
+            points.append((float(count), least))
+        curves[kind] = tuple(points)
+    (_, latency), *_, (most, seconds) = curves["all_gather"]
+    bandwidth = most * (size - 1) / size / seconds
+    return Link(name=f"measured, groups of {size}", latency=latency, bandwidth=bandwidth, source=source, curves=curves)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
