@@ -1,0 +1,140 @@
+"""What the benchmark's processes run: all variants side by side, their steps interleaved."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import theirs
+import torch
+import torch.distributed as dist
+from models import make
+from torch import nn
+
+import autopar
+
+RATE = 1e-4  # the learning rate
+WARM = 3  # steps before anything is measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to run: `variants` maps a name to a plan as JSON, empty for torch's own."""
+
+    model: str
+    variants: Mapping[str, str]
+    rounds: int
+    optimizer: str  # a key of OPTIMIZERS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds of each round of one variant, the slowest rank's, and the global loss of its first step."""
+
+    loss: float
+    step: tuple[float, ...]
+    update: tuple[float, ...]  # the optimizer's part
+
+
+# "single" is torch's default on a CPU (one parameter after the other), "fused" one kernel per parameter.
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "single": lambda module: torch.optim.AdamW(module.parameters(), lr=RATE),
+    "fused": lambda module: torch.optim.AdamW(module.parameters(), lr=RATE, fused=True),
+}
+
+
+class Step:
+    """One variant, ready to train."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        model, batch = make(job.model)
+        plan = job.variants[name]
+        if plan:
+            found = autopar.Plan.from_json(plan)
+            self.module, self.batch = autopar.parallelize(model, batch, found.mesh, plan=found), batch
+            self.context = torch.enable_grad
+            self.split = False
+        else:
+            self.module, self.batch, self.context = theirs.build(name, model, batch)
+            self.split = name != "torch-tp"
+        self.optimizer = OPTIMIZERS[job.optimizer](self.module)
+
+    def __call__(self) -> tuple[torch.Tensor, float, float]:
+        """The loss, seconds of the whole step, and of the optimizer's part."""
+        start = time.perf_counter()
+        with self.context():
+            loss = self.module(**self.batch).loss
+            loss.backward()
+        middle = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        end = time.perf_counter()
+        return loss, end - start, end - middle
+
+    def first(self) -> float:
+        """Run a step; the loss over the global batch."""
+        loss, *_ = self()
+        whole = loss.detach().clone() if type(loss) is torch.Tensor else loss.full_tensor().detach()
+        if self.split:
+            dist.all_reduce(whole)
+            whole /= dist.get_world_size()
+        return float(whole)
+
+
+def interleaved(job: Job) -> dict[str, Times]:
+    """Every variant's step once per round, each after a barrier."""
+    steps = {name: Step(job, name) for name in job.variants}
+    losses = {name: step.first() for name, step in steps.items()}
+    rows: dict[str, list[list[float]]] = {name: [] for name in steps}
+    gc.disable()  # a collection would fall on one variant or another
+    for number in range(WARM + job.rounds):
+        for name, step in steps.items():
+            dist.barrier()
+            _, whole, update = step()
+            slowest = torch.tensor([whole, update], dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if number >= WARM:
+                rows[name].append(slowest.tolist())
+        gc.collect()
+    return {
+        name: Times(loss=losses[name], step=tuple(r[0] for r in row), update=tuple(r[1] for r in row))
+        for name, row in rows.items()
+    }
+
+
+def resident(job: Job) -> dict[str, int]:
+    """Peak bytes of resident memory that a process with this one variant takes beyond an idle one, over three steps."""
+    dist.barrier()
+    idle = _status("VmRSS")
+    (name,) = job.variants
+    step = Step(job, name)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew: building is not training
+    for _ in range(3):
+        step()
+    peak = torch.tensor(_status("VmHWM") - idle)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return {name: int(peak)}
+
+
+def _status(key: str) -> int:
+    """An entry of /proc/self/status in bytes."""
+    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def profiled(job: Job) -> str:
+    """torch.profiler's table of three steps of one variant."""
+    (name,) = job.variants
+    step = Step(job, name)
+    for _ in range(WARM):
+        step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        for _ in range(3):
+            step()
+    return str(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=60))

@@ -1,0 +1,196 @@
+"""Step time and memory beside torch's own parallel training, and beside what the plan said.
+
+    python benchmarks/training.py                                    all models on 2 and 4 processes
+    python benchmarks/training.py --model gpt2 --processes 2 --variants ddp,torch-ddp --rounds 10
+    python benchmarks/training.py --model gpt2 --processes 2 --variants ddp --profile        where the time goes
+
+All variants of a row live in the same gloo processes, one thread each, and take a step in turn: what disturbs the machine
+disturbs all. A step is forward, backward, AdamW and zero_grad, timed on the slowest rank, after a barrier. Quartiles are over
+rounds; a ratio is the median over rounds of the two steps of one round. Memory is that of a process that runs the one variant
+only, beyond an idle one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from models import MODELS, make
+from steps import OPTIMIZERS, Job, Times
+
+import autopar
+from autopar.runtime.workers import WorkerPool
+from autopar.testing import random_plan
+
+RESULTS = Path(__file__).with_name("results") / "training.txt"
+OURS = ("ddp", "fsdp", "megatron", "auto")
+PAIRS = {"ddp": "torch-ddp", "fsdp": "torch-fsdp", "megatron": "torch-tp"}
+VARIANTS = ("ddp", "torch-ddp", "fsdp", "torch-fsdp", "megatron", "torch-tp", "auto")
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One variant: its plan (None for torch's), its times, and its peak memory in bytes (0: not measured)."""
+
+    model: str
+    processes: int
+    variant: str
+    plan: autopar.Plan | None
+    times: Times
+    memory: int
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times.step)
+
+
+def plan_of(model: str, processes: int, variant: str, device: str | None) -> autopar.Plan | None:
+    """The plan of one of our variants: a strategy, or random0, random1, ...; None for torch's own."""
+    if variant.startswith("torch-"):
+        return None
+    module, batch = make(model)
+    if variant.startswith("random"):
+        return random_plan(module, batch, (processes,), seed=int(variant.removeprefix("random")))
+    return autopar.plan(module, batch, (processes,), strategy=variant, device=device)
+
+
+def measured(model: str, pool: WorkerPool, options: argparse.Namespace) -> list[Row]:
+    """The rows of one model on one number of processes."""
+    plans = {variant: plan_of(model, pool.world, variant, options.device) for variant in options.variants}
+    texts = {variant: plan.to_json() if plan else "" for variant, plan in plans.items()}
+    job = Job(model=model, variants=texts, rounds=options.rounds, optimizer=options.optimizer)
+    found = pool.run("steps:interleaved", job, timeout=1800)[0]
+    assert isinstance(found, dict)
+    memory: dict[str, int] = {}
+    for variant, text in texts.items() if options.memory else ():
+        (peak,) = pool.run("steps:resident", replace(job, variants={variant: text}))[:1]
+        assert isinstance(peak, dict)
+        memory |= peak
+    return [
+        Row(model=model, processes=pool.world, variant=v, plan=plans[v], times=times, memory=memory.get(v, 0))
+        for v, times in found.items()
+    ]
+
+
+HEAD = (
+    f"{'variant':<12}{'step ms':>9}  {'quartiles':<17}{'adamw':>7}{'predicted':>11}{'MiB':>8}{'predicted':>11}  ratio (quartiles)"
+)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows of one model on one number of processes."""
+    losses = [row.times.loss for row in rows]
+    same = max(losses) - min(losses) < 1e-4
+    title = f"{rows[0].model} on {rows[0].processes} processes; first loss {losses[0]:.5f}, "
+    title += "the same in all" if same else f"NOT the same: {', '.join(f'{r.variant} {r.times.loss:.6f}' for r in rows)}"
+    return "\n".join((title, HEAD, *(_line(row, {r.variant: r for r in rows}) for row in rows)))
+
+
+def _line(row: Row, rows: Mapping[str, Row]) -> str:
+    low, middle, high = (1e3 * q for q in statistics.quantiles(row.times.step, n=4))
+    spread = f"{low:.1f} .. {high:.1f}"
+    line = f"{row.variant:<12}{middle:>9.1f}  {spread:<17}{1e3 * statistics.median(row.times.update):>7.1f}"
+    line += f"{1e3 * row.plan.step_time:>11.1f}" if row.plan else f"{'':>11}"
+    line += f"{row.memory / MIB:>8.0f}" if row.memory else f"{'':>8}"
+    line += f"{row.plan.peak_memory / MIB:>11.0f}" if row.plan else f"{'':>11}"
+    other = _rival(row, rows)
+    if other:
+        ratios = [a / b for a, b in zip(row.times.step, other.times.step, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        line += f"  {middle:.2f} of {other.variant} ({low:.2f} .. {high:.2f})"
+    return line.rstrip()
+
+
+def _rival(row: Row, rows: Mapping[str, Row]) -> Row | None:
+    """What a row is held against: torch's counterpart, and for auto the fastest of all others that are no random plans."""
+    if row.variant == "auto":
+        others = [r for r in rows.values() if r is not row and not r.variant.startswith("random")]
+        return min(others, key=lambda r: r.median, default=None)
+    return rows.get(PAIRS.get(row.variant, ""))
+
+
+def agreement(rows: Sequence[Row]) -> str:
+    """How well prediction and measurement agree over all planned rows."""
+    planned = [(row.plan.step_time, row.median) for row in rows if row.plan]
+    if len(planned) < 3:
+        return ""
+    predicted, measured = np.array(planned).T
+    error = np.median(np.abs(predicted - measured) / measured)
+    rank = spearman(predicted, measured)
+    return (
+        f"predicted beside measured over {len(planned)} rows: Spearman's rank correlation {rank:.3f}, "
+        f"median absolute error {error:.0%}"
+    )
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """The correlation of the ranks, equal values sharing theirs."""
+    ranks = [np.array([(v < x).sum() + ((v == x).sum() - 1) / 2 for x in v]) for v in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def machine() -> str:
+    """Date, processor and versions."""
+    info = Path("/proc/cpuinfo")
+    name = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return (
+        f"{date.today()}, {name[1] if name else platform.processor()}, {cores} cores, gloo over loopback, one thread a process; "
+        f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=MODELS, help="default: all")
+    parser.add_argument("--processes", action="append", type=int, help="default: 2 and 4")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="default: %(default)s; random0, random1, ... as well")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="single", help="AdamW's implementation; default: %(default)s")
+    parser.add_argument("--device", default="cpu", help="of the plans: a catalog entry or a profile of this machine")
+    parser.add_argument("--memory", action="store_true", help="measure peak memory too")
+    parser.add_argument("--save", action="store_true", help=f"write the tables to {RESULTS.parent.name}/{RESULTS.name}")
+    parser.add_argument("--profile", action="store_true", help="print torch.profiler's table of the first variant's step instead")
+    return parser
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    options.variants = options.variants.split(",")
+    print(machine(), flush=True)
+    rows: list[Row] = []
+    tables: list[str] = []
+    for processes in options.processes or (2, 4):
+        with WorkerPool(processes, preload=("transformers", "autopar")) as pool:
+            for model in options.model or MODELS:
+                if options.profile:
+                    variant = options.variants[0]
+                    plan = plan_of(model, processes, variant, options.device)
+                    text = {variant: plan.to_json() if plan else ""}
+                    job = Job(model=model, variants=text, rounds=0, optimizer=options.optimizer)
+                    print(pool.run("steps:profiled", job)[0])
+                    continue
+                found = measured(model, pool, options)
+                rows += found
+                tables.append(table(found))
+                print("\n" + tables[-1], flush=True)
+    print("\n" + agreement(rows))
+    if options.save:
+        RESULTS.write_text("\n\n".join((machine(), *tables, agreement(rows))) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
