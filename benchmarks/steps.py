@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from models import make
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import autopar
 
@@ -42,9 +43,17 @@ class Times:
 
 # "single" is torch's default on a CPU (one parameter after the other), "fused" one kernel per parameter.
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "single": lambda module: torch.optim.AdamW(module.parameters(), lr=RATE),
-    "fused": lambda module: torch.optim.AdamW(module.parameters(), lr=RATE, fused=True),
+    "single": lambda module: torch.optim.AdamW(_groups(module), lr=RATE),
+    "fused": lambda module: torch.optim.AdamW(_groups(module), lr=RATE, fused=True),
 }
+
+
+def _groups(module: nn.Module) -> list[dict[str, object]]:
+    """Plain and distributed parameters apart, since one fused kernel does not take both (torch-tp leaves some plain)."""
+    kinds: dict[bool, list[nn.Parameter]] = {}
+    for parameter in module.parameters():
+        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    return [{"params": held} for held in kinds.values()]
 
 
 class Step:
@@ -78,11 +87,11 @@ class Step:
     def first(self) -> float:
         """Run a step; the loss over the global batch."""
         loss, *_ = self()
-        whole = loss.detach().clone() if type(loss) is torch.Tensor else loss.full_tensor().detach()
+        whole = loss.full_tensor().detach() if isinstance(loss, DTensor) else loss.detach().clone()
         if self.split:
             dist.all_reduce(whole)
             whole /= dist.get_world_size()
-        return float(whole)
+        return whole.item()
 
 
 def interleaved(job: Job) -> dict[str, Times]:

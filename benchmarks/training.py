@@ -84,9 +84,7 @@ def measured(model: str, pool: WorkerPool, options: argparse.Namespace) -> list[
     ]
 
 
-HEAD = (
-    f"{'variant':<12}{'step ms':>9}  {'quartiles':<17}{'adamw':>7}{'predicted':>11}{'MiB':>8}{'predicted':>11}  ratio (quartiles)"
-)
+HEAD = f"{'variant':<12}{'step ms':>9}  {'quartiles':<17}{'adamw':>7}{'predicted':>11}{'MiB':>8}{'predicted':>11}  ratio"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -147,7 +145,7 @@ def machine() -> str:
     name = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     return (
-        f"{date.today()}, {name[1] if name else platform.processor()}, {cores} cores, gloo over loopback, one thread a process; "
+        f"{date.today()}, {name[1] if name else platform.processor()}, {cores} cores, gloo over loopback, one thread each; "
         f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
     )
 
@@ -158,11 +156,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--processes", action="append", type=int, help="default: 2 and 4")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="default: %(default)s; random0, random1, ... as well")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="single", help="AdamW's implementation; default: %(default)s")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="single", help="which AdamW; default: %(default)s")
     parser.add_argument("--device", default="cpu", help="of the plans: a catalog entry or a profile of this machine")
     parser.add_argument("--memory", action="store_true", help="measure peak memory too")
     parser.add_argument("--save", action="store_true", help=f"write the tables to {RESULTS.parent.name}/{RESULTS.name}")
-    parser.add_argument("--profile", action="store_true", help="print torch.profiler's table of the first variant's step instead")
+    parser.add_argument("--profile", action="store_true", help="torch.profiler's table of the first variant instead")
     return parser
 
 
