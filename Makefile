@@ -2,7 +2,7 @@
 #
 #   make setup        .venv with the pinned dependencies       make demo         train GPT-2 on 8 processes, compare losses
 #   make test         lint, types, tests, cost of plans        make verify-all   the whole table of equal numbers
-#   make lint types   the parts of it                          make bench        planning time and memory, phase by phase
+#   make lint types   the parts of it                          make bench        planning, and training beside torch's own
 
 PYTHON ?= python3
 # Where pip looks for torch beside the default index: on Linux the default wheel carries CUDA, several gigabytes, and the index of
@@ -45,6 +45,7 @@ verify-all: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/training.py --memory --save --variants ddp,torch-ddp,fsdp,torch-fsdp,megatron,torch-tp,auto,random0,random1
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -23,9 +23,11 @@ from autopar.solver.solve import tree
 def random_plan(model: nn.Module, sample_input: object, mesh: object, seed: int = 0) -> Plan:
     """Any plan that can run, drawn at random: every op takes any candidate, every value any route.
 
-    Good for tests of rules and conversions, for nothing else: memory and price are what they happen to be.
+    Good for tests of rules and conversions, for nothing else: memory and price are what they happen to be, on the mesh's own
+    device if it has one.
     """
-    options = Options(device="h100", strategy="random", outputs="sharded")
+    priced = isinstance(mesh, Mesh) and mesh.device is not None
+    options = Options(device=None if priced else "h100", strategy="random", outputs="sharded")
     return random_plan_of(read_program(model, sample_input), located(mesh, options), seed, options)
 
 

@@ -1,6 +1,6 @@
 """Step time and memory beside torch's own parallel training, and beside what the plan said.
 
-    python benchmarks/training.py                                    all models on 2 and 4 processes
+    python benchmarks/training.py --memory --save                    all models on 2 and 4 processes, the table of the results
     python benchmarks/training.py --model gpt2 --processes 2 --variants ddp,torch-ddp --rounds 10
     python benchmarks/training.py --model gpt2 --processes 2 --variants ddp --profile        where the time goes
 
@@ -30,6 +30,9 @@ from models import MODELS, make
 from steps import OPTIMIZERS, Job, Times
 
 import autopar
+from autopar.cost_models.measured import save
+from autopar.planner import Options, located, read_program
+from autopar.profile import profile
 from autopar.runtime.workers import WorkerPool
 from autopar.testing import random_plan
 
@@ -62,13 +65,22 @@ def plan_of(model: str, processes: int, variant: str, device: str | None) -> aut
         return None
     module, batch = make(model)
     if variant.startswith("random"):
-        return random_plan(module, batch, (processes,), seed=int(variant.removeprefix("random")))
+        mesh = located((processes,), Options(device=device))
+        return random_plan(module, batch, mesh, seed=int(variant.removeprefix("random")))
     return autopar.plan(module, batch, (processes,), strategy=variant, device=device)
 
 
-def measured(model: str, pool: WorkerPool, options: argparse.Namespace) -> list[Row]:
+def profiled(processes: int, models: Sequence[str]) -> str:
+    """The file of a profile of this machine, measured now with the operators of these models."""
+    file = RESULTS.with_name(f"machine_{processes}.json")
+    print(f"measuring {processes} processes: {file.name}", flush=True)
+    save(profile([read_program(*make(model)).program for model in models], processes), file)
+    return str(file)
+
+
+def measured(model: str, pool: WorkerPool, device: str, options: argparse.Namespace) -> list[Row]:
     """The rows of one model on one number of processes."""
-    plans = {variant: plan_of(model, pool.world, variant, options.device) for variant in options.variants}
+    plans = {variant: plan_of(model, pool.world, variant, device) for variant in options.variants}
     texts = {variant: plan.to_json() if plan else "" for variant, plan in plans.items()}
     job = Job(model=model, variants=texts, rounds=options.rounds, optimizer=options.optimizer)
     found = pool.run("steps:interleaved", job, timeout=1800)[0]
@@ -157,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--variants", default=",".join(VARIANTS), help="default: %(default)s; random0, random1, ... as well")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="single", help="which AdamW; default: %(default)s")
-    parser.add_argument("--device", default="cpu", help="of the plans: a catalog entry or a profile of this machine")
+    parser.add_argument("--device", help="of the plans: a catalog entry or a profile; default: this machine is measured first")
     parser.add_argument("--memory", action="store_true", help="measure peak memory too")
     parser.add_argument("--save", action="store_true", help=f"write the tables to {RESULTS.parent.name}/{RESULTS.name}")
     parser.add_argument("--profile", action="store_true", help="torch.profiler's table of the first variant instead")
@@ -171,16 +183,17 @@ def main() -> int:
     rows: list[Row] = []
     tables: list[str] = []
     for processes in options.processes or (2, 4):
+        device = options.device or profiled(processes, options.model or list(MODELS))
         with WorkerPool(processes, preload=("transformers", "autopar")) as pool:
             for model in options.model or MODELS:
                 if options.profile:
                     variant = options.variants[0]
-                    plan = plan_of(model, processes, variant, options.device)
+                    plan = plan_of(model, processes, variant, device)
                     text = {variant: plan.to_json() if plan else ""}
                     job = Job(model=model, variants=text, rounds=0, optimizer=options.optimizer)
                     print(pool.run("steps:profiled", job)[0])
                     continue
-                found = measured(model, pool, options)
+                found = measured(model, pool, device, options)
                 rows += found
                 tables.append(table(found))
                 print("\n" + tables[-1], flush=True)

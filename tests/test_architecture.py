@@ -26,6 +26,7 @@ LAYERS = (
     ("build",),
     ("verification", "testing"),
     ("api", "explain"),
+    ("profile",),
     ("__init__", "__main__"),
 )
 
