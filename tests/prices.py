@@ -96,7 +96,8 @@ class _Teller:
             path.append(into[path[-1].source])
         moved = any(other.primitives[0] != "identity" for other in path)
         kinds = step.source[step.axis].kind, step.target[step.axis].kind
-        return moved, self.buckets[moved][name], step.axis, kinds, len(path)
+        in_turn = not moved and all(later.axis > sooner.axis for later, sooner in itertools.pairwise(path))
+        return moved, self.buckets[moved][name], step.axis, kinds, 0 if in_turn else len(path)
 
     def _buckets(self, *, blocks: bool) -> dict[str, tuple[int, object, int]]:
         """The bucket of every weight: which run of ops reads it first, what it is like, and the how many-th of these it is.

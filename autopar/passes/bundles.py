@@ -31,7 +31,7 @@ LIMIT: Bytes = 25 * 2**20  # of whole weights: the bucket of torch's Distributed
 class Bundle:
     """One step of several weights: `steps` gives each weight's, all on one axis between the same two kinds of state.
 
-    `level` is how many steps of their routes lead to it.
+    A bundle begins after all those of the same weights with a lower `level`.
     """
 
     level: int
@@ -93,10 +93,10 @@ def bundled(program: Program, routes: Mapping[str, tuple[Conversion, ...]]) -> t
             for name in names:
                 for step in routes.get(name, ()):
                     if _moved(routes[name], step) == moved:
-                        level = _level(routes[name], step.source)
+                        level = _level(routes[name], step)
                         found[level, moved, number, step.axis, step.primitives].append((name, step))
     first = {name: place for place, name in enumerate(name for names in bundles(program, moved=True) for name in names)}
-    result = [Bundle(level=_level(routes[steps[0][0]], steps[0][1].source), steps=tuple(steps)) for steps in found.values()]
+    result = [Bundle(level=_level(routes[steps[0][0]], steps[0][1]), steps=tuple(steps)) for steps in found.values()]
     return tuple(sorted(result, key=lambda one: (first[one.steps[0][0]], one.level)))
 
 
@@ -111,10 +111,18 @@ def _moved(route: tuple[Conversion, ...], step: Conversion) -> bool:
     return moves(step) or (before is not None and _moved(route, before))
 
 
-def _level(route: tuple[Conversion, ...], source: Layout) -> int:
-    """How many steps of a route lead to a layout."""
-    before = _before(route, source)
-    return 0 if before is None else 1 + _level(route, before.source)
+def _level(route: tuple[Conversion, ...], step: Conversion) -> int:
+    """The axis of a step where gradients only travel, one axis after the other; else what follows, by the steps before it.
+
+    So weights meet on an axis, though one of them skips the axes before.
+    """
+    before, chain = _before(route, step.source), [step]
+    while before is not None:
+        chain.append(before)
+        before = _before(route, before.source)
+    if not any(map(moves, chain)) and all(later.axis > sooner.axis for later, sooner in itertools.pairwise(chain)):
+        return step.axis
+    return len(step.source) + len(chain)
 
 
 def _before(route: tuple[Conversion, ...], layout: Layout) -> Conversion | None:
