@@ -24,6 +24,7 @@ from autopar.ir import Argument, Op, Program, Ref, Value, overload
 from autopar.layout import I, Layout, local_shape
 from autopar.passes.bundles import Bundle, bundled
 from autopar.passes.candidates import Candidate
+from autopar.passes.weights import weights
 from autopar.rules import Fitted, localise, scale
 from autopar.runtime import bundle, collectives, random, storage
 from autopar.runtime.world import Context
@@ -61,6 +62,7 @@ class _Emitter:
         self.bundles = bundled(program, decisions.routes)
         self.arrives = {(name, step.target): b for b in self.bundles for name, step in b.steps}
         self.begun: dict[Bundle, fx.Node] = {}
+        self.views = weights(program) & program.producer.keys()
         held = (p.value.name for p in (*program.parameters, *program.buffers))
         self.plain = storage.plain(decisions.given[name] for name in held) or context.device_mesh is None
         self.draws = 0
@@ -83,7 +85,8 @@ class _Emitter:
         self.draw_state = self._state("draws") if drawn else None
         flagged = drawn or any(op.target in TRAINING for op in program.ops)
         self.training = self._node("get_attr", "training", (), "training") if flagged else None
-        self.gathers = self._state("gathers") if any(map(self._again, self.bundles)) else None
+        again = any(map(self._again, self.bundles)) or not self.views.isdisjoint(self.decisions.routes)
+        self.gathers = self._state("gathers") if again else None
         self.section = "the weights"
         for one in sorted(self.bundles, key=lambda one: one.level):
             if all(self._unmoved(name, step.target) for name, step in one.steps):
@@ -133,10 +136,23 @@ class _Emitter:
         self.values[value.name, self.decisions.given[value.name]] = node
 
     def _convert(self, value: Value, step: Conversion) -> None:
+        if value.name in self.views:
+            self._convert_view(value, step)
+            return
         function, places = collectives.call(step, value.shape, self.sizes)
         arguments = (self.values[value.name, step.source], self.axes[step.axis], *places)
         name = f"{identifier(value.name)}_{DEEDS[step.primitives[0]]}"
         self.values[value.name, step.target] = self._node("call_function", function, arguments, name)
+
+    def _convert_view(self, value: Value, step: Conversion) -> None:
+        """Convert a view of a weight, which is made again for the backward as the weight is."""
+        one, name = Bundle(level=0, steps=((value.name, step),)), f"{identifier(value.name)}_{DEEDS[step.primitives[0]]}"
+        conversion, axis = "__".join(step.primitives), self.axes[step.axis]
+        begin = (conversion, [self.values[value.name, step.source]], axis)
+        begun = self._node("call_function", bundle.begin, begin, f"{name}_begun")
+        finish = (self.gathers, conversion, begun, axis, *self._places(one))
+        node = self._node("call_function", bundle.finish, finish, f"{name}_finished")
+        self.values[value.name, step.target] = self._node("call_function", operator.getitem, (node, 0), name)
 
     def _begin(self, one: Bundle) -> fx.Node:
         """Send for the weights of a bundle."""
