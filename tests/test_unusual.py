@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -95,3 +96,86 @@ def test_a_weight_takes_time_and_memory_once_whether_it_is_used_itself_or_as_a_v
         plans.append(planning.plan(made, on, strategy="fsdp"))
     (first, second) = ((plan.step_time, plan.peak_memory, len(plan.collectives)) for plan in plans)
     assert first == pytest.approx(second)
+
+
+# --- names ------------------------------------------------------------------------------------------------------------------
+
+HIDDEN = ("graph", "code", "meta", "run", "recompile", "autopar", "print_readable", "_graph", "_code", "class", "if", "None")
+
+
+class Named(nn.Module):
+    """A layer, a parameter and a buffer under names that Python or fx uses for something else."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.box = nn.ModuleDict({"inner": nn.Linear(8, 8)})
+        self.name = name
+        if name in ("class", "if", "None"):  # inside a container too
+            self.box[name] = nn.Linear(8, 8)
+        self.add_module(name, nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.box.values():
+            x = layer(x).relu()
+        return self._modules[self.name](x).square().sum()  # type: ignore[misc]
+
+
+class Bare(nn.Module):
+    """A parameter and a buffer under such names."""
+
+    def __init__(self, parameter: str, buffer: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_parameter(parameter, nn.Parameter(torch.randn(8)))
+        self.register_buffer(buffer, torch.randn(8))
+        self.names = parameter, buffer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self._parameters[self.names[0]] + self._buffers[self.names[1]]).square().sum()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [*(Named(name) for name in HIDDEN), *(Bare(*pair) for pair in zip(HIDDEN, HIDDEN[1:] + HIDDEN[:1], strict=True))],
+    ids=lambda model: "-".join(name for name, _ in (*model.named_children(), *model.named_parameters(recurse=False))),
+)
+def test_names_that_python_or_fx_uses_stay_in_the_state_and_train(model: nn.Module, pool: WorkerPool) -> None:
+    batch = torch.randn(8, 8)
+    parallel = autopar.parallelize(model, batch, (1,), device="h100")
+    assert list(parallel.state_dict()) == list(model.state_dict())
+    assert [name for name, _ in parallel.named_modules()][1:] == [name for name, _ in model.named_modules()][1:]
+    expected = model(batch)
+    for module in (parallel, copy.deepcopy(parallel)):
+        module.load_state_dict(model.state_dict())
+        loss = module(batch)
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in module.parameters())
+    report = verified((model, batch), "fsdp", pool)
+    assert report.ok, str(report)
+
+
+ARGUMENTS = "torch inf nan device NoneType fx_pytree all_gather__reduce_scatter begin finish local getitem self_ gathers axis0"
+
+
+@pytest.mark.parametrize("name", ARGUMENTS.split())
+def test_an_argument_may_be_called_like_what_the_emitted_code_uses(pool: WorkerPool, name: str) -> None:
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        exec(f"def forward(self, {name}): return self.layer({name}).relu().sum()", globals(), locals())
+
+    report = verified((Called(), torch.randn(8, 8)), "fsdp", pool)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "megatron"])
+def test_a_parameter_that_is_never_used_is_stored_whole_under_every_strategy(pool: WorkerPool, strategy: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.register_parameter("unused", nn.Parameter(torch.randn(8, 8)))
+    report = verified((model, torch.randn(8, 8)), strategy, pool)
+    assert report.ok, str(report)
+    assert report.plan.layouts["unused"] == "I"

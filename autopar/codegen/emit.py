@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autopar.codegen.source import CodeGraph
 from autopar.conversion import COLLECTIVES, Conversion
@@ -38,6 +38,8 @@ DEEDS = {
     "slice": "sliced", "pad": "padded", "keep": "kept", "identity": "shared",
 }  # fmt: skip
 STATE = "autopar"  # the one attribute of the emitted module that is not the user's
+# Attributes of the emitted module that hide the user's.
+TAKEN = frozenset((*dir(fx.GraphModule(nn.Module(), fx.Graph())), STATE, "run"))
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
@@ -79,6 +81,7 @@ class _Emitter:
     def _prelude(self, program: Program) -> None:
         for value in program.inputs:
             node = self.graph.placeholder(identifier(value.name))
+            node.target = node.name  # fx has kept a name that would hide one of the code's own, like torch
             self.values[value.name, (I,) * len(self.sizes)] = node
         self.axes = [self._state(f"axes.{identifier(axis.name)}") for axis in self.context.axes]
         drawn = any(self._random(op) for op in program.ops)
@@ -128,12 +131,20 @@ class _Emitter:
     def _stored(self, value: Value) -> None:
         """The local part of a parameter or buffer."""
         name = identifier(value.name)
-        if self.plain:
-            node = self._node("get_attr", value.name, (), name)
-        else:
-            stored = self._node("get_attr", value.name, (), f"{name}_stored")
-            node = self._node("call_function", storage.local, (stored,), name)
+        node = self._held(value.name, name if self.plain else f"{name}_stored")
+        if not self.plain:
+            node = self._node("call_function", storage.local, (node,), name)
         self.values[value.name, self.decisions.given[value.name]] = node
+
+    def _held(self, path: str, name: str) -> fx.Node:
+        """A parameter or buffer of the module; it is looked up where Python or fx has another use for its name."""
+        first, *rest = path.split(".")
+        if first not in TAKEN and not any(map(keyword.iskeyword, (first, *rest))):
+            return self._node("get_attr", path, (), name)
+        parameters = {p.value.name for p in self.program.parameters}
+        table = "_modules" if rest else "_parameters" if path in parameters else "_buffers"
+        held = self._node("get_attr", table, (), table)
+        return self._node("call_function", storage.named, (held, path), name)
 
     def _convert(self, value: Value, step: Conversion) -> None:
         if value.name in self.views:
@@ -272,7 +283,7 @@ def _parts(fitted: Fitted | None, candidate: Candidate, sizes: Sequence[int]) ->
 def identifier(name: str) -> str:
     """A name that Python accepts: "h.0.attn:addmm#0" becomes h_0_attn_addmm_0."""
     plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
-    return plain if plain and not plain[0].isdigit() and not keyword.iskeyword(plain) else f"_{plain}"
+    return plain if plain and not plain[0].isdigit() and not keyword.iskeyword(plain) and plain != "self" else f"_{plain}"
 
 
 __all__ = ["emit", "identifier"]
