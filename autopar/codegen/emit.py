@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autopar.codegen.source import CodeGraph
 from autopar.conversion import COLLECTIVES, Conversion
@@ -24,6 +24,7 @@ from autopar.ir import Argument, Op, Program, Ref, Value, overload
 from autopar.layout import I, Layout, local_shape
 from autopar.passes.bundles import Bundle, bundled
 from autopar.passes.candidates import Candidate
+from autopar.passes.weights import weights
 from autopar.rules import Fitted, localise, scale
 from autopar.runtime import bundle, collectives, random, storage
 from autopar.runtime.world import Context
@@ -37,6 +38,8 @@ DEEDS = {
     "slice": "sliced", "pad": "padded", "keep": "kept", "identity": "shared",
 }  # fmt: skip
 STATE = "autopar"  # the one attribute of the emitted module that is not the user's
+# Attributes of the emitted module that hide the user's.
+TAKEN = frozenset((*dir(fx.GraphModule(nn.Module(), fx.Graph())), STATE, "run"))
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
@@ -61,6 +64,7 @@ class _Emitter:
         self.bundles = bundled(program, decisions.routes)
         self.arrives = {(name, step.target): b for b in self.bundles for name, step in b.steps}
         self.begun: dict[Bundle, fx.Node] = {}
+        self.views = weights(program) & program.producer.keys()
         held = (p.value.name for p in (*program.parameters, *program.buffers))
         self.plain = storage.plain(decisions.given[name] for name in held) or context.device_mesh is None
         self.draws = 0
@@ -77,13 +81,15 @@ class _Emitter:
     def _prelude(self, program: Program) -> None:
         for value in program.inputs:
             node = self.graph.placeholder(identifier(value.name))
+            node.target = node.name  # fx has kept a name that would hide one of the code's own, like torch
             self.values[value.name, (I,) * len(self.sizes)] = node
         self.axes = [self._state(f"axes.{identifier(axis.name)}") for axis in self.context.axes]
         drawn = any(self._random(op) for op in program.ops)
         self.draw_state = self._state("draws") if drawn else None
         flagged = drawn or any(op.target in TRAINING for op in program.ops)
         self.training = self._node("get_attr", "training", (), "training") if flagged else None
-        self.gathers = self._state("gathers") if any(map(self._again, self.bundles)) else None
+        again = any(map(self._again, self.bundles)) or not self.views.isdisjoint(self.decisions.routes)
+        self.gathers = self._state("gathers") if again else None
         self.section = "the weights"
         for one in sorted(self.bundles, key=lambda one: one.level):
             if all(self._unmoved(name, step.target) for name, step in one.steps):
@@ -125,18 +131,39 @@ class _Emitter:
     def _stored(self, value: Value) -> None:
         """The local part of a parameter or buffer."""
         name = identifier(value.name)
-        if self.plain:
-            node = self._node("get_attr", value.name, (), name)
-        else:
-            stored = self._node("get_attr", value.name, (), f"{name}_stored")
-            node = self._node("call_function", storage.local, (stored,), name)
+        node = self._held(value.name, name if self.plain else f"{name}_stored")
+        if not self.plain:
+            node = self._node("call_function", storage.local, (node,), name)
         self.values[value.name, self.decisions.given[value.name]] = node
 
+    def _held(self, path: str, name: str) -> fx.Node:
+        """A parameter or buffer of the module; it is looked up where Python or fx has another use for its name."""
+        first, *rest = path.split(".")
+        if first not in TAKEN and not any(map(keyword.iskeyword, (first, *rest))):
+            return self._node("get_attr", path, (), name)
+        parameters = {p.value.name for p in self.program.parameters}
+        table = "_modules" if rest else "_parameters" if path in parameters else "_buffers"
+        held = self._node("get_attr", table, (), table)
+        return self._node("call_function", storage.named, (held, path), name)
+
     def _convert(self, value: Value, step: Conversion) -> None:
+        if value.name in self.views:
+            self._convert_view(value, step)
+            return
         function, places = collectives.call(step, value.shape, self.sizes)
         arguments = (self.values[value.name, step.source], self.axes[step.axis], *places)
         name = f"{identifier(value.name)}_{DEEDS[step.primitives[0]]}"
         self.values[value.name, step.target] = self._node("call_function", function, arguments, name)
+
+    def _convert_view(self, value: Value, step: Conversion) -> None:
+        """Convert a view of a weight, which is made again for the backward as the weight is."""
+        one, name = Bundle(level=0, steps=((value.name, step),)), f"{identifier(value.name)}_{DEEDS[step.primitives[0]]}"
+        conversion, axis = "__".join(step.primitives), self.axes[step.axis]
+        begin = (conversion, [self.values[value.name, step.source]], axis)
+        begun = self._node("call_function", bundle.begin, begin, f"{name}_begun")
+        finish = (self.gathers, conversion, begun, axis, *self._places(one))
+        node = self._node("call_function", bundle.finish, finish, f"{name}_finished")
+        self.values[value.name, step.target] = self._node("call_function", operator.getitem, (node, 0), name)
 
     def _begin(self, one: Bundle) -> fx.Node:
         """Send for the weights of a bundle."""
@@ -256,7 +283,7 @@ def _parts(fitted: Fitted | None, candidate: Candidate, sizes: Sequence[int]) ->
 def identifier(name: str) -> str:
     """A name that Python accepts: "h.0.attn:addmm#0" becomes h_0_attn_addmm_0."""
     plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
-    return plain if plain and not plain[0].isdigit() and not keyword.iskeyword(plain) else f"_{plain}"
+    return plain if plain and not plain[0].isdigit() and not keyword.iskeyword(plain) and plain != "self" else f"_{plain}"
 
 
 __all__ = ["emit", "identifier"]

@@ -27,6 +27,8 @@ from autopar.runtime.regather import Gathers
 from autopar.runtime.storage import wrap
 from autopar.runtime.world import Context
 
+HELD = ("_modules", "_parameters", "_buffers")  # what torch keeps of a module apart from its attributes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
@@ -65,19 +67,21 @@ class ParallelModule(fx.GraphModule):
 
     def __init__(self, graph: fx.Graph, program: Program, tensors: Mapping[str, torch.Tensor], state: State) -> None:
         super().__init__(nn.Module(), fx.Graph(), "ParallelModule")
+        self.autopar = state
+        self.graph = graph
         held = (*program.parameters, *program.buffers)
         named = [(name, stored) for stored in held for name in stored.names]
         for name, stored in sorted(named, key=lambda pair: pair[0] != pair[1].names[0]):  # ties last: they make no new order
             _install(self, name, tensors[stored.value.name], stored.persistent)
-        self.autopar = state
-        self.graph = graph
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelModule:
         """A module with parameters of its own in the same processes; fx would forget all but the graph's own attributes."""
         copied: ParallelModule = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        copied.graph = copied.__dict__["_graph"]
+        held = copy.deepcopy(self.__dict__, memo)
+        copied.__dict__.update(held | {name: {} for name in HELD})  # what the user calls "graph" hides no attribute
+        copied.graph = held["_graph"]
+        copied.__dict__.update({name: held[name] for name in HELD})
         return copied
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -142,13 +146,16 @@ class ParallelModule(fx.GraphModule):
 
 
 def _install(root: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:
-    """Register a parameter or buffer under its dotted name, with plain modules on the way."""
+    """Register a parameter or buffer under its dotted name, with plain modules on the way.
+
+    Not by torch's own functions, which refuse names that an `fx.GraphModule` has, like "graph".
+    """
     *path, leaf = name.split(".")
     for part in path:
-        if part not in dict(root.named_children()):
-            root.add_module(part, nn.Module())
-        root = root.get_submodule(part)
+        root = root._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
     if isinstance(tensor, nn.Parameter):
-        root.register_parameter(leaf, tensor)
+        root._parameters[leaf] = tensor
     else:
-        root.register_buffer(leaf, tensor, persistent=persistent)
+        root._buffers[leaf] = tensor
+        if not persistent:
+            root._non_persistent_buffers_set.add(leaf)

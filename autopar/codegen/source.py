@@ -76,6 +76,8 @@ def _imports(known: Mapping[str, object], body: str) -> list[str]:
     used = set(re.findall(r"(?<![.\w])\w+", body))
     for name, held in known.items():
         if name in used and name != "torch":
-            names["math" if isinstance(held, float) else str(getattr(held, "__module__", ""))].append(name)
+            own = getattr(held, "__name__", name) if _ours(held) else name
+            module = "math" if isinstance(held, float) else str(getattr(held, "__module__", ""))
+            names[module].append(name if own == name else f"{own} as {name}")  # a node is called like the function
     lines = [f"from {module} import {', '.join(sorted(found))}" for module, found in sorted(names.items()) if module]
     return lines + ["import torch"] * ("torch" in used)

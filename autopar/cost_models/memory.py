@@ -42,10 +42,13 @@ class Lifetime:
 
 
 def lifetimes(
-    program: Program, saved: Callable[[Op], Saved | None], states: int, backward: frozenset[str]
+    program: Program, saved: Callable[[Op], Saved | None], states: int, backward: frozenset[str], weights: frozenset[str]
 ) -> Iterator[Lifetime]:
-    """Every lifetime of a step; `states` counts the optimizer's tensors per parameter, `backward` names values with
-    gradients."""
+    """Every lifetime of a step.
+
+    `states` counts the optimizer's tensors per parameter; `backward` names values with gradients, `weights` the parameters
+    and their views.
+    """
     n = len(program.ops)
     uses, last = _uses(program)
     place = {op.name: i for i, op in enumerate(program.ops)}
@@ -57,8 +60,7 @@ def lifetimes(
             yield Lifetime(kind="gradient", name=name, start=2 * n - 1 - last[name], stop=2 * n)
     for value in program.inputs:
         yield Lifetime(kind="stored", name=value.name, start=0, stop=2 * n)
-    weights = {p.value.name for p in program.parameters}
-    given = {p.value.name for p in (*program.parameters, *program.buffers)} | {v.name for v in program.inputs}
+    given = {p.value.name for p in (*program.parameters, *program.buffers)} | {v.name for v in program.inputs} | weights
     outputs = {o.value for o in program.outputs}
     for name in program.values:
         if uses[name] or name in outputs:
@@ -81,7 +83,7 @@ def _of_backward(
     kept: Saved | None,
     last: Mapping[str, int],
     given: set[str],
-    weights: set[str],
+    weights: frozenset[str],
     backward: frozenset[str],
 ) -> Iterator[Lifetime]:
     """What the backward of one op keeps and needs."""

@@ -79,7 +79,7 @@ def demands(
         return Demands(patterns=patterns, taken=sliced)
     if strategy == "replicate":
         return Demands(patterns=patterns, taken=sliced, invariant=True)
-    weights = {p.value.name: p.value for p in program.parameters}
+    weights = {p.value.name: p.value for p in program.parameters if p.used}
     last = len(mesh.sizes) - 1
     data = range(last if strategy == "megatron" else last + 1)
     whole: Pattern = (I,) * len(mesh.sizes)

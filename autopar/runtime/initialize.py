@@ -129,11 +129,9 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _install(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Put a tensor in the place of one of the same name; a buffer stays as persistent as it was."""
-    owner, leaf = root.get_submodule(_owner(name)), name.rpartition(".")[2]
-    if isinstance(tensor, nn.Parameter):
-        owner.register_parameter(leaf, tensor)
-    else:
-        owner._buffers[leaf] = tensor
+    owner, leaf = dict(root.named_modules(remove_duplicate=False))[_owner(name)], name.rpartition(".")[2]
+    held: dict[str, torch.Tensor | None] = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers
+    held[leaf] = tensor
 
 
 @dataclass(slots=True, kw_only=True)

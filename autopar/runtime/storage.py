@@ -81,6 +81,19 @@ def local(stored: torch.Tensor) -> torch.Tensor:
     return stored.to_local(grad_placements=stored.placements) if isinstance(stored, DTensor) else stored
 
 
+def named(held: Mapping[str, nn.Module | torch.Tensor], path: str) -> torch.Tensor:
+    """What stands under a dotted name, `held` being what has names on the first level; its attributes may hide it.
+
+    The target of a `call_function` node of the emitted graph.
+    """
+    first, _, rest = path.partition(".")
+    found = held[first]
+    if isinstance(found, torch.Tensor):
+        return found
+    inner: dict[str, nn.Module | torch.Tensor | None] = {**found._modules, **found._parameters, **found._buffers}
+    return named({name: one for name, one in inner.items() if one is not None}, rest)
+
+
 def whole(stored: torch.Tensor) -> torch.Tensor:
     """The whole of a stored tensor on every rank (a collective)."""
     if not isinstance(stored, DTensor):

@@ -15,6 +15,7 @@ from autopar.mesh import Mesh
 from autopar.passes.candidates import asked
 from autopar.passes.classes import OUTPUT, Classes, fold
 from autopar.passes.space import Blocks
+from autopar.passes.weights import views, weights
 from autopar.rules import Fitted, fit
 
 
@@ -46,9 +47,9 @@ class Analysis:
 
     @functools.cached_property
     def weights(self) -> frozenset[str]:
-        """The parameters, frozen ones too: once gathered and used they are dropped, and gathered again where the backward
+        """The parameters and their views: once gathered and used they are dropped, and gathered again where the backward
         needs them."""
-        return frozenset(p.value.name for p in self.program.parameters)
+        return weights(self.program)
 
     @functools.cached_property
     def written(self) -> frozenset[str]:
@@ -97,8 +98,20 @@ def has_gradient(analysis: Analysis, value: str, consumer: str) -> bool:
 
 
 def saves(analysis: Analysis, consumer: str, position: int) -> bool:
-    """Whether the backward of an op class needs this operand again."""
-    return consumer in analysis.saved and position in analysis.saved[consumer].operands
+    """Whether the backward of an op class needs this operand, a weight, again: of its own, or for what reads it as a view."""
+    if consumer not in analysis.program.op:
+        return False
+    if consumer in analysis.saved and position in analysis.saved[consumer].operands:
+        return True
+    op, of = analysis.program.op[consumer], analysis.classes.of
+    return position == 0 and any(
+        saves(analysis, of[reader.name], place)
+        for result in (op.results if views(op) else ())
+        if result.name in analysis.weights
+        for reader in analysis.readers[result.name]
+        for place, name in enumerate(reader.operands)
+        if name == result.name
+    )
 
 
 def due(analysis: Analysis, chosen: Decisions, name: str) -> tuple[set[Conversion], set[Conversion]]:

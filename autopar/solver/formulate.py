@@ -195,7 +195,7 @@ def _wire(
     )
     graph = space(value.shape, mesh.sizes, allowed, analysis.blocks[value.name])
     weight = value.name in analysis.weights
-    seconds, back, rerun = arc_seconds(graph, value, mesh, bundled=weight)
+    seconds, back, rerun = arc_seconds(graph, value, mesh, bundled=weight and value.name not in program.producer)
     arcs = np.arange(len(seconds))
     if value.name in analysis.written:  # what is written in place is used as it is stored
         arcs = arcs[:0]

@@ -47,7 +47,9 @@ class Ledger:
         self._choice = {name: i for i, name in enumerate(formulated.names)}
         wire = {member: i for i, values in enumerate(formulated.wires) for member in values.members}
         groups: dict[tuple[str, int, int], list[Lifetime]] = defaultdict(list)
-        every = lifetimes(program, lambda op: analysis.saved.get(of[op.name]), optimizer.states, analysis.backward)
+        every = lifetimes(
+            program, lambda op: analysis.saved.get(of[op.name]), optimizer.states, analysis.backward, analysis.weights
+        )
         for life in every:
             if life.kind in ON_CHOICE:
                 groups[life.kind, self._choice[of[life.name]], PRODUCER].append(life)

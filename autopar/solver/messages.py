@@ -33,7 +33,7 @@ def messages(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Mess
     alone = [
         Bundle(level=0, steps=((name, step),))
         for name, steps in chosen.routes.items()
-        if name not in analysis.weights
+        if name in analysis.program.producer or name not in analysis.weights
         for step in steps
     ]
     for bundle in (*bundled(analysis.program, chosen.routes), *alone):
