@@ -17,7 +17,7 @@ from models import Batch, blocks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -61,7 +61,17 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     parallelize_module(model, mesh, plans[type(model).__name__](model, mesh.size()))
     if tied:  # each was distributed by itself
         model.lm_head.weight = model.get_input_embeddings().weight
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            parameter.register_post_accumulate_grad_hook(_summed)
     return model
+
+
+def _summed(parameter: torch.Tensor) -> None:
+    """Add up a gradient that is left Partial (of a norm's weight) once: else each operation of the optimizer does it again."""
+    assert isinstance(parameter, DTensor)
+    assert isinstance(parameter.grad, DTensor)
+    parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
 def _ends(embedding: str, norm: str) -> dict[str, ParallelStyle]:
