@@ -21,8 +21,9 @@ class Link:
     latency: Seconds  # per message
     bandwidth: float  # bytes per second that one device sends, one direction
     source: str  # "NVLink 4, H100 SXM data sheet, 2023"
-    # Where it was measured: kind of collective -> (bytes of the larger buffer, seconds), rising; they count, not the above.
-    curves: Mapping[str, tuple[tuple[float, Seconds], ...]] = field(default_factory=dict)
+    # Where it was measured: kind of collective -> seconds of an empty message, and per byte of the larger buffer. They count,
+    # not the above. A line, so that the price of a message is that of its parts and one latency.
+    lines: Mapping[str, tuple[Seconds, Seconds]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,11 +20,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 
+import numpy as np
 import torch
 
 from autopar.cost_models import catalog
 from autopar.cost_models.compute import pricer
-from autopar.cost_models.measured import save
+from autopar.cost_models.measured import measured_link, save
 from autopar.cost_models.optimizers import optimizer
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError
@@ -35,7 +36,7 @@ from autopar.mesh import Device, Link, Mesh
 from autopar.plan import resolve
 from autopar.planner import Options, located, plan_program, read_program
 from autopar.rules import Fitted, localise, view_of
-from autopar.runtime.stopwatch import Call, Job, Times
+from autopar.runtime.stopwatch import KINDS, Call, Job, Times
 from autopar.runtime.workers import WorkerPool
 from autopar.solver.analysis import analyse
 
@@ -140,17 +141,15 @@ def _rate(work: float, seconds: float) -> float:
 
 
 def _link(size: int, job: Job, found: Sequence[Times], source: str) -> Link:
-    """Curves that rise: a larger message never takes less."""
-    curves: dict[str, tuple[tuple[float, float], ...]] = {}
-    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-        points, least = [], 0.0
-        for count in job.bytes:
-            least = max(least, statistics.fmean(times.collectives[size, kind, count] for times in found))
-            points.append((float(count), least))
-        curves[kind] = tuple(points)
-    (_, latency), *_, (most, seconds) = curves["all_gather"]
-    bandwidth = most * (size - 1) / size / seconds
-    return Link(name=f"measured, groups of {size}", latency=latency, bandwidth=bandwidth, source=source, curves=curves)
+    """Lines through the measured points, by least squares of the relative errors; neither part is negative."""
+    lines: dict[str, tuple[float, float]] = {}
+    sizes = np.array(job.bytes, dtype=np.float64)
+    for kind in KINDS:
+        seconds = np.array([statistics.fmean(times.collectives[size, kind, count] for times in found) for count in job.bytes])
+        seconds = np.maximum(seconds, seconds[seconds > 0].min(initial=1e-6))
+        (empty, per_byte), *_ = np.linalg.lstsq(np.stack([1 / seconds, sizes / seconds], axis=1), np.ones(len(sizes)))
+        lines[kind] = max(float(empty), 0.0), max(float(per_byte), 1e-15)
+    return measured_link(size, lines, source)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Operations in MPICH", 2005, for n ranks, messages of latency a, and b bytes in t
     all_reduce      reduce_scatter + all_gather                   Rabenseifner
     all_to_all      (n - 1) a + b (n - 1)/n / bandwidth           pairwise exchange
 
-A link that was measured has a curve per kind instead.
+A link that was measured has a line of its own per kind.
 
 Adding up the numbers of a reduction is not counted: it keeps pace with the link.
 """
@@ -33,22 +33,14 @@ def seconds(kind: str, bytes: Number, n: int, link: Link) -> Number:
     >>> round(seconds("all_gather", 4e9, 4, link), 6)
     3.000002
     """
-    if n > 1 and kind in link.curves:
-        return _measured(np.array(link.curves[kind]), bytes)
+    if n > 1 and kind in link.lines:
+        empty, per_byte = link.lines[kind]
+        return bytes * per_byte + empty
     if kind == "all_reduce":
         return seconds("reduce_scatter", bytes, n, link) + seconds("all_gather", bytes, n, link)
     if n == 1:
         return bytes * 0.0
     return bytes * ((n - 1) / n / link.bandwidth) + messages(kind, n) * link.latency
-
-
-def _measured(curve: NDArray[np.float64], bytes: Number) -> Number:
-    """Between measured points on straight lines, beyond the last one at the slope of the last two, below the first as there."""
-    (b0, s0), (b1, s1) = curve[-2:]
-    sizes = np.asarray(bytes, dtype=np.float64)
-    beyond = np.maximum(sizes - b1, 0.0) * ((s1 - s0) / (b1 - b0))
-    found: NDArray[np.float64] = np.asarray(np.interp(sizes, curve[:, 0], curve[:, 1])) + beyond
-    return found if isinstance(bytes, np.ndarray) else float(found)
 
 
 def messages(kind: str, n: int) -> int:

@@ -3,16 +3,17 @@
 {"name": "cpu, 4 processes", "source": "...",
  "device": {"flops": {"float32": 5.1e10}, "memory": 6e9, "bandwidth": 8e9, "launch": 2e-6},
  "rates": {"aten.linear.default": [4.8e10, 4.1e10], ...},                    operations or bytes per second: forward, backward
- "links": {"2": {"all_reduce": [[1024, 0.0003], ...]}, ...}}                 by the size of a group: [bytes, seconds]
+ "links": {"2": {"all_reduce": [0.0003, 1.2e-9], ...}, ...}}       by the size of a group: seconds if empty, and per byte
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from autopar.errors import MeshError
-from autopar.mesh import Device, Link
+from autopar.mesh import Device, Link, Seconds
 
 
 def save(device: Device, path: str | Path) -> None:
@@ -25,8 +26,7 @@ def save(device: Device, path: str | Path) -> None:
         },
         "rates": {name: list(rates) for name, rates in device.rates.items()},
         "links": {
-            str(size): {kind: list(map(list, curve)) for kind, curve in link.curves.items()}
-            for size, link in device.links.items()
+            str(size): {kind: list(line) for kind, line in link.lines.items()} for size, link in device.links.items()
         },
     }  # fmt: skip
     Path(path).write_text(json.dumps(data, indent=1) + "\n")
@@ -37,7 +37,10 @@ def load(path: str | Path) -> Device:
     try:
         data = json.loads(Path(path).read_text())
         source, held = str(data["source"]), data["device"]
-        links = {int(size): _link(int(size), curves, source) for size, curves in data["links"].items()}
+        links = {
+            int(size): measured_link(int(size), {str(k): (float(a), float(b)) for k, (a, b) in lines.items()}, source)
+            for size, lines in data["links"].items()
+        }
         return Device(
             name=str(data["name"]), flops={str(k): float(v) for k, v in held["flops"].items()}, memory=int(held["memory"]),
             bandwidth=float(held["bandwidth"]), launch=float(held["launch"]), inner="gloo", outer="gloo",
@@ -52,9 +55,9 @@ def load(path: str | Path) -> Device:
         ) from error
 
 
-def _link(size: int, curves: dict[str, list[list[float]]], source: str) -> Link:
+def measured_link(size: int, lines: Mapping[str, tuple[Seconds, Seconds]], source: str) -> Link:
     """The link of groups of this size; its latency and bandwidth, for people, are those of the all-gather."""
-    found = {kind: tuple((float(b), float(s)) for b, s in points) for kind, points in curves.items()}
-    (_, latency), *_, (most, seconds) = found["all_gather"]
-    bandwidth = most * (size - 1) / size / seconds
-    return Link(name=f"measured, groups of {size}", latency=latency, bandwidth=bandwidth, source=source, curves=found)
+    empty, per_byte = lines["all_gather"]
+    return Link(
+        name=f"measured, groups of {size}", latency=empty, bandwidth=(size - 1) / size / per_byte, source=source, lines=lines
+    )

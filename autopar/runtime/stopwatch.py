@@ -17,8 +17,10 @@ from autopar.runtime.collectives import PRIMITIVES, Place
 from autopar.runtime.world import Axis
 
 Spec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, requires_grad
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ENOUGH: Seconds = 0.02  # of one measurement, repeated until it takes as long
 ROUNDS = 5  # measurements, of which the median counts
+SIDE = 384  # of the square matrices that are multiplied between collectives: a millisecond or two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +118,7 @@ def _collectives(job: Job) -> Iterator[tuple[tuple[int, str, Bytes], Seconds]]:
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
         group = groups[rank // size]
         axis = Axis(name="measured", size=size, index=rank % size, group=str(group.group_name))
-        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        for kind in KINDS:
             for count in job.bytes:
                 given = count // size if kind == "all_gather" else count
                 x = torch.ones(max(size, given // 4 // size * size), dtype=torch.float32)
@@ -124,17 +126,31 @@ def _collectives(job: Job) -> Iterator[tuple[tuple[int, str, Bytes], Seconds]]:
 
 
 def _agreed(run: Callable[[], object], count: Bytes) -> Seconds:
-    """The median time of a collective: every rank runs it equally often, for the slowest counts."""
-    often = max(3, min(50, (1 << 22) // count))
-    run()
+    """The median time that a collective adds to a matrix product before it: in training ranks come to it from their work.
+
+    Every rank runs it equally often.
+    """
+    often = max(3, min(20, (1 << 22) // count))
+    factor = torch.ones(SIDE, SIDE)
+
+    def both() -> None:
+        factor @ factor
+        run()
+
     found = []
     for _ in range(ROUNDS):
         dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(often):
-            run()
-        found.append((time.perf_counter() - begin) / often)
-    return statistics.median(found)
+        alone = _timed(lambda: factor @ factor, often)
+        dist.barrier()
+        found.append(_timed(both, often) - alone)
+    return max(statistics.median(found), 0.0)
+
+
+def _timed(run: Callable[[], object], often: int) -> Seconds:
+    begin = time.perf_counter()
+    for _ in range(often):
+        run()
+    return (time.perf_counter() - begin) / often
 
 
 def _optimizer(name: str, shapes: Sequence[tuple[int, ...]]) -> Seconds:
