@@ -110,7 +110,8 @@ def _emitted(
         Returned(shape=program.values[o.value].shape, layout=decisions.outputs[o.path], split=split(o)) for o in program.outputs
     ]
     state = State(plan=plan, signature=captured.signature, context=context, seed=seed, outputs=outputs)
-    return ParallelModule(emit(program, decisions, dict(analysis.fits), context), program, stored, state)
+    graph = emit(program, decisions, dict(analysis.fits), context, training=captured.training)
+    return ParallelModule(graph, program, stored, state)
 
 
 def check_mesh(plan: Plan, mesh: Mesh) -> None:

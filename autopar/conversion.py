@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.ir import elements
-from autopar.layout import Layout, State, blocks, local_shape
+from autopar.layout import I, Layout, State, blocks, each_split, local_shape
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -61,3 +61,13 @@ class Conversion:
         The other axes' digits are gone from the local tensor on both sides, so the count is the same before and after.
         """
         return state.dim, blocks(layout, self.axis, shape, sizes)
+
+
+def arrival(layout: Layout) -> tuple[Conversion, ...]:
+    """How an input, which arrives whole on every rank, comes to a layout of I and S: it is sliced axis by axis."""
+    steps, before = [], (I,) * len(layout)
+    for axis, state in each_split(layout):
+        after = (*before[:axis], state, *before[axis + 1 :])
+        steps.append(Conversion(axis=axis, source=before, target=after))
+        before = after
+    return tuple(steps)

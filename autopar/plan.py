@@ -199,11 +199,11 @@ def resolve(plan: Plan, program: Program, fits: Mapping[str, Fitted | None]) -> 
         decisions = Decisions(
             ops={op.name: reader.candidate(op, fits[op.name]) for op in program.ops},
             given={
-                value.name: reader.layout(value.name, value.shape, plan.layouts[value.name])
+                value.name: reader.stored(value.name, value.shape, plan.layouts[value.name])
                 for value in (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers)))
             },
             outputs={
-                o.path: reader.layout(o.path, program.values[o.value].shape, plan.layouts[OUTPUT + o.path])
+                o.path: reader.stored(o.path, program.values[o.value].shape, plan.layouts[OUTPUT + o.path])
                 for o in program.outputs
             },
             routes={name: tuple(reader.steps(name, lines)) for name, lines in plan.routes.items()},
@@ -231,6 +231,13 @@ class _Reader:
     def layout(self, name: str, shape: tuple[int, ...], line: str) -> Layout:
         states = parse(line, shape, self.plan.sizes, name)
         return tuple(state or I for state in states)
+
+    def stored(self, name: str, shape: tuple[int, ...], line: str) -> Layout:
+        """The layout of what is given or returned: I and S."""
+        layout = self.layout(name, shape, line)
+        if any(state.kind not in "IS" for state in layout):
+            raise ValueError(f"layouts[{name!r}] is {line!r}, but what is stored, given or returned is I or S on every axis")
+        return layout
 
     def steps(self, name: str, lines: tuple[str, ...]) -> Iterator[Conversion]:
         shape = self.program.values[name].shape

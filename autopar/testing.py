@@ -44,9 +44,9 @@ def random_solution(problem: Problem, draw: random.Random) -> Solution:
     """Random picks, joined by routes that are cheapest under random prices."""
     drawn = [draw.randrange(len(choice.seconds)) for choice in problem.choices]
     for wire in problem.wires:
-        if not len(wire.seconds) and wire.nodes > 1:  # no conversion is allowed: produced as it is wanted
-            wanted = wire.consumers[0].wants[drawn[wire.consumers[0].choice]]
-            drawn[wire.producer] = int(np.flatnonzero(wire.produced == wanted)[0])
+        if not len(wire.seconds) and wire.nodes > 1:  # no conversion is allowed: used as it is stored, which is first: whole
+            for choice in (wire.producer, *(consumer.choice for consumer in wire.consumers)):
+                drawn[choice] = 0
     picks = tuple(drawn)
     arcs = []
     for wire in problem.wires:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch import nn
 import autopar
 from autopar import AutoparError, Plan
 from autopar.errors import BudgetError, CaptureError, ConstraintError, InputError, MeshError, PlanError, RuleError
+from autopar.plan import VERSION
 
 X = torch.ones(32, 64)
 DEVICE: dict[str, Any] = {"device": "h100"}
@@ -227,7 +231,7 @@ DAMAGE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda d: d.pop("layouts"), "KeyError: 'layouts'"),
     (lambda d: d.update(step_time="soon"), "ValueError: could not convert"),
     (lambda d: d["layouts"].update({"0.weight": "Z"}), "'Z' is not a layout of 0.weight"),
-    (lambda d: d["layouts"].update({"0.weight": "P"}), "0:linear#0 wants 0.weight in a layout that no route reaches"),
+    (lambda d: d["layouts"].update({"0.weight": "P"}), "what is stored, given or returned is I or S on every axis"),
     (lambda d: d["layouts"].pop("0.weight"), "there is no entry for '0.weight'"),
     (lambda d: d["choices"].pop("0:linear#0"), "there is no entry for '0:linear#0'"),
     (lambda d: d["choices"].update({"0:linear#0": "q/3"}), "'q/3' is no choice: I, R, P and a number, or one of "),
@@ -260,7 +264,7 @@ def test_a_plan_that_is_missing_of_another_version_or_no_plan_is_refused(tmp_pat
     check(lambda: Plan.load(path), PlanError, f"cannot read the plan {path}", "")
     data = json.loads(plan((1,)).to_json()) | {"version": 99}
     path.write_text(json.dumps(data))
-    check(lambda: Plan.load(path), PlanError, f"{path} has version 99, this autopar reads 1", "make the plan again")
+    check(lambda: Plan.load(path), PlanError, f"{path} has version 99, this autopar reads {VERSION}", "make the plan again")
     path.write_bytes(b"\xff\xfe\x00")
     check(lambda: Plan.load(path), PlanError, f"cannot read the plan {path}", "")
     wrong: Any = "plan.json"
@@ -278,3 +282,30 @@ def test_a_plan_for_another_model_batch_or_mesh_is_refused() -> None:
     check(lambda: single(plan=plan((2, 4))), PlanError, mesh, "plan again for this mesh")
     check(lambda: single(plan=plan({"other": 1})), PlanError, mesh, "plan again for this mesh")
     check(lambda: autopar.verify(model(), X, (2,), plan=plan((2, 4))), PlanError, mesh, "plan again for this mesh")
+
+
+def test_what_cannot_be_planned_captured_or_pickled_says_so() -> None:
+    first = "the gradient of weight is sparse, which cannot be sent between devices"
+    rows = torch.zeros(32, dtype=torch.long)
+    check(lambda: autopar.plan(nn.Embedding(64, 8, sparse=True), rows, (2,), **DEVICE), RuleError, first, "sparse=False")
+    autopar.parallelize(nn.Embedding(64, 8, sparse=True), rows, (1,), **DEVICE)
+    lazy = "0.weight has no shape yet: its module is lazy"
+    check(lambda: autopar.plan(nn.Sequential(nn.LazyLinear(8)), X, (2,), **DEVICE), CaptureError, lazy, "call the model once")
+    norm = nn.Sequential(nn.BatchNorm1d(64, momentum=None))
+    counted = "0 has momentum=None: what it averages depends on the number of calls before"
+    check(lambda: autopar.plan(norm, X, (2,), **DEVICE), CaptureError, counted, "give it a momentum")
+    autopar.plan(norm.eval(), X, (2,), **DEVICE)
+    wrong: Any = None
+    check(lambda: plan(optimizer=wrong), InputError, "no optimizer is called None", "give one of these names")
+    whole = "a parallel module cannot be pickled: it holds this rank's part and the groups of running processes"
+    parallel = single()
+    for save in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+        check(lambda save=save: save(parallel), InputError, whole, "state_dict")  # type: ignore[misc]
+
+
+def test_a_plan_that_stores_addends_is_refused_before_any_process_starts() -> None:
+    made = plan((2,))
+    for name in ("0.weight", "input", "output:0"):
+        bad = replace(made, layouts={**made.layouts, name: "P"})
+        refusal = check(lambda bad=bad: autopar.verify(model(), X, (2,), plan=bad), PlanError, "the plan is damaged", "again")  # type: ignore[misc]
+        assert "is I or S on every axis" in refusal.details["error"]

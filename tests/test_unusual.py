@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -179,3 +180,143 @@ def test_a_parameter_that_is_never_used_is_stored_whole_under_every_strategy(poo
     report = verified((model, torch.randn(8, 8)), strategy, pool)
     assert report.ok, str(report)
     assert report.plan.layouts["unused"] == "I"
+
+
+# --- operators, dtypes and modules ------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """A layer of 8, and a function of the module and its result."""
+
+    def __init__(self, function: Callable[..., object], dtype: torch.dtype = torch.float32, **held: torch.Tensor) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        self.layer = nn.Linear(8, 8, dtype=dtype)
+        for name, tensor in held.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(self, self.layer(x.to(self.layer.weight.dtype)))
+
+
+def complex_of(_: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(y.unflatten(1, (4, 2)))
+
+
+class Complex(nn.Module):
+    def __init__(self, *, loss: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.loss = nn.Linear(8, 8), loss
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = complex_of(self, self.layer(x)) @ self.weight
+        return y.abs().sum() if self.loss else y
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, none: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).sum() + self.layer(none).sum()
+
+
+def spectral() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
+
+
+def recurrent(kind: type[nn.RNNBase]) -> nn.Module:
+    torch.manual_seed(0)
+    return Recurrent(kind(8, 8, 2, dropout=0.5, batch_first=True))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, cells: nn.RNNBase) -> None:
+        super().__init__()
+        self.cells = cells
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cells(x)[0].square().sum()  # type: ignore[no-any-return]
+
+
+X = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+MODELS: dict[str, Callable[[], Made]] = {
+    "a trace": lambda: (Layer(lambda _, y: torch.einsum("ii", y)), X),
+    "a diagonal": lambda: (Layer(lambda _, y: torch.einsum("ii->i", y).square().sum()), X),
+    "diagonals of a batch": lambda: (Layer(lambda _, y: torch.einsum("bii->b", y.unflatten(1, (2, 4))[:, :, :2]).sum()), X),
+    "outputs with one path": lambda: (Layer(lambda _, y: {"a.b": y, "a": {"b": 2 * y}}), X),
+    "a complex loss": lambda: (Complex(loss=True), X),
+    "complex results": lambda: (Complex(loss=False), X),
+    "no elements inside": lambda: (Layer(lambda m, y: torch.cat([y, m.layer(y[:0])]).square().sum()), X),
+    "an input without elements": lambda: (Parts(), (X, torch.zeros(8, 0, 8))),
+    "an input with a gradient": lambda: (nn.Sequential(nn.Linear(8, 8)), X.clone().requires_grad_()),
+    "counted embedding": lambda: (nn.Embedding(16, 8, scale_grad_by_freq=True), torch.arange(32).reshape(8, 4) % 16),
+    "spectral norm": lambda: (spectral(), X),
+    "LSTM": lambda: (recurrent(nn.LSTM), X.reshape(4, 2, 8)),
+    "GRU": lambda: (recurrent(nn.GRU), X.reshape(4, 2, 8)),
+    "random slopes": lambda: (nn.Sequential(nn.Linear(8, 8), nn.RReLU()), X),
+    "dropout that stays on": lambda: (Layer(lambda _, y: nn.functional.dropout(y, 0.5, True).sum()).eval(), X),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", MODELS)
+def test_an_unusual_model_has_equal_numbers(pool: WorkerPool, name: str, plan: str | int) -> None:
+    made = MODELS[name]()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="no sharding rule")
+        report = verified(made, plan, pool)
+    assert report.ok, str(report)
+    if name == "outputs with one path":
+        assert [row.name for row in report.rows if row.what == "output"] == ["a.b", "a.b#1"]
+    if name == "an input with a gradient":
+        assert ("gradient", "input") in {(row.what, row.name) for row in report.rows}
+
+
+def entropy(m: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(y, y.argmax(-1), weight=m.weight)  # type: ignore[arg-type]
+
+
+def probabilities(m: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(y, y.detach().softmax(-1), weight=m.weight)  # type: ignore[arg-type]
+
+
+def positives(m: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    loss = nn.functional.binary_cross_entropy_with_logits
+    return loss(y, y.detach().sigmoid(), weight=m.weight, pos_weight=m.weight)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("loss", [entropy, probabilities, positives])
+def test_a_mean_loss_in_a_narrow_dtype_takes_weights_and_probabilities(
+    pool: WorkerPool, loss: Callable[..., torch.Tensor], dtype: torch.dtype
+) -> None:
+    model = Layer(loss, dtype, weight=torch.rand(8, generator=torch.Generator().manual_seed(0)).to(dtype))
+    report = verified((model, X), "megatron", pool)
+    assert report.ok, str(report)
+
+
+# --- modes and copies -------------------------------------------------------------------------------------------------------
+
+
+def test_what_an_evaluation_leaves_on_stays_on_in_every_mode() -> None:
+    for training in (True, False):
+        model = MODELS["dropout that stays on"]()[0].train(training)
+        parallel = autopar.parallelize(model, X, (1,), device="h100")
+        for mode in (False, True, False):
+            assert not torch.equal(parallel.train(mode)(X), parallel(X)), (training, mode)
+
+
+def test_a_copy_of_a_parallel_module_is_one_over_the_same_parameters_or_over_its_own() -> None:
+    parallel = autopar.parallelize(nn.Linear(8, 8), X, (1,), device="h100")
+    shallow, deep = copy.copy(parallel), copy.deepcopy(parallel)
+    assert shallow.weight is parallel.weight
+    assert deep.weight is not parallel.weight
+    for one in (shallow, deep):
+        torch.testing.assert_close(one(X), parallel(X))

@@ -25,10 +25,11 @@ __all__ = ["Captured", "Signature", "capture"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A model as a program, and how the user calls it."""
+    """A model as a program, and how the user calls it; `training` is the mode in which it was captured."""
 
     program: Program
     signature: Signature
+    training: bool = True
 
 
 def capture(model: nn.Module, sample_input: object) -> Captured:
@@ -46,4 +47,5 @@ def capture(model: nn.Module, sample_input: object) -> Captured:
                 f"forward's argument {path} has the name of a parameter or buffer of the model", fix="rename one of them"
             )
     traced = trace(bones.module, call)
-    return Captured(program=lower(traced, bones, call), signature=call.signature(traced.returned))
+    program, signature = lower(traced, bones, call), call.signature(traced.returned)
+    return Captured(program=program, signature=signature, training=model.training)

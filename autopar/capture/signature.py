@@ -6,6 +6,7 @@ This is the one place that knows pytrees.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -171,7 +172,7 @@ def read_result(result: object) -> tuple[tuple[torch.Tensor, ...], Returned, tup
     paths: list[str] = []
     leaves: list[int | tuple[Static]] = []
     lost = []
-    for path, leaf in _walk("", result):
+    for path, leaf in _distinct(_walk("", result)):
         if isinstance(leaf, torch.Tensor):
             leaves.append(len(tensors))
             tensors.append(leaf)
@@ -217,8 +218,15 @@ def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _leaves(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    for name, value in arguments.items():
-        yield from _walk(name, value)
+    return _distinct(leaf for name, value in arguments.items() for leaf in _walk(name, value))
+
+
+def _distinct(leaves: Iterable[tuple[str, object]]) -> Iterator[tuple[str, object]]:
+    """The leaves, of those with one path the later ones numbered: {"a.b": x, "a": {"b": y}} has "a.b" and "a.b#1"."""
+    seen: Counter[str] = Counter()
+    for path, leaf in leaves:
+        yield f"{path}#{seen[path]}" if seen[path] else path, leaf
+        seen[path] += 1
 
 
 def _walk(path: str, value: object) -> Iterator[tuple[str, object]]:

@@ -41,8 +41,15 @@ def skeleton(model: nn.Module) -> Skeleton:
                 f"the backward hook on module {path or type(model).__name__} would be lost",
                 fix="change the gradient in an operator of your own: torch.library.custom_op",
             )
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None and module.training:
+            raise CaptureError(
+                f"{path or type(module).__name__} has momentum=None: what it averages depends on the number of calls before",
+                fix="give it a momentum, such as 0.1, or put it into evaluation mode",
+            )
     memo: dict[int, object] = {}
     for name, tensor in (*parameters, *buffers):
+        if nn.parameter.is_lazy(tensor):
+            raise CaptureError(f"{name} has no shape yet: its module is lazy", fix="call the model once before it is captured")
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             fix = "add the hook to the parallel model's parameter instead"
             raise CaptureError(f"the hook on {name} would be lost", fix=fix)

@@ -84,6 +84,7 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(logging.CRITICAL)
         with warnings.catch_warnings(), contextlib.redirect_stderr(said):
             warnings.filterwarnings("ignore", module=r"torch\.")
+            warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.\S*_flat_weights")  # nn.LSTM's own list
             yield
         sys.stderr.write(said.getvalue())
     finally:

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from autopar.codegen.source import CodeGraph
-from autopar.conversion import COLLECTIVES, Conversion
+from autopar.conversion import COLLECTIVES, Conversion, arrival
 from autopar.decisions import Decisions
 from autopar.ir import Argument, Op, Program, Ref, Value, overload
 from autopar.layout import I, Layout, local_shape
@@ -43,9 +43,14 @@ TAKEN = frozenset((*dir(fx.GraphModule(nn.Module(), fx.Graph())), STATE, "run"))
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
-def emit(program: Program, decisions: Decisions, fits: dict[str, Fitted | None], context: Context) -> fx.Graph:
-    """The graph that one rank runs; its inputs are whole tensors, its outputs the local parts of the program's outputs."""
-    return _Emitter(program, decisions, fits, context).graph
+def emit(
+    program: Program, decisions: Decisions, fits: dict[str, Fitted | None], context: Context, *, training: bool = True
+) -> fx.Graph:
+    """The graph that one rank runs; its inputs are whole tensors, its outputs the local parts of the program's outputs.
+
+    The flags of a program captured in `training` mode follow the module's; what is on in evaluation stays on.
+    """
+    return _Emitter(program, decisions, fits, context, training).graph
 
 
 class _Emitter:
@@ -55,7 +60,9 @@ class _Emitter:
     for gradients last of all; each gather begins when the one before it is finished, so that it is on its way for one block.
     """
 
-    def __init__(self, program: Program, decisions: Decisions, fits: dict[str, Fitted | None], context: Context) -> None:
+    def __init__(
+        self, program: Program, decisions: Decisions, fits: dict[str, Fitted | None], context: Context, training: bool
+    ) -> None:
         self.program, self.decisions, self.fits, self.context = program, decisions, fits, context
         self.sizes = context.mesh.sizes
         self.graph: fx.Graph = CodeGraph()
@@ -68,7 +75,7 @@ class _Emitter:
         held = (p.value.name for p in (*program.parameters, *program.buffers))
         self.plain = storage.plain(decisions.given[name] for name in held) or context.device_mesh is None
         self.draws = 0
-        self._prelude(program)
+        self._prelude(program, training)
         for op in program.ops:
             self._op(op, decisions.ops[op.name])
         self.section = "the results"
@@ -78,7 +85,7 @@ class _Emitter:
             if node is not None and not node.users:
                 self.graph.erase_node(node)
 
-    def _prelude(self, program: Program) -> None:
+    def _prelude(self, program: Program, training: bool) -> None:
         for value in program.inputs:
             node = self.graph.placeholder(identifier(value.name))
             node.target = node.name  # fx has kept a name that would hide one of the code's own, like torch
@@ -86,7 +93,7 @@ class _Emitter:
         self.axes = [self._state(f"axes.{identifier(axis.name)}") for axis in self.context.axes]
         drawn = any(self._random(op) for op in program.ops)
         self.draw_state = self._state("draws") if drawn else None
-        flagged = drawn or any(op.target in TRAINING for op in program.ops)
+        flagged = training and (drawn or any(op.target in TRAINING for op in program.ops))
         self.training = self._node("get_attr", "training", (), "training") if flagged else None
         again = any(map(self._again, self.bundles)) or not self.views.isdisjoint(self.decisions.routes)
         self.gathers = self._state("gathers") if again else None
@@ -96,11 +103,9 @@ class _Emitter:
                 self._begin(one)
         self.section = "the batch"
         for value in program.inputs:  # an input that a strategy takes split is sliced at once
-            layout = self.decisions.given[value.name]
-            for axis in (a for a, state in enumerate(layout) if state.kind == "S"):
-                before = next(known for name, known in reversed(self.values) if name == value.name)
-                after = (*before[:axis], layout[axis], *before[axis + 1 :])
-                self._convert(value, Conversion(axis=axis, source=before, target=after))
+            for step in arrival(self.decisions.given[value.name]):
+                self._convert(value, step)
+                del self.values[value.name, step.source]  # from here on it is split, as the plan has it
 
     def _state(self, attribute: str) -> fx.Node:
         """What the module keeps beside its parameters: an axis, the random draws, the gathered weights."""
@@ -230,11 +235,11 @@ class _Emitter:
 
     def _call(self, op: Op, candidate: Candidate, arguments: list[object], named: dict[str, object]) -> fx.Node:
         target = overload(op.target)
-        if op.target in TRAINING and arguments[TRAINING[op.target]] is True:
+        if self.training and op.target in TRAINING and arguments[TRAINING[op.target]] is True:
             arguments[TRAINING[op.target]] = self.training
         if not self._random(op):
             return self._node("call_function", target, tuple(arguments), identifier(op.name), named)
-        if op.target == ATTENTION:
+        if self.training and op.target == ATTENTION:
             rate = (arguments[4] if len(arguments) > 4 else named["dropout_p"], self.training)
             active = self._node("call_function", random.rate, rate, f"{identifier(op.name)}_rate")
             if len(arguments) > 4:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -78,11 +79,25 @@ class ParallelModule(fx.GraphModule):
         """A module with parameters of its own in the same processes; fx would forget all but the graph's own attributes."""
         copied: ParallelModule = type(self).__new__(type(self))
         memo[id(self)] = copied
-        held = copy.deepcopy(self.__dict__, memo)
-        copied.__dict__.update(held | {name: {} for name in HELD})  # what the user calls "graph" hides no attribute
-        copied.graph = held["_graph"]
-        copied.__dict__.update({name: held[name] for name in HELD})
-        return copied
+        return copied._holding(copy.deepcopy(self.__dict__, memo))
+
+    def __copy__(self) -> ParallelModule:
+        """A module over the same parameters."""
+        copied: ParallelModule = type(self).__new__(type(self))
+        return copied._holding(dict(self.__dict__))
+
+    def _holding(self, held: dict[str, Any]) -> ParallelModule:
+        """This new module with the attributes of another; what the user calls "graph" must not hide fx's graph."""
+        self.__dict__.update(held | {name: {} for name in HELD})
+        self.graph = held["_graph"]
+        self.__dict__.update({name: held[name] for name in HELD})
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            "a parallel module cannot be pickled: it holds this rank's part and the groups of running processes",
+            fix="save its state_dict() with torch.distributed.checkpoint, and its plan with parallel.autopar.plan.save(path)",
+        )
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run a training or evaluation step's forward on the *global* batch; every rank gives the same arguments.
@@ -114,7 +129,7 @@ class ParallelModule(fx.GraphModule):
         state, own = self.autopar, dict(self.named_parameters())
         if state.twin is None or any(own[name] is not held for name, held in state.twin.named_parameters()):
             state.twin = make(self) or self
-        return state.twin if state.twin is self else state.twin.train()  # what its capture left switched on stays on
+        return state.twin if state.twin is self else state.twin.train(self.training)
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
         device, signature = self.autopar.context.device, self.autopar.signature

@@ -50,7 +50,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 }
 
 
-def optimizer(name: str | Optimizer) -> Optimizer:
+def optimizer(name: object) -> Optimizer:
     """The optimizer of this name. Raises InputError for a name that is not in the table.
 
     >>> optimizer("adamw").states
@@ -58,9 +58,9 @@ def optimizer(name: str | Optimizer) -> Optimizer:
     """
     if isinstance(name, Optimizer):
         return name
-    key = name.lower()
+    key = str(name).lower()
     if key not in OPTIMIZERS:
-        close = difflib.get_close_matches(key, OPTIMIZERS, n=1, cutoff=0.5)
+        close = difflib.get_close_matches(key, OPTIMIZERS, n=1, cutoff=0.5) if isinstance(name, str) else []
         raise InputError(
             f"no optimizer is called {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""),
             optimizers=", ".join(OPTIMIZERS),

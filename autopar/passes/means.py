@@ -44,7 +44,9 @@ def _divided(op: Op, program: Program, rewriter: Rewriter) -> None:
     assert isinstance(target, Ref)
     now: dict[str, Argument] = {name: rewriter.new(argument) for name, argument in named.items()}
     if result.dtype is torch.float16:  # a sum of more than 65504 would overflow where the mean does not
-        now["self"] = rewriter.beside(op, "aten.to.dtype", (now["self"], torch.float32))
+        for name, argument in now.items():
+            if isinstance(argument, Ref) and rewriter.values[argument.name].dtype is torch.float16:
+                now[name] = rewriter.beside(op, "aten.to.dtype", (argument, torch.float32))
     args, kwargs = packed(op.target, now | {"reduction": _SUM})
     total = rewriter.beside(op, op.target, args, kwargs)
     shapes = program.values[scores.name].shape, program.values[target.name].shape

@@ -9,11 +9,14 @@ import torch
 from autopar.ir import Argument, Op, Parameter, Program, Ref, Static, Value, overload, substitute
 from autopar.passes.infer import Kind, infer
 
-_SMALL = (torch.float32, torch.bfloat16, torch.float16)
+WIDE = {
+    torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64,
+    torch.complex32: torch.complex128, torch.complex64: torch.complex128,
+}  # fmt: skip
 
 
 def promote(program: Program) -> Program:
-    """Every float32, bfloat16 and float16 becomes float64, in values and in arguments; names stay.
+    """Every float32, bfloat16 and float16 becomes float64, complex numbers likewise, in values and in arguments; names stay.
 
         x: float32[3]                               x: float64[3]
         y: bfloat16[3] = to.dtype(x, bfloat16)  ->  y: float64[3] = to.dtype(x, float64)
@@ -37,8 +40,8 @@ def _promoted(op: Op, values: dict[str, Value]) -> Op:
     args = tuple(substitute(a, _leaf) for a in op.args)
     kwargs = tuple((name, substitute(a, _leaf)) for name, a in op.kwargs)
     takes = {formal.name for formal in overload(op.target)._schema.arguments}
-    if not op.operands and op.results[0].dtype in _SMALL and "dtype" in takes:
-        kwargs = (*((name, a) for name, a in kwargs if name != "dtype"), ("dtype", torch.float64))
+    if not op.operands and op.results[0].dtype in WIDE and "dtype" in takes:
+        kwargs = (*((name, a) for name, a in kwargs if name != "dtype"), ("dtype", WIDE[op.results[0].dtype]))
     found = infer(op.target, args, kwargs, values.__getitem__)
     kinds = (found,) if isinstance(found, Kind) else found
     results = tuple(replace(result, dtype=kind.dtype) for result, kind in zip(op.results, kinds, strict=True))
@@ -50,8 +53,13 @@ def _held(held: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
 
 
 def _wide(value: Value) -> Value:
-    return replace(value, dtype=torch.float64) if value.dtype in _SMALL else value
+    return replace(value, dtype=wide(value.dtype))
 
 
 def _leaf(leaf: Ref | Static) -> Argument:
-    return torch.float64 if leaf in _SMALL else leaf
+    return wide(leaf) if isinstance(leaf, torch.dtype) else leaf
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in double precision."""
+    return WIDE.get(dtype, dtype)

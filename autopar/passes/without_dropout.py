@@ -16,6 +16,7 @@ _CHANCE = {
     "feature_dropout": "p",
     "feature_alpha_dropout": "p",
     "scaled_dot_product_attention": "dropout_p",
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), "dropout"),
 }
 
 
@@ -24,15 +25,17 @@ def without_dropout(program: Program) -> Program:
 
     a = dropout(x, 0.1, True)                         a = dropout(x, 0.0, True)
     b = attention(q, k, v, None, 0.1, True)    ->     b = attention(q, k, v, None, 0.0, True)
+    c = rrelu(x, 0.1, 0.3, True)                      c = rrelu(x, 0.1, 0.3, False)
     """
     return replace(program, ops=tuple(map(_certain, program.ops)))
 
 
 def _certain(op: Op) -> Op:
-    chance = _CHANCE.get(op.target.split(".")[1])
-    if chance is None:
+    name = op.target.split(".")[1]
+    sure: dict[str, Argument] = {_CHANCE[name]: 0.0} if name in _CHANCE else {"training": False} if name == "rrelu" else {}
+    if not sure:
         return op
-    args, kwargs = packed(op.target, bound(op) | {chance: 0.0})
+    args, kwargs = packed(op.target, bound(op) | sure)
     return replace(op, args=args, kwargs=kwargs)
 
 

@@ -36,14 +36,16 @@ def added_to(result: str, product: str, arguments: tuple[str, str]) -> Rule:
 
 
 def einsum(call: Call) -> Fitted:
-    """as its equation says"""
+    """as its equation says; a letter that stands twice in one tensor takes a diagonal, and stays whole"""
     equation = str(call.arguments["equation"]).replace(" ", "").replace("...", "*")
     sources, _, result = equation.partition("->")
     letters = [c for c in string.ascii_uppercase + string.ascii_lowercase if sources.count(c) == 1]
     result = result if "->" in equation else ("*" if "*" in sources else "") + "".join(letters)
 
+    whole = {c for term in sources.split(",") for c in term if term.count(c) > 1}
+
     def dims(term: str) -> str:
-        return " ".join("..." if c == "*" else c for c in term) or "()"
+        return " ".join("..." if c == "*" else "_" if c in whole else c for c in term) or "()"
 
     fitted = call.fit(f"{', '.join(map(dims, sources.split(',')))} -> {dims(result)}")
     each = tuple(frozenset({position}) for position in call.positions("tensors"))  # linear in each tensor

@@ -41,8 +41,8 @@ class Place(NamedTuple):
 
 
 def _all_reduce(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
-    issued: torch.Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", axis.group)
-    return wait(issued)
+    issued: torch.Tensor = torch.ops._c10d_functional.all_reduce(_plain(x.contiguous()), "sum", axis.group)
+    return _again(wait(issued), x.dtype)
 
 
 def _all_gather(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
@@ -58,26 +58,26 @@ def _all_to_all(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
     sent = _plain(_cut(x, to_dim, to_blocks, axis.size))
     ones = [1] * axis.size
     issued = torch.ops._c10d_functional.all_to_all_single(sent, ones, ones, axis.group)
-    return joined(wait(issued).view(x.dtype), dim, blocks)
+    return joined(_again(wait(issued), x.dtype), dim, blocks)
 
 
 def reduced(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """`x` itself, in which the sum over all ranks will be once `wait` returns."""
-    issued: torch.Tensor = torch.ops._c10d_functional.all_reduce_(x, "sum", axis.group)
-    return issued
+    issued: torch.Tensor = torch.ops._c10d_functional.all_reduce_(_plain(x), "sum", axis.group)
+    return _again(issued, x.dtype)
 
 
 def all_gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """`(size, *x.shape)`, where what all ranks give will be once `wait` returns."""
     sent = _plain(x.contiguous().reshape(1, *x.shape))
     issued: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor(sent, axis.size, axis.group)
-    return issued.view(x.dtype)
+    return _again(issued, x.dtype)
 
 
 def reduce_scattered(rows: torch.Tensor, axis: Axis) -> torch.Tensor:
     """`rows.shape[1:]`, where the sum of this rank's row over all ranks will be once `wait` returns; `rows` is contiguous."""
-    issued: torch.Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(rows, "sum", axis.size, axis.group)
-    return issued[0]
+    issued: torch.Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(_plain(rows), "sum", axis.size, axis.group)
+    return _again(issued[0], rows.dtype)
 
 
 def wait(issued: torch.Tensor) -> torch.Tensor:
@@ -87,8 +87,15 @@ def wait(issued: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
-    """Booleans as bytes: not every backend sends booleans."""
+    """Booleans as bytes, complex numbers as pairs: not every backend sends them."""
+    if x.is_complex():
+        return torch.view_as_real(x.resolve_conj())
     return x.view(torch.uint8) if x.dtype is torch.bool else x
+
+
+def _again(plain: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What was sent as `_plain` has it, in its own dtype."""
+    return torch.view_as_complex(plain) if dtype.is_complex else plain.view(dtype)
 
 
 def _cut(x: torch.Tensor, dim: int, blocks: int, parts: int) -> torch.Tensor:
@@ -102,8 +109,8 @@ def joined(parts: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
 
 
 def unfolded(x: torch.Tensor, dim: int, *sizes: int) -> torch.Tensor:
-    """One dim seen as several."""
-    return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
+    """One dim seen as several; the size of one may be -1, also of a tensor without elements."""
+    return torch.unflatten(x, dim, sizes)
 
 
 def _apart(place: Place, size: int) -> Place:

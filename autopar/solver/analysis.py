@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from autopar.conversion import Conversion
 from autopar.cost_models.saved import Saved, saved
 from autopar.decisions import Decisions
+from autopar.errors import RuleError
 from autopar.ir import Op, Program, writes
 from autopar.layout import Layout
 from autopar.mesh import Mesh
+from autopar.passes.arguments import bound
 from autopar.passes.candidates import asked
 from autopar.passes.classes import OUTPUT, Classes, fold
 from autopar.passes.space import Blocks
@@ -70,7 +72,12 @@ class Analysis:
 
 
 def analyse(program: Program, mesh: Mesh, *, apart: Callable[[str], str] = lambda value: "", repeated: bool = True) -> Analysis:
-    """Fit rules, spread block counts, fold repeated blocks (`fold` says what `apart` and `repeated` mean)."""
+    """Fit rules, spread block counts, fold repeated blocks (`fold` says what `apart` and `repeated` mean).
+
+    Raises RuleError for an op that only one device can run.
+    """
+    if mesh.size > 1:
+        _dense(program)
     classes = fold(program, apart=apart, repeated=repeated)
     by_class = {name: fit(op, program.values) for name, op in representatives(program, classes).items()}
     fits = {op.name: by_class[classes.of[op.name]] for op in program.ops}
@@ -82,6 +89,17 @@ def analyse(program: Program, mesh: Mesh, *, apart: Callable[[str], str] = lambd
         blocks=asked(program, fits),
         cpu=mesh.device is not None and mesh.device.cpu,
     )
+
+
+def _dense(program: Program) -> None:
+    """Raise RuleError for an op whose gradient is a sparse tensor: neither collectives nor DTensors know these."""
+    for op in program.ops:
+        if op.requires_grad and "sparse" in (named := bound(op)) and named["sparse"] is True:
+            raise RuleError(
+                f"the gradient of {op.operands[0]} is sparse, which cannot be sent between devices",
+                at=op.source,
+                fix="sparse=False, or a mesh of one device",
+            )
 
 
 def representatives(program: Program, classes: Classes) -> dict[str, Op]:

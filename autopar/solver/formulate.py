@@ -26,6 +26,7 @@ from autopar.passes.classes import OUTPUT, ValueClass
 from autopar.passes.space import Blocks, Space, placeable, space, states
 from autopar.passes.strategies import Demands
 from autopar.solver.analysis import Analysis, has_gradient, representatives, saves
+from autopar.solver.messages import returns
 from autopar.solver.pricing import arc_seconds, choice_seconds, latency, ties
 from autopar.solver.problem import Choice, Consumer, Ints, Problem, Solution, Surcharge, Toll, Way, Wire
 
@@ -76,7 +77,7 @@ def formulate(
     choices = tuple(
         Choice(
             name=name,
-            seconds=choice_seconds(analysis, name, found, optimizer, device),
+            seconds=choice_seconds(analysis, name, found, optimizer, device) + _returning(analysis, name, found, mesh),
             tie=ties(analysis, name, found),
         )
         for name, found in lists.items()
@@ -93,6 +94,12 @@ def formulate(
         analysis=analysis, mesh=mesh, problem=Problem(choices=choices, wires=tuple(wires), tolls=tolls), names=names,
         candidates=tuple(map(tuple, lists.values())), wires=tuple(values), spaces=tuple(spaces),
     )  # fmt: skip
+
+
+def _returning(analysis: Analysis, name: str, found: Sequence[Candidate], mesh: Mesh) -> float:
+    """Seconds in which the gradient of an input comes back; there is one way to take an input."""
+    value = next((value for value in analysis.program.inputs if value.name == name), None)
+    return sum(message.seconds for message in returns(analysis, value, found[0].results[0], mesh)) if value else 0.0
 
 
 def _all_candidates(

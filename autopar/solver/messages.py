@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.conversion import COLLECTIVES, Conversion
+from autopar.conversion import COLLECTIVES, Conversion, arrival
 from autopar.cost_models.collectives import seconds as collective_seconds
 from autopar.decisions import Decisions
+from autopar.ir import Value
+from autopar.layout import Layout
 from autopar.mesh import Bytes, Mesh, Seconds
 from autopar.passes.bundles import TOGETHER, Bundle, bundled
 from autopar.solver.analysis import Analysis, due
@@ -48,6 +50,15 @@ def messages(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Mess
             together = [steps] if kind in kinds and steps else [[one] for one in steps]
             for sent in together if kind in COLLECTIVES else ():
                 yield _message(analysis, mesh, kind, where, sent)
+    for value in analysis.program.inputs:
+        yield from returns(analysis, value, chosen.given[value.name], mesh)
+
+
+def returns(analysis: Analysis, value: Value, layout: Layout, mesh: Mesh) -> Iterator[Message]:
+    """The collectives that make the gradient of an input whole again, if the user wants one and takes the input split."""
+    if value.name in analysis.backward:
+        for step in arrival(layout):
+            yield _message(analysis, mesh, step.primitives[1], "backward", [(value.name, step)])
 
 
 def _message(analysis: Analysis, mesh: Mesh, kind: str, where: str, sent: Sequence[tuple[str, Conversion]]) -> Message:
