@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from autopar.build import assemble, check_mesh, tensors_of
@@ -25,7 +24,7 @@ from autopar.codegen import ParallelModule, Returned, State, emit
 from autopar.decisions import Decisions
 from autopar.errors import InputError
 from autopar.ir import Program, overload, writes
-from autopar.layout import I, shard
+from autopar.layout import I
 from autopar.mesh import Mesh
 from autopar.passes.arguments import bound
 from autopar.passes.candidates import INVARIANT, candidate
@@ -34,7 +33,7 @@ from autopar.passes.without_dropout import without_dropout
 from autopar.plan import Collective, Plan, resolve
 from autopar.planner import Options, collectives_of, located, plan_program, read_program
 from autopar.runtime.recorder import Issued, recorded
-from autopar.runtime.storage import layout_of, whole
+from autopar.runtime.storage import local, part_like, whole
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
 from autopar.solver.analysis import analyse
@@ -227,13 +226,7 @@ def _weighed(output: torch.Tensor, factor: int) -> torch.Tensor:
     """The sum of an output under fixed weights; of one that is split, this rank's part of it."""
     count = torch.arange(factor, factor + output.numel(), dtype=torch.float64).reshape(output.shape)
     weights = torch.complex(count.cos(), count.sin()) if output.is_complex() else count.cos()
-    if isinstance(output, DTensor):
-        mesh = output.device_mesh
-        where = mesh.get_coordinate()
-        assert where is not None, "every rank is in the mesh"
-        weights = shard(weights, layout_of(output), tuple(mesh.shape), tuple(where))
-        output = output.to_local()
-    total = (output * weights).sum()
+    total = (local(output) * part_like(weights, output)).sum()
     return total.real if total.is_complex() else total
 
 
@@ -319,7 +312,7 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
 
 def _wide(signature: Signature) -> Signature:
     planned = tuple(replace(p, dtype=wide(p.dtype)) for p in signature.tensors)
-    return replace(signature, tensors=planned)
+    return replace(signature, tensors=planned, returned=signature.returned.flat)  # the workers do not know the user's classes
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:

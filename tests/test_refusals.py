@@ -309,3 +309,21 @@ def test_a_plan_that_stores_addends_is_refused_before_any_process_starts() -> No
         bad = replace(made, layouts={**made.layouts, name: "P"})
         refusal = check(lambda bad=bad: autopar.verify(model(), X, (2,), plan=bad), PlanError, "the plan is damaged", "again")  # type: ignore[misc]
         assert "is I or S on every axis" in refusal.details["error"]
+
+
+def test_parameters_that_share_memory_are_refused_unless_they_are_one_or_lie_side_by_side() -> None:
+    shared = nn.ParameterDict({"a": nn.Parameter(torch.ones(64, 64))})
+    linear = nn.Linear(64, 64)
+    linear.register_module("held", shared)
+    shared["b"] = nn.Parameter(shared["a"].data[:8])
+    first = "held.a and held.b are parameters that share memory without being the same"
+    check(lambda: autopar.plan(linear, X, (2,), **DEVICE), CaptureError, first, "take the view of it in forward")
+    whole = torch.ones(2, 64)
+    shared["a"], shared["b"], shared["c"] = nn.Parameter(whole[0]), nn.Parameter(whole[1]), linear.bias
+    autopar.plan(linear, X, (2,), **DEVICE)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "megatron"])
+def test_a_strategy_that_splits_the_batch_is_refused_a_number(strategy: str) -> None:
+    first = f"strategy {strategy!r} splits the batch, but input has no dim"
+    check(lambda: autopar.plan(nn.ReLU(), torch.ones(()), (2, 2), strategy=strategy), ConstraintError, first, "strategy='auto'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -320,3 +321,16 @@ def test_a_copy_of_a_parallel_module_is_one_over_the_same_parameters_or_over_its
     assert deep.weight is not parallel.weight
     for one in (shallow, deep):
         torch.testing.assert_close(one(X), parallel(X))
+
+
+class Pair(NamedTuple):
+    loss: torch.Tensor
+    rest: torch.Tensor
+
+
+def test_a_model_may_return_a_class_that_workers_cannot_import(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pair, "__module__", "__main__")
+    monkeypatch.setattr(__import__("__main__"), "Pair", Pair, raising=False)
+    report = verified((Layer(lambda _, y: Pair(y.sum(), y)), X), "auto", pool)
+    assert report.ok, str(report)
+    assert [row.name for row in report.rows if row.what == "output"] == ["loss", "rest"]

@@ -40,6 +40,12 @@ class Returned:
     paths: tuple[str, ...]
     leaves: tuple[int | tuple[Static], ...]  # the index of a tensor, or a constant in a tuple of one
 
+    @property
+    def flat(self) -> Returned:
+        """The same tensors in a list, which needs no class of the user's."""
+        places = tuple(range(len(self.paths)))
+        return Returned(spec=pytree.tree_structure(list(places)), paths=self.paths, leaves=places)
+
     def rebuild(self, tensors: Sequence[object]) -> object:
         """The structure with these tensors in it, one per path."""
         filled = [tensors[leaf] if isinstance(leaf, int) else leaf[0] for leaf in self.leaves]

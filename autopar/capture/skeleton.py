@@ -7,6 +7,7 @@ module holds under several names stays one tensor.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -46,6 +47,7 @@ def skeleton(model: nn.Module) -> Skeleton:
                 f"{path or type(module).__name__} has momentum=None: what it averages depends on the number of calls before",
                 fix="give it a momentum, such as 0.1, or put it into evaluation mode",
             )
+    _refuse_shared(parameters)
     memo: dict[int, object] = {}
     for name, tensor in (*parameters, *buffers):
         if nn.parameter.is_lazy(tensor):
@@ -64,6 +66,20 @@ def skeleton(model: nn.Module) -> Skeleton:
     known = _grouped(parameters, persistent), _grouped(buffers, persistent)
     first = {name: held.value.name for held in (*known[0], *known[1]) for name in held.names}
     return Skeleton(module=hollow, parameters=known[0], buffers=known[1], first=first)
+
+
+def _refuse_shared(parameters: list[tuple[str, torch.Tensor]]) -> None:
+    """Raise CaptureError for parameters one of which lies in the memory of another: a step of one would change both."""
+    spans = []
+    for place, (name, tensor) in enumerate({id(tensor): (name, tensor) for name, tensor in parameters}.values()):
+        if not tensor.is_meta and tensor.numel() and tensor.requires_grad:
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            spans.append((tensor.data_ptr(), place, tensor.data_ptr() + extent * tensor.element_size(), name))
+    spans.sort()
+    for (_, _, end, first), (start, _, _, second) in itertools.pairwise(spans):
+        if start < end:
+            fix = "hold one parameter, and take the view of it in forward"
+            raise CaptureError(f"{first} and {second} are parameters that share memory without being the same", fix=fix)
 
 
 def _hollow(tensor: torch.Tensor) -> torch.Tensor:

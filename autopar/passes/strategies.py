@@ -124,7 +124,13 @@ def _batch(program: Program, mesh: Mesh, strategy: str, axes: range) -> dict[str
         parts *= mesh.sizes[axis]
     if parts == 1:
         return {}
-    batch = program.inputs[0].shape[0] if program.inputs and program.inputs[0].shape else 0
+    first = program.inputs[0]
+    if not first.shape:
+        raise ConstraintError(
+            f"strategy {strategy!r} splits the batch, but {first.name} has no dim",
+            fix="give the batch first, or strategy='auto'",
+        )
+    batch = first.shape[0]
     if not batch or batch % parts:
         raise ConstraintError(
             f"strategy {strategy!r} cannot split a batch of {batch} over {parts} devices",

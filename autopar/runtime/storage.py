@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # the only placement for nested and blocked splits
 
 from autopar.errors import LayoutError
-from autopar.layout import I, Layout, blocks, local_shape, split, storable, take
+from autopar.layout import I, Layout, blocks, local_shape, shard, split, storable, take
 from autopar.runtime import checkpoint
 from autopar.runtime.collectives import PRIMITIVES, Place
 from autopar.runtime.world import Axis, Context
@@ -79,6 +79,15 @@ def local(stored: torch.Tensor) -> torch.Tensor:
     The target of a `call_function` node of the emitted graph.
     """
     return stored.to_local(grad_placements=stored.placements) if isinstance(stored, DTensor) else stored
+
+
+def part_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, cut as a stored one of its shape is."""
+    if not isinstance(stored, DTensor):
+        return tensor
+    where = stored.device_mesh.get_coordinate()
+    assert where is not None, "every rank is in the mesh"
+    return shard(tensor, layout_of(stored), tuple(stored.device_mesh.shape), tuple(where))
 
 
 def named(held: Mapping[str, nn.Module | torch.Tensor], path: str) -> torch.Tensor:
