@@ -334,3 +334,13 @@ def test_a_model_may_return_a_class_that_workers_cannot_import(pool: WorkerPool,
     report = verified((Layer(lambda _, y: Pair(y.sum(), y)), X), "auto", pool)
     assert report.ok, str(report)
     assert [row.name for row in report.rows if row.what == "output"] == ["loss", "rest"]
+
+
+def test_verify_says_what_was_made_certain_and_what_draws_in_spite_of_it() -> None:
+    on = table.mesh((1,))
+    certain = autopar.verify(*MODELS["dropout that stays on"](), on)
+    assert certain.ok
+    assert certain.notes == ("dropout was 0 on both sides",)
+    drawing = autopar.verify(Layer(lambda _, y: (y * torch.bernoulli(torch.full_like(y, 0.5))).sum()), X, on)
+    assert not drawing.ok
+    assert "aten.bernoulli.default draws random numbers of its own at " in drawing.notes[0]
