@@ -93,7 +93,7 @@ class Gathered:
         self._value: torch.Tensor | None = None
         self._claim: Saved | None = None
         self._uses = 0  # that exist
-        self._asking = 0  # of them, on their own: not because another gathered value is made from this one
+        self._asking = 0  # of them, on their own (not for another gathered value made from this one), and not yet served
         self._served = 0  # of them, since the value was made
         self.round = 0  # how often the value was let go
 
@@ -126,23 +126,24 @@ class Gathered:
         alike = value.stride() == self._stride and not value.storage_offset()
         self._value = value if alike else value.new_empty_strided(value.size(), self._stride).copy_(value)
 
-    def add(self, change: int, *, source: bool) -> None:
-        """One use more, or less; `source` if it is the source of another gathered value."""
+    def add(self, change: int, *, asking: bool) -> None:
+        """One use more, or less; `asking` if the backward will ask for it itself."""
         self._uses += change
-        self._asking += 0 if source else change
+        self._asking += change if asking else 0
         if not self._uses:
             self._claim = None
         elif self._claim is None and isinstance(self._source, Part):
             self._claim = self._source.saved(source=True)
 
-    def serve(self) -> None:
+    def serve(self, *, asking: bool) -> None:
         """A use has got the value."""
         self._served += 1
+        self._asking -= asking
         self._let_go()
 
-    def remove(self, *, served: bool, source: bool) -> None:
+    def remove(self, *, served: bool, asking: bool) -> None:
         """A use has ended; `served` if it has got the value that is there now."""
-        self.add(-1, source=source)
+        self.add(-1, asking=asking)
         self._served -= served
         self._let_go()
 
@@ -156,22 +157,23 @@ class Gathered:
 class Use:
     """One reason to make a gathered value again; it ends with the object."""
 
-    __slots__ = ("_round", "_source", "of")
+    __slots__ = ("_asking", "_round", "of")
 
     def __init__(self, of: Gathered, *, source: bool) -> None:
-        self.of, self._round, self._source = of, -1, source
-        of.add(1, source=source)
+        self.of, self._round, self._asking = of, -1, not source
+        of.add(1, asking=self._asking)
 
     def take(self) -> torch.Tensor:
         """The value; a use that asks twice counts once, as long as others wait for the same value."""
         value, now = self.of.value(), self.of.round
         if self._round != now:
             self._round = now
-            self.of.serve()
+            self.of.serve(asking=self._asking)
+            self._asking = False
         return value
 
     def __del__(self) -> None:
-        self.of.remove(served=self._round == self.of.round, source=self._source)
+        self.of.remove(served=self._round == self.of.round, asking=self._asking)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

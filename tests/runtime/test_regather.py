@@ -197,3 +197,16 @@ def test_a_gathered_value_may_be_cast_on_the_way(dtype: torch.dtype) -> None:
     expected = F.linear(x, (w * 2).to(dtype)).square().sum()
     assert torch.equal(gradients(loss, [w])[0], gradients(expected, [w])[0])
     assert counted.runs == 2
+
+
+def test_what_the_backward_has_had_is_not_sent_for_again() -> None:
+    """A norm reads its bias, which was gathered first, before its weight: nothing is left to send for when it has both."""
+    bias, weight = (nn.Parameter(torch.randn(6, dtype=torch.float64)) for _ in range(2))
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6).requires_grad_()
+    first, second, gathers = Counted(), Counted(), Gathers()
+    with gathers.active():
+        (b,), (w,) = first.run(gathers, bias), second.run(gathers, weight)
+        loss = F.layer_norm(x, [6], w, b).square().sum()
+    del b, w
+    gradients(loss, [bias, weight])
+    assert (first.sent, second.sent) == ([1, 1], [1, 1])
