@@ -47,7 +47,6 @@ def skeleton(model: nn.Module) -> Skeleton:
                 f"{path or type(module).__name__} has momentum=None: what it averages depends on the number of calls before",
                 fix="give it a momentum, such as 0.1, or put it into evaluation mode",
             )
-    _refuse_shared(parameters)
     memo: dict[int, object] = {}
     for name, tensor in (*parameters, *buffers):
         if nn.parameter.is_lazy(tensor):
@@ -56,6 +55,7 @@ def skeleton(model: nn.Module) -> Skeleton:
             fix = "add the hook to the parallel model's parameter instead"
             raise CaptureError(f"the hook on {name} would be lost", fix=fix)
         memo.setdefault(id(tensor), _hollow(tensor))
+    _refuse_shared(parameters)
     try:
         hollow = copy.deepcopy(model, memo)
     except Exception as error:
