@@ -1,6 +1,7 @@
 """Why an operator runs as it does: its candidates, and what each would cost with the rest of the plan as it was chosen.
 
-marginal price = the candidate's own seconds + the cheapest routes to and from the chosen layouts of its neighbours
+marginal price = the candidate's own seconds + the cheapest routes to and from the chosen layouts of its neighbours, with the
+latency of messages in which nothing else travels
 
 Other operators keep their choice here, though they might gladly follow: what a change costs when all may follow is answered
 by planning again (`autopar.explain.whynot`).
@@ -20,7 +21,7 @@ from autopar.passes.candidates import Candidate
 from autopar.planner import Solved
 from autopar.rules.roles import Sample, kind_of
 from autopar.solver.account import stored_words, words
-from autopar.solver.problem import Solution, route_price
+from autopar.solver.problem import Solution, Toll, gone, paid, route_price
 from autopar.solver.solve import tree
 from autopar.tables import folded, size_text
 
@@ -118,6 +119,8 @@ def _prices(solved: Solved, choice: int, most: int) -> dict[int, tuple[Seconds, 
     problem, solution = solved.formulated.problem, solved.solution
     own = problem.choices[choice].seconds
     picked = solution.picks[choice]
+    around = _around(solved, choice)
+    tolls = _alone(solved, around)
     prices: dict[int, tuple[Seconds, Seconds]] = {}
     for pick in sorted(range(len(own)), key=lambda pick: (pick != picked, own[pick])):
         totals = sorted(sum(price) for price in prices.values())
@@ -125,8 +128,8 @@ def _prices(solved: Solved, choice: int, most: int) -> dict[int, tuple[Seconds, 
             break
         moved = _moved(solved, choice, pick)
         if moved is not None:
-            around = _around(solved, choice)
             seconds = sum(route_price(problem.wires[w], moved.picks, moved.arcs[w]) for w in around)
+            seconds += sum(toll.seconds for toll in tolls if paid(problem, toll, moved.picks, moved.arcs))
             prices[pick] = float(own[pick]), seconds
     return prices
 
@@ -135,6 +138,18 @@ def _around(solved: Solved, choice: int) -> list[int]:
     """The wires into and out of a choice."""
     wires = enumerate(solved.formulated.problem.wires)
     return [w for w, wire in wires if choice in (wire.producer, *(consumer.choice for consumer in wire.consumers))]
+
+
+def _alone(solved: Solved, around: Sequence[int]) -> list[Toll]:
+    """The tolls that only these wires may cause; what another wire pays anyway is not theirs."""
+    problem, solution = solved.formulated.problem, solved.solution
+    found = []
+    for toll in problem.tolls:
+        theirs = [way for way in toll.ways if way.wire in around]
+        others = [way for way in toll.ways if way.wire not in around]
+        if theirs and not any(gone(problem, way, solution.picks, solution.arcs) for way in others):
+            found.append(toll)
+    return found
 
 
 def _moved(solved: Solved, choice: int, pick: int) -> Solution | None:

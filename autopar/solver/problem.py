@@ -133,8 +133,13 @@ class Solution:
 def price(problem: Problem, picks: tuple[int, ...], arcs: tuple[tuple[int, ...], ...]) -> float:
     """Seconds of a solution: its candidates, each used arc once with what is due on it, and the tolls."""
     total = sum(float(c.seconds[p]) for c, p in zip(problem.choices, picks, strict=True))
-    total += sum(toll.seconds for toll in problem.tolls if any(gone(problem, way, picks, arcs) for way in toll.ways))
+    total += sum(toll.seconds for toll in problem.tolls if paid(problem, toll, picks, arcs))
     return total + sum(route_price(wire, picks, used) for wire, used in zip(problem.wires, arcs, strict=True))
+
+
+def paid(problem: Problem, toll: Toll, picks: tuple[int, ...], arcs: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether a solution goes any of a toll's ways."""
+    return any(gone(problem, way, picks, arcs) for way in toll.ways)
 
 
 def gone(problem: Problem, way: Way, picks: tuple[int, ...], arcs: tuple[tuple[int, ...], ...]) -> bool:

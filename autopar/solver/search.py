@@ -82,8 +82,10 @@ class Search:
         self._relaxation.run()
         status = self._relaxation.getModelStatus()
         if status in (highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError):
-            self._relaxation.clearSolver()  # numerical trouble on the way from the last basis: from the beginning
+            self._relaxation.clearSolver()  # the simplex method is in numerical trouble: interior points are not
+            self._relaxation.setOptionValue("solver", "ipm")
             self._relaxation.run()
+            self._relaxation.setOptionValue("solver", "choose")
             status = self._relaxation.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
             return None

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.solver.model import MICROSECONDS, Model
-from autopar.solver.problem import Problem, Row, Solution, Wire, gone, price, route_price, row_bytes
+from autopar.solver.problem import Problem, Row, Solution, Wire, paid, price, route_price, row_bytes
 from autopar.solver.search import INTEGRAL, Found, Search
 
 PROVEN = 1e-3  # the relative gap at which branching stops
@@ -98,9 +98,9 @@ def together(problem: Problem, solution: Solution) -> Solution:
     picks = list(solution.picks)
     extra = [np.zeros(len(wire.seconds)) for wire in problem.wires]
     for toll in problem.tolls:
-        paid = any(gone(problem, way, solution.picks, solution.arcs) for way in toll.ways)
+        due = 0.0 if paid(problem, toll, solution.picks, solution.arcs) else toll.seconds
         for way in toll.ways:
-            extra[way.wire] += way.arcs * (0.0 if paid else toll.seconds)
+            extra[way.wire] += way.arcs * due
     arcs = list(solution.arcs)
     fed = Counter(wire.producer for wire in problem.wires)
     for w in sorted({way.wire for toll in problem.tolls for way in toll.ways}):
