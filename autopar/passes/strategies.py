@@ -21,7 +21,8 @@ from autopar.mesh import Mesh
 from autopar.passes.classes import PRODUCTS
 from autopar.rules import Fitted
 
-STRATEGIES = ("auto", "ddp", "fsdp", "megatron", "replicate")
+STRATEGIES = ("auto", "ddp", "zero2", "fsdp", "megatron", "replicate")
+SHARDED = ("zero2", "zero3", "fsdp")  # parameters are stored split on all axes, and gathered for use
 Pattern = tuple[State | None, ...]  # a layout, None where an axis is free
 
 
@@ -34,7 +35,8 @@ class Demands:
     are not gathered on the axes `ungathered`, and used unsplit with `weights_whole`; other values are neither
     gathered nor exchanged on the `private` axes (what makes data parallelism), but for those in `gathered`: outputs, and
     what an op
-    needs whole. The weights `divided` are stored split on the last axis if they can be. `invariant`: everything is I.
+    needs whole. The weights `divided` are stored split on the last axis if they can be. `invariant`: everything is I. Gathered weights are
+    `dropped` after their use and gathered again for the backward, or `held` until then; else the solver decides.
     """
 
     patterns: Mapping[str, Pattern] = field(default_factory=dict)
@@ -46,6 +48,8 @@ class Demands:
     divided: frozenset[str] = frozenset()
     weights_whole: bool = False
     invariant: bool = False
+    dropped: bool = False
+    held: bool = False
 
     def accept(self, name: str, layout: Layout) -> bool:
         """Whether a value may be produced or stored in this layout."""
@@ -84,7 +88,7 @@ def demands(
     data = range(last if strategy == "megatron" else last + 1)
     whole: Pattern = (I,) * len(mesh.sizes)
     stored: dict[str, Pattern] = dict.fromkeys(weights, whole)
-    if strategy == "fsdp":
+    if strategy in SHARDED:
         stored = {name: _first_dim(value, mesh) for name, value in weights.items()}
     elif strategy == "megatron":
         stored = dict.fromkeys(weights, (*whole[:last], None))
@@ -96,7 +100,9 @@ def demands(
         private=frozenset(data),
         ungathered=frozenset({last}) if strategy == "megatron" else frozenset(),
         divided=_multiplied(program, weights, fits, mesh.sizes[last]) if strategy == "megatron" else frozenset(),
-        weights_whole=strategy in ("ddp", "fsdp"),
+        weights_whole=strategy in ("ddp", *SHARDED),
+        dropped=strategy in ("fsdp", "zero3"),
+        held=strategy == "zero2",
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solver.problem import PRODUCER, Choice, Consumer, Floats, Ints, Kept, Problem, Row, Solution, Wire
+from autopar.solver.problem import PRODUCER, Again, Choice, Consumer, Floats, Ints, Problem, Row, Solution, Wire
 
 SAME = 1e-9  # relative difference at which two prices count as equal
 
@@ -42,29 +42,40 @@ class Merged:
             int(pick[solution.picks[self.choice[leader]]]) for leader, pick in zip(self.leader, self.pick, strict=True)
         )
         arcs = tuple(solution.arcs[self.wire[w]] if w in self.wire else () for w in range(len(self.original.wires)))
-        return replace(solution, picks=picks, arcs=arcs)
+        back = {place: w for w, place in self.wire.items()}
+        rerun = {o: solution.again.choices.get(self.choice[leader], 0) for o, leader in enumerate(self.leader)}
+        again = Again(
+            choices={o: members for o, members in rerun.items() if members},
+            arcs={(back[w], arc): members for (w, arc), members in solution.again.arcs.items()},
+        )
+        return replace(solution, picks=picks, arcs=arcs, again=again)
 
     def row(self, row: Row) -> Row:
         """A row of the original problem, said of the merged one."""
         picks: dict[int, Floats] = {}
+        again: dict[int, Floats] = {}
 
-        def add(choice: int, bytes_of: Floats) -> None:
+        def add(found: dict[int, Floats], choice: int, bytes_of: Floats) -> None:
             place = self.choice[self.leader[choice]]
-            picks[place] = picks.get(place, np.zeros(1)) + bytes_of[self.pick[choice]]
+            found[place] = found.get(place, np.zeros(1)) + bytes_of[self.pick[choice]]
 
         for choice, bytes_of in row.picks.items():
-            add(choice, bytes_of)
+            add(picks, choice, bytes_of)
+        for choice, bytes_of in row.again.items():
+            add(again, choice, bytes_of)
         kept = []
         for entry in row.kept:
             wire = self.original.wires[entry.wire]
             if entry.wire in self.wire:
-                kept.append(Kept(wire=self.wire[entry.wire], keepers=entry.keepers, bytes=entry.bytes))
-            else:
+                kept.append(replace(entry, wire=self.wire[entry.wire]))
+            elif entry.keepers:  # a follower runs again with its leader, and what is between them is then made again
                 end = wire.produced if PRODUCER in entry.keepers else wire.consumers[0].wants
                 choice = wire.producer if PRODUCER in entry.keepers else wire.consumers[0].choice
-                add(choice, entry.bytes[end])
+                add(picks, choice, entry.bytes[end])
+                if entry.gone:
+                    add(again, choice, -entry.bytes[end])
         uses = {self.wire[w]: bytes_of for w, bytes_of in row.uses.items() if w in self.wire}
-        return replace(row, picks=picks, uses=uses, kept=tuple(kept))
+        return replace(row, picks=picks, again=again, uses=uses, kept=tuple(kept))
 
 
 def merge_followers(problem: Problem) -> Merged:

@@ -6,6 +6,7 @@ values                       ->  wires      the layout graph between the layouts
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,21 +14,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.conversion import CONVERSIONS, Conversion
+from autopar.conversion import COLLECTIVES, CONVERSIONS, Conversion
 from autopar.cost_models.optimizers import Optimizer
-from autopar.decisions import Decisions
+from autopar.decisions import Again, Decisions
 from autopar.errors import ConstraintError
 from autopar.ir import Output, Parameter, Program
 from autopar.layout import I, Layout, storable, text
 from autopar.mesh import Mesh
+from autopar.passes.again import lies, may_run
 from autopar.passes.bundles import TOGETHER, bundles
 from autopar.passes.candidates import Candidate, candidates
 from autopar.passes.classes import OUTPUT, ValueClass
+from autopar.passes.regions import inner
 from autopar.passes.space import Blocks, Space, placeable, space, states
 from autopar.passes.strategies import Demands
 from autopar.solver.analysis import Analysis, has_gradient, representatives, saves
 from autopar.solver.messages import returns
-from autopar.solver.pricing import arc_seconds, choice_seconds, latency, ties
+from autopar.solver.pricing import again_seconds, arc_seconds, choice_seconds, latency, ties
 from autopar.solver.problem import Choice, Consumer, Ints, Problem, Solution, Surcharge, Toll, Way, Wire
 
 FREE = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if forward == "identity"]
@@ -35,7 +38,7 @@ NO_DEMANDS = Demands()
 BACK, AGAIN = 0, 1  # the surcharges of a wire: gradients on their way back, weights that are gathered again
 
 
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Formulated:
     """A problem with what each choice and wire stands for."""
 
@@ -46,6 +49,14 @@ class Formulated:
     candidates: tuple[tuple[Candidate, ...], ...]
     wires: tuple[ValueClass, ...]
     spaces: tuple[Space, ...]
+    reruns: frozenset[str]  # ops that may run again, or that come back with what does
+    dropped: bool  # whether gathered weights are dropped after their use, whatever that costs
+
+    @functools.cached_property
+    def given(self) -> frozenset[str]:
+        """Inputs, parameters and buffers."""
+        program = self.program
+        return frozenset(value.name for value in (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers))))
 
     @property
     def program(self) -> Program:
@@ -74,11 +85,14 @@ def formulate(
     }
     names = tuple(lists)
     place = {name: i for i, name in enumerate(names)}
+    reruns = _reruns(analysis)
     choices = tuple(
         Choice(
             name=name,
             seconds=choice_seconds(analysis, name, found, optimizer, device) + _returning(analysis, name, found, mesh),
             tie=ties(analysis, name, found),
+            count=len(analysis.classes.members[name]),
+            again=again_seconds(analysis, name, found, device) if name in reruns else None,
         )
         for name, found in lists.items()
     )
@@ -89,11 +103,19 @@ def formulate(
             wires.append(wire)
             values.append(value_class)
             spaces.append(graph)
-    tolls = tuple(_tolls(analysis, mesh, wires, values, spaces))
+    tolls = tuple(_tolls(analysis, mesh, wires, values, spaces, demands.dropped))
     return Formulated(
         analysis=analysis, mesh=mesh, problem=Problem(choices=choices, wires=tuple(wires), tolls=tolls), names=names,
-        candidates=tuple(map(tuple, lists.values())), wires=tuple(values), spaces=tuple(spaces),
+        candidates=tuple(map(tuple, lists.values())), wires=tuple(values), spaces=tuple(spaces), reruns=reruns,
+        dropped=demands.dropped,
     )  # fmt: skip
+
+
+def _reruns(analysis: Analysis) -> frozenset[str]:
+    """The ops that may run again for the backward, and those whose results come back with their operand's."""
+    program = analysis.program
+    lying = (op.name for op in program.ops if op.requires_grad and lies(op, program.values))
+    return may_run(program, analysis.fits).union(lying) & inner(program)
 
 
 def _returning(analysis: Analysis, name: str, found: Sequence[Candidate], mesh: Mesh) -> float:
@@ -202,8 +224,8 @@ def _wire(
     )
     graph = space(value.shape, mesh.sizes, allowed, analysis.blocks[value.name])
     weight = value.name in analysis.weights
-    seconds, back, rerun = arc_seconds(graph, value, mesh, bundled=weight and value.name not in program.producer)
-    arcs = np.arange(len(seconds))
+    there, back, rerun = arc_seconds(graph, value, mesh, bundled=weight and value.name not in program.producer)
+    arcs = np.arange(len(there))
     if value.name in analysis.written:  # what is written in place is used as it is stored
         arcs = arcs[:0]
     if demands.weights:
@@ -226,25 +248,31 @@ def _wire(
         nodes=len(graph.nodes),
         source=graph.source[arcs],
         target=graph.target[arcs],
-        seconds=count * seconds[arcs],
+        seconds=count * there[arcs],
         surcharges=(
             Surcharge(
                 seconds=count * back[arcs],
                 consumers=_where(values, lambda name, _: has_gradient(analysis, value.name, name)),
             ),
-            Surcharge(seconds=count * rerun[arcs], consumers=_where(values, lambda *end: weight and saves(analysis, *end))),
+            Surcharge(
+                seconds=count * rerun[arcs],
+                consumers=_where(values, lambda *end: weight and demands.dropped and saves(analysis, *end)),
+            ),
         ),
         free=np.isin(graph.pair[arcs], FREE),
+        count=count,
+        again=count * (rerun if weight else there)[arcs] if value.requires_grad and not (weight and demands.held) else None,
     )  # fmt: skip
 
 
 def _tolls(
-    analysis: Analysis, mesh: Mesh, wires: Sequence[Wire], values: Sequence[ValueClass], spaces: Sequence[Space]
+    analysis: Analysis, mesh: Mesh, wires: Sequence[Wire], values: Sequence[ValueClass], spaces: Sequence[Space], dropped: bool
 ) -> Iterator[Toll]:
     """The latency of every message in which the weights of a bundle may travel, bundles of alike weights together.
 
     It is that of the large bundles wherever only gradients travel, though within a block if the weight has moved before: of
-    messages in which weights go different ways a few may be missing, none is counted that is not sent.
+    messages in which weights go different ways a few may be missing, none is counted that is not sent. What is sent again is a message
+    of its own: always, if gathered weights are `dropped`, else if the solver says so.
     """
     place = {member: i for i, found in enumerate(values) for member in found.members}
     kinds = [_kinds(wire, graph) for wire, graph in zip(wires, spaces, strict=True)]
@@ -259,8 +287,12 @@ def _tolls(
             ways = []
             for w in sorted(group):
                 wire, arcs = wires[w], (kinds[w][0] == axis) & (kinds[w][1] == number)
-                consumers = frozenset(range(len(wire.consumers))) if surcharge is None else wire.surcharges[surcharge].consumers
-                if consumers and arcs.any():
+                consumers: frozenset[int] | None = frozenset(range(len(wire.consumers)))
+                if surcharge is not None:
+                    consumers = wire.surcharges[surcharge].consumers
+                if surcharge == AGAIN and not dropped:
+                    consumers = None if wire.again is not None else frozenset()
+                if consumers != frozenset() and arcs.any():
                     ways.append(Way(wire=w, consumers=consumers, arcs=arcs))
             seconds = count * latency(kind, axis, mesh)
             if ways and seconds > 0:
@@ -300,7 +332,29 @@ def decisions(formulated: Formulated, solution: Solution) -> Decisions:
         },
         outputs={o.path: picked[OUTPUT + o.path].operands[0] for o in program.outputs},
         routes=routes,
+        again=_again(formulated, solution, routes),
     )
+
+
+def _again(formulated: Formulated, solution: Solution, routes: Mapping[str, tuple[Conversion, ...]]) -> Again:
+    """What a solution makes again: the first members of classes and values, the gathered weights if all are dropped."""
+    analysis, ops, steps = formulated.analysis, set[str](), set[tuple[str, Conversion]]()
+    for choice, count in solution.again.choices.items():
+        ops.update(analysis.classes.members[formulated.names[choice]][:count])
+    for (w, arc), count in solution.again.arcs.items():
+        if arc in solution.arcs[w] and not formulated.problem.wires[w].free[arc]:
+            place = solution.arcs[w].index(arc)
+            steps.update((member, routes[member][place]) for member in formulated.wires[w].members[:count])
+    for name in analysis.weights & routes.keys() if formulated.dropped else ():
+        view = name in analysis.program.producer
+        steps.update((name, step) for step in routes[name] if view or _gathered(routes[name], step))
+    return Again(ops=frozenset(ops) & may_run(analysis.program, analysis.fits), steps=frozenset(steps))
+
+
+def _gathered(route: tuple[Conversion, ...], step: Conversion) -> bool:
+    """Whether a step of a weight's route moves it between ranks, or follows one that does: it is dropped and gathered again."""
+    before = [other for other in route if other.target == step.source]
+    return step.primitives[0] in COLLECTIVES or any(_gathered(route, other) for other in before)
 
 
 def _step(source: Layout, target: Layout) -> Conversion:

@@ -1,30 +1,38 @@
 """The integer program.
 
     minimise    sum_o seconds[o,c] pick[o,c] + sum_v,a seconds[v,a] use[v,a] + surcharge[v,s,a] due[v,s,a]
-                + sum_t seconds[t] paid[t]
+                + sum_t seconds[t] paid[t] + sum_o again[o,c] rerun[o,c] + sum_v,a again[v,a] resent[v,a]
     (one)       sum_c pick[o,c] = 1                                                   every choice o
     (route)     produced[v,l] + inflow[v,k,l] - outflow[v,k,l] = consumed[v,k,l]      every wire v, consumer k, layout l
     (share)     use[v,a] >= flow[v,k,a]                                               every consumer k: paid once, used by all
     (due)       due[v,s,a] >= flow[v,k,a]                                             every consumer k of surcharge s
     (toll)      paid[t] >= sum_a flow[v,k,a]                                          every way (v, k, arcs a) of toll t
-    (keep)      keep[v,l] >= consumed[v,k,l]                                          every consumer k that keeps v alive
-    (budget)    bytes . (pick, use, keep) <= limit                                    every row
+    (again)     rerun[o,c] <= pick[o,c], resent[v,a] <= use[v,a]                      what may be made again
+    (keep)      keep[v,l] >= consumed[v,k,l] - made[v,l]                              every consumer k that keeps v alive
+                keep[v,l] >= rerun'[v,k,l] - made[v,l]                                every consumer k that may run again
+                keep[v,l] >= sum_a from l resent[v,a] - made[v,l]
+    (budget)    bytes . (pick, use, keep, rerun) <= limit                             every row
 
-`produced` and `consumed` are sums of picks with that layout; `flow` is continuous. A wire with one consumer needs no flow of
+`produced` and `consumed` are sums of picks with that layout, `rerun'` one of reruns; `made` is what is produced by reruns and what is
+converted again into that layout. `flow` is continuous. `rerun` and `resent` are shares of members here; in the matrix they count members.
+What is made again is there from the first row on: without a row it only costs. It may count parts of members, which are whole when
+they are read off: dear by less than a member, where branching takes minutes. A wire with one consumer needs no flow of
 its own: its use is its flow. Rows and columns are built and handed to HiGHS as arrays: through PuLP's objects the largest
 problems take longer to build than to solve. `to_pulp` states the same program in PuLP, for other solvers and for the tests.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import pulp
 
-from autopar.solver.problem import PRODUCER, Consumer, Floats, Ints, Problem, Row, Wire
+from autopar.solver.problem import PRODUCER, Consumer, Floats, Ints, Problem, Row, Toll, Wire
 
+HEAVY = 1e4  # the weight of memory where memory is what counts, large beside HiGHS's tolerances
+LIGHT = 1e-3  # how much time weighs beside memory where memory is what counts
 MICROSECONDS = 1e6  # the objective is in microseconds: HiGHS works with absolute tolerances of 1e-7
 
 
@@ -34,6 +42,8 @@ class Columns:
 
     pick: list[int] = field(default_factory=list)  # first column per choice
     use: list[int] = field(default_factory=list)  # first column per wire
+    rerun: dict[int, int] = field(default_factory=dict)  # first column per choice that may run again
+    resent: dict[int, int] = field(default_factory=dict)  # first column per wire that may be converted again
     count: int = 0
 
     def add(self, number: int) -> int:
@@ -66,6 +76,18 @@ class Part:
     value: Floats
 
 
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class End:
+    """Columns that stand for layouts of a wire: column i for layout `nodes[i]`, times `values[i]`."""
+
+    nodes: Ints
+    columns: Ints
+    values: Floats
+
+    def negative(self) -> End:
+        return replace(self, values=-self.values)
+
+
 class Model:
     """The program of a problem as a sparse matrix: `lower <= A x <= upper`, `x >= 0`, and costs in microseconds."""
 
@@ -77,6 +99,7 @@ class Model:
         self._entries: list[Entry] = []
         self.rows = 0
         self.peak: tuple[int, float] | None = None
+        self._per_second = MICROSECONDS
         for choice in problem.choices:
             self.columns.pick.append(self._columns(choice.seconds, integer=True))
             number = len(choice.seconds)
@@ -88,15 +111,45 @@ class Model:
     def levy(self) -> None:
         """(toll): a unit goes at most once along an axis in one way."""
         for toll in self.problem.tolls:
-            paid = self._columns(np.array([toll.seconds]))
-            for way in toll.ways:
-                for place in sorted(way.consumers):
-                    column = np.append(self._flows[way.wire][place] + np.flatnonzero(way.arcs), paid)
-                    value = np.append(np.full(len(column) - 1, -1.0), 1.0)
-                    self._add(np.zeros(len(column), np.int64), column, value, 1, 0.0, np.inf)
+            if all(way.consumers is not None for way in toll.ways):
+                self._toll(toll)
+
+    def treat(self) -> None:
+        """(again): what may be made again, with its tolls."""
+        for number, choice in enumerate(self.problem.choices):
+            if choice.again is not None:
+                self.columns.rerun[number] = self._again(choice.again, choice.count, self.columns.pick[number])
+        for number, wire in enumerate(self.problem.wires):
+            if wire.again is not None and len(wire.again):
+                self.columns.resent[number] = self._again(wire.again, wire.count, self.columns.use[number])
+        for toll in self.problem.tolls:
+            if any(way.consumers is None for way in toll.ways):
+                self._toll(toll)
+
+    def _again(self, seconds: Floats, count: int, whole: int) -> int:
+        """Columns that count members, at most `count` of them where the whole column is 1."""
+        members = self._columns(seconds / count)
+        row = np.arange(len(seconds))
+        self._add(
+            np.concatenate([row, row]), np.concatenate([whole + row, members + row]),
+            np.concatenate([np.full(len(row), float(count)), np.full(len(row), -1.0)]), len(row), 0.0, np.inf,
+        )  # fmt: skip
+        return members
+
+    def _toll(self, toll: Toll) -> None:
+        paid = self._columns(np.array([toll.seconds]))
+        for way in toll.ways:
+            if way.consumers is None:
+                firsts, each = [self.columns.resent[way.wire]], -1.0 / self.problem.wires[way.wire].count
+            else:
+                firsts, each = [self._flows[way.wire][place] for place in sorted(way.consumers)], -1.0
+            for first in firsts:
+                column = np.append(first + np.flatnonzero(way.arcs), paid)
+                value = np.append(np.full(len(column) - 1, each), 1.0)
+                self._add(np.zeros(len(column), np.int64), column, value, 1, 0.0, np.inf)
 
     def _columns(self, seconds: Floats, *, integer: bool = False) -> int:
-        self.cost.append(seconds * MICROSECONDS)
+        self.cost.append(seconds * self._per_second)
         self.integer.append(np.full(len(seconds), integer))
         return self.columns.add(len(seconds))
 
@@ -151,27 +204,42 @@ class Model:
         value = np.concatenate([np.full(len(nodes), sign) for nodes, _, sign in parts])
         self._add(row, column, value, wire.nodes, 0.0, 0.0)
 
-    def minimise_peak(self, scale: float) -> None:
-        """Forget the seconds: from now on the objective is the most bytes that any row has, in units of `scale`."""
-        self.cost = [np.zeros(len(cost)) for cost in self.cost]
-        self.peak = self._columns(np.ones(1) / MICROSECONDS), scale
+    def minimise_peak(self, scale: float, seconds: float) -> None:
+        """From now on the objective is the most bytes that any row has, in units of `scale`, and next to nothing the time in
+        units of `seconds`."""
+        self._per_second = HEAVY * LIGHT / max(seconds, 1 / MICROSECONDS)
+        self.cost = [cost * (self._per_second / MICROSECONDS) for cost in self.cost]
+        self.peak = self.columns.add(1), scale
+        self.cost.append(np.full(1, HEAVY))
+        self.integer.append(np.zeros(1, bool))
 
     def bound(self, row: Row) -> None:
-        """(budget) and, where several consumers keep a value, (keep)."""
+        """(budget) and, where a value is kept for several or may be gone, (keep)."""
         columns = [self.columns.pick[choice] + np.arange(len(b)) for choice, b in row.picks.items()]
         columns += [self.columns.use[wire] + np.arange(len(b)) for wire, b in row.uses.items()]
         values = [*row.picks.values(), *row.uses.values()]
+        for choice, bytes_of in row.again.items():
+            if choice in self.columns.rerun:
+                columns.append(self.columns.rerun[choice] + np.arange(len(bytes_of)))
+                values.append(bytes_of / self.problem.choices[choice].count)
         for kept in row.kept:
             ends = [self._end(self.problem.wires[kept.wire], keeper) for keeper in kept.keepers]
-            if len(ends) == 1:
-                columns.append(ends[0][0])
-                values.append(kept.bytes[ends[0][1]])
+            reruns = [end for reader in kept.reruns if (end := self._rerun(kept.wire, reader)) is not None]
+            made = self._made(kept.wire) if kept.gone else []
+            made += [self._end(self.problem.wires[kept.wire], PRODUCER)] if kept.given else []
+            if len(ends) == 1 and not reruns and not made:
+                columns.append(ends[0].columns)
+                values.append(kept.bytes[ends[0].nodes])
                 continue
             nodes = np.arange(self.problem.wires[kept.wire].nodes)
             keep = self._columns(np.zeros(len(nodes))) + nodes
-            for picks, wants in ends:
-                signs = np.concatenate([np.ones(len(nodes)), np.full(len(picks), -1.0)])
-                self._add(np.concatenate([nodes, wants]), np.concatenate([keep, picks]), signs, len(nodes), 0.0, np.inf)
+            sources = self._resent(kept.wire, self.problem.wires[kept.wire].source) if kept.gone else []
+            for needed in (*ends, *reruns, *sources):
+                parts = [End(nodes=nodes, columns=keep, values=np.ones(len(nodes))), needed.negative(), *made]
+                self._add(
+                    np.concatenate([part.nodes for part in parts]), np.concatenate([part.columns for part in parts]),
+                    np.concatenate([part.values for part in parts]), len(nodes), 0.0, np.inf,
+                )  # fmt: skip
             columns.append(keep)
             values.append(kept.bytes)
         limit, scale = row.limit, max(row.limit, 1.0)  # in units of the limit, so that one tolerance fits all rows
@@ -182,12 +250,35 @@ class Model:
         column, value = np.concatenate(columns), np.concatenate(values) / scale
         self._add(np.zeros(len(column), np.int64), column, value, 1, -np.inf, (limit - row.constant) / scale)
 
-    def _end(self, wire: Wire, keeper: int) -> tuple[Ints, Ints]:
+    def _end(self, wire: Wire, keeper: int) -> End:
         """The pick columns at one end of a wire, and the layout that each of them has there."""
         choice, nodes = wire.producer, wire.produced
         if keeper != PRODUCER:
             choice, nodes = wire.consumers[keeper].choice, wire.consumers[keeper].wants
-        return self.columns.pick[choice] + np.arange(len(nodes)), nodes
+        return End(nodes=nodes, columns=self.columns.pick[choice] + np.arange(len(nodes)), values=np.ones(len(nodes)))
+
+    def _rerun(self, number: int, keeper: int) -> End | None:
+        """The same of the columns that run one end again; None if it may not."""
+        wire = self.problem.wires[number]
+        choice, nodes = wire.producer, wire.produced
+        if keeper != PRODUCER:
+            choice, nodes = wire.consumers[keeper].choice, wire.consumers[keeper].wants
+        if choice not in self.columns.rerun:
+            return None
+        columns = self.columns.rerun[choice] + np.arange(len(nodes))
+        return End(nodes=nodes, columns=columns, values=np.full(len(nodes), 1.0 / self.problem.choices[choice].count))
+
+    def _made(self, number: int) -> list[End]:
+        """What makes a layout of a wire again."""
+        produced = self._rerun(number, PRODUCER)
+        return ([] if produced is None else [produced]) + self._resent(number, self.problem.wires[number].target)
+
+    def _resent(self, number: int, nodes: Ints) -> list[End]:
+        """Conversions that are done again, at their sources or at their targets."""
+        if number not in self.columns.resent:
+            return []
+        columns = self.columns.resent[number] + np.arange(len(nodes))
+        return [End(nodes=nodes, columns=columns, values=np.full(len(nodes), 1.0 / self.problem.wires[number].count))]
 
     def part(self, column: int = 0, row: int = 0) -> Part:
         """The columns from `column` and the rows from `row` on, as arrays; entries of the same place are added."""
@@ -214,7 +305,7 @@ class Model:
         for first, choice in zip(self.columns.pick, self.problem.choices, strict=True):
             extra[first : first + len(choice.tie)] = choice.tie
         most = extra.max(initial=0.0)
-        return extra * (cost[cost > 0].min(initial=1.0) / most * 1e-3) if most else extra
+        return extra * (cost[cost > 0].min(initial=1.0) / most * 1e-3 if most and not self.peak else 0.0)
 
     def to_pulp(self) -> pulp.LpProblem:
         """The same integer program in PuLP, for other solvers, for `.lp` files that a person can read, and for tests."""

@@ -42,6 +42,14 @@ def choice_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], op
     return np.array([count * step_seconds(b, optimizer, device) if trained else 0.0 for b in local])
 
 
+def again_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], device: Device) -> Floats:
+    """Seconds of the forward of an op class under each candidate, all members together."""
+    program, sizes = analysis.program, analysis.sizes
+    return len(analysis.classes.members[name]) * np.array(
+        op_seconds(program.op[name], found, program.values, sizes, device, backward=False)
+    )
+
+
 def ties(analysis: Analysis, name: str, found: Sequence[Candidate]) -> Floats:
     """What decides among candidates of equal price: the bytes that one leaves on a rank, then how plain its layouts are."""
     left = _result_bytes(analysis, name, found)
@@ -91,10 +99,17 @@ def slicing_seconds(value: Value, layout: Layout, sizes: tuple[int, ...], device
 
 
 def op_seconds(
-    op: Op, found: Sequence[Candidate], values: Mapping[str, Value], sizes: tuple[int, ...], device: Device
+    op: Op,
+    found: Sequence[Candidate],
+    values: Mapping[str, Value],
+    sizes: tuple[int, ...],
+    device: Device,
+    *,
+    backward: bool = True,
 ) -> list[float]:
     """Forward and backward seconds of one op under each candidate; equal local shapes are priced once."""
-    price = pricer(op, values, device)
+    pricing = pricer(op, values, device)
+    price = pricing if backward else pricing.forward_seconds
     shapes = [values[name].shape for name in op.operands], [r.shape for r in op.results]
     known: dict[tuple[object, object], float] = {}
     result = []

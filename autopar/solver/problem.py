@@ -3,27 +3,40 @@
 A `Choice` is an op (or a given tensor, or an output) with its candidates; a `Wire` is a value with its layout graph. Costs are
 seconds for all members of a class together. The solver sees nothing else, so that small problems can be written by hand and
 checked by enumeration.
+
+What the backward needs is kept from the forward, or made again: the first k members of a choice run once more, the first k
+members of a wire are converted once more. Since these are always the *first* members, the members of which a value is needed
+but not made again are as many as one number is larger than the other, so that shares of members say it all:
+
+    needed   |========|        made again   |=====|        kept   0.8 - 0.5
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Picks = tuple[int, ...]  # a candidate per choice
+Arcs = tuple[tuple[int, ...], ...]  # the arcs used per wire
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Choice:
-    """Pick one candidate; candidate c costs `seconds[c]`. Among solutions of equal price that of the least `tie` wins."""
+    """Pick one candidate; candidate c costs `seconds[c]`. Among solutions of equal price that of the least `tie` wins.
+
+    To run all `count` members again costs `again[c]` seconds; None if they must not.
+    """
 
     name: str
     seconds: Floats
     tie: Floats
+    count: int = 1
+    again: Floats | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -61,20 +74,26 @@ class Wire:
     seconds: Floats
     surcharges: tuple[Surcharge, ...]
     free: npt.NDArray[np.bool_]  # arcs that leave the value where it is in memory
+    count: int = 1
+    again: Floats | None = None  # seconds per arc to convert all `count` members once more; None if they must not be
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Way:
-    """These arcs of a wire, where they lead to any of these consumers (places in `Wire.consumers`)."""
+    """These arcs of a wire, where they lead to any of these consumers (places in `Wire.consumers`); None: where they are gone
+    again."""
 
     wire: int
-    consumers: frozenset[int]
+    consumers: frozenset[int] | None
     arcs: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Toll:
-    """Seconds paid once if any of the ways is gone: the latency of a message in which several values travel."""
+    """Seconds paid once if any of the ways is gone: the latency of a message in which several values travel.
+
+    Of messages that are sent again, as many are paid as the largest share of members that goes any of the ways.
+    """
 
     name: str
     seconds: float
@@ -83,26 +102,49 @@ class Toll:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Row:
-    """Bytes alive at one moment: `constant + sum picks[choice][c] + sum uses[wire][a] + sum kept <= limit`."""
+    """Bytes alive at one moment:
+
+    constant + sum picks[choice][c] + sum uses[wire][a] + sum again[choice][c] (share run again) + sum kept <= limit
+    """
 
     name: str
     limit: float
     picks: Mapping[int, Floats]
     uses: Mapping[int, Floats]
     kept: tuple[Kept, ...]
+    again: Mapping[int, Floats] = field(default_factory=dict)
     constant: float = 0.0
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Kept:
-    """`bytes[l]` for each layout l of a wire that at least one of its keepers wants; PRODUCER wants what it produced."""
+    """`bytes[l]` for each layout l of a wire that something needs; PRODUCER needs what it produced.
+
+    `keepers` need it in any case, `reruns` (consumers too) for as many members as run again. If it is `gone`, the members that are made
+    again are not there: neither from the producer run again nor from a conversion done again, which needs its own source then. What is
+    `given` is there anyway in the layout in which it is produced.
+    """
 
     wire: int
     keepers: tuple[int, ...]
     bytes: Floats
+    reruns: tuple[int, ...] = ()
+    gone: bool = False
+    given: bool = False
 
 
 PRODUCER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """How many members of a choice run again, and of a wire are converted again by an arc; none where nothing is said."""
+
+    choices: Mapping[int, int] = field(default_factory=dict)
+    arcs: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+
+NOTHING = Again()
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -123,6 +165,7 @@ class Solution:
     seconds: float
     bound: float
     status: str  # "optimal", "feasible"
+    again: Again = NOTHING
 
     @property
     def gap(self) -> float:
@@ -130,27 +173,37 @@ class Solution:
         return max(0.0, self.seconds - self.bound) / self.seconds if self.seconds else 0.0
 
 
-def price(problem: Problem, picks: tuple[int, ...], arcs: tuple[tuple[int, ...], ...]) -> float:
-    """Seconds of a solution: its candidates, each used arc once with what is due on it, and the tolls."""
+def price(problem: Problem, picks: Picks, arcs: Arcs, again: Again = NOTHING) -> float:
+    """Seconds of a solution: its candidates, each used arc once with what is due on it, what is done again, and the tolls."""
     total = sum(float(c.seconds[p]) for c, p in zip(problem.choices, picks, strict=True))
-    total += sum(toll.seconds for toll in problem.tolls if paid(problem, toll, picks, arcs))
-    return total + sum(route_price(wire, picks, used) for wire, used in zip(problem.wires, arcs, strict=True))
+    total += sum(toll.seconds * paid(problem, toll, picks, arcs, again) for toll in problem.tolls)
+    total += sum(route_price(wire, picks, used) for wire, used in zip(problem.wires, arcs, strict=True))
+    for choice, members in again.choices.items():
+        seconds = problem.choices[choice].again
+        total += 0.0 if seconds is None else float(seconds[picks[choice]]) * members / problem.choices[choice].count
+    for (wire, arc), members in again.arcs.items():
+        seconds = problem.wires[wire].again
+        total += 0.0 if seconds is None else float(seconds[arc]) * members / problem.wires[wire].count
+    return total
 
 
-def paid(problem: Problem, toll: Toll, picks: tuple[int, ...], arcs: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether a solution goes any of a toll's ways."""
-    return any(gone(problem, way, picks, arcs) for way in toll.ways)
+def paid(problem: Problem, toll: Toll, picks: Picks, arcs: Arcs, again: Again = NOTHING) -> float:
+    """The share of a toll that a solution pays: all or nothing of what is sent once."""
+    return max((gone(problem, way, picks, arcs, again) for way in toll.ways), default=0.0)
 
 
-def gone(problem: Problem, way: Way, picks: tuple[int, ...], arcs: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether a solution goes this way."""
+def gone(problem: Problem, way: Way, picks: Picks, arcs: Arcs, again: Again = NOTHING) -> float:
+    """Whether a solution goes this way, 1 or 0; if it is one that is gone again, the share of members that do."""
+    wire = problem.wires[way.wire]
+    if way.consumers is None:
+        return sum(k / wire.count for (w, arc), k in again.arcs.items() if w == way.wire and way.arcs[arc])
     used = arcs[way.wire]
     if not way.arcs[list(used)].any():
-        return False
-    return bool(way.arcs[list(leading_to(problem.wires[way.wire], way.consumers, picks, used))].any())
+        return 0.0
+    return float(way.arcs[list(leading_to(wire, way.consumers, picks, used))].any())
 
 
-def route_price(wire: Wire, picks: tuple[int, ...], used: tuple[int, ...]) -> float:
+def route_price(wire: Wire, picks: Picks, used: tuple[int, ...]) -> float:
     """Seconds of the used arcs of one wire, which form a tree."""
     total = float(wire.seconds[list(used)].sum())
     for surcharge in wire.surcharges:
@@ -158,7 +211,7 @@ def route_price(wire: Wire, picks: tuple[int, ...], used: tuple[int, ...]) -> fl
     return total
 
 
-def leading_to(wire: Wire, consumers: frozenset[int], picks: tuple[int, ...], used: tuple[int, ...]) -> tuple[int, ...]:
+def leading_to(wire: Wire, consumers: frozenset[int], picks: Picks, used: tuple[int, ...]) -> tuple[int, ...]:
     """The used arcs behind which one of these consumers lies."""
     into = {int(wire.target[a]): a for a in used}
     found: dict[int, None] = {}
@@ -171,17 +224,44 @@ def leading_to(wire: Wire, consumers: frozenset[int], picks: tuple[int, ...], us
     return tuple(found)
 
 
-def row_bytes(problem: Problem, row: Row, picks: tuple[int, ...], arcs: tuple[tuple[int, ...], ...]) -> float:
+def row_bytes(problem: Problem, row: Row, picks: Picks, arcs: Arcs, again: Again = NOTHING) -> float:
     """The left side of a row for a solution."""
     total = row.constant + sum(float(bytes_of[picks[choice]]) for choice, bytes_of in row.picks.items())
     total += sum(float(bytes_of[list(arcs[wire])].sum()) for wire, bytes_of in row.uses.items())
-    for kept in row.kept:
-        nodes = {end_node(problem.wires[kept.wire], keeper, picks) for keeper in kept.keepers}
-        total += sum(float(kept.bytes[node]) for node in nodes)
-    return total
+    total += sum(float(b[picks[choice]]) * share(problem, choice, again) for choice, b in row.again.items())
+    return total + sum(kept_bytes(problem, kept, picks, arcs, again) for kept in row.kept)
 
 
-def end_node(wire: Wire, keeper: int, picks: tuple[int, ...]) -> int:
+def share(problem: Problem, choice: int, again: Again) -> float:
+    """The share of a choice's members that run again."""
+    return again.choices.get(choice, 0) / problem.choices[choice].count
+
+
+def kept_bytes(problem: Problem, kept: Kept, picks: Picks, arcs: Arcs, again: Again) -> float:
+    """Bytes of what is kept of one wire."""
+    wire = problem.wires[kept.wire]
+    needed: dict[int, float] = {}
+    for keeper in kept.keepers:
+        needed[end_node(wire, keeper, picks)] = 1.0
+    for reader in kept.reruns:
+        node = end_node(wire, reader, picks)
+        needed[node] = max(needed.get(node, 0.0), share(problem, wire.consumers[reader].choice, again))
+    made: dict[int, float] = {}
+    if kept.gone:
+        made[end_node(wire, PRODUCER, picks)] = share(problem, wire.producer, again)
+        from_source: dict[int, float] = {}
+        for arc in arcs[kept.wire]:
+            part = again.arcs.get((kept.wire, arc), 0) / wire.count
+            made[int(wire.target[arc])] = part
+            from_source[int(wire.source[arc])] = from_source.get(int(wire.source[arc]), 0.0) + part
+        for node, part in from_source.items():
+            needed[node] = max(needed.get(node, 0.0), part)
+    if kept.given:
+        made[end_node(wire, PRODUCER, picks)] = 1.0
+    return sum(float(kept.bytes[node]) * max(0.0, part - made.get(node, 0.0)) for node, part in needed.items())
+
+
+def end_node(wire: Wire, keeper: int, picks: Picks) -> int:
     """The layout at one end of a wire: as PRODUCER leaves it, or as a consumer wants it."""
     if keeper == PRODUCER:
         return int(wire.produced[picks[wire.producer]])

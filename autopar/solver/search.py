@@ -1,6 +1,7 @@
 """The search for an integer solution, in HiGHS: relax, bound, branch.
 
-relax     the linear relaxation; rows that join later start from its last basis, so that one more costs little
+relax     the linear relaxation
+dive      fix what the relaxation made nearly whole, and relax again
 settle    branch on what the relaxation left fractional, the rest fixed: often within the gap already
 branch    the whole integer program, from the settled solution on
 """
@@ -19,6 +20,7 @@ from autopar.errors import AutoparError
 from autopar.solver.model import MICROSECONDS, Model, Part
 from autopar.solver.problem import Floats, Row
 
+SURE = 0.9  # of a choice, from which on diving makes it
 INTEGRAL = 1e-6  # how far from 0 or 1 a pick may be
 INTEGER = np.uint8(1)  # highspy.HighsVarType.kInteger
 
@@ -42,8 +44,8 @@ class Search:
 
     def __init__(self, model: Model, *, time_limit: float, gap: float, patience: float = math.inf) -> None:
         self.model, self.time_limit, self.gap, self.patience = model, min(time_limit, patience), gap, patience
-        self._relaxation = load(model.part())
-        self._relaxation.setOptionValue("time_limit", patience)  # of all relaxations together
+        self.treated = False
+        self._load()
 
     def levy(self) -> None:
         """Add the tolls to a program without them. From its optimum the one with tolls is near; from nothing it is far."""
@@ -53,11 +55,17 @@ class Search:
         self._add(columns, entries)
 
     def bound(self, rows: Iterable[Row]) -> None:
-        """Add rows to the program."""
-        columns, entries = self.model.columns.count, self.model.rows
+        """Add rows to the program; with the first of them, what may be made again."""
+        if not self.treated:
+            self.treated = True
+            self.model.treat()
         for row in rows:
             self.model.bound(row)
-        self._add(columns, entries)
+        self._load()  # so much is new that presolving helps more than the last basis
+
+    def _load(self) -> None:
+        self._relaxation = load(self.model.part())
+        self._relaxation.setOptionValue("time_limit", self.patience)
 
     def _add(self, columns: int, entries: int) -> None:
         """Add to the relaxation what the model has got since it had so many columns and rows."""
@@ -100,6 +108,13 @@ class Search:
         """How many choices are not made wholly."""
         return sum(bool(_fractional(picks).any()) for _, picks in self._picks(found.values))
 
+    def partial(self, found: Found) -> bool:
+        """Whether something is made again for a part of a member."""
+        problem, columns = self.model.problem, self.model.columns
+        firsts = [(first, len(problem.choices[choice].seconds)) for choice, first in columns.rerun.items()]
+        firsts += [(first, len(problem.wires[wire].seconds)) for wire, first in columns.resent.items()]
+        return any(bool(_fractional(found.values[first : first + number]).any()) for first, number in firsts)
+
     def settle(self, relaxed: Found) -> Found | None:
         """The best solution in which every choice that the relaxation made wholly stays; None if there is none."""
         solver = load(self.model.part())
@@ -111,6 +126,30 @@ class Search:
         solver.changeColsBounds(len(columns), columns, zeros, zeros)
         found = self._branched(solver, uses=True)
         return None if found is None else Found(values=found.values, objective=found.objective, bound=relaxed.bound)
+
+    def dive(self, relaxed: Found) -> Found | None:
+        """A solution near the relaxation: what is nearly made is fixed and the rest relaxed again, until all is; None if that
+        leads nowhere."""
+        solver, values = load(self.model.part()), relaxed.values
+        solver.setOptionValue("time_limit", self.time_limit)
+        made: set[int] = set()
+        while True:
+            open_choices = [(first, picks) for first, picks in self._picks(values) if first not in made]
+            if not open_choices:
+                info = solver.getInfo()
+                objective = info.objective_function_value / MICROSECONDS if made else relaxed.objective
+                return Found(values=values, objective=objective, bound=relaxed.bound)
+            surest = max(float(picks.max()) for _, picks in open_choices)
+            for first, picks in open_choices:
+                if picks.max() >= min(surest, SURE):
+                    made.add(first)
+                    others = (first + np.flatnonzero(np.arange(len(picks)) != picks.argmax())).astype(np.int32)
+                    zeros = np.zeros(len(others))
+                    solver.changeColsBounds(len(others), others, zeros, zeros)
+            solver.run()
+            if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+                return None
+            values = _values(solver)
 
     def branch(self, start: Found | None, *, uses: bool) -> Found | None:
         """The optimum of the integer program within the gap; None if it is infeasible.

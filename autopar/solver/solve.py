@@ -15,12 +15,14 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from autopar.solver.model import MICROSECONDS, Model
-from autopar.solver.problem import Problem, Row, Solution, Wire, paid, price, route_price, row_bytes
+from autopar.solver.model import Model
+from autopar.solver.problem import Again, Problem, Row, Solution, Wire, paid, price, route_price, row_bytes
 from autopar.solver.search import INTEGRAL, Found, Search
 
 PROVEN = 1e-3  # the relative gap at which branching stops
 FEW = 0.2  # the share of choices up to which those that the relaxation left open are settled by themselves first
+CLOSE = 5e-3  # of the least memory, by which an answer may exceed it
+ROUNDS = 12  # in which the least memory is sought
 SAME = 1e-6  # relative difference at which a price counts as equal to the bound
 
 
@@ -71,8 +73,10 @@ def _whole(search: Search, relaxed: Found, rows: Sequence[Row], gap: float) -> S
     open_choices, settled = search.fractional(relaxed), None
     if not open_choices:
         solution = _read(model, relaxed)
-        if solution.status == "optimal" and _kept(model.problem, solution, rows):
+        if search.partial(relaxed) or (solution.status == "optimal" and _kept(model.problem, solution, rows)):
             return solution
+    if search.treated and (dived := search.dive(relaxed)) is not None:
+        return _read(model, dived)
     if open_choices <= FEW * len(model.problem.choices):
         settled = search.settle(relaxed)
     if settled is not None:
@@ -98,12 +102,13 @@ def together(problem: Problem, solution: Solution) -> Solution:
     picks = list(solution.picks)
     extra = [np.zeros(len(wire.seconds)) for wire in problem.wires]
     for toll in problem.tolls:
-        due = 0.0 if paid(problem, toll, solution.picks, solution.arcs) else toll.seconds
+        due = toll.seconds * (1.0 - paid(problem, toll, solution.picks, solution.arcs, solution.again))
         for way in toll.ways:
-            extra[way.wire] += way.arcs * due
+            extra[way.wire] += way.arcs * (0.0 if way.consumers is None else due)
     arcs = list(solution.arcs)
     fed = Counter(wire.producer for wire in problem.wires)
-    for w in sorted({way.wire for toll in problem.tolls for way in toll.ways}):
+    sent_again = {wire for wire, _ in solution.again.arcs}
+    for w in sorted({way.wire for toll in problem.tolls for way in toll.ways} - sent_again):
         wire = replace(problem.wires[w], seconds=problem.wires[w].seconds + extra[w])
         found = []
         for pick in _alike(problem, picks, wire.producer) if fed[wire.producer] == 1 else (picks[wire.producer],):
@@ -113,7 +118,7 @@ def together(problem: Problem, solution: Solution) -> Solution:
                 found.append((route_price(wire, starts, route), pick, route))
         least = min(seconds for seconds, _, _ in found)
         _, picks[wire.producer], arcs[w] = next(one for one in found if one[0] <= least * (1 + SAME))
-    seconds = price(problem, tuple(picks), tuple(arcs))
+    seconds = price(problem, tuple(picks), tuple(arcs), solution.again)
     if seconds > solution.seconds * (1 + SAME):
         return solution
     return replace(solution, picks=tuple(picks), arcs=tuple(arcs), seconds=seconds, bound=min(solution.bound, seconds))
@@ -128,41 +133,46 @@ def _alike(problem: Problem, picks: Sequence[int], choice: int) -> list[int]:
 
 def _kept(problem: Problem, solution: Solution, rows: Iterable[Row]) -> bool:
     """Whether a solution, as it was read off, keeps to the rows: of a mixture of routes one is taken, which may need more."""
-    return all(row_bytes(problem, row, solution.picks, solution.arcs) <= row.limit * (1 + SAME) for row in rows)
+    return all(row_bytes(problem, row, solution.picks, solution.arcs, solution.again) <= row.limit * (1 + SAME) for row in rows)
 
 
 def least_memory(
     problem: Problem,
-    judge: Callable[[Solution, float], Iterable[Row]],
-    scale: float,
+    judge: Callable[[Solution], tuple[float, Iterable[Row]]],
+    first: Solution,
     *,
     time_limit: float = 300.0,
     patience: float = math.inf,
 ) -> Solution | None:
     """A solution of least peak memory, whatever it costs; None if there is none at all.
 
-    `judge(solution, peak)` returns rows for moments at which a solution takes more than `peak` bytes. `scale` is the size of a
-    typical answer in bytes, `patience` as for `solve`.
+    `judge(solution)` returns the peak of a solution in bytes, and rows of moments at which much is alive. `first` is any solution,
+    `patience` as for `solve`. The least is meant to within `CLOSE`, or as close as `ROUNDS` rounds come.
     """
-    model = Model(problem)
-    model.minimise_peak(scale)
+    least, rows = judge(first)
+    model, best, scale = Model(problem), first, least
+    model.minimise_peak(scale, first.seconds)
     search = Search(model, time_limit=time_limit, gap=PROVEN, patience=patience)
-    while True:
+    for _ in range(ROUNDS):
+        search.bound(rows)
         relaxed = search.relax()
         if relaxed is None:
             return None
         found = relaxed
         if search.fractional(relaxed):
-            found = search.branch(search.settle(relaxed), uses=True) or relaxed
+            found = search.dive(relaxed) or relaxed
         solution = _read(model, found)
-        more = list(judge(solution, found.objective * MICROSECONDS * scale * (1 + PROVEN)))
-        if not more:
-            return solution
-        search.bound(more)
+        peak, rows = judge(solution)
+        if peak < least:
+            best, least = solution, peak
+        assert model.peak is not None
+        if not rows or least <= found.values[model.peak[0]] * scale * (1 + CLOSE):
+            break
+    return best
 
 
 def _read(model: Model, answer: Found) -> Solution:
-    """Picks by the largest value; routes as the cheapest trees, from the produced to the wanted layouts."""
+    """Picks by the largest value; routes as the cheapest trees, from the produced to the wanted layouts; whole members again."""
     problem, columns, values = model.problem, model.columns, answer.values
     picks = tuple(
         int(np.argmax(values[first : first + len(choice.seconds)]))
@@ -176,12 +186,23 @@ def _read(model: Model, answer: Found) -> Solution:
             found = tree(wire, picks)
         assert found is not None, f"{wire.name}: no route to the layouts that were picked"
         arcs.append(found)
-    seconds = price(problem, picks, tuple(arcs))
+    rerun = {choice: _members(values[first + picks[choice]]) for choice, first in columns.rerun.items()}
+    resent = {(w, arc): _members(values[first + arc]) for w, first in columns.resent.items() for arc in arcs[w]}
+    again = Again(
+        choices={choice: members for choice, members in rerun.items() if members},
+        arcs={end: members for end, members in resent.items() if members},
+    )
+    seconds = price(problem, picks, tuple(arcs), again)
     bound = min(answer.bound, seconds)
     return Solution(
-        picks=picks, arcs=tuple(arcs), seconds=seconds, bound=bound,
+        picks=picks, arcs=tuple(arcs), seconds=seconds, bound=bound, again=again,
         status="optimal" if seconds - bound <= SAME * seconds else "feasible",
     )  # fmt: skip
+
+
+def _members(value: float) -> int:
+    """A number of members, the last of them wholly."""
+    return math.ceil(value - INTEGRAL)
 
 
 def tree(wire: Wire, picks: Sequence[int], allowed: npt.NDArray[np.int64] | None = None) -> tuple[int, ...] | None:

@@ -10,8 +10,11 @@ from autopar.mesh import Bytes
 from autopar.solver.followers import merge_followers
 from autopar.solver.formulate import Formulated
 from autopar.solver.memory import Ledger
-from autopar.solver.problem import Floats, Row, Solution
+from autopar.solver.problem import Again, Arcs, Floats, Picks, Row, Solution, row_bytes
 from autopar.solver.solve import least_memory, solve
+
+
+LITTLE = 1e-4  # of the limit: the least by which a row that was kept but did not suffice is tightened
 
 
 def within(
@@ -22,17 +25,17 @@ def within(
     Raises SolverError after about `patience` seconds without an answer.
     """
     merged = merge_followers(formulated.problem)
-    asked: dict[int, float] = {}
+    asked: dict[int, float] = {}  # bytes beyond what the row of a moment counts
 
     def judge(solution: Solution, final: bool) -> list[Row]:
         alive = ledger.walk(merged.expand(solution))
         fresh = [moment for moment in _peaks(alive, limit) if moment not in asked]
-        asked.update(dict.fromkeys(fresh, float(limit)))
+        asked.update(dict.fromkeys(fresh, 0.0))
         if final and not fresh and alive.max() > limit:
-            # A moment that has its row already is exceeded only by what rounds away there: ask for that much less.
+            # A moment that has its row already: what the row does not see there is asked for.
             fresh = [int(alive.argmax())]
-            asked[fresh[0]] -= float(alive.max()) - limit
-        return [merged.row(ledger.row(moment, asked[moment])) for moment in fresh]
+            asked[fresh[0]] += max(float(alive.max()) - limit, LITTLE * limit)
+        return [merged.row(ledger.row(moment, float(limit), asked[moment])) for moment in fresh]
 
     solution = solve(merged.problem, judge, cutoff=cutoff, patience=patience)
     return None if solution is None else merged.expand(solution)
@@ -51,17 +54,29 @@ def _peaks(alive: Floats, limit: float) -> list[int]:
     return found
 
 
+def _parts(solution: Solution) -> tuple[Picks, Arcs, Again]:
+    return solution.picks, solution.arcs, solution.again
+
+
 def smallest(formulated: Formulated, ledger: Ledger, *, patience: float = math.inf) -> Solution | None:
     """A solution of least peak memory; None if there is no solution at all. `patience` as for `within`."""
     merged = merge_followers(formulated.problem)
     cheapest = solve(merged.problem, patience=patience)
     if cheapest is None:
         return None
-    scale = float(ledger.walk(merged.expand(cheapest)).max())  # the answer is of this order, whatever budget was asked for
+    beyond: dict[int, float] = {}
 
-    def judge(solution: Solution, peak: float) -> list[Row]:
+    def judge(solution: Solution) -> tuple[float, list[Row]]:
         alive = ledger.walk(merged.expand(solution))
-        return [merged.row(ledger.row(int(alive.argmax()), float(scale)))] if alive.max() > peak else []
+        peak, rows = float(alive.max()), []
+        for moment in _peaks(alive, 0.0)[:3]:
+            row = ledger.row(moment, peak)
+            seen = row_bytes(formulated.problem, row, *_parts(merged.expand(solution)))
+            more = max(0.0, float(alive[moment]) - seen) if moment in beyond else 0.0  # what the row does not see
+            if moment not in beyond or more > beyond[moment] + LITTLE * peak:
+                beyond[moment] = more
+                rows.append(merged.row(ledger.row(moment, peak, more)))
+        return peak, rows
 
-    least = least_memory(merged.problem, judge, scale, patience=patience)
+    least = least_memory(merged.problem, judge, cheapest, patience=patience)
     return None if least is None else merged.expand(least)
