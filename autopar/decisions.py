@@ -15,16 +15,30 @@ from autopar.passes.candidates import Candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decisions:
-    """A candidate per op, a layout per given tensor and output, a route per value.
+class Again:
+    """What the backward makes again instead of keeping it from the forward.
 
-    `routes` lists the conversions of a value, each after the one whose target it starts from.
+    `ops` run once more when the backward asks for one of their results or for what autograd keeps inside them; of a value's
+    conversions the `steps`. What they read is kept, or made again in its turn, and with it what lies in its memory.
+    """
+
+    ops: frozenset[str] = frozenset()
+    steps: frozenset[tuple[str, Conversion]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """A candidate per op, a layout per given tensor and output, a route per value; and what is made again for the backward.
+
+    `routes` lists the conversions of a value, each after the one whose target it starts from. Everything that autograd saves
+    is kept, unless it is in `again`.
     """
 
     ops: Mapping[str, Candidate]
     given: Mapping[str, Layout]  # inputs, parameters and buffers as they are taken or stored
     outputs: Mapping[str, Layout]  # by output path
     routes: Mapping[str, tuple[Conversion, ...]]
+    again: Again = Again()
 
     def produced(self, value: str, program: Program) -> Layout:
         """The layout in which a value comes from its producer."""

@@ -3,30 +3,33 @@
     choices   op -> one form per axis: "I", "R", "P 0" (the rule's first linear group), "n/512" (factor n, stride 512)
     layouts   value or parameter -> its layout as produced or stored; "output:loss" -> that output
     routes    value -> its conversions, "I, S(0) -> R, S(0)"
+    again     what the backward makes again instead of keeping it: op -> "run"; value -> these of its conversions
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from rich.table import Table
 
 from autopar.conversion import CONVERSIONS, Conversion
-from autopar.decisions import Decisions
+from autopar.decisions import Again, Decisions
 from autopar.errors import AutoparError, LayoutError, PlanError
 from autopar.evidence import Evidence
 from autopar.ir import Op, Program
 from autopar.layout import I, Layout, parse, text
 from autopar.mesh import Bytes, Mesh, Seconds
+from autopar.passes.again import may_run
 from autopar.passes.candidates import Candidate, Form, candidate
 from autopar.rules import Fitted
 from autopar.tables import plain, tables
 
-VERSION = 2
+VERSION = 3
 OUTPUT = "output:"
+RUN = "run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,7 @@ class Plan:
     choices: Mapping[str, str]
     layouts: Mapping[str, str]
     routes: Mapping[str, tuple[str, ...]]
+    again: Mapping[str, tuple[str, ...]]
     collectives: tuple[Collective, ...]
     evidence: Evidence
 
@@ -115,6 +119,7 @@ class Plan:
                 choices={str(k): str(v) for k, v in data["choices"].items()},
                 layouts={str(k): str(v) for k, v in data["layouts"].items()},
                 routes={str(k): tuple(map(str, v)) for k, v in data["routes"].items()},
+                again={str(k): tuple(map(str, v)) for k, v in data["again"].items()},
                 collectives=tuple(Collective(**{k: v for k, v in entry.items() if k in known}) for entry in entries),
                 evidence=Evidence.of(data["evidence"]),
             )  # fmt: skip
@@ -156,8 +161,8 @@ def _form(entry: str, fitted: Fitted | None) -> Form:
 
 def describe(
     program: Program, decisions: Decisions, fits: Mapping[str, Fitted | None], sizes: tuple[int, ...]
-) -> tuple[dict[str, str], dict[str, str], dict[str, tuple[str, ...]]]:
-    """The decisions as text: `choices`, `layouts` and `routes` of a plan."""
+) -> tuple[dict[str, str], dict[str, str], dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
+    """The decisions as text: `choices`, `layouts`, `routes` and `again` of a plan."""
     choices = {
         op.name: ", ".join(form_text(form, fits[op.name]) for form in decisions.ops[op.name].forms) for op in program.ops
     }
@@ -167,14 +172,17 @@ def describe(
     for output in program.outputs:
         shape = program.values[output.value].shape
         layouts[OUTPUT + output.path] = text(decisions.outputs[output.path], shape, sizes)
-    routes = {
-        name: tuple(
-            f"{text(step.source, shape, sizes)} -> {text(step.target, shape, sizes)}" for step in steps
-        )
-        for name, steps in decisions.routes.items()
-        for shape in [program.values[name].shape]
-    }
-    return choices, layouts, routes
+
+    def step_text(name: str, step: Conversion) -> str:
+        shape = program.values[name].shape
+        return f"{text(step.source, shape, sizes)} -> {text(step.target, shape, sizes)}"
+
+    routes = {name: tuple(step_text(name, step) for step in steps) for name, steps in decisions.routes.items()}
+    again: dict[str, tuple[str, ...]] = {op.name: (RUN,) for op in program.ops if op.name in decisions.again.ops}
+    for name, steps in decisions.routes.items():
+        if chosen := tuple(step_text(name, step) for step in steps if (name, step) in decisions.again.steps):
+            again[name] = (*again.get(name, ()), *chosen)
+    return choices, layouts, routes, again
 
 
 def check_program(plan: Plan, program: Program) -> None:
@@ -207,6 +215,7 @@ def resolve(plan: Plan, program: Program, fits: Mapping[str, Fitted | None]) -> 
                 for o in program.outputs
             },
             routes={name: tuple(reader.steps(name, lines)) for name, lines in plan.routes.items()},
+            again=reader.again(may_run(program, fits)),
         )
         _check(program, decisions)
     except (KeyError, ValueError, IndexError, LayoutError) as error:
@@ -247,6 +256,22 @@ class _Reader:
             if len(changed) != 1 or (source[changed[0]].kind, target[changed[0]].kind) not in CONVERSIONS:
                 raise ValueError(f"routes[{name!r}]: {line!r} is no conversion on one axis")
             yield Conversion(axis=changed[0], source=source, target=target)
+
+    def again(self, allowed: Set[str]) -> Again:
+        """What is made again: of the ops those that are `allowed` to, of the conversions those that are on a route."""
+        ops: set[str] = set()
+        steps: set[tuple[str, Conversion]] = set()
+        for name, lines in self.plan.again.items():
+            if RUN in lines:
+                ops.add(name)
+            moved = tuple(line for line in lines if line != RUN)
+            if lost := [line for line in moved if line not in self.plan.routes.get(name, ())]:
+                raise ValueError(f"again[{name!r}]: {lost[0]!r} is not on the route of {name}")
+            if moved:
+                steps |= {(name, step) for step in self.steps(name, moved)}
+        if wrong := sorted(ops - allowed):
+            raise ValueError(f"again[{wrong[0]!r}]: {wrong[0]} is no op that may run again")
+        return Again(ops=frozenset(ops), steps=frozenset(steps))
 
 
 def _check(program: Program, decisions: Decisions) -> None:

@@ -171,12 +171,12 @@ def solved(
     return Solved(ledger=ledger, solution=solution, optimizer=optimizer)
 
 
-def finish(found: Solved, options: Options) -> Plan:
-    """The plan that a solution stands for, with its evidence."""
+def finish(found: Solved, options: Options, chosen: Decisions | None = None) -> Plan:
+    """The plan that a solution stands for, with its evidence; or that of `chosen`, which makes other things again."""
     formulated, solution = found.formulated, found.solution
     program, mesh, analysis = formulated.program, formulated.mesh, formulated.analysis
-    chosen = decisions(formulated, solution)
-    choices, layouts, routes = describe(program, chosen, analysis.fits, mesh.sizes)
+    chosen = chosen or decisions(formulated, solution)
+    choices, layouts, routes, again = describe(program, chosen, analysis.fits, mesh.sizes)
     sent = list(messages(analysis, chosen, mesh))
     said = "90% of the device's memory" if options.budget is None else "asked for"
     limit = Figure(of=BUDGET, name="memory", value=parse_bytes(options.budget, mesh), unit="B", source=said)
@@ -197,6 +197,7 @@ def finish(found: Solved, options: Options) -> Plan:
         choices=choices,
         layouts=layouts,
         routes=routes,
+        again=again,
         evidence=evidence,
     )
 

@@ -10,18 +10,20 @@ from torch import nn
 
 from autopar.capture import Captured
 from autopar.cost_models import optimizers
+from autopar.decisions import Again, Decisions
 from autopar.mesh import Mesh
+from autopar.passes.again import aliases, may_run
 from autopar.plan import Plan
 from autopar.planner import Options, Solved, finish, located, read_program, sharded
-from autopar.solver.analysis import analyse
-from autopar.solver.formulate import formulate
+from autopar.solver.analysis import Analysis, analyse
+from autopar.solver.formulate import decisions, formulate
 from autopar.solver.memory import Ledger
 from autopar.solver.problem import Problem, Solution, price
 from autopar.solver.solve import tree
 
 
 def random_plan(model: nn.Module, sample_input: object, mesh: object, seed: int = 0) -> Plan:
-    """Any plan that can run, drawn at random: every op takes any candidate, every value any route.
+    """Any plan that can run, drawn at random: every op takes any candidate, every value any route, anything is made again.
 
     Good for tests of rules and conversions, for nothing else: memory and price are what they happen to be, on the mesh's own
     device if it has one.
@@ -36,8 +38,22 @@ def random_plan_of(captured: Captured, mesh: Mesh, seed: int, options: Options) 
     optimizer = optimizers.optimizer(options.optimizer)
     analysis = analyse(captured.program, mesh, repeated=False)
     formulated = formulate(analysis, mesh, optimizer, sharded_outputs=sharded(captured.program, options.outputs))
-    solution = random_solution(formulated.problem, random.Random(seed))
-    return finish(Solved(ledger=Ledger(formulated, optimizer), solution=solution, optimizer=optimizer), options)
+    draw = random.Random(seed)
+    solution = random_solution(formulated.problem, draw)
+    chosen = decisions(formulated, solution)
+    chosen = replace(chosen, again=random_again(analysis, chosen, draw))
+    return finish(Solved(ledger=Ledger(formulated, optimizer), solution=solution, optimizer=optimizer), options, chosen)
+
+
+def random_again(analysis: Analysis, chosen: Decisions, draw: random.Random) -> Again:
+    """Of the ops that may run again, and of the conversions, a random part of random size."""
+    program = analysis.program
+    allowed, ops, steps = may_run(program, analysis.fits), draw.random(), draw.random()
+    moved = [(name, step) for name, route in chosen.routes.items() for step in route if not aliases(program.values[name], step)]
+    return Again(
+        ops=frozenset(op.name for op in program.ops if op.name in allowed and draw.random() < ops),
+        steps=frozenset(one for one in moved if draw.random() < steps),
+    )
 
 
 def random_solution(problem: Problem, draw: random.Random) -> Solution:

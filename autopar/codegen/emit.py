@@ -18,15 +18,15 @@ import torch
 from torch import fx, nn
 
 from autopar.codegen.source import CodeGraph
-from autopar.conversion import COLLECTIVES, Conversion, arrival
-from autopar.decisions import Decisions
+from autopar.conversion import Conversion, arrival
+from autopar.decisions import Again, Decisions
 from autopar.ir import Argument, Op, Program, Ref, Value, overload
 from autopar.layout import I, Layout, local_shape
+from autopar.passes.again import aliases, copies, draws, lies
 from autopar.passes.bundles import Bundle, bundled
 from autopar.passes.candidates import Candidate
-from autopar.passes.weights import weights
 from autopar.rules import Fitted, localise, scale
-from autopar.runtime import bundle, collectives, random, storage
+from autopar.runtime import again, bundle, collectives, random, storage
 from autopar.runtime.world import Context
 
 Target = str | Callable[..., object]
@@ -68,10 +68,9 @@ class _Emitter:
         self.graph: fx.Graph = CodeGraph()
         self.section = ""  # the comment under which nodes are made
         self.values: dict[tuple[str, Layout], fx.Node] = {}
-        self.bundles = bundled(program, decisions.routes)
+        self.bundles = bundled(program, decisions.routes, decisions.again.steps)
         self.arrives = {(name, step.target): b for b in self.bundles for name, step in b.steps}
         self.begun: dict[Bundle, fx.Node] = {}
-        self.views = weights(program) & program.producer.keys()
         held = (p.value.name for p in (*program.parameters, *program.buffers))
         self.plain = storage.plain(decisions.given[name] for name in held) or context.device_mesh is None
         self.draws = 0
@@ -81,7 +80,7 @@ class _Emitter:
         self.section = "the results"
         results = [self._value(o.value, decisions.outputs[o.path]) for o in program.outputs]
         self.graph.output(tuple(results))
-        for node in (*self.axes, self.draw_state, self.training, self.gathers):
+        for node in (*self.axes, self.draw_state, self.training, self.anew):
             if node is not None and not node.users:
                 self.graph.erase_node(node)
 
@@ -91,12 +90,11 @@ class _Emitter:
             node.target = node.name  # fx has kept a name that would hide one of the code's own, like torch
             self.values[value.name, (I,) * len(self.sizes)] = node
         self.axes = [self._state(f"axes.{identifier(axis.name)}") for axis in self.context.axes]
-        drawn = any(self._random(op) for op in program.ops)
+        drawn = any(draws(op, self.fits[op.name]) for op in program.ops)
         self.draw_state = self._state("draws") if drawn else None
         flagged = training and (drawn or any(op.target in TRAINING for op in program.ops))
         self.training = self._node("get_attr", "training", (), "training") if flagged else None
-        again = any(map(self._again, self.bundles)) or not self.views.isdisjoint(self.decisions.routes)
-        self.gathers = self._state("gathers") if again else None
+        self.anew = self._state("anew") if self.decisions.again != Again() else None
         self.section = "the weights"
         for one in sorted(self.bundles, key=lambda one: one.level):
             if all(self._unmoved(name, step.target) for name, step in one.steps):
@@ -108,7 +106,7 @@ class _Emitter:
                 del self.values[value.name, step.source]  # from here on it is split, as the plan has it
 
     def _state(self, attribute: str) -> fx.Node:
-        """What the module keeps beside its parameters: an axis, the random draws, the gathered weights."""
+        """What the module keeps beside its parameters: an axis, the random draws, what is made anew."""
         return self._node("get_attr", f"{STATE}.{attribute}", (), attribute.removeprefix("axes."))
 
     def _node(
@@ -152,23 +150,14 @@ class _Emitter:
         return self._node("call_function", storage.named, (held, path), name)
 
     def _convert(self, value: Value, step: Conversion) -> None:
-        if value.name in self.views:
-            self._convert_view(value, step)
-            return
         function, places = collectives.call(step, value.shape, self.sizes)
         arguments = (self.values[value.name, step.source], self.axes[step.axis], *places)
         name = f"{identifier(value.name)}_{DEEDS[step.primitives[0]]}"
-        self.values[value.name, step.target] = self._node("call_function", function, arguments, name)
-
-    def _convert_view(self, value: Value, step: Conversion) -> None:
-        """Convert a view of a weight, which is made again for the backward as the weight is."""
-        one, name = Bundle(level=0, steps=((value.name, step),)), f"{identifier(value.name)}_{DEEDS[step.primitives[0]]}"
-        conversion, axis = "__".join(step.primitives), self.axes[step.axis]
-        begin = (conversion, [self.values[value.name, step.source]], axis)
-        begun = self._node("call_function", bundle.begin, begin, f"{name}_begun")
-        finish = (self.gathers, conversion, begun, axis, *self._places(one))
-        node = self._node("call_function", bundle.finish, finish, f"{name}_finished")
-        self.values[value.name, step.target] = self._node("call_function", operator.getitem, (node, 0), name)
+        if (value.name, step) in self.decisions.again.steps:
+            node = self._node("call_function", again.convert, (self.anew, function.__name__, *arguments), name)
+        else:
+            node = self._node("call_function", function, arguments, name)
+        self.values[value.name, step.target] = node
 
     def _begin(self, one: Bundle) -> fx.Node:
         """Send for the weights of a bundle."""
@@ -183,8 +172,8 @@ class _Emitter:
         begun = self._begin(one)
         if all((name, step.target) in self.values for name, step in one.steps):  # what came before it has sent for it already
             return
-        gathers = self.gathers if self._again(one) else None
-        arguments = (gathers, "__".join(one.primitives), begun, self.axes[one.axis], *self._places(one))
+        anew = self.anew if self.decisions.again.steps.issuperset(one.steps) else None
+        arguments = (anew, "__".join(one.primitives), begun, self.axes[one.axis], *self._places(one))
         node = self._node("call_function", bundle.finish, arguments, f"bundle_{self.bundles.index(one)}")
         for place, (name, step) in enumerate(one.steps):
             item = f"{identifier(name)}_{DEEDS[step.primitives[0]]}"
@@ -200,14 +189,6 @@ class _Emitter:
         states = [layout[one.axis].kind for layout in (one.steps[0][1].source, one.steps[0][1].target)]
         count = 4 if states == ["S", "S"] else 2 if any(place.blocks > 1 for place in places) else 1
         return ([tuple(place)[:count] for place in places],) if "S" in states else ()
-
-    def _again(self, one: Bundle) -> bool:
-        """Whether the conversion of a bundle is run again for the backward: a gather, and what follows one on its route."""
-        return one.primitives[0] in COLLECTIVES or any(
-            before is not one and self._again(before)
-            for name, step in one.steps
-            if (before := self.arrives.get((name, step.source))) is not None
-        )
 
     def _unmoved(self, name: str, layout: Layout) -> bool:
         """Whether a weight comes to a layout as it is stored, only its gradient is converted."""
@@ -230,15 +211,15 @@ class _Emitter:
         named = {name: self._argument(argument, feed) for name, argument in kwargs}
         node = self._call(op, candidate, arguments, named)
         if fitted and (divisor := scale(op, fitted, parts)) > 1:
-            node = self._node("call_function", torch.ops.aten.div.Tensor, (node, divisor), f"{identifier(op.name)}_scaled")
+            node = self._run(op, torch.ops.aten.div.Tensor, [node, divisor], f"{identifier(op.name)}_scaled", {})
         self._results(op, candidate, node)
 
     def _call(self, op: Op, candidate: Candidate, arguments: list[object], named: dict[str, object]) -> fx.Node:
         target = overload(op.target)
         if self.training and op.target in TRAINING and arguments[TRAINING[op.target]] is True:
             arguments[TRAINING[op.target]] = self.training
-        if not self._random(op):
-            return self._node("call_function", target, tuple(arguments), identifier(op.name), named)
+        if not draws(op, self.fits[op.name]):
+            return self._run(op, target, arguments, identifier(op.name), named)
         if self.training and op.target == ATTENTION:
             rate = (arguments[4] if len(arguments) > 4 else named["dropout_p"], self.training)
             active = self._node("call_function", random.rate, rate, f"{identifier(op.name)}_rate")
@@ -251,13 +232,26 @@ class _Emitter:
         seeded = (target, self.draw_state, index, split, *arguments)
         return self._node("call_function", random.seeded, seeded, identifier(op.name), named)
 
-    def _random(self, op: Op) -> bool:
-        """Whether an op draws random numbers; of one without a rule torch's own tag says it."""
-        fitted = self.fits[op.name]
-        if fitted:
-            return fitted.random
-        rateless = op.target == ATTENTION and len(op.args) < 5 and "dropout_p" not in dict(op.kwargs)
-        return not rateless and torch.Tag.nondeterministic_seeded in overload(op.target).tags
+    def _run(self, op: Op, target: Target, arguments: list[object], name: str, named: dict[str, object]) -> fx.Node:
+        """Call what computes an op, or a part of it; once more for the backward if it is decided so."""
+        if op.name in self.decisions.again.ops or (copies(op) and lies(op, self.program.values) and self._comes_back(op)):
+            return self._node("call_function", again.call, (self.anew, target, *arguments), name, named)
+        return self._node("call_function", target, tuple(arguments), name, named)
+
+    def _comes_back(self, op: Op) -> bool:
+        """Whether the first operand of an op is made again for the backward."""
+        return self._made_again(op.operands[0], self.decisions.ops[op.name].operands[0])
+
+    def _made_again(self, name: str, layout: Layout) -> bool:
+        """Whether a value is made again for the backward in a layout, or lies in the memory of one that is."""
+        for step in self.decisions.routes.get(name, ()):
+            if step.target == layout:
+                lying = aliases(self.program.values[name], step) and self._made_again(name, step.source)
+                return lying or (name, step) in self.decisions.again.steps
+        op = self.program.producer.get(name)
+        if op is None:
+            return False
+        return op.name in self.decisions.again.ops or (lies(op, self.program.values) and self._comes_back(op))
 
     def _results(self, op: Op, candidate: Candidate, node: fx.Node) -> None:
         if len(op.results) == 1:

@@ -22,9 +22,9 @@ from autopar.errors import InputError
 from autopar.ir import Program
 from autopar.layout import Layout
 from autopar.plan import Plan
+from autopar.runtime.again import Anew
 from autopar.runtime.agreement import check_alike
 from autopar.runtime.random import Draws
-from autopar.runtime.regather import Gathers
 from autopar.runtime.storage import wrap
 from autopar.runtime.world import Context
 
@@ -41,13 +41,13 @@ class Returned:
 
 
 class State:
-    """What a parallel module keeps beside its parameters: `axes.NAME` for every mesh axis, random draws, gathered weights."""
+    """What a parallel module keeps beside its parameters: `axes.NAME` for every mesh axis, random draws, what is made anew."""
 
     def __init__(
         self, plan: Plan | None, signature: Signature, context: Context, seed: int, outputs: Sequence[Returned]
     ) -> None:
         self.plan, self.signature, self.context, self.outputs = plan, signature, context, outputs
-        self.draws, self.gathers = Draws(seed), Gathers()
+        self.draws, self.anew = Draws(seed), Anew()
         self.checked = False
         self.other: Callable[[ParallelModule], ParallelModule | None] | None = None  # makes the module of the other mode
         self.mode = True  # `training` when the model was captured
@@ -55,9 +55,9 @@ class State:
         self.axes = SimpleNamespace(**{identifier(axis.name): axis for axis in context.axes})
 
     def __deepcopy__(self, memo: dict[int, object]) -> State:
-        """A state with random draws and gathered weights of its own."""
+        """A state with random draws of its own, and nothing of the forward that runs."""
         copied = copy.copy(self)
-        copied.draws, copied.gathers = copy.deepcopy(self.draws, memo), copy.deepcopy(self.gathers, memo)
+        copied.draws, copied.anew = copy.deepcopy(self.draws, memo), copy.deepcopy(self.anew, memo)
         return copied
 
 
@@ -117,7 +117,7 @@ class ParallelModule(fx.GraphModule):
                 return twin.run(inputs)
         self._check(inputs)
         state.draws.advance()
-        with state.gathers.active() if torch.is_grad_enabled() else nullcontext():
+        with state.anew.active() if torch.is_grad_enabled() else nullcontext():
             results = super().__call__(*inputs)
         return [
             wrap(result, output.shape, output.layout, state.context) if output.split else result

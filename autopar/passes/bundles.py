@@ -6,14 +6,15 @@
 
 A bundle holds at most `LIMIT` bytes; a weight larger than that travels alone. What is gathered takes memory from the first use
 of a bundle to its last, so a bundle stays within a block: everything under one index of a container ("h.0"), or the ops between
-two of them. Where only gradients travel, blocks share a bundle.
+two of them. Where only gradients travel, blocks share a bundle. What is gathered again for the backward and what is kept until
+then are apart.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from autopar.conversion import Conversion
@@ -85,8 +86,13 @@ def _filled(values: list[Value]) -> Iterator[list[str]]:
         yield held
 
 
-def bundled(program: Program, routes: Mapping[str, tuple[Conversion, ...]]) -> tuple[Bundle, ...]:
-    """The conversions of weights as they travel, in the order of their weights' first use, each after those before it."""
+def bundled(
+    program: Program, routes: Mapping[str, tuple[Conversion, ...]], again: Set[tuple[str, Conversion]]
+) -> tuple[Bundle, ...]:
+    """The conversions of weights as they travel, in the order of their weights' first use, each after those before it.
+
+    `again` are those that run again for the backward.
+    """
     found: dict[object, list[tuple[str, Conversion]]] = defaultdict(list)
     for moved in (True, False):
         for number, names in enumerate(bundles(program, moved=moved)):
@@ -94,7 +100,7 @@ def bundled(program: Program, routes: Mapping[str, tuple[Conversion, ...]]) -> t
                 for step in routes.get(name, ()):
                     if _moved(routes[name], step) == moved:
                         level = _level(routes[name], step)
-                        found[level, moved, number, step.axis, step.primitives].append((name, step))
+                        found[level, moved, number, step.axis, step.primitives, (name, step) in again].append((name, step))
     first = {name: place for place, name in enumerate(name for names in bundles(program, moved=True) for name in names)}
     result = [Bundle(level=_level(routes[steps[0][0]], steps[0][1]), steps=tuple(steps)) for steps in found.values()]
     return tuple(sorted(result, key=lambda one: (first[one.steps[0][0]], one.level)))

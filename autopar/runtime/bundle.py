@@ -2,7 +2,7 @@
 
     begun = begin("all_gather__reduce_scatter", [w, v], dp)                               h.1's weights are sent for,
     ...                                                                                   h.0 computes,
-    w, v = finish(gathers, "all_gather__reduce_scatter", begun, dp, [[0], [1]])           h.1's weights are here
+    w, v = finish(anew, "all_gather__reduce_scatter", begun, dp, [[0], [1]])           h.1's weights are here
 
 The backward goes the other way: `finish` sends the gradients of the bundle as soon as it has all, `begin` waits for them.
 Autograd runs what is ready in the reverse order of the forward, so that between the two it computes the gradients of all that
@@ -20,8 +20,8 @@ from typing import Protocol
 
 import torch
 
+from autopar.runtime.again import Anew
 from autopar.runtime.collectives import PRIMITIVES, Place, all_gathered, joined, reduce_scattered, reduced, unfolded, wait
-from autopar.runtime.regather import Gathers
 from autopar.runtime.world import Axis
 
 Tensors = Sequence[torch.Tensor]
@@ -38,19 +38,19 @@ def begin(conversion: str, weights: Tensors, axis: Axis) -> list[torch.Tensor]:
 
 
 def finish(
-    gathers: Gathers | None, conversion: str, begun: Tensors, axis: Axis, places: Places | None = None
+    anew: Anew | None, conversion: str, begun: Tensors, axis: Axis, places: Places | None = None
 ) -> list[torch.Tensor]:
     """The converted weights, from what `begin` returned; `places[i]` is the `Place` of weight i, if the state is split.
 
-    With `gathers` they are dropped after their use and made again for the backward (`autopar.runtime.regather`).
+    With `anew` they are dropped after their use and made again for the backward (`autopar.runtime.again`).
     """
     if axis.size == 1:
         return list(begun)
     forward, backward = conversion.split("__")
     at = [Place(*place) for place in places] if places else [Place()] * len(begun)
     values = list(_Finish.apply(forward, backward, axis, at, *begun))  # type: ignore[no-untyped-call]
-    if gathers is not None:
-        gathers.mark(values, _Remade(forward, axis, at), begun[: len(at)])
+    if anew is not None:
+        anew.convert(values, _Remade(forward, axis, at), begun[: len(at)])
     return values
 
 

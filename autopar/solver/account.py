@@ -93,7 +93,7 @@ def _conversions(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Seconds:
     assert mesh.device is not None
     total = sum(slicing_seconds(value, chosen.given[value.name], sizes, mesh.device) for value in program.inputs)
     for name, steps in chosen.routes.items():
-        back, _ = due(analysis, chosen, name)
+        back = due(analysis, chosen, name)
         for step in steps:
             for primitive in step.primitives[: 1 + (step in back)]:
                 if primitive not in COLLECTIVES:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.conversion import CONVERSIONS, Conversion
+from autopar.conversion import COLLECTIVES, CONVERSIONS, Conversion
 from autopar.cost_models.optimizers import Optimizer
-from autopar.decisions import Decisions
+from autopar.decisions import Again, Decisions
 from autopar.errors import ConstraintError
 from autopar.ir import Output, Parameter, Program
 from autopar.layout import I, Layout, storable, text
@@ -292,6 +292,13 @@ def decisions(formulated: Formulated, solution: Solution) -> Decisions:
         nodes = graph.nodes
         steps = tuple(_step(nodes[int(wire.source[a])], nodes[int(wire.target[a])]) for a in arcs)
         routes |= {member: steps for member in values.members if steps}
+    weights = formulated.analysis.weights
+    again = frozenset(
+        (name, step)
+        for name in weights & routes.keys()
+        for step in routes[name]
+        if name in program.producer or _gathered(routes[name], step)
+    )
     return Decisions(
         ops={op.name: picked[of[op.name]] for op in program.ops},
         given={
@@ -300,7 +307,14 @@ def decisions(formulated: Formulated, solution: Solution) -> Decisions:
         },
         outputs={o.path: picked[OUTPUT + o.path].operands[0] for o in program.outputs},
         routes=routes,
+        again=Again(steps=again),
     )
+
+
+def _gathered(route: tuple[Conversion, ...], step: Conversion) -> bool:
+    """Whether a step of a weight's route moves it between ranks, or follows one that does: it is dropped and gathered again."""
+    before = [other for other in route if other.target == step.source]
+    return step.primitives[0] in COLLECTIVES or any(_gathered(route, other) for other in before)
 
 
 def _step(source: Layout, target: Layout) -> Conversion:

@@ -12,7 +12,7 @@ from autopar.ir import Value
 from autopar.layout import Layout
 from autopar.mesh import Bytes, Mesh, Seconds
 from autopar.passes.bundles import TOGETHER, Bundle, bundled
-from autopar.solver.analysis import Analysis, due
+from autopar.solver.analysis import Analysis, due, reruns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +38,10 @@ def messages(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Mess
         if name in analysis.program.producer or name not in analysis.weights
         for step in steps
     ]
-    for bundle in (*bundled(analysis.program, chosen.routes), *alone):
-        due_by = {name: due(analysis, chosen, name) for name, _ in bundle.steps}
-        back, again = ([(n, step) for n, step in bundle.steps if step in due_by[n][which]] for which in (0, 1))
+    rerun = reruns(analysis, chosen).steps
+    for bundle in (*bundled(analysis.program, chosen.routes, chosen.again.steps), *alone):
+        back = [(name, step) for name, step in bundle.steps if step in due(analysis, chosen, name)]
+        again = [pair for pair in bundle.steps if pair in rerun]
         forward, backward = bundle.primitives
         for where, kind, steps, kinds in (
             ("forward", forward, bundle.steps, TOGETHER[0]),
