@@ -36,7 +36,7 @@ def may_run(program: Program, fits: Mapping[str, Fitted | None]) -> frozenset[st
     changing: set[str] = set()
     for op in program.ops:
         changing.update(writes(op))
-        if writes(op) or (lies(op, program.values) and op.operands[0] in changing):
+        if overload(op.target)._schema.is_mutable or (lies(op, program.values) and op.operands[0] in changing):
             changing.update(result.name for result in op.results)
     return frozenset(op.name for op in program.ops if changing.isdisjoint(op.operands) and may_run_again(op, fits[op.name]))
 
