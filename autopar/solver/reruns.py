@@ -1,7 +1,7 @@
 """What the backward of a plan runs again: of what its decisions would make again, that which something asks for.
 
-The program is walked on meta tensors as one rank has them, strides and all, to see what autograd keeps of each op there. What it
-keeps is asked for, and what is made again asks for what it is made from.
+The program is walked on meta tensors as one rank has them, strides and all, to see what autograd keeps of each op there. That
+is asked for, and what is made again asks for what it is made from.
 """
 
 from __future__ import annotations
