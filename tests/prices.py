@@ -204,10 +204,9 @@ class _Teller:
         found.add((name, layout))
         step = next((step for step in self.chosen.routes.get(name, ()) if step.target == layout), None)
         op = self.program.producer.get(name)
-        again, value = self.chosen.again, self.program.values[name]
+        again = self.chosen.again
         if step:
-            shared = {"identity"} if value.requires_grad else {"identity", "slice"}
-            if (name, step) in again.steps or step.primitives[0] in shared:
+            if (name, step) in again.steps or step.primitives[0] == "identity":
                 self._read(name, step.source, found)
         elif op and (op.name in again.ops or lies(op, self.program.values)):
             operands = list(zip(op.operands, self.chosen.ops[op.name].operands, strict=True))

@@ -246,7 +246,7 @@ class _Emitter:
         """Whether a value is made again for the backward in a layout, or lies in the memory of one that is."""
         for step in self.decisions.routes.get(name, ()):
             if step.target == layout:
-                lying = aliases(self.program.values[name], step) and self._made_again(name, step.source)
+                lying = aliases(step) and self._made_again(name, step.source)
                 return lying or (name, step) in self.decisions.again.steps
         op = self.program.producer.get(name)
         if op is None:

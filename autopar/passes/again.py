@@ -64,6 +64,6 @@ def copies(op: Op) -> bool:
     return op.target.split(".")[1] in COPIES | CASTS
 
 
-def aliases(value: Value, step: Conversion) -> bool:
-    """Whether the target of a conversion lies in the memory of its source; a part that autograd may save is a copy."""
-    return step.primitives[0] == "identity" or (step.primitives[0] == "slice" and not value.requires_grad)
+def aliases(step: Conversion) -> bool:
+    """Whether the target of a conversion lies in the memory of its source."""
+    return step.primitives[0] == "identity"

@@ -59,7 +59,7 @@ class _Walk:
             if step is not None:
                 if (use[0], step) in again.steps:
                     steps.add((use[0], step))
-                if (use[0], step) in again.steps or aliases(program.values[use[0]], step):
+                if (use[0], step) in again.steps or aliases(step):
                     asked.append((use[0], step.source))
             elif maker is not None and maker.name in again.ops:
                 ops.add(maker.name)
@@ -97,7 +97,7 @@ class _Walk:
         if use not in self.tensors:
             name, layout = use
             step, value = self.into.get(use), self.program.values[name]
-            if step is not None and step.primitives[0] == "identity":
+            if step is not None and aliases(step):
                 self.tensors[use] = self._tensor((name, step.source))
             else:
                 shape = local_shape(value.shape, layout, self.analysis.sizes)
