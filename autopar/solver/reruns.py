@@ -93,12 +93,14 @@ class _Walk:
         return kept
 
     def _tensor(self, use: Use) -> torch.Tensor:
-        """A value as one rank has it: what is converted lies in one piece, unless nothing was done."""
+        """A value as one rank has it: what is converted lies in one piece, unless it was only shared or kept."""
         if use not in self.tensors:
             name, layout = use
             step, value = self.into.get(use), self.program.values[name]
             if step is not None and aliases(step):
                 self.tensors[use] = self._tensor((name, step.source))
+            elif step is not None and step.primitives[0] == "keep":
+                self.tensors[use] = torch.empty_like(self._tensor((name, step.source)), requires_grad=value.requires_grad)
             else:
                 shape = local_shape(value.shape, layout, self.analysis.sizes)
                 self.tensors[use] = torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
