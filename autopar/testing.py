@@ -49,7 +49,7 @@ def random_again(analysis: Analysis, chosen: Decisions, draw: random.Random) -> 
     """Of the ops that may run again, and of the conversions, a random part of random size."""
     program = analysis.program
     allowed, ops, steps = may_run(program, analysis.fits), draw.random(), draw.random()
-    moved = [(name, step) for name, route in chosen.routes.items() for step in route if not aliases(program.values[name], step)]
+    moved = [(name, step) for name, route in chosen.routes.items() for step in route if not aliases(step)]
     return Again(
         ops=frozenset(op.name for op in program.ops if op.name in allowed and draw.random() < ops),
         steps=frozenset(one for one in moved if draw.random() < steps),

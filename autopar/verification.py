@@ -160,8 +160,8 @@ def compare(
 
 
 def _planned(program: Program, plan: Plan, mesh: Mesh) -> Iterable[Collective]:
-    """The plan's list, for the promoted program."""
-    analysis = analyse(program, mesh)
+    """The plan's list, for the promoted program on CPUs, where some operators save other things."""
+    analysis = replace(analyse(program, mesh), cpu=True)
     return collectives_of(analysis, resolve(plan, program, analysis.fits), mesh)
 
 

@@ -17,6 +17,7 @@ from autopar.decisions import Decisions
 from autopar.ir import Op, Value, elements
 from autopar.layout import Layout, each_split, local_shape
 from autopar.mesh import Mesh
+from autopar.passes.again import lies
 from autopar.plan import Plan, resolve
 from autopar.rules import fit
 
@@ -52,6 +53,7 @@ class _Teller:
         self.program, self.mesh, self.device = captured.program, on, on.device
         self.chosen: Decisions = resolve(plan, self.program, {op.name: fit(op, self.program.values) for op in self.program.ops})
         self.differentiated = self._differentiated()
+        self.reread = self._reread()
         self.buckets = {blocks: self._buckets(blocks=blocks) for blocks in (False, True)}
 
     def bill(self, optimizer: str) -> Bill:
@@ -97,7 +99,8 @@ class _Teller:
         moved = any(other.primitives[0] != "identity" for other in path)
         kinds = step.source[step.axis].kind, step.target[step.axis].kind
         in_turn = not moved and all(later.axis > sooner.axis for later, sooner in itertools.pairwise(path))
-        return moved, self.buckets[moved][name], step.axis, kinds, 0 if in_turn else len(path)
+        again = (name, step) in self.chosen.again.steps
+        return moved, self.buckets[moved][name], step.axis, kinds, 0 if in_turn else len(path), again
 
     def _buckets(self, *, blocks: bool) -> dict[str, tuple[int, object, int]]:
         """The bucket of every weight: which run of ops reads it first, what it is like, and the how many-th of these it is.
@@ -150,42 +153,65 @@ class _Teller:
         return found
 
     def _work(self, name: str) -> Iterator[tuple[Conversion, str, str]]:
-        """Each primitive of a value's conversions: "forward", "gradient" where one returns, a weight's forward "again"."""
+        """Each primitive of a value's conversions: "forward", "gradient" where one returns, and what runs "again"."""
         route = self.chosen.routes.get(name, ())
         into = {step.target: step for step in route}
         assert len(into) == len(route), f"{name} has two ways into one layout"
-        forward, backward, again = set(), set(), set()
-        for layout, gradient, reread in self._uses(name):
+        forward, backward = set(), set()
+        for layout, gradient in self._uses(name):
             while layout in into:
-                step = into[layout]
                 forward.add(layout)
                 if gradient:
                     backward.add(layout)
-                if reread:
-                    again.add(layout)
-                layout = step.source
+                layout = into[layout].source
         assert forward == set(into), f"{name} is converted for nobody"
         for target, step in into.items():
             yield step, step.primitives[0], "forward"
             if target in backward:
                 yield step, step.primitives[1], "gradient"
-            if target in again and step.primitives[0] in COLLECTIVES:
+            if (name, target) in self.reread and (name, step) in self.chosen.again.steps and step.primitives[0] in COLLECTIVES:
                 yield step, step.primitives[0], "again"
 
-    def _uses(self, name: str) -> Iterator[tuple[Layout, bool, bool]]:
-        """Per use of a value: the layout that is wanted, whether a gradient returns, whether a stored weight is read again."""
-        weight = name not in self.program.producer and self.program.values[name].requires_grad
+    def _uses(self, name: str) -> Iterator[tuple[Layout, bool]]:
+        """Per use of a value: the layout that is wanted, whether a gradient returns."""
         for op in self.program.ops:
             for position, operand in enumerate(op.operands):
                 if operand == name:
                     gradient = name in self.differentiated and any(r.name in self.differentiated for r in op.results)
-                    kept = (
-                        saved(op, self.program.values, cpu=self.device.name == "cpu") if weight and op.requires_grad else None
-                    )
-                    yield self.chosen.ops[op.name].operands[position], gradient, kept is not None and position in kept.operands
+                    yield self.chosen.ops[op.name].operands[position], gradient
         for output in self.program.outputs:
             if output.value == name:
-                yield self.chosen.outputs[output.path], name in self.differentiated, False
+                yield self.chosen.outputs[output.path], name in self.differentiated
+
+    def _reread(self) -> set[tuple[str, Layout]]:
+        """The values in the layouts in which the backward reads them, or what is made of them again."""
+        found: set[tuple[str, Layout]] = set()
+        for op in self.program.ops:
+            if any(r.name in self.differentiated for r in op.results):
+                kept, chosen = saved(op, self.program.values, cpu=self.device.name == "cpu"), self.chosen.ops[op.name]
+                for position in kept.operands:
+                    self._read(op.operands[position], chosen.operands[position], found)
+                for position in kept.results:
+                    self._read(op.results[position].name, chosen.results[position], found)
+                if kept.internal_bytes and op.name in self.chosen.again.ops:
+                    self._read(op.results[0].name, chosen.results[0], found)
+        return found
+
+    def _read(self, name: str, layout: Layout, found: set[tuple[str, Layout]]) -> None:
+        """Read a value, and what it is made of if it is made again or shares the memory of something."""
+        if (name, layout) in found:
+            return
+        found.add((name, layout))
+        step = next((step for step in self.chosen.routes.get(name, ()) if step.target == layout), None)
+        op = self.program.producer.get(name)
+        again = self.chosen.again
+        if step:
+            if (name, step) in again.steps or step.primitives[0] == "identity":
+                self._read(name, step.source, found)
+        elif op and (op.name in again.ops or lies(op, self.program.values)):
+            operands = list(zip(op.operands, self.chosen.ops[op.name].operands, strict=True))
+            for operand in operands if op.name in again.ops else operands[:1]:
+                self._read(*operand, found)
 
 
 def _block(op: Op) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ def test_a_gathered_weight_is_named_after_the_weight() -> None:
     begun = re.search(rf"^ +{bundle}_begun = begin\('all_gather__reduce_scatter', \[(.*?)\], tp\)", text, re.MULTILINE)
     assert begun
     assert begun[1].split(", ").index(weight) == place
-    finish = rf"finish\(gathers, 'all_gather__reduce_scatter', {bundle}_begun, tp, (\[.*?\])\)"
+    finish = rf"finish\(anew, 'all_gather__reduce_scatter', {bundle}_begun, tp, (\[.*?\])\)"
     ended = re.search(rf"^ +{bundle} = {finish}", text, re.MULTILINE)
     assert ended
     assert ast.literal_eval(ended[1])[place] == (0,)

@@ -51,7 +51,7 @@ def check_round_trips(name: str, made: Plan) -> None:
     assert Plan.from_json(made.to_json()) == made
     program, fits = captured(name).program, analysed(name).fits
     decisions = resolve(made, program, fits)
-    assert describe(program, decisions, fits, made.sizes) == (made.choices, made.layouts, made.routes)
+    assert describe(program, decisions, fits, made.sizes) == (made.choices, made.layouts, made.routes, made.again)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -87,7 +87,7 @@ def test_the_json_has_the_fields_that_others_may_rely_on(tmp_path: Path) -> None
     data = json.loads((tmp_path / "plan.json").read_text())
     assert set(data) == {
         "version", "hash", "mesh", "device", "options", "status", "gap", "step_time", "peak_memory",
-        "choices", "layouts", "routes", "collectives", "evidence",
+        "choices", "layouts", "routes", "again", "collectives", "evidence",
     }  # fmt: skip
     assert data["mesh"] == {"axes": ["axis0", "axis1"], "sizes": [2, 2], "links": ["nvlink4", "nvlink4"]}
     assert data["hash"] == captured("gpt2").program.hash

@@ -12,7 +12,7 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx, nn
@@ -24,7 +24,7 @@ from autopar.ir import Argument, Op, Program, Ref, Value, overload
 from autopar.layout import I, Layout, local_shape
 from autopar.passes.again import aliases, copies, draws, lies
 from autopar.passes.bundles import Bundle, bundled
-from autopar.passes.candidates import Candidate
+from autopar.passes.candidates import Candidate, parts_of
 from autopar.rules import Fitted, localise, scale
 from autopar.runtime import again, bundle, collectives, random, storage
 from autopar.runtime.world import Context
@@ -204,7 +204,7 @@ class _Emitter:
         operands = [self._value(name, layout) for name, layout in zip(op.operands, candidate.operands, strict=True)]
         inside = [local_shape(values[n].shape, x, self.sizes) for n, x in zip(op.operands, candidate.operands, strict=True)]
         outside = [local_shape(r.shape, x, self.sizes) for r, x in zip(op.results, candidate.results, strict=True)]
-        parts = _parts(fitted, candidate, self.sizes)
+        parts = parts_of(fitted, candidate, self.sizes)
         args, kwargs = localise(op, fitted, inside, outside, parts) if fitted else (op.args, op.kwargs)
         feed = iter(operands)
         arguments = [self._argument(argument, feed) for argument in args]
@@ -246,7 +246,7 @@ class _Emitter:
         """Whether a value is made again for the backward in a layout, or lies in the memory of one that is."""
         for step in self.decisions.routes.get(name, ()):
             if step.target == layout:
-                lying = aliases(self.program.values[name], step) and self._made_again(name, step.source)
+                lying = aliases(step) and self._made_again(name, step.source)
                 return lying or (name, step) in self.decisions.again.steps
         op = self.program.producer.get(name)
         if op is None:
@@ -268,15 +268,6 @@ class _Emitter:
         if isinstance(argument, Ref):
             return next(iter(feed))
         return self.context.device if isinstance(argument, torch.device) else argument
-
-
-def _parts(fitted: Fitted | None, candidate: Candidate, sizes: Sequence[int]) -> list[int]:
-    """Into how many parts each factor is split."""
-    parts = [1] * (len(fitted.factors) if fitted else 0)
-    for (kind, factor, _), size in zip(candidate.forms, sizes, strict=True):
-        if kind == "S":
-            parts[factor] *= size
-    return parts
 
 
 def identifier(name: str) -> str:

@@ -62,11 +62,35 @@ def saved(op: Op, values: Mapping[str, Value], *, cpu: bool = False) -> Saved:
     if not op.requires_grad:
         return NOTHING
     operands = tuple(values[name] for name in op.operands)
-    found = _formula(op, operands, cpu)
-    if found is not None:
-        return found
+    return _formula(op, operands, cpu) or _ran(op, [_empty(value.shape, value) for value in operands])[0]
+
+
+def saved_here(
+    op: Op, values: Mapping[str, Value], tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], *, cpu: bool
+) -> tuple[Saved, list[torch.Tensor]]:
+    """What autograd keeps of an op on one rank, and its results; operands are meta tensors as they lie there, like the results.
+
+    A kernel may copy an operand that does not lie in one piece, and autograd keeps the copy instead: so the strides matter. The
+    arguments of `op` are those for the local shapes; `shapes` are the results'.
+    """
+    found, kinds = _ran(op, tensors)
+    results = [torch.empty_strided(*kind, dtype=r.dtype, device="meta") for kind, r in zip(kinds, op.results, strict=False)]
+    results = results or [_empty(shape, result) for shape, result in zip(shapes, op.results, strict=True)]
+    if not op.requires_grad:
+        return NOTHING, results
+    return _formula(op, [values[name] for name in op.operands], cpu) or found, [
+        tensor.requires_grad_(result.requires_grad) for tensor, result in zip(results, op.results, strict=True)
+    ]
+
+
+def _empty(shape: Shape, value: Value) -> torch.Tensor:
+    return torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
+
+
+def _ran(op: Op, tensors: Sequence[torch.Tensor]) -> Ran:
+    """Run an op, or remember."""
     args, kwargs = _numbered(op)
-    specs = tuple((value.shape, value.dtype, value.requires_grad) for value in operands)
+    specs = tuple((tuple(x.shape), x.stride(), x.dtype, x.requires_grad) for x in tensors)
     # 1, 1.0 and True are equal as keys but not as arguments, so that the text stands in the key too.
     return _run(op.target, args, kwargs, f"{text(args)}{kwargs}", specs)
 
@@ -84,14 +108,18 @@ def _numbered(op: Op) -> tuple[tuple[Argument, ...], Keywords]:
     return args, tuple((name, substitute(argument, number)) for name, argument in op.kwargs)
 
 
-Spec = tuple[Shape, torch.dtype, bool]  # shape, dtype, requires_grad
+Spec = tuple[Shape, Shape, torch.dtype, bool]  # shape, strides, dtype, requires_grad
+Ran = tuple["Saved", tuple[tuple[Shape, Shape], ...]]  # what is kept; shape and strides of every result
 Keywords = tuple[tuple[str, Argument], ...]
 
 
 @functools.cache
-def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, specs: tuple[Spec, ...]) -> Saved:
+def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, specs: tuple[Spec, ...]) -> Ran:
     """Run the operator on meta tensors and look at what autograd keeps."""
-    operands = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad) for shape, dtype, grad in specs]
+    operands = [
+        torch.empty_strided(shape, strides, dtype=dtype, device="meta", requires_grad=grad)
+        for shape, strides, dtype, grad in specs
+    ]
     kept: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,8 +136,9 @@ def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, spec
         try:
             out = overload(target)(*map(fill, args), **{name: fill(argument) for name, argument in kwargs})
         except NotImplementedError:  # the operator has no meta kernel
-            return Saved(operands=tuple(range(len(operands))), results=(0,))
-    return _sort(kept, operands, list(_tensors(out)))
+            return Saved(operands=tuple(range(len(operands))), results=(0,)), ()
+    results = list(_tensors(out))
+    return _sort(kept, operands, results), tuple((tuple(x.shape), x.stride()) for x in results)
 
 
 def _tensors(out: object) -> Iterator[torch.Tensor]:

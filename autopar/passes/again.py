@@ -14,6 +14,7 @@ import torch
 
 from autopar.conversion import Conversion
 from autopar.ir import Op, Program, Value, overload, writes
+from autopar.passes.arguments import bound
 from autopar.passes.weights import views
 from autopar.passes.without_dropout import ATTENTION
 from autopar.rules import Fitted, view_of
@@ -21,6 +22,7 @@ from autopar.rules import Fitted, view_of
 # Operators that give a view where they can and a copy where they must.
 COPIES = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as", "resolve_conj", "resolve_neg"})
 CASTS = frozenset({"to", "type_as"})  # a copy in another dtype
+DROPOUT = ("aten.dropout.default", "aten.feature_dropout.default")
 
 
 def may_run_again(op: Op, fitted: Fitted | None) -> bool:
@@ -34,7 +36,7 @@ def may_run(program: Program, fits: Mapping[str, Fitted | None]) -> frozenset[st
     changing: set[str] = set()
     for op in program.ops:
         changing.update(writes(op))
-        if writes(op) or (lies(op, program.values) and op.operands[0] in changing):
+        if overload(op.target)._schema.is_mutable or (lies(op, program.values) and op.operands[0] in changing):
             changing.update(result.name for result in op.results)
     return frozenset(op.name for op in program.ops if changing.isdisjoint(op.operands) and may_run_again(op, fits[op.name]))
 
@@ -49,6 +51,9 @@ def draws(op: Op, fitted: Fitted | None) -> bool:
 
 def lies(op: Op, values: Mapping[str, Value]) -> bool:
     """Whether the results lie in the memory of the first operand, or may: then they come back with it."""
+    if op.target in DROPOUT:  # what drops nothing returns its operand
+        named = bound(op)
+        return named["p"] == 0 or named["train"] is False
     if not op.operands or not (views(op) or view_of(op)):
         return False
     return op.target.split(".")[1] not in CASTS or values[op.operands[0]].dtype == op.results[0].dtype
@@ -59,6 +64,6 @@ def copies(op: Op) -> bool:
     return op.target.split(".")[1] in COPIES | CASTS
 
 
-def aliases(value: Value, step: Conversion) -> bool:
-    """Whether the target of a conversion lies in the memory of its source; a part that autograd may save is a copy."""
-    return step.primitives[0] == "identity" or (step.primitives[0] == "slice" and not value.requires_grad)
+def aliases(step: Conversion) -> bool:
+    """Whether the target of a conversion lies in the memory of its source."""
+    return step.primitives[0] == "identity"

@@ -61,6 +61,15 @@ def candidate(op: Op, fitted: Fitted | None, values: Mapping[str, Value], forms:
     return _join(forms, [_states(form, fitted, *grads) for form in forms])
 
 
+def parts_of(fitted: Fitted | None, candidate: Candidate, sizes: Sequence[int]) -> list[int]:
+    """Into how many parts a candidate splits each factor."""
+    parts = [1] * (len(fitted.factors) if fitted else 0)
+    for (kind, factor, _), size in zip(candidate.forms, sizes, strict=True):
+        if kind == "S":
+            parts[factor] *= size
+    return parts
+
+
 def _join(forms: tuple[Form, ...], columns: Sequence[tuple[list[State], list[State]]]) -> Candidate:
     """A candidate from what each axis makes of the operands and results."""
     inside = tuple(zip(*(c[0] for c in columns), strict=True))

@@ -143,9 +143,8 @@ def _keep(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
 
 
 def _slice(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
-    """A copy where autograd may save the part, lest it keep the whole alive."""
-    part = take(x, place.dim, place.blocks, axis.size, axis.index)
-    return part.clone(memory_format=torch.contiguous_format) if x.requires_grad else part
+    """A copy: autograd may save the part, which must not keep the whole alive."""
+    return take(x, place.dim, place.blocks, axis.size, axis.index).clone(memory_format=torch.contiguous_format)
 
 
 def _pad(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:

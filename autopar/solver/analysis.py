@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from autopar.conversion import Conversion
 from autopar.cost_models.saved import Saved, saved
-from autopar.decisions import Again, Decisions
+from autopar.decisions import Decisions
 from autopar.errors import RuleError
 from autopar.ir import Op, Program, writes
 from autopar.layout import Layout
 from autopar.mesh import Mesh
-from autopar.passes.again import aliases, lies
 from autopar.passes.arguments import bound
 from autopar.passes.candidates import asked
 from autopar.passes.classes import OUTPUT, Classes, fold
@@ -151,54 +150,3 @@ def due(analysis: Analysis, chosen: Decisions, name: str) -> set[Conversion]:
         if output.value == name and has_gradient(analysis, name, OUTPUT + output.path):
             walk(chosen.outputs[output.path])
     return back
-
-
-def reruns(analysis: Analysis, chosen: Decisions) -> Again:
-    """What the backward runs again indeed: of what the decisions make again, what it asks for, and what that is made from."""
-    program, again = analysis.program, chosen.again
-    into = {(name, step.target): step for name, route in chosen.routes.items() for step in route}
-    ops: set[str] = set()
-    steps: set[tuple[str, Conversion]] = set()
-    asked = [use for op in program.ops for use in _saved_of(analysis, chosen, op)]
-    known = set(asked)
-
-    def ask(name: str, layout: Layout) -> None:
-        if (name, layout) not in known:
-            known.add((name, layout))
-            asked.append((name, layout))
-
-    def run(op: Op) -> None:
-        if op.name not in ops:
-            ops.add(op.name)
-            for name, layout in zip(op.operands, chosen.ops[op.name].operands, strict=True):
-                ask(name, layout)
-
-    for op in program.ops:
-        if op.name in again.ops and _in_backward(analysis, op) and analysis.saved[analysis.classes.of[op.name]].internal_bytes:
-            run(op)
-    while asked:
-        name, layout = asked.pop()
-        step, maker = into.get((name, layout)), program.producer.get(name)
-        if step is not None:
-            if (name, step) in again.steps:
-                steps.add((name, step))
-            if (name, step) in again.steps or aliases(program.values[name], step):
-                ask(name, step.source)
-        elif maker is not None and maker.name in again.ops:
-            run(maker)
-        elif maker is not None and lies(maker, program.values):
-            ask(maker.operands[0], chosen.ops[maker.name].operands[0])
-    return Again(ops=frozenset(ops), steps=frozenset(steps))
-
-
-def _saved_of(analysis: Analysis, chosen: Decisions, op: Op) -> Iterator[tuple[str, Layout]]:
-    """The values that the backward of an op has autograd save, in their layouts."""
-    if _in_backward(analysis, op):
-        kept, candidate = analysis.saved[analysis.classes.of[op.name]], chosen.ops[op.name]
-        yield from ((op.operands[place], candidate.operands[place]) for place in kept.operands)
-        yield from ((op.results[place].name, candidate.results[place]) for place in kept.results)
-
-
-def _in_backward(analysis: Analysis, op: Op) -> bool:
-    """Whether the backward of an op runs at all."""
-    return any(result.name in analysis.backward for result in op.results)

@@ -12,7 +12,8 @@ from autopar.ir import Value
 from autopar.layout import Layout
 from autopar.mesh import Bytes, Mesh, Seconds
 from autopar.passes.bundles import TOGETHER, Bundle, bundled
-from autopar.solver.analysis import Analysis, due, reruns
+from autopar.solver.analysis import Analysis, due
+from autopar.solver.reruns import reruns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

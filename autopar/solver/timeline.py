@@ -126,7 +126,7 @@ class _Step:
             step, op = self._into.get(node), self.program.producer.get(name)
             found = node
             if step is not None:
-                if aliases(self.program.values[name], step):
+                if aliases(step):
                     found = self._home((name, step.source))
             elif op is not None and op.name in self.of._lies:
                 found = self._home((op.operands[0], self.chosen.ops[op.name].operands[0]))

@@ -86,16 +86,16 @@ def test_what_differs_in_type_or_in_having_a_gradient_is_apart(moved: bool) -> N
     assert bundles(program, moved=moved) == (("a",), ("b", "d"), ("c",))
 
 
-def routes_of(model: str, strategy: str, seed: int) -> tuple[Program, dict[str, Route]]:
-    """The routes of the weights in a plan on two axes."""
+def routes_of(model: str, strategy: str, seed: int) -> tuple[Program, dict[str, Route], frozenset[tuple[str, Conversion]]]:
+    """The routes of the weights in a plan on two axes, and the steps that run again."""
     captured, on = MODELS[model](), mesh((2, 4), NETWORK, NVLINK)
     options = Options(strategy=strategy)
     made = random_plan_of if strategy == "random" else lambda *_: planning.plan(captured, on, strategy=strategy)
     plan = made(captured, on, seed, options)
     program = captured.program
-    routes = resolve(plan, program, {op.name: fit(op, program.values) for op in program.ops}).routes
+    decisions = resolve(plan, program, {op.name: fit(op, program.values) for op in program.ops})
     weights = {p.value.name for p in program.parameters}
-    return program, {name: route for name, route in routes.items() if name in weights}
+    return program, {name: route for name, route in decisions.routes.items() if name in weights}, decisions.again.steps
 
 
 def path(route: Route, step: Conversion) -> list[Conversion]:
@@ -112,8 +112,8 @@ PLANS = [(strategy, 0) for strategy in ("auto", "ddp", "fsdp", "megatron")] + [(
 def test_every_step_of_every_weight_travels_once_with_others_of_its_kind_level_and_bundle(
     model: str, strategy: str, seed: int
 ) -> None:
-    program, routes = routes_of(model, strategy, seed)
-    found = bundled(program, routes)
+    program, routes, again = routes_of(model, strategy, seed)
+    found = bundled(program, routes, again)
     assert Counter(pair for one in found for pair in one.steps) == Counter((n, s) for n, route in routes.items() for s in route)
     kinds = []
     for one in found:
@@ -122,21 +122,22 @@ def test_every_step_of_every_weight_travels_once_with_others_of_its_kind_level_a
         (moved,) = ways
         (number,) = {i for i, names in enumerate(bundles(program, moved=moved)) for name, _ in one.steps if name in names}
         assert {(s.axis, s.primitives) for _, s in one.steps} == {(one.axis, one.primitives)}
+        (kept,) = {pair not in again for pair in one.steps}
         for name, step in one.steps:
             *before, last = (turn.axis for turn in reversed(path(routes[name], step)))
             in_turn = not moved and [*before, last] == sorted({*before, last})
             assert one.level == (last if in_turn else len(step.source) + len(before) + 1)
-        kinds.append((moved, number, one.level, one.axis, one.primitives))
+        kinds.append((moved, number, one.level, one.axis, one.primitives, kept))
     assert len(set(kinds)) == len(kinds), "what could travel together does"
 
 
 @pytest.mark.parametrize("strategy, seed", PLANS)
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_bundles_come_in_the_order_of_first_use_and_level(model: str, strategy: str, seed: int) -> None:
-    program, routes = routes_of(model, strategy, seed)
+    program, routes, again = routes_of(model, strategy, seed)
     first = {name: place for place, name in enumerate(itertools.chain(*bundles(program, moved=True)))}
-    order = [(first[one.steps[0][0]], one.level) for one in bundled(program, routes)]
+    order = [(first[one.steps[0][0]], one.level) for one in bundled(program, routes, again)]
     assert order == sorted(order)
-    for one in bundled(program, routes):
+    for one in bundled(program, routes, again):
         places = [first[name] for name, _ in one.steps]
         assert places == sorted(places)

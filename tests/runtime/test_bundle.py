@@ -13,10 +13,10 @@ import torch
 from autopar.conversion import COLLECTIVES, CONVERSIONS, Conversion
 from autopar.layout import I, P, R, State, shard, split
 from autopar.mesh import Mesh
+from autopar.runtime.again import Anew
 from autopar.runtime.bundle import begin, finish
 from autopar.runtime.collectives import call, place_of
 from autopar.runtime.recorder import Issued, recorded
-from autopar.runtime.regather import Gathers
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import Axis, connect
 
@@ -64,13 +64,13 @@ def loss(values: Sequence[torch.Tensor], used: tuple[int, ...], rank: int) -> to
 
 
 def together(
-    pair: tuple[str, str], weights: list[torch.Tensor], axis: Axis, used: tuple[int, ...], gathers: Gathers
+    pair: tuple[str, str], weights: list[torch.Tensor], axis: Axis, used: tuple[int, ...], anew: Anew
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The values of a bundle and their loss."""
     name, steps = "__".join(CONVERSIONS[pair]), [conversion(pair, i) for i in range(len(WEIGHTS))]
     places = [tuple(place_of(s, shape, (RANKS,))) for s, (shape, _, _) in zip(steps, WEIGHTS, strict=True)]
-    again = gathers if CONVERSIONS[pair][0] in COLLECTIVES else None
-    with gathers.active():
+    again = anew if CONVERSIONS[pair][0] in COLLECTIVES else None
+    with anew.active():
         values = finish(again, name, begin(name, weights, axis), axis, places if "S" in pair else None)
         return [value.detach().clone() for value in values], loss(values, used, axis.index)
 
@@ -85,7 +85,7 @@ def convert(cases: list[tuple[tuple[str, str], tuple[int, ...]]]) -> list[Found]
         expected = [function(w, axis, *places) for w, (function, places) in zip(alone, calls, strict=True)]
         loss(expected, used, axis.index).backward()  # type: ignore[no-untyped-call]
         with recorded(context.axes) as log:
-            values, total = together(pair, bundle, axis, used, Gathers())
+            values, total = together(pair, bundle, axis, used, Anew())
             total.backward()  # type: ignore[no-untyped-call]
         gradients = [(one.grad, other.grad) for one, other in zip(alone, bundle, strict=True)]
         both = [(one.detach(), other) for one, other in zip(expected, values, strict=True)]
@@ -131,6 +131,6 @@ def test_on_an_axis_of_one_device_nothing_happens(pair: tuple[str, str]) -> None
     axis, name = Axis(name="dp", size=1, index=0, group=""), "__".join(CONVERSIONS[pair])
     weights = [torch.randn(2, 3, requires_grad=True), torch.randn(4)]
     with recorded([axis]) as log:
-        found = finish(Gathers(), name, begin(name, weights, axis), axis, [(0,), (0,)])
+        found = finish(Anew(), name, begin(name, weights, axis), axis, [(0,), (0,)])
     assert [id(tensor) for tensor in found] == [id(tensor) for tensor in weights]
     assert not log

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from autopar.layout import I, Layout, shard, split
 from autopar.mesh import Mesh
 from autopar.runtime import collectives
+from autopar.runtime.again import Anew
 from autopar.runtime.bundle import begin, finish
 from autopar.runtime.random import Draws, seeded
 from autopar.runtime.recorder import Issued, recorded
-from autopar.runtime.regather import Gathers
 from autopar.runtime.storage import local, store, whole
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import Context, connect
@@ -36,9 +36,9 @@ def sequential(parameters: dict[str, nn.Parameter], x: torch.Tensor) -> torch.Te
     return F.linear(F.linear(x, parameters["up"], parameters["bias"]).relu(), parameters["down"]).square().sum()
 
 
-def gathered(graph: fx.Graph, gathers: fx.Node, weight: fx.Node, axis: fx.Node, dim: int) -> fx.Node:
+def gathered(graph: fx.Graph, anew: fx.Node, weight: fx.Node, axis: fx.Node, dim: int) -> fx.Node:
     begun = graph.call_function(begin, ("all_gather__reduce_scatter", [weight], axis))
-    found = graph.call_function(finish, (gathers, "all_gather__reduce_scatter", begun, axis, [(dim,)]))
+    found = graph.call_function(finish, (anew, "all_gather__reduce_scatter", begun, axis, [(dim,)]))
     return graph.call_function(operator.getitem, (found, 0))
 
 
@@ -47,20 +47,20 @@ def emitted(context: Context) -> fx.GraphModule:
     for name, parameter in store(weights(), LAYOUTS, context).items():
         root.register_parameter(name, parameter)  # type: ignore[arg-type]
     root.mesh_dp, root.mesh_tp = context.axes  # type: ignore[assignment]
-    root.gathers, root.draws = Gathers(), Draws(0)  # type: ignore[assignment]
+    root.anew, root.draws = Anew(), Draws(0)  # type: ignore[assignment]
     graph = fx.Graph()
     x = graph.placeholder("x")
-    dp, tp, gathers, draws = (graph.create_node("get_attr", name) for name in ("mesh_dp", "mesh_tp", "gathers", "draws"))
+    dp, tp, anew, draws = (graph.create_node("get_attr", name) for name in ("mesh_dp", "mesh_tp", "anew", "draws"))
     training = graph.create_node("get_attr", "training")
     x = graph.call_function(collectives.slice__all_gather, (x, dp, 0))
     x = graph.call_function(collectives.identity__all_reduce, (x, tp))
     up, bias, down = (graph.call_function(local, (graph.create_node("get_attr", name),)) for name in ("up", "bias", "down"))
-    up = gathered(graph, gathers, up, dp, 1)
+    up = gathered(graph, anew, up, dp, 1)
     bias = graph.call_function(collectives.identity__all_reduce, (bias, dp))
     x = graph.call_function(torch.ops.aten.linear.default, (x, up, bias))
     x = graph.call_function(torch.ops.aten.relu.default, (x,))
     x = graph.call_function(seeded, (torch.ops.aten.dropout.default, draws, 0, [dp, tp], x, 0.0, training))
-    down = gathered(graph, gathers, down, dp, 0)
+    down = gathered(graph, anew, down, dp, 0)
     x = graph.call_function(torch.ops.aten.linear.default, (x, down))
     x = graph.call_function(collectives.all_reduce__identity, (x, tp))
     x = graph.call_function(torch.ops.aten.square.default, (x,))
@@ -77,9 +77,9 @@ def step(_: None) -> tuple[str, list[Issued]]:
     for parallel in (module, copy.deepcopy(module)):
         parallel.zero_grad()
         with recorded(context.axes) as log:
-            with parallel.gathers.active():  # type: ignore[operator, union-attr]
+            with parallel.anew.active():  # type: ignore[operator, union-attr]
                 loss = parallel(x)
-            assert not parallel.gathers._marks, "gathered memory is free after the forward"  # type: ignore[union-attr, operator]
+                assert not parallel.anew._marks, "gathered memory is free after the forward"  # type: ignore[union-attr, operator]
             loss.backward()
         torch.testing.assert_close(loss, sequential(plain, x))
         for name, parameter in parallel.named_parameters():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.runtime.regather import Gathers
+from autopar.runtime.again import Anew, call
 
 
 class Counted:
@@ -31,9 +31,9 @@ class Counted:
         self.alive += [weakref.ref(value.untyped_storage()) for value in values]
         return values
 
-    def run(self, gathers: Gathers, *weights: torch.Tensor) -> list[torch.Tensor]:
+    def run(self, anew: Anew, *weights: torch.Tensor) -> list[torch.Tensor]:
         values = self.finish(range(len(weights)), weights, self.begin(weights))
-        gathers.mark(values, self, weights)
+        anew.convert(values, self, weights)
         return values
 
 
@@ -59,10 +59,10 @@ def network(parameters: list[nn.Parameter], weight: Callable[[nn.Parameter], tor
 
 
 def test_the_gradients_are_exact_and_each_weight_is_gathered_twice() -> None:
-    parameters, counted, gathers = weights(6), Counted(), Gathers()
+    parameters, counted, anew = weights(6), Counted(), Anew()
     expected = gradients(network(parameters, lambda w: w * 2), parameters)
-    with gathers.active():
-        loss = network(parameters, lambda w: counted.run(gathers, w)[0])
+    with anew.active():
+        loss = network(parameters, lambda w: counted.run(anew, w)[0])
     assert counted.runs == 6
     found = gradients(loss, parameters)
     assert counted.runs == 12
@@ -70,9 +70,9 @@ def test_the_gradients_are_exact_and_each_weight_is_gathered_twice() -> None:
 
 
 def test_a_second_backward_gathers_again() -> None:
-    parameters, counted, gathers = weights(3), Counted(), Gathers()
-    with gathers.active():
-        loss = network(parameters, lambda w: counted.run(gathers, w)[0])
+    parameters, counted, anew = weights(3), Counted(), Anew()
+    with anew.active():
+        loss = network(parameters, lambda w: counted.run(anew, w)[0])
     first = gradients(loss, parameters, retain_graph=True)
     assert counted.runs == 6
     assert all(map(torch.equal, gradients(loss, parameters), first))
@@ -80,13 +80,13 @@ def test_a_second_backward_gathers_again() -> None:
 
 
 def test_a_chain_of_conversions_runs_once_each_and_keeps_nothing_between() -> None:
-    parameters, inner, outer, gathers = weights(4), Counted(), Counted(lambda w: w * 3), Gathers()
+    parameters, inner, outer, anew = weights(4), Counted(), Counted(lambda w: w * 3), Anew()
 
     def twice(w: nn.Parameter) -> torch.Tensor:
-        return outer.run(gathers, inner.run(gathers, w)[0].t())[0]
+        return outer.run(anew, inner.run(anew, w)[0].t())[0]
 
     expected = gradients(network(parameters, lambda w: (w * 2).t() * 3), parameters)
-    with gathers.active():
+    with anew.active():
         loss = network(parameters, twice)
     found = gradients(loss, parameters)
     assert (inner.runs, outer.runs) == (8, 8)
@@ -94,10 +94,10 @@ def test_a_chain_of_conversions_runs_once_each_and_keeps_nothing_between() -> No
 
 
 def test_the_gathered_memory_is_free_after_the_forward_and_after_the_backward() -> None:
-    parameters, counted, gathers = weights(5), Counted(), Gathers()
+    parameters, counted, anew = weights(5), Counted(), Anew()
     alive = counted.alive
-    with gathers.active():
-        loss = network(parameters, lambda w: counted.run(gathers, w)[0])
+    with anew.active():
+        loss = network(parameters, lambda w: counted.run(anew, w)[0])
     assert len(alive) == 5
     assert not any(storage() for storage in alive)
     most = []
@@ -114,44 +114,45 @@ def test_the_gathered_memory_is_free_after_the_forward_and_after_the_backward() 
 
 
 def test_marks_die_with_their_memory() -> None:
-    gathers = Gathers()
+    anew = Anew()
     for _ in range(200):  # freed addresses are used again at once
         w = nn.Parameter(torch.randn(8, 8))
-        with gathers.active():
-            Counted().run(gathers, w)
+        with anew.active():
+            Counted().run(anew, w)
+            assert not anew._marks
             other = nn.Parameter(torch.randn(8, 8) * 1)
             x = torch.randn(8, 8, requires_grad=True)
             loss = (F.linear(x, other) ** 2).sum()
         expected = gradients((F.linear(x, other) ** 2).sum(), [other])
         assert torch.equal(gradients(loss, [other])[0], expected[0])
-    assert not list(gathers._marks)
 
 
 def test_part_of_a_backward_leaves_the_rest_intact() -> None:
     (a,) = weights(1)
-    counted, gathers = Counted(), Gathers()
+    counted, anew = Counted(), Anew()
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
-    with gathers.active():
-        (w,) = counted.run(gathers, a)
+    with anew.active():
+        (w,) = counted.run(anew, a)
         one, two = F.linear(x, w).sum(), F.linear(x * 3, w).square().sum()
         del w
+        assert not anew._marks
     torch.autograd.grad(one, x)
     torch.testing.assert_close(torch.autograd.grad(two, x)[0], torch.autograd.grad(F.linear(x * 3, a * 2).square().sum(), x)[0])
-    assert not gathers._marks
 
 
 def test_nothing_is_marked_without_gradients_or_when_the_memory_is_the_sources() -> None:
-    (w,), gathers = weights(1), Gathers()
-    with gathers.active(), torch.no_grad():
-        kept = Counted().run(gathers, w)
-    with gathers.active():
-        gathers.mark([w.t()], Counted(), [w])
+    (w,), anew = weights(1), Anew()
+    with anew.active(), torch.no_grad():
+        kept = Counted().run(anew, w)
+        assert not anew._marks
+    with anew.active():
+        anew.convert([w.t()], Counted(), [w])
+        assert not anew._marks
     assert kept
-    assert not gathers._marks
 
 
 def test_of_a_bundle_what_is_saved_comes_back_together_one_bundle_ahead() -> None:
-    parameters, gathers = weights(9), Gathers()
+    parameters, anew = weights(9), Anew()
     bundles = [Counted() for _ in range(3)]
 
     def layers(bundle: Callable[[int], list[torch.Tensor]]) -> torch.Tensor:
@@ -165,8 +166,8 @@ def test_of_a_bundle_what_is_saved_comes_back_together_one_bundle_ahead() -> Non
         return parameters[3 * number : 3 * number + 3]
 
     expected = gradients(layers(lambda number: [w * 2 for w in of(number)]), parameters)
-    with gathers.active():
-        loss = layers(lambda number: bundles[number].run(gathers, *of(number)))
+    with anew.active():
+        loss = layers(lambda number: bundles[number].run(anew, *of(number)))
     sent_ahead = []
     parameters[3].register_hook(lambda _: sent_ahead.append([len(one.sent) for one in bundles]))
     found = gradients(loss, parameters)
@@ -176,9 +177,9 @@ def test_of_a_bundle_what_is_saved_comes_back_together_one_bundle_ahead() -> Non
 
 
 def test_a_value_that_is_no_gathered_one_is_saved_as_it_is() -> None:
-    gathers = Gathers()
+    anew = Anew()
     x = torch.randn(4, requires_grad=True)
-    with gathers.active():
+    with anew.active():
         y = x.exp()
     assert y.grad_fn is not None
     assert y.grad_fn._saved_result.data_ptr() == y.data_ptr()  # type: ignore[attr-defined]
@@ -186,12 +187,12 @@ def test_a_value_that_is_no_gathered_one_is_saved_as_it_is() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_gathered_value_may_be_cast_on_the_way(dtype: torch.dtype) -> None:
-    (w,), counted, gathers = weights(1), Counted(), Gathers()
+    (w,), counted, anew = weights(1), Counted(), Anew()
     cast = Counted(lambda w: w.to(dtype))
     x = torch.randn(4, 6, dtype=dtype, requires_grad=True)
-    with gathers.active():
-        (whole,) = counted.run(gathers, w)
-        loss = F.linear(x, cast.run(gathers, whole)[0]).square().sum()
+    with anew.active():
+        (whole,) = counted.run(anew, w)
+        loss = F.linear(x, cast.run(anew, whole)[0]).square().sum()
         del whole
     assert not counted.alive[0]()
     expected = F.linear(x, (w * 2).to(dtype)).square().sum()
@@ -203,10 +204,25 @@ def test_what_the_backward_has_had_is_not_sent_for_again() -> None:
     """A norm reads its bias, which was gathered first, before its weight: nothing is left to send for when it has both."""
     bias, weight = (nn.Parameter(torch.randn(6, dtype=torch.float64)) for _ in range(2))
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6).requires_grad_()
-    first, second, gathers = Counted(), Counted(), Gathers()
-    with gathers.active():
-        (b,), (w,) = first.run(gathers, bias), second.run(gathers, weight)
+    first, second, anew = Counted(), Counted(), Anew()
+    with anew.active():
+        (b,), (w,) = first.run(anew, bias), second.run(anew, weight)
         loss = F.layer_norm(x, [6], w, b).square().sum()
     del b, w
     gradients(loss, [bias, weight])
     assert (first.sent, second.sent) == ([1, 1], [1, 1])
+
+
+def test_an_op_made_of_a_gathered_weight_has_it_gathered_again() -> None:
+    (w,), counted, anew = weights(1), Counted(), Anew()
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
+    with anew.active():
+        (whole,) = counted.run(anew, w)
+        y = call(anew, torch.ops.aten.linear.default, x, whole)
+        assert isinstance(y, torch.Tensor)
+        del whole
+        loss = y.sin().sum()
+        del y
+    assert not counted.alive[0]()
+    assert torch.equal(gradients(loss, [w])[0], gradients(F.linear(x, w * 2).sin().sum(), [w])[0])
+    assert counted.runs == 2
