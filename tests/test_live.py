@@ -25,7 +25,7 @@ def test_what_autograd_keeps_stays_until_its_backward() -> None:
     x = KIB.clone().requires_grad_()
     with counted([x]) as live:
         y = x.exp().exp().exp()  # three results are kept
-        y.backward(KIB)
+        torch.autograd.backward(y, KIB)
     peak = live.peak()
     assert peak.bytes == (1 + 3 + 1 + 2) * KIB.nbytes  # x, results, the gradient given, and in the second backward two more
     assert peak.made == "ExpBackward0: aten.mul.Tensor"
