@@ -1,6 +1,6 @@
 """The memory of a step as it is: every tensor storage, from the moment it is seen until it is freed.
 
-    with counted([*module.parameters(), *batch]) as live:
+    with Live([*module.parameters(), *batch]) as live:
         module(*batch).backward()
     live.peak().bytes
 
@@ -13,8 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -44,9 +43,12 @@ class Peak:
 
 
 class Live(TorchDispatchMode):
-    """Keeps a log: every storage as it is seen, with its bytes, and again when it is freed."""
+    """Keeps a log: every storage on a type of device as it is seen, with its bytes, and again when it is freed.
 
-    def __init__(self, given: Iterable[torch.Tensor], device: str) -> None:
+    `given` is what there is before (of DTensors their parts).
+    """
+
+    def __init__(self, given: Iterable[torch.Tensor], device: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._seen: list[tuple[Alike, int]] = []
@@ -71,6 +73,11 @@ class Live(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device:
                 self._see(leaf, made)
         return found
+
+    @property
+    def now(self) -> int:
+        """Bytes alive."""
+        return sum(self._seen[number][1] * (1 if there else -1) for number, there in self._log)
 
     def peak(self) -> Peak:
         """The peak so far."""
@@ -102,11 +109,3 @@ class Live(TorchDispatchMode):
     def _freed(self, key: int, number: int, _: object) -> None:
         self._log.append((number, False))
         del self._alive[key]
-
-
-@contextmanager
-def counted(given: Iterable[torch.Tensor], device: str = "cpu") -> Iterator[Live]:
-    """Count what is alive inside on a type of device; `given` is what there is before (of DTensors their parts)."""
-    live = Live(given, device)
-    with live:
-        yield live

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.live import Peak, counted
+from autopar.live import Live, Peak
 from autopar.runtime.storage import local
 
 RATE = 1e-4  # the learning rate
@@ -140,7 +140,7 @@ def alive(job: Job) -> Peak:
     gc.collect()
     states = [tensor for state in step.optimizer.state.values() for tensor in state.values()]
     held = [*step.module.parameters(), *step.module.buffers(), *step.batch.values(), *states]
-    with counted([local(tensor.detach()) for tensor in held]) as live:
+    with Live([local(tensor.detach()) for tensor in held]) as live:
         step()
     return live.peak()
 

@@ -2,7 +2,8 @@
 
 The operator is run once on meta tensors of its global shapes, and torch's saved-tensor hooks tell what it keeps. A kept tensor
 that shares its storage with an operand or a result is that operand or result (a linear keeps a transposed view of its weight,
-say); what shares none is internal: statistics, masks, the log-softmax of a loss. Operands count as contiguous.
+say); what shares none is internal: statistics, masks, the log-softmax of a loss. Operands count as contiguous. The same run,
+and its backward, tell what the operator takes for itself while it runs, and which gradients are only passed on.
 
 Two operators are told by formula, since on meta tensors they take another path than on the device:
 
@@ -16,12 +17,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.ir import Argument, Op, Ref, Static, Value, elements, overload, substitute, text
+from autopar.live import Live
 from autopar.mesh import Bytes
 from autopar.rules.call import Call
 
@@ -33,21 +35,39 @@ DROPOUT = ("aten.dropout.default", "aten.feature_dropout.default", "aten.native_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What one op keeps: positions of its operands and results, and internal bytes at the global shapes."""
+    """What one op keeps: positions of its operands and results, and internal bytes at the global shapes.
+
+    `forward_bytes` is what it takes at most while it runs, beside operands, results and what is internal; `backward_bytes` is
+    what its backward takes beside these and all gradients, less than nothing where they are never there together.
+    """
 
     operands: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     internal_bytes: Bytes = 0
-    follows: int = 0  # the tensor, counted through operands then results, that the internal bytes are proportional to
+    forward_bytes: Bytes = 0
+    backward_bytes: Bytes = 0
+    through: tuple[int, ...] = ()  # positions of the operands whose gradient lies in the memory of a result's
+    follows: int = 0  # the tensor, counted through operands then results, that the bytes are proportional to
     elements: int = 1  # of that tensor, global
 
     def local_internal(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
         """The internal bytes on one rank, whose local shapes are given."""
-        if not self.internal_bytes:
+        return self._local(self.internal_bytes, operands, results)
+
+    def local_forward(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
+        """The same of what it takes while it runs."""
+        return self._local(self.forward_bytes, operands, results)
+
+    def local_backward(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
+        """The same of what its backward takes."""
+        return self._local(self.backward_bytes, operands, results)
+
+    def _local(self, count: Bytes, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
+        if not count:
             return 0
-        count = len(operands)
-        shape = operands[self.follows] if self.follows < count else results[self.follows - count]
-        return self.internal_bytes * math.prod(shape) // max(1, self.elements)
+        first = len(operands)
+        shape = operands[self.follows] if self.follows < first else results[self.follows - first]
+        return count * math.prod(shape) // max(1, self.elements)
 
 
 NOTHING = Saved()
@@ -104,12 +124,36 @@ def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, spec
         return [fill(part) for part in argument] if isinstance(argument, tuple) else argument
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with torch.enable_grad(), hooks, sdpa_kernel(SDPBackend.MATH):
+    with torch.enable_grad(), hooks, sdpa_kernel(SDPBackend.MATH), Live(operands, "meta") as live:
         try:
             out = overload(target)(*map(fill, args), **{name: fill(argument) for name, argument in kwargs})
         except NotImplementedError:  # the operator has no meta kernel
             return Saved(operands=tuple(range(len(operands))), results=(0,))
-    return _sort(kept, operands, list(_tensors(out)))
+        forward = live.peak().bytes - live.now
+    results = list(_tensors(out))
+    found = replace(_sort(kept, operands, results), forward_bytes=forward)
+    return _with_backward(found, kept, operands, results)
+
+
+def _with_backward(found: Saved, kept: list[torch.Tensor], operands: list[torch.Tensor], results: list[torch.Tensor]) -> Saved:
+    """What the backward takes, and which gradients it passes on; what is kept goes as the backward goes on."""
+    wanted = [place for place, operand in enumerate(operands) if operand.requires_grad]
+    differentiable = [result for result in results if result.requires_grad]
+    given = [torch.empty_like(result) for result in differentiable]
+    with Live([*operands, *results, *given, *kept], "meta") as live:
+        kept.clear()
+        before = live.now
+        try:
+            made = torch.autograd.grad(differentiable, [operands[place] for place in wanted], given, allow_unused=True)
+        except (NotImplementedError, RuntimeError):  # the backward has no meta kernel
+            return found
+        most = live.peak().bytes
+    gradients = {place: gradient for place, gradient in zip(wanted, made, strict=True) if gradient is not None}
+    passed = {_storage(gradient) for gradient in given}
+    fresh = {_storage(gradient): gradient.untyped_storage().nbytes() for gradient in gradients.values()}
+    new = sum(size for storage, size in fresh.items() if storage not in passed)
+    through = tuple(place for place, gradient in gradients.items() if _storage(gradient) in passed)
+    return replace(found, backward_bytes=most - before - new, through=through)
 
 
 def _tensors(out: object) -> Iterator[torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 
 from autopar.cost_models.saved import NOTHING, saved
 from autopar.ir import Op, Ref, Value
+from autopar.live import Live
 from tests.cost_models.cost_ops import Built, call, index, op, tensors, x
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -53,6 +54,8 @@ CASES = {
     "attention, learnt mask": op(ATTENTION, *Q, x(1, 3, 8, 8)),
     "attention, dropout": op(ATTENTION, *Q, None, 0.5),
 }
+
+VIEWS = ("dropout, none", "transpose", "reshape", "slice", "split")
 
 KNOWN = {
     "linear": ((0, 1), (), 0),
@@ -113,6 +116,33 @@ def observed(built: Built) -> tuple[set[int], set[int], int]:
 def test_the_cpu_keeps_what_is_foretold(name: str) -> None:
     kept = CASES[name].saved(cpu=True)
     assert (set(kept.operands), set(kept.results), kept.internal_bytes) == observed(CASES[name])
+
+
+def peaks(built: Built) -> tuple[int, int]:
+    """The most bytes alive in a real forward on the CPU, and until the end of its backward."""
+    given = tensors(built.values, "cpu")
+    with Live(given.values()) as live:
+        results = call(built.op, given)
+    forward = live.peak().bytes
+    wanted = [tensor for tensor in given.values() if tensor.requires_grad]
+    with live:
+        incoming = [torch.empty_like(result) for result in results if result.requires_grad]
+        made = torch.autograd.grad([r for r in results if r.requires_grad], wanted, incoming, allow_unused=True)
+    assert len(made) == len(wanted)
+    return forward, live.peak().bytes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cpu_takes_what_is_foretold_while_it_runs(name: str) -> None:
+    built, kept = CASES[name], CASES[name].saved(cpu=True)
+    operands = sum(value.bytes for value in built.operands)
+    results = 0 if name in VIEWS else sum(value.bytes for value in built.op.results)
+    forward, most = peaks(built)
+    assert forward == operands + results + kept.internal_bytes + kept.forward_bytes
+    incoming = sum(value.bytes for value in built.op.results if value.requires_grad)
+    fresh = sum(v.bytes for place, v in enumerate(built.operands) if v.requires_grad and place not in kept.through)
+    backward = operands + results + kept.internal_bytes + incoming + fresh + kept.backward_bytes
+    assert most == max(forward, backward)
 
 
 @pytest.mark.parametrize("name", CASES)
