@@ -34,40 +34,49 @@ DROPOUT = ("aten.dropout.default", "aten.feature_dropout.default", "aten.native_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """What one op keeps: positions of its operands and results, and internal bytes at the global shapes.
+class Share:
+    """Bytes at the global shapes, of which a rank has its share: as of the tensor that they are proportional to."""
 
-    `forward_bytes` is what it takes at most while it runs, beside operands, results and what is internal; `backward_bytes` is
-    what its backward takes beside these and all gradients, less than nothing where they are never there together.
+    bytes: Bytes
+    follows: int  # that tensor, counted through operands then results
+    elements: int  # of it, global
+
+    def local(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
+        """The bytes on one rank, whose local shapes are given."""
+        return self.bytes * math.prod((*operands, *results)[self.follows]) // max(1, self.elements)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What one op keeps: positions of its operands and results, and what is internal.
+
+    `forward` is what it takes at most while it runs, beside operands, results and what is internal; `backward` is what its
+    backward takes beside these and all gradients, less than nothing where they are never there together.
     """
 
     operands: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
-    internal_bytes: Bytes = 0
-    forward_bytes: Bytes = 0
-    backward_bytes: Bytes = 0
+    internal: tuple[Share, ...] = ()
+    forward: Share | None = None
+    backward: Share | None = None
     through: tuple[int, ...] = ()  # positions of the operands whose gradient lies in the memory of a result's
-    follows: int = 0  # the tensor, counted through operands then results, that the bytes are proportional to
-    elements: int = 1  # of that tensor, global
+
+    @property
+    def internal_bytes(self) -> Bytes:
+        """What is internal, at the global shapes."""
+        return sum(share.bytes for share in self.internal)
 
     def local_internal(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
         """The internal bytes on one rank, whose local shapes are given."""
-        return self._local(self.internal_bytes, operands, results)
+        return sum(share.local(operands, results) for share in self.internal)
 
     def local_forward(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
         """The same of what it takes while it runs."""
-        return self._local(self.forward_bytes, operands, results)
+        return self.forward.local(operands, results) if self.forward else 0
 
     def local_backward(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
         """The same of what its backward takes."""
-        return self._local(self.backward_bytes, operands, results)
-
-    def _local(self, count: Bytes, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
-        if not count:
-            return 0
-        first = len(operands)
-        shape = operands[self.follows] if self.follows < first else results[self.follows - first]
-        return count * math.prod(shape) // max(1, self.elements)
+        return self.backward.local(operands, results) if self.backward else 0
 
 
 NOTHING = Saved()
@@ -131,7 +140,7 @@ def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, spec
             return Saved(operands=tuple(range(len(operands))), results=(0,))
         forward = live.peak().bytes - live.now
     results = list(_tensors(out))
-    found = replace(_sort(kept, operands, results), forward_bytes=forward)
+    found = replace(_sort(kept, operands, results), forward=_share(forward, 0, operands, results))
     return _with_backward(found, kept, operands, results)
 
 
@@ -153,7 +162,7 @@ def _with_backward(found: Saved, kept: list[torch.Tensor], operands: list[torch.
     fresh = {_storage(gradient): gradient.untyped_storage().nbytes() for gradient in gradients.values()}
     new = sum(size for storage, size in fresh.items() if storage not in passed)
     through = tuple(place for place, gradient in gradients.items() if _storage(gradient) in passed)
-    return replace(found, backward_bytes=most - before - new, through=through)
+    return replace(found, backward=_share(most - before - new, 0, operands, results), through=through)
 
 
 def _tensors(out: object) -> Iterator[torch.Tensor]:
@@ -169,16 +178,22 @@ def _sort(kept: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], result
     """Which of the kept tensors are operands, results, or neither."""
     home = {_storage(tensor): place for place, tensor in reversed(list(enumerate((*operands, *results))))}
     places = sorted({home[_storage(tensor)] for tensor in kept if _storage(tensor) in home})
-    internal = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in kept if _storage(tensor) not in home}
-    tensors = (*operands, *results)
-    largest = max(range(len(tensors)), key=lambda place: tensors[place].numel(), default=0)
+    internal = {_storage(tensor): tensor for tensor in kept if _storage(tensor) not in home}
+    shares = (_share(t.untyped_storage().nbytes(), t.numel(), operands, results) for t in internal.values())
     return Saved(
         operands=tuple(place for place in places if place < len(operands)),
         results=tuple(place - len(operands) for place in places if place >= len(operands)),
-        internal_bytes=sum(internal.values()),
-        follows=largest,
-        elements=tensors[largest].numel() if tensors else 1,
+        internal=tuple(share for share in shares if share),
     )
+
+
+def _share(count: Bytes, numel: int, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Share | None:
+    """The share of bytes that follow a tensor of as many elements, if there is one, else the largest."""
+    sizes = [tensor.numel() for tensor in (*operands, *results)]
+    if not count or not sizes:
+        return None
+    follows = sizes.index(numel if numel in sizes else max(sizes))
+    return Share(bytes=count, follows=follows, elements=sizes[follows])
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -194,7 +209,7 @@ def _formula(op: Op, operands: Sequence[Value], cpu: bool) -> Saved | None:
         if arguments.get("train") is False or arguments.get("p") == 0:
             return NOTHING
         count = elements(operands[0].shape)
-        return Saved(internal_bytes=count, follows=0, elements=count)
+        return Saved(internal=(Share(bytes=count, follows=0, elements=count),))
     return None
 
 
@@ -207,15 +222,15 @@ def _attention(op: Op, operands: Sequence[Value], cpu: bool) -> Saved | None:
         return None
     if not cpu and query.dtype == torch.float64:
         return None
-    scalar = 8 if query.dtype == torch.float64 else 4
-    result = op.results[0]
-    internal = elements(result.shape[:-1]) * scalar
-    boolean = [mask for mask in masks if mask.dtype == torch.bool]  # turned into addends, which are kept in its stead
-    internal += sum(elements(mask.shape) * query.dtype.itemsize for mask in boolean)
+    result, scalar = op.results[0], 8 if query.dtype == torch.float64 else 4
+    rows = Share(bytes=elements(result.shape[:-1]) * scalar, follows=len(operands), elements=elements(result.shape))
+    boolean = [p for p in call.positions("attn_mask") if operands[p].dtype == torch.bool]  # as addends, kept in its stead
+    addends = (
+        Share(bytes=elements(operands[p].shape) * query.dtype.itemsize, follows=p, elements=elements(operands[p].shape))
+        for p in boolean
+    )
     return Saved(
-        operands=(0, 1, 2, *(position for position in call.positions("attn_mask") if not boolean)),
+        operands=(0, 1, 2, *(p for p in call.positions("attn_mask") if p not in boolean)),
         results=(0,),
-        internal_bytes=internal,
-        follows=len(operands),
-        elements=elements(result.shape),
+        internal=(rows, *addends),
     )

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from autopar.cost_models.saved import NOTHING, saved
+from autopar.cost_models.saved import NOTHING, Share, saved
 from autopar.ir import Op, Ref, Value
 from autopar.live import Live
 from tests.cost_models.cost_ops import Built, call, index, op, tensors, x
@@ -132,16 +132,20 @@ def peaks(built: Built) -> tuple[int, int]:
     return forward, live.peak().bytes
 
 
+def taken(share: Share | None) -> int:
+    return share.bytes if share else 0
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_cpu_takes_what_is_foretold_while_it_runs(name: str) -> None:
     built, kept = CASES[name], CASES[name].saved(cpu=True)
     operands = sum(value.bytes for value in built.operands)
     results = 0 if name in VIEWS else sum(value.bytes for value in built.op.results)
     forward, most = peaks(built)
-    assert forward == operands + results + kept.internal_bytes + kept.forward_bytes
+    assert forward == operands + results + kept.internal_bytes + taken(kept.forward)
     incoming = sum(value.bytes for value in built.op.results if value.requires_grad)
     fresh = sum(v.bytes for place, v in enumerate(built.operands) if v.requires_grad and place not in kept.through)
-    backward = operands + results + kept.internal_bytes + incoming + fresh + kept.backward_bytes
+    backward = operands + results + kept.internal_bytes + incoming + fresh + taken(kept.backward)
     assert most == max(forward, backward)
 
 
@@ -163,6 +167,12 @@ def test_half_a_batch_keeps_half_the_internal_bytes(name: str) -> None:
 
     assert kept.local_internal(operands, results) == kept.internal_bytes
     assert kept.local_internal(half(operands), half(results)) == pytest.approx(kept.internal_bytes / 2, abs=4)
+
+
+def test_a_mask_that_all_heads_share_is_kept_whole_where_heads_are_split() -> None:
+    built = op(ATTENTION, x(2, 4, 8, 4), x(2, 4, 8, 4), x(2, 4, 8, 4), x(2, 1, 8, 8, dtype=BOOL))
+    kept, half, mask = built.saved(), (2, 2, 8, 4), (2, 1, 8, 8)
+    assert kept.local_internal([half, half, half, mask], [half]) == 2 * 2 * 8 * 4 + 2 * 8 * 8 * 4
 
 
 def test_the_names_of_values_do_not_matter() -> None:
