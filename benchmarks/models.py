@@ -1,4 +1,4 @@
-"""The models that the training benchmark runs: a step takes some tenths of a second on one core, and what is sent shows in it.
+"""The models that the benchmarks of a step run: a step takes some tenths of a second on one core, and what is sent shows in it.
 
 Four layers of width 256, float32, no dropout (ranks of a hand-written plan would draw differently), the same weights and batch
 wherever they are made.
@@ -52,13 +52,24 @@ def vit() -> tuple[nn.Module, Batch]:
     return transformers.ViTForImageClassification(config), batch
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {"gpt2": gpt2, "llama": llama, "vit": vit}
+def bert() -> tuple[nn.Module, Batch]:
+    """Not causal, padded rows, an untied head of its own shape, an output (the pooled one) that nothing uses."""
+    config = transformers.BertConfig(
+        num_hidden_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, intermediate_size=4 * WIDTH,
+        vocab_size=VOCABULARY, max_position_embeddings=LENGTH, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    mask = (torch.arange(LENGTH) < torch.randint(LENGTH // 2, LENGTH + 1, (ROWS, 1))).long()
+    return transformers.BertForMaskedLM(config), _text() | {"attention_mask": mask}
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {"gpt2": gpt2, "llama": llama, "vit": vit}  # with a plan by hand
+EVERY = MODELS | {"bert": bert}
 
 
 def make(name: str) -> tuple[nn.Module, Batch]:
     """A model by name and its global batch; the same every time."""
     torch.manual_seed(0)
-    model, batch = MODELS[name]()
+    model, batch = EVERY[name]()
     return model.train(), batch
 
 

@@ -17,6 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.live import Live, Peak
+from autopar.runtime.storage import local
 
 RATE = 1e-4  # the learning rate
 WARM = 3  # steps before anything is measured
@@ -128,6 +130,19 @@ def resident(job: Job) -> dict[str, int]:
     peak = torch.tensor(_status("VmHWM") - idle)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return {name: int(peak)}
+
+
+def alive(job: Job) -> Peak:
+    """The most bytes of tensor storage on this rank during a step of the one variant, the optimizer's state being there."""
+    (name,) = job.variants
+    step = Step(job, name)
+    step()
+    gc.collect()
+    states = [tensor for state in step.optimizer.state.values() for tensor in state.values()]
+    held = [*step.module.parameters(), *step.module.buffers(), *step.batch.values(), *states]
+    with Live([local(tensor.detach()) for tensor in held]) as live:
+        step()
+    return live.peak()
 
 
 def _status(key: str) -> int:

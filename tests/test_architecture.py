@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import from its own row and from the rows above it.
 LAYERS = (
-    ("errors",),
+    ("errors", "live"),
     ("ir", "mesh", "layout", "conversion"),
     ("rules",),
     ("capture", "passes"),

@@ -2,7 +2,8 @@
 
 The operator is run once on meta tensors of its global shapes, and torch's saved-tensor hooks tell what it keeps. A kept tensor
 that shares its storage with an operand or a result is that operand or result (a linear keeps a transposed view of its weight,
-say); what shares none is internal: statistics, masks, the log-softmax of a loss. Operands count as contiguous.
+say); what shares none is internal: statistics, masks, the log-softmax of a loss. Operands count as contiguous. The same run,
+and its backward, tell what the operator takes for itself while it runs, and which gradients are only passed on.
 
 Two operators are told by formula, since on meta tensors they take another path than on the device:
 
@@ -16,12 +17,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.ir import Argument, Op, Ref, Static, Value, elements, overload, substitute, text
+from autopar.live import Live
 from autopar.mesh import Bytes
 from autopar.rules.call import Call
 
@@ -32,22 +34,49 @@ DROPOUT = ("aten.dropout.default", "aten.feature_dropout.default", "aten.native_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Bytes at the global shapes, of which a rank has its share: as of the tensor that they are proportional to."""
+
+    bytes: Bytes
+    follows: int  # that tensor, counted through operands then results
+    elements: int  # of it, global
+
+    def local(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
+        """The bytes on one rank, whose local shapes are given."""
+        return self.bytes * math.prod((*operands, *results)[self.follows]) // max(1, self.elements)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What one op keeps: positions of its operands and results, and internal bytes at the global shapes."""
+    """What one op keeps: positions of its operands and results, and what is internal.
+
+    `forward` is what it takes at most while it runs, beside operands, results and what is internal; `backward` is what its
+    backward takes beside these and all gradients, less than nothing where they are never there together.
+    """
 
     operands: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
-    internal_bytes: Bytes = 0
-    follows: int = 0  # the tensor, counted through operands then results, that the internal bytes are proportional to
-    elements: int = 1  # of that tensor, global
+    internal: tuple[Share, ...] = ()
+    forward: Share | None = None
+    backward: Share | None = None
+    through: tuple[int, ...] = ()  # positions of the operands whose gradient lies in the memory of a result's
+
+    @property
+    def internal_bytes(self) -> Bytes:
+        """What is internal, at the global shapes."""
+        return sum(share.bytes for share in self.internal)
 
     def local_internal(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
         """The internal bytes on one rank, whose local shapes are given."""
-        if not self.internal_bytes:
-            return 0
-        count = len(operands)
-        shape = operands[self.follows] if self.follows < count else results[self.follows - count]
-        return self.internal_bytes * math.prod(shape) // max(1, self.elements)
+        return sum(share.local(operands, results) for share in self.internal)
+
+    def local_forward(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
+        """The same of what it takes while it runs."""
+        return self.forward.local(operands, results) if self.forward else 0
+
+    def local_backward(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
+        """The same of what its backward takes."""
+        return self.backward.local(operands, results) if self.backward else 0
 
 
 NOTHING = Saved()
@@ -132,13 +161,37 @@ def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, spec
         return [fill(part) for part in argument] if isinstance(argument, tuple) else argument
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with torch.enable_grad(), hooks, sdpa_kernel(SDPBackend.MATH):
+    with torch.enable_grad(), hooks, sdpa_kernel(SDPBackend.MATH), Live(operands, "meta") as live:
         try:
             out = overload(target)(*map(fill, args), **{name: fill(argument) for name, argument in kwargs})
         except NotImplementedError:  # the operator has no meta kernel
             return Saved(operands=tuple(range(len(operands))), results=(0,)), ()
+        forward = live.peak().bytes - live.now
     results = list(_tensors(out))
-    return _sort(kept, operands, results), tuple((tuple(x.shape), x.stride()) for x in results)
+    found = replace(_sort(kept, operands, results), forward=_share(forward, 0, operands, results))
+    strides = tuple((tuple(x.shape), x.stride()) for x in results)
+    return _with_backward(found, kept, operands, results), strides
+
+
+def _with_backward(found: Saved, kept: list[torch.Tensor], operands: list[torch.Tensor], results: list[torch.Tensor]) -> Saved:
+    """What the backward takes, and which gradients it passes on; what is kept goes as the backward goes on."""
+    wanted = [place for place, operand in enumerate(operands) if operand.requires_grad]
+    differentiable = [result for result in results if result.requires_grad]
+    given = [torch.empty_like(result) for result in differentiable]
+    with Live([*operands, *results, *given, *kept], "meta") as live:
+        kept.clear()
+        before = live.now
+        try:
+            made = torch.autograd.grad(differentiable, [operands[place] for place in wanted], given, allow_unused=True)
+        except (NotImplementedError, RuntimeError):  # the backward has no meta kernel
+            return found
+        most = live.peak().bytes
+    gradients = {place: gradient for place, gradient in zip(wanted, made, strict=True) if gradient is not None}
+    passed = {_storage(gradient) for gradient in given}
+    fresh = {_storage(gradient): gradient.untyped_storage().nbytes() for gradient in gradients.values()}
+    new = sum(size for storage, size in fresh.items() if storage not in passed)
+    through = tuple(place for place, gradient in gradients.items() if _storage(gradient) in passed)
+    return replace(found, backward=_share(most - before - new, 0, operands, results), through=through)
 
 
 def _tensors(out: object) -> Iterator[torch.Tensor]:
@@ -154,16 +207,22 @@ def _sort(kept: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], result
     """Which of the kept tensors are operands, results, or neither."""
     home = {_storage(tensor): place for place, tensor in reversed(list(enumerate((*operands, *results))))}
     places = sorted({home[_storage(tensor)] for tensor in kept if _storage(tensor) in home})
-    internal = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in kept if _storage(tensor) not in home}
-    tensors = (*operands, *results)
-    largest = max(range(len(tensors)), key=lambda place: tensors[place].numel(), default=0)
+    internal = {_storage(tensor): tensor for tensor in kept if _storage(tensor) not in home}
+    shares = (_share(t.untyped_storage().nbytes(), t.numel(), operands, results) for t in internal.values())
     return Saved(
         operands=tuple(place for place in places if place < len(operands)),
         results=tuple(place - len(operands) for place in places if place >= len(operands)),
-        internal_bytes=sum(internal.values()),
-        follows=largest,
-        elements=tensors[largest].numel() if tensors else 1,
+        internal=tuple(share for share in shares if share),
     )
+
+
+def _share(count: Bytes, numel: int, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Share | None:
+    """The share of bytes that follow a tensor of as many elements, if there is one, else the largest."""
+    sizes = [tensor.numel() for tensor in (*operands, *results)]
+    if not count or not sizes:
+        return None
+    follows = sizes.index(numel if numel in sizes else max(sizes))
+    return Share(bytes=count, follows=follows, elements=sizes[follows])
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -179,7 +238,7 @@ def _formula(op: Op, operands: Sequence[Value], cpu: bool) -> Saved | None:
         if arguments.get("train") is False or arguments.get("p") == 0:
             return NOTHING
         count = elements(operands[0].shape)
-        return Saved(internal_bytes=count, follows=0, elements=count)
+        return Saved(internal=(Share(bytes=count, follows=0, elements=count),))
     return None
 
 
@@ -192,15 +251,15 @@ def _attention(op: Op, operands: Sequence[Value], cpu: bool) -> Saved | None:
         return None
     if not cpu and query.dtype == torch.float64:
         return None
-    scalar = 8 if query.dtype == torch.float64 else 4
-    result = op.results[0]
-    internal = elements(result.shape[:-1]) * scalar
-    boolean = [mask for mask in masks if mask.dtype == torch.bool]  # turned into addends, which are kept in its stead
-    internal += sum(elements(mask.shape) * query.dtype.itemsize for mask in boolean)
+    result, scalar = op.results[0], 8 if query.dtype == torch.float64 else 4
+    rows = Share(bytes=elements(result.shape[:-1]) * scalar, follows=len(operands), elements=elements(result.shape))
+    boolean = [p for p in call.positions("attn_mask") if operands[p].dtype == torch.bool]  # as addends, kept in its stead
+    addends = (
+        Share(bytes=elements(operands[p].shape) * query.dtype.itemsize, follows=p, elements=elements(operands[p].shape))
+        for p in boolean
+    )
     return Saved(
-        operands=(0, 1, 2, *(position for position in call.positions("attn_mask") if not boolean)),
+        operands=(0, 1, 2, *(p for p in call.positions("attn_mask") if p not in boolean)),
         results=(0,),
-        internal_bytes=internal,
-        follows=len(operands),
-        elements=elements(result.shape),
+        internal=(rows, *addends),
     )

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from autopar.cost_models.saved import NOTHING, saved
+from autopar.cost_models.saved import NOTHING, Share, saved
 from autopar.ir import Op, Ref, Value
+from autopar.live import Live
 from tests.cost_models.cost_ops import Built, call, index, op, tensors, x
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -53,6 +54,8 @@ CASES = {
     "attention, learnt mask": op(ATTENTION, *Q, x(1, 3, 8, 8)),
     "attention, dropout": op(ATTENTION, *Q, None, 0.5),
 }
+
+VIEWS = ("dropout, none", "transpose", "reshape", "slice", "split")
 
 KNOWN = {
     "linear": ((0, 1), (), 0),
@@ -115,6 +118,37 @@ def test_the_cpu_keeps_what_is_foretold(name: str) -> None:
     assert (set(kept.operands), set(kept.results), kept.internal_bytes) == observed(CASES[name])
 
 
+def peaks(built: Built) -> tuple[int, int]:
+    """The most bytes alive in a real forward on the CPU, and until the end of its backward."""
+    given = tensors(built.values, "cpu")
+    with Live(given.values()) as live:
+        results = call(built.op, given)
+    forward = live.peak().bytes
+    wanted = [tensor for tensor in given.values() if tensor.requires_grad]
+    with live:
+        incoming = [torch.empty_like(result) for result in results if result.requires_grad]
+        made = torch.autograd.grad([r for r in results if r.requires_grad], wanted, incoming, allow_unused=True)
+    assert len(made) == len(wanted)
+    return forward, live.peak().bytes
+
+
+def taken(share: Share | None) -> int:
+    return share.bytes if share else 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cpu_takes_what_is_foretold_while_it_runs(name: str) -> None:
+    built, kept = CASES[name], CASES[name].saved(cpu=True)
+    operands = sum(value.bytes for value in built.operands)
+    results = 0 if name in VIEWS else sum(value.bytes for value in built.op.results)
+    forward, most = peaks(built)
+    assert forward == operands + results + kept.internal_bytes + taken(kept.forward)
+    incoming = sum(value.bytes for value in built.op.results if value.requires_grad)
+    fresh = sum(v.bytes for place, v in enumerate(built.operands) if v.requires_grad and place not in kept.through)
+    backward = operands + results + kept.internal_bytes + incoming + fresh + taken(kept.backward)
+    assert most == max(forward, backward)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_an_op_that_needs_no_gradient_keeps_nothing(name: str) -> None:
     op = CASES[name].op
@@ -133,6 +167,12 @@ def test_half_a_batch_keeps_half_the_internal_bytes(name: str) -> None:
 
     assert kept.local_internal(operands, results) == kept.internal_bytes
     assert kept.local_internal(half(operands), half(results)) == pytest.approx(kept.internal_bytes / 2, abs=4)
+
+
+def test_a_mask_that_all_heads_share_is_kept_whole_where_heads_are_split() -> None:
+    built = op(ATTENTION, x(2, 4, 8, 4), x(2, 4, 8, 4), x(2, 4, 8, 4), x(2, 1, 8, 8, dtype=BOOL))
+    kept, half, mask = built.saved(), (2, 2, 8, 4), (2, 1, 8, 8)
+    assert kept.local_internal([half, half, half, mask], [half]) == 2 * 2 * 8 * 4 + 2 * 8 * 8 * 4
 
 
 def test_the_names_of_values_do_not_matter() -> None:
