@@ -33,8 +33,8 @@ def plan(
     `sample_input` is the global batch: a tensor, a tuple of arguments, or a mapping of keywords. `mesh` is a tuple of sizes, a
     dict name -> size, an `autopar.Mesh` or a `DeviceMesh`. `device` names a catalog entry ("h100"), by default this machine's
     accelerator, else its CPU; `budget` is bytes per device (or "80GB"), by default 90% of the device. `strategy` is "auto",
-    "ddp", "fsdp", "megatron" or "replicate"; `constraints` maps names (globs) to layouts; `outputs` is "whole" or "sharded" for
-    tensors that are not scalars; with `strict`, an operator without a rule is an error.
+    "ddp", "zero2", "fsdp" (ZeRO-3), "megatron" or "replicate"; `constraints` maps names (globs) to layouts; `outputs` is
+    "whole" or "sharded" for tensors that are not scalars; with `strict`, an operator without a rule is an error.
 
     Raises an `autopar.AutoparError` that says what is wrong: CaptureError, ConstraintError, BudgetError, MeshError, InputError,
     RuleError.

@@ -48,7 +48,8 @@ class Held:
 class Evidence:
     """What a plan's totals are made of, in seconds of one step and bytes on one device.
 
-    `compute` is op -> (forward, backward) for ops that take time; `conversions` counts slices, pads and copies that are no
+    `compute` is op -> (forward, backward) for ops that take time, `again` op -> its forward once more, for the backward;
+    `conversions` counts slices, pads and copies that are no
     collectives. `runs` and `stored` say in words what is split, one entry per axis: what a person calls the dim
     ("out-features"), else "whole", "repeated" (its gradient in addends) or "addends". `runs` has the ops that use parameters
     and the well-known ones; `stored` the parameters, "input:" and the name of an argument, "output:" and the name of a result.
@@ -57,6 +58,7 @@ class Evidence:
 
     figures: tuple[Figure, ...]
     compute: Mapping[str, tuple[Seconds, Seconds]]
+    again: Mapping[str, Seconds]
     conversions: Seconds
     optimizer: Seconds
     memory: Mapping[str, Bytes]
@@ -77,9 +79,14 @@ class Evidence:
         return sum(back for _, back in self.compute.values())
 
     @property
+    def recomputed(self) -> Seconds:
+        """Computing again in the backward what was not kept."""
+        return sum(self.again.values())
+
+    @property
     def local(self) -> Seconds:
         """All that is not a collective."""
-        return self.forward + self.backward + self.conversions + self.optimizer
+        return self.forward + self.backward + self.recomputed + self.conversions + self.optimizer
 
     @staticmethod
     def of(data: object) -> Evidence:
@@ -88,6 +95,7 @@ class Evidence:
         return Evidence(
             figures=tuple(Figure(**entry) for entry in found["figures"]),
             compute={str(op): (float(there), float(back)) for op, (there, back) in found["compute"].items()},
+            again={str(op): float(seconds) for op, seconds in found["again"].items()},
             conversions=float(found["conversions"]),
             optimizer=float(found["optimizer"]),
             memory={str(kind): int(size) for kind, size in found["memory"].items()},

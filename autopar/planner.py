@@ -35,7 +35,7 @@ from autopar.solver.problem import Solution
 from autopar.solver.within import smallest, within
 from autopar.tables import size_text
 
-NAMED = ("ddp", "fsdp", "megatron", "replicate")
+NAMED = ("ddp", "zero2", "fsdp", "megatron", "replicate")
 Stop = Callable[[str], None]  # called with the name of each phase when it ends
 
 

@@ -1,9 +1,10 @@
 """What may be alive when, whatever the layouts and whatever is made again: what the rows of the integer program are made of.
 
-Kinds and times are those of `solver.timeline`, which knows the decisions and is exact; here what depends on them is left out, so that a
-row says at most what the timeline does. Beside its kinds there is
+Kinds and times are those of `solver.timeline`, which knows the decisions and is exact; here what depends on them is left
+out, so that a row says at most what the timeline does. Beside its kinds there is
 
-    rerun        an operand of an op that may run again                         from its last use until nobody asks for the op's results
+    rerun        an operand of an op that may run again                         from its last use until nobody asks for the
+    op's results
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from autopar.cost_models.saved import Saved
 from autopar.ir import Op, Program
 from autopar.rules import view_of
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetime:
     """Something takes memory from `start` to `stop` (both included): `weight` times its bytes.
 
-    `name` is a value, or an op for internal; `consumer` is the (op, operand position) that keeps or consumes the value. Until `needed`
-    what is made again is not there.
+    `name` is a value, or an op for internal; `consumer` is the (op, operand position) that keeps or consumes the value.
+    Until `needed` what is made again is not there.
     """
 
     kind: str

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -178,10 +179,11 @@ def _with_backward(found: Saved, kept: list[torch.Tensor], operands: list[torch.
     wanted = [place for place, operand in enumerate(operands) if operand.requires_grad]
     differentiable = [result for result in results if result.requires_grad]
     given = [torch.empty_like(result) for result in differentiable]
-    with Live([*operands, *results, *given, *kept], "meta") as live:
+    with warnings.catch_warnings(), Live([*operands, *results, *given, *kept], "meta") as live:
         kept.clear()
         before = live.now
         try:
+            warnings.simplefilter("ignore")  # of an operator that has no autograd kernel torch says so when its backward runs
             made = torch.autograd.grad(differentiable, [operands[place] for place in wanted], given, allow_unused=True)
         except (NotImplementedError, RuntimeError):  # the backward has no meta kernel
             return found

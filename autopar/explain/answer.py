@@ -10,6 +10,7 @@ from autopar.explain.comparison import Compared
 from autopar.explain.difference import Difference
 from autopar.explain.explanation import Explanation
 from autopar.explain.report import Part, report
+from autopar.explain.sweep import budget_sweep, sweep_parts
 from autopar.explain.why import why_parts
 from autopar.explain.whynot import WhyNot, why_not_parts
 from autopar.plan import Plan
@@ -38,11 +39,13 @@ def of_difference(found: Difference) -> Answer:
     return Answer(parts=tuple(found.lines()), data={"difference": list(found.lines())})
 
 
-def of_model(found: Explanation, why: Sequence[str], why_not: Mapping[str, str], *, code: bool) -> Answer:
+def of_model(
+    found: Explanation, why: Sequence[str], why_not: Mapping[str, str], *, code: bool, sweep: bool = False
+) -> Answer:
     """The answers to what was asked about a model: the report if nothing was. The data always hold the plan."""
     sections: list[tuple[Part, ...]] = []
     data: dict[str, object] = {"plan": _plan(found.plan), "phases": dict(found.planned.phases)}
-    if not (why or why_not or code):
+    if not (why or why_not or code or sweep):
         data["strategies"] = [_strategy(entry) for entry in found.compared]
         sections.append(tuple(found.parts()))
     if why:
@@ -53,6 +56,10 @@ def of_model(found: Explanation, why: Sequence[str], why_not: Mapping[str, str],
         other = found.why_not(why_not)
         sections.append(tuple(why_not_parts(found.plan, other)))
         data["why_not"] = _why_not(other)
+    if sweep:
+        steps = budget_sweep(found.planned, found.options)
+        sections.append(tuple(sweep_parts(steps)))
+        data["budget_sweep"] = [asdict(step) for step in steps]
     if code:
         sections.append((found.code.rstrip(),))
         data["code"] = found.code

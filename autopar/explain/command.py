@@ -32,7 +32,7 @@ from autopar.planner import Options, Planned, make_plan
 from autopar.tables import plain
 
 PLANNING = ("mesh", "device", "budget", "strategy", "optimizer", "constraint")  # options that make another plan
-MODEL = ("why", "why_not", "code")  # questions that a plan without its model cannot answer
+MODEL = ("why", "why_not", "budget_sweep", "code")  # questions that a plan without its model cannot answer
 
 NEXT = {"capture": "planning", "write": "planning the named strategies"}  # what follows a phase of planning
 
@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("--why", metavar="NAME", action="append", default=[], help=why)
     why_not = "plan again with this layout forced: what changes, and what it costs; may be given several times"
     ask.add_argument("--why-not", metavar="NAME=LAYOUT", action="append", default=[], help=why_not)
+    ask.add_argument("--budget-sweep", action="store_true", help="the step time within less and less memory")
     ask.add_argument("--code", action="store_true", help="the emitted module, as rank 0 runs it")
     ask.add_argument("--diff", nargs=2, metavar=("OLD.json", "NEW.json"), help="what differs between two saved plans")
     check.add_arguments(parser)
@@ -126,7 +127,7 @@ def _explained(options: argparse.Namespace) -> tuple[Plan, Answer]:
     with progress("building the model") as tell:
         planned, asked = _planned(options, tell)
         found = Explanation(planned=planned, options=asked)
-        return found.plan, of_model(found, options.why, forced, code=options.code)
+        return found.plan, of_model(found, options.why, forced, code=options.code, sweep=options.budget_sweep)
 
 
 def _plan(options: argparse.Namespace) -> Plan:

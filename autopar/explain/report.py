@@ -16,7 +16,7 @@ from rich.table import Table
 
 from autopar.evidence import BUDGET, DEVICE, INPUT, OPTIMIZER, OUTPUT, WHOLE, Figure
 from autopar.explain.words import COLLECTIVE, figure, held, milliseconds, proof, runs, stored, together, use
-from autopar.plan import Collective, Plan
+from autopar.plan import RUN, Collective, Plan
 from autopar.rules.roles import kind_of
 from autopar.tables import folded, size_text, wild
 
@@ -130,6 +130,7 @@ def time(plan: Plan) -> Iterator[Part]:
     parts = {
         "computing, forward": evidence.forward,
         "computing, backward": evidence.backward,
+        "computing again": evidence.recomputed,
         "optimizer": evidence.optimizer,
         "slicing and padding": evidence.conversions,
     }
@@ -179,6 +180,23 @@ def memory(plan: Plan) -> Iterator[Part]:
     yield f"the peak is in {evidence.moment}; most of it is"
     for entry in evidence.fullest:
         yield f"  {size_text(entry.bytes):>10}  {held(entry)}"
+    yield from _again(plan)
+
+
+def _again(plan: Plan) -> Iterator[Part]:
+    """What is computed again for the backward instead of being kept, the dearest first, repeated blocks as one."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in plan.again:
+        if RUN in plan.again[name]:
+            groups[wild(name)].append(name)
+    if not groups:
+        return
+    table = grid("computed again for the backward", "ms", "times", right=(1, 2))
+    seconds = {key: sum(plan.evidence.again.get(name, 0.0) for name in names) for key, names in groups.items()}
+    for key in sorted(groups, key=lambda key: -seconds[key]):
+        table.add_row(folded(groups[key]), f"{seconds[key] * 1e3:.3f}", str(len(groups[key])))
+    yield ""
+    yield table
 
 
 def grid(*columns: str, right: tuple[int, ...] = ()) -> Table:

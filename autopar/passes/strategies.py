@@ -35,7 +35,8 @@ class Demands:
     are not gathered on the axes `ungathered`, and used unsplit with `weights_whole`; other values are neither
     gathered nor exchanged on the `private` axes (what makes data parallelism), but for those in `gathered`: outputs, and
     what an op
-    needs whole. The weights `divided` are stored split on the last axis if they can be. `invariant`: everything is I. Gathered weights are
+    needs whole. The weights `divided` are stored split on the last axis if they can be. `invariant`: everything is I.
+    Gathered weights are
     `dropped` after their use and gathered again for the backward, or `held` until then; else the solver decides.
     """
 

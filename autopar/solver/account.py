@@ -12,7 +12,7 @@ import numpy as np
 from autopar.conversion import COLLECTIVES
 from autopar.cost_models.compute import dtype_of, peak, pricer
 from autopar.cost_models.optimizers import Optimizer, step_seconds
-from autopar.decisions import Decisions
+from autopar.decisions import Again, Decisions
 from autopar.evidence import ADDENDS, DEVICE, INPUT, OPTIMIZER, OUTPUT, REPEATED, WHOLE, Evidence, Figure, Held
 from autopar.ir import Op, Program, Value, elements
 from autopar.layout import Layout, blocks, local_shape
@@ -24,13 +24,14 @@ from autopar.solver.analysis import Analysis, due
 from autopar.solver.memory import Ledger
 from autopar.solver.pricing import primitive_seconds, slicing_seconds
 from autopar.solver.problem import Solution
+from autopar.solver.reruns import reruns
 
-SAVED, USED = "saved for the backward", "in use at the moment"
+SAVED, AGAIN, USED = "saved for the backward", "computed again", "in use at the moment"
 # What memory is for, in the order in which a person asks; and the ledger's kinds of what is not stored for the whole step.
-PURPOSES = ("parameters", "gradients", "optimizer state", SAVED, USED, "inputs", "buffers")
+PURPOSES = ("parameters", "gradients", "optimizer state", SAVED, AGAIN, USED, "inputs", "buffers")
 PURPOSE = {
-    "gradient": "gradients", "kept": SAVED, "internal": SAVED, "produced": USED, "converted": USED, "flowing": USED,
-    "transient": USED,
+    "gradient": "gradients", "kept": SAVED, "internal": SAVED, "again": AGAIN, "produced": USED, "converted": USED,
+    "flowing": USED, "transient": USED,
 }  # fmt: skip
 
 
@@ -38,11 +39,14 @@ def account(ledger: Ledger, solution: Solution, chosen: Decisions, optimizer: Op
     """The evidence for a solution and the decisions that it stands for; `limit` is the budget."""
     analysis, mesh = ledger.formulated.analysis, ledger.formulated.mesh
     moment = int(ledger.walk(solution).argmax())
+    run = reruns(analysis, chosen)
+    compute = dict(_compute(analysis, chosen, mesh))
     held = ledger.held(solution, moment)
     return Evidence(
         figures=(*_figures(analysis.program, mesh, optimizer), limit),
-        compute=dict(_compute(analysis, chosen, mesh)),
-        conversions=_conversions(analysis, chosen, mesh),
+        compute=compute,
+        again={op.name: compute[op.name][0] for op in analysis.program.ops if op.name in run.ops and op.name in compute},
+        conversions=_conversions(analysis, chosen, mesh, run),
         optimizer=_optimizer(analysis.program, chosen, optimizer, mesh),
         memory=_memory(analysis.program, held, optimizer),
         moment=_moment(analysis.program, moment),
@@ -87,15 +91,16 @@ def _compute(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[tupl
             yield op.name, known[of[op.name]]
 
 
-def _conversions(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Seconds:
-    """Slices, pads and copies that no collective does, the inputs' own included."""
+def _conversions(analysis: Analysis, chosen: Decisions, mesh: Mesh, run: Again) -> Seconds:
+    """Slices, pads and copies that no collective does, the inputs' own included, those done again too."""
     program, sizes = analysis.program, mesh.sizes
     assert mesh.device is not None
     total = sum(slicing_seconds(value, chosen.given[value.name], sizes, mesh.device) for value in program.inputs)
     for name, steps in chosen.routes.items():
         back = due(analysis, chosen, name)
         for step in steps:
-            for primitive in step.primitives[: 1 + (step in back)]:
+            again = (name, step) in run.steps and name not in analysis.weights
+            for primitive in (*step.primitives[: 1 + (step in back)], *step.primitives[:again]):
                 if primitive not in COLLECTIVES:
                     sides = [_bytes(program.values[name], layout, sizes) for layout in (step.source, step.target)]
                     large, small = np.array([max(sides)]), np.array([min(sides)])

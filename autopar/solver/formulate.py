@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -271,7 +271,8 @@ def _tolls(
     """The latency of every message in which the weights of a bundle may travel, bundles of alike weights together.
 
     It is that of the large bundles wherever only gradients travel, though within a block if the weight has moved before: of
-    messages in which weights go different ways a few may be missing, none is counted that is not sent. What is sent again is a message
+    messages in which weights go different ways a few may be missing, none is counted that is not sent. What is sent again is
+    a message
     of its own: always, if gathered weights are `dropped`, else if the solver says so.
     """
     place = {member: i for i, found in enumerate(values) for member in found.members}
@@ -348,7 +349,22 @@ def _again(formulated: Formulated, solution: Solution, routes: Mapping[str, tupl
     for name in analysis.weights & routes.keys() if formulated.dropped else ():
         view = name in analysis.program.producer
         steps.update((name, step) for step in routes[name] if view or _gathered(routes[name], step))
+    if steps:
+        steps.update(list(_beside(analysis, routes, steps)))
     return Again(ops=frozenset(ops) & may_run(analysis.program, analysis.fits), steps=frozenset(steps))
+
+
+def _beside(
+    analysis: Analysis, routes: Mapping[str, tuple[Conversion, ...]], steps: Set[tuple[str, Conversion]]
+) -> Iterator[tuple[str, Conversion]]:
+    """The conversions of weights that the backward does not need, where others of their bundle are done again: they travel with
+    these, and are dropped like them."""
+    for names in bundles(analysis.program, moved=True):
+        kinds = {(step.axis, step.primitives) for name in names for step in routes.get(name, ()) if (name, step) in steps}
+        for name in names if kinds else ():
+            uses = ((o, place) for o in analysis.readers[name] for place, n in enumerate(o.operands) if n == name)
+            if not any(saves(analysis, analysis.classes.of[o.name], place) for o, place in uses):
+                yield from ((name, step) for step in routes.get(name, ()) if (step.axis, step.primitives) in kinds)
 
 
 def _gathered(route: tuple[Conversion, ...], step: Conversion) -> bool:

@@ -1,6 +1,7 @@
 """Memory of a solution: the timeline as the judge, and the rows that bound the integer program at single moments.
 
-The program starts without rows; each finished solution is walked, and the moment of its peak becomes a row if it exceeds the budget. A
+The program starts without rows; each finished solution is walked, and the moment of its peak becomes a row if it exceeds the
+budget. A
 row is made of `cost_models.memory`, which leaves out what depends on decisions; what the walk finds beyond it is asked for when
 the row is made again (`within`).
 """
@@ -41,7 +42,8 @@ class Alive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keepers:
-    """Who keeps what, one entry each: a member (by number) of a wire for one of its consumers, at once or only if that runs again."""
+    """Who keeps what, one entry each: a member (by number) of a wire for one of its consumers, at once or only if that runs
+    again."""
 
     wire: Ints
     member: Ints

@@ -13,9 +13,12 @@
                 keep[v,l] >= sum_a from l resent[v,a] - made[v,l]
     (budget)    bytes . (pick, use, keep, rerun) <= limit                             every row
 
-`produced` and `consumed` are sums of picks with that layout, `rerun'` one of reruns; `made` is what is produced by reruns and what is
-converted again into that layout. `flow` is continuous. `rerun` and `resent` are shares of members here; in the matrix they count members.
-What is made again is there from the first row on: without a row it only costs. It may count parts of members, which are whole when
+`produced` and `consumed` are sums of picks with that layout, `rerun'` one of reruns; `made` is what is produced by reruns
+and what is
+converted again into that layout. `flow` is continuous. `rerun` and `resent` are shares of members here; in the matrix they
+count members.
+What is made again is there from the first row on: without a row it only costs. It may count parts of members, which are
+whole when
 they are read off: dear by less than a member, where branching takes minutes. A wire with one consumer needs no flow of
 its own: its use is its flow. Rows and columns are built and handed to HiGHS as arrays: through PuLP's objects the largest
 problems take longer to build than to solve. `to_pulp` states the same program in PuLP, for other solvers and for the tests.

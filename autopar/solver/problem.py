@@ -120,9 +120,10 @@ class Row:
 class Kept:
     """`bytes[l]` for each layout l of a wire that something needs; PRODUCER needs what it produced.
 
-    `keepers` need it in any case, `reruns` (consumers too) for as many members as run again. If it is `gone`, the members that are made
-    again are not there: neither from the producer run again nor from a conversion done again, which needs its own source then. What is
-    `given` is there anyway in the layout in which it is produced.
+    `keepers` need it in any case, `reruns` (consumers too) for as many members as run again. If it is `gone`, the members
+    that are made
+    again are not there: neither from the producer run again nor from a conversion done again, which needs its own source
+    then. What is `given` is there anyway in the layout in which it is produced.
     """
 
     wire: int

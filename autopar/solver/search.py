@@ -151,7 +151,7 @@ class Search:
                 return None
             values = _values(solver)
 
-    def branch(self, start: Found | None, *, uses: bool) -> Found | None:
+    def branch(self, start: Found | None, *, uses: bool, patience: float = math.inf) -> Found | None:
         """The optimum of the integer program within the gap; None if it is infeasible.
 
         `uses`: the use of every arc is whole, too. Without rows that count uses a route costs least when it is whole, so
@@ -163,16 +163,16 @@ class Search:
             solution = highspy.HighsSolution()
             solution.col_value = start.values.tolist()
             solver.setSolution(solution)
-        return self._branched(solver, uses=uses)
+        return self._branched(solver, uses=uses, patience=patience)
 
-    def _branched(self, solver: highspy.Highs, *, uses: bool) -> Found | None:
+    def _branched(self, solver: highspy.Highs, *, uses: bool, patience: float = math.inf) -> Found | None:
         whole = np.concatenate(self.model.integer)
         if uses:
             for first, wire in zip(self.model.columns.use, self.model.problem.wires, strict=True):
                 whole[first : first + len(wire.seconds)] = True
         integer = np.flatnonzero(whole).astype(np.int32)
         solver.changeColsIntegrality(len(integer), integer, np.full(len(integer), INTEGER))
-        solver.setOptionValue("time_limit", self.time_limit)
+        solver.setOptionValue("time_limit", min(self.time_limit, patience))
         solver.setOptionValue("mip_rel_gap", self.gap)
         solver.run()
         if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:

@@ -21,6 +21,7 @@ from autopar.solver.search import INTEGRAL, Found, Search
 
 PROVEN = 1e-3  # the relative gap at which branching stops
 FEW = 0.2  # the share of choices up to which those that the relaxation left open are settled by themselves first
+NEAR, POLISH = 1e-2, 15.0  # the gap beyond which a dive is followed by branching, and for how many seconds
 CLOSE = 5e-3  # of the least memory, by which an answer may exceed it
 ROUNDS = 12  # in which the least memory is sought
 SAME = 1e-6  # relative difference at which a price counts as equal to the bound
@@ -76,7 +77,11 @@ def _whole(search: Search, relaxed: Found, rows: Sequence[Row], gap: float) -> S
         if search.partial(relaxed) or (solution.status == "optimal" and _kept(model.problem, solution, rows)):
             return solution
     if search.treated and (dived := search.dive(relaxed)) is not None:
-        return _read(model, dived)
+        solution = _read(model, dived)
+        if solution.gap > NEAR:
+            branched = search.branch(dived, uses=True, patience=POLISH)
+            solution = min(solution, _read(model, branched or dived), key=lambda one: one.seconds)
+        return solution
     if open_choices <= FEW * len(model.problem.choices):
         settled = search.settle(relaxed)
     if settled is not None:
@@ -146,8 +151,8 @@ def least_memory(
 ) -> Solution | None:
     """A solution of least peak memory, whatever it costs; None if there is none at all.
 
-    `judge(solution)` returns the peak of a solution in bytes, and rows of moments at which much is alive. `first` is any solution,
-    `patience` as for `solve`. The least is meant to within `CLOSE`, or as close as `ROUNDS` rounds come.
+    `judge(solution)` returns the peak of a solution in bytes, and rows of moments at which much is alive. `first` is any
+    solution, `patience` as for `solve`. The least is meant to within `CLOSE`, or as close as `ROUNDS` rounds come.
     """
     least, rows = judge(first)
     model, best, scale = Model(problem), first, least
@@ -172,7 +177,7 @@ def least_memory(
 
 
 def _read(model: Model, answer: Found) -> Solution:
-    """Picks by the largest value; routes as the cheapest trees, from the produced to the wanted layouts; whole members again."""
+    """Picks by the largest value; routes as the cheapest trees, from the produced to the wanted layouts; members wholly."""
     problem, columns, values = model.problem, model.columns, answer.values
     picks = tuple(
         int(np.argmax(values[first : first + len(choice.seconds)]))

@@ -12,7 +12,8 @@ Time counts ops: op i runs forward at time i and backward at time 2n-1-i, the op
     flowing      gradients of values, as produced                               between backward of last use and producer
     transient    gradients as consumed                                          one backward
 
-What lies in the memory of something else (a view; what a conversion leaves where it is) takes none of its own, and lengthens the life
+What lies in the memory of something else (a view; what a conversion leaves where it is) takes none of its own, and lengthens
+the life
 of that: its *home*.
 """
 
@@ -122,7 +123,7 @@ class _Step:
         """Where a value lies in memory."""
         found = self._homes.get(node)
         if found is None:
-            name, layout = node
+            name = node[0]
             step, op = self._into.get(node), self.program.producer.get(name)
             found = node
             if step is not None:

@@ -13,7 +13,6 @@ from autopar.solver.memory import Ledger
 from autopar.solver.problem import Again, Arcs, Floats, Picks, Row, Solution, row_bytes
 from autopar.solver.solve import least_memory, solve
 
-
 LITTLE = 1e-4  # of the limit: the least by which a row that was kept but did not suffice is tightened
 
 

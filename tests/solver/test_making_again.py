@@ -1,0 +1,135 @@
+"""What is made again against enumeration, member by member: who keeps, who runs again, which bytes are left."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autopar.solver.problem import PRODUCER, Again, Arcs, Kept, Picks, Problem, Row, end_node, price, row_bytes
+from autopar.solver.solve import solve
+from tests.solver.random_problems import random_problem, trees
+
+MEMBERS = 2
+SMALL = [seed for seed in range(200) if len(random_problem(seed).choices) == 3]
+
+
+def repeated(seed: int) -> Problem:
+    """A random problem of three choices, two members each; some may run again, wires may be converted again."""
+    draw, problem = random.Random(seed), replace(random_problem(seed), tolls=())
+    some = lambda number: np.array([draw.uniform(0.1, 2.0) for _ in range(number)])  # noqa: E731
+    return replace(
+        problem,
+        choices=tuple(
+            replace(c, count=MEMBERS, again=some(len(c.seconds)) if draw.random() < 0.8 else None) for c in problem.choices
+        ),
+        wires=tuple(
+            replace(w, count=MEMBERS, again=some(len(w.seconds)) if draw.random() < 0.8 else None) for w in problem.wires
+        ),
+    )
+
+
+def tight_row(problem: Problem, seed: int) -> Row:
+    """A row over what is kept of every wire and inside every choice, which plain solutions break."""
+    draw = random.Random(seed)
+    size = lambda number: np.array([float(draw.randint(1, 5)) for _ in range(number)])  # noqa: E731
+    inside = {i: MEMBERS * size(len(c.seconds)) for i, c in enumerate(problem.choices)}
+    kept = []
+    for i, wire in enumerate(problem.wires):
+        every = list(range(len(wire.consumers)))
+        keepers = draw.choice([(PRODUCER,), tuple(every), (every[0],), (PRODUCER, every[-1])])
+        reruns = tuple(k for k in every if problem.choices[wire.consumers[k].choice].again is not None)
+        gone, given = draw.random() < 0.8, draw.random() < 0.3
+        kept.append(
+            Kept(wire=i, keepers=keepers, reruns=reruns, bytes=MEMBERS * size(wire.nodes), gone=gone, given=given)
+        )
+    return Row(name="tight", limit=float(draw.randint(8, 26)), picks=inside, uses={}, kept=tuple(kept),
+               again={i: -b for i, b in inside.items() if problem.choices[i].again is not None})  # fmt: skip
+
+
+def members_bytes(problem: Problem, row: Row, picks: Picks, arcs: Arcs, again: Again) -> float:
+    """The left side of a row, each member by itself."""
+    total = 0.0
+    for member in range(MEMBERS):
+        runs = {c for c, count in again.choices.items() if member < count}
+        total += sum(float(b[picks[c]]) / MEMBERS for c, b in row.picks.items() if c not in runs)
+        for kept in row.kept:
+            wire = problem.wires[kept.wire]
+            sent = [arc for (w, arc), count in again.arcs.items() if w == kept.wire and member < count]
+            needed = {end_node(wire, k, picks) for k in kept.keepers}
+            needed |= {end_node(wire, k, picks) for k in kept.reruns if wire.consumers[k].choice in runs}
+            if kept.gone:
+                needed |= {int(wire.source[arc]) for arc in sent}
+                needed -= {int(wire.target[arc]) for arc in sent}
+                needed -= {end_node(wire, PRODUCER, picks)} if wire.producer in runs else set()
+            needed -= {end_node(wire, PRODUCER, picks)} if kept.given else set()
+            total += sum(float(kept.bytes[node]) / MEMBERS for node in needed)
+    return total
+
+
+def all_again(problem: Problem, arcs: Arcs) -> Iterator[Again]:
+    """Every way to make things again."""
+    choices = [i for i, c in enumerate(problem.choices) if c.again is not None]
+    ends = [(w, arc) for w, used in enumerate(arcs) if problem.wires[w].again is not None for arc in used]
+    for counts in itertools.product(range(MEMBERS + 1), repeat=len(choices) + len(ends)):
+        runs = {c: n for c, n in zip(choices, counts, strict=False) if n}
+        sent = {end: n for end, n in zip(ends, counts[len(choices) :], strict=True) if n}
+        yield Again(choices=runs, arcs=sent)
+
+
+def straight(wire: object, used: tuple[int, ...]) -> bool:
+    """Whether no two arcs leave one layout: of these the program counts the sum, which is too much."""
+    sources = [int(wire.source[a]) for a in used]  # type: ignore[attr-defined]
+    return len(set(sources)) == len(sources)
+
+
+def cheapest(problem: Problem, row: Row) -> float | None:
+    """The least price of any solution that keeps to the row."""
+    best: float | None = None
+    for picks in itertools.product(*(range(len(c.seconds)) for c in problem.choices)):
+        for arcs in itertools.product(*([t for t in trees(w, picks) if straight(w, t)] for w in problem.wires)):
+            if best is not None and price(problem, picks, arcs) >= best:
+                continue
+            for again in all_again(problem, arcs):
+                seconds = price(problem, picks, arcs, again)
+                if (best is None or seconds < best) and members_bytes(problem, row, picks, arcs, again) <= row.limit + 1e-9:
+                    best = seconds
+    return best
+
+
+@pytest.mark.parametrize("seed", SMALL[:25])
+def test_no_solution_is_cheaper_than_the_bound_and_the_one_that_is_found_is_dearer_by_parts_of_members_only(seed: int) -> None:
+    problem = repeated(seed)
+    row = tight_row(problem, seed)
+    best, found = cheapest(problem, row), solve(problem, rows=[row], gap=0.0)
+    if best is None:
+        return
+    assert found is not None
+    assert found.bound <= best * (1 + 1e-6) + 1e-9
+    assert found.seconds == pytest.approx(price(problem, found.picks, found.arcs, found.again))
+    kept = row_bytes(problem, row, found.picks, found.arcs, found.again) <= row.limit + 1e-6
+    if kept and all(map(straight, problem.wires, found.arcs)):
+        assert found.seconds >= best - 1e-6
+
+
+@pytest.mark.parametrize("seed", SMALL[:25])
+def test_shares_say_what_members_do(seed: int) -> None:
+    problem = repeated(seed)
+    row, draw = tight_row(problem, seed), random.Random(seed)
+    for _ in range(20):
+        picks = tuple(draw.randrange(len(c.seconds)) for c in problem.choices)
+        arcs = tuple(draw.choice([t for t in trees(w, picks) if straight(w, t)] or [()]) for w in problem.wires)
+        again = draw.choice(list(all_again(problem, arcs)))
+        expected = members_bytes(problem, row, picks, arcs, again)
+        assert row_bytes(problem, row, picks, arcs, again) == pytest.approx(expected)
+
+
+def test_something_is_made_again_and_something_is_not() -> None:
+    found = [solve(repeated(seed), rows=[tight_row(repeated(seed), seed)]) for seed in SMALL[:25]]
+    assert any(one is not None and one.again.choices for one in found)
+    assert any(one is not None and one.again.arcs for one in found)
+    assert any(one is not None and not one.again.choices and not one.again.arcs for one in found)
