@@ -107,7 +107,8 @@ def _for_backward(
             below = root.get(below)
         if name in given or not found or below is not None:  # what lies in something that is kept as long needs nothing
             continue
-        needed = 2 * n - 1 - terms.regions[max(i for i, _ in found)]
+        latest = max(i for i, _ in found)  # a weight is gathered again by itself, everything else with its region
+        needed = 2 * n - 1 - (latest if name in terms.weights else terms.regions[latest])
         for i, consumer in found:
             stop = 2 * n - 1 - i
             yield Lifetime(kind="kept", name=name, start=last[name] + 1, stop=stop, needed=needed, consumer=consumer)
@@ -121,7 +122,8 @@ def _for_backward(
         stop = now if own else 2 * n - 1 - min(saved or readers, default=i)
         for position, name in enumerate(op.operands):
             if name not in given:
-                needed = 2 * n - 1 - terms.regions[max((j for j, _ in keepers[name]), default=i)]
+                latest = i if name in terms.weights else max((j for j, _ in keepers[name]), default=i)
+                needed = 2 * n - 1 - terms.regions[latest]
                 yield Lifetime(
                     kind="rerun", name=name, start=last[name] + 1, stop=stop, needed=needed, consumer=(op.name, position)
                 )

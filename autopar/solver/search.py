@@ -9,7 +9,7 @@ branch    the whole integer program, from the settled solution on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import highspy
@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from autopar.errors import AutoparError
 from autopar.solver.model import MICROSECONDS, Model, Part
-from autopar.solver.problem import Floats, Row
+from autopar.solver.problem import Floats, Ints, Row
 
 SURE = 0.9  # of a choice, from which on diving makes it
+BACK, LONG = 2, 15.0  # steps that a dive takes back, and the seconds after which it is given up
 INTEGRAL = 1e-6  # how far from 0 or 1 a pick may be
 INTEGER = np.uint8(1)  # highspy.HighsVarType.kInteger
 
@@ -128,28 +129,37 @@ class Search:
         return None if found is None else Found(values=found.values, objective=found.objective, bound=relaxed.bound)
 
     def dive(self, relaxed: Found) -> Found | None:
-        """A solution near the relaxation: what is nearly made is fixed and the rest relaxed again, until all is; None if that
-        leads nowhere."""
+        """A solution near the relaxation: what is nearly made is fixed and the rest relaxed again, until all is.
+
+        A step that leads nowhere is taken back, and only the surest pick made. None if that leads nowhere either, or where too
+        many steps were taken back.
+        """
         solver, values = load(self.model.part()), relaxed.values
-        solver.setOptionValue("time_limit", self.time_limit)
+        solver.setOptionValue("time_limit", min(self.time_limit, LONG))
         made: set[int] = set()
-        while True:
-            open_choices = [(first, picks) for first, picks in self._picks(values) if first not in made]
-            if not open_choices:
-                info = solver.getInfo()
-                objective = info.objective_function_value / MICROSECONDS if made else relaxed.objective
-                return Found(values=values, objective=objective, bound=relaxed.bound)
+        back = 0
+        while open_choices := [(first, picks) for first, picks in self._picks(values) if first not in made]:
             surest = max(float(picks.max()) for _, picks in open_choices)
-            for first, picks in open_choices:
-                if picks.max() >= min(surest, SURE):
-                    made.add(first)
-                    others = (first + np.flatnonzero(np.arange(len(picks)) != picks.argmax())).astype(np.int32)
-                    zeros = np.zeros(len(others))
-                    solver.changeColsBounds(len(others), others, zeros, zeros)
-            solver.run()
-            if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-                return None
+            step = [(first, picks) for first, picks in open_choices if picks.max() >= min(surest, SURE)]
+            while not _without(solver, [first + _others(picks) for first, picks in step]):
+                back += 1
+                if back > BACK or len(step) == 1:
+                    return None
+                step = [max(step, key=lambda entry: float(entry[1].max()))]
+            made |= {first for first, _ in step}
             values = _values(solver)
+        info = solver.getInfo()
+        objective = info.objective_function_value / MICROSECONDS if made else relaxed.objective
+        return Found(values=values, objective=objective, bound=relaxed.bound)
+
+    def at(self, picks: Sequence[int], bound: float) -> Found | None:
+        """The best solution with these picks; None if there is none."""
+        solver, numbers = load(self.model.part()), [len(choice.seconds) for choice in self.model.problem.choices]
+        firsts = zip(self.model.columns.pick, numbers, picks, strict=True)
+        closed = [first + np.delete(np.arange(number), pick) for first, number, pick in firsts]
+        if not _without(solver, closed):
+            return None
+        return Found(values=_values(solver), objective=solver.getInfo().objective_function_value / MICROSECONDS, bound=bound)
 
     def branch(self, start: Found | None, *, uses: bool, patience: float = math.inf) -> Found | None:
         """The optimum of the integer program within the gap; None if it is infeasible.
@@ -207,6 +217,24 @@ def load(part: Part) -> highspy.Highs:
     solver.setOptionValue("threads", 1)
     solver.passModel(lp)
     return solver
+
+
+def _others(picks: Floats) -> Ints:
+    """Where the picks of a choice stand, except the surest."""
+    return np.flatnonzero(np.arange(len(picks)) != picks.argmax())
+
+
+def _without(solver: highspy.Highs, columns: list[Ints]) -> bool:
+    """Solve with columns fixed to 0; False, with them as they were, if that has no solution."""
+    fixed = np.concatenate(columns).astype(np.int32)
+    zeros = np.zeros(len(fixed))
+    *_, upper, _ = solver.getCols(len(fixed), fixed)
+    solver.changeColsBounds(len(fixed), fixed, zeros, zeros)
+    solver.run()
+    if solver.getModelStatus() == highspy.HighsModelStatus.kOptimal:
+        return True
+    solver.changeColsBounds(len(fixed), fixed, zeros, np.array(upper))
+    return False
 
 
 def _values(solver: highspy.Highs) -> Floats:

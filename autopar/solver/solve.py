@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import networkx as nx
@@ -32,62 +32,90 @@ def solve(
     judge: Callable[[Solution, bool], Iterable[Row]] = lambda solution, final: (),
     rows: Iterable[Row] = (),
     *,
+    last: Callable[[], Solution | None] | None = None,
     cutoff: float = float("inf"),
     time_limit: float = 300.0,
     gap: float = PROVEN,
     patience: float = math.inf,
+    polish: float = POLISH,
 ) -> Solution | None:
     """The cheapest solution that every row allows; None if there is none, or none below `cutoff` seconds.
 
     `judge(solution, final)` looks at a solution and returns the rows that it breaks; they join the program and it is
-    solved again
-    until a final solution breaks none. What is not final is a rounded relaxation: it may bring rows, but need not.
-    `time_limit` is in seconds, `gap` the relative gap at which branching stops. Raises SolverError after about `patience`
-    seconds without an answer.
+    solved again until a final solution breaks none. What is not final is a rounded relaxation: it may bring rows, but need
+    not. `last()` is a solution that keeps to all rows, asked for where none is found near the relaxation; without it there
+    is branching until one is found. `time_limit` is in seconds, `gap` the relative gap at which branching stops,
+    `polish` the seconds of branching after a dive that stayed far from its bound. Raises SolverError after about
+    `patience` seconds without an answer.
     """
     search = Search(Model(problem, tolls=False), time_limit=time_limit, gap=gap, patience=patience)
     search.levy()
-    broken, known = list(rows), list[Row]()
+    broken, known, proven = list(rows), list[Row](), 0.0
     while True:
         if broken:
             search.bound(broken)
             known += broken
+        tight = any(row.constant for row in known)  # what a row asks for beyond what it sees proves nothing
         relaxed = search.relax()
-        if relaxed is None or relaxed.bound >= cutoff:
+        if relaxed is None and not tight:
             return None
-        broken = list(judge(_read(search.model, relaxed), False)) if search.fractional(relaxed) else []
+        if relaxed is not None and not tight:
+            proven = relaxed.bound
+        if relaxed is not None and relaxed.bound >= cutoff:
+            return None
+        if relaxed is not None and search.fractional(relaxed):
+            broken = list(judge(_read(search.model, relaxed), False))
+            if broken:
+                continue
+        found = None if relaxed is None else _whole(search, relaxed, known, gap, dives=last is not None)
+        if found is None:
+            solution = None if last is None else last()
+            return solution and replace(solution, bound=min(solution.seconds, proven), status="feasible")
+        solution, near = found
+        broken = list(judge(solution, True))
         if broken:
             continue
-        solution = _whole(search, relaxed, known, gap)
-        if solution is None:
-            return None
-        broken = list(judge(solution, True))
-        if not broken:
-            better = together(problem, solution)
-            fits = better is solution or (_kept(problem, better, known) and not list(judge(better, True)))
-            return better if fits else solution
+        for better in _better(search, solution, near, polish):
+            cheap = better.seconds <= solution.seconds * (1 + SAME)
+            if cheap and _kept(problem, better, known) and not list(judge(better, True)):
+                solution = better
+        return replace(solution, bound=min(solution.bound, proven)) if tight else solution
 
 
-def _whole(search: Search, relaxed: Found, rows: Sequence[Row], gap: float) -> Solution | None:
-    """An integer solution within the gap of the relaxation, found with as little branching as that takes."""
+def _better(search: Search, solution: Solution, near: Found | None, polish: float) -> Iterator[Solution]:
+    """What may be better than a solution: what some seconds of branching find where a dive stayed far from the bound, and the
+    same routes together."""
+    if near is not None and polish and solution.gap > NEAR:
+        branched = search.branch(near, uses=True, patience=polish)
+        if branched is not None:
+            solution = _read(search.model, branched)
+            yield solution
+    yield together(search.model.problem, solution)
+
+
+def _whole(
+    search: Search, relaxed: Found, rows: Sequence[Row], gap: float, *, dives: bool
+) -> tuple[Solution, Found | None] | None:
+    """An integer solution within the gap of the relaxation, found with as little branching as that takes; with the end of the
+    dive that found it. If it `dives`, there is no branching where it finds nothing."""
     model = search.model
     open_choices, settled = search.fractional(relaxed), None
     if not open_choices:
         solution = _read(model, relaxed)
         if search.partial(relaxed) or (solution.status == "optimal" and _kept(model.problem, solution, rows)):
-            return solution
-    if search.treated and (dived := search.dive(relaxed)) is not None:
-        solution = _read(model, dived)
-        if solution.gap > NEAR:
-            branched = search.branch(dived, uses=True, patience=POLISH)
-            solution = min(solution, _read(model, branched or dived), key=lambda one: one.seconds)
-        return solution
+            return solution, None
+    if search.treated:
+        near = search.dive(relaxed)
+        if near is not None:
+            return _read(model, near), near
+        if dives:
+            return None
     if open_choices <= FEW * len(model.problem.choices):
         settled = search.settle(relaxed)
     if settled is not None:
         solution = _read(model, settled)
         if solution.gap <= max(gap, SAME):
-            return solution
+            return solution, None
     for uses in (False, True):
         found = search.branch(settled, uses=uses)
         if found is None:
@@ -95,7 +123,7 @@ def _whole(search: Search, relaxed: Found, rows: Sequence[Row], gap: float) -> S
         solution = _read(model, found)
         if _kept(model.problem, solution, rows) and solution.gap <= max(gap, SAME):
             break
-    return solution
+    return solution, None
 
 
 def together(problem: Problem, solution: Solution) -> Solution:

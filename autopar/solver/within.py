@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
 from autopar.mesh import Bytes
-from autopar.solver.followers import merge_followers
+from autopar.solver.followers import Merged, merge_followers
 from autopar.solver.formulate import Formulated
 from autopar.solver.memory import Ledger
-from autopar.solver.problem import Again, Arcs, Floats, Picks, Row, Solution, row_bytes
-from autopar.solver.solve import least_memory, solve
+from autopar.solver.problem import Floats, Row, Solution, row_bytes
+from autopar.solver.search import SolverError
+from autopar.solver.solve import POLISH, least_memory, solve
 
 LITTLE = 1e-4  # of the limit: the least by which a row that was kept but did not suffice is tightened
+FINE, REFINE = 0.01, 5.0  # of the least memory, by which less is tried, and for how many seconds
 
 
 def within(
@@ -24,6 +27,26 @@ def within(
     Raises SolverError after about `patience` seconds without an answer.
     """
     merged = merge_followers(formulated.problem)
+
+    def last() -> Solution | None:
+        least = _smallest(merged, ledger, patience)
+        return None if least is None or ledger.walk(merged.expand(least)).max() > limit else least
+
+    solution = _within(merged, ledger, limit, last, cutoff=cutoff, patience=patience)
+    return None if solution is None else merged.expand(solution)
+
+
+def _within(
+    merged: Merged,
+    ledger: Ledger,
+    limit: float,
+    last: Callable[[], Solution | None],
+    *,
+    cutoff: float = math.inf,
+    patience: float = math.inf,
+    polish: float = POLISH,
+) -> Solution | None:
+    """The same of the merged problem, where `last` is asked if nothing is found near the relaxation."""
     asked: dict[int, float] = {}  # bytes beyond what the row of a moment counts
 
     def judge(solution: Solution, final: bool) -> list[Row]:
@@ -31,13 +54,12 @@ def within(
         fresh = [moment for moment in _peaks(alive, limit) if moment not in asked]
         asked.update(dict.fromkeys(fresh, 0.0))
         if final and not fresh and alive.max() > limit:
-            # A moment that has its row already: what the row does not see there is asked for.
+            # A moment that has its row already: what the row does not see there is asked for, and more the next time.
             fresh = [int(alive.argmax())]
-            asked[fresh[0]] += max(float(alive.max()) - limit, LITTLE * limit)
+            asked[fresh[0]] = 2 * asked[fresh[0]] + max(float(alive.max()) - limit, LITTLE * limit)
         return [merged.row(ledger.row(moment, float(limit), asked[moment])) for moment in fresh]
 
-    solution = solve(merged.problem, judge, cutoff=cutoff, patience=patience)
-    return None if solution is None else merged.expand(solution)
+    return solve(merged.problem, judge, last=last, cutoff=cutoff, patience=patience, polish=polish)
 
 
 def _peaks(alive: Floats, limit: float) -> list[int]:
@@ -53,29 +75,44 @@ def _peaks(alive: Floats, limit: float) -> list[int]:
     return found
 
 
-def _parts(solution: Solution) -> tuple[Picks, Arcs, Again]:
-    return solution.picks, solution.arcs, solution.again
-
-
 def smallest(formulated: Formulated, ledger: Ledger, *, patience: float = math.inf) -> Solution | None:
     """A solution of least peak memory; None if there is no solution at all. `patience` as for `within`."""
     merged = merge_followers(formulated.problem)
+    least = _smallest(merged, ledger, patience)
+    return None if least is None else merged.expand(least)
+
+
+def _smallest(merged: Merged, ledger: Ledger, patience: float) -> Solution | None:
+    """The same of the merged problem: nothing is found within a hundredth less."""
+    least = better = _least(merged, ledger, patience)
+    while better is not None:
+        least = better
+        limit = math.floor((1 - FINE) * ledger.walk(merged.expand(least)).max())
+        try:
+            better = _within(merged, ledger, limit, lambda: None, patience=min(patience, REFINE), polish=0.0)
+        except SolverError:
+            better = None
+    return least
+
+
+def _least(merged: Merged, ledger: Ledger, patience: float) -> Solution | None:
+    """A solution of about the least peak memory."""
     cheapest = solve(merged.problem, patience=patience)
     if cheapest is None:
         return None
     beyond: dict[int, float] = {}
 
     def judge(solution: Solution) -> tuple[float, list[Row]]:
-        alive = ledger.walk(merged.expand(solution))
+        whole = merged.expand(solution)
+        alive = ledger.walk(whole)
         peak, rows = float(alive.max()), []
         for moment in _peaks(alive, 0.0)[:3]:
             row = ledger.row(moment, peak)
-            seen = row_bytes(formulated.problem, row, *_parts(merged.expand(solution)))
+            seen = row_bytes(merged.original, row, whole.picks, whole.arcs, whole.again)
             more = max(0.0, float(alive[moment]) - seen) if moment in beyond else 0.0  # what the row does not see
             if moment not in beyond or more > beyond[moment] + LITTLE * peak:
                 beyond[moment] = more
                 rows.append(merged.row(ledger.row(moment, peak, more)))
         return peak, rows
 
-    least = least_memory(merged.problem, judge, cheapest, patience=patience)
-    return None if least is None else merged.expand(least)
+    return least_memory(merged.problem, judge, cheapest, patience=patience)
