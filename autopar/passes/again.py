@@ -22,6 +22,7 @@ from autopar.rules import Fitted, view_of
 # Operators that give a view where they can and a copy where they must.
 COPIES = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as", "resolve_conj", "resolve_neg"})
 CASTS = frozenset({"to", "type_as"})  # a copy in another dtype
+EINSUM = "aten.einsum.default"
 DROPOUT = ("aten.dropout.default", "aten.feature_dropout.default")
 
 
@@ -54,9 +55,18 @@ def lies(op: Op, values: Mapping[str, Value]) -> bool:
     if op.target in DROPOUT:  # what drops nothing returns its operand
         named = bound(op)
         return named["p"] == 0 or named["train"] is False
-    if not op.operands or not (views(op) or view_of(op)):
+    if not op.operands or not (views(op) or view_of(op) or _rearranges(op)):
         return False
     return op.target.split(".")[1] not in CASTS or values[op.operands[0]].dtype == op.results[0].dtype
+
+
+def _rearranges(op: Op) -> bool:
+    """Whether an op is an einsum that neither multiplies nor sums, but permutes dims or takes a diagonal."""
+    if op.target != EINSUM or len(op.operands) > 1:
+        return False
+    before, arrow, after = str(op.args[0]).partition("->")
+    kept = after if arrow else [letter for letter in before if letter == "." or before.count(letter) == 1]
+    return set(before) <= {*kept, " "}
 
 
 def copies(op: Op) -> bool:

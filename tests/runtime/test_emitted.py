@@ -2,6 +2,7 @@
 
 import copy
 import operator
+import time
 
 import torch
 from torch import fx, nn
@@ -69,6 +70,14 @@ def emitted(context: Context) -> fx.GraphModule:
     return fx.GraphModule(root, graph)
 
 
+def freed(anew: Anew) -> bool:
+    """Whether nothing is left in a moment: a thread of gloo may hold what it has gathered a little longer."""
+    end = time.monotonic() + 10
+    while anew._marks and time.monotonic() < end:
+        time.sleep(0.01)
+    return not anew._marks
+
+
 def step(_: None) -> tuple[str, list[Issued]]:
     context = connect(Mesh.of({"dp": 2, "tp": 4}))
     module, plain = emitted(context), weights()
@@ -79,7 +88,7 @@ def step(_: None) -> tuple[str, list[Issued]]:
         with recorded(context.axes) as log:
             with parallel.anew.active():  # type: ignore[operator, union-attr]
                 loss = parallel(x)
-                assert not parallel.anew._marks, "gathered memory is free after the forward"  # type: ignore[union-attr, operator]
+                assert freed(parallel.anew), "gathered memory is free after the forward"  # type: ignore[arg-type]
             loss.backward()
         torch.testing.assert_close(loss, sequential(plain, x))
         for name, parameter in parallel.named_parameters():
