@@ -45,7 +45,7 @@ verify-all: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/planning.py
-	$(BIN)/python benchmarks/training.py --memory --save --variants ddp,torch-ddp,fsdp,torch-fsdp,megatron,torch-tp,auto,random0,random1
+	$(BIN)/python benchmarks/training.py --memory --save --variants ddp,torch-ddp,torch-ddp-whole,fsdp,torch-fsdp,megatron,torch-tp,auto,random0,random1
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -71,7 +71,7 @@ class Step:
             self.split = False
         else:
             self.module, self.batch, self.context = theirs.build(name, model, batch)
-            self.split = name != "torch-tp"
+            self.split = name not in ("torch-tp", "torch-ddp-whole")
         self.optimizer = OPTIMIZERS[job.optimizer](self.module)
 
     def __call__(self) -> tuple[torch.Tensor, float, float]:

@@ -1,6 +1,8 @@
 """torch's own parallel training, as its documentation tells a user to set it up for each of the models.
 
-torch-ddp    DistributedDataParallel, as it comes
+torch-ddp    DistributedDataParallel, as it comes: each rank has the mean loss of its own samples
+torch-ddp-whole  the same with the mean over all samples, as a single process reports it and as autopar's plans do: the ranks
+             add up the number of samples that count, and the loss
 torch-fsdp   fully_shard on every block and on the root
 torch-tp     parallelize_module: column- and row-wise weights, the head and the loss over the vocabulary; between the blocks
              the text models are split along the sequence, the ViT (65 tokens) is whole
@@ -29,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import ModelOutput
 
 Built = tuple[nn.Module, Batch, Callable[[], contextlib.AbstractContextManager[None]]]
 
@@ -41,9 +44,30 @@ def build(name: str, model: nn.Module, batch: Batch) -> Built:
     rows = {key: value.chunk(dist.get_world_size())[dist.get_rank()] for key, value in batch.items()}
     if name == "torch-ddp":
         return DistributedDataParallel(model), rows, contextlib.nullcontext
+    if name == "torch-ddp-whole":
+        return _WholeLoss(DistributedDataParallel(model)), rows, contextlib.nullcontext
     for block in blocks(model):
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh), rows, contextlib.nullcontext
+
+
+class _WholeLoss(nn.Module):
+    """A data-parallel model whose loss is the mean over all ranks' labels, but for those that are ignored."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **batch: torch.Tensor) -> ModelOutput:
+        mine = (batch["labels"] != -100).sum().float()
+        whole = mine.clone()
+        dist.all_reduce(whole)
+        result = self.module(**batch)
+        share = result.loss * (mine / whole)
+        whole = share.detach().clone()
+        dist.all_reduce(whole)
+        result.loss = share * dist.get_world_size() + (whole - share * dist.get_world_size()).detach()  # gradients are averaged
+        return result
 
 
 def _text(model: nn.Module) -> bool:

@@ -37,8 +37,8 @@ from autopar.runtime.workers import WorkerPool
 from autopar.testing import random_plan
 
 RESULTS = Path(__file__).with_name("results") / "training.txt"
-PAIRS = {"ddp": "torch-ddp", "fsdp": "torch-fsdp", "megatron": "torch-tp"}
-VARIANTS = ("ddp", "torch-ddp", "fsdp", "torch-fsdp", "megatron", "torch-tp", "auto")
+PAIRS = {"ddp": "torch-ddp", "torch-ddp-whole": "torch-ddp", "fsdp": "torch-fsdp", "megatron": "torch-tp"}
+VARIANTS = ("ddp", "torch-ddp", "torch-ddp-whole", "fsdp", "torch-fsdp", "megatron", "torch-tp", "auto")
 MIB = 2**20
 
 
@@ -95,7 +95,7 @@ def measured(model: str, pool: WorkerPool, device: str, options: argparse.Namesp
     ]
 
 
-HEAD = f"{'variant':<12}{'step ms':>9}  {'quartiles':<17}{'adamw':>7}{'predicted':>11}{'MiB':>8}{'predicted':>11}  ratio"
+HEAD = f"{'variant':<16}{'step ms':>9}  {'quartiles':<17}{'adamw':>7}{'predicted':>11}{'MiB':>8}{'predicted':>11}  ratio"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -110,7 +110,7 @@ def table(rows: Sequence[Row]) -> str:
 def _line(row: Row, rows: Mapping[str, Row]) -> str:
     low, middle, high = (1e3 * q for q in statistics.quantiles(row.times.step, n=4))
     spread = f"{low:.1f} .. {high:.1f}"
-    line = f"{row.variant:<12}{middle:>9.1f}  {spread:<17}{1e3 * statistics.median(row.times.update):>7.1f}"
+    line = f"{row.variant:<16}{middle:>9.1f}  {spread:<17}{1e3 * statistics.median(row.times.update):>7.1f}"
     line += f"{1e3 * row.plan.step_time:>11.1f}" if row.plan else f"{'':>11}"
     line += f"{row.memory / MIB:>8.0f}" if row.memory else f"{'':>8}"
     line += f"{row.plan.peak_memory / MIB:>11.0f}" if row.plan else f"{'':>11}"

@@ -176,15 +176,21 @@ class Solution:
 
 def price(problem: Problem, picks: Picks, arcs: Arcs, again: Again = NOTHING) -> float:
     """Seconds of a solution: its candidates, each used arc once with what is due on it, what is done again, and the tolls."""
-    total = sum(float(c.seconds[p]) for c, p in zip(problem.choices, picks, strict=True))
+    total = local_price(problem, picks, again)
     total += sum(toll.seconds * paid(problem, toll, picks, arcs, again) for toll in problem.tolls)
     total += sum(route_price(wire, picks, used) for wire, used in zip(problem.wires, arcs, strict=True))
-    for choice, members in again.choices.items():
-        seconds = problem.choices[choice].again
-        total += 0.0 if seconds is None else float(seconds[picks[choice]]) * members / problem.choices[choice].count
     for (wire, arc), members in again.arcs.items():
         seconds = problem.wires[wire].again
         total += 0.0 if seconds is None else float(seconds[arc]) * members / problem.wires[wire].count
+    return total
+
+
+def local_price(problem: Problem, picks: Picks, again: Again) -> float:
+    """What the candidates take of it, and those that run again."""
+    total = sum(float(c.seconds[p]) for c, p in zip(problem.choices, picks, strict=True))
+    for choice, members in again.choices.items():
+        seconds = problem.choices[choice].again
+        total += 0.0 if seconds is None else float(seconds[picks[choice]]) * members / problem.choices[choice].count
     return total
 
 

@@ -132,17 +132,20 @@ def together(problem: Problem, solution: Solution) -> Solution:
     Among routes and layouts of equal price the solver takes any, so that weights which could share a message may go in
     different orders. The solution itself if that costs more.
     """
-    picks = list(solution.picks)
+    picks, arcs, sent = list(solution.picks), list(solution.arcs), dict(solution.again.arcs)
+    again = {w: members for (w, _), members in sent.items()}
+    uneven = {w for (w, _), members in sent.items() if members != again[w]}
     extra = [np.zeros(len(wire.seconds)) for wire in problem.wires]
     for toll in problem.tolls:
         due = toll.seconds * (1.0 - paid(problem, toll, solution.picks, solution.arcs, solution.again))
         for way in toll.ways:
-            extra[way.wire] += way.arcs * (0.0 if way.consumers is None else due)
-    arcs = list(solution.arcs)
+            share = 1.0 if way.consumers is not None else again.get(way.wire, 0) / problem.wires[way.wire].count
+            extra[way.wire] += way.arcs * due * share
     fed = Counter(wire.producer for wire in problem.wires)
-    sent_again = {wire for wire, _ in solution.again.arcs}
-    for w in sorted({way.wire for toll in problem.tolls for way in toll.ways} - sent_again):
-        wire = replace(problem.wires[w], seconds=problem.wires[w].seconds + extra[w])
+    for w in sorted({way.wire for toll in problem.tolls for way in toll.ways} - uneven):
+        wire, members = problem.wires[w], again.get(w, 0)
+        twice = wire.again * (members / wire.count) if wire.again is not None and members else 0.0
+        wire = replace(wire, seconds=wire.seconds + extra[w] + twice)
         found = []
         for pick in _alike(problem, picks, wire.producer) if fed[wire.producer] == 1 else (picks[wire.producer],):
             starts = (*picks[: wire.producer], pick, *picks[wire.producer + 1 :])
@@ -150,11 +153,17 @@ def together(problem: Problem, solution: Solution) -> Solution:
             if route is not None:
                 found.append((route_price(wire, starts, route), pick, route))
         least = min(seconds for seconds, _, _ in found)
+        for arc in arcs[w]:
+            sent.pop((w, arc), None)
         _, picks[wire.producer], arcs[w] = next(one for one in found if one[0] <= least * (1 + SAME))
-    seconds = price(problem, tuple(picks), tuple(arcs), solution.again)
+        sent |= {(w, arc): members for arc in arcs[w] if members}
+    resent = replace(solution.again, arcs=sent)
+    seconds = price(problem, tuple(picks), tuple(arcs), resent)
     if seconds > solution.seconds * (1 + SAME):
         return solution
-    return replace(solution, picks=tuple(picks), arcs=tuple(arcs), seconds=seconds, bound=min(solution.bound, seconds))
+    return replace(
+        solution, picks=tuple(picks), arcs=tuple(arcs), again=resent, seconds=seconds, bound=min(solution.bound, seconds)
+    )
 
 
 def _alike(problem: Problem, picks: Sequence[int], choice: int) -> list[int]:
