@@ -18,15 +18,15 @@ import torch
 from torch import fx, nn
 
 from autopar.codegen.source import CodeGraph
-from autopar.conversion import COLLECTIVES, Conversion, arrival
+from autopar.conversion import COLLECTIVES, SUMS, Conversion, arrival
 from autopar.decisions import Decisions
 from autopar.ir import Argument, Op, Program, Ref, Value, overload
 from autopar.layout import I, Layout, local_shape
 from autopar.passes.bundles import Bundle, bundled
 from autopar.passes.candidates import Candidate
-from autopar.passes.weights import weights
+from autopar.passes.weights import casts, copies, summed, weights
 from autopar.rules import Fitted, localise, scale
-from autopar.runtime import bundle, collectives, random, storage
+from autopar.runtime import bundle, collectives, random, regather, storage
 from autopar.runtime.world import Context
 
 Target = str | Callable[..., object]
@@ -71,13 +71,15 @@ class _Emitter:
         self.bundles = bundled(program, decisions.routes)
         self.arrives = {(name, step.target): b for b in self.bundles for name, step in b.steps}
         self.begun: dict[Bundle, fx.Node] = {}
-        self.views = weights(program) & program.producer.keys()
+        self.weights, self.copies, self.summed = weights(program), copies(program), summed(program)
+        self.views = self.weights & program.producer.keys() - self.copies.keys()
         held = (p.value.name for p in (*program.parameters, *program.buffers))
         self.plain = storage.plain(decisions.given[name] for name in held) or context.device_mesh is None
         self.draws = 0
         self._prelude(program, training)
         for op in program.ops:
-            self._op(op, decisions.ops[op.name])
+            if op.results[0].name not in self.copies:  # copies are made when they are wanted: for a bundle it may be earlier
+                self._op(op)
         self.section = "the results"
         results = [self._value(o.value, decisions.outputs[o.path]) for o in program.outputs]
         self.graph.output(tuple(results))
@@ -96,6 +98,7 @@ class _Emitter:
         flagged = training and (drawn or any(op.target in TRAINING for op in program.ops))
         self.training = self._node("get_attr", "training", (), "training") if flagged else None
         again = any(map(self._again, self.bundles)) or not self.views.isdisjoint(self.decisions.routes)
+        again = again or any(map(self._cast_again, program.ops))
         self.gathers = self._state("gathers") if again else None
         self.section = "the weights"
         for one in sorted(self.bundles, key=lambda one: one.level):
@@ -125,6 +128,10 @@ class _Emitter:
             value = self.program.values[name]
             if name not in self.program.producer and layout == self.decisions.given[name]:
                 self._stored(value)
+            elif name in self.copies and layout == self.decisions.produced(name, self.program):
+                section = self.section
+                self._op(self.program.producer[name])
+                self.section = section
             elif (name, layout) in self.arrives:
                 self._finish(self.arrives[name, layout])
             else:
@@ -164,7 +171,7 @@ class _Emitter:
         """Convert a view of a weight, which is made again for the backward as the weight is."""
         one, name = Bundle(level=0, steps=((value.name, step),)), f"{identifier(value.name)}_{DEEDS[step.primitives[0]]}"
         conversion, axis = "__".join(step.primitives), self.axes[step.axis]
-        begin = (conversion, [self.values[value.name, step.source]], axis)
+        begin = (conversion, [self.values[value.name, step.source]], axis, *self._sums(one))
         begun = self._node("call_function", bundle.begin, begin, f"{name}_begun")
         finish = (self.gathers, conversion, begun, axis, *self._places(one))
         node = self._node("call_function", bundle.finish, finish, f"{name}_finished")
@@ -174,7 +181,7 @@ class _Emitter:
         """Send for the weights of a bundle."""
         sources = [self._value(name, step.source) for name, step in one.steps]
         if one not in self.begun:  # finishing what a source comes from may have begun it
-            arguments = ("__".join(one.primitives), sources, self.axes[one.axis])
+            arguments = ("__".join(one.primitives), sources, self.axes[one.axis], *self._sums(one))
             self.begun[one] = self._node("call_function", bundle.begin, arguments, f"bundle_{self.bundles.index(one)}_begun")
         return self.begun[one]
 
@@ -194,6 +201,11 @@ class _Emitter:
             for following in gathered[gathered.index(one) + 1 :][:1]:
                 self._begin(following)
 
+    def _sums(self, one: Bundle) -> tuple[torch.dtype, ...]:
+        """The dtype in which the gradients of a bundle are added up, if it is not their own."""
+        dtype = self.summed.get(one.steps[0][0])
+        return (dtype,) if dtype and one.primitives[1] in SUMS else ()
+
     def _places(self, one: Bundle) -> tuple[list[tuple[int, ...]], ...]:
         """Where each weight of a bundle is cut and joined, in a list of its own; entries that say nothing are left out."""
         places = [collectives.place_of(step, self.program.values[name].shape, self.sizes) for name, step in one.steps]
@@ -211,13 +223,17 @@ class _Emitter:
 
     def _unmoved(self, name: str, layout: Layout) -> bool:
         """Whether a weight comes to a layout as it is stored, only its gradient is converted."""
-        if layout == self.decisions.given[name]:
+        if layout == self.decisions.produced(name, self.program):
             return True
         step = next(step for step in self.decisions.routes[name] if step.target == layout)
         return step.primitives[0] == "identity" and self._unmoved(name, step.source)
 
-    def _op(self, op: Op, candidate: Candidate) -> None:
-        fitted = self.fits[op.name]
+    def _cast_again(self, op: Op) -> bool:
+        """Whether an op casts a weight, which is done again for the backward."""
+        return casts(op) and op.operands[0] in self.weights
+
+    def _op(self, op: Op) -> None:
+        fitted, candidate = self.fits[op.name], self.decisions.ops[op.name]
         values = self.program.values
         self.section = op.module or "the model"
         operands = [self._value(name, layout) for name, layout in zip(op.operands, candidate.operands, strict=True)]
@@ -235,6 +251,8 @@ class _Emitter:
 
     def _call(self, op: Op, candidate: Candidate, arguments: list[object], named: dict[str, object]) -> fx.Node:
         target = overload(op.target)
+        if self._cast_again(op):
+            return self._node("call_function", regather.cast, (self.gathers, *arguments), identifier(op.name))
         if self.training and op.target in TRAINING and arguments[TRAINING[op.target]] is True:
             arguments[TRAINING[op.target]] = self.training
         if not self._random(op):

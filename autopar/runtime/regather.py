@@ -1,4 +1,4 @@
-"""A gathered weight is dropped after its use and gathered again for the backward.
+"""A gathered weight is dropped after its use and gathered again for the backward; so is a copy in another dtype, and cast.
 
 Emitted code makes gathered values with `bundle.finish(gathers, ...)` inside `with gathers.active():`. When autograd saves a
 tensor that lies in the memory of such a value (linear saves a transposed view, say), only its geometry is kept, and the
@@ -252,6 +252,31 @@ class Gathers:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Gathers:
         return Gathers()
+
+
+def cast(gathers: Gathers, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of a weight in another dtype, which is dropped after its use and cast again for the backward.
+
+    The target of a `call_function` node of the emitted graph.
+    """
+    copied = weight.to(dtype)
+    gathers.mark([copied], _Cast(dtype), [weight])
+    return copied
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """Casts: nothing is on its way."""
+
+    dtype: torch.dtype
+
+    def begin(self, weights: Tensors) -> Tensors:
+        """Nothing is sent."""
+        return ()
+
+    def finish(self, which: Sequence[int], weights: Tensors, flight: Tensors) -> Tensors:
+        """The copies."""
+        return [weight.to(self.dtype) for weight in weights]
 
 
 def _fills_its_storage(tensor: torch.Tensor) -> bool:

@@ -50,6 +50,7 @@ def account(ledger: Ledger, solution: Solution, chosen: Decisions, optimizer: Op
         runs=dict(_runs(analysis, chosen)),
         stored=dict(_stored(analysis, chosen)),
         tied={name: p.value.name for p in analysis.program.parameters for name in p.names if name != p.value.name},
+        copies=analysis.copies,
     )
 
 
@@ -82,7 +83,8 @@ def _compute(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[tupl
             shapes = [program.values[name].shape for name in op.operands]
             inside = [local_shape(s, x, sizes) for s, x in zip(shapes, candidate.operands, strict=True)]
             outside = [local_shape(r.shape, x, sizes) for r, x in zip(op.results, candidate.results, strict=True)]
-            known[of[op.name]] = price.forward_seconds(inside, outside), price.backward_seconds(inside, outside)
+            there, back = price.forward_seconds(inside, outside), price.backward_seconds(inside, outside)
+            known[of[op.name]] = there, back + analysis.cast_again(op) * there
         if any(known[of[op.name]]):
             yield op.name, known[of[op.name]]
 
@@ -151,6 +153,8 @@ def _runs(analysis: Analysis, chosen: Decisions) -> Iterator[tuple[str, tuple[st
 
 def told(analysis: Analysis, op: Op) -> bool:
     """Whether a person wants to know how an op runs: it uses a parameter, or is well known."""
+    if analysis.cast_again(op):
+        return False
     return op.target.split(".")[1] in ROLES or any(name in analysis.weights for name in op.operands)
 
 
@@ -180,12 +184,14 @@ def _stored(analysis: Analysis, chosen: Decisions) -> Iterator[tuple[str, tuple[
 
 def stored_words(analysis: Analysis, name: str, layout: Layout) -> tuple[str, ...]:
     """What a stored layout of a parameter splits on each axis: its dims are named by an op that uses it."""
-    readers = analysis.readers[name]
-    op = next((op for op in readers if op.target.split(".")[1] in ROLES), readers[0] if readers else None)
+    names = [name, *(copy for copy, of in analysis.copies.items() if of == name)]
+    readers = [(op, used) for used in names for op in analysis.readers[used]]
+    known = [(op, used) for op, used in readers if op.target.split(".")[1] in ROLES]
+    op, used = (known or readers)[0] if readers else (None, name)
     fitted = analysis.fits[op.name] if op else None
     if op is None or fitted is None:
         return tuple(f"dim {s.dim}" if s.kind == "S" else WHOLE for s in layout)
-    position, shape = op.operands.index(name), analysis.program.values[name].shape
+    position, shape = op.operands.index(used), analysis.program.values[name].shape
 
     def word(axis: int) -> str:
         if layout[axis].kind != "S":

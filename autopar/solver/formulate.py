@@ -23,7 +23,7 @@ from autopar.mesh import Mesh
 from autopar.passes.bundles import TOGETHER, bundles
 from autopar.passes.candidates import Candidate, candidates
 from autopar.passes.classes import OUTPUT, ValueClass
-from autopar.passes.space import Blocks, Space, placeable, space, states
+from autopar.passes.space import PAIRS, Blocks, Space, placeable, space, states
 from autopar.passes.strategies import Demands
 from autopar.solver.analysis import Analysis, has_gradient, representatives, saves
 from autopar.solver.messages import returns
@@ -202,10 +202,13 @@ def _wire(
     )
     graph = space(value.shape, mesh.sizes, allowed, analysis.blocks[value.name])
     weight = value.name in analysis.weights
-    seconds, back, rerun = arc_seconds(graph, value, mesh, bundled=weight and value.name not in program.producer)
+    summed = analysis.summed.get(value.name)
+    seconds, back, rerun = arc_seconds(graph, value, mesh, bundled=value.name in analysis.bundled, summed=summed)
     arcs = np.arange(len(seconds))
     if value.name in analysis.written:  # what is written in place is used as it is stored
         arcs = arcs[:0]
+    if summed:  # as good before the cast, where the gradient has that dtype
+        arcs = arcs[graph.pair[arcs] != PAIRS["I", "R"]]
     if demands.weights:
         allowed_arcs = np.array(
             [[demands.allow(value.name, axis, *pair) for pair in CONVERSIONS] for axis in range(len(mesh.sizes))]

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 
-from autopar.conversion import COLLECTIVES, CONVERSIONS
+from autopar.conversion import COLLECTIVES, CONVERSIONS, SUMS
 from autopar.cost_models.collectives import seconds as collective_seconds
 from autopar.cost_models.compute import pricer
 from autopar.cost_models.optimizers import Optimizer, step_seconds
@@ -31,7 +32,8 @@ def choice_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], op
     program, sizes = analysis.program, analysis.sizes
     count = len(analysis.classes.members[name])
     if name in program.op:
-        return count * np.array(op_seconds(program.op[name], found, program.values, sizes, device))
+        op = program.op[name]
+        return count * np.array(op_seconds(op, found, program.values, sizes, device, again=analysis.cast_again(op)))
     if name.startswith(OUTPUT):
         return np.zeros(len(found))
     value = program.values[name]
@@ -91,9 +93,18 @@ def slicing_seconds(value: Value, layout: Layout, sizes: tuple[int, ...], device
 
 
 def op_seconds(
-    op: Op, found: Sequence[Candidate], values: Mapping[str, Value], sizes: tuple[int, ...], device: Device
+    op: Op,
+    found: Sequence[Candidate],
+    values: Mapping[str, Value],
+    sizes: tuple[int, ...],
+    device: Device,
+    *,
+    again: bool = False,
 ) -> list[float]:
-    """Forward and backward seconds of one op under each candidate; equal local shapes are priced once."""
+    """Forward and backward seconds of one op under each candidate; equal local shapes are priced once.
+
+    With `again` the forward is done twice.
+    """
     price = pricer(op, values, device)
     shapes = [values[name].shape for name in op.operands], [r.shape for r in op.results]
     known: dict[tuple[object, object], float] = {}
@@ -102,25 +113,30 @@ def op_seconds(
         inside = tuple(local_shape(s, layout, sizes) for s, layout in zip(shapes[0], candidate.operands, strict=True))
         outside = tuple(local_shape(s, layout, sizes) for s, layout in zip(shapes[1], candidate.results, strict=True))
         if (inside, outside) not in known:
-            known[inside, outside] = price(inside, outside)
+            known[inside, outside] = price(inside, outside) + again * price.forward_seconds(inside, outside)
         result.append(known[inside, outside])
     return result
 
 
-def arc_seconds(graph: Space, value: Value, mesh: Mesh, *, bundled: bool) -> tuple[Floats, Floats, Floats]:
+def arc_seconds(
+    graph: Space, value: Value, mesh: Mesh, *, bundled: bool, summed: torch.dtype | None = None
+) -> tuple[Floats, Floats, Floats]:
     """Per arc: seconds of the conversion, of its gradient, and of its collective alone if it is run again.
 
-    `bundled` if the value travels with others: the latency that it shares with them is a toll (`formulate`).
+    `bundled` if the value travels with others: the latency that it shares with them is a toll (`formulate`). `summed` is the
+    dtype in which gradients are added up, if not the value's.
     """
     size = value.dtype.itemsize
     large = np.maximum(graph.elements[graph.source], graph.elements[graph.target]) * size
     small = np.minimum(graph.elements[graph.source], graph.elements[graph.target]) * size
+    wider = summed.itemsize // size if summed else 1
     there, back, rerun = np.zeros((3, len(large)))
     for number, (forward, backward) in enumerate(CONVERSIONS.values()):
         for axis in range(len(mesh.sizes)):
             here = np.flatnonzero((graph.pair == number) & (graph.axis == axis))
             there[here] = primitive_seconds(forward, large[here], small[here], axis, mesh)
-            back[here] = primitive_seconds(backward, large[here], small[here], axis, mesh)
+            times = wider if backward in SUMS else 1
+            back[here] = primitive_seconds(backward, times * large[here], times * small[here], axis, mesh)
             if bundled:
                 there[here] -= latency(forward, axis, mesh) if forward in TOGETHER[0] else 0.0
                 back[here] -= latency(backward, axis, mesh) if backward in TOGETHER[1] else 0.0
