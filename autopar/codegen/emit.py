@@ -214,11 +214,11 @@ class _Emitter:
         return ([tuple(place)[:count] for place in places],) if "S" in states else ()
 
     def _again(self, one: Bundle) -> bool:
-        """Whether the conversion of a bundle is run again for the backward: a gather, and what follows one on its route."""
+        """Whether the conversion of a bundle is run again for the backward: a gather, and what follows one or a cast."""
         return one.primitives[0] in COLLECTIVES or any(
-            before is not one and self._again(before)
+            name in self.copies or (before is not None and before is not one and self._again(before))
             for name, step in one.steps
-            if (before := self.arrives.get((name, step.source))) is not None
+            for before in [self.arrives.get((name, step.source))]
         )
 
     def _unmoved(self, name: str, layout: Layout) -> bool:

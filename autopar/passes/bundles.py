@@ -53,8 +53,8 @@ def bundles(program: Program, *, moved: bool) -> tuple[tuple[str, ...], ...]:
 
     `moved` if the weights themselves are sent, not only their gradients.
     """
-    weights = {name: program.values[name] for name in (*(p.value.name for p in program.parameters), *copies(program))}
-    sums = summed(program)
+    cast, sums = copies(program), summed(program)
+    weights = {name: program.values[name] for name in (*(p.value.name for p in program.parameters), *cast)}
     seen: set[str] = set()
     found: list[list[str]] = []
     for _, ops in itertools.groupby(program.ops, _block if moved else lambda op: ""):
@@ -62,7 +62,8 @@ def bundles(program: Program, *, moved: bool) -> tuple[tuple[str, ...], ...]:
         seen |= read.keys()
         alike: dict[object, list[Value]] = defaultdict(list)
         for name in read:
-            alike[weights[name].dtype, weights[name].requires_grad, sums.get(name)].append(weights[name])
+            value = weights[name]
+            alike[value.dtype, value.requires_grad, sums.get(name), name in cast].append(value)
         found += [part for values in alike.values() for part in _filled(values)]
     return tuple(map(tuple, found))
 
