@@ -99,11 +99,12 @@ def verify(
     tensors = tensors_of(model)
     if empty := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise InputError(f"{empty[0]} is on meta: there are no numbers to compare", fix="build the model with weights")
+    if plan is not None:
+        check_mesh(plan, Mesh.of(mesh))
     options = options.under(plan)
     captured = read_program(model, sample_input, options.precision, options.reduce)
     place = located(mesh, options)
     plan = plan or plan_program(captured.program, place, options)
-    check_mesh(plan, place)
     resolve(plan, captured.program, analyse(captured.program, place).fits)
     inputs = captured.signature.bind(*_arguments(sample_input))
     rows, surplus, missing = compare(captured, tensors, inputs, plan, place, pool)
