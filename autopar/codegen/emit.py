@@ -12,7 +12,7 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import fx, nn
@@ -197,9 +197,16 @@ class _Emitter:
             item = f"{identifier(name)}_{DEEDS[step.primitives[0]]}"
             self.values[name, step.target] = self._node("call_function", operator.getitem, (node, place), item)
         if one.primitives[0] == "all_gather":
-            gathered = [other for other in self.bundles if other.primitives[0] == "all_gather"]
-            for following in gathered[gathered.index(one) + 1 :][:1]:
+            for following in self._following(one):
                 self._begin(following)
+
+    def _following(self, one: Bundle) -> Iterator[Bundle]:
+        """The next gathers after one: as many as there are dtypes, since a block has a bundle of each; those that can begin."""
+        gathered = [other for other in self.bundles if other.primitives[0] == "all_gather"]
+        dtypes = {self.program.values[other.steps[0][0]].dtype for other in gathered}
+        for place, following in enumerate(gathered[gathered.index(one) + 1 :][: len(dtypes)]):
+            if not place or not any((name, step.source) in self.arrives for name, step in following.steps):
+                yield following
 
     def _sums(self, one: Bundle) -> tuple[torch.dtype, ...]:
         """The dtype in which the gradients of a bundle are added up, if it is not their own."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.runtime.regather import Gathers
+from autopar.runtime.regather import Gathers, cast
 
 
 class Counted:
@@ -210,3 +210,29 @@ def test_what_the_backward_has_had_is_not_sent_for_again() -> None:
     del b, w
     gradients(loss, [bias, weight])
     assert (first.sent, second.sent) == ([1, 1], [1, 1])
+
+
+def test_a_copy_in_another_dtype_is_gone_after_its_use_and_so_is_what_is_gathered_from_it() -> None:
+    parameters, counted, gathers = weights(4), Counted(), Gathers()
+    alive: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def narrow(weight: nn.Parameter) -> torch.Tensor:
+        copied = cast(gathers, weight, torch.float32)
+        alive.append(weakref.ref(copied.untyped_storage()))
+        return copied
+
+    def deep(weight: Callable[[nn.Parameter], torch.Tensor]) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 24).reshape(4, 6)
+        for parameter in parameters:
+            x = F.linear(x, weight(parameter)).tanh()
+        return x.square().sum()
+
+    expected = gradients(deep(lambda w: w.float()), parameters)
+    with gathers.active():
+        loss = deep(narrow)
+    assert not any(storage() for storage in alive)
+    assert all(map(torch.equal, gradients(loss, parameters), expected))
+    with gathers.active():
+        loss = deep(lambda w: counted.run(gathers, narrow(w))[0])
+    assert not any(storage() for storage in (*alive, *counted.alive))
+    assert all(map(torch.equal, gradients(loss, parameters), gradients(deep(lambda w: w.float() * 2), parameters)))
