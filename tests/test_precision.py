@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from autopar.build import assemble, tensors_of
 from autopar.capture import Captured
 from autopar.codegen import ParallelModule
 from autopar.errors import ConstraintError, PlanError
+from autopar.explain import command
 from autopar.passes.without_dropout import without_dropout
 from autopar.plan import Plan
 from autopar.planner import Options, read_program
@@ -254,3 +256,25 @@ def test_what_cannot_be_meant_is_refused() -> None:
         autopar.plan(model, sample, (1,), device="h100", precision="bf16", reduce="fp32")
     with pytest.raises(ConstraintError, match="is for models in float32: weight is bfloat16"):
         autopar.plan(model.to(torch.bfloat16), sample.to(torch.bfloat16), (1,), device="h100", precision=MIXED)
+
+
+def test_a_model_on_meta_is_initialised_in_the_dtype_in_which_it_is_stored() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        sample = torch.zeros(2, 4)
+    parallel = autopar.parallelize(model, sample, (1,), device="h100", precision="bf16")
+    autopar.initialize(parallel, model)
+    assert {(p.dtype, p.is_meta) for p in parallel.parameters()} == {(torch.bfloat16, False)}
+    assert parallel(torch.randn(2, 4)).dtype == torch.bfloat16
+
+
+def test_the_command_line_takes_a_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "wide_model.py"
+    file.write_text("import torch\ndef build(): return torch.nn.Linear(64, 64), torch.zeros(32, 64)\n")
+    target = [f"{file}:build", "--mesh", "2,4", "--device", "h100"]
+    assert command.main([*target, "--precision", MIXED, "--reduce", "bf16"]) == 0
+    said = capsys.readouterr().out
+    assert "bf16-mixed" in said
+    assert "bfloat16" in said
+    assert command.main([*target, "--precision", "fp8"]) == 1
+    assert "precision='fp8' is unknown" in capsys.readouterr().err
