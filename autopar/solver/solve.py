@@ -141,21 +141,19 @@ def together(problem: Problem, solution: Solution) -> Solution:
         for way in toll.ways:
             share = 1.0 if way.consumers is not None else again.get(way.wire, 0) / problem.wires[way.wire].count
             extra[way.wire] += way.arcs * due * share
-    fed = Counter(wire.producer for wire in problem.wires)
     for w in sorted({way.wire for toll in problem.tolls for way in toll.ways} - uneven):
         wire, members = problem.wires[w], again.get(w, 0)
         twice = wire.again * (members / wire.count) if wire.again is not None and members else 0.0
         wire = replace(wire, seconds=wire.seconds + extra[w] + twice)
         found = []
-        for pick in _alike(problem, picks, wire.producer) if fed[wire.producer] == 1 else (picks[wire.producer],):
-            starts = (*picks[: wire.producer], pick, *picks[wire.producer + 1 :])
-            route = tree(wire, starts)
+        for start in _starts(problem, picks, arcs, wire.producer):
+            route = tree(wire, start)
             if route is not None:
-                found.append((route_price(wire, starts, route), pick, route))
+                found.append((route_price(wire, tuple(start), route), start, route))
         least = min(seconds for seconds, _, _ in found)
         for arc in arcs[w]:
             sent.pop((w, arc), None)
-        _, picks[wire.producer], arcs[w] = next(one for one in found if one[0] <= least * (1 + SAME))
+        _, picks, arcs[w] = next(one for one in found if one[0] <= least * (1 + SAME))
         sent |= {(w, arc): members for arc in arcs[w] if members}
     resent = replace(solution.again, arcs=sent)
     seconds = price(problem, tuple(picks), tuple(arcs), resent)
@@ -164,6 +162,33 @@ def together(problem: Problem, solution: Solution) -> Solution:
     return replace(
         solution, picks=tuple(picks), arcs=tuple(arcs), again=resent, seconds=seconds, bound=min(solution.bound, seconds)
     )
+
+
+def _starts(problem: Problem, picks: list[int], arcs: Sequence[tuple[int, ...]], choice: int) -> Iterator[list[int]]:
+    """The picks with every other that a choice may take at the same price without changing more than what it alone reads.
+
+    That is a parameter, or a copy of one that is cast as it is stored.
+    """
+    readers = Counter(wire.producer for wire in problem.wires)
+    given = [w for w, wire in enumerate(problem.wires) if any(consumer.choice == choice for consumer in wire.consumers)]
+    source = problem.wires[given[0]] if len(given) == 1 and not arcs[given[0]] else None
+    if readers[choice] > 1 or (given and (source is None or not _alone(problem, source))):
+        yield picks
+        return
+    for pick in _alike(problem, picks, choice):
+        start = [*picks[:choice], pick, *picks[choice + 1 :]]
+        if source is None:
+            yield start
+            continue
+        for before in _alike(problem, picks, source.producer):
+            if source.produced[before] == source.consumers[0].wants[pick]:
+                yield [*start[: source.producer], before, *start[source.producer + 1 :]]
+
+
+def _alone(problem: Problem, source: Wire) -> bool:
+    """Whether a wire is the only one of its producer, which reads nothing, and has one consumer."""
+    reads = any(consumer.choice == source.producer for wire in problem.wires for consumer in wire.consumers)
+    return len(source.consumers) == 1 and not reads and sum(wire.producer == source.producer for wire in problem.wires) == 1
 
 
 def _alike(problem: Problem, picks: Sequence[int], choice: int) -> list[int]:
