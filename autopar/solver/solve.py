@@ -135,6 +135,7 @@ def together(problem: Problem, solution: Solution) -> Solution:
     picks, arcs, sent = list(solution.picks), list(solution.arcs), dict(solution.again.arcs)
     again = {w: members for (w, _), members in sent.items()}
     uneven = {w for (w, _), members in sent.items() if members != again[w]}
+    ends = _Ends(problem)
     extra = [np.zeros(len(wire.seconds)) for wire in problem.wires]
     for toll in problem.tolls:
         due = toll.seconds * (1.0 - paid(problem, toll, solution.picks, solution.arcs, solution.again))
@@ -146,7 +147,7 @@ def together(problem: Problem, solution: Solution) -> Solution:
         twice = wire.again * (members / wire.count) if wire.again is not None and members else 0.0
         wire = replace(wire, seconds=wire.seconds + extra[w] + twice)
         found = []
-        for start in _starts(problem, picks, arcs, wire.producer):
+        for start in _starts(problem, picks, arcs, wire.producer, ends):
             route = tree(wire, start)
             if route is not None:
                 found.append((route_price(wire, tuple(start), route), start, route))
@@ -164,31 +165,48 @@ def together(problem: Problem, solution: Solution) -> Solution:
     )
 
 
-def _starts(problem: Problem, picks: list[int], arcs: Sequence[tuple[int, ...]], choice: int) -> Iterator[list[int]]:
-    """The picks with every other that a choice may take at the same price without changing more than what it alone reads.
+def _starts(
+    problem: Problem, picks: Sequence[int], arcs: Sequence[tuple[int, ...]], choice: int, ends: _Ends
+) -> Iterator[list[int]]:
+    """The picks with every other that a choice may take at the same price, where nothing but its own wire hangs on it.
 
-    That is a parameter, or a copy of one that is cast as it is stored.
+    So it is for a parameter, and for a copy of one that nothing else reads, cast as it is stored: then both change.
     """
-    readers = Counter(wire.producer for wire in problem.wires)
-    given = [w for w, wire in enumerate(problem.wires) if any(consumer.choice == choice for consumer in wire.consumers)]
-    source = problem.wires[given[0]] if len(given) == 1 and not arcs[given[0]] else None
-    if readers[choice] > 1 or (given and (source is None or not _alone(problem, source))):
-        yield picks
+
+    def changed(*others: tuple[int, int]) -> list[int]:
+        now = list(picks)
+        for place, pick in others:
+            now[place] = pick
+        return now
+
+    if ends.made[choice] == 1 and not ends.read[choice]:
+        yield from (changed((choice, pick)) for pick in _alike(problem, picks, choice))
         return
-    for pick in _alike(problem, picks, choice):
-        start = [*picks[:choice], pick, *picks[choice + 1 :]]
-        if source is None:
-            yield start
-            continue
-        for before in _alike(problem, picks, source.producer):
-            if source.produced[before] == source.consumers[0].wants[pick]:
-                yield [*start[: source.producer], before, *start[source.producer + 1 :]]
+    source = problem.wires[ends.read[choice][0]] if ends.read[choice] else None
+    if source is None or not ends.only(choice, source) or arcs[ends.read[choice][0]]:
+        yield list(picks)
+        return
+    before = _alike(problem, picks, source.producer)
+    for pick, given in itertools.product(_alike(problem, picks, choice), before):
+        if source.produced[given] == source.consumers[0].wants[pick]:
+            yield changed((choice, pick), (source.producer, given))
 
 
-def _alone(problem: Problem, source: Wire) -> bool:
-    """Whether a wire is the only one of its producer, which reads nothing, and has one consumer."""
-    reads = any(consumer.choice == source.producer for wire in problem.wires for consumer in wire.consumers)
-    return len(source.consumers) == 1 and not reads and sum(wire.producer == source.producer for wire in problem.wires) == 1
+class _Ends:
+    """How many wires each choice makes, and which it reads."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.made = Counter(wire.producer for wire in problem.wires)
+        self.read: dict[int, list[int]] = {choice: [] for choice in range(len(problem.choices))}
+        for w, wire in enumerate(problem.wires):
+            for consumer in wire.consumers:
+                self.read[consumer.choice].append(w)
+
+    def only(self, choice: int, source: Wire) -> bool:
+        """Whether a choice makes one wire and reads one alone, whose producer makes no other and reads nothing."""
+        given = source.producer
+        alone = len(self.read[choice]) == len(source.consumers) == 1
+        return alone and self.made[choice] == self.made[given] == 1 and not self.read[given]
 
 
 def _alike(problem: Problem, picks: Sequence[int], choice: int) -> list[int]:
