@@ -26,6 +26,8 @@ def plan(
     optimizer: str = "adamw",
     constraints: Mapping[str, str] | None = None,
     outputs: str | None = None,
+    precision: str | None = None,
+    reduce: str | None = None,
     strict: bool = False,
 ) -> Plan:
     """Plan how a model trains on a mesh; needs neither processes nor weights (the model may be on `meta`).
@@ -34,7 +36,9 @@ def plan(
     dict name -> size, an `autopar.Mesh` or a `DeviceMesh`. `device` names a catalog entry ("h100"), by default this machine's
     accelerator, else its CPU; `budget` is bytes per device (or "80GB"), by default 90% of the device. `strategy` is "auto",
     "ddp", "zero2", "fsdp" (ZeRO-3), "megatron" or "replicate"; `constraints` maps names (globs) to layouts; `outputs` is
-    "whole" or "sharded" for tensors that are not scalars; with `strict`, an operator without a rule is an error.
+    "whole" or "sharded" for tensors that are not scalars; with `strict`, an operator without a rule is an error. `precision`
+    is by default the model's own, "fp32" and "bf16" plan for `model.to(dtype)`, "bf16-mixed" computes and gathers in bfloat16
+    over float32 shards: there gradients are added up in float32 unless `reduce` is "bf16".
 
     Raises an `autopar.AutoparError` that says what is wrong: CaptureError, ConstraintError, BudgetError, MeshError, InputError,
     RuleError.
@@ -46,7 +50,7 @@ def plan(
     """
     options = Options(
         device=device, budget=budget, strategy=strategy, optimizer=optimizer, constraints=constraints or {}, outputs=outputs,
-        strict=strict,
+        precision=precision, reduce=reduce, strict=strict,
     )  # fmt: skip
     return make_plan(model, sample_input, mesh, options).plan
 

@@ -24,7 +24,7 @@ from autopar.plan import Plan, resolve
 from autopar.planner import Options, located, plan_program, read_program, sharded
 from autopar.runtime.agreement import check_program, from_rank_0
 from autopar.runtime.random import agreed_seed
-from autopar.runtime.storage import store
+from autopar.runtime.storage import store, typed
 from autopar.runtime.world import Context, connect
 from autopar.solver.analysis import Analysis, analyse
 
@@ -34,8 +34,9 @@ def build(model: nn.Module, sample_input: object, mesh: object, plan: Plan | Non
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     if plan is not None:
         check_mesh(plan, Mesh.of(mesh))
+    options = options.under(plan)
     context = connect(Mesh.of(mesh), device_mesh=device_mesh)
-    captured = read_program(model, sample_input)
+    captured = read_program(model, sample_input, options.precision, options.reduce)
     check_program(captured.program.hash, context)
     place = located(mesh, options)
     made = from_rank_0(lambda: (plan or plan_program(captured.program, place, options)).to_json(), context)
@@ -53,7 +54,8 @@ class _Other:
 
     def __call__(self, parallel: ParallelModule) -> ParallelModule | None:
         """The module for `parallel`'s present mode; None if its own graph serves, because its flags are all that differs."""
-        captured = read_program(self.model.train(parallel.training), self.sample)
+        precision, reduce = self.options.precision, self.options.reduce
+        captured = read_program(self.model.train(parallel.training), self.sample, precision, reduce)
         live = any(map(switched, captured.program.ops))
         if not parallel.training and not live and _quiet(captured.program) == _quiet(self.captured.program):
             return None
@@ -82,7 +84,8 @@ def assemble(captured: Captured, tensors: Mapping[str, torch.Tensor], plan: Plan
     analysis = analyse(program, context.mesh)
     decisions = resolve(plan, program, analysis.fits)
     held = [p.value.name for p in (*program.parameters, *program.buffers)]
-    stored = store({name: tensors[name] for name in held}, {name: decisions.given[name] for name in held}, context)
+    cast = {name: typed(tensors[name], program.values[name].dtype) for name in held}
+    stored = store(cast, {name: decisions.given[name] for name in held}, context)
     return _emitted(captured, decisions, analysis, stored, plan, context, agreed_seed(context))
 
 

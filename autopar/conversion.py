@@ -17,6 +17,7 @@ from autopar.ir import elements
 from autopar.layout import I, Layout, State, blocks, each_split, local_shape
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+SUMS = ("all_reduce", "reduce_scatter")  # those that add
 
 # (from, to) -> (forward, backward)
 CONVERSIONS: dict[tuple[str, str], tuple[str, str]] = {

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.mesh import Bytes, Seconds
@@ -53,7 +53,7 @@ class Evidence:
     collectives. `runs` and `stored` say in words what is split, one entry per axis: what a person calls the dim
     ("out-features"), else "whole", "repeated" (its gradient in addends) or "addends". `runs` has the ops that use parameters
     and the well-known ones; `stored` the parameters, "input:" and the name of an argument, "output:" and the name of a result.
-    `tied` is every other name of a parameter -> its own.
+    `tied` is every other name of a parameter -> its own, `copies` a copy of a parameter in another dtype -> that parameter.
     """
 
     figures: tuple[Figure, ...]
@@ -67,6 +67,7 @@ class Evidence:
     runs: Mapping[str, tuple[str, ...]]
     stored: Mapping[str, tuple[str, ...]]
     tied: Mapping[str, str]
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def forward(self) -> Seconds:
@@ -104,4 +105,5 @@ class Evidence:
             runs={str(op): tuple(map(str, words)) for op, words in found["runs"].items()},
             stored={str(name): tuple(map(str, words)) for name, words in found["stored"].items()},
             tied={str(name): str(own) for name, own in found["tied"].items()},
+            copies={str(name): str(own) for name, own in found.get("copies", {}).items()},
         )

@@ -77,12 +77,16 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter or buffer; `names` are all the names under which the model knows it (several when it is tied)."""
+    """A parameter or buffer; `names` are all the names under which the model knows it (several when it is tied).
+
+    `reduce` is the dtype in which the gradients of its copies in narrower dtypes are added up; None for its own.
+    """
 
     value: Value
     names: tuple[str, ...]
     persistent: bool = True
     used: bool = True
+    reduce: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +129,8 @@ class Program:
         return hashlib.sha256(self._structure().encode()).hexdigest()[:16]
 
     def _structure(self) -> str:
-        ties = "\n".join(f"{p.names} {p.persistent} {p.used}" for p in (*self.parameters, *self.buffers))
+        held = (*self.parameters, *self.buffers)
+        ties = "\n".join(f"{p.names} {p.persistent} {p.used}{f' {p.reduce}' if p.reduce else ''}" for p in held)
         return f"{self._text(devices=False)}\n{ties}"
 
     def _text(self, *, devices: bool) -> str:

@@ -23,6 +23,7 @@ from autopar.evidence import BUDGET, Figure
 from autopar.ir import Op, Output, Program, writes
 from autopar.mesh import Bytes, Device, Mesh, Seconds
 from autopar.passes import normalise
+from autopar.passes.precision import DTYPES, MIXED, mixed, received, stored
 from autopar.passes.strategies import constrained, demands
 from autopar.plan import Collective, Plan, describe
 from autopar.solver.account import account
@@ -51,6 +52,8 @@ class Options:
     optimizer: str = "adamw"
     constraints: Mapping[str, str] = field(default_factory=dict)
     outputs: str | None = None
+    precision: str | None = None
+    reduce: str | None = None
     strict: bool = False
 
     def text(self) -> dict[str, str]:
@@ -60,8 +63,19 @@ class Options:
             "optimizer": self.optimizer,
             "budget": "" if self.budget is None else str(self.budget),
             "outputs": self.outputs or "",
+            "precision": self.precision or "",
+            "reduce": self.reduce or "",
             "constraints": "; ".join(f"{name}: {layout}" for name, layout in self.constraints.items()),
         }
+
+    def under(self, plan: Plan | None) -> Options:
+        """The options with the precision of a plan that was made before; another one that is asked for will not fit it."""
+        found = plan.options if plan else {}
+        return replace(
+            self,
+            precision=self.precision or found.get("precision") or None,
+            reduce=self.reduce or found.get("reduce") or None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +121,7 @@ def make_plan(
 ) -> Planned:
     """Capture a model and plan it; see `autopar.plan`. `stop` is called at the end of each phase."""
     clock = _Clock(stop)
-    captured = read_program(model, sample_input)
+    captured = read_program(model, sample_input, options.precision, options.reduce)
     clock.stop("capture")
     found = _solved(captured.program, located(mesh, options), options, clock.stop)
     plan = finish(found, options)
@@ -115,10 +129,18 @@ def make_plan(
     return Planned(plan=plan, captured=captured, solved=found, phases=clock.phases)
 
 
-def read_program(model: nn.Module, sample_input: object) -> Captured:
-    """Capture a model and bring its program into the form in which it is planned."""
-    captured = capture(model, sample_input)
-    return replace(captured, program=normalise(captured.program))
+def read_program(
+    model: nn.Module, sample_input: object, precision: str | None = None, reduce: str | None = None
+) -> Captured:
+    """Capture a model and bring its program into the form in which it is planned, and into the precision in which it runs."""
+    dtype = stored(precision, reduce)
+    captured = capture(model, sample_input, dtype)
+    program = normalise(captured.program)
+    if dtype is not None:
+        program = received(program, {planned.path: planned.dtype for planned in captured.signature.tensors})
+    if precision == MIXED:
+        program = mixed(program, DTYPES[reduce] if reduce else None)
+    return replace(captured, program=program)
 
 
 def located(mesh: object, options: Options) -> Mesh:

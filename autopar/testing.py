@@ -22,15 +22,17 @@ from autopar.solver.problem import Problem, Solution, price
 from autopar.solver.solve import tree
 
 
-def random_plan(model: nn.Module, sample_input: object, mesh: object, seed: int = 0) -> Plan:
+def random_plan(
+    model: nn.Module, sample_input: object, mesh: object, seed: int = 0, *, precision: str | None = None
+) -> Plan:
     """Any plan that can run, drawn at random: every op takes any candidate, every value any route, anything is made again.
 
     Good for tests of rules and conversions, for nothing else: memory and price are what they happen to be, on the mesh's own
     device if it has one.
     """
     priced = isinstance(mesh, Mesh) and mesh.device is not None
-    options = Options(device=None if priced else "h100", strategy="random", outputs="sharded")
-    return random_plan_of(read_program(model, sample_input), located(mesh, options), seed, options)
+    options = Options(device=None if priced else "h100", strategy="random", outputs="sharded", precision=precision)
+    return random_plan_of(read_program(model, sample_input, precision), located(mesh, options), seed, options)
 
 
 def random_plan_of(captured: Captured, mesh: Mesh, seed: int, options: Options) -> Plan:

@@ -33,7 +33,7 @@ from autopar.passes.without_dropout import without_dropout
 from autopar.plan import Collective, Plan, resolve
 from autopar.planner import Options, collectives_of, located, plan_program, read_program
 from autopar.runtime.recorder import Issued, recorded
-from autopar.runtime.storage import local, part_like, whole
+from autopar.runtime.storage import local, part_like, typed, whole
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
 from autopar.solver.analysis import analyse
@@ -99,10 +99,12 @@ def verify(
     tensors = tensors_of(model)
     if empty := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise InputError(f"{empty[0]} is on meta: there are no numbers to compare", fix="build the model with weights")
-    captured = read_program(model, sample_input)
+    if plan is not None:
+        check_mesh(plan, Mesh.of(mesh))
+    options = options.under(plan)
+    captured = read_program(model, sample_input, options.precision, options.reduce)
     place = located(mesh, options)
     plan = plan or plan_program(captured.program, place, options)
-    check_mesh(plan, place)
     resolve(plan, captured.program, analyse(captured.program, place).fits)
     inputs = captured.signature.bind(*_arguments(sample_input))
     rows, surplus, missing = compare(captured, tensors, inputs, plan, place, pool)
@@ -243,7 +245,8 @@ def sequential(captured: Captured, tensors: Mapping[str, torch.Tensor]) -> Paral
     )
     outputs = [Returned(shape=program.values[o.value].shape, layout=(I,), split=False) for o in program.outputs]
     state = State(plan=None, signature=captured.signature, context=context, seed=0, outputs=outputs)
-    held = {p.value.name: _copy(tensors[p.value.name]) for p in (*program.parameters, *program.buffers)}
+    values = (p.value for p in (*program.parameters, *program.buffers))
+    held = {value.name: _copy(typed(tensors[value.name], value.dtype)) for value in values}
     graph = emit(program, decisions, dict.fromkeys((op.name for op in program.ops), None), context)
     return ParallelModule(graph, program, held, state)
 

@@ -169,7 +169,7 @@ def test_a_call_other_than_the_planned_one_is_refused(call: Callable[[nn.Module]
 def test_a_call_under_autocast_is_refused() -> None:
     first = "a parallel module was called under torch.autocast, which its plan does not know"
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        check(lambda: single()(X), InputError, first, "model.to(torch.bfloat16)")
+        check(lambda: single()(X), InputError, first, 'precision="bf16-mixed"')
 
 
 def test_models_and_samples_that_are_none_are_refused() -> None:

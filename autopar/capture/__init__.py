@@ -32,20 +32,22 @@ class Captured:
     training: bool = True
 
 
-def capture(model: nn.Module, sample_input: object) -> Captured:
+def capture(model: nn.Module, sample_input: object, dtype: torch.dtype | None = None) -> Captured:
     """Trace a model in its present mode on a sample of the global batch (a tensor, a tuple of arguments, or a mapping).
 
+    With a `dtype` what is floating has that one in the program, as after `model.to(dtype)`, but not in the signature.
     Neither model nor sample are changed, moved or computed with. Raises CaptureError, naming the line of the model, for what
     cannot be captured, and InputError for a sample that does not fit `forward`.
     """
     call = read_call(model, sample_input)
-    bones = skeleton(model)
+    bones = skeleton(model, dtype)
     held = set(bones.first)
     for path, leaf in call.leaves:
         if path in held and isinstance(leaf, torch.Tensor):
             raise CaptureError(
                 f"forward's argument {path} has the name of a parameter or buffer of the model", fix="rename one of them"
             )
-    traced = trace(bones.module, call)
-    program, signature = lower(traced, bones, call), call.signature(traced.returned)
+    cast = call.to(dtype) if dtype else call
+    traced = trace(bones.module, cast)
+    program, signature = lower(traced, bones, cast), call.signature(traced.returned)
     return Captured(program=program, signature=signature, training=model.training)

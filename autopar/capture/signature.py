@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -111,6 +111,15 @@ class Call:
     names: tuple[str, ...]
     rest: str
     defaults: tuple[tuple[str, Static], ...]
+
+    def to(self, dtype: torch.dtype) -> Call:
+        """The same call with its floating tensors in this dtype."""
+
+        def cast(leaf: torch.Tensor) -> torch.Tensor:
+            return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad) if leaf.is_floating_point() else leaf
+
+        args, kwargs, leaves = pytree.tree_map_only(torch.Tensor, cast, (self.args, self.kwargs, self.leaves))
+        return replace(self, args=args, kwargs=kwargs, leaves=leaves)
 
     def signature(self, returned: Returned) -> Signature:
         """The signature of a model that returns this."""

@@ -28,11 +28,11 @@ class Skeleton:
     first: dict[str, str]
 
 
-def skeleton(model: nn.Module) -> Skeleton:
+def skeleton(model: nn.Module, dtype: torch.dtype | None = None) -> Skeleton:
     """Copy `model` without its weights, and list its parameters and buffers in the order in which it names them.
 
-    Tensors that are plain attributes count as buffers outside the state dict. Raises CaptureError if the module cannot be
-    copied or a parameter has a hook.
+    Tensors that are plain attributes count as buffers outside the state dict. What is floating is copied in `dtype`, if one is
+    given. Raises CaptureError if the module cannot be copied or a parameter has a hook.
     """
     parameters: list[tuple[str, torch.Tensor]] = list(model.named_parameters(remove_duplicate=False))
     buffers = [*model.named_buffers(remove_duplicate=False), *attributes(model)]
@@ -47,23 +47,23 @@ def skeleton(model: nn.Module) -> Skeleton:
                 f"{path or type(module).__name__} has momentum=None: what it averages depends on the number of calls before",
                 fix="give it a momentum, such as 0.1, or put it into evaluation mode",
             )
-    memo: dict[int, object] = {}
+    memo: dict[int, torch.Tensor] = {}
     for name, tensor in (*parameters, *buffers):
         if nn.parameter.is_lazy(tensor):
             raise CaptureError(f"{name} has no shape yet: its module is lazy", fix="call the model once before it is captured")
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             fix = "add the hook to the parallel model's parameter instead"
             raise CaptureError(f"the hook on {name} would be lost", fix=fix)
-        memo.setdefault(id(tensor), _hollow(tensor))
+        memo.setdefault(id(tensor), _hollow(tensor, dtype))
     _refuse_shared(parameters)
     try:
-        hollow = copy.deepcopy(model, memo)
+        hollow = copy.deepcopy(model, dict[int, object](memo))
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied: {error}", fix="keep what cannot be copied outside the module"
         ) from error
     persistent = set(model.state_dict(keep_vars=True))
-    known = _grouped(parameters, persistent), _grouped(buffers, persistent)
+    known = _grouped(parameters, memo, persistent), _grouped(buffers, memo, persistent)
     first = {name: held.value.name for held in (*known[0], *known[1]) for name in held.names}
     return Skeleton(module=hollow, parameters=known[0], buffers=known[1], first=first)
 
@@ -82,8 +82,8 @@ def _refuse_shared(parameters: list[tuple[str, torch.Tensor]]) -> None:
             raise CaptureError(f"{first} and {second} are parameters that share memory without being the same", fix=fix)
 
 
-def _hollow(tensor: torch.Tensor) -> torch.Tensor:
-    empty = tensor.detach().to("meta")
+def _hollow(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    empty = tensor.detach().to("meta", dtype if dtype and tensor.is_floating_point() else tensor.dtype)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
     return empty.requires_grad_(tensor.requires_grad)
@@ -97,13 +97,14 @@ def attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, held
 
 
-def _grouped(named: list[tuple[str, torch.Tensor]], persistent: set[str]) -> tuple[Parameter, ...]:
+def _grouped(
+    named: list[tuple[str, torch.Tensor]], hollow: dict[int, torch.Tensor], persistent: set[str]
+) -> tuple[Parameter, ...]:
     """One Parameter per tensor, with all of its names."""
     groups: dict[int, list[str]] = {}
     for name, tensor in named:
         groups.setdefault(id(tensor), []).append(name)
-    tensors = {id(tensor): tensor for _, tensor in named}
-    return tuple(_held(tuple(names), tensors[key], persistent) for key, names in groups.items())
+    return tuple(_held(tuple(names), hollow[key], persistent) for key, names in groups.items())
 
 
 def _held(names: tuple[str, ...], tensor: torch.Tensor, persistent: set[str]) -> Parameter:

@@ -12,19 +12,20 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import fx, nn
 
 from autopar.codegen.source import CodeGraph
-from autopar.conversion import Conversion, arrival
+from autopar.conversion import SUMS, Conversion, arrival
 from autopar.decisions import Again, Decisions
 from autopar.ir import Argument, Op, Program, Ref, Value, overload
 from autopar.layout import I, Layout, local_shape
-from autopar.passes.again import aliases, copies, draws, lies
+from autopar.passes.again import aliases, draws, lies, may_copy
 from autopar.passes.bundles import Bundle, bundled
 from autopar.passes.candidates import Candidate, parts_of
+from autopar.passes.weights import copies, summed
 from autopar.rules import Fitted, localise, scale
 from autopar.runtime import again, bundle, collectives, random, storage
 from autopar.runtime.world import Context
@@ -71,12 +72,14 @@ class _Emitter:
         self.bundles = bundled(program, decisions.routes, decisions.again.steps)
         self.arrives = {(name, step.target): b for b in self.bundles for name, step in b.steps}
         self.begun: dict[Bundle, fx.Node] = {}
+        self.copies, self.summed = copies(program), summed(program)
         held = (p.value.name for p in (*program.parameters, *program.buffers))
         self.plain = storage.plain(decisions.given[name] for name in held) or context.device_mesh is None
         self.draws = 0
         self._prelude(program, training)
         for op in program.ops:
-            self._op(op, decisions.ops[op.name])
+            if op.results[0].name not in self.copies:  # copies are made when they are wanted: for a bundle it may be earlier
+                self._op(op)
         self.section = "the results"
         results = [self._value(o.value, decisions.outputs[o.path]) for o in program.outputs]
         self.graph.output(tuple(results))
@@ -123,6 +126,8 @@ class _Emitter:
             value = self.program.values[name]
             if name not in self.program.producer and layout == self.decisions.given[name]:
                 self._stored(value)
+            elif name in self.copies and layout == self.decisions.produced(name, self.program):
+                self._copy(name)
             elif (name, layout) in self.arrives:
                 self._finish(self.arrives[name, layout])
             else:
@@ -139,6 +144,15 @@ class _Emitter:
             node = self._node("call_function", storage.local, (node,), name)
         self.values[value.name, self.decisions.given[value.name]] = node
 
+    def _copy(self, name: str) -> None:
+        """The copy of a parameter in another dtype, under the comment of the op that casts."""
+        op, section = self.program.producer[name], self.section
+        source, made = (*self.decisions.ops[op.name].operands, *self.decisions.ops[op.name].results)
+        self._value(op.operands[0], source)
+        if (name, made) not in self.values:  # a bundle that was finished for the source may have made it
+            self._op(op)
+        self.section = section
+
     def _held(self, path: str, name: str) -> fx.Node:
         """A parameter or buffer of the module; it is looked up where Python or fx has another use for its name."""
         first, *rest = path.split(".")
@@ -150,10 +164,13 @@ class _Emitter:
         return self._node("call_function", storage.named, (held, path), name)
 
     def _convert(self, value: Value, step: Conversion) -> None:
+        name, one = f"{identifier(value.name)}_{DEEDS[step.primitives[0]]}", Bundle(level=0, steps=((value.name, step),))
         function, places = collectives.call(step, value.shape, self.sizes)
         arguments = (self.values[value.name, step.source], self.axes[step.axis], *places)
-        name = f"{identifier(value.name)}_{DEEDS[step.primitives[0]]}"
-        if (value.name, step) in self.decisions.again.steps:
+        if self._sums(one):  # a bundle knows how to add up gradients in another dtype
+            finished = self._finish_call(one, self._begin_call(one, f"{name}_begun"), f"{name}_finished")
+            node = self._node("call_function", operator.getitem, (finished, 0), name)
+        elif (value.name, step) in self.decisions.again.steps:
             node = self._node("call_function", again.convert, (self.anew, function.__name__, *arguments), name)
         else:
             node = self._node("call_function", function, arguments, name)
@@ -161,27 +178,47 @@ class _Emitter:
 
     def _begin(self, one: Bundle) -> fx.Node:
         """Send for the weights of a bundle."""
-        sources = [self._value(name, step.source) for name, step in one.steps]
+        for name, step in one.steps:
+            self._value(name, step.source)
         if one not in self.begun:  # finishing what a source comes from may have begun it
-            arguments = ("__".join(one.primitives), sources, self.axes[one.axis])
-            self.begun[one] = self._node("call_function", bundle.begin, arguments, f"bundle_{self.bundles.index(one)}_begun")
+            self.begun[one] = self._begin_call(one, f"bundle_{self.bundles.index(one)}_begun")
         return self.begun[one]
+
+    def _begin_call(self, one: Bundle, name: str) -> fx.Node:
+        sources = [self.values[weight, step.source] for weight, step in one.steps]
+        arguments = ("__".join(one.primitives), sources, self.axes[one.axis], *self._sums(one))
+        return self._node("call_function", bundle.begin, arguments, name)
 
     def _finish(self, one: Bundle) -> None:
         """Have the weights of a bundle, and send for the next one that is gathered."""
         begun = self._begin(one)
         if all((name, step.target) in self.values for name, step in one.steps):  # what came before it has sent for it already
             return
-        anew = self.anew if self.decisions.again.steps.issuperset(one.steps) else None
-        arguments = (anew, "__".join(one.primitives), begun, self.axes[one.axis], *self._places(one))
-        node = self._node("call_function", bundle.finish, arguments, f"bundle_{self.bundles.index(one)}")
+        node = self._finish_call(one, begun, f"bundle_{self.bundles.index(one)}")
         for place, (name, step) in enumerate(one.steps):
             item = f"{identifier(name)}_{DEEDS[step.primitives[0]]}"
             self.values[name, step.target] = self._node("call_function", operator.getitem, (node, place), item)
         if one.primitives[0] == "all_gather":
-            gathered = [other for other in self.bundles if other.primitives[0] == "all_gather"]
-            for following in gathered[gathered.index(one) + 1 :][:1]:
+            for following in self._following(one):
                 self._begin(following)
+
+    def _finish_call(self, one: Bundle, begun: fx.Node, name: str) -> fx.Node:
+        anew = self.anew if self.decisions.again.steps.issuperset(one.steps) else None
+        arguments = (anew, "__".join(one.primitives), begun, self.axes[one.axis], *self._places(one))
+        return self._node("call_function", bundle.finish, arguments, name)
+
+    def _following(self, one: Bundle) -> Iterator[Bundle]:
+        """The next gathers after one: as many as there are dtypes, since a block has a bundle of each; those that can begin."""
+        gathered = [other for other in self.bundles if other.primitives[0] == "all_gather"]
+        dtypes = {self.program.values[other.steps[0][0]].dtype for other in gathered}
+        for place, following in enumerate(gathered[gathered.index(one) + 1 :][: len(dtypes)]):
+            if not place or not any((name, step.source) in self.arrives for name, step in following.steps):
+                yield following
+
+    def _sums(self, one: Bundle) -> tuple[torch.dtype, ...]:
+        """The dtype in which the gradients of a bundle are added up, if it is not their own."""
+        dtype = self.summed.get(one.steps[0][0])
+        return (dtype,) if dtype and one.primitives[1] in SUMS else ()
 
     def _places(self, one: Bundle) -> tuple[list[tuple[int, ...]], ...]:
         """Where each weight of a bundle is cut and joined, in a list of its own; entries that say nothing are left out."""
@@ -191,14 +228,17 @@ class _Emitter:
         return ([tuple(place)[:count] for place in places],) if "S" in states else ()
 
     def _unmoved(self, name: str, layout: Layout) -> bool:
-        """Whether a weight comes to a layout as it is stored, only its gradient is converted."""
-        if layout == self.decisions.given[name]:
-            return True
+        """Whether a weight comes to a layout as it is stored or cast, only its gradient is converted.
+
+        Not what is cast again for the backward: it is dropped after its use, and not made long before it.
+        """
+        if layout == self.decisions.produced(name, self.program):
+            return name not in self.copies or self.program.producer[name].name not in self.decisions.again.ops
         step = next(step for step in self.decisions.routes[name] if step.target == layout)
         return step.primitives[0] == "identity" and self._unmoved(name, step.source)
 
-    def _op(self, op: Op, candidate: Candidate) -> None:
-        fitted = self.fits[op.name]
+    def _op(self, op: Op) -> None:
+        fitted, candidate = self.fits[op.name], self.decisions.ops[op.name]
         values = self.program.values
         self.section = op.module or "the model"
         operands = [self._value(name, layout) for name, layout in zip(op.operands, candidate.operands, strict=True)]
@@ -234,7 +274,7 @@ class _Emitter:
 
     def _run(self, op: Op, target: Target, arguments: list[object], name: str, named: dict[str, object]) -> fx.Node:
         """Call what computes an op, or a part of it; once more for the backward if it is decided so."""
-        if op.name in self.decisions.again.ops or (copies(op) and lies(op, self.program.values) and self._comes_back(op)):
+        if op.name in self.decisions.again.ops or (may_copy(op) and lies(op, self.program.values) and self._comes_back(op)):
             return self._node("call_function", again.call, (self.anew, target, *arguments), name, named)
         return self._node("call_function", target, tuple(arguments), name, named)
 

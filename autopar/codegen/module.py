@@ -142,7 +142,7 @@ class ParallelModule(fx.GraphModule):
         if torch.is_autocast_enabled(device.type):
             raise InputError(
                 "a parallel module was called under torch.autocast, which its plan does not know",
-                fix="plan a model in the dtype that it shall run in: model.to(torch.bfloat16)",
+                fix='parallelize with precision="bf16-mixed", and call the module outside of autocast',
             )
         if not self.autopar.checked:
             self._check_filled()

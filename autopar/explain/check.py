@@ -125,15 +125,17 @@ def _one(path: Path, target: str, planned: Callable[[], Plan], tolerance: float,
 def _all(path: Path, tolerance: float, *, update: bool) -> int:
     """Every baseline of a folder or file, each target captured once."""
     held = [(file, baseline) for file in files(path) for baseline in read(file)]
-    targets: dict[str, list[int]] = defaultdict(list)
+    targets: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for place, (file, baseline) in enumerate(held):
         if not baseline.target:
             fix = "a saved plan needs its TARGET before --check, a baseline of the fixture plan_cost its test"
             raise UsageError(f"{file} names no TARGET", fix=fix)
-        targets[found_from(baseline.target, file.parent)].append(place)
+        asked = baseline.summary.options
+        key = found_from(baseline.target, file.parent), asked.get("precision", ""), asked.get("reduce", "")
+        targets[key].append(place)
     outcomes: dict[int, Outcome] = {}
-    for target, places in targets.items():
-        found = _outcomes(target, [held[place][1] for place in places], tolerance)
+    for (target, precision, reduce), places in targets.items():
+        found = _outcomes(target, precision, reduce, [held[place][1] for place in places], tolerance)
         for place, outcome in zip(places, found, strict=True):
             outcomes[place] = outcome
             print("\n".join(outcome.lines()), flush=True)
@@ -142,11 +144,13 @@ def _all(path: Path, tolerance: float, *, update: bool) -> int:
     return _verdict([outcome.status for outcome in outcomes.values()], update=update)
 
 
-def _outcomes(target: str, baselines: Sequence[Baseline], tolerance: float) -> Iterator[Outcome]:
+def _outcomes(
+    target: str, precision: str, reduce: str, baselines: Sequence[Baseline], tolerance: float
+) -> Iterator[Outcome]:
     """The baselines of one target beside what its plans cost now."""
     program: Program | AutoparError
     try:
-        program = read_program(*built(target)).program
+        program = read_program(*built(target), precision or None, reduce or None).program
     except AutoparError as error:
         program = error
     for baseline in baselines:

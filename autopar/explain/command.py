@@ -26,12 +26,14 @@ from autopar.explain.difference import difference
 from autopar.explain.explanation import Explanation
 from autopar.explain.progress import progress
 from autopar.explain.target import HOW, UsageError, built, parse_constraint, parse_mesh
+from autopar.passes.precision import PRECISIONS
 from autopar.passes.strategies import STRATEGIES
 from autopar.plan import Plan
 from autopar.planner import Options, Planned, make_plan
 from autopar.tables import plain
 
-PLANNING = ("mesh", "device", "budget", "strategy", "optimizer", "constraint")  # options that make another plan
+OPTIONS = ("device", "budget", "strategy", "optimizer", "precision", "reduce")
+PLANNING = ("mesh", *OPTIONS, "constraint")  # options that make another plan
 MODEL = ("why", "why_not", "budget_sweep", "code")  # questions that a plan without its model cannot answer
 
 NEXT = {"capture": "planning", "write": "planning the named strategies"}  # what follows a phase of planning
@@ -70,6 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", help="memory per device, such as 24GiB; by default 90%% of the device")
     parser.add_argument("--strategy", help=", ".join(STRATEGIES))
     parser.add_argument("--optimizer", help="adamw, sgd, ...: for the memory of its state")
+    precision = "by default the model's own; bf16-mixed computes and gathers in bf16 over fp32 shards"
+    parser.add_argument("--precision", help=f"{', '.join(PRECISIONS)}: {precision}")
+    parser.add_argument("--reduce", help="bf16: gradients are added up in that dtype, with --precision bf16-mixed")
     constraint = '"*.wte.weight=I, S(0)"; may be given several times'
     parser.add_argument("--constraint", metavar="NAME=LAYOUT", action="append", default=[], help=constraint)
     parser.add_argument("--save", metavar="PLAN.json", help="write the plan to a file")
@@ -147,7 +152,7 @@ def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[
     if not options.mesh:
         raise UsageError("on which mesh? A plan is for one mesh", fix="--mesh 2,4 or --mesh dp=2,tp=4")
     mesh = parse_mesh(options.mesh)
-    named = {name: getattr(options, name) for name in ("device", "budget", "strategy", "optimizer")}
+    named = {name: getattr(options, name) for name in OPTIONS}
     given = {name: value for name, value in named.items() if value is not None}
     asked = Options(constraints=_constraints(options.constraint), **given)
     model, sample = built(options.target)

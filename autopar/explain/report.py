@@ -113,7 +113,7 @@ def _modules(plan: Plan) -> Mapping[str, list[tuple[str, str]]]:
         if ":" in name:
             continue
         module, _, leaf = name.rpartition(".")
-        text = "; ".join([f"stored {stored(words, plan.axes)}", *use(plan, name, backward[name])])
+        text = "; ".join([f"stored {stored(words, plan.axes)}", *use(plan, name, backward)])
         alike[module, text].append(leaf)
     for name, own in plan.evidence.tied.items():
         module, _, leaf = name.rpartition(".")

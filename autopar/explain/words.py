@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.conversion import CONVERSIONS
 from autopar.evidence import ADDENDS, REPEATED, WHOLE, Figure, Held
@@ -71,18 +71,22 @@ def together(names: Iterable[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def use(plan: Plan, name: str, backward: Sequence[tuple[str, str]]) -> list[str]:
-    """What is done to a parameter for use, then to its gradient; `backward` lists (kind, axis) of its collectives there."""
+def use(plan: Plan, name: str, backward: Mapping[str, Sequence[tuple[str, str]]]) -> list[str]:
+    """What is done to a parameter or its copies for use, then to their gradients.
+
+    `backward` lists (kind, axis) of the collectives of each in the backward.
+    """
     uses: dict[str, list[str]] = {}
     gradients: dict[str, list[str]] = {}
-    for step in plan.routes.get(name, ()):
+    names = (name, *(copy for copy, of in plan.evidence.copies.items() if of == name))
+    for used, step in ((each, step) for each in names for step in plan.routes.get(each, ())):
         sides = [[entry.strip() for entry in side.split(",")] for side in step.split("->")]
         axis = next(a for a, (s, t) in enumerate(zip(*sides, strict=True)) if s != t)
         change = sides[0][axis][0], sides[1][axis][0]
         if change in USES:
             uses.setdefault(USES[change], []).append(plan.axes[axis])
         gradient = CONVERSIONS[change][1]
-        if (gradient, plan.axes[axis]) in backward:
+        if (gradient, plan.axes[axis]) in backward.get(used, ()):
             gradients.setdefault(GRADIENTS[gradient], []).append(plan.axes[axis])
 
     def over(axes: list[str]) -> str:

@@ -28,7 +28,7 @@ DROPOUT = ("aten.dropout.default", "aten.feature_dropout.default")
 
 def may_run_again(op: Op, fitted: Fitted | None) -> bool:
     """Whether an op, with its rule, gives the same and changes nothing when it runs once more, and that can be of use."""
-    always_lies = (views(op) or view_of(op)) and not copies(op)
+    always_lies = (views(op) or view_of(op)) and not may_copy(op)
     return op.requires_grad and not draws(op, fitted) and not writes(op) and not always_lies
 
 
@@ -69,7 +69,7 @@ def _rearranges(op: Op) -> bool:
     return set(before) <= {*kept, " "}
 
 
-def copies(op: Op) -> bool:
+def may_copy(op: Op) -> bool:
     """Whether an op copies what it cannot give as a view."""
     return op.target.split(".")[1] in COPIES | CASTS
 

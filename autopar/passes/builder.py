@@ -98,15 +98,19 @@ class Rewriter(Builder):
         self, op: Op, *, target: str = "", args: tuple[Argument, ...] | None = None, kwargs: Keywords | None = None
     ) -> None:
         """Copy an op, perhaps with another target or arguments (which name old values); its results stay what they were."""
-        several = len(op.results) != 1 or op.results[0].name != op.name
-        refs = self.emit(
+        self.put(
+            op,
             target or op.target,
             tuple(self.new(a) for a in (op.args if args is None else args)),
             tuple((name, self.new(a)) for name, a in (op.kwargs if kwargs is None else kwargs)),
-            module=op.module,
-            source=op.source,
-            results=tuple(map(kind, op.results)) if several else kind(op.results[0]),
+            kinds(op),
         )
+
+    def put(
+        self, op: Op, target: str, args: tuple[Argument, ...], kwargs: Keywords, results: Kind | tuple[Kind, ...]
+    ) -> None:
+        """An op in the place of an old one, with as many results; its arguments name new values."""
+        refs = self.emit(target, args, kwargs, module=op.module, source=op.source, results=results)
         for result, ref in zip(op.results, refs, strict=True):
             self._now[result.name] = ref.name
 
@@ -122,6 +126,12 @@ class Rewriter(Builder):
     def finish(self) -> Program:
         """The new program, with the old one's outputs."""
         return self.program(Output(value=self._now[o.value], path=o.path) for o in self.old.outputs)
+
+
+def kinds(op: Op) -> Kind | tuple[Kind, ...]:
+    """What an op returns, as `infer` says it."""
+    several = len(op.results) != 1 or op.results[0].name != op.name
+    return tuple(map(kind, op.results)) if several else kind(op.results[0])
 
 
 def short(target: str) -> str:

@@ -1,4 +1,4 @@
-"""Bundles: weights whose conversions travel in one message, so that its latency is paid once.
+"""Bundles: weights, or their copies in another dtype, whose conversions travel in one message: its latency is paid once.
 
     h.0.ln.weight  h.0.ln.bias  h.0.fc.weight  h.0.fc.bias      all_gather, 4 values
     h.1.ln.weight  h.1.ln.bias  h.1.fc.weight  h.1.fc.bias      all_gather, 4 values
@@ -22,6 +22,7 @@ from autopar.ir import Op, Program, Value
 from autopar.layout import Layout
 from autopar.mesh import Bytes
 from autopar.passes.classes import INDEX
+from autopar.passes.weights import copies, summed
 
 # What is one message for a whole bundle: of its values (gathered again too), and of their gradients.
 TOGETHER = (frozenset({"all_gather"}), frozenset({"all_reduce", "reduce_scatter"}))
@@ -49,11 +50,12 @@ class Bundle:
 
 
 def bundles(program: Program, *, moved: bool) -> tuple[tuple[str, ...], ...]:
-    """The parameters that ops read, in the order of their first use, those of one bundle together.
+    """The parameters, and copies of them in other dtypes, that ops read: by their first use, those of one bundle together.
 
     `moved` if the weights themselves are sent, not only their gradients.
     """
-    weights = {p.value.name: p.value for p in program.parameters}
+    cast, sums = copies(program), summed(program)
+    weights = {name: program.values[name] for name in (*(p.value.name for p in program.parameters), *cast)}
     seen: set[str] = set()
     found: list[list[str]] = []
     for _, ops in itertools.groupby(program.ops, _block if moved else lambda op: ""):
@@ -61,7 +63,8 @@ def bundles(program: Program, *, moved: bool) -> tuple[tuple[str, ...], ...]:
         seen |= read.keys()
         alike: dict[object, list[Value]] = defaultdict(list)
         for name in read:
-            alike[weights[name].dtype, weights[name].requires_grad].append(weights[name])
+            value = weights[name]
+            alike[value.dtype, value.requires_grad, sums.get(name), name in cast].append(value)
         found += [part for values in alike.values() for part in _filled(values)]
     return tuple(map(tuple, found))
 

@@ -49,7 +49,7 @@ def _promoted(op: Op, values: dict[str, Value]) -> Op:
 
 
 def _held(held: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
-    return tuple(replace(one, value=_wide(one.value)) for one in held)
+    return tuple(replace(one, value=_wide(one.value), reduce=one.reduce and wide(one.reduce)) for one in held)
 
 
 def _wide(value: Value) -> Value:

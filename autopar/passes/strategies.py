@@ -19,6 +19,7 @@ from autopar.ir import Program, Value
 from autopar.layout import I, Layout, State, parse, split
 from autopar.mesh import Mesh
 from autopar.passes.classes import PRODUCTS
+from autopar.passes.weights import copies
 from autopar.rules import Fitted
 
 STRATEGIES = ("auto", "ddp", "zero2", "fsdp", "megatron", "replicate")
@@ -98,7 +99,7 @@ def demands(
     return Demands(
         patterns=stored | patterns,
         taken=_batch(program, mesh, strategy, data) | sliced,
-        weights=frozenset(weights),
+        weights=frozenset((*weights, *copies(program))),
         gathered=frozenset(o.value for o in program.outputs) | _wanted_whole(program, fits),
         private=frozenset(data),
         ungathered=frozenset({last}) if strategy == "megatron" else frozenset(),
@@ -197,10 +198,11 @@ def _multiplied(
 ) -> frozenset[str]:
     """The matrices that only matrix products read, each of which takes them in so many parts (a grouped one may not)."""
     read: dict[str, list[bool]] = {name: [] for name, value in weights.items() if len(value.shape) > 1}
+    of = copies(program)  # a copy is read for its parameter
     for op in program.ops:
         fitted = fits[op.name]
-        for position, name in enumerate(op.operands):
-            if name in read:
+        for position, name in enumerate(of.get(operand, operand) for operand in op.operands):
+            if name in read and op.results[0].name not in of:
                 factors = [fitted.factors[f] for dim in fitted.operands[position] for f in dim] if fitted else []
                 able = any(not factor.whole and factor.size % parts == 0 for factor in factors)
                 read[name].append(able and op.target.split(".")[1] in PRODUCTS)

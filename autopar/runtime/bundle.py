@@ -10,13 +10,16 @@ was called between them. What is on its way is never looked at: `finish` returns
 
 Only an all-gather of weights, and an all-reduce or reduce-scatter of their gradients, is one message; other primitives run one
 weight after the other, when `finish` is called.
+
+The gradients of a copy in a narrow dtype may be added up in a wider one. Autograd gives a tensor gradients of its own dtype, so
+what stands for such a weight between the two functions is a tensor of the wider dtype, without memory.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -28,29 +31,41 @@ Tensors = Sequence[torch.Tensor]
 Places = Sequence[Sequence[int]]
 
 
-def begin(conversion: str, weights: Tensors, axis: Axis) -> list[torch.Tensor]:
-    """Send for the converted weights: the weights, and the buffer in which they arrive if anything is sent.
+class Begun(NamedTuple):
+    """Weights that were sent for."""
+
+    edges: Tensors  # what autograd sees of them
+    weights: Tensors
+    flight: Tensors  # the buffer in which they arrive, if anything is sent
+
+
+def begin(conversion: str, weights: Tensors, axis: Axis, summed: torch.dtype | None = None) -> Begun:
+    """Send for the converted weights; `summed` is the dtype in which their gradients are added up, if not their own.
 
     The target of a `call_function` node, like `finish`.
     """
+    if axis.size == 1:
+        return Begun(weights, weights, ())
     forward, _ = conversion.split("__")
-    return list(_Begin.apply(forward, axis, *weights)) if axis.size > 1 else list(weights)  # type: ignore[no-untyped-call]
+    found = _Begin.apply(forward, axis, summed, *weights)  # type: ignore[no-untyped-call]
+    return Begun(found[: len(weights)], [weight.detach() for weight in weights], found[len(weights) :])
 
 
 def finish(
-    anew: Anew | None, conversion: str, begun: Tensors, axis: Axis, places: Places | None = None
+    anew: Anew | None, conversion: str, begun: Begun, axis: Axis, places: Places | None = None
 ) -> list[torch.Tensor]:
     """The converted weights, from what `begin` returned; `places[i]` is the `Place` of weight i, if the state is split.
 
     With `anew` they are dropped after their use and made again for the backward (`autopar.runtime.again`).
     """
     if axis.size == 1:
-        return list(begun)
+        return list(begun.weights)
     forward, backward = conversion.split("__")
-    at = [Place(*place) for place in places] if places else [Place()] * len(begun)
-    values = list(_Finish.apply(forward, backward, axis, at, *begun))  # type: ignore[no-untyped-call]
+    at = [Place(*place) for place in places] if places else [Place()] * len(begun.weights)
+    parts = (*begun.edges, *begun.weights, *begun.flight)
+    values = list(_Finish.apply(forward, backward, axis, at, *parts))  # type: ignore[no-untyped-call]
     if anew is not None:
-        anew.convert(values, _Remade(forward, axis, at), begun[: len(at)])
+        anew.convert(values, _Remade(forward, axis, at), begun.weights)
     return values
 
 
@@ -73,7 +88,8 @@ class _Sending(Protocol):
     backward: str
     axis: Axis
     places: Sequence[Place]
-    weights: int
+    dtypes: Sequence[torch.dtype]  # of the gradients that go on from here
+    given: int
 
     def mark_non_differentiable(self, *tensors: torch.Tensor) -> None: ...
     def set_materialize_grads(self, value: bool) -> None: ...
@@ -81,19 +97,24 @@ class _Sending(Protocol):
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Sending, forward: str, axis: Axis, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: _Sending, forward: str, axis: Axis, summed: torch.dtype | None, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         flight = sent(forward, weights, axis)
-        ctx.weights = len(weights)
+        ctx.dtypes = [weight.dtype for weight in weights]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*flight)
-        return (*weights, *flight)
+        edges = weights if summed is None else [_edge(weight, summed) for weight in weights]
+        return (*edges, *flight)
 
     @staticmethod
     def backward(ctx: _Sending, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        here = [gradient for gradient in gradients[: ctx.weights] if gradient is not None]
+        given = gradients[: len(ctx.dtypes)]
+        here = [gradient for gradient in given if gradient is not None]
         for buffer in {gradient.untyped_storage().data_ptr(): gradient for gradient in here}.values():
             wait(buffer)
-        return None, None, *gradients[: ctx.weights]
+        cast = [None if one is None else one.to(dtype) for one, dtype in zip(given, ctx.dtypes, strict=True)]
+        return None, None, None, *cast
 
 
 class _Finish(torch.autograd.Function):
@@ -101,19 +122,26 @@ class _Finish(torch.autograd.Function):
     def forward(
         ctx: _Sending, forward: str, backward: str, axis: Axis, places: Sequence[Place], *begun: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.backward, ctx.axis, ctx.places, ctx.weights = backward, axis, places, len(begun)
+        count = len(places)
+        edges, weights, flight = begun[:count], begun[count : 2 * count], begun[2 * count :]
+        ctx.backward, ctx.axis, ctx.places, ctx.given = backward, axis, places, len(begun)
+        ctx.dtypes = [edge.dtype for edge in edges]
         ctx.set_materialize_grads(False)
-        weights, flight = begun[: len(places)], begun[len(places) :]
         return tuple(arrived(forward, weights, flight, axis, places))
 
     @staticmethod
     def backward(ctx: _Sending, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         here = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        given = [gradient for gradient in gradients if gradient is not None]
-        results: list[torch.Tensor | None] = [None] * ctx.weights
+        given = [gradient.to(ctx.dtypes[place]) for place, gradient in enumerate(gradients) if gradient is not None]
+        results: list[torch.Tensor | None] = [None] * ctx.given
         for place, gradient in zip(here, returned(ctx.backward, given, ctx.axis, [ctx.places[p] for p in here]), strict=True):
             results[place] = gradient
         return None, None, None, None, *results
+
+
+def _edge(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of one element that looks like a weight in another dtype; nobody reads it."""
+    return weight.new_empty_strided(weight.shape, (0,) * weight.dim(), dtype=dtype)
 
 
 # --- messages ------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autopar.errors import InputError
 from autopar.layout import I, Layout, shard
 from autopar.runtime.random import agreed_seed, drawing
-from autopar.runtime.storage import layout_of, plain, store, stored_like, whole, wrap
+from autopar.runtime.storage import layout_of, plain, store, stored_like, typed, whole, wrap
 from autopar.runtime.world import Context
 
 
@@ -81,8 +81,9 @@ def initialize(parallel: nn.Module, model: nn.Module) -> None:
             fix="give the model from which the parallel module was made",
         )
     found = initialized(model, layouts, context) if missing else {}
+    cast = {id(found[name]): typed(found[name], stored[name].dtype) for name in missing}
     for name in missing:
-        _install(parallel, name, found[name])
+        _install(parallel, name, cast[id(found[name])])
 
 
 def initialized(

@@ -124,6 +124,14 @@ def plain(layouts: Iterable[Layout]) -> bool:
     return all(state == I for layout in layouts for state in layout)
 
 
+def typed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in the dtype in which a program has it; a parameter stays one."""
+    if tensor.dtype == dtype:
+        return tensor
+    cast = tensor.detach().to(dtype)
+    return nn.Parameter(cast, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else cast
+
+
 def store(tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], context: Context) -> dict[str, torch.Tensor]:
     """Store whole tensors by name: every rank gets its shard of what rank 0 holds.
 

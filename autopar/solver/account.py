@@ -22,7 +22,7 @@ from autopar.rules import Fitted
 from autopar.rules.roles import ROLES, Sample, role, role_of_dim
 from autopar.solver.analysis import Analysis, due
 from autopar.solver.memory import Ledger
-from autopar.solver.pricing import primitive_seconds, slicing_seconds
+from autopar.solver.pricing import WHOLE_SUM, primitive_seconds, rounding_seconds, slicing_seconds
 from autopar.solver.problem import Solution
 from autopar.solver.reruns import reruns
 
@@ -54,6 +54,7 @@ def account(ledger: Ledger, solution: Solution, chosen: Decisions, optimizer: Op
         runs=dict(_runs(analysis, chosen)),
         stored=dict(_stored(analysis, chosen)),
         tied={name: p.value.name for p in analysis.program.parameters for name in p.names if name != p.value.name},
+        copies=analysis.copies,
     )
 
 
@@ -97,13 +98,16 @@ def _conversions(analysis: Analysis, chosen: Decisions, mesh: Mesh, run: Again) 
     assert mesh.device is not None
     total = sum(slicing_seconds(value, chosen.given[value.name], sizes, mesh.device) for value in program.inputs)
     for name, steps in chosen.routes.items():
-        back = due(analysis, chosen, name)
+        back, dtype = due(analysis, chosen, name), program.values[name].dtype
+        wider = analysis.summed.get(name, dtype).itemsize // dtype.itemsize
         for step in steps:
+            sides = [_bytes(program.values[name], layout, sizes) for layout in (step.source, step.target)]
+            large, small = np.array([max(sides)]), np.array([min(sides)])
+            if wider > 1 and step in back and step.primitives[1] == WHOLE_SUM:
+                total += float(rounding_seconds(large, wider, mesh)[0])
             again = (name, step) in run.steps and name not in analysis.weights
             for primitive in (*step.primitives[: 1 + (step in back)], *step.primitives[:again]):
                 if primitive not in COLLECTIVES:
-                    sides = [_bytes(program.values[name], layout, sizes) for layout in (step.source, step.target)]
-                    large, small = np.array([max(sides)]), np.array([min(sides)])
                     total += float(primitive_seconds(primitive, large, small, step.axis, mesh)[0])
     return total
 
@@ -156,7 +160,8 @@ def _runs(analysis: Analysis, chosen: Decisions) -> Iterator[tuple[str, tuple[st
 
 def told(analysis: Analysis, op: Op) -> bool:
     """Whether a person wants to know how an op runs: it uses a parameter, or is well known."""
-    return op.target.split(".")[1] in ROLES or any(name in analysis.weights for name in op.operands)
+    read = any(name in analysis.weights for name in op.operands) and op.results[0].name not in analysis.copies
+    return op.target.split(".")[1] in ROLES or read
 
 
 def words(op: Op, fitted: Fitted | None, candidate: Candidate, program: Program, sample: Sample) -> tuple[str, ...]:
@@ -185,12 +190,14 @@ def _stored(analysis: Analysis, chosen: Decisions) -> Iterator[tuple[str, tuple[
 
 def stored_words(analysis: Analysis, name: str, layout: Layout) -> tuple[str, ...]:
     """What a stored layout of a parameter splits on each axis: its dims are named by an op that uses it."""
-    readers = analysis.readers[name]
-    op = next((op for op in readers if op.target.split(".")[1] in ROLES), readers[0] if readers else None)
+    names = [name, *(copy for copy, of in analysis.copies.items() if of == name)]
+    readers = [(op, used) for used in names for op in analysis.readers[used]]
+    known = [(op, used) for op, used in readers if op.target.split(".")[1] in ROLES]
+    op, used = (known or readers)[0] if readers else (None, name)
     fitted = analysis.fits[op.name] if op else None
     if op is None or fitted is None:
         return tuple(f"dim {s.dim}" if s.kind == "S" else WHOLE for s in layout)
-    position, shape = op.operands.index(name), analysis.program.values[name].shape
+    position, shape = op.operands.index(used), analysis.program.values[name].shape
 
     def word(axis: int) -> str:
         if layout[axis].kind != "S":

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import torch
 
 from autopar.conversion import Conversion
 from autopar.cost_models.saved import Saved, saved
@@ -14,10 +17,11 @@ from autopar.ir import Op, Program, writes
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.arguments import bound
+from autopar.passes.bundles import bundles
 from autopar.passes.candidates import asked
 from autopar.passes.classes import OUTPUT, Classes, fold
 from autopar.passes.space import Blocks
-from autopar.passes.weights import views, weights
+from autopar.passes.weights import copies, summed, views, weights
 from autopar.rules import Fitted, fit
 
 
@@ -49,9 +53,29 @@ class Analysis:
 
     @functools.cached_property
     def weights(self) -> frozenset[str]:
-        """The parameters and their views: once gathered and used they are dropped, and gathered again where the backward
-        needs them."""
+        """The parameters, their copies and views: once gathered and used they are dropped, and gathered again where the
+        backward needs them."""
         return weights(self.program)
+
+    @functools.cached_property
+    def copies(self) -> dict[str, str]:
+        """The parameter of each copy of one in another dtype."""
+        return copies(self.program)
+
+    @functools.cached_property
+    def bundled(self) -> frozenset[str]:
+        """The weights that travel with others."""
+        return frozenset(itertools.chain(*bundles(self.program, moved=True)))
+
+    @functools.cached_property
+    def summed(self) -> dict[str, torch.dtype]:
+        """The dtype in which gradients of weights are added up, where it is not their own."""
+        return summed(self.program)
+
+    @functools.cached_property
+    def casts(self) -> frozenset[str]:
+        """The ops that cast a parameter."""
+        return frozenset(self.program.producer[copy].name for copy in self.copies)
 
     @functools.cached_property
     def written(self) -> frozenset[str]:

@@ -111,13 +111,16 @@ def formulate(
     names = tuple(lists)
     place = {name: i for i, name in enumerate(names)}
     reruns = _reruns(analysis)
+    recast = _recast(analysis) if demands.dropped else frozenset[str]()
     choices = tuple(
         Choice(
             name=name,
-            seconds=choice_seconds(analysis, name, found, optimizer, device) + _returning(analysis, name, found, mesh),
+            seconds=choice_seconds(analysis, name, found, optimizer, device)
+            + _returning(analysis, name, found, mesh)
+            + (again_seconds(analysis, name, found, device) if name in recast else 0.0),
             tie=ties(analysis, name, found),
             count=len(analysis.classes.members[name]),
-            again=again_seconds(analysis, name, found, device) if name in reruns else None,
+            again=again_seconds(analysis, name, found, device) if name in reruns - recast else None,
         )
         for name, found in lists.items()
     )
@@ -137,10 +140,20 @@ def formulate(
 
 
 def _reruns(analysis: Analysis) -> frozenset[str]:
-    """The ops that may run again for the backward, and those whose results come back with their operand's."""
+    """The ops that may run again for the backward, and those whose results come back with their operand's.
+
+    A weight is cast again wherever its copy is needed; everything else stays within its region.
+    """
     program = analysis.program
     lying = (op.name for op in program.ops if op.requires_grad and lies(op, program.values))
-    return may_run(program, analysis.fits).union(lying) & inner(program)
+    return may_run(program, analysis.fits).union(lying) & (inner(program) | analysis.casts)
+
+
+def _recast(analysis: Analysis) -> frozenset[str]:
+    """The classes of ops that cast weights which the backward needs: these run again where gathered weights are dropped."""
+    program, of = analysis.program, analysis.classes.of
+    runs = may_run(program, analysis.fits) & analysis.casts
+    return frozenset(of[name] for name in runs if saves(analysis, of[name], 0))
 
 
 def _returning(analysis: Analysis, name: str, found: Sequence[Candidate], mesh: Mesh) -> float:
@@ -249,7 +262,8 @@ def _wire(
     )
     graph = space(value.shape, mesh.sizes, allowed, analysis.blocks[value.name])
     weight = value.name in analysis.weights
-    there, back, rerun = arc_seconds(graph, value, mesh, bundled=weight and value.name not in program.producer)
+    summed = analysis.summed.get(value.name)
+    there, back, rerun = arc_seconds(graph, value, mesh, bundled=value.name in analysis.bundled, summed=summed)
     arcs = np.arange(len(there))
     if value.name in analysis.written:  # what is written in place is used as it is stored
         arcs = arcs[:0]
@@ -363,7 +377,7 @@ def decisions(formulated: Formulated, solution: Solution) -> Decisions:
 
 
 def _again(formulated: Formulated, solution: Solution, routes: Mapping[str, tuple[Conversion, ...]]) -> Again:
-    """What a solution makes again: the first members of classes and values, the gathered weights if all are dropped."""
+    """What a solution makes again: the first members of classes and values; gathered weights and casts if all are dropped."""
     analysis, ops, steps = formulated.analysis, set[str](), set[tuple[str, Conversion]]()
     for choice, count in solution.again.choices.items():
         ops.update(analysis.classes.members[formulated.names[choice]][:count])
@@ -374,8 +388,10 @@ def _again(formulated: Formulated, solution: Solution, routes: Mapping[str, tupl
     for name in analysis.weights & routes.keys() if formulated.dropped else ():
         view = name in analysis.program.producer
         steps.update((name, step) for step in routes[name] if view or _gathered(routes[name], step))
-    if steps:
-        steps.update(list(_beside(analysis, routes, steps)))
+    beside = list(_beside(analysis, routes, steps)) if steps else []
+    steps.update(beside)
+    ops.update(analysis.casts if formulated.dropped else ())
+    ops.update(analysis.program.producer[name].name for name, _ in beside if name in analysis.copies)
     return Again(ops=frozenset(ops) & may_run(analysis.program, analysis.fits), steps=frozenset(steps))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.conversion import COLLECTIVES, Conversion, arrival
+from autopar.conversion import COLLECTIVES, SUMS, Conversion, arrival
 from autopar.cost_models.collectives import seconds as collective_seconds
 from autopar.decisions import Decisions
 from autopar.ir import Value
@@ -36,7 +36,7 @@ def messages(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Mess
     alone = [
         Bundle(level=0, steps=((name, step),))
         for name, steps in chosen.routes.items()
-        if name in analysis.program.producer or name not in analysis.weights
+        if name not in analysis.bundled
         for step in steps
     ]
     rerun = reruns(analysis, chosen).steps
@@ -44,14 +44,14 @@ def messages(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Mess
         back = [(name, step) for name, step in bundle.steps if step in due(analysis, chosen, name)]
         again = [pair for pair in bundle.steps if pair in rerun]
         forward, backward = bundle.primitives
-        for where, kind, steps, kinds in (
-            ("forward", forward, bundle.steps, TOGETHER[0]),
-            ("backward", backward, back, TOGETHER[1]),
-            ("backward", forward, again, TOGETHER[0]),
+        for where, kind, steps, kinds, gradient in (
+            ("forward", forward, bundle.steps, TOGETHER[0], False),
+            ("backward", backward, back, TOGETHER[1], True),
+            ("backward", forward, again, TOGETHER[0], False),
         ):
             together = [steps] if kind in kinds and steps else [[one] for one in steps]
             for sent in together if kind in COLLECTIVES else ():
-                yield _message(analysis, mesh, kind, where, sent)
+                yield _message(analysis, mesh, kind, where, sent, gradient=gradient)
     for value in analysis.program.inputs:
         yield from returns(analysis, value, chosen.given[value.name], mesh)
 
@@ -63,10 +63,17 @@ def returns(analysis: Analysis, value: Value, layout: Layout, mesh: Mesh) -> Ite
             yield _message(analysis, mesh, step.primitives[1], "backward", [(value.name, step)])
 
 
-def _message(analysis: Analysis, mesh: Mesh, kind: str, where: str, sent: Sequence[tuple[str, Conversion]]) -> Message:
+def _message(
+    analysis: Analysis, mesh: Mesh, kind: str, where: str, sent: Sequence[tuple[str, Conversion]], *, gradient: bool = True
+) -> Message:
     names, steps = zip(*sent, strict=True)
     axis = steps[0].axis
     values = [analysis.program.values[name] for name in names]
-    size = sum(s.collective_bytes(v.shape, v.dtype.itemsize, mesh.sizes) for v, s in zip(values, steps, strict=True))
+    sums = analysis.summed if gradient and kind in SUMS else {}
+    dtypes = [sums.get(value.name, value.dtype) for value in values]
+    size = sum(
+        step.collective_bytes(value.shape, dtype.itemsize, mesh.sizes)
+        for value, dtype, step in zip(values, dtypes, steps, strict=True)
+    )
     seconds = float(collective_seconds(kind, float(size), mesh.sizes[axis], mesh.links[axis]))
     return Message(values=names, axis=axis, kind=kind, where=where, bytes=size, seconds=seconds)

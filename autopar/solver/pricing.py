@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 
-from autopar.conversion import COLLECTIVES, CONVERSIONS
+from autopar.conversion import COLLECTIVES, CONVERSIONS, SUMS
 from autopar.cost_models.collectives import seconds as collective_seconds
 from autopar.cost_models.compute import pricer
 from autopar.cost_models.optimizers import Optimizer, step_seconds
@@ -122,20 +123,27 @@ def op_seconds(
     return result
 
 
-def arc_seconds(graph: Space, value: Value, mesh: Mesh, *, bundled: bool) -> tuple[Floats, Floats, Floats]:
+def arc_seconds(
+    graph: Space, value: Value, mesh: Mesh, *, bundled: bool, summed: torch.dtype | None = None
+) -> tuple[Floats, Floats, Floats]:
     """Per arc: seconds of the conversion, of its gradient, and of its collective alone if it is run again.
 
-    `bundled` if the value travels with others: the latency that it shares with them is a toll (`formulate`).
+    `bundled` if the value travels with others: the latency that it shares with them is a toll (`formulate`). `summed` is the
+    dtype in which gradients are added up, if not the value's.
     """
     size = value.dtype.itemsize
     large = np.maximum(graph.elements[graph.source], graph.elements[graph.target]) * size
     small = np.minimum(graph.elements[graph.source], graph.elements[graph.target]) * size
+    wider = summed.itemsize // size if summed else 1
     there, back, rerun = np.zeros((3, len(large)))
     for number, (forward, backward) in enumerate(CONVERSIONS.values()):
         for axis in range(len(mesh.sizes)):
             here = np.flatnonzero((graph.pair == number) & (graph.axis == axis))
             there[here] = primitive_seconds(forward, large[here], small[here], axis, mesh)
-            back[here] = primitive_seconds(backward, large[here], small[here], axis, mesh)
+            times = wider if backward in SUMS else 1
+            back[here] = primitive_seconds(backward, times * large[here], times * small[here], axis, mesh)
+            if wider > 1 and backward == WHOLE_SUM:
+                back[here] += rounding_seconds(large[here], wider, mesh)
             if bundled:
                 there[here] -= latency(forward, axis, mesh) if forward in TOGETHER[0] else 0.0
                 back[here] -= latency(backward, axis, mesh) if backward in TOGETHER[1] else 0.0
@@ -153,6 +161,15 @@ def primitive_seconds(primitive: str, large: Ints, small: Ints, axis: int, mesh:
     assert mesh.device is not None
     moved = 2 * small if primitive == "slice" else small + large
     return np.maximum(moved / mesh.device.bandwidth, mesh.device.launch)
+
+
+WHOLE_SUM = "all_reduce"  # what comes back from the other sum is a shard, which is rounded in no time
+
+
+def rounding_seconds(size: Ints, wider: int, mesh: Mesh) -> Floats:
+    """Seconds in which sums are rounded to a dtype so many times narrower, in which they are of this size."""
+    assert mesh.device is not None
+    return np.maximum((1 + wider) * size / mesh.device.bandwidth, mesh.device.launch)
 
 
 def latency(kind: str, axis: int, mesh: Mesh) -> float:

@@ -133,27 +133,26 @@ def together(problem: Problem, solution: Solution) -> Solution:
     picks, arcs, sent = list(solution.picks), list(solution.arcs), dict(solution.again.arcs)
     again = {w: members for (w, _), members in sent.items()}
     uneven = {w for (w, _), members in sent.items() if members != again[w]}
+    ends = _Ends(problem)
     extra = [np.zeros(len(wire.seconds)) for wire in problem.wires]
     for toll in problem.tolls:
         due = toll.seconds * (1.0 - paid(problem, toll, solution.picks, solution.arcs, solution.again))
         for way in toll.ways:
             share = 1.0 if way.consumers is not None else again.get(way.wire, 0) / problem.wires[way.wire].count
             extra[way.wire] += way.arcs * due * share
-    fed = Counter(wire.producer for wire in problem.wires)
     for w in sorted({way.wire for toll in problem.tolls for way in toll.ways} - uneven):
         wire, members = problem.wires[w], again.get(w, 0)
         twice = wire.again * (members / wire.count) if wire.again is not None and members else 0.0
         wire = replace(wire, seconds=wire.seconds + extra[w] + twice)
         found = []
-        for pick in _alike(problem, picks, wire.producer) if fed[wire.producer] == 1 else (picks[wire.producer],):
-            starts = (*picks[: wire.producer], pick, *picks[wire.producer + 1 :])
-            route = tree(wire, starts)
+        for start in _starts(problem, picks, arcs, wire.producer, ends):
+            route = tree(wire, start)
             if route is not None:
-                found.append((route_price(wire, starts, route), pick, route))
+                found.append((route_price(wire, tuple(start), route), start, route))
         least = min(seconds for seconds, _, _ in found)
         for arc in arcs[w]:
             sent.pop((w, arc), None)
-        _, picks[wire.producer], arcs[w] = next(one for one in found if one[0] <= least * (1 + SAME))
+        _, picks, arcs[w] = next(one for one in found if one[0] <= least * (1 + SAME))
         sent |= {(w, arc): members for arc in arcs[w] if members}
     resent = replace(solution.again, arcs=sent)
     seconds = price(problem, tuple(picks), tuple(arcs), resent)
@@ -162,6 +161,50 @@ def together(problem: Problem, solution: Solution) -> Solution:
     return replace(
         solution, picks=tuple(picks), arcs=tuple(arcs), again=resent, seconds=seconds, bound=min(solution.bound, seconds)
     )
+
+
+def _starts(
+    problem: Problem, picks: Sequence[int], arcs: Sequence[tuple[int, ...]], choice: int, ends: _Ends
+) -> Iterator[list[int]]:
+    """The picks with every other that a choice may take at the same price, where nothing but its own wire hangs on it.
+
+    So it is for a parameter, and for a copy of one that nothing else reads, cast as it is stored: then both change.
+    """
+
+    def changed(*others: tuple[int, int]) -> list[int]:
+        now = list(picks)
+        for place, pick in others:
+            now[place] = pick
+        return now
+
+    if ends.made[choice] == 1 and not ends.read[choice]:
+        yield from (changed((choice, pick)) for pick in _alike(problem, picks, choice))
+        return
+    source = problem.wires[ends.read[choice][0]] if ends.read[choice] else None
+    if source is None or not ends.only(choice, source) or arcs[ends.read[choice][0]]:
+        yield list(picks)
+        return
+    before = _alike(problem, picks, source.producer)
+    for pick, given in itertools.product(_alike(problem, picks, choice), before):
+        if source.produced[given] == source.consumers[0].wants[pick]:
+            yield changed((choice, pick), (source.producer, given))
+
+
+class _Ends:
+    """How many wires each choice makes, and which it reads."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.made = Counter(wire.producer for wire in problem.wires)
+        self.read: dict[int, list[int]] = {choice: [] for choice in range(len(problem.choices))}
+        for w, wire in enumerate(problem.wires):
+            for consumer in wire.consumers:
+                self.read[consumer.choice].append(w)
+
+    def only(self, choice: int, source: Wire) -> bool:
+        """Whether a choice makes one wire and reads one alone, whose producer makes no other and reads nothing."""
+        given = source.producer
+        alone = len(self.read[choice]) == len(source.consumers) == 1
+        return alone and self.made[choice] == self.made[given] == 1 and not self.read[given]
 
 
 def _alike(problem: Problem, picks: Sequence[int], choice: int) -> list[int]:

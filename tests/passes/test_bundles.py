@@ -16,11 +16,12 @@ from autopar.capture import Captured, capture
 from autopar.conversion import Conversion
 from autopar.ir import Program
 from autopar.passes.bundles import LIMIT, bundled, bundles
+from autopar.passes.weights import copies
 from autopar.plan import resolve
-from autopar.planner import Options
+from autopar.planner import Options, read_program
 from autopar.rules import fit
 from autopar.testing import random_plan_of
-from tests import planning
+from tests import models, planning
 from tests.planning import NETWORK, NVLINK, mesh
 
 Model = Callable[[], Captured]
@@ -59,6 +60,15 @@ def test_blocks_share_a_bundle_unless_their_weights_move() -> None:
     blocks = [tuple(dict.fromkeys(name.rpartition(".layers.")[2].partition(".")[0] for name in names)) for names in apart]
     assert blocks == [("model",), ("0",), ("1",), ("2",), ("3",), ("model", "lm_head")]
     assert bundles(program, moved=False) == (tuple(itertools.chain(*apart)),)
+
+
+def test_copies_of_weights_travel_together_apart_from_what_stays_wide() -> None:
+    program = read_program(*models.make("gpt2"), "bf16-mixed").program
+    cast = copies(program)
+    apart = bundles(program, moved=True)
+    assert {len({name in cast for name in names}) for names in apart} == {1}
+    first = next(names for names in apart if cast.get(names[0]) == "transformer.h.0.attn.c_attn.bias")
+    assert len(first) == 8, "a weight and a bias of each of the four products of a block"
 
 
 def test_layers_of_8_mib_are_alone_where_they_move_and_three_in_a_bundle_where_not() -> None:

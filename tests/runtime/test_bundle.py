@@ -134,3 +134,27 @@ def test_on_an_axis_of_one_device_nothing_happens(pair: tuple[str, str]) -> None
         found = finish(Anew(), name, begin(name, weights, axis), axis, [(0,), (0,)])
     assert [id(tensor) for tensor in found] == [id(tensor) for tensor in weights]
     assert not log
+
+
+def add(summed: torch.dtype | None) -> tuple[torch.Tensor, torch.dtype, list[Issued]]:
+    """The gradient of a gathered weight in bfloat16 to which the ranks add 256, 1, 1 and 1, and what it took."""
+    context = connect(Mesh.of(RANKS))
+    (axis,) = context.axes
+    weight = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    with recorded(context.axes) as log:
+        begun = begin("all_gather__reduce_scatter", [weight], axis, summed)
+        (value,) = finish(Anew(), "all_gather__reduce_scatter", begun, axis, [(0,)])
+        (value * (256 if axis.index == 0 else 1)).sum().backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    return weight.grad, value.dtype, log
+
+
+@pytest.mark.parametrize("summed, size", [(None, 2), (torch.float32, 4)])
+def test_gradients_are_added_up_in_the_dtype_that_is_asked_for(pool: WorkerPool, summed: torch.dtype | None, size: int) -> None:
+    for found in pool.run(f"{__name__}:add", summed, ranks=RANKS):
+        assert isinstance(found, tuple)
+        gradient, value, log = found
+        assert gradient.dtype == value == torch.bfloat16
+        assert [(entry.kind, entry.bytes) for entry in log] == [("all_gather", 8 * 2), ("reduce_scatter", 8 * size)]
+        if summed:
+            assert gradient.tolist() == [260.0, 260.0], "259 rounded once; 256 + 1 is 256 in bfloat16"

@@ -226,3 +226,30 @@ def test_an_op_made_of_a_gathered_weight_has_it_gathered_again() -> None:
     assert not counted.alive[0]()
     assert torch.equal(gradients(loss, [w])[0], gradients(F.linear(x, w * 2).sin().sum(), [w])[0])
     assert counted.runs == 2
+
+
+def test_a_copy_in_another_dtype_is_gone_after_its_use_and_so_is_what_is_gathered_from_it() -> None:
+    parameters, counted, anew = weights(4), Counted(), Anew()
+    alive: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def narrow(weight: nn.Parameter) -> torch.Tensor:
+        copied = call(anew, torch.ops.aten.to.dtype, weight, torch.float32)
+        assert isinstance(copied, torch.Tensor)
+        alive.append(weakref.ref(copied.untyped_storage()))
+        return copied
+
+    def deep(weight: Callable[[nn.Parameter], torch.Tensor]) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 24).reshape(4, 6)
+        for parameter in parameters:
+            x = F.linear(x, weight(parameter)).tanh()
+        return x.square().sum()
+
+    expected = gradients(deep(lambda w: w.float()), parameters)
+    with anew.active():
+        loss = deep(narrow)
+    assert not any(storage() for storage in alive)
+    assert all(map(torch.equal, gradients(loss, parameters), expected))
+    with anew.active():
+        loss = deep(lambda w: counted.run(anew, narrow(w))[0])
+    assert not any(storage() for storage in (*alive, *counted.alive))
+    assert all(map(torch.equal, gradients(loss, parameters), gradients(deep(lambda w: w.float() * 2), parameters)))

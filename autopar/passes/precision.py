@@ -1,0 +1,178 @@
+"""Precision: a model that computes in bfloat16 over parameters in float32, and inputs in another dtype than the model's.
+
+    "fp32", "bf16"    the model is captured as `model.to(dtype)` would be; inputs that are floating are cast on arrival
+    "bf16-mixed"      parameters, their gradients and the optimizer's state stay float32; see `mixed`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from autopar.capture import autocast
+from autopar.errors import ConstraintError
+from autopar.ir import Argument, Op, Program, Ref, Static, Value, refs, substitute, writes
+from autopar.passes.builder import Keywords, Rewriter, kinds
+from autopar.passes.weights import CAST
+
+MIXED = "bf16-mixed"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = (*DTYPES, MIXED)
+
+# Beside those that autocast gives float32: norms that it leaves alone, and what begins with a state made in float32.
+SINGLE = frozenset(
+    "batch_norm instance_norm rms_norm native_layer_norm native_group_norm lstm gru rnn_tanh rnn_relu "
+    "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split()
+)
+# What fills in a number that float32 may hold and bfloat16 not: the smallest float32 is minus infinity there.
+FILLING = frozenset("where masked_fill".split())
+
+
+def stored(precision: str | None, reduce: str | None) -> torch.dtype | None:
+    """The dtype in which a precision stores parameters, None for the model's own; raises ConstraintError for an unknown one."""
+    if precision not in (None, *PRECISIONS):
+        raise ConstraintError(f"precision={precision!r} is unknown", fix=f"None, or one of {', '.join(PRECISIONS)}")
+    if reduce not in (None, *DTYPES):
+        raise ConstraintError(f"reduce={reduce!r} is unknown", fix=f"None, or one of {', '.join(DTYPES)}")
+    if reduce is not None and precision != MIXED:
+        raise ConstraintError(
+            f"reduce={reduce!r} says how gradients are added up with precision={MIXED!r}",
+            precision=repr(precision),
+            fix=f"precision={MIXED!r}, or leave reduce out: gradients have the dtype of their parameters",
+        )
+    return DTYPES.get(precision) if precision else None
+
+
+def received(program: Program, dtypes: Mapping[str, torch.dtype]) -> Program:
+    """Inputs arrive in these dtypes, and are cast where they are first read.
+
+        x: bfloat16[3]           x: float32[3]
+        y = gelu(x)        ->    c = to(x, bfloat16)
+                                 y = gelu(c)
+    """
+    differ = {value.name: value.dtype for value in program.inputs if dtypes[value.name] != value.dtype}
+    inputs = tuple(replace(value, dtype=dtypes[value.name]) for value in program.inputs)
+    rewriter = Rewriter(replace(program, inputs=inputs))
+    for op in program.ops:
+        for name in op.operands:
+            if name in differ:
+                rewriter.forward(name, rewriter.beside(op, CAST, (Ref(name), differ.pop(name))))
+        rewriter.keep(op)
+    return rewriter.finish()
+
+
+def mixed(program: Program, reduce: torch.dtype | None = None) -> Program:
+    """The program computing in bfloat16 over what is stored in float32, as under torch.autocast.
+
+                                            c = to(w, bfloat16)
+        y = linear(x, w)             ->     y = linear(x, c)              bfloat16
+        z = layer_norm(y, v)                d = to(y, float32)
+                                            z = layer_norm(d, v)          float32
+
+    Matrix products take bfloat16, losses, norms, softmax and the like float32: autocast's own lists. Other operators take
+    what comes, but parameters and floating inputs in bfloat16, where autocast gives float32: so the stream between the
+    blocks is bfloat16, and no weight travels wider than it must. What depends on neither, such as masks and the angles
+    of rotary positions, is computed as it was. Outputs have the dtypes that they had.
+
+    A parameter is cast once, before it is gathered; its gradient comes back through the cast and is stored in float32. Over
+    devices gradients are added up in float32 too, unless `reduce` names another dtype (`autopar.passes.weights.summed`).
+
+    Raises ConstraintError if a parameter is floating and not float32.
+    """
+    for parameter in program.parameters:
+        dtype = parameter.value.dtype
+        if dtype.is_floating_point and dtype != torch.float32:
+            raise ConstraintError(
+                f"precision={MIXED!r} is for models in float32: {parameter.value.name} is {str(dtype).removeprefix('torch.')}",
+                fix="model.float(), or leave precision out: the model runs as it is",
+            )
+    return _Mixed(program, reduce).program
+
+
+class _Mixed:
+    """One rewriting; all names are the new program's unless an op says them."""
+
+    def __init__(self, old: Program, reduce: torch.dtype | None) -> None:
+        self.rewriter = Rewriter(old)
+        self.old, self.values = old, self.rewriter.values
+        parameters = (replace(p, reduce=reduce) for p in old.parameters)
+        self.rewriter.parameters = tuple(parameters)
+        floating = (value for value in (*old.inputs, *(p.value for p in old.parameters)) if _single(value))
+        self.given = {value.name for value in floating}  # what may be had in either dtype
+        self.real = set(self.given)  # what depends on these
+        self.casts: dict[tuple[str, torch.dtype], Ref] = {}
+        self.returned = {output.value for output in old.outputs}
+        for op in old.ops:
+            self._op(op)
+        for output in old.outputs:
+            self._return(old.values[output.value])
+        self.program = self.rewriter.finish()
+
+    def _op(self, op: Op) -> None:
+        new = tuple(map(self.rewriter.new, op.args)), tuple((name, self.rewriter.new(a)) for name, a in op.kwargs)
+        names = [ref.name for ref in refs((*new[0], *(argument for _, argument in new[1])))]
+        if self.real.isdisjoint(names):
+            self.rewriter.keep(op)
+            return
+        args, kwargs = self._cast(op, new, self._wanted(op, names))
+        try:
+            found = self.rewriter.infer(op.target, args, kwargs)
+        except RuntimeError:  # it does not take them mixed, or does not run on meta: as it was
+            args, kwargs = self._cast(op, new, torch.float32)
+            found = kinds(op)
+        self.rewriter.put(op, op.target, args, kwargs, found)
+        self.real |= {self._now(result.name) for result in op.results}
+
+    def _wanted(self, op: Op, names: list[str]) -> torch.dtype | None:
+        """The dtype to which all floating operands are cast; None if they may stay as they are."""
+        name = op.target.split(".")[1]
+        dtypes = [torch.bfloat16 if operand in self.given else self.values[operand].dtype for operand in names]
+        if name in SINGLE or writes(op) or (name in FILLING and (torch.float32 in dtypes or _huge(op))):
+            return torch.float32
+        if name == "alias" and op.results[0].name in self.returned:
+            return op.results[0].dtype
+        return autocast.operand_dtype(op.target, dtypes, torch.bfloat16)
+
+    def _cast(
+        self, op: Op, new: tuple[tuple[Argument, ...], Keywords], wanted: torch.dtype | None
+    ) -> tuple[tuple[Argument, ...], Keywords]:
+        """The new arguments of an op in the dtype that it wants; where it wants none, what is given in bfloat16."""
+
+        def change(leaf: Ref | Static) -> Argument:
+            if not isinstance(leaf, Ref):
+                return leaf
+            dtype = wanted or (torch.bfloat16 if leaf.name in self.given else None)
+            return self._as(op, leaf, dtype) if dtype else leaf
+
+        return tuple(substitute(a, change) for a in new[0]), tuple((name, substitute(a, change)) for name, a in new[1])
+
+    def _as(self, op: Op, ref: Ref, dtype: torch.dtype) -> Ref:
+        """A value in this dtype: cast once, at the place of the op that wants it first."""
+        if not autocast.castable(self.values[ref.name].dtype, dtype):
+            return ref
+        if (ref.name, dtype) not in self.casts:
+            made = self.casts[ref.name, dtype] = self.rewriter.beside(op, CAST, (ref, dtype))
+            self.real.add(made.name)
+        return self.casts[ref.name, dtype]
+
+    def _return(self, old: Value) -> None:
+        """An output has the dtype that it had."""
+        if old.name in self.old.producer and self.values[self._now(old.name)].dtype != old.dtype:
+            self.rewriter.forward(old.name, self._as(self.old.producer[old.name], Ref(self._now(old.name)), old.dtype))
+
+    def _now(self, old: str) -> str:
+        """The new name of an old value."""
+        (ref,) = refs(self.rewriter.new(Ref(old)))
+        return ref.name
+
+
+def _single(value: Value) -> bool:
+    return value.dtype == torch.float32
+
+
+def _huge(op: Op) -> bool:
+    """Whether an op has a number that bfloat16 cannot hold."""
+    limit = torch.finfo(torch.bfloat16).max
+    return any(isinstance(argument, float) and abs(argument) > limit for argument in (*op.args, *dict(op.kwargs).values()))
