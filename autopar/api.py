@@ -27,6 +27,7 @@ def plan(
     constraints: Mapping[str, str] | None = None,
     outputs: str | None = None,
     strict: bool = False,
+    microbatches: int | str = 1,
 ) -> Plan:
     """Plan how a model trains on a mesh; needs neither processes nor weights (the model may be on `meta`).
 
@@ -35,6 +36,8 @@ def plan(
     accelerator, else its CPU; `budget` is bytes per device (or "80GB"), by default 90% of the device. `strategy` is "auto",
     "ddp", "zero2", "fsdp" (ZeRO-3), "megatron" or "replicate"; `constraints` maps names (globs) to layouts; `outputs` is
     "whole" or "sharded" for tensors that are not scalars; with `strict`, an operator without a rule is an error.
+    `microbatches` is the number of parts of the batch that a step takes one after the other (`parallel.step`), so as to hold
+    fewer activations; "auto" plans it too.
 
     Raises an `autopar.AutoparError` that says what is wrong: CaptureError, ConstraintError, BudgetError, MeshError, InputError,
     RuleError.
@@ -46,7 +49,7 @@ def plan(
     """
     options = Options(
         device=device, budget=budget, strategy=strategy, optimizer=optimizer, constraints=constraints or {}, outputs=outputs,
-        strict=strict,
+        strict=strict, microbatches=microbatches,
     )  # fmt: skip
     return make_plan(model, sample_input, mesh, options).plan
 

@@ -31,7 +31,7 @@ from autopar.plan import Plan
 from autopar.planner import Options, Planned, make_plan
 from autopar.tables import plain
 
-PLANNING = ("mesh", "device", "budget", "strategy", "optimizer", "constraint")  # options that make another plan
+PLANNING = ("mesh", "device", "budget", "strategy", "optimizer", "constraint", "microbatches")  # options that make another plan
 MODEL = ("why", "why_not", "budget_sweep", "code")  # questions that a plan without its model cannot answer
 
 NEXT = {"capture": "planning", "write": "planning the named strategies"}  # what follows a phase of planning
@@ -70,6 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", help="memory per device, such as 24GiB; by default 90%% of the device")
     parser.add_argument("--strategy", help=", ".join(STRATEGIES))
     parser.add_argument("--optimizer", help="adamw, sgd, ...: for the memory of its state")
+    number = "parts of the batch that a step takes one after the other: a number, or auto"
+    parser.add_argument("--microbatches", type=lambda text: int(text) if text.isdecimal() else text, help=number)
     constraint = '"*.wte.weight=I, S(0)"; may be given several times'
     parser.add_argument("--constraint", metavar="NAME=LAYOUT", action="append", default=[], help=constraint)
     parser.add_argument("--save", metavar="PLAN.json", help="write the plan to a file")
@@ -147,7 +149,7 @@ def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[
     if not options.mesh:
         raise UsageError("on which mesh? A plan is for one mesh", fix="--mesh 2,4 or --mesh dp=2,tp=4")
     mesh = parse_mesh(options.mesh)
-    named = {name: getattr(options, name) for name in ("device", "budget", "strategy", "optimizer")}
+    named = {name: getattr(options, name) for name in ("device", "budget", "strategy", "optimizer", "microbatches")}
     given = {name: value for name, value in named.items() if value is not None}
     asked = Options(constraints=_constraints(options.constraint), **given)
     model, sample = built(options.target)
