@@ -39,6 +39,8 @@ from autopar.tables import size_text
 AUTO = "auto"  # as many micro-batches as are best
 SMALLEST = "smallest"  # what a BudgetError calls the smallest budget that works
 NAMED = ("ddp", "zero2", "fsdp", "megatron", "replicate")
+PLENTY: Bytes = 1 << 60
+FAR = 1e-2  # the gap beyond which more is tried
 Stop = Callable[[str], None]  # called with the name of each phase when it ends
 
 
@@ -208,11 +210,13 @@ def solved(
     solution = within(formulated, ledger, limit, patience=patience)
     if solution is None:
         raise _impossible(formulated, ledger, limit, options, patience)
+    best = Solved(ledger=ledger, solution=solution, optimizer=optimizer)
+    if options.strategy == "auto" and solution.gap > FAR:
+        best = _with_free_layouts(best, limit)
     if options.strategy == "auto" and solution.gap > 0:
-        solution, formulated = _best_named(program, analysis, mesh, options, limit, solution, formulated)
-        ledger = Ledger(formulated, optimizer)
+        best = _best_named(best, analysis, options, limit)
     stop("solve")
-    return Solved(ledger=ledger, solution=solution, optimizer=optimizer)
+    return best
 
 
 def finish(found: Solved, options: Options, chosen: Decisions | None = None) -> Plan:
@@ -283,28 +287,36 @@ def _impossible(
     )
 
 
-def _best_named(
-    program: Program,
-    analysis: Analysis,
-    mesh: Mesh,
-    options: Options,
-    limit: Bytes,
-    solution: Solution,
-    formulated: Formulated,
-) -> tuple[Solution, Formulated]:
+def _with_free_layouts(best: Solved, limit: Bytes) -> Solved:
+    """The better of a solution and of the layouts that are best where memory is plenty, with what must be made again then."""
+    formulated, solution = best.formulated, best.solution
+    free = within(formulated, best.ledger, PLENTY)
+    if free is None:
+        return best
+    other = formulated.only(free)
+    found = within(other, Ledger(other, best.optimizer), limit, cutoff=step_time(formulated, solution))
+    if found is None:
+        return best
+    found = replace(found, picks=free.picks, bound=min(solution.bound, found.seconds), status="feasible")
+    return min(best, replace(best, solution=found), key=lambda one: step_time(one.formulated, one.solution))
+
+
+def _best_named(best: Solved, analysis: Analysis, options: Options, limit: Bytes) -> Solved:
     """The best of a solution that is not proven and the named strategies, by what they really send."""
-    optimizer, seconds = optimizers.optimizer(options.optimizer), step_time(formulated, solution)
+    program, mesh, bound = analysis.program, best.formulated.mesh, best.solution.bound
     for strategy in NAMED:
         try:
             wanted = demands(program, mesh, strategy, options.constraints, analysis.fits)
-            other = formulate(analysis, mesh, optimizer, demands=wanted, sharded_outputs=sharded(program, options.outputs))
+            outputs = sharded(program, options.outputs)
+            other = formulate(analysis, mesh, best.optimizer, demands=wanted, sharded_outputs=outputs)
         except ConstraintError:
             continue
-        found = within(other, Ledger(other, optimizer), limit, cutoff=seconds)
+        ledger, seconds = Ledger(other, best.optimizer), step_time(best.formulated, best.solution)
+        found = within(other, ledger, limit, cutoff=seconds)
         if found is not None and step_time(other, found) < seconds:
-            solution, formulated = replace(found, bound=min(solution.bound, found.seconds), status="feasible"), other
-            seconds = step_time(formulated, solution)
-    return solution, formulated
+            found = replace(found, bound=min(bound, found.seconds), status="feasible")
+            best = replace(best, ledger=ledger, solution=found)
+    return best
 
 
 def step_time(formulated: Formulated, solution: Solution) -> Seconds:

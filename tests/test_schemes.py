@@ -236,3 +236,9 @@ def test_auto_is_not_priced_above_a_named_strategy_in_the_memory_that_it_needs(m
     best = planning.plan(captured, on, budget=named.peak_memory)
     assert best.peak_memory <= named.peak_memory
     assert best.step_time <= named.step_time * (1 + 1e-6)
+
+
+def test_zero3_is_another_name_of_fsdp() -> None:
+    plans = [planning.plan(planning.gpt2(8, 32, 64), mesh((4,), NVLINK), strategy=strategy) for strategy in ("zero3", "fsdp")]
+    assert plans[0].collectives == plans[1].collectives
+    assert (plans[0].layouts, plans[0].routes, plans[0].again) == (plans[1].layouts, plans[1].routes, plans[1].again)

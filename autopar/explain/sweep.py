@@ -10,12 +10,11 @@ from autopar.explain.report import Part, grid
 from autopar.explain.words import milliseconds
 from autopar.mesh import Bytes, Seconds
 from autopar.plan import Plan
-from autopar.planner import Options, Planned, plan_program
+from autopar.planner import PLENTY, Options, Planned, plan_program
 from autopar.solver.within import smallest
 from autopar.tables import size_text
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
-PLENTY: Bytes = 1 << 60
 MARGIN = 1.01  # of the least memory: the smallest budget that is tried
 BAR = 40  # characters of the longest bar
 

@@ -22,7 +22,8 @@ from autopar.passes.classes import PRODUCTS
 from autopar.rules import Fitted
 
 STRATEGIES = ("auto", "ddp", "zero2", "fsdp", "megatron", "replicate")
-SHARDED = ("zero2", "zero3", "fsdp")  # parameters are stored split on all axes, and gathered for use
+SHARDED = ("zero2", "fsdp")  # parameters are stored split on all axes, and gathered for use
+OTHER_NAMES = {"zero3": "fsdp"}
 Pattern = tuple[State | None, ...]  # a layout, None where an axis is free
 
 
@@ -76,6 +77,7 @@ def demands(
     for two
     that contradict each other.
     """
+    strategy = OTHER_NAMES.get(strategy, strategy)
     if strategy not in STRATEGIES:
         raise ConstraintError(f"no strategy is called {strategy!r}", fix=f"one of {', '.join(STRATEGIES)}")
     patterns = constrained(program, mesh, constraints)
@@ -102,7 +104,7 @@ def demands(
         ungathered=frozenset({last}) if strategy == "megatron" else frozenset(),
         divided=_multiplied(program, weights, fits, mesh.sizes[last]) if strategy == "megatron" else frozenset(),
         weights_whole=strategy in ("ddp", *SHARDED),
-        dropped=strategy in ("fsdp", "zero3"),
+        dropped=strategy == "fsdp",
         held=strategy == "zero2",
     )
 

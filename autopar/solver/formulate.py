@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -62,6 +62,31 @@ class Formulated:
     @property
     def program(self) -> Program:
         return self.analysis.program
+
+    def only(self, solution: Solution) -> Formulated:
+        """The same with the layouts of a solution alone; what is made again, and the routes, are still to choose."""
+        picks = [np.array([pick]) for pick in solution.picks]
+        return replace(
+            self,
+            problem=replace(
+                self.problem,
+                choices=tuple(
+                    replace(
+                        choice, seconds=choice.seconds[pick], tie=choice.tie[pick],
+                        again=None if choice.again is None else choice.again[pick],
+                    )
+                    for choice, pick in zip(self.problem.choices, picks, strict=True)
+                ),
+                wires=tuple(
+                    replace(
+                        wire, produced=wire.produced[picks[wire.producer]],
+                        consumers=tuple(replace(end, wants=end.wants[picks[end.choice]]) for end in wire.consumers),
+                    )
+                    for wire in self.problem.wires
+                ),
+            ),
+            candidates=tuple((found[pick],) for found, pick in zip(self.candidates, solution.picks, strict=True)),
+        )  # fmt: skip
 
 
 def formulate(

@@ -57,8 +57,6 @@ def solve(
             known += broken
         tight = any(row.constant for row in known)  # what a row asks for beyond what it sees proves nothing
         relaxed = search.relax()
-        if relaxed is None and not tight:
-            return None
         if relaxed is not None and not tight:
             proven = relaxed.bound
         if relaxed is not None and relaxed.bound >= cutoff:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from autopar.solver.solve import POLISH, least_memory, solve
 
 LITTLE = 1e-4  # of the limit: the least by which a row that was kept but did not suffice is tightened
 FINE, REFINE = 0.01, 5.0  # of the least memory, by which less is tried, and for how many seconds
+
+_FOUND: MutableMapping[Ledger, Solution] = WeakKeyDictionary()  # the solutions of least memory: often asked for twice
 
 
 def within(
@@ -84,6 +87,8 @@ def smallest(formulated: Formulated, ledger: Ledger, *, patience: float = math.i
 
 def _smallest(merged: Merged, ledger: Ledger, patience: float) -> Solution | None:
     """The same of the merged problem: nothing is found within a hundredth less."""
+    if ledger in _FOUND:
+        return _FOUND[ledger]
     least = better = _least(merged, ledger, patience)
     while better is not None:
         least = better
@@ -92,6 +97,8 @@ def _smallest(merged: Merged, ledger: Ledger, patience: float) -> Solution | Non
             better = _within(merged, ledger, limit, lambda: None, patience=min(patience, REFINE), polish=0.0)
         except SolverError:
             better = None
+    if least is not None:
+        _FOUND[ledger] = least
     return least
 
 

@@ -1,0 +1,234 @@
+"""Step time against memory: the joint program beside what others do one after the other.
+
+    python benchmarks/budgets.py                    every model on every mesh
+    python benchmarks/budgets.py gpt2 --mesh 2,4    one of them
+    python benchmarks/budgets.py --save             the tables and the plot of the results (needs matplotlib)
+
+    joint        layouts, recomputation and second gathers chosen together within the budget
+    two stages   the layouts that are best with plenty of memory; then, under them, the best to make again within the budget
+    blocks       the same layouts, and every block is computed again whole, its collectives too: one point, whatever the budget
+
+Times and peaks are predicted, for H100s; weights are bfloat16 on meta. Budgets divide the way from the peak of the best plan to
+the least memory of any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+
+from autopar.cost_models import optimizers
+from autopar.decisions import Again
+from autopar.errors import BudgetError
+from autopar.explain.sweep import MARGIN, SHARES
+from autopar.planner import PLENTY, Options, Solved, analysed, finish, located, read_program, solved
+from autopar.solver.formulate import Formulated, decisions
+from autopar.solver.memory import Ledger
+from autopar.solver.within import smallest, within
+from autopar.tables import size_text
+
+RESULTS = Path(__file__).with_name("results")
+DEVICE = "h100"
+MESHES = ((4,), (2, 4))
+Made = tuple[nn.Module, dict[str, torch.Tensor], str]  # a model, its batch, and where its blocks are
+
+
+def gpt2() -> Made:
+    """GPT-2 small: 12 layers, 16 sequences of 1024."""
+    config = transformers.GPT2Config(n_layer=12, use_cache=False)
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # transformers warns that it cannot tell this from the name of the class
+    return model, _text(16, 1024, config.vocab_size), "transformer.h."
+
+
+def llama() -> Made:
+    """8 layers of Llama's width for a billion weights, 4 query heads to each of keys and values; 16 sequences of 2048."""
+    config = transformers.LlamaConfig(
+        num_hidden_layers=8, hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=32000, max_position_embeddings=2048, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config), _text(16, 2048, config.vocab_size), "model.layers."
+
+
+def vit() -> Made:
+    """ViT-B/16 and 128 images."""
+    config = transformers.ViTConfig(num_labels=1000)  # type: ignore[call-arg]
+    batch = {"pixel_values": torch.empty(128, 3, 224, 224, dtype=torch.bfloat16), "labels": torch.zeros(128, dtype=torch.long)}
+    return transformers.ViTForImageClassification(config), batch, "vit.layers."
+
+
+def _text(rows: int, length: int, vocabulary: int) -> dict[str, torch.Tensor]:
+    tokens = torch.zeros(rows, length, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+MODELS: Mapping[str, Callable[[], Made]] = {"gpt2": gpt2, "llama": llama, "vit": vit}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A plan: seconds of a step, of them computing again, bytes at the peak; how long it took to find."""
+
+    seconds: float
+    again: float
+    peak: int
+    took: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """One model on one mesh: per budget the joint plan and the one of two stages, None where there is none."""
+
+    model: str
+    mesh: tuple[int, ...]
+    blocks: Point
+    rows: Sequence[tuple[int, Point | None, Point | None]]
+
+
+def swept(name: str, mesh: tuple[int, ...]) -> Sweep:
+    """The sweep of a model on a mesh."""
+    with torch.device("meta"):
+        model, batch, at = MODELS[name]()
+    program, options = read_program(model.bfloat16().train(), batch).program, Options(device=DEVICE, budget=PLENTY)
+    on = located(mesh, options)
+    analysis = analysed(program, on, options)
+    free = solved(analysis, on, options)
+    optimizer = optimizers.optimizer(options.optimizer)
+    under = Ledger(free.formulated.only(free.solution), optimizer)
+
+    def joint(budget: int) -> Point | None:
+        try:
+            return _point(solved(analysis, on, replace(options, budget=budget)), options)
+        except BudgetError:
+            return None
+
+    def staged(budget: int) -> Point | None:
+        found = within(under.formulated, under, budget)
+        return None if found is None else _point(Solved(ledger=under, solution=found, optimizer=optimizer), options)
+
+    least = smallest(free.formulated, free.ledger)
+    assert least is not None
+    most, fewest = float(free.ledger.walk(free.solution).max()), MARGIN * float(free.ledger.walk(least).max())
+    rows = []
+    for share in SHARES:
+        budget = round(fewest + share * (most - fewest))
+        rows.append((budget, _timed(joint, budget), _timed(staged, budget)))
+        print(_line(*rows[-1]), flush=True)
+    return Sweep(model=name, mesh=mesh, blocks=_blocks(free, options, at), rows=rows)
+
+
+def _timed(find: Callable[[int], Point | None], budget: int) -> Point | None:
+    start = time.perf_counter()
+    found = find(budget)
+    return found and replace(found, took=time.perf_counter() - start)
+
+
+def _point(found: Solved, options: Options) -> Point:
+    plan = finish(found, options)
+    return Point(seconds=plan.step_time, again=plan.evidence.recomputed, peak=plan.peak_memory)
+
+
+def _blocks(free: Solved, options: Options, at: str) -> Point:
+    """The best layouts with every block computed again."""
+    formulated = free.formulated
+    chosen = decisions(formulated, free.solution)
+    block = {op.name: _block(op.name, at) for op in formulated.program.ops}
+    left = {name for op in formulated.program.ops for name in op.operands if _of(name, formulated, block) != block[op.name]}
+    inside = [op for op in formulated.program.ops if block[op.name] and left.isdisjoint(r.name for r in op.results)]
+    steps = {(r.name, step) for op in inside for r in op.results for step in chosen.routes.get(r.name, ())}
+    again = Again(ops=frozenset(op.name for op in inside) & formulated.reruns, steps=frozenset(steps))
+    plan = finish(free, options, replace(chosen, again=again))
+    return Point(seconds=plan.step_time, again=plan.evidence.recomputed, peak=plan.peak_memory)
+
+
+def _block(name: str, at: str) -> str:
+    """The number of the block that an op is in."""
+    return name.removeprefix(at).split(".")[0].split(":")[0] if name.startswith(at) else ""
+
+
+def _of(value: str, formulated: Formulated, block: Mapping[str, str]) -> str:
+    """The number of the block that a value comes from."""
+    op = formulated.program.producer.get(value)
+    return block[op.name] if op else ""
+
+
+HEAD = f"{'budget':>10} {'joint ms':>10} {'again':>8} {'peak':>10} {'found in':>9} {'two stages ms':>15} {'joint is':>13}"
+
+
+def _line(budget: int, joint: Point | None, staged: Point | None) -> str:
+    line = f"{size_text(budget):>10}"
+    if joint:
+        line += f" {1e3 * joint.seconds:>10.3f} {1e3 * joint.again:>8.3f} {size_text(joint.peak):>10}"
+        line += f" {joint.took:>7.1f} s"
+    else:
+        line += f" {'none':>10} {'':>28}"
+    line += f" {1e3 * staged.seconds:>15.3f}" if staged else f" {'none':>15}"
+    if joint and staged:
+        line += f" {1 - joint.seconds / staged.seconds:>6.1%} faster"
+    return line
+
+
+def table(sweep: Sweep) -> str:
+    """A sweep as text."""
+    blocks = sweep.blocks
+    said = [f"{sweep.model} on {'x'.join(map(str, sweep.mesh))}", HEAD, *(_line(*row) for row in sweep.rows)]
+    said.append(f"blocks: {1e3 * blocks.seconds:.3f} ms, {1e3 * blocks.again:.3f} of it again, peak {size_text(blocks.peak)}")
+    fits = [joint for _, joint, _ in sweep.rows if joint and joint.peak <= blocks.peak]
+    if fits:
+        best = min(fits, key=lambda point: point.seconds)
+        said.append(
+            f"joint within that: {1e3 * best.seconds:.3f} ms, {1e3 * best.again:.3f} ms of it again: "
+            f"{1 - best.seconds / blocks.seconds:.1%} faster"
+        )
+    return "\n".join(said)
+
+
+def plot(sweeps: Sequence[Sweep], file: Path) -> None:
+    """Step time against peak memory, a picture for each sweep."""
+    import matplotlib.pyplot as plt
+
+    columns = len(MESHES)
+    figure, axes = plt.subplots(math.ceil(len(sweeps) / columns), columns, figsize=(10, 10), squeeze=False)
+    for sweep, ax in zip(sweeps, axes.flat, strict=False):
+        for label, place, style in (("joint", 1, "o-"), ("two stages", 2, "s--")):
+            points = [row[place] for row in sweep.rows if row[place]]
+            ax.plot([p.peak / 2**30 for p in points], [1e3 * p.seconds for p in points], style, label=label, markersize=4)
+        ax.plot([sweep.blocks.peak / 2**30], [1e3 * sweep.blocks.seconds], "x", label="blocks")
+        ax.set(title=f"{sweep.model} on {sweep.mesh}", xlabel="peak, GiB per device", ylabel="step, ms")
+        ax.legend()
+    figure.tight_layout()
+    figure.savefig(file)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="default: all")
+    parser.add_argument("--mesh", action="append", help="default: 4 and 2,4")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/budgets.txt and budgets.svg")
+    options = parser.parse_args()
+    meshes = [tuple(int(n) for n in text.split(",")) for text in options.mesh] if options.mesh else MESHES
+    sweeps = []
+    for name in options.models or MODELS:
+        for mesh in meshes:
+            sweeps.append(swept(name, mesh))
+            print(f"\n{table(sweeps[-1])}\n", flush=True)
+    if options.save:
+        versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+        title = f"{date.today()}, {versions}; device {DEVICE}, predicted"
+        (RESULTS / "budgets.txt").write_text("\n\n".join((title, *map(table, sweeps))) + "\n")
+        plot(sweeps, RESULTS / "budgets.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
