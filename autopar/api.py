@@ -29,6 +29,7 @@ def plan(
     precision: str | None = None,
     reduce: str | None = None,
     strict: bool = False,
+    microbatches: int | str = 1,
 ) -> Plan:
     """Plan how a model trains on a mesh; needs neither processes nor weights (the model may be on `meta`).
 
@@ -38,7 +39,9 @@ def plan(
     "ddp", "zero2", "fsdp" (ZeRO-3), "megatron" or "replicate"; `constraints` maps names (globs) to layouts; `outputs` is
     "whole" or "sharded" for tensors that are not scalars; with `strict`, an operator without a rule is an error. `precision`
     is by default the model's own, "fp32" and "bf16" plan for `model.to(dtype)`, "bf16-mixed" computes and gathers in bfloat16
-    over float32 shards: there gradients are added up in float32 unless `reduce` is "bf16".
+    over float32 shards: there gradients are added up in float32 unless `reduce` is "bf16". `microbatches` is the number of
+    parts of the batch that a step takes one after the other (`parallel.step`), so as to hold fewer activations; "auto" plans
+    it too.
 
     Raises an `autopar.AutoparError` that says what is wrong: CaptureError, ConstraintError, BudgetError, MeshError, InputError,
     RuleError.
@@ -50,7 +53,7 @@ def plan(
     """
     options = Options(
         device=device, budget=budget, strategy=strategy, optimizer=optimizer, constraints=constraints or {}, outputs=outputs,
-        precision=precision, reduce=reduce, strict=strict,
+        precision=precision, reduce=reduce, strict=strict, microbatches=microbatches,
     )  # fmt: skip
     return make_plan(model, sample_input, mesh, options).plan
 

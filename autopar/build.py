@@ -13,12 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.capture import Captured
 from autopar.capture.signature import on_meta
 from autopar.capture.skeleton import attributes, skeleton
-from autopar.codegen import ParallelModule, Returned, State, emit
+from autopar.codegen import ParallelModule, Returned, State, Steps, emit
 from autopar.decisions import Decisions
 from autopar.errors import PlanError
 from autopar.ir import Program
+from autopar.layout import I
 from autopar.mesh import Mesh
 from autopar.passes import normalise
+from autopar.passes.candidates import INVARIANT, candidate
+from autopar.passes.microbatches import microbatches
 from autopar.passes.without_dropout import switched, without_training
 from autopar.plan import Plan, resolve
 from autopar.planner import Options, located, plan_program, read_program, sharded
@@ -63,7 +66,11 @@ class _Other:
         assert state.plan is not None
         held = [p.value.name for p in (*program.parameters, *program.buffers)]
         options = replace(
-            self.options, strategy="auto", budget=None, constraints={escape(name): state.plan.layouts[name] for name in held}
+            self.options,
+            strategy="auto",
+            budget=None,
+            constraints={escape(name): state.plan.layouts[name] for name in held},
+            microbatches=state.plan.microbatches,
         )
         made = from_rank_0(lambda: plan_program(program, self.mesh, options).to_json(), state.context)
         tensors = tensors_of(parallel)
@@ -79,8 +86,9 @@ def _quiet(program: Program) -> str:
 
 def assemble(captured: Captured, tensors: Mapping[str, torch.Tensor], plan: Plan, context: Context) -> ParallelModule:
     """The module of a captured program under a plan; `tensors` holds the whole parameters and buffers by name."""
-    program = captured.program
     check_mesh(plan, context.mesh)
+    captured = replace(captured, program=microbatches(captured.program, plan.microbatches))
+    program = captured.program
     analysis = analyse(program, context.mesh)
     decisions = resolve(plan, program, analysis.fits)
     held = [p.value.name for p in (*program.parameters, *program.buffers)]
@@ -93,6 +101,7 @@ def put_together(
     captured: Captured, stored: Mapping[str, torch.Tensor], plan: Plan, context: Context, seed: int
 ) -> ParallelModule:
     """A module over tensors that are stored already as the plan says."""
+    captured = replace(captured, program=microbatches(captured.program, plan.microbatches))
     analysis = analyse(captured.program, context.mesh)
     decisions = resolve(plan, captured.program, analysis.fits)
     return _emitted(captured, decisions, analysis, stored, plan, context, seed)
@@ -110,11 +119,27 @@ def _emitted(
     program = captured.program
     split = sharded(program, plan.options.get("outputs") or None)
     outputs = [
-        Returned(shape=program.values[o.value].shape, layout=decisions.outputs[o.path], split=split(o)) for o in program.outputs
+        Returned(shape=program.whole(o.value), layout=decisions.outputs[o.path], split=split(o)) for o in program.outputs
     ]
-    state = State(plan=plan, signature=captured.signature, context=context, seed=seed, outputs=outputs)
+    steps = _steps(program, decisions, context) if program.loop else None
+    state = State(plan=plan, signature=captured.signature, context=context, seed=seed, outputs=outputs, steps=steps)
     graph = emit(program, decisions, dict(analysis.fits), context, training=captured.training)
     return ParallelModule(graph, program, stored, state)
+
+
+def _steps(program: Program, decisions: Decisions, context: Context) -> Steps:
+    """The loop of a program, with the graph of what it computes ahead: every rank does so for the whole batch."""
+    assert program.loop is not None
+    ahead, size = program.loop.ahead, len(context.mesh.sizes)
+    if ahead is None:
+        return Steps(loop=program.loop, ahead=None)
+    whole = Decisions(
+        ops={op.name: candidate(op, None, ahead.values, (INVARIANT,) * size) for op in ahead.ops},
+        given={**decisions.given, **{value.name: (I,) * size for value in ahead.inputs}},
+        outputs={output.path: (I,) * size for output in ahead.outputs},
+        routes={},
+    )
+    return Steps(loop=program.loop, ahead=emit(ahead, whole, dict.fromkeys((op.name for op in ahead.ops), None), context))
 
 
 def check_mesh(plan: Plan, mesh: Mesh) -> None:

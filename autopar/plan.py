@@ -50,7 +50,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a program runs on a mesh.
+    """How a program runs on a mesh, in so many micro-batches a step.
 
     `step_time` is in seconds, `peak_memory` in bytes per device; `status` is "optimal" or "feasible", `gap` the relative
     distance of `step_time` from the proven bound.
@@ -62,6 +62,7 @@ class Plan:
     links: tuple[str, ...]
     device: str
     options: Mapping[str, str]
+    microbatches: int
     status: str
     gap: float
     step_time: Seconds
@@ -115,7 +116,7 @@ class Plan:
                 axes=tuple(map(str, mesh["axes"])), sizes=tuple(map(int, mesh["sizes"])), links=tuple(map(str, mesh["links"])),
                 hash=str(data["hash"]), device=str(data["device"]), status=str(data["status"]), gap=float(data["gap"]),
                 step_time=float(data["step_time"]), peak_memory=int(data["peak_memory"]),
-                options={str(k): str(v) for k, v in data["options"].items()},
+                options={str(k): str(v) for k, v in data["options"].items()}, microbatches=int(data["microbatches"]),
                 choices={str(k): str(v) for k, v in data["choices"].items()},
                 layouts={str(k): str(v) for k, v in data["layouts"].items()},
                 routes={str(k): tuple(map(str, v)) for k, v in data["routes"].items()},

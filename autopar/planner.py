@@ -23,6 +23,7 @@ from autopar.evidence import BUDGET, Figure
 from autopar.ir import Op, Output, Program, writes
 from autopar.mesh import Bytes, Device, Mesh, Seconds
 from autopar.passes import normalise
+from autopar.passes.microbatches import counts, microbatches
 from autopar.passes.precision import DTYPES, MIXED, mixed, received, stored
 from autopar.passes.strategies import constrained, demands
 from autopar.plan import Collective, Plan, describe
@@ -36,6 +37,8 @@ from autopar.solver.problem import Solution, local_price
 from autopar.solver.within import smallest, within
 from autopar.tables import size_text
 
+AUTO = "auto"  # as many micro-batches as are best
+SMALLEST = "smallest"  # what a BudgetError calls the smallest budget that works
 NAMED = ("ddp", "zero2", "fsdp", "megatron", "replicate")
 PLENTY: Bytes = 1 << 60
 FAR = 1e-2  # the gap beyond which more is tried
@@ -44,7 +47,10 @@ Stop = Callable[[str], None]  # called with the name of each phase when it ends
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the user may ask of a plan; `budget` is bytes per device, a text like "80GB", or None for 90% of the device."""
+    """What the user may ask of a plan; `budget` is bytes per device, a text like "80GB", or None for 90% of the device.
+
+    `microbatches` is their number in a step, or "auto".
+    """
 
     device: str | Device | None = None
     budget: Bytes | str | None = None
@@ -55,6 +61,7 @@ class Options:
     precision: str | None = None
     reduce: str | None = None
     strict: bool = False
+    microbatches: int | str = 1
 
     def text(self) -> dict[str, str]:
         """The options as a plan keeps them; what was left to default is empty."""
@@ -66,6 +73,7 @@ class Options:
             "precision": self.precision or "",
             "reduce": self.reduce or "",
             "constraints": "; ".join(f"{name}: {layout}" for name, layout in self.constraints.items()),
+            "microbatches": "" if self.microbatches == 1 else str(self.microbatches),
         }
 
     def under(self, plan: Plan | None) -> Options:
@@ -126,6 +134,7 @@ def make_plan(
     found = _solved(captured.program, located(mesh, options), options, clock.stop)
     plan = finish(found, options)
     clock.stop("write")
+    captured = replace(captured, program=found.formulated.program)
     return Planned(plan=plan, captured=captured, solved=found, phases=clock.phases)
 
 
@@ -158,10 +167,45 @@ def plan_program(program: Program, mesh: Mesh, options: Options, stop: Stop = la
 
 
 def _solved(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
+    """The best solution in the number of micro-batches that is asked for; a program with a loop keeps its own."""
+    if program.loop is None and options.microbatches == AUTO:
+        return _best_number(program, mesh, options, stop)
+    if program.loop is None:
+        program = microbatches(program, _number(options.microbatches))
     analysis = analysed(program, mesh, options)
     _without_rule(analysis, strict=options.strict)
     stop("analyse")
     return solved(analysis, mesh, options, stop)
+
+
+def _number(asked: int | str) -> int:
+    if isinstance(asked, bool) or not isinstance(asked, int):
+        raise ConstraintError(f"microbatches={asked!r} is no number", fix=f"how many a step has, or {AUTO!r}")
+    return asked
+
+
+def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
+    """The fastest solution over the numbers of micro-batches, until one that fits is slower than one before."""
+    best: Solved | None = None
+    refused: list[BudgetError] = []
+    for runs in counts(program):
+        try:
+            found = _solved(program, mesh, replace(options, microbatches=runs), stop)
+        except BudgetError as error:
+            if SMALLEST not in error.details:
+                raise
+            refused.append(error)
+            continue
+        except ConstraintError:
+            if runs > 1:  # the program cannot be cut
+                break
+            raise
+        if best is not None and found.solution.seconds >= best.solution.seconds:
+            break
+        best = found
+    if best is None:
+        raise min(refused, key=lambda error: int(error.details[SMALLEST].removeprefix("budget=")))
+    return best
 
 
 def analysed(program: Program, mesh: Mesh, options: Options) -> Analysis:
@@ -215,6 +259,7 @@ def finish(found: Solved, options: Options, chosen: Decisions | None = None) -> 
         links=tuple(link.name for link in mesh.links),
         device=mesh.device.name if mesh.device else "",
         options=options.text(),
+        microbatches=program.runs,
         status=solution.status,
         gap=max(0.0, seconds - solution.bound) / seconds if seconds else 0.0,
         step_time=seconds,
@@ -252,14 +297,15 @@ def _impossible(
             constraints=options.text()["constraints"],
             fix="drop a constraint, or use strategy='auto'",
         )
-    alive = ledger.walk(least)
+    alive, runs = ledger.walk(least), formulated.program.runs
     peak, full = math.ceil(alive.max()), ledger.held(least, int(alive.argmax()))[:5]
     return BudgetError(
         f"no plan fits into {size_text(limit)} per device; the smallest budget that works is {size_text(peak)}",
         strategy=options.strategy,
-        smallest=f"budget={peak}",
+        microbatches=runs if runs > 1 else "",
+        **{SMALLEST: f"budget={peak}"},
         filled="; ".join(f"{size_text(held.bytes)} {held}" for held in full),
-        fix="more devices, a smaller batch, a narrower dtype, or budget= if the device has more memory than 90% of its size",
+        fix="more devices, microbatches='auto', a smaller batch, a narrower dtype, or a budget above 90% of the device",
     )
 
 

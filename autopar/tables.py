@@ -30,6 +30,8 @@ def tables(plan: Plan) -> Iterator[str | Table]:
     proven = "proven optimal" if plan.status == "optimal" else f"within {plan.gap:.2%} of the optimum"
     parts = f"{(plan.step_time - sent) * 1e3:.3f} computing, {sent * 1e3:.3f} sending"
     yield f"step    {plan.step_time * 1e3:.3f} ms: {parts}; {proven}"
+    if plan.microbatches > 1:
+        yield f"        {plan.microbatches} micro-batches, one after the other"
     yield f"memory  {size_text(plan.peak_memory)} per device at the peak"
     yield ""
     yield _layouts(plan)

@@ -13,6 +13,7 @@ from autopar.cost_models import optimizers
 from autopar.decisions import Again, Decisions
 from autopar.mesh import Mesh
 from autopar.passes.again import aliases, may_run
+from autopar.passes.microbatches import microbatches as parts
 from autopar.plan import Plan
 from autopar.planner import Options, Solved, finish, located, read_program, sharded
 from autopar.solver.analysis import Analysis, analyse
@@ -23,7 +24,13 @@ from autopar.solver.solve import tree
 
 
 def random_plan(
-    model: nn.Module, sample_input: object, mesh: object, seed: int = 0, *, precision: str | None = None
+    model: nn.Module,
+    sample_input: object,
+    mesh: object,
+    seed: int = 0,
+    *,
+    precision: str | None = None,
+    microbatches: int = 1,
 ) -> Plan:
     """Any plan that can run, drawn at random: every op takes any candidate, every value any route, anything is made again.
 
@@ -31,8 +38,12 @@ def random_plan(
     device if it has one.
     """
     priced = isinstance(mesh, Mesh) and mesh.device is not None
-    options = Options(device=None if priced else "h100", strategy="random", outputs="sharded", precision=precision)
-    return random_plan_of(read_program(model, sample_input, precision), located(mesh, options), seed, options)
+    options = Options(
+        device=None if priced else "h100", strategy="random", outputs="sharded", precision=precision, microbatches=microbatches
+    )
+    captured = read_program(model, sample_input, precision)
+    captured = replace(captured, program=parts(captured.program, microbatches))
+    return random_plan_of(captured, located(mesh, options), seed, options)
 
 
 def random_plan_of(captured: Captured, mesh: Mesh, seed: int, options: Options) -> Plan:
@@ -65,6 +76,9 @@ def random_solution(problem: Problem, draw: random.Random) -> Solution:
         if not len(wire.seconds) and wire.nodes > 1:  # no conversion is allowed: used as it is stored, which is first: whole
             for choice in (wire.producer, *(consumer.choice for consumer in wire.consumers)):
                 drawn[choice] = 0
+    for wire in reversed(problem.wires):
+        if tree(wire, drawn) is None:  # it is stored otherwise than its consumers can have it: whole, which is first, they can
+            drawn[wire.producer] = 0
     picks = tuple(drawn)
     arcs = []
     for wire in problem.wires:

@@ -28,6 +28,7 @@ from autopar.layout import I
 from autopar.mesh import Mesh
 from autopar.passes.arguments import bound
 from autopar.passes.candidates import INVARIANT, candidate
+from autopar.passes.microbatches import microbatches
 from autopar.passes.promote import promote, wide
 from autopar.passes.without_dropout import without_dropout
 from autopar.plan import Collective, Plan, resolve
@@ -105,7 +106,8 @@ def verify(
     captured = read_program(model, sample_input, options.precision, options.reduce)
     place = located(mesh, options)
     plan = plan or plan_program(captured.program, place, options)
-    resolve(plan, captured.program, analyse(captured.program, place).fits)
+    program = microbatches(captured.program, plan.microbatches)
+    resolve(plan, program, analyse(program, place).fits)
     inputs = captured.signature.bind(*_arguments(sample_input))
     rows, surplus, missing = compare(captured, tensors, inputs, plan, place, pool)
     rows += _against_module(model, sample_input, captured, tensors, inputs)
@@ -133,14 +135,18 @@ def compare(
     mesh: Mesh,
     pool: WorkerPool | None,
 ) -> tuple[list[Row], tuple[str, ...], tuple[str, ...]]:
-    """Run sequentially here and in parallel on workers, in float64; errors, and how the collectives differ from the plan's."""
+    """Run sequentially here and in parallel on workers, in float64; errors, and how the collectives differ from the plan's.
+
+    `captured` is for the whole batch; sequentially it runs at once.
+    """
     program = promote(without_dropout(captured.program))
     doubled = {name: _double(tensor) for name, tensor in tensors.items()}
     batch = [_double(tensor.detach()) for tensor in inputs]
     reference = _results(sequential(replace(captured, program=program), doubled), program, batch)
+    part = microbatches(program, plan.microbatches)
     payload = _Payload(
         captured=replace(captured, program=program, signature=_wide(captured.signature)),
-        plan=replace(plan, hash=program.hash),
+        plan=replace(plan, hash=part.hash),
         tensors=doubled,
         inputs=batch,
         reference=reference,
@@ -157,7 +163,7 @@ def compare(
         for what, name in answers[0][0]
     ]
     issued = Counter(f"{c.kind} {c.axis} {c.bytes} {c.where}" for c in answers[0][1])
-    planned = Counter(f"{c.kind} {c.axis} {c.bytes} {c.where}" for c in _planned(program, payload.plan, mesh))
+    planned = Counter(f"{c.kind} {c.axis} {c.bytes} {c.where}" for c in _planned(part, payload.plan, mesh))
     return rows, tuple((issued - planned).elements()), tuple((planned - issued).elements())
 
 
@@ -198,11 +204,8 @@ def check(payload: _Payload) -> Answer:
 def _results(module: ParallelModule, program: Program, inputs: Sequence[torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
     """Outputs and gradients of one forward and backward."""
     given = [one.clone().requires_grad_(value.requires_grad) for one, value in zip(inputs, program.inputs, strict=True)]
-    outputs = module.run(given)
+    outputs = _stepped(module, given)
     result = {("output", o.path): tensor for o, tensor in zip(program.outputs, outputs, strict=True)}
-    loss = _loss(outputs, program)
-    if loss is not None:
-        loss.backward()  # type: ignore[no-untyped-call]
     held = dict(module.named_parameters())
     for parameter in program.parameters:
         tensor = held[parameter.names[0]]
@@ -215,7 +218,25 @@ def _results(module: ParallelModule, program: Program, inputs: Sequence[torch.Te
     return result | {("buffer", name): stored[name] for name in written}
 
 
-def _loss(outputs: Sequence[torch.Tensor], program: Program) -> torch.Tensor | None:
+def _stepped(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The outputs of a forward, after its backward; of several where a step has micro-batches."""
+    if module.autopar.steps is None:
+        outputs = module.run(inputs)
+        loss = _loss(outputs)
+        if loss is not None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        return outputs
+    found: list[list[torch.Tensor]] = []
+
+    def differentiated(outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        found.append([output.detach() for output in outputs])
+        return _loss(outputs)
+
+    module.accumulate(inputs, differentiated)
+    return module.joined(found)
+
+
+def _loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The scalars, or without one the outputs, added with fixed weights."""
     differentiable = [o for o in outputs if o.requires_grad]
     scalars = [o for o in differentiable if not o.ndim]

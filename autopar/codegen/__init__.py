@@ -2,9 +2,11 @@
 
 emit      the graph: local ATen calls with conversions between them
 module    the GraphModule: parameters under their original names, calls checked, results rebuilt
+steps     the parts of a batch that a step runs one after the other
 """
 
 from autopar.codegen.emit import emit
 from autopar.codegen.module import ParallelModule, Returned, State
+from autopar.codegen.steps import Steps
 
-__all__ = ["ParallelModule", "Returned", "State", "emit"]
+__all__ = ["ParallelModule", "Returned", "State", "Steps", "emit"]

@@ -27,7 +27,7 @@ from autopar.passes.bundles import Bundle, bundled
 from autopar.passes.candidates import Candidate, parts_of
 from autopar.passes.weights import copies, summed
 from autopar.rules import Fitted, localise, scale
-from autopar.runtime import again, bundle, collectives, random, storage
+from autopar.runtime import accumulate, again, bundle, collectives, random, storage
 from autopar.runtime.world import Context
 
 Target = str | Callable[..., object]
@@ -40,7 +40,7 @@ DEEDS = {
 }  # fmt: skip
 STATE = "autopar"  # the one attribute of the emitted module that is not the user's
 # Attributes of the emitted module that hide the user's.
-TAKEN = frozenset((*dir(fx.GraphModule(nn.Module(), fx.Graph())), STATE, "run"))
+TAKEN = frozenset((*dir(fx.GraphModule(nn.Module(), fx.Graph())), STATE, "run", "step", "accumulate", "joined"))
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
@@ -83,7 +83,7 @@ class _Emitter:
         self.section = "the results"
         results = [self._value(o.value, decisions.outputs[o.path]) for o in program.outputs]
         self.graph.output(tuple(results))
-        for node in (*self.axes, self.draw_state, self.training, self.anew):
+        for node in (*self.axes, self.draw_state, self.training, self.anew, self.sums):
             if node is not None and not node.users:
                 self.graph.erase_node(node)
 
@@ -98,6 +98,7 @@ class _Emitter:
         flagged = training and (drawn or any(op.target in TRAINING for op in program.ops))
         self.training = self._node("get_attr", "training", (), "training") if flagged else None
         self.anew = self._state("anew") if self.decisions.again != Again() else None
+        self.sums = self._state("sums") if program.runs > 1 else None
         self.section = "the weights"
         for one in sorted(self.bundles, key=lambda one: one.level):
             if all(self._unmoved(name, step.target) for name, step in one.steps):
@@ -194,7 +195,10 @@ class _Emitter:
         begun = self._begin(one)
         if all((name, step.target) in self.values for name, step in one.steps):  # what came before it has sent for it already
             return
-        node = self._finish_call(one, begun, f"bundle_{self.bundles.index(one)}")
+        number = self.bundles.index(one)
+        node = self._finish_call(one, begun, f"bundle_{number}")
+        if self.sums and not one.moved:
+            node = self._node("call_function", accumulate.held, (self.sums, number, node), f"bundle_{number}_held")
         for place, (name, step) in enumerate(one.steps):
             item = f"{identifier(name)}_{DEEDS[step.primitives[0]]}"
             self.values[name, step.target] = self._node("call_function", operator.getitem, (node, place), item)

@@ -18,10 +18,12 @@ from torch import fx, nn
 
 from autopar.capture import Signature
 from autopar.codegen.emit import identifier
+from autopar.codegen.steps import Steps
 from autopar.errors import InputError
 from autopar.ir import Program
 from autopar.layout import Layout
 from autopar.plan import Plan
+from autopar.runtime.accumulate import Sums
 from autopar.runtime.again import Anew
 from autopar.runtime.agreement import check_alike
 from autopar.runtime.random import Draws
@@ -41,13 +43,22 @@ class Returned:
 
 
 class State:
-    """What a parallel module keeps beside its parameters: `axes.NAME` for every mesh axis, random draws, what is made anew."""
+    """What a parallel module keeps beside its parameters: `axes.NAME` for every mesh axis, random draws, what is made anew.
+
+    And what micro-batches need, of which `steps` is None if there is only one.
+    """
 
     def __init__(
-        self, plan: Plan | None, signature: Signature, context: Context, seed: int, outputs: Sequence[Returned]
+        self,
+        plan: Plan | None,
+        signature: Signature,
+        context: Context,
+        seed: int,
+        outputs: Sequence[Returned],
+        steps: Steps | None = None,
     ) -> None:
-        self.plan, self.signature, self.context, self.outputs = plan, signature, context, outputs
-        self.draws, self.anew = Draws(seed), Anew()
+        self.plan, self.signature, self.context, self.outputs, self.steps = plan, signature, context, outputs, steps
+        self.draws, self.anew, self.sums = Draws(seed), Anew(), Sums()
         self.checked = False
         self.other: Callable[[ParallelModule], ParallelModule | None] | None = None  # makes the module of the other mode
         self.mode = True  # `training` when the model was captured
@@ -57,7 +68,7 @@ class State:
     def __deepcopy__(self, memo: dict[int, object]) -> State:
         """A state with random draws of its own, and nothing of the forward that runs."""
         copied = copy.copy(self)
-        copied.draws, copied.anew = copy.deepcopy(self.draws, memo), copy.deepcopy(self.anew, memo)
+        copied.draws, copied.anew, copied.sums = copy.deepcopy((self.draws, self.anew, self.sums), memo)
         return copied
 
 
@@ -108,27 +119,85 @@ class ParallelModule(fx.GraphModule):
         tensors = self.autopar.signature.bind(args, kwargs)
         return self.autopar.signature.rebuild(self.run(tensors))
 
+    def step(self, *args: object, **kwargs: object) -> torch.Tensor:
+        """Forward and backward of a training step on the *global* batch, one micro-batch after the other; returns its loss.
+
+        Gradients add up in `.grad`, as `backward` leaves them. The loss is the output called "loss", or else the only scalar.
+        Called as the module itself, which runs all micro-batches before any backward, with the memory that this takes.
+        """
+        losses: list[torch.Tensor] = []
+
+        def loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+            found = self._loss(outputs)
+            losses.append(found.detach())
+            return found
+
+        self.accumulate(self.autopar.signature.bind(args, kwargs), loss)
+        return torch.stack(losses).sum()
+
+    def _loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The output from which the backward of a step starts."""
+        paths = self.autopar.signature.returned.paths
+        scalars = {path: o for path, o in zip(paths, outputs, strict=True) if o.requires_grad and not o.ndim}
+        if len(scalars) != 1 and "loss" not in scalars:
+            fix = "call the module, and backward() of what you make of its outputs"
+            raise InputError(f"which result is the loss? There are {len(scalars)} scalars", results=", ".join(paths), fix=fix)
+        return scalars["loss"] if "loss" in scalars else next(iter(scalars.values()))
+
+    def accumulate(
+        self, inputs: Sequence[torch.Tensor], loss: Callable[[Sequence[torch.Tensor]], torch.Tensor | None]
+    ) -> None:
+        """Forward and backward of one micro-batch after the other; `loss` makes of its outputs here what is differentiated."""
+        serving = self._serving()
+        if serving is not self:
+            serving.accumulate(inputs, loss)
+            return
+        parts = self._parts(inputs)
+        try:
+            for part in parts:
+                with nullcontext() if part is parts[-1] else self.autopar.sums.waiting():
+                    found = loss(self._once(part))
+                    if found is not None:
+                        found.backward()  # type: ignore[no-untyped-call]
+                    del found
+        finally:
+            self.autopar.sums.drop()
+
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The program's outputs for its inputs, in its own order."""
-        state = self.autopar
-        if self.training != state.mode and state.other is not None:
-            twin = self._twin(state.other)
-            if twin is not self:
-                return twin.run(inputs)
-        self._check(inputs)
-        state.draws.advance()
-        with state.anew.active() if torch.is_grad_enabled() else nullcontext():
-            results = super().__call__(*inputs)
+        serving = self._serving()
+        if serving is not self:
+            return serving.run(inputs)
+        return self.joined([self._once(part) for part in self._parts(inputs)])
+
+    def joined(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        """The outputs of every micro-batch as the user gets them."""
+        steps, state = self.autopar.steps, self.autopar
         return [
             wrap(result, output.shape, output.layout, state.context) if output.split else result
-            for result, output in zip(results, state.outputs, strict=True)
+            for result, output in zip(steps.join(outputs) if steps else outputs[0], state.outputs, strict=True)
         ]
 
-    def _twin(self, make: Callable[[ParallelModule], ParallelModule | None]) -> ParallelModule:
-        """The module of the other mode, over the same tensors: this one itself where only flags differ."""
-        state, own = self.autopar, dict(self.named_parameters())
+    def _parts(self, inputs: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+        """The inputs of every micro-batch."""
+        self._check(inputs)
+        return [*self.autopar.steps.parts(self, inputs)] if self.autopar.steps else [inputs]
+
+    def _once(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's part of the outputs of one micro-batch."""
+        state = self.autopar
+        state.draws.advance()
+        with state.anew.active() if torch.is_grad_enabled() else nullcontext():
+            return list(super().__call__(*inputs))
+
+    def _serving(self) -> ParallelModule:
+        """The module that runs in the present mode, over the same tensors: this one itself where only flags differ."""
+        state = self.autopar
+        if self.training == state.mode or state.other is None:
+            return self
+        own = dict(self.named_parameters())
         if state.twin is None or any(own[name] is not held for name, held in state.twin.named_parameters()):
-            state.twin = make(self) or self
+            state.twin = state.other(self) or self
         return state.twin if state.twin is self else state.twin.train(self.training)
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -59,7 +59,7 @@ def lifetimes(program: Program, terms: Terms) -> Iterator[Lifetime]:
         trained = name in backward
         yield Lifetime(kind="stored", name=name, start=0, stop=2 * n, weight=1 + terms.states * trained)
         if trained:
-            yield Lifetime(kind="gradient", name=name, start=2 * n - 1 - last[name], stop=2 * n)
+            yield Lifetime(kind="gradient", name=name, start=0 if program.runs > 1 else 2 * n - 1 - last[name], stop=2 * n)
     for value in program.inputs:
         yield Lifetime(kind="stored", name=value.name, start=0, stop=2 * n)
     given = {p.value.name for p in (*program.parameters, *program.buffers)} | {v.name for v in program.inputs} | terms.weights

@@ -32,7 +32,7 @@ from autopar.plan import Plan
 from autopar.planner import Options, Planned, make_plan
 from autopar.tables import plain
 
-OPTIONS = ("device", "budget", "strategy", "optimizer", "precision", "reduce")
+OPTIONS = ("device", "budget", "strategy", "optimizer", "precision", "reduce", "microbatches")
 PLANNING = ("mesh", *OPTIONS, "constraint")  # options that make another plan
 MODEL = ("why", "why_not", "budget_sweep", "code")  # questions that a plan without its model cannot answer
 
@@ -75,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     precision = "by default the model's own; bf16-mixed computes and gathers in bf16 over fp32 shards"
     parser.add_argument("--precision", help=f"{', '.join(PRECISIONS)}: {precision}")
     parser.add_argument("--reduce", help="bf16: gradients are added up in that dtype, with --precision bf16-mixed")
+    number = "parts of the batch that a step takes one after the other: a number, or auto"
+    parser.add_argument("--microbatches", type=lambda text: int(text) if text.isdecimal() else text, help=number)
     constraint = '"*.wte.weight=I, S(0)"; may be given several times'
     parser.add_argument("--constraint", metavar="NAME=LAYOUT", action="append", default=[], help=constraint)
     parser.add_argument("--save", metavar="PLAN.json", help="write the plan to a file")

@@ -39,12 +39,15 @@ def assumptions(plan: Plan) -> Iterator[Part]:
     for found in figures:
         of[found.of].append(found)
     (limit,), (optimizer,) = of[BUDGET], of[OPTIMIZER]
-    asked = {name: text for name, text in plan.options.items() if text and name not in ("strategy", "optimizer", "budget")}
+    told = ("strategy", "optimizer", "budget", "microbatches")
+    asked = {name: text for name, text in plan.options.items() if text and name not in told}
     table = grid("", "")
     table.add_row("plan", f"{plan.hash}, strategy {plan.options['strategy']}")
     for name, text in asked.items():
         table.add_row(name, text)
     table.add_row("step", f"{milliseconds(plan.step_time)} predicted; {proof(plan.gap)}")
+    if plan.microbatches > 1:
+        table.add_row("micro-batches", f"{plan.microbatches} a step, one after the other; gradients add up")
     table.add_row("memory", f"{size_text(plan.peak_memory)} of {size_text(limit.value)} per device ({limit.source})")
     table.add_row("mesh", f"{plan.mesh.size} devices; those of the last axis stand next to each other")
     for axis, size, link in zip(plan.axes, plan.sizes, plan.links, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 from autopar.ir import Argument, Op, Output, Parameter, Program, Ref, Static, Value, substitute, text
 from autopar.passes.infer import Kind, infer, kind
@@ -125,7 +126,8 @@ class Rewriter(Builder):
 
     def finish(self) -> Program:
         """The new program, with the old one's outputs."""
-        return self.program(Output(value=self._now[o.value], path=o.path) for o in self.old.outputs)
+        made = self.program(Output(value=self._now[o.value], path=o.path) for o in self.old.outputs)
+        return replace(made, loop=self.old.loop)
 
 
 def kinds(op: Op) -> Kind | tuple[Kind, ...]:

@@ -33,11 +33,13 @@ LIMIT: Bytes = 25 * 2**20  # of whole weights: the bucket of torch's Distributed
 class Bundle:
     """One step of several weights: `steps` gives each weight's, all on one axis between the same two kinds of state.
 
-    A bundle begins after all those of the same weights with a lower `level`.
+    A bundle begins after all those of the same weights with a lower `level`. Unless the weights have `moved`, their gradients
+    alone travel: micro-batches add them up first.
     """
 
     level: int
     steps: tuple[tuple[str, Conversion], ...]
+    moved: bool = True
 
     @property
     def axis(self) -> int:
@@ -96,16 +98,17 @@ def bundled(
 
     `again` are those that run again for the backward.
     """
-    found: dict[object, list[tuple[str, Conversion]]] = defaultdict(list)
+    found: dict[tuple[int, bool, object], list[tuple[str, Conversion]]] = defaultdict(list)
     for moved in (True, False):
         for number, names in enumerate(bundles(program, moved=moved)):
             for name in names:
                 for step in routes.get(name, ()):
                     if _moved(routes[name], step) == moved:
                         level = _level(routes[name], step)
-                        found[level, moved, number, step.axis, step.primitives, (name, step) in again].append((name, step))
+                        key = level, moved, (number, step.axis, step.primitives, (name, step) in again)
+                        found[key].append((name, step))
     first = {name: place for place, name in enumerate(name for names in bundles(program, moved=True) for name in names)}
-    result = [Bundle(level=_level(routes[steps[0][0]], steps[0][1]), steps=tuple(steps)) for steps in found.values()]
+    result = [Bundle(level=key[0], steps=tuple(steps), moved=key[1]) for key, steps in found.items()]
     return tuple(sorted(result, key=lambda one: (first[one.steps[0][0]], one.level)))
 
 

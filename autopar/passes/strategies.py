@@ -252,7 +252,19 @@ def constrained(program: Program, mesh: Mesh, constraints: Mapping[str, str]) ->
                     fix="drop one of them, or make its name match less",
                 )
             found[value], origin[value] = pattern, glob
-    return found
+    return found | dict.fromkeys(_read_ahead(program, found), (I,) * len(mesh.sizes))
+
+
+def _read_ahead(program: Program, constrained: Mapping[str, Pattern]) -> Iterator[str]:
+    """The buffers that must be whole on every device, each of which computes ahead of micro-batches with them."""
+    ops = program.loop.ahead.ops if program.loop and program.loop.ahead else ()
+    read = {name for op in ops for name in op.operands}
+    for buffer in program.buffers:
+        if buffer.value.name in read:
+            if any(state not in (None, I) for state in constrained.get(buffer.value.name, ())):
+                what = f"{buffer.value.name} cannot be split: what micro-batches share is computed with all of it"
+                raise ConstraintError(what, fix="drop its constraint, or microbatches=1")
+            yield buffer.value.name
 
 
 def _pattern(program: Program, value: Value, mesh: Mesh, glob: str, line: str) -> Pattern:

@@ -22,7 +22,7 @@ from autopar.rules import Fitted
 from autopar.rules.roles import ROLES, Sample, role, role_of_dim
 from autopar.solver.analysis import Analysis, due
 from autopar.solver.memory import Ledger
-from autopar.solver.pricing import WHOLE_SUM, primitive_seconds, rounding_seconds, slicing_seconds
+from autopar.solver.pricing import WHOLE_SUM, arrival_seconds, primitive_seconds, rounding_seconds
 from autopar.solver.problem import Solution
 from autopar.solver.reruns import reruns
 
@@ -87,16 +87,19 @@ def _compute(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[tupl
             shapes = [program.values[name].shape for name in op.operands]
             inside = [local_shape(s, x, sizes) for s, x in zip(shapes, candidate.operands, strict=True)]
             outside = [local_shape(r.shape, x, sizes) for r, x in zip(op.results, candidate.results, strict=True)]
-            known[of[op.name]] = price.forward_seconds(inside, outside), price.backward_seconds(inside, outside)
+            there, back = price.forward_seconds(inside, outside), price.backward_seconds(inside, outside)
+            known[of[op.name]] = program.runs * there, program.runs * back
         if any(known[of[op.name]]):
             yield op.name, known[of[op.name]]
 
 
 def _conversions(analysis: Analysis, chosen: Decisions, mesh: Mesh, run: Again) -> Seconds:
-    """Slices, pads and copies that no collective does, the inputs' own included, those done again too."""
+    """Slices, pads and copies that no collective does, the inputs' own included, those done again too; with what is computed
+    ahead."""
     program, sizes = analysis.program, mesh.sizes
     assert mesh.device is not None
-    total = sum(slicing_seconds(value, chosen.given[value.name], sizes, mesh.device) for value in program.inputs)
+    given, runs = chosen.given, program.runs
+    total = sum(arrival_seconds(program, value, given[value.name], sizes, mesh.device) for value in program.inputs)
     for name, steps in chosen.routes.items():
         back, dtype = due(analysis, chosen, name), program.values[name].dtype
         wider = analysis.summed.get(name, dtype).itemsize // dtype.itemsize
@@ -108,7 +111,7 @@ def _conversions(analysis: Analysis, chosen: Decisions, mesh: Mesh, run: Again) 
             again = (name, step) in run.steps and name not in analysis.weights
             for primitive in (*step.primitives[: 1 + (step in back)], *step.primitives[:again]):
                 if primitive not in COLLECTIVES:
-                    total += float(primitive_seconds(primitive, large, small, step.axis, mesh)[0])
+                    total += runs * float(primitive_seconds(primitive, large, small, step.axis, mesh)[0])
     return total
 
 
@@ -182,7 +185,7 @@ def _stored(analysis: Analysis, chosen: Decisions) -> Iterator[tuple[str, tuple[
     for parameter in program.parameters:
         name = parameter.value.name
         yield name, stored_words(analysis, name, chosen.given[name])
-    passed = [(INPUT + value.name, value, chosen.given[value.name]) for value in program.inputs]
+    passed = [(INPUT + value.name, value, chosen.given[value.name]) for value in program.inputs if value not in program.ahead]
     passed += [(OUTPUT + o.path, program.values[o.value], chosen.outputs[o.path]) for o in program.outputs]
     for name, value, layout in passed:
         yield name, tuple(sample.role(value, s.dim, s.stride) if s.kind == "S" else WHOLE for s in layout)

@@ -30,10 +30,11 @@ from autopar.passes.space import Blocks, Space, placeable, space, states
 from autopar.passes.strategies import Demands
 from autopar.solver.analysis import Analysis, has_gradient, representatives, saves
 from autopar.solver.messages import returns
-from autopar.solver.pricing import again_seconds, arc_seconds, choice_seconds, latency, ties
+from autopar.solver.pricing import added_up, again_seconds, arc_seconds, choice_seconds, latency, ties
 from autopar.solver.problem import Choice, Consumer, Ints, Problem, Solution, Surcharge, Toll, Way, Wire
 
 FREE = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if forward == "identity"]
+TO_INVARIANT = [number for number, (_, target) in enumerate(CONVERSIONS) if target == "I"]
 NO_DEMANDS = Demands()
 BACK, AGAIN = 0, 1  # the surcharges of a wire: gradients on their way back, weights that are gathered again
 
@@ -159,7 +160,8 @@ def _recast(analysis: Analysis) -> frozenset[str]:
 def _returning(analysis: Analysis, name: str, found: Sequence[Candidate], mesh: Mesh) -> float:
     """Seconds in which the gradient of an input comes back; there is one way to take an input."""
     value = next((value for value in analysis.program.inputs if value.name == name), None)
-    return sum(message.seconds for message in returns(analysis, value, found[0].results[0], mesh)) if value else 0.0
+    back = returns(analysis, value, found[0].results[0], mesh) if value else ()
+    return analysis.program.runs * sum(message.seconds for message in back)
 
 
 def _all_candidates(
@@ -200,6 +202,7 @@ def _all_candidates(
                 [
                     Candidate(forms=(), operands=(layout,), results=())
                     for layout in invariant_or_split(value.shape, sizes, ((1,),) * len(value.shape))
+                    if storable(layout, program.whole(value.name), sizes)
                 ],
             )
         else:
@@ -262,11 +265,13 @@ def _wire(
     )
     graph = space(value.shape, mesh.sizes, allowed, analysis.blocks[value.name])
     weight = value.name in analysis.weights
-    summed = analysis.summed.get(value.name)
-    there, back, rerun = arc_seconds(graph, value, mesh, bundled=value.name in analysis.bundled, summed=summed)
+    summed, bundled = analysis.summed.get(value.name), value.name in analysis.bundled
+    there, back, rerun = arc_seconds(graph, value, mesh, bundled=bundled, summed=summed, runs=program.runs)
     arcs = np.arange(len(there))
     if value.name in analysis.written:  # what is written in place is used as it is stored
         arcs = arcs[:0]
+    if bundled and value.requires_grad and program.runs > 1:  # what is I is so because it is stored so: see `added_up`
+        arcs = arcs[~np.isin(graph.pair[arcs], TO_INVARIANT)]
     if demands.weights:
         allowed_arcs = np.array(
             [[demands.allow(value.name, axis, *pair) for pair in CONVERSIONS] for axis in range(len(mesh.sizes))]
@@ -334,7 +339,8 @@ def _tolls(
                     consumers = None if wire.again is not None else frozenset()
                 if consumers != frozenset() and arcs.any():
                     ways.append(Way(wire=w, consumers=consumers, arcs=arcs))
-            seconds = count * latency(kind, axis, mesh)
+            runs = 1 if kind == backward and added_up(forward, backward) else analysis.program.runs
+            seconds = runs * count * latency(kind, axis, mesh)
             if ways and seconds > 0:
                 yield Toll(name=f"{kind} over {mesh.axes[axis]}", seconds=seconds, ways=tuple(ways))
 

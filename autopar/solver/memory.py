@@ -175,7 +175,8 @@ class Ledger:
             shapes = [local_shape(value.shape, c.results[0], sizes) for c in formulated.candidates[alive.where]]
             local = np.array([float(elements(s) * value.dtype.itemsize) for s in shapes])
             if value in program.inputs:  # the caller holds the whole beside the part that is cut on arrival
-                return value.bytes + local * (local < value.bytes) * value.requires_grad
+                whole = elements(program.whole(value.name)) * value.dtype.itemsize
+                return whole + local * (local < value.bytes) * value.requires_grad
             return local
         if alive.kind == "internal":
             return self._internal(formulated.names[alive.where], alive.where)

@@ -1,9 +1,13 @@
-"""The messages of a step: every collective that is issued, with the weights of a bundle together in one."""
+"""The messages of a step: every collective that is issued, with the weights of a bundle together in one.
+
+Each micro-batch issues its own, but that gradients which have been added up are sent once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from autopar.conversion import COLLECTIVES, SUMS, Conversion, arrival
 from autopar.cost_models.collectives import seconds as collective_seconds
@@ -33,6 +37,7 @@ class Message:
 
 def messages(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Message]:
     """Every collective of one step, forward and backward."""
+    runs = analysis.program.runs
     alone = [
         Bundle(level=0, steps=((name, step),))
         for name, steps in chosen.routes.items()
@@ -51,13 +56,15 @@ def messages(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Mess
         ):
             together = [steps] if kind in kinds and steps else [[one] for one in steps]
             for sent in together if kind in COLLECTIVES else ():
-                yield _message(analysis, mesh, kind, where, sent, gradient=gradient)
+                message = _message(analysis, mesh, kind, where, sent, gradient=gradient)
+                yield from repeat(message, runs if bundle.moved else 1)
     for value in analysis.program.inputs:
-        yield from returns(analysis, value, chosen.given[value.name], mesh)
+        for message in returns(analysis, value, chosen.given[value.name], mesh):
+            yield from repeat(message, runs)
 
 
 def returns(analysis: Analysis, value: Value, layout: Layout, mesh: Mesh) -> Iterator[Message]:
-    """The collectives that make the gradient of an input whole again, if the user wants one and takes the input split."""
+    """The collectives that make the gradient of an input whole again in one run, if the user wants one and takes it split."""
     if value.name in analysis.backward:
         for step in arrival(layout):
             yield _message(analysis, mesh, step.primitives[1], "backward", [(value.name, step)])

@@ -3,6 +3,8 @@
 op           roofline at local shapes (`cost_models.compute`)
 parameter    its optimizer step
 conversion   a collective by its link, a local primitive by the memory that it moves; its gradient likewise
+
+All but the optimizer's step is paid for every micro-batch, and once what is `added_up` before it is sent.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from autopar.conversion import COLLECTIVES, CONVERSIONS, SUMS
 from autopar.cost_models.collectives import seconds as collective_seconds
 from autopar.cost_models.compute import pricer
 from autopar.cost_models.optimizers import Optimizer, step_seconds
-from autopar.ir import Op, Value, elements
+from autopar.ir import Op, Program, Value, elements
 from autopar.layout import Layout, local_shape
 from autopar.mesh import Device, Mesh
 from autopar.passes.bundles import TOGETHER
@@ -32,21 +34,21 @@ def choice_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], op
     program, sizes = analysis.program, analysis.sizes
     count = len(analysis.classes.members[name])
     if name in program.op:
-        return count * np.array(op_seconds(program.op[name], found, program.values, sizes, device))
+        return program.runs * count * np.array(op_seconds(program.op[name], found, program.values, sizes, device))
     if name.startswith(OUTPUT):
         return np.zeros(len(found))
     value = program.values[name]
     local = [elements(local_shape(value.shape, c.results[0], sizes)) * value.dtype.itemsize for c in found]
     trained = name in {p.value.name for p in program.parameters} and value.requires_grad
     if name in {v.name for v in program.inputs}:
-        return np.array([slicing_seconds(value, c.results[0], sizes, device) for c in found])
+        return np.array([arrival_seconds(program, value, c.results[0], sizes, device) for c in found])
     return np.array([count * step_seconds(b, optimizer, device) if trained else 0.0 for b in local])
 
 
 def again_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], device: Device) -> Floats:
     """Seconds of the forward of an op class under each candidate, all members together."""
     program, sizes = analysis.program, analysis.sizes
-    return len(analysis.classes.members[name]) * np.array(
+    return program.runs * len(analysis.classes.members[name]) * np.array(
         op_seconds(program.op[name], found, program.values, sizes, device, backward=False)
     )
 
@@ -89,6 +91,16 @@ def _result_bytes(analysis: Analysis, name: str, found: Sequence[Candidate]) -> 
     )
 
 
+def arrival_seconds(program: Program, value: Value, layout: Layout, sizes: tuple[int, ...], device: Device) -> float:
+    """Seconds of taking an input in every run; the first of those that are computed ahead stands for all of them."""
+    seconds, loop = program.runs * slicing_seconds(value, layout, sizes, device), program.loop
+    if loop and loop.ahead and value == program.ahead[0]:
+        for op in loop.ahead.ops:
+            shapes = [loop.ahead.values[name].shape for name in op.operands], [r.shape for r in op.results]
+            seconds += pricer(op, loop.ahead.values, device).forward_seconds(*shapes)
+    return seconds
+
+
 def slicing_seconds(value: Value, layout: Layout, sizes: tuple[int, ...], device: Device) -> float:
     """Seconds of slicing a whole input, one axis after the other."""
     seconds, size = 0.0, value.bytes
@@ -124,9 +136,9 @@ def op_seconds(
 
 
 def arc_seconds(
-    graph: Space, value: Value, mesh: Mesh, *, bundled: bool, summed: torch.dtype | None = None
+    graph: Space, value: Value, mesh: Mesh, *, bundled: bool, summed: torch.dtype | None = None, runs: int = 1
 ) -> tuple[Floats, Floats, Floats]:
-    """Per arc: seconds of the conversion, of its gradient, and of its collective alone if it is run again.
+    """Per arc: seconds of the conversion, of its gradient, and of its collective alone if it is run again, in all runs.
 
     `bundled` if the value travels with others: the latency that it shares with them is a toll (`formulate`). `summed` is the
     dtype in which gradients are added up, if not the value's.
@@ -149,7 +161,17 @@ def arc_seconds(
                 back[here] -= latency(backward, axis, mesh) if backward in TOGETHER[1] else 0.0
             if forward in COLLECTIVES:
                 rerun[here] = there[here]
-    return there, back, rerun
+            back[here] *= 1 if bundled and added_up(forward, backward) else runs
+    return runs * there, back, runs * rerun
+
+
+def added_up(forward: str, backward: str) -> bool:
+    """Whether micro-batches add up a weight's gradients before this conversion sends them: it leaves the weight as it is.
+
+    If the weight has moved over another axis before, each sends its own. To move last is cheaper, unless a gather is shared,
+    and the integer program does not tell the two apart.
+    """
+    return (forward, backward) == ("identity", "all_reduce")
 
 
 def primitive_seconds(primitive: str, large: Ints, small: Ints, axis: int, mesh: Mesh) -> Floats:

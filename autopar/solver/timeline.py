@@ -3,7 +3,8 @@
 Time counts ops: op i runs forward at time i and backward at time 2n-1-i, the optimizer steps at time 2n. Alive are
 
     stored       parameters and buffers with their optimizer state, inputs       the whole step
-    gradient     of a parameter, as stored                                      from the backward of its last use on
+    gradient     of a parameter, as stored                                      from the backward of its last use on;
+                                                                                of micro-batches, the whole step
     produced     a value as its producer leaves it                              until its last use
     converted    its other layouts                                              from its first to its last use
     kept         either of them, for the backward                               from its last use until nobody asks any more
@@ -147,7 +148,8 @@ class _Step:
         for value in self.program.inputs:
             local = self.of.bytes((value.name, self.chosen.given[value.name]))
             cut = value.requires_grad and local < value.bytes  # the caller holds the whole beside the part that is copied
-            yield Life("stored", value.name, 0, end, value.bytes + local * cut)
+            whole = elements(self.program.whole(value.name)) * value.dtype.itemsize
+            yield Life("stored", value.name, 0, end, whole + local * cut)
 
     # --- forward ---------------------------------------------------------------------------------------------------------
 
@@ -255,7 +257,8 @@ class _Step:
             name = parameter.value.name
             if name in backward:
                 size = self.of.bytes((name, self.chosen.given[name]))
-                yield Life("gradient", name, 2 * n - 1 - used.get(name, n - 1), 2 * n, size)
+                start = 0 if program.runs > 1 else 2 * n - 1 - used.get(name, n - 1)
+                yield Life("gradient", name, start, 2 * n, size)
         for i, op in enumerate(program.ops):
             now, flows = 2 * n - 1 - i, op.name not in self.of._lies
             candidate = self.chosen.ops[op.name]

@@ -1,0 +1,37 @@
+"""Steps of several micro-batches: the parts of a batch, and their outputs put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from autopar.ir import Loop
+from autopar.layout import P, State, shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """How a step runs the emitted graph: the loop, and the graph of what is computed ahead."""
+
+    loop: Loop
+    ahead: fx.Graph | None
+
+    def parts(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """The inputs of every run; `module` has the buffers."""
+        with torch.no_grad():
+            found = fx.Interpreter(module, graph=self.ahead).run(*inputs) if self.ahead else ()
+        given, runs = [*zip((*inputs, *found), self.loop.inputs, strict=True)], self.loop.runs
+        return [[shard(tensor, (state,), (runs,), (run,)) for tensor, state in given] for run in range(runs)]
+
+    def join(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        """The outputs of all runs, as the whole batch has them."""
+        return [_joined(parts, state) for parts, state in zip(zip(*outputs, strict=True), self.loop.outputs, strict=True)]
+
+
+def _joined(parts: Sequence[torch.Tensor], state: State) -> torch.Tensor:
+    if state.kind == "S":
+        return torch.cat([*parts], state.dim)
+    return torch.stack([*parts]).sum(0) if state == P else parts[0]

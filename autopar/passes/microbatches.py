@@ -1,0 +1,252 @@
+"""Micro-batches: the program of one part of the batch, which a step runs on one part after the other.
+
+    x: float32[8, 3]                     x: float32[2, 3]
+    t: int64[8]                          t: int64[2]              ahead, of the whole batch:
+    s = cross_entropy(x, t, sum)         n: float32[]             n = sum(ne(t, -100))
+    n = sum(ne(t, -100))           ->    s = cross_entropy(x, t, sum)
+    l = div(s, n)                        l = div(s, n)            the loss is the sum of l over four runs
+
+The runs are a mesh axis in time: by the same rules each value is over the runs split, addends (P), or the same in all (I; its
+gradient is the sum over the runs, as for R). Between runs nothing is sent, so that there are no conversions but these: what
+depends on arguments and buffers alone is computed ahead where a run needs more of it than its own part, a constant is made in
+part, and what is the same in every run is an addend if it is divided by their number. If an operator can then be run in none of
+its ways, it mixes the samples of the batch, and there are no micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autopar.errors import ConstraintError
+from autopar.ir import BATCH_NORM, Argument, Loop, Op, Output, Program, Ref, Static, Value, elements, substitute, writes
+from autopar.layout import I, P, R, State, local_shape, split
+from autopar.passes.builder import Builder
+from autopar.passes.candidates import INVARIANT, Candidate, asked, candidate, candidates, parts_of
+from autopar.passes.dead import dead
+from autopar.passes.infer import kind
+from autopar.rules import fit, localise, scale
+
+AHEAD = 1000.0  # what an element that is computed ahead takes, in conversions that a run does itself: nothing else helps
+
+
+def microbatches(program: Program, runs: int) -> Program:
+    """The program of one of `runs` equal parts of the batch, with the loop that a step makes of it.
+
+    The batch is dim 0 of each input that is as long as the first one's. Raises ConstraintError if it has not so many equal
+    parts, if the program mixes its samples, writes a buffer, or returns no scalar to differentiate.
+    """
+    if runs == 1:
+        return program
+    _check(program, runs)
+    return _Cutter(program, runs).cut()
+
+
+def batch_of(program: Program) -> int:
+    """The number of samples in the whole batch; 0 if the first input has no dim."""
+    return next(iter(program.whole(program.inputs[0].name)), 0)
+
+
+def _check(program: Program, runs: int) -> None:
+    batch, what = batch_of(program), f"a step cannot run in {runs} micro-batches"
+    if runs < 1 or not batch or batch % runs:
+        raise ConstraintError(f"{what}: the batch is {batch}", fix=f"microbatches= a divisor of {batch}" if batch else "")
+    outputs = [program.values[output.value] for output in program.outputs]
+    if not any(value.requires_grad and not value.shape for value in outputs):
+        raise ConstraintError(f"{what}: the model returns no loss", fix="return the loss from forward, or microbatches=1")
+
+
+class _Cutter:
+    """Builds one program; `states` holds what each old value is over the runs, `refs` the new values that stand for it.
+
+    A value without a state is not computed by the runs: what is needed of it is computed ahead, as all in `beforehand` can be.
+    """
+
+    def __init__(self, program: Program, runs: int) -> None:
+        self.program, self.runs, self.sizes = program, runs, (runs,)
+        self.fits = {op.name: fit(op, program.values) for op in program.ops}
+        self.blocks = asked(program, self.fits)
+        self.reads = [name for op in program.ops for name in op.operands]
+        self.states = dict.fromkeys(program.values, I)
+        self.refs = {(name, I): Ref(name) for name in program.values if name not in program.producer}
+        self.makers: dict[tuple[str, State], Candidate | None] = {}
+        batch = batch_of(program)
+        for value in program.inputs:
+            if value.shape[:1] == (batch,):
+                self.states[value.name] = split(0, batch // runs)
+                self.refs[value.name, self.states[value.name]] = self.refs.pop((value.name, I))
+        self.of_batch = {value.name for value in program.inputs if self.states[value.name] != I}
+        given = (*program.inputs, *(buffer.value for buffer in program.buffers))
+        self.beforehand = {value.name for value in given if not value.requires_grad}
+        self.ahead: list[tuple[str, State]] = []
+        inputs = [replace(value, shape=self._shape(value, self.states[value.name])) for value in program.inputs]
+        self.builder = Builder(inputs, program.parameters, program.buffers)
+
+    def cut(self) -> Program:
+        for op in self.program.ops:
+            self._op(op)
+        written = (op for op in self.program.ops if writes(op) and op.target != BATCH_NORM)  # which writes where it mixes
+        if writer := next(written, None):
+            self._refuse(f"each of them would write {writes(writer)[0]}", writer)
+        ends = [(output, *self._output(output)) for output in self.program.outputs]
+        made = dead(self.builder.program(replace(output, value=ref.name) for output, ref, _ in ends))
+        given = [self.states[value.name] for value in self.program.inputs]
+        loop = Loop(
+            runs=self.runs,
+            ahead=self._ahead_program() if self.ahead else None,
+            inputs=(*given, *(state for _, state in self.ahead)),
+            outputs=tuple(state for _, _, state in ends),
+        )
+        return replace(made, loop=loop)
+
+    def _op(self, op: Op) -> None:
+        """Emit an op in the way that takes least, and say what its results are over the runs."""
+        if self._certain(op):
+            self.beforehand.update(result.name for result in op.results)
+        ways = [candidate(op, self.fits[op.name], self.program.values, (INVARIANT,))]
+        if not self.of_batch.isdisjoint(op.operands):
+            self.of_batch.update(result.name for result in op.results)
+            ways = candidates(op, self.fits[op.name], self.program.values, self.sizes, self.blocks)
+        chosen = min(ways, key=lambda way: self._effort_of(op, way))
+        effort = self._effort_of(op, chosen)
+        if effort >= AHEAD and op.results[0].name in self.beforehand:
+            for result in op.results:
+                del self.states[result.name]
+            return
+        if math.isinf(effort):
+            why = "mixes the samples of the batch" if self.fits[op.name] else "has no rule that says what becomes of the batch"
+            self._refuse(f"{op.target} {why}", op)
+        self._emit(op, chosen)
+        self.states |= {result.name: _state(layout[0]) for result, layout in zip(op.results, chosen.results, strict=True)}
+
+    def _certain(self, op: Op) -> bool:
+        """Whether an op computes the same whenever it runs, has no gradient, and needs no weights."""
+        fitted = self.fits[op.name]
+        able = fitted is not None and not (fitted.random or op.requires_grad or writes(op))
+        return able and self.beforehand.issuperset(op.operands)
+
+    def _refuse(self, why: str, op: Op) -> None:
+        what = f"a step cannot run in {self.runs} micro-batches: {why}"
+        raise ConstraintError(what, op=op.name, at=op.source, fix="microbatches=1, or treat every sample by itself")
+
+    def _effort_of(self, op: Op, way: Candidate) -> float:
+        """What it takes to run an op so; not the whole of it in every run where there is a part."""
+        parted = any(self.states.get(name, I).kind == "S" for name in op.operands)
+        if parted and way.forms[0][0] in "IR":
+            return math.inf
+        return sum(self._effort(name, _state(layout[0])) for name, layout in zip(op.operands, way.operands, strict=True))
+
+    def _effort(self, name: str, want: State) -> float:
+        """What it takes to have a value so in every run; infinite if it cannot be."""
+        have = self.states.get(name)
+        if have == want:
+            return 0.0
+        if want == P:
+            return 1.0 if have == I and self.program.values[name].dtype.is_floating_point else math.inf
+        if maker := self._maker(name, want):
+            return 1.0 + self._effort_of(self.program.producer[name], maker)
+        return AHEAD * elements(self._shape(self.program.values[name], want)) if name in self.beforehand else math.inf
+
+    def _maker(self, name: str, want: State) -> Candidate | None:
+        """How the producer of a value that does not depend on the batch makes a part of it; None if it does not."""
+        if (name, want) not in self.makers:
+            op = self.program.producer.get(name) if name not in self.of_batch else None
+            self.makers[name, want] = self._making(op, name, want) if op else None
+        return self.makers[name, want]
+
+    def _making(self, op: Op, name: str, want: State) -> Candidate | None:
+        fitted, place = self.fits[op.name], [result.name for result in op.results].index(name)
+        if want.kind != "S" or fitted is None or (fitted.random and self.reads.count(name) > 1):
+            return None
+        ways = candidates(op, fitted, self.program.values, self.sizes, self.blocks)
+        able = [way for way in ways if way.results[place] == (want,) and math.isfinite(self._effort_of(op, way))]
+        return min(able, key=lambda way: self._effort_of(op, way), default=None)
+
+    def _ref(self, name: str, want: State) -> Ref:
+        """The value as it is wanted, made so if it is not."""
+        if (name, want) not in self.refs:
+            if want == P:
+                (self.refs[name, want],) = self.builder.emit("aten.div.Tensor", (self._ref(name, I), self.runs))
+            elif maker := self._maker(name, want):
+                self._emit(self.program.producer[name], maker)
+            else:
+                self.refs[name, want] = self._computed_ahead(name, want)
+        return self.refs[name, want]
+
+    def _computed_ahead(self, name: str, want: State) -> Ref:
+        """A further input."""
+        old = self.program.values[name]
+        value = replace(old, name=f"ahead:{name}{'' if want == I else '/part'}", shape=self._shape(old, want))
+        self.ahead.append((name, want))
+        self.builder.inputs += (value,)
+        self.builder.values[value.name] = value
+        return Ref(value.name)
+
+    def _emit(self, op: Op, way: Candidate) -> None:
+        """Append an op on the part of one run."""
+        values, fitted = self.program.values, self.fits[op.name]
+        feed = iter([self._ref(name, _state(layout[0])) for name, layout in zip(op.operands, way.operands, strict=True)])
+        inside = [self._shape(values[name], layout[0]) for name, layout in zip(op.operands, way.operands, strict=True)]
+        outside = [self._shape(result, layout[0]) for result, layout in zip(op.results, way.results, strict=True)]
+        cut = parts_of(fitted, way, self.sizes)
+        args, kwargs = localise(op, fitted, inside, outside, cut) if fitted else (op.args, op.kwargs)
+
+        def change(leaf: Ref | Static) -> Argument:
+            return next(feed) if isinstance(leaf, Ref) else leaf
+
+        kinds = [replace(kind(result), shape=shape) for result, shape in zip(op.results, outside, strict=True)]
+        one = len(op.results) == 1 and op.results[0].name == op.name
+        refs = self.builder.emit(
+            op.target,
+            tuple(substitute(argument, change) for argument in args),
+            tuple((name, substitute(argument, change)) for name, argument in kwargs),
+            module=op.module,
+            source=op.source,
+            results=kinds[0] if one else tuple(kinds),
+        )
+        if fitted and (divisor := scale(op, fitted, cut)) > 1:
+            refs = self.builder.emit("aten.div.Tensor", (refs[0], divisor), module=op.module, source=op.source)
+        for result, layout, ref in zip(op.results, way.results, refs, strict=True):
+            self.refs[result.name, _state(layout[0])] = ref
+
+    def _output(self, output: Output) -> tuple[Ref, State]:
+        """An output and how the runs' are put together; a gradient of what is the same in every run counts once."""
+        value, state = self.program.values[output.value], self.states.get(output.value, I)
+        if state == I and value.requires_grad and not value.shape:
+            state = P
+        if state.kind == "S" and state.stride * self.runs != value.shape[state.dim]:
+            self._refuse(f"the samples of {output.path} are not in the order of the batch", self.program.producer[value.name])
+        return self._ref(value.name, state), state
+
+    def _ahead_program(self) -> Program:
+        """What is computed from the whole batch."""
+        needed = {name for name, _ in self.ahead}
+        alive: list[Op] = []
+        for op in reversed(self.program.ops):
+            if not needed.isdisjoint(result.name for result in op.results):
+                alive.append(op)
+                needed.update(op.operands)
+        outputs = tuple(Output(value=name, path=name) for name, _ in self.ahead)
+        return replace(self.program, ops=tuple(reversed(alive)), outputs=outputs)
+
+    def _shape(self, value: Value, state: State) -> tuple[int, ...]:
+        return local_shape(value.shape, (state,), self.sizes)
+
+
+def _state(state: State) -> State:
+    """A state over the runs: nothing need be done for R to be I."""
+    return I if state == R else state
+
+
+def counts(program: Program) -> Iterator[int]:
+    """Numbers of micro-batches, from one to one for each sample, each at least twice the one before."""
+    last = 0
+    batch = batch_of(program)
+    for runs in range(1, batch + 1):
+        if batch % runs == 0 and runs >= 2 * last:
+            last = runs
+            yield runs
+
+
+__all__ = ["batch_of", "counts", "microbatches"]

@@ -1,0 +1,185 @@
+"""The runs of a micro-batch's program together are the program of the whole batch, in value and gradient; or there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autopar.errors import ConstraintError
+from autopar.ir import Program
+from autopar.layout import I, P, shard, split
+from autopar.passes import normalise
+from autopar.passes.microbatches import counts, microbatches
+from autopar.passes.promote import promote
+from autopar.passes.without_dropout import without_dropout
+from autopar.planner import read_program
+from tests import models
+from tests.capture import interpreter
+from tests.passes.programs import program, targets
+
+torch.manual_seed(0)
+X, W, V = torch.randn(8, 6).double(), torch.randn(5, 6).double(), torch.rand(5).double()
+LABELS = torch.tensor([0, -100, -100, 2, 1, -100, 3, 4])  # in two runs two and three count, in four 1, 1, 1, 2
+Function = Callable[..., torch.Tensor]
+
+
+def gradients(loss: torch.Tensor, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    wanted = [tensor for tensor in given if tensor.requires_grad]
+    found = torch.autograd.grad(loss, wanted, allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+
+
+def looped(made: Program, held: dict[str, torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The outputs of every run."""
+    loop = made.loop
+    assert loop is not None
+    ahead = loop.ahead
+    whole = [*inputs, *(interpreter.run(ahead, held | named(ahead, inputs)) if ahead else [])]
+    assert [tuple(tensor.shape) for tensor in whole] == [made.whole(value.name) for value in made.inputs]
+    parts = [
+        [shard(tensor, (state,), (loop.runs,), (run,)) for tensor, state in zip(whole, loop.inputs, strict=True)]
+        for run in range(loop.runs)
+    ]
+    return [interpreter.run(made, held | named(made, part)) for part in parts]
+
+
+def named(made: Program, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {value.name: tensor for value, tensor in zip(made.inputs, inputs, strict=True)}
+
+
+def check(captured: Program, held: dict[str, torch.Tensor], inputs: Sequence[torch.Tensor], runs: int) -> Program:
+    """Losses and gradients of the runs add up to those of the whole batch, other outputs join."""
+    made = microbatches(captured, runs)
+    assert made.runs == runs
+    whole, found = interpreter.run(captured, held | named(captured, inputs)), looped(made, held, inputs)
+    given = [*held.values(), *inputs]
+    assert made.loop is not None
+    for state, expected, parts in zip(made.loop.outputs, whole, zip(*found, strict=True), strict=True):
+        joined = torch.cat(parts, state.dim) if state.kind == "S" else sum(parts) if state == P else parts[0]
+        torch.testing.assert_close(joined, expected, atol=1e-12, rtol=1e-12)
+        if expected.requires_grad and not expected.shape:
+            total = [sum(each) for each in zip(*(gradients(part, given) for part in parts), strict=True)]
+            torch.testing.assert_close(total, gradients(expected, given), atol=1e-12, rtol=1e-12)
+    return made
+
+
+LOSSES: dict[str, tuple[Function, ...]] = {
+    "sum": (lambda x, w: (x @ w.T).square().sum(),),
+    "mean": (lambda x, w: (x @ w.T).square().mean(),),
+    "mean of means": (lambda x, w: (x @ w.T).square().mean(1).mean(),),
+    "rows over their number": (lambda x, w: (x @ w.T).square().sum() / x.shape[0],),
+    "with a penalty": (lambda x, w: (x @ w.T).square().mean() + 0.1 * w.square().sum(),),
+    "with noise of its own": (lambda x, w: (x @ w.T + torch.ones(8, 5, dtype=x.dtype)).square().mean(),),
+    "with rows that are made": (lambda x, w: (torch.cat([w[:1].expand(8, -1), x], 1) @ torch.cat([w, w], 1).T).tanh().sum(),),
+    "transposed and merged": (lambda x, w: (x.reshape(8, 2, 3).transpose(0, 1).reshape(16, 3) @ w[:, :3].T).exp().mean(),),
+}
+LABELLED: dict[str, Function] = {
+    "cross entropy": lambda x, w, t: F.cross_entropy(x @ w.T, t),
+    "smoothed": lambda x, w, t: F.cross_entropy(x @ w.T, t, label_smoothing=0.1),
+    "weighted": lambda x, w, t: F.cross_entropy(x @ w.T, t, weight=t.new_ones(5, dtype=x.dtype).cumsum(0)),
+    "summed": lambda x, w, t: F.cross_entropy(x @ w.T, t, reduction="sum"),
+    "over a count of at least one": lambda x, w, t: (
+        F.cross_entropy(x @ w.T, t, reduction="sum") / (t != -100).sum().clamp(min=1)
+    ),
+    "over its root": lambda x, w, t: F.cross_entropy(x @ w.T, t, reduction="sum") / (t != -100).sum().to(x.dtype).sqrt(),
+    "with keys that have no gradient": lambda x, w, t: (
+        F.cross_entropy((x @ w.T) @ t.to(x.dtype)[:, None].expand(8, 5).T, t % 8)
+    ),
+    "of samples in another order": lambda x, w, t: (x @ w.T)[:, 0] @ t.flip(0).to(x.dtype),
+    "weighed by what the batch has": lambda x, w, t: (
+        (x @ w.T).square().sum(1) * (t + 100) / (t + 100).max()
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("runs", [2, 4, 8])
+@pytest.mark.parametrize("loss", [*LOSSES, "mse"])
+def test_losses_and_gradients_add_up_to_the_whole(loss: str, runs: int) -> None:
+    function: Function = LOSSES[loss][0] if loss in LOSSES else lambda x, w: F.mse_loss(x @ w.T, x[:, :5])
+    given = X.clone().requires_grad_(), W.clone().requires_grad_()
+    check(normalise(program(function, *given)), {}, given, runs)
+
+
+@pytest.mark.parametrize("runs", [2, 4, 8])
+@pytest.mark.parametrize("loss", LABELLED)
+def test_what_a_mean_divides_by_is_counted_over_the_whole_batch(loss: str, runs: int) -> None:
+    given = X.clone().requires_grad_(), W.clone().requires_grad_(), LABELS
+    made = check(normalise(program(LABELLED[loss], *given)), {}, given, runs)
+    assert bool(made.ahead) == (loss != "summed")
+
+
+@pytest.mark.parametrize("runs", [2, 8])
+@pytest.mark.parametrize("name", models.MODELS)
+def test_the_runs_of_a_model_are_its_step(name: str, runs: int) -> None:
+    model, sample = models.make(name)
+    captured = read_program(model, sample)
+    whole = promote(without_dropout(captured.program))
+    held = {
+        name: (tensor.detach().double() if tensor.is_floating_point() else tensor).requires_grad_(tensor.requires_grad)
+        for name, tensor in interpreter.held(captured.program, model).items()
+    }
+    inputs = [t.double() if t.is_floating_point() else t for t in captured.signature.bind((), sample)]
+    check(whole, held, inputs, runs)
+
+
+def test_the_program_of_a_part_is_the_whole_ones_on_smaller_shapes() -> None:
+    given = X.clone().requires_grad_(), W.clone().requires_grad_(), LABELS
+    made = microbatches(normalise(program(LABELLED["cross entropy"], *given)), 4)
+    loop = made.loop
+    assert loop is not None
+    assert loop.ahead is not None
+    assert targets(loop.ahead) == ["ne.Scalar", "sum.default", "to.dtype"]
+    assert targets(made) == ["numpy_T.default", "matmul.default", "cross_entropy_loss.default", "div.Tensor"]
+    assert [value.shape for value in made.inputs] == [(2, 6), (5, 6), (2,), ()]
+    assert [made.whole(value.name) for value in made.inputs] == [(8, 6), (5, 6), (8,), ()]
+    assert (loop.inputs, loop.outputs) == ((split(0, 2), I, split(0, 2), I), (P,))
+    assert made.hash != microbatches(normalise(program(LABELLED["cross entropy"], *given)), 2).hash
+
+
+class Normed(nn.Module):
+    """Batch norm and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x).square().sum()
+
+
+MIXED: dict[str, tuple[Function, str]] = {
+    "contrastive": (lambda x, w: F.cross_entropy(x @ x.T, torch.arange(8)), "aten.matmul.default mixes the samples"),
+    "of a norm": (lambda x, w: (x @ w.T).norm(), "mixes the samples of the batch"),
+    "of a ratio": (lambda x, w: (x @ w.T).sum() / x.exp().sum(), "aten.div.Tensor mixes the samples"),
+    "the greatest": (lambda x, w: (x @ w.T).max(), "mixes the samples of the batch"),
+    "shuffled": (lambda x, w: (x.flip(0) * x).sum(), "mixes the samples of the batch"),
+    "no loss": (lambda x, w: x @ w.T, "the model returns no loss"),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_loss_that_is_no_sum_over_samples_is_refused(name: str) -> None:
+    function, said = MIXED[name]
+    with pytest.raises(ConstraintError, match=f"a step cannot run in 4 micro-batches: .*{said}"):
+        microbatches(normalise(program(function, X.clone().requires_grad_(), W.clone().requires_grad_())), 4)
+
+
+def test_batch_norm_is_refused_in_training_and_not_in_evaluation() -> None:
+    model = Normed()
+    with pytest.raises(ConstraintError, match=r"aten\.batch_norm\.default mixes the samples of the batch") as caught:
+        microbatches(read_program(model, torch.randn(8, 6)).program, 2)
+    assert "test_microbatches.py" in caught.value.details["at"]
+    assert microbatches(read_program(model.eval(), torch.randn(8, 6)).program, 2).runs == 2
+
+
+def test_the_batch_must_have_equal_parts() -> None:
+    captured = normalise(program(LOSSES["sum"][0], X.clone().requires_grad_(), W))
+    with pytest.raises(ConstraintError, match="3 micro-batches: the batch is 8") as caught:
+        microbatches(captured, 3)
+    assert "a divisor of 8" in caught.value.details["fix"]
+    assert list(counts(captured)) == [1, 2, 4, 8]
+    assert microbatches(captured, 1) is captured
