@@ -172,6 +172,11 @@ def _solved(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solve
         return _best_number(program, mesh, options, stop)
     if program.loop is None:
         program = microbatches(program, _number(options.microbatches))
+    return _solved_so(program, mesh, options, stop)
+
+
+def _solved_so(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
+    """The solution for a program whose number of micro-batches is settled."""
     analysis = analysed(program, mesh, options)
     _without_rule(analysis, strict=options.strict)
     stop("analyse")
@@ -185,24 +190,32 @@ def _number(asked: int | str) -> int:
 
 
 def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
-    """The fastest solution over the numbers of micro-batches, until one that fits is slower than one before."""
+    """The fastest solution over the numbers of micro-batches, each at least twice the last, until one that fits is slower."""
     best: Solved | None = None
     refused: list[BudgetError] = []
+    last = 0
     for runs in counts(program):
+        if runs < 2 * last:
+            continue
         try:
-            found = _solved(program, mesh, replace(options, microbatches=runs), stop)
+            part = microbatches(program, runs)
+        except ConstraintError:  # it cannot be cut
+            break
+        try:
+            found = _solved_so(part, mesh, options, stop)
         except BudgetError as error:
             if SMALLEST not in error.details:
                 raise
             refused.append(error)
+        except (ConstraintError, MeshError):  # a part of the batch cannot be split as it must be
+            if runs == 1:
+                raise
             continue
-        except ConstraintError:
-            if runs > 1:  # the program cannot be cut
+        else:
+            if best is not None and found.solution.seconds >= best.solution.seconds:
                 break
-            raise
-        if best is not None and found.solution.seconds >= best.solution.seconds:
-            break
-        best = found
+            best = found
+        last = runs
     if best is None:
         raise min(refused, key=lambda error: int(error.details[SMALLEST].removeprefix("budget=")))
     return best
@@ -299,13 +312,14 @@ def _impossible(
         )
     alive, runs = ledger.walk(least), formulated.program.runs
     peak, full = math.ceil(alive.max()), ledger.held(least, int(alive.argmax()))[:5]
+    more = "" if options.microbatches == AUTO else f"microbatches={AUTO!r}, "
     return BudgetError(
         f"no plan fits into {size_text(limit)} per device; the smallest budget that works is {size_text(peak)}",
         strategy=options.strategy,
         microbatches=runs if runs > 1 else "",
         **{SMALLEST: f"budget={peak}"},
         filled="; ".join(f"{size_text(held.bytes)} {held}" for held in full),
-        fix="more devices, microbatches='auto', a smaller batch, a narrower dtype, or a budget above 90% of the device",
+        fix=f"more devices, {more}a smaller batch, a narrower dtype, or a budget above 90% of the device",
     )
 
 

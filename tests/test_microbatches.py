@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import autopar
 from autopar.errors import BudgetError, ConstraintError, InputError
 from autopar.explain import report
+from autopar.live import Live
 from autopar.passes.microbatches import microbatches
 from autopar.plan import Plan
 from autopar.planner import Options, analysed, finish, solved
@@ -52,8 +53,9 @@ def regressed(loss: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 CASES: list[tuple[str, tuple[int, ...], str | int, int]] = [
-    ("gpt2", (4,), "ddp", 2), ("gpt2", (2, 2), "fsdp", 2), ("gpt2", (2, 2), "megatron", 4), ("gpt2", (4,), 1, 8),
-    ("vit", (4,), "auto", 2), ("cnn", (2, 2), "ddp", 2), ("cnn", (2, 2), 0, 4),
+    ("gpt2", (4,), "ddp", 2), ("gpt2", (2, 2), "fsdp", 2), ("gpt2", (2, 2), "zero2", 2), ("gpt2", (2, 2), "megatron", 4),
+    ("llama", (2, 2), "auto", 4), ("vit", (4,), "auto", 2), ("cnn", (2, 2), "ddp", 2), ("cnn", (2, 2), 0, 4),
+    ("gpt2", (4,), 1, 8), ("t5", (2, 2), 2, 2), ("bert", (4,), 3, 4),
 ]  # fmt: skip
 
 
@@ -61,6 +63,7 @@ CASES: list[tuple[str, tuple[int, ...], str | int, int]] = [
 def test_loss_and_gradients_are_those_of_the_whole_batch_and_the_messages_those_of_the_plan(
     pool: WorkerPool, name: str, sizes: tuple[int, ...], strategy: str | int, runs: int
 ) -> None:
+    """A number stands for a random plan, in which random parts are made again for the backward."""
     model, sample = models.make(name)
     on = table.mesh(sizes)
     if isinstance(strategy, int):
@@ -127,6 +130,17 @@ def alike(parallel: nn.Module, model: nn.Module, count: int) -> None:
 
 def test_step_trains_and_a_call_is_still_a_forward_of_the_whole_batch(pool: WorkerPool) -> None:
     pool.run(f"{__name__}:steps", ranks=4)
+
+
+class Scaled(nn.Module):
+    """A weight times the sum of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x.sum()).sum()
 
 
 class Dropped(nn.Module):
@@ -208,6 +222,19 @@ def test_activations_are_those_of_one_micro_batch_and_gradients_stay() -> None:
     assert planned(4, strategy="ddp").peak_memory < planned(1, strategy="ddp").peak_memory
 
 
+@pytest.mark.parametrize("runs", [2, 4])
+def test_what_is_alive_in_a_step_is_what_the_plan_says(runs: int) -> None:
+    torch.manual_seed(0)
+    model = planning.Layers((64, *(128 for _ in range(10)), 64))
+    batch = torch.randn(1024, 64)
+    parallel = autopar.parallelize(model, batch, (1,), device="cpu", optimizer="sgd", microbatches=runs)
+    with Live([*parallel.parameters(), batch]) as live:
+        parallel.step(batch)
+    plan = parallel.autopar.plan
+    assert plan is not None
+    assert live.peak().bytes == pytest.approx(plan.peak_memory, rel=0.05)
+
+
 PLAIN = planning.layers(256, 64, 512, 512, 64)
 
 
@@ -224,6 +251,13 @@ def test_auto_takes_one_micro_batch_where_memory_is_plenty_and_more_where_it_is_
     assert found.peak_memory <= tight
     assert found.options["microbatches"] == "auto"
     assert all(found.step_time <= plan.step_time for plan in fitting(tight))
+
+
+@pytest.mark.parametrize("shape", [(), (0,)])
+def test_auto_is_one_where_there_is_no_batch(shape: tuple[int, ...]) -> None:
+    with torch.device("meta"):
+        found = autopar.plan(Scaled(), torch.zeros(shape), (1,), device="h100", microbatches="auto")
+    assert found.microbatches == 1
 
 
 def fitting(budget: int) -> list[Plan]:
@@ -248,6 +282,17 @@ def test_auto_is_one_where_the_batch_cannot_be_parted() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 256), nn.ReLU())
     assert autopar.plan(model, torch.zeros(32, 64), (4,), device="h100", microbatches="auto").microbatches == 1
+
+
+def test_auto_passes_over_parts_that_the_strategy_cannot_split() -> None:
+    captured = planning.layers(12 * 997, 64, 512, 512, 64)  # over four devices in three parts, but not in two
+    with pytest.raises(ConstraintError, match="cannot split a micro-batch of 5982 over 4 devices") as refused:
+        planning.plan(captured, ON, strategy="ddp", microbatches=2)
+    assert "a global batch that is a multiple of 8" in refused.value.details["fix"]
+    with pytest.raises(BudgetError) as caught:
+        planning.plan(captured, ON, strategy="ddp", budget=1)
+    tight = int(caught.value.details["smallest"].removeprefix("budget=")) * 9 // 10
+    assert planning.plan(captured, ON, strategy="ddp", budget=tight, microbatches="auto").microbatches == 3
 
 
 # --- plans and refusals ----------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def microbatches(program: Program, runs: int) -> Program:
 
 def batch_of(program: Program) -> int:
     """The number of samples in the whole batch; 0 if the first input has no dim."""
-    return next(iter(program.whole(program.inputs[0].name)), 0)
+    return next((size for value in program.inputs[:1] for size in program.whole(value.name)), 0)
 
 
 def _check(program: Program, runs: int) -> None:
@@ -240,13 +240,9 @@ def _state(state: State) -> State:
 
 
 def counts(program: Program) -> Iterator[int]:
-    """Numbers of micro-batches, from one to one for each sample, each at least twice the one before."""
-    last = 0
+    """Numbers of micro-batches, from one to one for each sample."""
     batch = batch_of(program)
-    for runs in range(1, batch + 1):
-        if batch % runs == 0 and runs >= 2 * last:
-            last = runs
-            yield runs
+    yield from (runs for runs in range(1, max(1, batch) + 1) if batch % runs == 0)
 
 
 __all__ = ["batch_of", "counts", "microbatches"]

@@ -142,10 +142,11 @@ def _batch(program: Program, mesh: Mesh, strategy: str, axes: range) -> dict[str
         )
     batch = first.shape[0]
     if not batch or batch % parts:
+        what, fewer = ("micro-batch", "fewer micro-batches, ") if program.runs > 1 else ("batch", "")
         raise ConstraintError(
-            f"strategy {strategy!r} cannot split a batch of {batch} over {parts} devices",
+            f"strategy {strategy!r} cannot split a {what} of {batch} over {parts} devices",
             mesh=mesh,
-            fix=f"a global batch that is a multiple of {parts}, or strategy='auto'",
+            fix=f"{fewer}a global batch that is a multiple of {parts * program.runs}, or strategy='auto'",
         )
     return {value.name: _nested(0, batch, mesh, axes) for value in program.inputs if value.shape and value.shape[0] == batch}
 
