@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from autopar.errors import ConstraintError, PlanError
 from autopar.explain import command
 from autopar.passes.without_dropout import without_dropout
 from autopar.plan import Plan
-from autopar.planner import Options, read_program
+from autopar.planner import Options, make_plan, read_program
 from autopar.runtime.recorder import Issued, recorded
 from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool
@@ -29,14 +30,22 @@ from tests import models, planning, table
 MIXED = "bf16-mixed"
 ROUNDING = 2**-8  # of one bfloat16
 SIZES = (2, 4)
-CASES = [("gpt2", "auto"), ("llama", "megatron"), ("llama", 3), ("vit", "fsdp"), ("cnn", 1)]
+TIGHT = "tight"  # auto, with nine tenths of the memory that it would take
+CASES = [
+    ("gpt2", "auto"), ("gpt2", TIGHT), ("llama", "megatron"), ("llama", 3), ("bert", 5), ("vit", "fsdp"), ("vit", "zero2"),
+    ("cnn", 1), ("cnn", "ddp"),
+]  # fmt: skip
 
 
+@functools.cache
 def made(name: str, how: str | int, **options: str) -> Plan:
     """A plan of a model under a strategy, or a random one."""
     model, sample = models.make(name)
     if isinstance(how, int):
         return autopar.testing.random_plan(model, sample, table.mesh(SIZES), seed=how, **options)
+    if how == TIGHT:
+        budget = made(name, "auto", **options).peak_memory * 9 // 10
+        return autopar.plan(model, sample, table.mesh(SIZES), budget=budget, **options)  # type: ignore[arg-type]
     return autopar.plan(model, sample, table.mesh(SIZES), strategy=how, **options)  # type: ignore[arg-type]
 
 
@@ -125,10 +134,14 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp(min=1e-12))
 
 
-@pytest.mark.parametrize(
-    "name, how, reduce",
-    [("gpt2", "fsdp", None), ("gpt2", "fsdp", "bf16"), ("gpt2", "ddp", "bf16"), ("vit", 2, None)],
-)
+SAVED = ("c_attn.weight", "c_proj.weight", "c_fc.weight", "wte.weight")  # by the products; of biases autograd keeps nothing
+OWN = [
+    ("gpt2", "fsdp", None), ("gpt2", "fsdp", "bf16"), ("gpt2", "ddp", "bf16"), ("gpt2", "zero2", None),
+    ("gpt2", TIGHT, None), ("llama", "megatron", None), ("vit", 2, None), ("llama", 7, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, how, reduce", OWN)
 def test_in_its_own_dtypes_a_step_sends_what_its_plan_lists(
     pool: WorkerPool, name: str, how: str | int, reduce: str | None
 ) -> None:
@@ -141,6 +154,19 @@ def test_in_its_own_dtypes_a_step_sends_what_its_plan_lists(
         for weight, (ours, theirs) in found.gradients.items():
             if theirs.norm() > 1e-3 * largest:  # the gradient of a bias of keys is nothing but roundings
                 assert distance(ours, theirs) < 8 * ROUNDING, weight
+
+
+@pytest.mark.parametrize("name, how", [("gpt2", "fsdp"), ("bert", 12)])
+def test_what_is_made_again_in_its_own_dtypes_is_what_it_was(pool: WorkerPool, name: str, how: str | int) -> None:
+    run = run_of(name, how)
+    kept = replace(run, plan=replace(run.plan, again={}))
+    assert any(":to#" in entry and "run" in lines for entry, lines in run.plan.again.items())
+    pairs = zip(pool.run(f"{__name__}:train", run), pool.run(f"{__name__}:train", kept), strict=True)
+    for found, expected in pairs:
+        assert isinstance(found, Found)
+        assert isinstance(expected, Found)
+        for weight, (ours, _) in found.gradients.items():
+            torch.testing.assert_close(ours, expected.gradients[weight][0], rtol=2 * ROUNDING, atol=1e-6)
 
 
 def test_three_steps_of_adamw_go_the_sequential_way_and_store_float32(pool: WorkerPool) -> None:
@@ -183,6 +209,21 @@ def plain(model: nn.Module, sample: models.Sample, *, autocast: bool) -> tuple[f
 def gradient(model: nn.Module) -> torch.Tensor:
     """The gradients of all parameters in one row."""
     return torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters()) if p.grad is not None])
+
+
+def test_where_gathered_weights_are_dropped_they_are_cast_again_which_takes_time() -> None:
+    plan = made("gpt2", "fsdp", precision=MIXED)
+    casts = {entry for entry, lines in plan.again.items() if "run" in lines}
+    assert casts == plan.evidence.copies.keys()
+    assert plan.evidence.again.keys() == {entry for entry in casts if plan.evidence.copies[entry].endswith(SAVED)}
+
+
+@pytest.mark.parametrize("how", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("reduce", [None, "bf16"])
+def test_a_plan_takes_the_seconds_that_the_solver_paid(how: str, reduce: str | None) -> None:
+    options = Options(strategy=how, precision=MIXED, reduce=reduce)
+    found = make_plan(*models.make("llama"), table.mesh(SIZES), options)
+    assert found.plan.step_time == pytest.approx(found.solved.solution.seconds)
 
 
 def sent(plan: Plan, kind: str) -> int:

@@ -88,7 +88,7 @@ class _Sending(Protocol):
     backward: str
     axis: Axis
     places: Sequence[Place]
-    dtypes: Sequence[torch.dtype]  # of the gradients that go on from here
+    dtype: torch.dtype  # of the gradients that go on from here
     given: int
 
     def mark_non_differentiable(self, *tensors: torch.Tensor) -> None: ...
@@ -101,7 +101,7 @@ class _Begin(torch.autograd.Function):
         ctx: _Sending, forward: str, axis: Axis, summed: torch.dtype | None, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         flight = sent(forward, weights, axis)
-        ctx.dtypes = [weight.dtype for weight in weights]
+        ctx.dtype, ctx.given = weights[0].dtype, len(weights)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*flight)
         edges = weights if summed is None else [_edge(weight, summed) for weight in weights]
@@ -109,12 +109,11 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Sending, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        given = gradients[: len(ctx.dtypes)]
+        given = gradients[: ctx.given]
         here = [gradient for gradient in given if gradient is not None]
         for buffer in {gradient.untyped_storage().data_ptr(): gradient for gradient in here}.values():
             wait(buffer)
-        cast = [None if one is None else one.to(dtype) for one, dtype in zip(given, ctx.dtypes, strict=True)]
-        return None, None, None, *cast
+        return None, None, None, *(gradient if gradient is None else gradient.to(ctx.dtype) for gradient in given)
 
 
 class _Finish(torch.autograd.Function):
@@ -125,16 +124,17 @@ class _Finish(torch.autograd.Function):
         count = len(places)
         edges, weights, flight = begun[:count], begun[count : 2 * count], begun[2 * count :]
         ctx.backward, ctx.axis, ctx.places, ctx.given = backward, axis, places, len(begun)
-        ctx.dtypes = [edge.dtype for edge in edges]
+        ctx.dtype = edges[0].dtype
         ctx.set_materialize_grads(False)
         return tuple(arrived(forward, weights, flight, axis, places))
 
     @staticmethod
     def backward(ctx: _Sending, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         here = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        given = [gradient.to(ctx.dtypes[place]) for place, gradient in enumerate(gradients) if gradient is not None]
+        given = [gradient for gradient in gradients if gradient is not None]
         results: list[torch.Tensor | None] = [None] * ctx.given
-        for place, gradient in zip(here, returned(ctx.backward, given, ctx.axis, [ctx.places[p] for p in here]), strict=True):
+        sums = returned(ctx.backward, given, ctx.dtype, ctx.axis, [ctx.places[place] for place in here])
+        for place, gradient in zip(here, sums, strict=True):
             results[place] = gradient
         return None, None, None, None, *results
 
@@ -165,10 +165,12 @@ def arrived(primitive: str, weights: Tensors, flight: Tensors, axis: Axis, place
         yield joined(part.reshape(axis.size, *weight.shape), place.dim, place.blocks)
 
 
-def returned(primitive: str, gradients: Tensors, axis: Axis, places: Sequence[Place]) -> Iterator[torch.Tensor]:
-    """The gradients of what was converted, as they will be once `wait` returns."""
+def returned(
+    primitive: str, gradients: Tensors, dtype: torch.dtype, axis: Axis, places: Sequence[Place]
+) -> Iterator[torch.Tensor]:
+    """The gradients of what was converted, in this dtype, as they will be once `wait` returns."""
     if primitive == "all_reduce":
-        flat = reduced(torch.cat([gradient.reshape(-1) for gradient in gradients]), axis)
+        flat = reduced(torch.cat([gradient.reshape(-1) for gradient in gradients]).to(dtype), axis)
         for gradient, part in zip(gradients, _columns(flat, [gradient.numel() for gradient in gradients]), strict=True):
             yield part.view(gradient.shape)
     elif primitive == "reduce_scatter":
@@ -177,7 +179,7 @@ def returned(primitive: str, gradients: Tensors, axis: Axis, places: Sequence[Pl
             for gradient, place in zip(gradients, places, strict=True)
         ]
         sizes = [cut[0].numel() for cut in cuts]
-        rows = gradients[0].new_empty(axis.size, sum(sizes))
+        rows = gradients[0].new_empty(axis.size, sum(sizes), dtype=dtype)
         for cut, part in zip(cuts, _columns(rows, sizes), strict=True):
             torch.unflatten(part, 1, cut.shape[1:]).copy_(cut)
         flat = reduce_scattered(rows, axis)
@@ -185,7 +187,7 @@ def returned(primitive: str, gradients: Tensors, axis: Axis, places: Sequence[Pl
             yield part.view(cut.shape[1:]).flatten(place.dim, place.dim + 1)
     else:
         for gradient, place in zip(gradients, places, strict=True):
-            yield PRIMITIVES[primitive](gradient, axis, place.back() if primitive == "all_to_all" else place)
+            yield PRIMITIVES[primitive](gradient.to(dtype), axis, place.back() if primitive == "all_to_all" else place)
 
 
 def _columns(rows: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
