@@ -52,12 +52,12 @@ def gpt2() -> Made:
 
 
 def llama() -> Made:
-    """8 layers of Llama's width for a billion weights, 4 query heads to each of keys and values; 16 sequences of 2048."""
+    """8 layers of Llama's width for a billion weights, 4 query heads to each of keys and values; 4 sequences of 8192."""
     config = transformers.LlamaConfig(
         num_hidden_layers=8, hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=32000, max_position_embeddings=2048, use_cache=False,
+        vocab_size=32000, max_position_embeddings=8192, use_cache=False,
     )  # fmt: skip
-    return transformers.LlamaForCausalLM(config), _text(16, 2048, config.vocab_size), "model.layers."
+    return transformers.LlamaForCausalLM(config), _text(4, 8192, config.vocab_size), "model.layers."
 
 
 def vit() -> Made:
@@ -147,8 +147,9 @@ def _blocks(free: Solved, options: Options, at: str) -> Point:
     inside = [op for op in formulated.program.ops if block[op.name] and left.isdisjoint(r.name for r in op.results)]
     steps = {(r.name, step) for op in inside for r in op.results for step in chosen.routes.get(r.name, ())}
     again = Again(ops=frozenset(op.name for op in inside) & formulated.reruns, steps=frozenset(steps))
-    plan = finish(free, options, replace(chosen, again=again))
-    return Point(seconds=plan.step_time, again=plan.evidence.recomputed, peak=plan.peak_memory)
+    chosen = replace(chosen, again=again)
+    plan, peak = finish(free, options, chosen), round(float(free.ledger.timeline.walk(chosen).max()))
+    return Point(seconds=plan.step_time, again=plan.evidence.recomputed, peak=peak)
 
 
 def _block(name: str, at: str) -> str:
