@@ -30,7 +30,7 @@ SAVED, USED = "saved for the backward", "in use at the moment"
 PURPOSES = ("parameters", "gradients", "optimizer state", SAVED, USED, "inputs", "buffers")
 PURPOSE = {
     "gradient": "gradients", "kept": SAVED, "internal": SAVED, "produced": USED, "converted": USED, "flowing": USED,
-    "transient": USED,
+    "again": USED, "flight": USED, "transient": USED,
 }  # fmt: skip
 
 

@@ -107,8 +107,8 @@ class Ledger:
         analysis = self.formulated.analysis
         of, found = analysis.classes.of, dict[tuple[str, str], list[int]]()
         wires = {member: values.example for values in self.formulated.wires for member in values.members}
-        for life in self.timeline.lives(decisions(self.formulated, solution)):
-            if life.start <= moment <= life.stop and life.bytes:
+        for life in self.timeline.alive(decisions(self.formulated, solution), moment):
+            if life.bytes:
                 given = life.kind in ON_CHOICE or life.name in analysis.program.op
                 name = of[life.name] if given else wires.get(life.name, life.name)
                 found.setdefault((life.kind, name), []).append(life.bytes)
