@@ -27,6 +27,7 @@ from autopar.conversion import beside
 from autopar.cost_models.optimizers import Optimizer
 from autopar.cost_models.saved import NOTHING, Saved
 from autopar.decisions import Decisions
+from autopar.evidence import OPTIMIZER
 from autopar.ir import Op, elements
 from autopar.layout import local_shape
 from autopar.mesh import Bytes
@@ -162,12 +163,15 @@ class _Step:
         self._last[home] = now
 
     def _given(self) -> Iterator[Life]:
-        states, end = self.of.optimizer.states, self.schedule.end + SPAN - 1
+        states, end, stepped = self.of.optimizer.states, self.schedule.end + SPAN - 1, []
         for parameter in (*self.program.parameters, *self.program.buffers):
             name = parameter.value.name
             size = self.of.bytes((name, self.chosen.given[name]))
             trained = name in self.of.analysis.backward
+            stepped += [size] * trained
             yield Life("stored", name, 0, end, size * (1 + states * trained))
+        step = at(2 * self.n)
+        yield Life("transient", OPTIMIZER, step, step, self.of.optimizer.scratch(stepped, cpu=self.of.analysis.cpu))
         for value in self.program.inputs:
             local = self.of.bytes((value.name, self.chosen.given[value.name]))
             cut = local < value.bytes  # the caller holds the whole beside the part that is cut
