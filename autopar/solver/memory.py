@@ -16,6 +16,7 @@ import numpy as np
 
 from autopar.cost_models.memory import Lifetime, Terms, lifetimes
 from autopar.cost_models.optimizers import Optimizer
+from autopar.decisions import Decisions
 from autopar.evidence import Held
 from autopar.ir import elements
 from autopar.layout import local_shape
@@ -104,13 +105,13 @@ class Ledger:
         """Bytes alive at every moment of the step."""
         return self.timeline.walk(decisions(self.formulated, solution))
 
-    def held(self, solution: Solution, moment: int) -> list[Held]:
+    def held(self, chosen: Decisions, moment: int) -> list[Held]:
         """What takes memory at a moment, by kind and by value or op, the most first; together it is what the walk finds."""
         analysis = self.formulated.analysis
         of, found = analysis.classes.of, dict[tuple[str, str], list[int]]()
         wires = {member: values.example for values in self.formulated.wires for member in values.members}
-        for life in self.timeline.lives(decisions(self.formulated, solution)):
-            if life.start <= moment <= life.stop and life.bytes:
+        for life in self.timeline.alive(chosen, moment):
+            if life.bytes:
                 given = life.kind in ON_CHOICE or life.name in analysis.program.op
                 name = of[life.name] if given else wires.get(life.name, life.name)
                 found.setdefault((life.kind, name), []).append(life.bytes)
