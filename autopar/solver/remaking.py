@@ -2,7 +2,7 @@
 
 An op of the backward asks for what autograd saved of its forward. What is made again is made when something first asks for
 it, after what it is made from, and stays until it was last asked for; what it is made from is held, if it was kept, until then.
-A bundle of weights is made again at once, all that will be asked for, and is sent for when the bundle after it in the forward is
+A bundle of weights is made again at once, all that will be asked for, and is sent for when the bundle after it in the forward
 asked for.
 """
 

@@ -1,8 +1,8 @@
 """When a step does what: the order of `codegen.emit`, told by the program and the decisions alone.
 
 A moment is an op: op i runs forward at moment i and backward at moment 2n-1-i, the optimizer steps at 2n. Within a moment time
-ticks: first operands are converted, then the op runs (`DURING`), and the backward is the mirror of that. Before an op's backward
-there is time to make things again.
+ticks: first operands are converted, then the op runs (`DURING`), and the backward is the mirror of that. Before an op's
+backward there is time to make things again.
 """
 
 from __future__ import annotations
