@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.ir import elements
+from autopar.ir import Value, elements
 from autopar.layout import I, Layout, State, blocks, each_split, local_shape
+from autopar.mesh import Bytes
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SUMS = ("all_reduce", "reduce_scatter")  # those that add
@@ -62,6 +63,27 @@ class Conversion:
         The other axes' digits are gone from the local tensor on both sides, so the count is the same before and after.
         """
         return state.dim, blocks(layout, self.axis, shape, sizes)
+
+
+def beside(step: Conversion, value: Value, sizes: tuple[int, ...], *, back: bool = False) -> Bytes:
+    """What a primitive takes while it runs beside the tensor that it is given and the one that it gives.
+
+    Collectives send and receive chunks one after the other: a dim that lies otherwise is copied before it is cut, or when it is
+    joined. `back` asks for the gradient's primitive.
+    """
+    ends = (step.target, step.source) if back else (step.source, step.target)
+    sizes_of = [elements(local_shape(value.shape, layout, sizes)) * value.dtype.itemsize for layout in ends]
+    copied = [
+        layout[step.axis].kind == "S" and step.place(layout[step.axis], layout, value.shape, sizes) != (0, 1) for layout in ends
+    ]
+    match step.primitives[back]:
+        case "all_gather":
+            return sizes_of[1] * copied[0]
+        case "reduce_scatter":
+            return sizes_of[0] * copied[1]
+        case "all_to_all":
+            return sizes_of[0] * sum(copied)
+    return 0
 
 
 def arrival(layout: Layout) -> tuple[Conversion, ...]:

@@ -263,7 +263,7 @@ def finish(found: Solved, options: Options, chosen: Decisions | None = None) -> 
     sent = list(messages(analysis, chosen, mesh))
     said = "90% of the device's memory" if options.budget is None else "asked for"
     limit = Figure(of=BUDGET, name="memory", value=parse_bytes(options.budget, mesh), unit="B", source=said)
-    evidence = account(found.ledger, solution, chosen, found.optimizer, limit)
+    evidence = account(found.ledger, chosen, found.optimizer, limit)
     seconds = evidence.local + sum(message.seconds for message in sent)
     return Plan(
         hash=program.hash,
@@ -276,7 +276,7 @@ def finish(found: Solved, options: Options, chosen: Decisions | None = None) -> 
         status=solution.status,
         gap=max(0.0, seconds - solution.bound) / seconds if seconds else 0.0,
         step_time=seconds,
-        peak_memory=round(float(found.ledger.walk(solution).max())),
+        peak_memory=round(float(found.ledger.timeline.walk(chosen).max())),
         collectives=tuple(_collective(message, mesh) for message in sent),
         choices=choices,
         layouts=layouts,
@@ -311,7 +311,7 @@ def _impossible(
             fix="drop a constraint, or use strategy='auto'",
         )
     alive, runs = ledger.walk(least), formulated.program.runs
-    peak, full = math.ceil(alive.max()), ledger.held(least, int(alive.argmax()))[:5]
+    peak, full = math.ceil(alive.max()), ledger.held(decisions(formulated, least), int(alive.argmax()))[:5]
     more = "" if options.microbatches == AUTO else f"microbatches={AUTO!r}, "
     return BudgetError(
         f"no plan fits into {size_text(limit)} per device; the smallest budget that works is {size_text(peak)}",

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import nn
 
 from autopar.capture import Captured
 from autopar.cost_models import optimizers
 from autopar.decisions import Again, Decisions
+from autopar.live import Live, Peak
 from autopar.mesh import Mesh
 from autopar.passes.again import aliases, may_run
 from autopar.passes.microbatches import microbatches as parts
 from autopar.plan import Plan
 from autopar.planner import Options, Solved, finish, located, read_program, sharded
+from autopar.runtime.storage import local
 from autopar.solver.analysis import Analysis, analyse
 from autopar.solver.formulate import decisions, formulate
 from autopar.solver.memory import Ledger
 from autopar.solver.problem import Problem, Solution, price
 from autopar.solver.solve import tree
+
+
+def peak(
+    module: nn.Module, optimizer: torch.optim.Optimizer, batch: Iterable[torch.Tensor], step: Callable[[], object]
+) -> Peak:
+    """The most bytes of tensors alive on this rank during a training step; one before it makes the optimizer's state."""
+    step()
+    gc.collect()
+    states = [tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, torch.Tensor)]
+    held = [local(tensor.detach()) for tensor in (*module.parameters(), *module.buffers(), *states)]
+    with Live([*held, *batch], held[0].device.type) as live:
+        step()
+    return live.peak()
 
 
 def random_plan(

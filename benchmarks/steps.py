@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.live import Live, Peak
-from autopar.runtime.storage import local
+from autopar.live import Peak
+from autopar.testing import peak
 
 RATE = 1e-4  # the learning rate
 WARM = 3  # steps before anything is measured
@@ -136,13 +136,7 @@ def alive(job: Job) -> Peak:
     """The most bytes of tensor storage on this rank during a step of the one variant, the optimizer's state being there."""
     (name,) = job.variants
     step = Step(job, name)
-    step()
-    gc.collect()
-    states = [tensor for state in step.optimizer.state.values() for tensor in state.values()]
-    held = [*step.module.parameters(), *step.module.buffers(), *step.batch.values(), *states]
-    with Live([local(tensor.detach()) for tensor in held]) as live:
-        step()
-    return live.peak()
+    return peak(step.module, step.optimizer, step.batch.values(), step)
 
 
 def _status(key: str) -> int:

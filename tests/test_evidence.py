@@ -18,6 +18,7 @@ from autopar.planner import Options, analysed, located, solved
 from autopar.rules.roles import Sample
 from autopar.solver.account import told
 from autopar.solver.analysis import analyse
+from autopar.solver.formulate import decisions
 from autopar.tables import plain
 from autopar.testing import random_plan_of
 from tests.capture.models import MODELS
@@ -67,9 +68,10 @@ def test_what_is_held_at_a_moment_is_what_the_walk_finds_there(name: str) -> Non
     options = Options(device="h100")
     mesh = located(MESH, options)
     found = solved(analysed(captured(name).program, mesh, options), mesh, options)
-    alive = found.ledger.walk(found.solution)
+    chosen = decisions(found.formulated, found.solution)
+    alive = found.ledger.timeline.walk(chosen)
     for moment in range(0, len(alive), max(1, len(alive) // 16)):
-        assert sum(held.bytes for held in found.ledger.held(found.solution, moment)) == alive[moment]
+        assert sum(held.bytes for held in found.ledger.held(chosen, moment)) == alive[moment]
 
 
 def test_every_figure_names_its_unit_and_its_source() -> None:

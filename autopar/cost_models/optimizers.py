@@ -3,16 +3,19 @@
 State is kept in the parameter's dtype, as torch.optim does. A step reads the parameter, its gradient and the state once and
 writes the parameter and the state once. LARS reads the parameter and the gradient a second time, since it scales by their
 norms; LAMB writes its update and reads it and the parameter again. A step is limited by memory bandwidth, and its launches
-are shared by all parameters (torch's foreach kernels).
+are shared by all parameters (torch's foreach kernels). On a CPU torch steps one parameter after the other. What a step takes
+beside all this is as counted in torch 2.13.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.errors import InputError
-from autopar.mesh import Device, Seconds
+from autopar.mesh import Bytes, Device, Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +26,27 @@ class Optimizer:
     states: int  # tensors of the parameter's size that it keeps
     moved: int  # tensors of that size that one step reads or writes
     source: str
+    together: int = 0  # tensors of that size that a step of all parameters at once takes for itself
+    alone: tuple[int, int] = (0, 0)  # the same of one parameter after the other: of the last one's size, and of its own
+
+    def scratch(self, sizes: Sequence[Bytes], *, cpu: bool) -> Bytes:
+        """What a step takes for itself, given the bytes of each parameter.
+
+        >>> optimizer("adamw").scratch([30, 50], cpu=False), optimizer("adamw").scratch([30, 50], cpu=True)
+        (80, 130)
+        """
+        if not cpu:
+            return self.together * sum(sizes)
+        last, own = self.alone
+        return max((last * before + own * size for before, size in itertools.pairwise((0, *sizes))), default=0)
 
 
-def _optimizer(name: str, states: int, source: str, *, again: int = 0) -> Optimizer:
+def _optimizer(
+    name: str, states: int, source: str, *, again: int = 0, together: int = 0, alone: tuple[int, int] = (0, 0)
+) -> Optimizer:
     """`again` counts the tensors that are read or written a second time."""
-    return Optimizer(name=name, states=states, moved=2 * states + 3 + again, source=source)
+    moved = 2 * states + 3 + again
+    return Optimizer(name=name, states=states, moved=moved, source=source, together=together, alone=alone)
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -35,14 +54,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
     for entry in (
         _optimizer("sgd", 0, "torch.optim.SGD"),
         _optimizer("sgd-momentum", 1, "torch.optim.SGD: momentum_buffer"),
-        _optimizer("adam", 2, "torch.optim.Adam: exp_avg, exp_avg_sq"),
-        _optimizer("adamw", 2, "torch.optim.AdamW: exp_avg, exp_avg_sq"),
-        _optimizer("nadam", 2, "torch.optim.NAdam: exp_avg, exp_avg_sq"),
-        _optimizer("radam", 2, "torch.optim.RAdam: exp_avg, exp_avg_sq"),
-        _optimizer("adamax", 2, "torch.optim.Adamax: exp_avg, exp_inf"),
-        _optimizer("adadelta", 2, "torch.optim.Adadelta: square_avg, acc_delta"),
-        _optimizer("adagrad", 1, "torch.optim.Adagrad: sum"),
-        _optimizer("rmsprop", 1, "torch.optim.RMSprop: square_avg"),
+        _optimizer("adam", 2, "torch.optim.Adam: exp_avg, exp_avg_sq", together=1, alone=(1, 2)),
+        _optimizer("adamw", 2, "torch.optim.AdamW: exp_avg, exp_avg_sq", together=1, alone=(1, 2)),
+        _optimizer("nadam", 2, "torch.optim.NAdam: exp_avg, exp_avg_sq", together=1, alone=(1, 2)),
+        _optimizer("radam", 2, "torch.optim.RAdam: exp_avg, exp_avg_sq", together=1, alone=(0, 2)),
+        _optimizer("adamax", 2, "torch.optim.Adamax: exp_avg, exp_inf", together=1, alone=(0, 1)),
+        _optimizer("adadelta", 2, "torch.optim.Adadelta: square_avg, acc_delta", together=2, alone=(1, 2)),
+        _optimizer("adagrad", 1, "torch.optim.Adagrad: sum", together=2, alone=(1, 1)),
+        _optimizer("rmsprop", 1, "torch.optim.RMSprop: square_avg", together=1, alone=(1, 1)),
         _optimizer("lion", 1, "X. Chen et al., Symbolic Discovery of Optimization Algorithms, 2023: momentum"),
         _optimizer("lars", 1, "Y. You et al., Large Batch Training of Convolutional Networks, 2017: momentum", again=2),
         _optimizer("lamb", 2, "Y. You et al., Large Batch Optimization for Deep Learning, 2019: two moments", again=3),

@@ -106,10 +106,13 @@ def saved_here(
     found, kinds = _ran(op, tensors)
     results = [torch.empty_strided(*kind, dtype=r.dtype, device="meta") for kind, r in zip(kinds, op.results, strict=False)]
     results = results or [_empty(shape, result) for shape, result in zip(shapes, op.results, strict=True)]
+    fused = _formula(op, [values[name] for name in op.operands], cpu)
+    if fused and op.target == ATTENTION and tensors[0].shape == results[0].shape:
+        results = [torch.empty_like(tensors[0])]  # a fused kernel lays the result out like the query
     if not op.requires_grad:
         return NOTHING, results
-    return _formula(op, [values[name] for name in op.operands], cpu) or found, [
-        tensor.requires_grad_(result.requires_grad) for tensor, result in zip(results, op.results, strict=True)
+    return fused or found, [
+        tensor.detach().requires_grad_(result.requires_grad) for tensor, result in zip(results, op.results, strict=True)
     ]
 
 
@@ -178,6 +181,8 @@ def _with_backward(found: Saved, kept: list[torch.Tensor], operands: list[torch.
     """What the backward takes, and which gradients it passes on; what is kept goes as the backward goes on."""
     wanted = [place for place, operand in enumerate(operands) if operand.requires_grad]
     differentiable = [result for result in results if result.requires_grad]
+    if not differentiable:
+        return found
     given = [torch.empty_like(result) for result in differentiable]
     with warnings.catch_warnings(), Live([*operands, *results, *given, *kept], "meta") as live:
         kept.clear()

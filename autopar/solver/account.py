@@ -1,4 +1,4 @@
-"""The account of a solution: where its seconds and bytes go, as the evidence that a plan keeps.
+"""The account of a plan's decisions: where its seconds and bytes go, as the evidence that a plan keeps.
 
 Nothing is decided here and nothing priced anew: what is added up is what the integer program paid.
 """
@@ -23,7 +23,6 @@ from autopar.rules.roles import ROLES, Sample, role, role_of_dim
 from autopar.solver.analysis import Analysis, due
 from autopar.solver.memory import Ledger
 from autopar.solver.pricing import WHOLE_SUM, arrival_seconds, primitive_seconds, rounding_seconds
-from autopar.solver.problem import Solution
 from autopar.solver.reruns import reruns
 
 SAVED, AGAIN, USED = "saved for the backward", "computed again", "in use at the moment"
@@ -31,17 +30,17 @@ SAVED, AGAIN, USED = "saved for the backward", "computed again", "in use at the 
 PURPOSES = ("parameters", "gradients", "optimizer state", SAVED, AGAIN, USED, "inputs", "buffers")
 PURPOSE = {
     "gradient": "gradients", "kept": SAVED, "internal": SAVED, "again": AGAIN, "produced": USED, "converted": USED,
-    "flowing": USED, "transient": USED,
+    "flowing": USED, "flight": USED, "transient": USED,
 }  # fmt: skip
 
 
-def account(ledger: Ledger, solution: Solution, chosen: Decisions, optimizer: Optimizer, limit: Figure) -> Evidence:
-    """The evidence for a solution and the decisions that it stands for; `limit` is the budget."""
+def account(ledger: Ledger, chosen: Decisions, optimizer: Optimizer, limit: Figure) -> Evidence:
+    """The evidence for decisions; `limit` is the budget."""
     analysis, mesh = ledger.formulated.analysis, ledger.formulated.mesh
-    moment = int(ledger.walk(solution).argmax())
+    moment = int(ledger.timeline.walk(chosen).argmax())
     run = reruns(analysis, chosen)
     compute = dict(_compute(analysis, chosen, mesh))
-    held = ledger.held(solution, moment)
+    held = ledger.held(chosen, moment)
     return Evidence(
         figures=(*_figures(analysis.program, mesh, optimizer), limit),
         compute=compute,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solver.problem import PRODUCER, Again, Choice, Consumer, Floats, Ints, Problem, Row, Solution, Wire
+from autopar.solver.problem import Again, Choice, Consumer, Floats, Ints, Problem, Row, Solution, Wire
 
 SAME = 1e-9  # relative difference at which two prices count as equal
 
@@ -68,14 +68,20 @@ class Merged:
             wire = self.original.wires[entry.wire]
             if entry.wire in self.wire:
                 kept.append(replace(entry, wire=self.wire[entry.wire]))
-            elif entry.keepers:  # a follower runs again with its leader, and what is between them is then made again
-                end = wire.produced if PRODUCER in entry.keepers else wire.consumers[0].wants
-                choice = wire.producer if PRODUCER in entry.keepers else wire.consumers[0].choice
-                add(picks, choice, entry.bytes[end])
-                if entry.gone:
-                    add(again, choice, -entry.bytes[end])
+            elif entry.there or entry.keepers:  # a follower runs again with its leader: what is between them is made again
+                if not entry.given:
+                    add(picks, wire.producer, entry.bytes[wire.produced])
+                if not entry.given and not entry.there and entry.gone:
+                    add(again, wire.producer, -entry.bytes[wire.produced])
+        least = []
+        for one in row.least:
+            if one.wire in self.wire:
+                least.append(replace(one, wire=self.wire[one.wire]))
+            else:
+                producer = self.original.wires[one.wire]
+                add(picks, producer.producer, one.bytes[producer.produced])
         uses = {self.wire[w]: bytes_of for w, bytes_of in row.uses.items() if w in self.wire}
-        return replace(row, picks=picks, again=again, uses=uses, kept=tuple(kept))
+        return replace(row, picks=picks, again=again, uses=uses, kept=tuple(kept), least=tuple(least))
 
 
 def merge_followers(problem: Problem) -> Merged:

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import pulp
 
-from autopar.solver.problem import PRODUCER, Consumer, Floats, Ints, Problem, Row, Toll, Wire
+from autopar.solver.problem import PRODUCER, Consumer, Floats, Ints, Kept, Least, Problem, Row, Toll, Wire
 
 HEAVY = 1e4  # the weight of memory where memory is what counts, large beside HiGHS's tolerances
 LIGHT = 1e-3  # how much time weighs beside memory where memory is what counts
@@ -87,8 +87,8 @@ class End:
     columns: Ints
     values: Floats
 
-    def negative(self) -> End:
-        return replace(self, values=-self.values)
+    def times(self, factor: float) -> End:
+        return replace(self, values=factor * self.values)
 
 
 class Model:
@@ -226,25 +226,13 @@ class Model:
                 columns.append(self.columns.rerun[choice] + np.arange(len(bytes_of)))
                 values.append(bytes_of / self.problem.choices[choice].count)
         for kept in row.kept:
-            ends = [self._end(self.problem.wires[kept.wire], keeper) for keeper in kept.keepers]
-            reruns = [end for reader in kept.reruns if (end := self._rerun(kept.wire, reader)) is not None]
-            made = self._made(kept.wire) if kept.gone else []
-            made += [self._end(self.problem.wires[kept.wire], PRODUCER)] if kept.given else []
-            if len(ends) == 1 and not reruns and not made:
-                columns.append(ends[0].columns)
-                values.append(kept.bytes[ends[0].nodes])
-                continue
-            nodes = np.arange(self.problem.wires[kept.wire].nodes)
-            keep = self._columns(np.zeros(len(nodes))) + nodes
-            sources = self._resent(kept.wire, self.problem.wires[kept.wire].source) if kept.gone else []
-            for needed in (*ends, *reruns, *sources):
-                parts = [End(nodes=nodes, columns=keep, values=np.ones(len(nodes))), needed.negative(), *made]
-                self._add(
-                    np.concatenate([part.nodes for part in parts]), np.concatenate([part.columns for part in parts]),
-                    np.concatenate([part.values for part in parts]), len(nodes), 0.0, np.inf,
-                )  # fmt: skip
-            columns.append(keep)
-            values.append(kept.bytes)
+            column, value = self._keep(kept)
+            columns.append(column)
+            values.append(value)
+        for least in row.least:
+            column, value = self._least(least)
+            columns.append(column)
+            values.append(value)
         limit, scale = row.limit, max(row.limit, 1.0)  # in units of the limit, so that one tolerance fits all rows
         if self.peak:
             limit, scale = 0.0, self.peak[1]
@@ -252,6 +240,43 @@ class Model:
             values.append(np.array([-scale]))
         column, value = np.concatenate(columns), np.concatenate(values) / scale
         self._add(np.zeros(len(column), np.int64), column, value, 1, -np.inf, (limit - row.constant) / scale)
+
+    def _keep(self, kept: Kept) -> tuple[Ints, Floats]:
+        """(keep): the columns that say what is kept of a wire, and their bytes."""
+        wire = self.problem.wires[kept.wire]
+        there, ends = ([self._end(wire, end) for end in some] for some in (kept.there, kept.keepers))
+        reruns = [end for reader in kept.reruns if (end := self._rerun(kept.wire, reader)) is not None]
+        again = [end.times(1 / kept.part) for end in self._made(kept.wire)] if kept.gone else []
+        given = [self._end(wire, PRODUCER)] if kept.given else []
+        if len(there) + len(ends) == 1 and not reruns and not again and not given:
+            (end,) = (*there, *ends)
+            return end.columns, kept.bytes[kept.home(end.nodes)]
+        nodes = np.arange(wire.nodes)
+        keep = self._columns(np.zeros(len(nodes))) + nodes
+        sources = self._resent(kept.wire, wire.source) if kept.gone else []
+        for needed, made in (*((end, given) for end in there), *((end, again + given) for end in (*ends, *reruns, *sources))):
+            parts = [End(nodes=nodes, columns=keep, values=np.ones(len(nodes))), needed.times(-1.0), *made]
+            self._add(
+                kept.home(np.concatenate([part.nodes for part in parts])), np.concatenate([part.columns for part in parts]),
+                np.concatenate([part.values for part in parts]), len(nodes), 0.0, np.inf,
+            )  # fmt: skip
+        return keep, kept.bytes
+
+    def _least(self, least: Least) -> tuple[Ints, Floats]:
+        """(least): the columns that say how much is on its way at least, and the bytes of each step up."""
+        wire = self.problem.wires[least.wire]
+        ends = [self._end(wire, end) for end in range(PRODUCER, len(wire.consumers))]
+        sizes = np.unique(np.concatenate([least.bytes[end.nodes] for end in ends]))
+        most = min(float(least.bytes[end.nodes].max()) for end in ends)
+        steps, first = sizes[(sizes > sizes[0]) & (sizes <= most)], self._columns(np.zeros(int((sizes <= most).sum()) - 1))
+        for number, size in enumerate(steps):
+            larger = [end.columns[least.bytes[end.nodes] >= size] for end in ends]
+            column = np.concatenate([np.array([first + number]), *larger])
+            value = np.concatenate([np.ones(1), -np.ones(len(column) - 1)])
+            self._add(np.zeros(len(column), np.int64), column, value, 1, 1.0 - len(ends), np.inf)
+        always = np.full(len(ends[0].columns), sizes[0])
+        steps = np.diff(np.concatenate([sizes[:1], steps]))
+        return np.concatenate([ends[0].columns, first + np.arange(len(steps))]), np.concatenate([always, steps])
 
     def _end(self, wire: Wire, keeper: int) -> End:
         """The pick columns at one end of a wire, and the layout that each of them has there."""

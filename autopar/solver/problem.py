@@ -104,7 +104,7 @@ class Toll:
 class Row:
     """Bytes alive at one moment:
 
-    constant + sum picks[choice][c] + sum uses[wire][a] + sum again[choice][c] (share run again) + sum kept <= limit
+    constant + sum picks[choice][c] + sum uses[wire][a] + sum again[choice][c] (share run again) + sum kept + sum least <= limit
     """
 
     name: str
@@ -112,6 +112,7 @@ class Row:
     picks: Mapping[int, Floats]
     uses: Mapping[int, Floats]
     kept: tuple[Kept, ...]
+    least: tuple[Least, ...] = ()
     again: Mapping[int, Floats] = field(default_factory=dict)
     constant: float = 0.0
 
@@ -120,18 +121,33 @@ class Row:
 class Kept:
     """`bytes[l]` for each layout l of a wire that something needs; PRODUCER needs what it produced.
 
-    `keepers` need it in any case, `reruns` (consumers too) for as many members as run again. If it is `gone`, the members
-    that are made
-    again are not there: neither from the producer run again nor from a conversion done again, which needs its own source
-    then. What is `given` is there anyway in the layout in which it is produced.
+    `there` and `keepers` need it in any case, `reruns` (consumers too) for as many members as run again. If it is `gone`, the
+    members that are made again are not there, except for those who need it `there`: neither from the producer run again nor
+    from a conversion done again, which needs its own source then. What is `given` is there anyway in the layout in which it
+    is produced. Layout l lies in the memory of layout `homes[l]`. It is said of the first members, a `part` of all.
     """
 
     wire: int
     keepers: tuple[int, ...]
     bytes: Floats
+    there: tuple[int, ...] = ()
     reruns: tuple[int, ...] = ()
     gone: bool = False
     given: bool = False
+    homes: Ints | None = None
+    part: float = 1.0
+
+    def home(self, nodes: Ints) -> Ints:
+        """Where layouts lie."""
+        return nodes if self.homes is None else self.homes[nodes]
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Least:
+    """A wire in the layout that takes least, of `bytes[l]` for each layout l, among that produced and all that are wanted."""
+
+    wire: int
+    bytes: Floats
 
 
 PRODUCER = -1
@@ -236,6 +252,7 @@ def row_bytes(problem: Problem, row: Row, picks: Picks, arcs: Arcs, again: Again
     total = row.constant + sum(float(bytes_of[picks[choice]]) for choice, bytes_of in row.picks.items())
     total += sum(float(bytes_of[list(arcs[wire])].sum()) for wire, bytes_of in row.uses.items())
     total += sum(float(b[picks[choice]]) * share(problem, choice, again) for choice, b in row.again.items())
+    total += sum(least_bytes(problem, least, picks) for least in row.least)
     return total + sum(kept_bytes(problem, kept, picks, arcs, again) for kept in row.kept)
 
 
@@ -247,25 +264,43 @@ def share(problem: Problem, choice: int, again: Again) -> float:
 def kept_bytes(problem: Problem, kept: Kept, picks: Picks, arcs: Arcs, again: Again) -> float:
     """Bytes of what is kept of one wire."""
     wire = problem.wires[kept.wire]
+    homes = kept.home(np.arange(wire.nodes)).tolist()
     needed: dict[int, float] = {}
-    for keeper in kept.keepers:
-        needed[end_node(wire, keeper, picks)] = 1.0
-    for reader in kept.reruns:
-        node = end_node(wire, reader, picks)
-        needed[node] = max(needed.get(node, 0.0), share(problem, wire.consumers[reader].choice, again))
     made: dict[int, float] = {}
+    for keeper in kept.keepers:
+        needed[homes[end_node(wire, keeper, picks)]] = 1.0
+    for reader in kept.reruns:
+        node = homes[end_node(wire, reader, picks)]
+        needed[node] = max(needed.get(node, 0.0), share(problem, wire.consumers[reader].choice, again))
     if kept.gone:
-        made[end_node(wire, PRODUCER, picks)] = share(problem, wire.producer, again)
+        made[homes[end_node(wire, PRODUCER, picks)]] = share(problem, wire.producer, again)
         from_source: dict[int, float] = {}
         for arc in arcs[kept.wire]:
+            source, target = homes[int(wire.source[arc])], homes[int(wire.target[arc])]
             part = again.arcs.get((kept.wire, arc), 0) / wire.count
-            made[int(wire.target[arc])] = part
-            from_source[int(wire.source[arc])] = from_source.get(int(wire.source[arc]), 0.0) + part
+            made[target] = made.get(target, 0.0) + part
+            from_source[source] = from_source.get(source, 0.0) + part
         for node, part in from_source.items():
             needed[node] = max(needed.get(node, 0.0), part)
+    left = {node: max(0.0, part - made.get(node, 0.0) / kept.part) for node, part in needed.items()}
+    left |= {homes[end_node(wire, keeper, picks)]: 1.0 for keeper in kept.there}
     if kept.given:
-        made[end_node(wire, PRODUCER, picks)] = 1.0
-    return sum(float(kept.bytes[node]) * max(0.0, part - made.get(node, 0.0)) for node, part in needed.items())
+        left.pop(homes[end_node(wire, PRODUCER, picks)], None)
+    return sum(float(kept.bytes[node]) * part for node, part in left.items())
+
+
+def least_bytes(problem: Problem, least: Least, picks: Picks) -> float:
+    """Bytes of what is somewhere on its way."""
+    wire = problem.wires[least.wire]
+    return min(float(least.bytes[end_node(wire, end, picks)]) for end in range(PRODUCER, len(wire.consumers)))
+
+
+def homes(wire: Wire) -> Ints:
+    """For each layout the first one in whose memory it may lie."""
+    found = np.arange(wire.nodes)
+    for source, target in zip(wire.source[wire.free].tolist(), wire.target[wire.free].tolist(), strict=True):
+        found[found == found[target]] = found[source]
+    return found
 
 
 def end_node(wire: Wire, keeper: int, picks: Picks) -> int:

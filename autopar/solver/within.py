@@ -17,6 +17,7 @@ from autopar.solver.search import SolverError
 from autopar.solver.solve import POLISH, least_memory, solve
 
 LITTLE = 1e-4  # of the limit: the least by which a row that was kept but did not suffice is tightened
+PART = 1 / 8  # of what exceeds it, by which it is tightened first: plans are few, and one just below may be next
 FINE, REFINE = 0.01, 5.0  # of the least memory, by which less is tried, and for how many seconds
 
 _FOUND: MutableMapping[Ledger, Solution] = WeakKeyDictionary()  # the solutions of least memory: often asked for twice
@@ -57,9 +58,9 @@ def _within(
         fresh = [moment for moment in _peaks(alive, limit) if moment not in asked]
         asked.update(dict.fromkeys(fresh, 0.0))
         if final and not fresh and alive.max() > limit:
-            # A moment that has its row already: what the row does not see there is asked for, and more the next time.
+            # A moment that has its row already: a part of what the row does not see is asked for, twice as much the next time.
             fresh = [int(alive.argmax())]
-            asked[fresh[0]] = 2 * asked[fresh[0]] + max(float(alive.max()) - limit, LITTLE * limit)
+            asked[fresh[0]] = max(2 * asked[fresh[0]], PART * (float(alive.max()) - limit), LITTLE * limit)
         return [merged.row(ledger.row(moment, float(limit), asked[moment])) for moment in fresh]
 
     return solve(merged.problem, judge, last=last, cutoff=cutoff, patience=patience, polish=polish)

@@ -10,6 +10,7 @@ import torch
 from autopar.cost_models.catalog import DEVICES
 from autopar.cost_models.optimizers import OPTIMIZERS, Optimizer, optimizer, step_seconds
 from autopar.errors import InputError
+from autopar.live import Live
 
 TORCH: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -35,6 +36,24 @@ def test_the_state_is_what_torch_keeps(name: str) -> None:
     kept = [t for t in state if isinstance(t, torch.Tensor) and t.shape == parameter.shape]
     assert len(kept) == OPTIMIZERS[name].states
     assert {t.dtype for t in kept} <= {parameter.dtype}
+
+
+@pytest.mark.parametrize("cpu", [True, False], ids=["one after the other", "together"])
+@pytest.mark.parametrize("name", TORCH)
+def test_a_step_takes_what_torch_takes_for_itself(name: str, cpu: bool) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in (3000, 5000, 2000, 8000)]
+    made = TORCH[name](parameters)
+    for group in made.param_groups:
+        group["foreach"] = not cpu
+    for _ in range(2):  # the first step makes the state
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        states = [t for state in made.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        with Live([*parameters, *(p.grad for p in parameters if p.grad is not None), *states]) as live:
+            before = live.now
+            made.step()
+    taken = OPTIMIZERS[name].scratch([parameter.nbytes for parameter in parameters], cpu=cpu)
+    assert live.peak().bytes - before == pytest.approx(taken, abs=100)  # counts of steps
 
 
 @pytest.mark.parametrize("entry", OPTIMIZERS.values(), ids=lambda entry: entry.name)

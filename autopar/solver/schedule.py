@@ -1,0 +1,124 @@
+"""When a step does what: the order of `codegen.emit`, told by the program and the decisions alone.
+
+A moment is an op: op i runs forward at moment i and backward at moment 2n-1-i, the optimizer steps at 2n. Within a moment time
+ticks: first operands are converted, then the op runs (`DURING`), and the backward is the mirror of that. Before an op's
+backward there is time to make things again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.conversion import Conversion
+from autopar.decisions import Decisions
+from autopar.ir import Op, Program
+from autopar.layout import Layout
+from autopar.mesh import Bytes
+from autopar.passes.bundles import Bundle, bundled, moves
+
+Node = tuple[str, Layout]  # a value in a layout
+Step = tuple[str, Conversion]  # a conversion of a value
+
+DURING = 1 << 16
+SPAN = 2 * DURING + 1  # ticks of a moment, so that its middle is the mirror's
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """Something takes `bytes` from `start` to `stop` (both included); `name` is a value, or an op for what is internal."""
+
+    kind: str
+    name: str
+    start: int
+    stop: int
+    bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Done:
+    """Conversions that are done together, and when their message was sent; `gathers` a bundle of weights."""
+
+    steps: tuple[Step, ...]
+    time: int
+    begun: int
+    bundled: bool
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it brings a bundle of weights in one message."""
+        return self.bundled and self.steps[0][1].primitives[0] == "all_gather"
+
+
+def at(moment: int, tick: int = DURING) -> int:
+    """A time; by default that of a moment's op."""
+    return SPAN * moment + tick
+
+
+class Schedule:
+    """A forward: ops by number and conversions, each with its time."""
+
+    def __init__(self, program: Program, chosen: Decisions) -> None:
+        self.end = at(2 * len(program.ops), 0)
+        self.events: list[tuple[int, Op | Done]] = []
+        self.into: Mapping[Node, Conversion] = {(n, s.target): s for n, route in chosen.routes.items() for s in route}
+        bundles = bundled(program, chosen.routes, chosen.again.steps)
+        self._arrives = {(name, step.target): one for one in bundles for name, step in one.steps}
+        self._begun: dict[Bundle, int] = {}
+        gathered = [one for one in bundles if one.primitives[0] == "all_gather"]
+        self._following = dict(itertools.pairwise(gathered))
+        self._there: set[Node] = set(chosen.given.items())
+        self._now = 0
+        for one in sorted(bundles, key=lambda one: one.level):
+            if all(self._unmoved((name, step.target)) for name, step in one.steps):
+                self._begin(one)
+        for i, op in enumerate(program.ops):
+            candidate = chosen.ops[op.name]
+            self._now = max(self._now, at(i, 0))
+            for node in zip(op.operands, candidate.operands, strict=True):
+                self._reach(node)
+            self._now = at(i)
+            self.events.append((self._now, op))
+            self._there.update(zip((r.name for r in op.results), candidate.results, strict=True))
+        for output in program.outputs:
+            self._reach((output.value, chosen.outputs[output.path]))
+
+    def mirror(self, time: int) -> int:
+        """When the backward of something runs."""
+        return self.end - 1 - time
+
+    def _unmoved(self, node: Node) -> bool:
+        """Whether a weight comes to a layout as it is stored, only its gradient is converted."""
+        step = self.into.get(node)
+        return step is None or (not moves(step) and self._unmoved((node[0], step.source)))
+
+    def _reach(self, node: Node) -> None:
+        """Have a value in a layout."""
+        if node in self._there:
+            return
+        if node in self._arrives:
+            self._finish(self._arrives[node])
+            return
+        step = self.into[node]
+        self._reach((node[0], step.source))
+        self._convert(((node[0], step),), self._now + 1, bundled=False)
+
+    def _begin(self, one: Bundle) -> None:
+        for name, step in one.steps:
+            self._reach((name, step.source))
+        self._now += 1
+        self._begun.setdefault(one, self._now)
+
+    def _finish(self, one: Bundle) -> None:
+        self._begin(one)
+        if all((name, step.target) in self._there for name, step in one.steps):
+            return
+        self._convert(one.steps, self._begun[one], bundled=True)
+        if one in self._following:
+            self._begin(self._following[one])
+
+    def _convert(self, steps: tuple[Step, ...], begun: int, *, bundled: bool) -> None:
+        self._now += 1
+        self.events.append((self._now, Done(steps=steps, time=self._now, begun=begun, bundled=bundled)))
+        self._there.update((name, step.target) for name, step in steps)
