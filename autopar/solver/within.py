@@ -15,7 +15,7 @@ from autopar.solver.problem import Floats, Row, Solution, row_bytes
 from autopar.solver.search import SolverError
 from autopar.solver.solve import POLISH, least_memory, solve
 
-LITTLE = 1e-4  # of the limit: the least by which a row that was kept but did not suffice is tightened
+LITTLE, MORE = 1e-4, 1.25  # of the limit, and times: by so much at least a row that was kept but did not suffice is tightened
 FINE, REFINE = 0.01, 5.0  # of the least memory, by which less is tried, and for how many seconds
 
 
@@ -50,13 +50,16 @@ def _within(
     asked: dict[int, float] = {}  # bytes beyond what the row of a moment counts
 
     def judge(solution: Solution, final: bool) -> list[Row]:
-        alive = ledger.walk(merged.expand(solution))
+        whole = merged.expand(solution)
+        alive = ledger.walk(whole)
         fresh = [moment for moment in _peaks(alive, limit) if moment not in asked]
         asked.update(dict.fromkeys(fresh, 0.0))
         if final and not fresh and alive.max() > limit:
-            # A moment that has its row already: what the row does not see there is asked for, and more the next time.
+            # A moment that has its row already: what the row does not see there is asked for.
             fresh = [int(alive.argmax())]
-            asked[fresh[0]] = 2 * asked[fresh[0]] + max(float(alive.max()) - limit, LITTLE * limit)
+            row = ledger.row(fresh[0], float(limit))
+            seen = row_bytes(merged.original, row, whole.picks, whole.arcs, whole.again)
+            asked[fresh[0]] = max(float(alive.max()) - seen, MORE * asked[fresh[0]] + LITTLE * limit)
         return [merged.row(ledger.row(moment, float(limit), asked[moment])) for moment in fresh]
 
     return solve(merged.problem, judge, last=last, cutoff=cutoff, patience=patience, polish=polish)
