@@ -11,17 +11,16 @@
     (keep)      keep[v,l] >= consumed[v,k,l] - made[v,l]                              every consumer k that keeps v alive
                 keep[v,l] >= rerun'[v,k,l] - made[v,l]                                every consumer k that may run again
                 keep[v,l] >= sum_a from l resent[v,a] - made[v,l]
-    (budget)    bytes . (pick, use, keep, rerun) <= limit                             every row
+    (least)     step[v,i] >= 1 + sum_k (larger[v,k,i] - 1)                            every size i on the way of v, end k
+    (budget)    bytes . (pick, use, keep, step, rerun) <= limit                       every row
 
-`produced` and `consumed` are sums of picks with that layout, `rerun'` one of reruns; `made` is what is produced by reruns
-and what is
-converted again into that layout. `flow` is continuous. `rerun` and `resent` are shares of members here; in the matrix they
-count members.
-What is made again is there from the first row on: without a row it only costs. It may count parts of members, which are
-whole when
-they are read off: dear by less than a member, where branching takes minutes. A wire with one consumer needs no flow of
-its own: its use is its flow. Rows and columns are built and handed to HiGHS as arrays: through PuLP's objects the largest
-problems take longer to build than to solve. `to_pulp` states the same program in PuLP, for other solvers and for the tests.
+`produced` and `consumed` are sums of picks with that layout, `larger` of those with one of at least size i, `rerun'` is a sum
+of reruns; `made` is what is produced by reruns and what is converted again into that layout. `flow` is continuous. `rerun` and
+`resent` are shares of members here; in the matrix they count members. What is made again is there from the first row on:
+without a row it only costs. It may count parts of members, which are whole when they are read off: dear by less than a member,
+where branching takes minutes. A wire with one consumer needs no flow of its own: its use is its flow. Rows and columns are
+built and handed to HiGHS as arrays: through PuLP's objects the largest problems take longer to build than to solve. `to_pulp`
+states the same program in PuLP, for other solvers and for the tests.
 """
 
 from __future__ import annotations
@@ -217,7 +216,7 @@ class Model:
         self.integer.append(np.zeros(1, bool))
 
     def bound(self, row: Row) -> None:
-        """(budget) and, where a value is kept for several or may be gone, (keep)."""
+        """(budget), with (keep) where a value is kept for several or may be gone, and (least)."""
         columns = [self.columns.pick[choice] + np.arange(len(b)) for choice, b in row.picks.items()]
         columns += [self.columns.use[wire] + np.arange(len(b)) for wire, b in row.uses.items()]
         values = [*row.picks.values(), *row.uses.values()]

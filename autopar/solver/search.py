@@ -152,6 +152,14 @@ class Search:
         objective = info.objective_function_value / MICROSECONDS if made else relaxed.objective
         return Found(values=values, objective=objective, bound=relaxed.bound)
 
+    def anything(self, relaxed: Found, patience: float) -> Found | None:
+        """What `patience` seconds of branching find; None if that is nothing."""
+        try:
+            found = self.branch(None, uses=True, patience=patience)
+        except SolverError:
+            return None
+        return None if found is None else Found(values=found.values, objective=found.objective, bound=relaxed.bound)
+
     def at(self, picks: Sequence[int], bound: float) -> Found | None:
         """The best solution with these picks; None if there is none."""
         solver, numbers = load(self.model.part()), [len(choice.seconds) for choice in self.model.problem.choices]

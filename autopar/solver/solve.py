@@ -65,7 +65,7 @@ def solve(
             broken = list(judge(_read(search.model, relaxed), False))
             if broken:
                 continue
-        found = None if relaxed is None else _whole(search, relaxed, known, gap, dives=last is not None)
+        found = None if relaxed is None else _whole(search, relaxed, known, gap, last is not None, 0.0 if tight else polish)
         if found is None:
             solution = None if last is None else last()
             return solution and replace(solution, bound=min(solution.seconds, proven), status="feasible")
@@ -92,10 +92,10 @@ def _better(search: Search, solution: Solution, near: Found | None, polish: floa
 
 
 def _whole(
-    search: Search, relaxed: Found, rows: Sequence[Row], gap: float, *, dives: bool
+    search: Search, relaxed: Found, rows: Sequence[Row], gap: float, dives: bool, polish: float
 ) -> tuple[Solution, Found | None] | None:
     """An integer solution within the gap of the relaxation, found with as little branching as that takes; with the end of the
-    dive that found it. If it `dives`, there is no branching where it finds nothing."""
+    dive that found it. If it `dives`, there is no branching but for `polish` seconds where it finds nothing."""
     model = search.model
     open_choices, settled = search.fractional(relaxed), None
     if not open_choices:
@@ -103,7 +103,7 @@ def _whole(
         if search.partial(relaxed) or (solution.status == "optimal" and _kept(model.problem, solution, rows)):
             return solution, None
     if search.treated:
-        near = search.dive(relaxed)
+        near = search.dive(relaxed) or (search.anything(relaxed, polish) if dives and polish else None)
         if near is not None:
             return _read(model, near), near
         if dives:

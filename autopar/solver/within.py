@@ -54,7 +54,8 @@ def _within(
     asked: dict[int, float] = {}  # bytes beyond what the row of a moment counts
 
     def judge(solution: Solution, final: bool) -> list[Row]:
-        alive = ledger.walk(merged.expand(solution))
+        whole = merged.expand(solution)
+        alive = ledger.walk(whole)
         fresh = [moment for moment in _peaks(alive, limit) if moment not in asked]
         asked.update(dict.fromkeys(fresh, 0.0))
         if final and not fresh and alive.max() > limit:

@@ -13,6 +13,7 @@ from autopar.solver.problem import (
     Choice,
     Consumer,
     Kept,
+    Least,
     Problem,
     Row,
     Surcharge,
@@ -88,6 +89,7 @@ def random_row(problem: Problem, seed: int) -> Row:
         )
         for i, w in enumerate(problem.wires)
     )
+    least = tuple(Least(wire=i, bytes=size(w.nodes)) for i, w in enumerate(problem.wires) if draw.random() < 0.4)
     return Row(
         name="random",
         limit=float(draw.randint(8, 25)),
@@ -95,6 +97,7 @@ def random_row(problem: Problem, seed: int) -> Row:
         picks={i: size(len(c.seconds)) for i, c in enumerate(problem.choices)},
         uses={i: size(len(w.seconds)) for i, w in enumerate(problem.wires)},
         kept=kept,
+        least=least,
     )
 
 
@@ -111,6 +114,10 @@ def bytes_of(problem: Problem, row: Row, picks: tuple[int, ...], arcs: tuple[tup
             for k in kept.keepers
         }
         total += sum(float(kept.bytes[node]) for node in ends)
+    for least in row.least:
+        wire = problem.wires[least.wire]
+        ends = {int(k.wants[picks[k.choice]]) for k in wire.consumers} | {int(wire.produced[picks[wire.producer]])}
+        total += min(float(least.bytes[node]) for node in ends)
     return total
 
 

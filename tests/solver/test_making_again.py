@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.solver.problem import PRODUCER, Again, Arcs, Kept, Picks, Problem, Row, end_node, price, row_bytes
+from autopar.solver.problem import PRODUCER, Again, Arcs, Kept, Picks, Problem, Row, end_node, homes, price, row_bytes
 from autopar.solver.solve import solve
 from tests.solver.random_problems import random_problem, trees
 
@@ -43,20 +43,19 @@ def tight_row(problem: Problem, seed: int) -> Row:
         every = list(range(len(wire.consumers)))
         keepers = draw.choice([(PRODUCER,), tuple(every), (every[0],), (PRODUCER, every[-1])])
         reruns = tuple(k for k in every if problem.choices[wire.consumers[k].choice].again is not None)
-        gone, given = draw.random() < 0.8, draw.random() < 0.3
-        kept.append(
-            Kept(wire=i, keepers=keepers, reruns=reruns, bytes=MEMBERS * size(wire.nodes), gone=gone, given=given)
-        )
+        gone, given, bytes_of = draw.random() < 0.8, draw.random() < 0.3, MEMBERS * size(wire.nodes)
+        there = (draw.choice([PRODUCER, every[-1]]),) if draw.random() < 0.3 else ()
+        kept.append(Kept(wire=i, there=there, keepers=keepers, reruns=reruns, bytes=bytes_of, gone=gone, given=given))
     return Row(name="tight", limit=float(draw.randint(8, 26)), picks=inside, uses={}, kept=tuple(kept),
                again={i: -b for i, b in inside.items() if problem.choices[i].again is not None})  # fmt: skip
 
 
-def members_bytes(problem: Problem, row: Row, picks: Picks, arcs: Arcs, again: Again) -> float:
-    """The left side of a row, each member by itself."""
+def members_bytes(problem: Problem, row: Row, picks: Picks, arcs: Arcs, again: Again, members: int = MEMBERS) -> float:
+    """The left side of a row of the first members, each by itself."""
     total = 0.0
-    for member in range(MEMBERS):
+    for member in range(members):
         runs = {c for c, count in again.choices.items() if member < count}
-        total += sum(float(b[picks[c]]) / MEMBERS for c, b in row.picks.items() if c not in runs)
+        total += sum(float(b[picks[c]]) / members for c, b in row.picks.items() if c not in runs)
         for kept in row.kept:
             wire = problem.wires[kept.wire]
             sent = [arc for (w, arc), count in again.arcs.items() if w == kept.wire and member < count]
@@ -66,8 +65,9 @@ def members_bytes(problem: Problem, row: Row, picks: Picks, arcs: Arcs, again: A
                 needed |= {int(wire.source[arc]) for arc in sent}
                 needed -= {int(wire.target[arc]) for arc in sent}
                 needed -= {end_node(wire, PRODUCER, picks)} if wire.producer in runs else set()
+            needed |= {end_node(wire, k, picks) for k in kept.there}
             needed -= {end_node(wire, PRODUCER, picks)} if kept.given else set()
-            total += sum(float(kept.bytes[node]) / MEMBERS for node in needed)
+            total += sum(float(kept.bytes[node]) / members for node in needed)
     return total
 
 
@@ -133,3 +133,30 @@ def test_something_is_made_again_and_something_is_not() -> None:
     assert any(one is not None and one.again.choices for one in found)
     assert any(one is not None and one.again.arcs for one in found)
     assert any(one is not None and not one.again.choices and not one.again.arcs for one in found)
+
+
+@pytest.mark.parametrize("seed", SMALL[:25])
+def test_a_row_of_the_first_members_never_says_more_than_they_take(seed: int) -> None:
+    problem, draw, exact = repeated(seed), random.Random(seed), seed % 2
+    first = [replace(kept, part=1 / MEMBERS, gone=True) for kept in tight_row(problem, seed).kept]
+    first = [replace(kept, reruns=()) for kept in first] if exact else first
+    row = Row(name="first", limit=1.0, picks={}, uses={}, kept=tuple(first))
+    for _ in range(20):
+        picks = tuple(draw.randrange(len(c.seconds)) for c in problem.choices)
+        arcs = tuple(draw.choice([t for t in trees(w, picks) if straight(w, t)] or [()]) for w in problem.wires)
+        again = draw.choice(list(all_again(problem, arcs)))
+        again = replace(again, arcs={}) if exact else again
+        expected = members_bytes(problem, row, picks, arcs, again, members=1)
+        assert row_bytes(problem, row, picks, arcs, again) <= expected + 1e-9
+        assert not exact or row_bytes(problem, row, picks, arcs, again) == pytest.approx(expected)
+
+
+def test_what_is_only_shared_lies_in_one_memory() -> None:
+    wire = replace(
+        random_problem(1).wires[0], nodes=4, source=np.array([0, 1, 2]), target=np.array([1, 2, 3]),
+        seconds=np.zeros(3), surcharges=(), free=np.array([True, False, True]),
+    )  # fmt: skip
+    found = homes(wire)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert found[0] != found[2]
