@@ -104,7 +104,7 @@ def _whole(
             return solution, None
     if search.treated:
         near = search.dive(relaxed) or (search.anything(relaxed, polish) if dives and polish else None)
-        if near is not None:
+        if near is not None and (dives or _kept(model.problem, _read(model, near), rows)):
             return _read(model, near), near
         if dives:
             return None
