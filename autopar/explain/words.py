@@ -29,7 +29,7 @@ UNSPLIT = {
 HELD = {
     "stored": "stored", "gradient": "gradient of", "produced": "value", "converted": "another layout of", "kept": "saved value",
     "internal": "saved inside", "flowing": "gradient of", "transient": "gradient on its way to",
-    "again": "made again:",
+    "again": "made again:", "flight": "on its way, with others:",
 }  # fmt: skip
 
 
