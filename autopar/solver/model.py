@@ -8,6 +8,7 @@
     (due)       due[v,s,a] >= flow[v,k,a]                                             every consumer k of surcharge s
     (toll)      paid[t] >= sum_a flow[v,k,a]                                          every way (v, k, arcs a) of toll t
     (again)     rerun[o,c] <= pick[o,c], resent[v,a] <= use[v,a]                      what may be made again
+    (tree)      sum_a to m use[v,a] + produced[v,m] <= 1                              every memory m in which layouts lie
     (keep)      keep[v,l] >= consumed[v,k,l] - made[v,l]                              every consumer k that keeps v alive
                 keep[v,l] >= rerun'[v,k,l] - made[v,l]                                every consumer k that may run again
                 keep[v,l] >= sum_a from l resent[v,a] - made[v,l]
@@ -31,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import pulp
 
-from autopar.solver.problem import PRODUCER, Consumer, Floats, Ints, Kept, Least, Problem, Row, Toll, Wire
+from autopar.solver.problem import PRODUCER, Consumer, Floats, Ints, Kept, Least, Problem, Row, Toll, Wire, homes
 
 HEAVY = 1e4  # the weight of memory where memory is what counts, large beside HiGHS's tolerances
 LIGHT = 1e-3  # how much time weighs beside memory where memory is what counts
@@ -124,9 +125,17 @@ class Model:
         for number, wire in enumerate(self.problem.wires):
             if wire.again is not None and len(wire.again):
                 self.columns.resent[number] = self._again(wire.again, wire.count, self.columns.use[number])
+                self._tree(wire, self.columns.use[number])
         for toll in self.problem.tolls:
             if any(way.consumers is None for way in toll.ways):
                 self._toll(toll)
+
+    def _tree(self, wire: Wire, use: int) -> None:
+        """(tree): layouts that come from each other in a circle would make each other again."""
+        moved, lies = np.flatnonzero(~wire.free), homes(wire)
+        made = self.columns.pick[wire.producer] + np.arange(len(wire.produced))
+        nodes, columns = np.append(wire.target[moved], wire.produced), np.append(use + moved, made)
+        self._add(lies[nodes], columns, np.ones(len(nodes)), wire.nodes, -np.inf, 1.0)
 
     def _again(self, seconds: Floats, count: int, whole: int) -> int:
         """Columns that count members, at most `count` of them where the whole column is 1."""
@@ -301,11 +310,13 @@ class Model:
         return ([] if produced is None else [produced]) + self._resent(number, self.problem.wires[number].target)
 
     def _resent(self, number: int, nodes: Ints) -> list[End]:
-        """Conversions that are done again, at their sources or at their targets."""
+        """Conversions that are done again, at their sources or at their targets; what stays where it is makes nothing."""
         if number not in self.columns.resent:
             return []
-        columns = self.columns.resent[number] + np.arange(len(nodes))
-        return [End(nodes=nodes, columns=columns, values=np.full(len(nodes), 1.0 / self.problem.wires[number].count))]
+        wire = self.problem.wires[number]
+        moved = np.flatnonzero(~wire.free)
+        columns = self.columns.resent[number] + moved
+        return [End(nodes=nodes[moved], columns=columns, values=np.full(len(moved), 1.0 / wire.count))]
 
     def part(self, column: int = 0, row: int = 0) -> Part:
         """The columns from `column` and the rows from `row` on, as arrays; entries of the same place are added."""

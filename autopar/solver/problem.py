@@ -276,6 +276,8 @@ def kept_bytes(problem: Problem, kept: Kept, picks: Picks, arcs: Arcs, again: Ag
         made[homes[end_node(wire, PRODUCER, picks)]] = share(problem, wire.producer, again)
         from_source: dict[int, float] = {}
         for arc in arcs[kept.wire]:
+            if wire.free[arc]:
+                continue
             source, target = homes[int(wire.source[arc])], homes[int(wire.target[arc])]
             part = again.arcs.get((kept.wire, arc), 0) / wire.count
             made[target] = made.get(target, 0.0) + part
