@@ -10,7 +10,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.solver.problem import PRODUCER, Again, Arcs, Kept, Picks, Problem, Row, end_node, homes, price, row_bytes
+from autopar.solver.problem import (
+    PRODUCER,
+    Again,
+    Arcs,
+    Choice,
+    Consumer,
+    Kept,
+    Picks,
+    Problem,
+    Row,
+    Wire,
+    end_node,
+    homes,
+    price,
+    row_bytes,
+)
 from autopar.solver.solve import solve
 from tests.solver.random_problems import random_problem, trees
 
@@ -160,3 +175,26 @@ def test_what_is_only_shared_lies_in_one_memory() -> None:
     assert found[0] == found[1]
     assert found[2] == found[3]
     assert found[0] != found[2]
+
+
+@pytest.mark.parametrize("back", [0, 2])
+@pytest.mark.parametrize("limit", [3.0, 4.0])
+def test_layouts_do_not_make_each_other_again(limit: float, back: int) -> None:
+    """A gathered value may be gone where what it is gathered from is kept, which lies in the memory of a third layout."""
+    one = np.zeros(1)
+    gathered, sliced, same = (0, 1), (1, back), (0, 2)
+    source, target = (np.array(ends) for ends in zip(gathered, sliced, same, strict=True))
+    seconds = np.array([1.0, 0.1, 0.0])
+    wire = Wire(
+        name="w", producer=0, produced=np.array([0]), consumers=(Consumer(choice=1, wants=np.array([1])),), nodes=3,
+        source=source, target=target, seconds=seconds, surcharges=(), free=np.array([False, False, True]), again=seconds,
+    )  # fmt: skip
+    problem = Problem(choices=(Choice(name="x", seconds=one, tie=one), Choice(name="y", seconds=one, tie=one)), wires=(wire,))
+    kept = Kept(wire=0, keepers=(0,), bytes=np.array([4.0, 16.0, 4.0]), gone=True, homes=homes(wire))
+    found = solve(problem, rows=[Row(name="r", limit=limit, picks={}, uses={}, kept=(kept,))])
+    if limit < 4:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.again == Again(arcs={(0, 0): 1})
+        assert found.seconds == pytest.approx(2.0)
