@@ -27,7 +27,7 @@ from autopar.passes.microbatches import counts, microbatches
 from autopar.passes.precision import DTYPES, MIXED, mixed, received, stored
 from autopar.passes.strategies import constrained, demands
 from autopar.plan import Collective, Plan, describe
-from autopar.solver.account import account
+from autopar.solver.account import account, conversions
 from autopar.solver.analysis import Analysis, analyse
 from autopar.solver.budget import parse_bytes
 from autopar.solver.formulate import Formulated, decisions, formulate
@@ -357,8 +357,9 @@ def _best_named(best: Solved, analysis: Analysis, options: Options, limit: Bytes
 
 def step_time(formulated: Formulated, solution: Solution) -> Seconds:
     """Seconds of a step: the solver's price with the messages counted as they are sent, where it may miss a few."""
-    sent = messages(formulated.analysis, decisions(formulated, solution), formulated.mesh)
-    return local_price(formulated.problem, solution.picks, solution.again) + sum(message.seconds for message in sent)
+    analysis, chosen, mesh = formulated.analysis, decisions(formulated, solution), formulated.mesh
+    sent = sum(message.seconds for message in messages(analysis, chosen, mesh))
+    return local_price(formulated.problem, solution.picks, solution.again) + conversions(analysis, chosen, mesh) + sent
 
 
 def sharded(program: Program, outputs: str | None) -> Callable[[Output], bool]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from autopar.conversion import Conversion
 from autopar.ir import Op, Program, Value
-from autopar.layout import Layout
+from autopar.layout import Layout, R
 from autopar.mesh import Bytes
 from autopar.passes.classes import INDEX
 from autopar.passes.weights import copies, summed
@@ -105,11 +105,17 @@ def bundled(
                 for step in routes.get(name, ()):
                     if _moved(routes[name], step) == moved:
                         level = _level(routes[name], step)
-                        key = level, moved, (number, step.axis, step.primitives, (name, step) in again)
+                        before = shared(step.source) if moved else 0
+                        key = level, moved, (number, step.axis, step.primitives, before, (name, step) in again)
                         found[key].append((name, step))
     first = {name: place for place, name in enumerate(name for names in bundles(program, moved=True) for name in names)}
     result = [Bundle(level=key[0], steps=tuple(steps), moved=key[1]) for key, steps in found.items()]
     return tuple(sorted(result, key=lambda one: (first[one.steps[0][0]], one.level)))
+
+
+def shared(layout: Layout) -> int:
+    """On how many axes the ranks have the same, each with its part of the gradient."""
+    return layout.count(R)
 
 
 def moves(step: Conversion) -> bool:

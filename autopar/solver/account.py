@@ -12,7 +12,7 @@ import numpy as np
 from autopar.conversion import COLLECTIVES
 from autopar.cost_models.compute import dtype_of, peak, pricer
 from autopar.cost_models.optimizers import Optimizer, step_seconds
-from autopar.decisions import Again, Decisions
+from autopar.decisions import Decisions
 from autopar.evidence import ADDENDS, DEVICE, INPUT, OPTIMIZER, OUTPUT, REPEATED, WHOLE, Evidence, Figure, Held
 from autopar.ir import Op, Program, Value, elements
 from autopar.layout import Layout, blocks, local_shape
@@ -45,7 +45,7 @@ def account(ledger: Ledger, chosen: Decisions, optimizer: Optimizer, limit: Figu
         figures=(*_figures(analysis.program, mesh, optimizer), limit),
         compute=compute,
         again={op.name: compute[op.name][0] for op in analysis.program.ops if op.name in run.ops and op.name in compute},
-        conversions=_conversions(analysis, chosen, mesh, run),
+        conversions=_arrivals(analysis.program, chosen, mesh) + conversions(analysis, chosen, mesh),
         optimizer=_optimizer(analysis.program, chosen, optimizer, mesh),
         memory=_memory(analysis.program, held, optimizer),
         moment=_moment(analysis.program, moment),
@@ -92,13 +92,16 @@ def _compute(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[tupl
             yield op.name, known[of[op.name]]
 
 
-def _conversions(analysis: Analysis, chosen: Decisions, mesh: Mesh, run: Again) -> Seconds:
-    """Slices, pads and copies that no collective does, the inputs' own included, those done again too; with what is computed
-    ahead."""
-    program, sizes = analysis.program, mesh.sizes
-    assert mesh.device is not None
-    given, runs = chosen.given, program.runs
-    total = sum(arrival_seconds(program, value, given[value.name], sizes, mesh.device) for value in program.inputs)
+def _arrivals(program: Program, chosen: Decisions, mesh: Mesh) -> Seconds:
+    """Slices of the inputs, with what is computed ahead."""
+    device, given = mesh.device, chosen.given
+    assert device is not None
+    return sum(arrival_seconds(program, value, given[value.name], mesh.sizes, device) for value in program.inputs)
+
+
+def conversions(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Seconds:
+    """Seconds of slices, pads and copies on the way of values that no collective does, those done again too."""
+    program, sizes, run, total = analysis.program, mesh.sizes, reruns(analysis, chosen), 0.0
     for name, steps in chosen.routes.items():
         back, dtype = due(analysis, chosen, name), program.values[name].dtype
         wider = analysis.summed.get(name, dtype).itemsize // dtype.itemsize
@@ -110,7 +113,7 @@ def _conversions(analysis: Analysis, chosen: Decisions, mesh: Mesh, run: Again) 
             again = (name, step) in run.steps and name not in analysis.weights
             for primitive in (*step.primitives[: 1 + (step in back)], *step.primitives[:again]):
                 if primitive not in COLLECTIVES:
-                    total += runs * float(primitive_seconds(primitive, large, small, step.axis, mesh)[0])
+                    total += program.runs * float(primitive_seconds(primitive, large, small, step.axis, mesh)[0])
     return total
 
 

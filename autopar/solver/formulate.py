@@ -22,7 +22,7 @@ from autopar.ir import Output, Parameter, Program
 from autopar.layout import I, Layout, storable, text
 from autopar.mesh import Mesh
 from autopar.passes.again import lies, may_run
-from autopar.passes.bundles import TOGETHER, bundles
+from autopar.passes.bundles import TOGETHER, bundles, shared
 from autopar.passes.candidates import Candidate, candidates
 from autopar.passes.classes import OUTPUT, ValueClass
 from autopar.passes.regions import inner
@@ -314,10 +314,10 @@ def _tolls(
 ) -> Iterator[Toll]:
     """The latency of every message in which the weights of a bundle may travel, bundles of alike weights together.
 
-    It is that of the large bundles wherever only gradients travel, though within a block if the weight has moved before: of
-    messages in which weights go different ways a few may be missing, none is counted that is not sent. What is sent again is
-    a message
-    of its own: always, if gathered weights are `dropped`, else if the solver says so.
+    It is that of the large bundles wherever only gradients travel, though within a block if the weight has moved before. What
+    moves goes over one axis after the other: weights share a message that are `shared` on as many axes before. Of those that
+    change dims on their way some may be missing, none is counted that is not sent. What is sent again is a message of its own:
+    always, if gathered weights are `dropped`, else if the solver says so.
     """
     place = {member: i for i, found in enumerate(values) for member in found.members}
     kinds = [_kinds(wire, graph) for wire, graph in zip(wires, spaces, strict=True)]
@@ -325,13 +325,18 @@ def _tolls(
         moved: Counter(frozenset(place[name] for name in names) for names in bundles(analysis.program, moved=moved))
         for moved in (False, True)
     }
-    for (number, (forward, backward)), axis in itertools.product(enumerate(CONVERSIONS.values()), range(len(mesh.sizes))):
+    axes = range(len(mesh.sizes))
+    for (number, (forward, backward)), axis, before in itertools.product(enumerate(CONVERSIONS.values()), axes, axes):
         due = [(forward, None), (forward, AGAIN)] if forward in TOGETHER[0] else []
         due += [(backward, BACK)] if backward in TOGETHER[1] else []
+        if before and forward == "identity":
+            continue
         for (group, count), (kind, surcharge) in itertools.product(groups[forward != "identity"].items(), due):
             ways = []
             for w in sorted(group):
                 wire, arcs = wires[w], (kinds[w][0] == axis) & (kinds[w][1] == number)
+                if forward != "identity":
+                    arcs &= kinds[w][2] == before
                 consumers: frozenset[int] | None = frozenset(range(len(wire.consumers)))
                 if surcharge is not None:
                     consumers = wire.surcharges[surcharge].consumers
@@ -345,11 +350,11 @@ def _tolls(
                 yield Toll(name=f"{kind} over {mesh.axes[axis]}", seconds=seconds, ways=tuple(ways))
 
 
-def _kinds(wire: Wire, graph: Space) -> tuple[Ints, Ints]:
-    """The axis and the pair of each arc of a wire."""
+def _kinds(wire: Wire, graph: Space) -> tuple[Ints, Ints, Ints]:
+    """The axis and the pair of each arc of a wire, and on how many axes its source is shared."""
     of = {ends: i for i, ends in enumerate(zip(graph.source.tolist(), graph.target.tolist(), strict=True))}
     arcs = [of[ends] for ends in zip(wire.source.tolist(), wire.target.tolist(), strict=True)]
-    return graph.axis[arcs], graph.pair[arcs]
+    return graph.axis[arcs], graph.pair[arcs], np.array([shared(layout) for layout in graph.nodes])[wire.source]
 
 
 def _where(values: ValueClass, true: Callable[[str, int], bool]) -> frozenset[int]:
