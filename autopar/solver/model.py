@@ -253,21 +253,23 @@ class Model:
         """(keep): the columns that say what is kept of a wire, and their bytes."""
         wire = self.problem.wires[kept.wire]
         there, ends = ([self._end(wire, end) for end in some] for some in (kept.there, kept.keepers))
+        again = [end.times(1 / kept.part) for end in self._made(kept.wire)]
         reruns = [end for reader in kept.reruns if (end := self._rerun(kept.wire, reader)) is not None]
-        again = [end.times(1 / kept.part) for end in self._made(kept.wire)] if kept.gone else []
+        reruns += self._resent(kept.wire, wire.source)
         given = [self._end(wire, PRODUCER)] if kept.given else []
-        if len(there) + len(ends) == 1 and not reruns and not again and not given:
+        made = again + given if kept.gone else given
+        if len(there) + len(ends) == 1 and not reruns and not made:
             (end,) = (*there, *ends)
             return end.columns, kept.bytes[kept.home(end.nodes)]
         nodes = np.arange(wire.nodes)
         keep = self._columns(np.zeros(len(nodes))) + nodes
-        sources = self._resent(kept.wire, wire.source) if kept.gone else []
-        for needed, made in (*((end, given) for end in there), *((end, again + given) for end in (*ends, *reruns, *sources))):
-            parts = [End(nodes=nodes, columns=keep, values=np.ones(len(nodes))), needed.times(-1.0), *made]
-            self._add(
-                kept.home(np.concatenate([part.nodes for part in parts])), np.concatenate([part.columns for part in parts]),
-                np.concatenate([part.values for part in parts]), len(nodes), 0.0, np.inf,
-            )  # fmt: skip
+        for needed, less in ((there, given), (ends, made), (reruns, again + given)):
+            for end in needed:
+                parts = [End(nodes=nodes, columns=keep, values=np.ones(len(nodes))), end.times(-1.0), *less]
+                self._add(
+                    kept.home(np.concatenate([part.nodes for part in parts])), np.concatenate([part.columns for part in parts]),
+                    np.concatenate([part.values for part in parts]), len(nodes), 0.0, np.inf,
+                )  # fmt: skip
         return keep, kept.bytes
 
     def _least(self, least: Least) -> tuple[Ints, Floats]:

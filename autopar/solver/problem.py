@@ -121,10 +121,10 @@ class Row:
 class Kept:
     """`bytes[l]` for each layout l of a wire that something needs; PRODUCER needs what it produced.
 
-    `there` and `keepers` need it in any case, `reruns` (consumers too) for as many members as run again. If it is `gone`, the
-    members that are made again are not there, except for those who need it `there`: neither from the producer run again nor
-    from a conversion done again, which needs its own source then. What is `given` is there anyway in the layout in which it
-    is produced. Layout l lies in the memory of layout `homes[l]`. It is said of the first members, a `part` of all.
+    `there` and `keepers` need it in any case, `reruns` (consumers too) for as many members as run again, and a conversion done
+    again needs its source. Those need no member that is made again itself, by the producer run again or by a conversion; nor do
+    the `keepers` while it is `gone`. What is `given` is there anyway in the layout in which it is produced. Layout l lies in the
+    memory of layout `homes[l]`. It is said of the first members, a `part` of all.
     """
 
     wire: int
@@ -265,26 +265,23 @@ def kept_bytes(problem: Problem, kept: Kept, picks: Picks, arcs: Arcs, again: Ag
     """Bytes of what is kept of one wire."""
     wire = problem.wires[kept.wire]
     homes = kept.home(np.arange(wire.nodes)).tolist()
-    needed: dict[int, float] = {}
-    made: dict[int, float] = {}
-    for keeper in kept.keepers:
-        needed[homes[end_node(wire, keeper, picks)]] = 1.0
+    made: dict[int, float] = {homes[end_node(wire, PRODUCER, picks)]: share(problem, wire.producer, again)}
+    rerun: dict[int, float] = {}
     for reader in kept.reruns:
         node = homes[end_node(wire, reader, picks)]
-        needed[node] = max(needed.get(node, 0.0), share(problem, wire.consumers[reader].choice, again))
-    if kept.gone:
-        made[homes[end_node(wire, PRODUCER, picks)]] = share(problem, wire.producer, again)
-        from_source: dict[int, float] = {}
-        for arc in arcs[kept.wire]:
-            if wire.free[arc]:
-                continue
+        rerun[node] = max(rerun.get(node, 0.0), share(problem, wire.consumers[reader].choice, again))
+    sent: dict[int, float] = {}
+    for arc in arcs[kept.wire]:
+        if not wire.free[arc]:
             source, target = homes[int(wire.source[arc])], homes[int(wire.target[arc])]
             part = again.arcs.get((kept.wire, arc), 0) / wire.count
             made[target] = made.get(target, 0.0) + part
-            from_source[source] = from_source.get(source, 0.0) + part
-        for node, part in from_source.items():
-            needed[node] = max(needed.get(node, 0.0), part)
-    left = {node: max(0.0, part - made.get(node, 0.0) / kept.part) for node, part in needed.items()}
+            sent[source] = sent.get(source, 0.0) + part
+    rerun = {node: max(rerun.get(node, 0.0), sent.get(node, 0.0)) for node in (*rerun, *sent)}
+    left = {node: max(0.0, part - made.get(node, 0.0) / kept.part) for node, part in rerun.items()}
+    for keeper in kept.keepers:
+        node = homes[end_node(wire, keeper, picks)]
+        left[node] = max(left.get(node, 0.0), 1.0 - kept.gone * made.get(node, 0.0) / kept.part)
     left |= {homes[end_node(wire, keeper, picks)]: 1.0 for keeper in kept.there}
     if kept.given:
         left.pop(homes[end_node(wire, PRODUCER, picks)], None)

@@ -74,12 +74,11 @@ def members_bytes(problem: Problem, row: Row, picks: Picks, arcs: Arcs, again: A
         for kept in row.kept:
             wire = problem.wires[kept.wire]
             sent = [arc for (w, arc), count in again.arcs.items() if w == kept.wire and member < count]
-            needed = {end_node(wire, k, picks) for k in kept.keepers}
-            needed |= {end_node(wire, k, picks) for k in kept.reruns if wire.consumers[k].choice in runs}
-            if kept.gone:
-                needed |= {int(wire.source[arc]) for arc in sent}
-                needed -= {int(wire.target[arc]) for arc in sent}
-                needed -= {end_node(wire, PRODUCER, picks)} if wire.producer in runs else set()
+            made = {int(wire.target[arc]) for arc in sent}
+            made |= {end_node(wire, PRODUCER, picks)} if wire.producer in runs else set()
+            needed = {end_node(wire, k, picks) for k in kept.keepers} - (made if kept.gone else set())
+            rerun = {end_node(wire, k, picks) for k in kept.reruns if wire.consumers[k].choice in runs}
+            needed |= (rerun | {int(wire.source[arc]) for arc in sent}) - made
             needed |= {end_node(wire, k, picks) for k in kept.there}
             needed -= {end_node(wire, PRODUCER, picks)} if kept.given else set()
             total += sum(float(kept.bytes[node]) / members for node in needed)
