@@ -123,8 +123,8 @@ class Kept:
 
     `there` and `keepers` need it in any case, `reruns` (consumers too) for as many members as run again, and a conversion done
     again needs its source. Those need no member that is made again itself, by the producer run again or by a conversion; nor do
-    the `keepers` while it is `gone`. What is `given` is there anyway in the layout in which it is produced. Layout l lies in the
-    memory of layout `homes[l]`. It is said of the first members, a `part` of all.
+    the `keepers` while it is `gone`. What is `given` is there anyway in the layout in which it is produced. Layout l lies in
+    the memory of layout `homes[l]`. It is said of the first members, a `part` of all.
     """
 
     wire: int

@@ -7,8 +7,7 @@ backward there is time to make things again.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.conversion import Conversion
@@ -17,6 +16,7 @@ from autopar.ir import Op, Program
 from autopar.layout import Layout
 from autopar.mesh import Bytes
 from autopar.passes.bundles import Bundle, bundled, moves
+from autopar.passes.weights import copies
 
 Node = tuple[str, Layout]  # a value in a layout
 Step = tuple[str, Conversion]  # a conversion of a value
@@ -60,27 +60,23 @@ class Schedule:
     """A forward: ops by number and conversions, each with its time."""
 
     def __init__(self, program: Program, chosen: Decisions) -> None:
+        self.program, self.chosen, self.copies = program, chosen, copies(program)
         self.end = at(2 * len(program.ops), 0)
         self.events: list[tuple[int, Op | Done]] = []
         self.into: Mapping[Node, Conversion] = {(n, s.target): s for n, route in chosen.routes.items() for s in route}
         bundles = bundled(program, chosen.routes, chosen.again.steps)
         self._arrives = {(name, step.target): one for one in bundles for name, step in one.steps}
         self._begun: dict[Bundle, int] = {}
-        gathered = [one for one in bundles if one.primitives[0] == "all_gather"]
-        self._following = dict(itertools.pairwise(gathered))
+        self._gathered = [one for one in bundles if one.primitives[0] == "all_gather"]
         self._there: set[Node] = set(chosen.given.items())
         self._now = 0
         for one in sorted(bundles, key=lambda one: one.level):
             if all(self._unmoved((name, step.target)) for name, step in one.steps):
                 self._begin(one)
         for i, op in enumerate(program.ops):
-            candidate = chosen.ops[op.name]
-            self._now = max(self._now, at(i, 0))
-            for node in zip(op.operands, candidate.operands, strict=True):
-                self._reach(node)
-            self._now = at(i)
-            self.events.append((self._now, op))
-            self._there.update(zip((r.name for r in op.results), candidate.results, strict=True))
+            if op.results[0].name not in self.copies:  # copies are made when they are wanted
+                self._now = max(self._now, at(i, 0))
+                self._run(op, at(i))
         for output in program.outputs:
             self._reach((output.value, chosen.outputs[output.path]))
 
@@ -89,13 +85,27 @@ class Schedule:
         return self.end - 1 - time
 
     def _unmoved(self, node: Node) -> bool:
-        """Whether a weight comes to a layout as it is stored, only its gradient is converted."""
+        """Whether a weight comes to a layout as it is stored or cast, to be kept, and only its gradient is converted."""
         step = self.into.get(node)
-        return step is None or (not moves(step) and self._unmoved((node[0], step.source)))
+        if step is None:
+            return node[0] not in self.copies or self.program.producer[node[0]].name not in self.chosen.again.ops
+        return not moves(step) and self._unmoved((node[0], step.source))
+
+    def _run(self, op: Op, now: int | None = None) -> None:
+        """Run an op at a time, by default as soon as it has its operands."""
+        candidate = self.chosen.ops[op.name]
+        for node in zip(op.operands, candidate.operands, strict=True):
+            self._reach(node)
+        self._now = self._now + 1 if now is None else now
+        self.events.append((self._now, op))
+        self._there.update(zip((r.name for r in op.results), candidate.results, strict=True))
 
     def _reach(self, node: Node) -> None:
         """Have a value in a layout."""
         if node in self._there:
+            return
+        if node[0] in self.copies and node[1] == self.chosen.produced(node[0], self.program):
+            self._run(self.program.producer[node[0]])
             return
         if node in self._arrives:
             self._finish(self._arrives[node])
@@ -115,8 +125,17 @@ class Schedule:
         if all((name, step.target) in self._there for name, step in one.steps):
             return
         self._convert(one.steps, self._begun[one], bundled=True)
-        if one in self._following:
-            self._begin(self._following[one])
+        if one in self._gathered:
+            for following in self._following(one):
+                self._begin(following)
+
+    def _following(self, one: Bundle) -> Iterator[Bundle]:
+        """The gathers that are sent for when one is there: the next of every dtype, those that can begin."""
+        dtypes = {self.program.values[other.steps[0][0]].dtype for other in self._gathered}
+        after = self._gathered[self._gathered.index(one) + 1 :]
+        for place, following in enumerate(after[: len(dtypes)]):
+            if not place or not any((name, step.source) in self._arrives for name, step in following.steps):
+                yield following
 
     def _convert(self, steps: tuple[Step, ...], begun: int, *, bundled: bool) -> None:
         self._now += 1
