@@ -105,8 +105,7 @@ def bundled(
                 for step in routes.get(name, ()):
                     if _moved(routes[name], step) == moved:
                         level = _level(routes[name], step)
-                        before = shared(step.source) if moved else 0
-                        key = level, moved, (number, step.axis, step.primitives, before, (name, step) in again)
+                        key = level, moved, (number, step.axis, step.primitives, (name, step) in again)
                         found[key].append((name, step))
     first = {name: place for place, name in enumerate(name for names in bundles(program, moved=True) for name in names)}
     result = [Bundle(level=key[0], steps=tuple(steps), moved=key[1]) for key, steps in found.items()]

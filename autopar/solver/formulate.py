@@ -315,9 +315,9 @@ def _tolls(
     """The latency of every message in which the weights of a bundle may travel, bundles of alike weights together.
 
     It is that of the large bundles wherever only gradients travel, though within a block if the weight has moved before. What
-    moves goes over one axis after the other: weights share a message that are `shared` on as many axes before. Of those that
-    change dims on their way some may be missing, none is counted that is not sent. What is sent again is a message of its own:
-    always, if gathered weights are `dropped`, else if the solver says so.
+    moves goes over one axis after the other: weights share a message that are `shared` on as many axes before, which is how
+    many steps they have gone, unless they change dims on their way. What is sent again is a message of its own: always, if
+    gathered weights are `dropped`, else if the solver says so.
     """
     place = {member: i for i, found in enumerate(values) for member in found.members}
     kinds = [_kinds(wire, graph) for wire, graph in zip(wires, spaces, strict=True)]

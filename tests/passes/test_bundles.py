@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from autopar.capture import Captured, capture
 from autopar.conversion import Conversion
 from autopar.ir import Program
-from autopar.passes.bundles import LIMIT, bundled, bundles, shared
+from autopar.passes.bundles import LIMIT, bundled, bundles
 from autopar.passes.weights import copies
 from autopar.plan import resolve
 from autopar.planner import Options, read_program
@@ -137,8 +137,7 @@ def test_every_step_of_every_weight_travels_once_with_others_of_its_kind_level_a
             *before, last = (turn.axis for turn in reversed(path(routes[name], step)))
             in_turn = not moved and [*before, last] == sorted({*before, last})
             assert one.level == (last if in_turn else len(step.source) + len(before) + 1)
-        (before,) = {shared(step.source) if moved else 0 for _, step in one.steps}
-        kinds.append((moved, number, one.level, one.axis, one.primitives, before, kept))
+        kinds.append((moved, number, one.level, one.axis, one.primitives, kept))
     assert len(set(kinds)) == len(kinds), "what could travel together does"
 
 
