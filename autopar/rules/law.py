@@ -69,11 +69,11 @@ def check(op: Op, values: Mapping[str, Value], tensors: Mapping[str, torch.Tenso
     operands = [tensors[name] for name in op.operands]
     grads = [values[name].requires_grad for name in op.operands]
     whole = _Run.of(op, operands, grads, [None] * len(op.results), 1)
-    tolerance = max((TOLERANCE, *(_precision(t) for t in (*operands, *whole.results))))
+    tolerance = max((TOLERANCE, *(precision(t) for t in (*operands, *whole.results))))
     count = 0
     for trial in trials(fitted):
         for what, got, expected in _compare(op, fitted, trial, operands, grads, whole, rule):
-            if not (got.shape == expected.shape if fitted.random else _equal(got, expected, tolerance)):
+            if not (got.shape == expected.shape if fitted.random else equal(got, expected, tolerance)):
                 raise _wrong(op, fitted, trial, what, _error(got, expected))
         count += 1
     return count
@@ -90,7 +90,7 @@ def _wrong(op: Op, fitted: Fitted, trial: Trial, where: str, error: object) -> R
     )
 
 
-def _precision(tensor: torch.Tensor) -> float:
+def precision(tensor: torch.Tensor) -> float:
     """What a value of this dtype may be off by, relative to the largest: many roundings of those coarser than float64."""
     coarse = tensor.dtype.is_floating_point and tensor.dtype != torch.float64
     return 64 * torch.finfo(tensor.dtype).eps if coarse else 0.0
@@ -209,7 +209,7 @@ def _compare(
         divisor = scale(op, fitted, parts, rule=rule)
         try:
             runs.append(_Run.of(local, [tensor[rank] for tensor in given], grads, seeds, divisor))
-        except (RuntimeError, IndexError, ValueError) as failure:
+        except Exception as failure:  # an operator of the user's may raise anything
             raise _wrong(op, fitted, trial, f"rank {rank} of {mesh.size}", failure) from failure
     for i, expected in enumerate(whole.results):
         yield f"result {i}", _join([run.results[i] for run in runs], results[i], outside[i], sizes), expected
@@ -272,7 +272,7 @@ def _join(parts: Sequence[torch.Tensor], shape: tuple[int, ...], layout: Layout,
     return join(parts, shape, layout, sizes)
 
 
-def _equal(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+def equal(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
     if not got.dtype.is_floating_point:
