@@ -14,6 +14,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,7 +31,8 @@ from autopar.rules.table import fit
 
 SCALES = (1.0, 30.0, 0.03)  # what bends only far from zero is not linear either
 STACKED = 4  # size of the leading dim that is tried
-NUMBERS = ("float", "number", "Optional[float]", "Optional[number]")  # types of arguments that say how much, not where
+NUMBERS = ("float", "number", "Optional[float]", "Optional[number]")  # types of arguments that say how much
+ELSEWHERE = ("Tensor", "ScalarType", "Layout", "Device", "MemoryFormat", "Generator")  # types of others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +99,8 @@ def discover_rule(op: object, arguments: Arguments) -> Discovered:
 def _fixed(call: Call) -> Iterator[str]:
     """The arguments for whose values alone the rule is known to hold: those that are neither tensors nor amounts."""
     for formal in overload(call.op.target)._schema.arguments:
-        value, kind = call.arguments[formal.name], str(formal.type)
-        if "Tensor" not in kind and kind not in NUMBERS and (value is None or isinstance(value, (bool, int, str, tuple))):
+        kind = str(formal.real_type)
+        if kind not in NUMBERS and not any(word in kind for word in ELSEWHERE):
             yield formal.name
 
 
@@ -127,7 +130,8 @@ def linear(form: Form) -> list[str]:
     found: list[tuple[str, ...]] = []
     for group in _subsets(names, len(names)):
         if group and not any(set(known) <= set(group) for known in found):
-            zeros = next((zeros for zeros in _subsets(numbers, 1) if _adds(form, call, group, zeros, numbers)), None)
+            choices = (zeros for zeros in _subsets(numbers, 1) if not zeros or _reads_all(form, call, zeros))
+            zeros = next((zeros for zeros in choices if _adds(form, call, group, zeros, numbers)), None)
             if zeros is not None:
                 found.append((*group, *zeros))
     return [" ".join(group) for group in found]
@@ -156,6 +160,21 @@ def _adds(form: Form, call: Call, group: tuple[str, ...], zeros: tuple[str, ...]
     return True
 
 
+def _reads_all(form: Form, call: Call, zeros: tuple[str, ...]) -> bool:
+    """Whether the results depend on every floating operand when some numbers are 0: a factor that is 0 says nothing."""
+    arguments = call.change(dict.fromkeys(zeros, 0.0))
+    before, after = (form.probe.run(arguments=arguments) for _ in range(2))
+    if before is None or after is None:
+        return False
+    tensors, others = list(before.tensors.values()), list(after.tensors.values())
+    for place, tensor in enumerate(tensors):
+        if _continuous(tensor):
+            changed = before.on([*tensors[:place], others[place], *tensors[place + 1 :]], arguments)
+            if all(map(torch.equal, before.results, changed.results)):
+                return False
+    return True
+
+
 def _another(number: Argument) -> Argument:
     return number + 0.625 if isinstance(number, float) else number + 1 if isinstance(number, int) else number
 
@@ -169,7 +188,13 @@ def shortened(form: Form) -> Iterator[tuple[str, list[int]]]:
         if None not in starts:
             terms = [_dotted(term, skipped or 0) for term, skipped in zip(inside, starts, strict=True)]
             text = f"{', '.join(terms)} -> {', '.join(_dotted(term, count) for term in outside)}"
-            yield text, [position for position, start in enumerate(starts) if start == count]
+            yield _renamed(text), [position for position, start in enumerate(starts) if start == count]
+
+
+def _renamed(text: str) -> str:
+    """The factors called a, b, ... in the order in which they stand."""
+    names = list(dict.fromkeys(re.findall(r"[A-Za-z]", text)))
+    return re.sub(r"[A-Za-z]", lambda match: string.ascii_letters[names.index(match[0])], text)
 
 
 def _leading(form: Form) -> list[int]:

@@ -51,7 +51,8 @@ def _named(name: str) -> object:
 
 
 def _overload_of(packet: torch._ops.OpOverloadPacket, arguments: Arguments) -> str:
-    several = packet.overloads()
+    names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
+    several = [name for name in names if not getattr(packet, name)._schema.is_mutable] or names
     if len(several) > 1 and arguments:
         positional, named = ((), dict(arguments)) if isinstance(arguments, Mapping) else (tuple(arguments), {})
         try:

@@ -58,11 +58,18 @@ class Form:
 
         def name(word: Word) -> str:
             names.setdefault(word, string.ascii_letters[len(names)])
-            return f"{names[word]}{'' if word.number in self.able and not word.constant else '!'}"
+            return f"{names[word]}{'' if able(word) else '!'}"
+
+        def able(word: Word) -> bool:
+            return word.number in self.able and not word.constant
+
+        def dim(words: Words) -> str:
+            if not any(map(able, words)):  # what stays whole needs no name, and no size
+                return "_"
+            return f"({' '.join(map(name, words))})" if len(words) > 1 else name(words[0])
 
         def term(known: Mapping[Place, Words], position: int, rank: int) -> str:
-            dims = [list(map(name, known.get((position, d), ()))) for d in range(rank)]
-            return " ".join(f"({' '.join(dim)})" if len(dim) > 1 else dim[0] if dim else "_" for dim in dims) or "()"
+            return " ".join(dim(known.get((position, d), ())) for d in range(rank)) or "()"
 
         example = self.probe.example
         ranks = [tensor.ndim for tensor in example.tensors.values()]
@@ -127,6 +134,8 @@ class Form:
         for group in itertools.chain.from_iterable(itertools.combinations(whole, count) for count in counts if count > 1):
             if len(set.union(*(sizes[number] for number in group))) == 1:
                 one = frozenset.union(*(self.members[number] for number in group))
+                if _square(one):
+                    continue
                 probe = self.probe.resized(dict.fromkeys(one, self.size(group[0])))
                 if probe.run() is not None:
                     kept = [members for number, members in enumerate(self.members) if number not in group]
@@ -141,7 +150,10 @@ def surveyed(probe: Probe, classes: Sequence[Class]) -> Form:
     probe = probe.spread(classes)
     base = probe.run()
     assert base is not None, "every size was tried"
-    operands = {place: (Word(number),) for number, one in enumerate(classes) for place in one}
+    square = {number for number, one in enumerate(classes) if _square(one)}
+    operands: dict[Place, Words] = {
+        place: (Word(number),) for number, one in enumerate(classes) for place in one if number not in square
+    }
     growth = _growth(probe, classes, base)
     form = Form(probe=probe, members=tuple(classes), operands=operands, results={})
     sizes = [form.size(number) for number in range(len(classes))]
@@ -152,16 +164,22 @@ def surveyed(probe: Probe, classes: Sequence[Class]) -> Form:
         if len(numbers) == 1:
             units[numbers[0]] = math.lcm(units[numbers[0]], parts[place].denominator)
     for number, one in enumerate(classes):
-        if units[number] > 1:
+        if units[number] > 1 and number not in square:
             operands |= {place: (Word(number, f"in{place}"), Word(number)) for place in one}
     results: dict[Place, Words] = {}
     for place, numbers in growth.items():
         rest = parts[place] * math.prod(units[n] for n in numbers)
-        if rest.denominator == 1:
+        twice = any(other[0] == place[0] and other != place and set(n) & set(numbers) for other, n in growth.items())
+        if rest.denominator == 1 and not twice and square.isdisjoint(numbers):
             constant = (Word(numbers[0], f"out{place}"),) if rest > 1 else ()
             results[place] = (*constant, *map(Word, numbers))
     full = replace(form, operands=operands, results=results)
     return full if _fits(full, base) else replace(form, results={p: w for p, w in results.items() if parts[p] == 1 == len(w)})
+
+
+def _square(one: Class) -> bool:
+    """Whether a class has two dims of one tensor: a square matrix, which no factor can describe."""
+    return len({position for position, _ in one}) < len(one)
 
 
 def _growth(probe: Probe, classes: Sequence[Class], base: Example) -> dict[Place, list[int]]:
@@ -190,8 +208,9 @@ def _growth(probe: Probe, classes: Sequence[Class], base: Example) -> dict[Place
 
 
 def _fits(form: Form, example: Example) -> bool:
+    able = frozenset(range(len(form.members)))
     try:
-        return fit(example.op, example.values, rule=form.rule()) is not None
+        return fit(example.op, example.values, rule=replace(form, able=able).rule()) is not None
     except RuleError:
         return False
 

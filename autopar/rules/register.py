@@ -152,7 +152,7 @@ def _row(target: str, rule: str, linear: str, averages: bool, when: Mapping[str,
 
 
 def _misnamed(target: str, why: str, rule: str) -> RuleError:
-    return RuleError(f"the rule of {qualified(target)} {why}", rule=rule, schema=overload(target)._schema)
+    return RuleError(f"the rule of {qualified(target)} {why}", rule=rule, schema=str(overload(target)._schema))
 
 
 def _static(value: object) -> Argument:

@@ -11,7 +11,7 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.rules.example import Example
-from autopar.rules.law import TOLERANCE, equal, precision
+from autopar.rules.law import agree
 from autopar.rules.rule import Dims, Fitted
 
 SHARES = (0.7, 0.3)  # of an operand that is added once
@@ -45,10 +45,9 @@ def _joins(example: Example, fitted: Fitted, factor: int, averages: bool) -> boo
         except RuleError:
             return False
     weights = [first / size, 1 - first / size] if averages else [1.0, 1.0]
-    tolerance = max((TOLERANCE, *map(precision, (*example.tensors.values(), *example.results))))
     pieces = zip(*runs, strict=True)
     return all(
-        equal(_whole(pair, dims, factor, weights), expected, tolerance)
+        agree(_whole(pair, dims, factor, weights), expected, example.tensors.values())
         for pair, dims, expected in zip(pieces, fitted.results, example.results, strict=True)
     )
 
@@ -72,8 +71,9 @@ def _whole(pair: Sequence[torch.Tensor], dims: Dims, factor: int, weights: Seque
     place = _place(dims, factor)
     one, two = pair
     if place is None:
-        addable = one.shape == two.shape and one.dtype is not torch.bool
-        return one * weights[0] + two * weights[1] if addable and weights[0] != 1.0 else one + two if addable else one
+        if one.shape != two.shape:
+            return one
+        return one + two if weights[0] == 1.0 else one * weights[0] + two * weights[1]
     rests = [(*x.shape[:place], *x.shape[place + 1 :]) for x in pair]
     return torch.cat([one, two], place) if rests[0] == rests[1] and one.ndim > place else one
 

@@ -55,7 +55,7 @@ class Operators:
         """Make this process know them; raises InputError where what was imported does not define them."""
         REGISTERED.update(self.rules)
         for library in self.libraries:
-            torch.ops.load_library(library)
+            torch.ops.load_library(library)  # type: ignore[no-untyped-call]
         for target, module in self.modules.items():
             if not _known(target) and module == MAIN:
                 runpy.run_path(self.script, run_name="__mp_main__")  # as multiprocessing calls the main module elsewhere

@@ -86,10 +86,12 @@ def broken(rule: Rule, mutation: Mutation) -> Rule:
 
 def mutations(target: str) -> Iterator[Mutation]:
     """Every mutation of a rule that changes what it says of its first example that it changes at all."""
-    for example in EXAMPLES[target]:
-        op, values, _ = example.build(target)
-        fitted = fit(op, values)
-        if fitted is None or fitted.random:
+    built = [example.build(target)[:2] for example in EXAMPLES[target]]
+    fits = [fit(op, values) for op, values in built]
+    if any(fitted and fitted.random for fitted in fits):  # of what draws only shapes can be checked
+        return
+    for (op, values), fitted in zip(built, fits, strict=True):
+        if fitted is None:
             continue
         found = list(_of(op, fitted, values, RULES[target]))
         yield from found
@@ -109,7 +111,7 @@ def _of(op: Op, fitted: Fitted, values: Mapping[str, Value], rule: Rule) -> Iter
             if any(not fitted.factors[f].whole for f in dim):
                 what = f"result {r} lacks dim {d}"
                 yield Mutation(kind="drops a factor of a result", what=what, change=_lacks(r, d, operand=False))
-            if d + 1 < len(dims) and dim != dims[d + 1]:
+            if any(not fitted.factors[f].whole for other in dims[d : d + 2] for f in other) and dim != (*dims, dim)[d + 1]:
                 yield Mutation(kind="swaps two dims of a result", what=f"result {r}: dims {d}, {d + 1}", change=_swapped(r, d))
     for i, dims in enumerate(fitted.operands):
         for d, dim in enumerate(dims):
@@ -119,14 +121,14 @@ def _of(op: Op, fitted: Fitted, values: Mapping[str, Value], rule: Rule) -> Iter
         if fitted.summed and any(not fitted.factors[f].whole and not _has(dims, f) for f in fitted.summed) and i in floats:
             sign = "no longer" if i in fitted.added else "now"
             yield Mutation(kind="changes what is added", what=f"operand {i} is {sign} added once", change=_toggled(i))
-    for i in floats if smooth else ():
+    for i in floats if smooth and "zero" not in op.target else ():  # zero is linear after all
         if not any(i in group for group in fitted.linear):
             yield Mutation(kind="calls an operand linear", what=f"operand {i}", change=_grouped(frozenset({i})))
     for group in fitted.linear:
         for i in sorted(group) if len(group) > 1 else ():
             yield Mutation(kind="takes a member from a group", what=f"operand {i} from {sorted(group)}", change=_less(group, i))
         for other in fitted.linear:
-            if min(group) < min(other):
+            if min(group) < min(other) and group | other not in fitted.linear:
                 what = f"{sorted(group)} and {sorted(other)}"
                 yield Mutation(kind="makes two groups one", what=what, change=_grouped(group | other))
     if rule.averages and rule.averages(Call.of(op)) and any(not fitted.factors[f].whole for f in fitted.summed):
