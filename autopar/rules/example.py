@@ -52,7 +52,8 @@ def _named(name: str) -> object:
 
 def _overload_of(packet: torch._ops.OpOverloadPacket, arguments: Arguments) -> str:
     names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
-    several = [name for name in names if not getattr(packet, name)._schema.is_mutable] or names
+    schemas = {name: getattr(packet, name)._schema for name in names}
+    several = [name for name, schema in schemas.items() if not schema.is_mutable and "-> Tensor" in str(schema)] or names
     if len(several) > 1 and arguments:
         positional, named = ((), dict(arguments)) if isinstance(arguments, Mapping) else (tuple(arguments), {})
         try:
