@@ -19,7 +19,7 @@ import autopar
 from autopar.cost_models import catalog
 from autopar.cost_models.compute import pricer
 from autopar.cost_models.saved import saved
-from autopar.errors import CaptureError, InputError, RuleError
+from autopar.errors import CaptureError, InputError, PlanError, RuleError
 from autopar.planner import Options, read_program
 from autopar.rules.table import REGISTERED
 from autopar.runtime.operators import Operators
@@ -80,6 +80,16 @@ def test_an_operator_without_rule_runs_whole_and_the_warning_says_what_to_regist
     assert report.ok, str(report)
     with pytest.raises(RuleError, match=r"no sharding rule for own.scaled_linear.default, own.gated.default\n"):
         autopar.plan(model, X, on, strict=True)
+
+
+@pytest.mark.usefixtures("_rules")
+def test_a_plan_is_refused_where_the_rule_that_it_uses_is_not_registered() -> None:
+    model, on = own.Gated(), table.mesh((4,))
+    plan = autopar.plan(model, X, on, strategy="megatron")
+    REGISTERED.clear()
+    with pytest.raises(PlanError, match=r"^the plan is damaged") as refusal:
+        autopar.verify(model, X, on, plan=plan)
+    assert "is no choice of an operator without a sharding rule: register its rule before" in refusal.value.details["error"]
 
 
 class Centred(nn.Module):

@@ -64,7 +64,7 @@ def check_rule(
     aten::mm  m k, k n -> m n
       split      m, k, n
       linear in  0, 1
-      checked    14 ways to run it, values and gradients
+      checked    18 ways to run it, values and gradients
     """
     example = Example.of(op, arguments)
     target = example.op.target

@@ -19,8 +19,8 @@ Shape = tuple[int, ...]
 Call = tuple[str, Example]
 
 SIZES = st.sampled_from([2, 4, 6, 3, 1])
-drawn = settings(max_examples=60, deadline=None, derandomize=True, database=None)
-rarely = settings(drawn, max_examples=30)
+drawn = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+rarely = settings(drawn, max_examples=50)
 
 
 def obeys(call: Call) -> None:
@@ -214,7 +214,7 @@ def views(draw: DrawFn) -> Call:
     return draw(st.sampled_from(calls))
 
 
-@settings(drawn, max_examples=120)
+@settings(drawn, max_examples=200)
 @given(views())
 def test_of_a_tensor_seen_otherwise(call: Call) -> None:
     obeys(call)
