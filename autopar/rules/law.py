@@ -92,7 +92,7 @@ def _wrong(op: Op, fitted: Fitted, trial: Trial, where: str, error: object) -> R
 
 def _precision(tensor: torch.Tensor) -> float:
     """What a value of this dtype may be off by, relative to the largest: many roundings of those coarser than float64."""
-    coarse = tensor.dtype.is_floating_point and tensor.dtype != torch.float64
+    coarse = (tensor.dtype.is_floating_point or tensor.dtype.is_complex) and torch.finfo(tensor.dtype).bits < 64
     return 64 * torch.finfo(tensor.dtype).eps if coarse else 0.0
 
 
@@ -275,7 +275,7 @@ def _join(parts: Sequence[torch.Tensor], shape: tuple[int, ...], layout: Layout,
 def _equal(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
-    if not got.dtype.is_floating_point:
+    if not (got.dtype.is_floating_point or got.dtype.is_complex):
         return torch.equal(got, expected)
     finite = expected[expected.isfinite()]
     bound = tolerance * (1 + (finite.abs().max().item() if finite.numel() else 0))
@@ -285,4 +285,5 @@ def _equal(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
 def _error(got: torch.Tensor, expected: torch.Tensor) -> str:
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return f"{got.dtype} {tuple(got.shape)} in place of {expected.dtype} {tuple(expected.shape)}"
-    return f"{(got.double() - expected.double()).abs().max().item():.1e}"
+    exact = torch.promote_types(got.dtype, torch.float64)
+    return f"{(got.to(exact) - expected.to(exact)).abs().max().item():.1e}"
