@@ -113,7 +113,7 @@ class Example:
         return Op(name="y", target=target, args=args, kwargs=kwargs, results=outs), values, tensors
 
 
-def differentiable(tensor: torch.Tensor) -> bool:
+def differentiable(tensor: torch.Tensor | Value) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
