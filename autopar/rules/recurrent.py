@@ -1,4 +1,4 @@
-"""Rules of recurrent networks: each step reads all of the last one, so that the batch alone splits."""
+"""Rules of recurrent layers: a step needs all of the last one's state, so only the batch splits."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from autopar.rules.pointwise import unread
 from autopar.rules.rule import Fitted, Rule, rule
 
 
-def layers(call: Call) -> Fitted | None:
-    """t! b i!, l! b h! -> t! b h!, l! b h!; or b t! i! -> b t! h!; weights stay whole"""
-    if call.rank("input") != 3:
-        return None
+def recurrent(call: Call) -> Fitted:
+    """_ b _, (_ b _ per state), whole weights -> _ b _, (_ b _ per state); the sequence b _ _ if the batch comes first"""
     sequence = "b _ _" if call.arguments["batch_first"] else "_ b _"
-    states = ", ".join("_ b _" for _ in call.positions("hx"))
-    weights = "".join(f", {unread(len(call.operands[p].shape))}" for p in call.positions("params"))
-    results = ", ".join([sequence, *("_ b _" for _ in call.op.results[1:])])
-    draws = call.arguments["dropout"] != 0 and call.number("num_layers") > 1 and bool(call.arguments["train"])
-    return call.fit(f"{sequence}, {states}{weights} -> {results}", random=draws)
+    held = {"input": sequence, "hx": "_ b _"}
+    ranks = {position: len(value.shape) for position, value in enumerate(call.operands)}
+    operands = (held.get(name, " ".join("_" * ranks[position])) for name, position in call.slots if position is not None)
+    draws = bool(call.arguments["train"]) and call.arguments["dropout"] != 0 and call.number("num_layers") > 1
+    return call.fit(f"{', '.join(operands)} -> {', '.join([sequence, *('_ b _' for _ in call.op.results[1:])])}", random=draws)
 
 
 def cell(call: Call) -> Fitted:
@@ -28,6 +26,6 @@ def cell(call: Call) -> Fitted:
 
 
 TABLE: dict[str, Rule] = {
-    **{f"aten.{name}.input": rule(layers) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **{f"aten.{name}.input": rule(recurrent) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     **{f"aten.{name}_cell.default": rule(cell) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
 }
