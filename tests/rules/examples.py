@@ -9,7 +9,7 @@ import torch
 from autopar.rules.pointwise import BINARY, DRAWS, SAME, UNARY, names
 from autopar.rules.table import ALIASES, FORMS
 from tests.rules import examples_algebra, examples_backward, examples_planes
-from tests.rules.drawing import Example, between, bools, buffer, cplx, ex, ints, places, pos, signs, t
+from tests.rules.drawing import Example, T, between, bools, buffer, cplx, ex, ints, places, pos, signs, t
 
 BITS = ("bitwise", "__", "logical", "gcd", "lcm")
 UNDERIVED = ("floor_divide", "nextafter", "heaviside", "igamma", "special_zeta", "special_bessel")  # without a derivative
@@ -24,9 +24,16 @@ MORE_ARGUMENTS: dict[str, tuple[object, ...]] = {
 }
 
 
+def operand(name: str, *shape: int) -> T:
+    """Integers for operators on bits, numbers without a gradient where there is no derivative, else positive numbers."""
+    if name.startswith(BITS):
+        return ints(*shape, high=9)
+    return buffer(*shape) if name.startswith(UNDERIVED) else pos(*shape)
+
+
 def unary(target: str) -> list[Example]:
     name, form = target.split(".")[1:]
-    tensor = ints(4, 6, high=9) if name.startswith(BITS) else buffer(4, 6) if name.startswith(UNDERIVED) else pos(4, 6)
+    tensor = operand(name, 4, 6)
     if target in MORE_ARGUMENTS:
         return [ex(tensor, *MORE_ARGUMENTS[target])]
     if target.endswith(NUMBER_FIRST):
@@ -56,7 +63,7 @@ def draws(target: str) -> list[Example]:
 
 def binary(target: str) -> list[Example]:
     name, form = target.split(".")[1:]
-    make = partial(ints, high=9) if name.startswith(BITS) else buffer if name.startswith(UNDERIVED) else pos
+    make = partial(operand, name)
     mode = {"rounding_mode": "floor"} if form == "Tensor_mode" else {}
     return [ex(make(4, 6), make(4, 6), **mode), ex(make(2, 4, 6), make(4, 1), **mode), ex(make(6), make(4, 1), **mode)]
 
