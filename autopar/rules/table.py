@@ -7,7 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.ir import Argument, Op, Value
-from autopar.rules import arrange, contraction, factories, normalise, pointwise, reductions, views
+from autopar.rules import (
+    algebra,
+    arrange,
+    contraction,
+    factories,
+    gradients,
+    normalise,
+    places,
+    pointwise,
+    recurrent,
+    reductions,
+    views,
+    windows,
+)
 from autopar.rules.call import Call, Local, Shape
 from autopar.rules.rule import Fitted, Rule
 
@@ -26,7 +39,7 @@ ALIASES = {  # torch's second names
     "aten.not_equal": "aten.ne",
     "aten.lift_fresh_copy": "aten.clone",
     "aten.special_expit": "aten.sigmoid",
-    "aten.arctan": "aten.atan",
+    **{f"aten.arc{name}": f"aten.a{name}" for name in ("cos", "cosh", "sin", "sinh", "tan", "tanh", "tan2")},
 }
 FORMS = ("default", "Tensor", "Scalar")
 
@@ -35,9 +48,14 @@ TABLE: dict[str, Rule] = {
     **contraction.TABLE,
     **views.TABLE,
     **arrange.TABLE,
+    **places.TABLE,
+    **windows.TABLE,
     **reductions.TABLE,
     **normalise.TABLE,
+    **recurrent.TABLE,
+    **algebra.TABLE,
     **factories.TABLE,
+    **gradients.TABLE,
 }
 
 RULES: Mapping[str, Rule] = TABLE | {

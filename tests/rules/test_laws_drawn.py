@@ -13,7 +13,8 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from autopar.rules.law import check
 from autopar.rules.pointwise import BINARY, UNARY, names
-from tests.rules.examples import Example, T, binary, bools, buffer, ex, ints, t, unary
+from tests.rules.drawing import Example, T, bools, buffer, ex, ints, t
+from tests.rules.examples import binary, unary
 
 Shape = tuple[int, ...]
 Call = tuple[str, Example]
