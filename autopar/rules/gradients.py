@@ -65,7 +65,7 @@ LOSSES = "mse_loss smooth_l1_loss huber_loss binary_cross_entropy"
 
 TABLE: dict[str, Rule] = {
     **{f"aten.{name}_backward.default": rule(TWO, linear="grad_output grad_out") for name in BINARY.split()},
-    **{f"aten.{name}_backward.default": rule(loss, linear="grad_output") for name in LOSSES.split()},
+    **{f"aten.{name}_backward.default": rule(loss, linear="grad_output, weight") for name in LOSSES.split()},
     "aten.glu_backward.default": rule(along, linear="grad_output"),
     "aten._softmax_backward_data.default": rule(along, linear="grad_output"),
     "aten._log_softmax_backward_data.default": rule(along, linear="grad_output"),

@@ -162,7 +162,7 @@ TABLE: dict[str, Rule] = {
     **{f"aten.{name}": rule(batch_norm) for name in BATCH_NORMS.split()},
     "aten.instance_norm.default": rule(instance_norm),
     **{f"aten.{name}.default": rule(loss, averages=is_mean) for name in (*LOSSES, *MORE_LOSSES)},
-    **{f"aten.{name}.default": rule(rowwise, averages=is_mean) for name in ROWWISE},
+    **{f"aten.{name}.default": rule(rowwise, linear="weight", averages=is_mean) for name in ROWWISE},
     "aten.ctc_loss.Tensor": rule(aligned, averages=is_mean),
     "aten._weight_norm.default": rule(weight_norm, linear="g"),
     "aten._weight_norm_interface.default": rule(weight_norm),

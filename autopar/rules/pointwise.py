@@ -29,7 +29,7 @@ BINARY = """
     bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_left_shift.Tensor bitwise_right_shift.Tensor
     __and__.Tensor __or__.Tensor __xor__.Tensor logical_and logical_or logical_xor atan2 hypot copysign.Tensor
     pow.Tensor_Tensor remainder.Tensor fmod.Tensor floor_divide div.Tensor_mode isclose logaddexp logaddexp2
-    xlogy.Tensor nextafter heaviside ldexp.Tensor gcd lcm igamma igammac float_power.Tensor_Tensor
+    xlogy.Tensor nextafter heaviside gcd lcm igamma igammac float_power.Tensor_Tensor
     special_xlog1py special_xlogy special_zeta
 """
 
@@ -120,6 +120,7 @@ TABLE: dict[str, Rule] = {
     "aten.div.Tensor": rule(TWO, linear="self"),
     "aten.div.Scalar": rule(ONE, linear="self"),
     "aten.true_divide.Tensor": rule(TWO, linear="self"),
+    "aten.ldexp.Tensor": rule(TWO, linear="self"),
     "aten.lerp.Scalar": rule(TWO, linear="self end"),
     "aten.lerp.Tensor": rule(THREE, linear="self end"),
     "aten.addcmul.default": rule(THREE, linear="self tensor1, self tensor2"),

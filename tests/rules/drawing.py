@@ -56,6 +56,16 @@ class Places(T):
 
 
 @dataclass(frozen=True, slots=True)
+class Labels(Places):
+    """The first half of different integers below `high`, then -1."""
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        drawn = Places.draw(self, generator)
+        drawn[..., self.shape[-1] // 2 :] = -1
+        return drawn
+
+
+@dataclass(frozen=True, slots=True)
 class From(T):
     """Integers from `low` to below `high`."""
 
@@ -148,6 +158,10 @@ def signs(*shape: int) -> T:
 
 def places(*shape: int, high: int, dims: int = 1) -> T:
     return Places(shape, torch.int64, high, dims=dims)
+
+
+def labels(*shape: int) -> T:
+    return Labels(shape, torch.int64, shape[-1])
 
 
 def between(*shape: int, low: int, high: int) -> T:

@@ -9,10 +9,10 @@ import torch
 from autopar.rules.pointwise import BINARY, DRAWS, SAME, UNARY, names
 from autopar.rules.table import ALIASES, FORMS
 from tests.rules import examples_algebra, examples_backward, examples_planes
-from tests.rules.drawing import Example, T, between, bools, buffer, cplx, ex, ints, places, pos, signs, t
+from tests.rules.drawing import Example, T, between, bools, buffer, cplx, ex, ints, labels, places, pos, signs, t
 
 BITS = ("bitwise", "__", "logical", "gcd", "lcm")
-UNDERIVED = ("floor_divide", "nextafter", "heaviside", "igamma", "special_zeta", "special_bessel")  # without a derivative
+UNDERIVED = ("floor_divide", "nextafter", "heaviside", "igamma", "special_bessel")  # without a derivative
 NUMBER_FIRST = ("pow.Scalar", "float_power.Scalar", "xlogy.Scalar_Self")
 MORE_ARGUMENTS: dict[str, tuple[object, ...]] = {
     "aten.clamp.default": (-0.5, 0.5),
@@ -63,7 +63,7 @@ def draws(target: str) -> list[Example]:
 
 def binary(target: str) -> list[Example]:
     name, form = target.split(".")[1:]
-    make = partial(operand, name)
+    make = partial(between, low=2, high=9) if name == "special_zeta" else partial(operand, name)
     mode = {"rounding_mode": "floor"} if form == "Tensor_mode" else {}
     return [ex(make(4, 6), make(4, 6), **mode), ex(make(2, 4, 6), make(4, 1), **mode), ex(make(6), make(4, 1), **mode)]
 
@@ -182,6 +182,7 @@ TABLE: dict[str, list[Example]] = {
     "aten.div.Scalar": [ex(t(4, 6), 2.0)],
     "aten.to.other": [ex(t(4, 6), t(3))],
     "aten.type_as.default": [ex(t(4, 6), t(3, 2))],
+    "aten.ldexp.Tensor": [ex(t(4, 6), ints(6))],
     "aten.lerp.Scalar": [ex(t(4, 6), t(6), 0.3)],
     "aten.lerp.Tensor": [ex(t(4, 6), t(6), t(4, 1))],
     "aten.addcmul.default": [ex(t(4, 6), t(6), t(4, 1), value=2)],
@@ -379,7 +380,7 @@ TABLE: dict[str, list[Example]] = {
     ],
     "aten.index_add.default": [ex(t(4, 6), 1, ints(2), t(4, 2)), ex(t(4, 6), 0, ints(10), t(10, 6), alpha=2)],
     "aten.index_copy.default": [ex(t(4, 6), 1, places(2, high=6), t(4, 2))],
-    "aten.index_reduce.default": [ex(t(4, 6), 1, ints(2), t(4, 2), "prod")],
+    "aten.index_reduce.default": [ex(t(4, 6), 1, ints(2), t(4, 2), how) for how in ("prod", "amax")],
     "aten.index_fill.int_Scalar": [ex(t(4, 6), 1, ints(2), 2.5)],
     "aten.index_fill.int_Tensor": [ex(t(4, 6), 1, ints(2), t())],
     "aten.take.default": [ex(t(4, 6), ints(2, 10, high=24))],
@@ -483,8 +484,8 @@ TABLE: dict[str, list[Example]] = {
         ex(t(6), ints(high=6)),
     ],
     "aten.multilabel_margin_loss.default": [
-        *(ex(t(4, 6), places(4, 6, high=6), n) for n in range(3)),
-        ex(t(6), places(6, high=6)),
+        *(ex(t(4, 6), labels(4, 6), n) for n in range(3)),
+        ex(t(6), labels(6)),
     ],
     "aten.ctc_loss.Tensor": [
         ex(t(10, 4, 6), between(4, 3, low=1, high=6), between(4, low=8, high=11), between(4, low=2, high=4), 0, n)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.rules.algebra import SQUARES
 from autopar.rules.pointwise import names
-from tests.rules.drawing import Example, buffer, cplx, definite, ex, t
+from tests.rules.drawing import Example, buffer, cplx, definite, ex, signs, t
 
 MORE: dict[str, tuple[object, ...]] = {"aten.matrix_power.default": (3,), "aten.linalg_matrix_power.default": (3,)}
 
@@ -41,6 +41,7 @@ def cells(gates: int) -> tuple[object, ...]:
 
 TABLE: dict[str, list[Example]] = {
     **squares(),
+    "aten.linalg_matrix_rank.atol_rtol_float": [ex(signs(2, 4, 3, 3))],
     "aten.linalg_solve.default": [
         ex(definite(2, 4, 3, 3), t(2, 4, 3, 10)),
         ex(definite(2, 4, 3, 3), t(2, 4, 3)),

@@ -44,10 +44,10 @@ TABLE: dict[str, list[Example]] = {
     "aten._adaptive_avg_pool2d.default": [ex(PLANE, (3, 4))],
     "aten._adaptive_avg_pool3d.default": [ex(SPACE, (3, 2, 2))],
     "aten.fractional_max_pool2d.default": [
-        ex(PLANE, (2, 2), (3, 4), buffer(2, 4, 2)),
-        ex(t(4, 6, 8), (2, 2), (3, 4), buffer(1, 4, 2)),
+        ex(PLANE, (2, 2), (4, 5), buffer(2, 4, 2)),
+        ex(t(4, 6, 8), (2, 2), (4, 5), buffer(1, 4, 2)),
     ],
-    "aten.fractional_max_pool3d.default": [ex(SPACE, (2, 2, 2), (3, 2, 4), buffer(2, 4, 3))],
+    "aten.fractional_max_pool3d.default": [ex(SPACE, (2, 2, 2), (4, 2, 5), buffer(2, 4, 3))],
     "aten.max_unpool2d.default": [ex(t(2, 4, 3, 5), places(2, 4, 3, 5, high=60, dims=2), (6, 10))],
     "aten.max_unpool3d.default": [
         ex(t(2, 4, 3, 2, 5), places(2, 4, 3, 2, 5, high=240, dims=3), (6, 4, 10), (2, 2, 2), (0, 0, 0))
