@@ -29,10 +29,12 @@ class T:
 
 @dataclass(frozen=True, slots=True)
 class Positive(T):
-    """A random tensor of values between 0.1 and 0.9."""
+    """A random tensor of values between `low`, 0.1, and `low` + 0.8."""
+
+    low: float = 0.1
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        return torch.rand(self.shape, dtype=self.dtype, generator=generator) * 0.8 + 0.1
+        return torch.rand(self.shape, dtype=self.dtype, generator=generator) * 0.8 + self.low
 
 
 @dataclass(frozen=True, slots=True)

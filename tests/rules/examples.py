@@ -9,7 +9,7 @@ import torch
 from autopar.rules.pointwise import BINARY, DRAWS, SAME, UNARY, names
 from autopar.rules.table import ALIASES, FORMS
 from tests.rules import examples_algebra, examples_backward, examples_planes
-from tests.rules.drawing import Example, T, between, bools, buffer, cplx, ex, ints, labels, places, pos, signs, t
+from tests.rules.drawing import Example, Positive, T, between, bools, buffer, cplx, ex, ints, labels, places, pos, signs, t
 
 BITS = ("bitwise", "__", "logical", "gcd", "lcm")
 UNDERIVED = ("floor_divide", "nextafter", "heaviside", "igamma", "special_bessel")  # without a derivative
@@ -28,6 +28,8 @@ def operand(name: str, *shape: int) -> T:
     """Integers for operators on bits, numbers without a gradient where there is no derivative, else positive numbers."""
     if name.startswith(BITS):
         return ints(*shape, high=9)
+    if name == "acosh":
+        return Positive(shape, low=1.1)
     return buffer(*shape) if name.startswith(UNDERIVED) else pos(*shape)
 
 
@@ -467,7 +469,8 @@ TABLE: dict[str, list[Example]] = {
         ex(t(4, 6, 10), t(6), t(6), None, None, True, 0.1, 1e-5, False),
         ex(t(4, 6, 10), None, None, buffer(6), buffer(6), True, 0.1, 1e-5, False),
     ],
-    **{f"aten.{n}.default": losses() for n in "mse_loss l1_loss smooth_l1_loss huber_loss kl_div hinge_embedding_loss".split()},
+    **{f"aten.{n}.default": losses() for n in "mse_loss l1_loss smooth_l1_loss huber_loss hinge_embedding_loss".split()},
+    "aten.kl_div.default": [ex(t(4, 6), pos(4, 6), n) for n in range(3)],
     "aten.soft_margin_loss.default": [ex(t(4, 6), buffer(4, 6), n) for n in range(3)],
     "aten.binary_cross_entropy.default": [ex(pos(4, 6), buffer(4, 6), buffer(4, 6), n) for n in range(3)],
     "aten.binary_cross_entropy_with_logits.default": [

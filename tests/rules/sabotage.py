@@ -26,16 +26,14 @@ from autopar.rules.law import check
 from autopar.rules.rule import Dims
 from tests.rules.examples import EXAMPLES
 
-LINEAR, MEMBER, WHOLE = "calls an operand linear", "takes a member from a group", "splits a whole factor"
+LINEAR, MEMBER = "calls an operand linear", "takes a member from a group"
 TRUSTING = ("backward", "native_batch_norm", "_weight_norm")  # that take any sizes, and write where there is nothing
 TRUE = {  # (rule, change)
     *((f"aten.{name}", LINEAR) for name in ("nan_to_num.default", "nanmean.default", "nansum.default")),  # without a NaN
     *((f"aten.{name}.default", LINEAR) for name in ("binary_cross_entropy", "binary_cross_entropy_with_logits")),  # in weights
-    *((f"aten.{name}.default", LINEAR) for name in ("nll_loss", "nll_loss_nd", "rms_norm", "index_reduce")),
-    ("aten.multi_margin_loss.default", LINEAR),
-    *((f"aten.{name}", LINEAR) for name in ("xlogy.Tensor", "xlogy.Scalar_Other", "ldexp.Tensor")),
+    *((f"aten.{name}.default", LINEAR) for name in ("nll_loss", "nll_loss_nd", "rms_norm")),
+    *((f"aten.{name}", LINEAR) for name in ("xlogy.Tensor", "xlogy.Scalar_Other")),
     *((f"aten.special_{name}.default", LINEAR) for name in ("xlogy", "xlog1py")),
-    ("aten.linalg_matrix_rank.atol_rtol_float", WHOLE),  # of a regular matrix
     ("aten.nextafter.default", LINEAR),  # but for one rounding
     ("aten.copy.default", MEMBER),
 }
@@ -136,7 +134,7 @@ def _of(op: Op, fitted: Fitted, values: Mapping[str, Value], rule: Rule) -> Iter
     for f, factor in enumerate(fitted.factors):
         if factor.whole and factor.size > 1:
             what = f"{factor} of size {factor.size} is split"
-            yield Mutation(kind=WHOLE, what=what, change=_split(f, factor.name))
+            yield Mutation(kind="splits a whole factor", what=what, change=_split(f, factor.name))
     for r, dims in enumerate(fitted.results):
         for d, dim in enumerate(dims):
             if any(not fitted.factors[f].whole for f in dim):
