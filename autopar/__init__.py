@@ -4,13 +4,13 @@ parallel = autopar.parallelize(model, sample_input, mesh=(2, 4))
 """
 
 from autopar import explain, testing
-from autopar.api import initialize, parallelize, plan, verify
+from autopar.api import check_rule, discover_rule, initialize, parallelize, plan, register_rule, verify
 from autopar.errors import AutoparError
 from autopar.mesh import Device, Link, Mesh
 from autopar.plan import Plan
 from autopar.verification import Report
 
 __all__ = [
-    "AutoparError", "Device", "Link", "Mesh", "Plan", "Report", "explain", "initialize", "parallelize", "plan", "testing",
-    "verify",
+    "AutoparError", "Device", "Link", "Mesh", "Plan", "Report", "check_rule", "discover_rule", "explain", "initialize",
+    "parallelize", "plan", "register_rule", "testing", "verify",
 ]  # fmt: skip

@@ -10,6 +10,8 @@ from autopar.build import build
 from autopar.mesh import Bytes, Device
 from autopar.plan import Plan
 from autopar.planner import Options, make_plan
+from autopar.rules.discover import discover_rule
+from autopar.rules.register import check_rule, register_rule
 from autopar.runtime.initialize import initialize
 from autopar.verification import Report
 from autopar.verification import verify as _verify
@@ -93,4 +95,4 @@ def options_of(options: Mapping[str, object]) -> dict[str, object]:
     return given
 
 
-__all__ = ["initialize", "parallelize", "plan", "verify"]
+__all__ = ["check_rule", "discover_rule", "initialize", "parallelize", "plan", "register_rule", "verify"]

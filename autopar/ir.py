@@ -1,7 +1,7 @@
 """The intermediate representation: a model as a straight line of operators over named tensors.
 
     program  := inputs, parameters, buffers, ops, outputs
-    op       := results = target(arguments)          target is an ATen overload, "aten.linear.default"
+    op       := results = target(arguments)          target is an overload, "aten.linear.default"
     argument := Ref(value name) | static | (argument, ...)
     static   := None | bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
 
@@ -249,6 +249,18 @@ def writes(op: Op) -> tuple[str, ...]:
     arguments = dict(zip((a.name for a in overload(op.target)._schema.arguments), op.args, strict=False)) | dict(op.kwargs)
     changed = (a.name for a in overload(op.target)._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     return tuple(ref.name for name in changed if name in arguments for ref in refs(arguments[name]))
+
+
+def aten(target: str) -> str:
+    """The name of an operator of ATen, `linear` of "aten.linear.default"; empty for an operator of another library."""
+    library, name, *_ = target.split(".")
+    return name if library == "aten" else ""
+
+
+def qualified(target: str) -> str:
+    """A target as torch.library names operators: "mylib::op", or "mylib::op.overload" where it is not the default one."""
+    library, name, variant = target.split(".")
+    return f"{library}::{name}{'' if variant == 'default' else f'.{variant}'}"
 
 
 @functools.cache

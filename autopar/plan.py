@@ -151,10 +151,12 @@ def form_text(form: Form, fitted: Fitted | None) -> str:
 def _form(entry: str, fitted: Fitted | None) -> Form:
     if entry in ("I", "R"):
         return entry, 0, 0
-    if fitted and entry.startswith("P "):
+    if fitted is None:
+        raise ValueError(f"{entry!r} is no choice of an operator without a sharding rule: register its rule before")
+    if entry.startswith("P "):
         return "P", range(len(fitted.linear))[int(entry[2:])], 0
     name, _, stride = entry.rpartition("/")
-    names = [factor.name for factor in fitted.factors] if fitted else []
+    names = [factor.name for factor in fitted.factors]
     if name not in names:
         raise ValueError(f"{entry!r} is no choice: I, R, P and a number, or one of {', '.join(f'{n}/stride' for n in names)}")
     return "S", names.index(name), int(stride)

@@ -20,13 +20,14 @@ from autopar.cost_models.optimizers import Optimizer
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError, RuleError
 from autopar.evidence import BUDGET, Figure
-from autopar.ir import Op, Output, Program, writes
+from autopar.ir import Op, Output, Program, qualified, text, writes
 from autopar.mesh import Bytes, Device, Mesh, Seconds
 from autopar.passes import normalise
 from autopar.passes.microbatches import counts, microbatches
 from autopar.passes.precision import DTYPES, MIXED, mixed, received, stored
 from autopar.passes.strategies import constrained, demands
 from autopar.plan import Collective, Plan, describe
+from autopar.rules import rule_of
 from autopar.solver.account import account, conversions
 from autopar.solver.analysis import Analysis, analyse
 from autopar.solver.budget import parse_bytes
@@ -399,8 +400,18 @@ def _without_rule(analysis: Analysis, *, strict: bool) -> None:
         f"no sharding rule for {', '.join(missing)}" + ("" if strict else ": planned whole on every device"),
         module=op.module,
         at=op.source,
-        fix=f'a line in autopar/rules for "{op.target}", such as rule("... -> ...")',
+        fix=_to_register(op),
     )
     if strict:
         raise error
     warnings.warn(str(error), stacklevel=4)
+
+
+def _to_register(op: Op) -> str:
+    """How an operator gets a rule, or why this call of it has none."""
+    name, known = qualified(op.target), rule_of(op.target)
+    if known is None:
+        return f'autopar.register_rule("{name}", "..."): autopar.discover_rule("{name}", arguments) finds the line'
+    if known.when:
+        return f"its rule was registered for calls with {', '.join(f'{key}={text(value)}' for key, value in known.when)}"
+    return f"its rule is not for calls like this one: {known}"

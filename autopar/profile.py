@@ -36,6 +36,7 @@ from autopar.mesh import Device, Link, Mesh
 from autopar.plan import resolve
 from autopar.planner import Options, located, plan_program, read_program
 from autopar.rules import Fitted, localise, view_of
+from autopar.runtime.operators import Operators
 from autopar.runtime.stopwatch import KINDS, Call, Job, Times
 from autopar.runtime.workers import WorkerPool
 from autopar.solver.analysis import analyse
@@ -76,8 +77,9 @@ def profile(programs: Sequence[Program], processes: int) -> Device:
     shapes = [p.value.shape for p in programs[0].parameters]
     groups = tuple(size for size in range(2, processes + 1) if processes % size == 0)
     job = Job(
-        calls=tuple(one.call for one in timed), groups=groups, bytes=BYTES, optimizers=OPTIMIZERS, parameters=tuple(shapes)
-    )
+        operators=Operators.of(one.call.target for one in timed), calls=tuple(one.call for one in timed), groups=groups,
+        bytes=BYTES, optimizers=OPTIMIZERS, parameters=tuple(shapes),
+    )  # fmt: skip
     with WorkerPool(processes, preload=["autopar.runtime.stopwatch"]) as pool:
         found = [one for one in pool.run("autopar.runtime.stopwatch:times", job, timeout=1800) if isinstance(one, Times)]
     return _device(timed, job, found)

@@ -33,6 +33,7 @@ from autopar.passes.promote import promote, wide
 from autopar.passes.without_dropout import without_dropout
 from autopar.plan import Collective, Plan, resolve
 from autopar.planner import Options, collectives_of, located, plan_program, read_program
+from autopar.runtime.operators import Operators
 from autopar.runtime.recorder import Issued, recorded
 from autopar.runtime.storage import local, part_like, typed, whole
 from autopar.runtime.workers import WorkerPool
@@ -149,6 +150,7 @@ def compare(
         plan=replace(plan, hash=part.hash),
         tensors=doubled,
         inputs=batch,
+        operators=Operators.of(op.target for op in program.ops) if plan.mesh.size > 1 else Operators(),
         reference=reference,
     )
     if plan.mesh.size == 1:
@@ -184,6 +186,7 @@ class _Payload:
     plan: Plan
     tensors: dict[str, torch.Tensor]
     inputs: list[torch.Tensor]
+    operators: Operators
     reference: dict[tuple[str, str], torch.Tensor]
 
 
@@ -193,6 +196,7 @@ def _answers(pool: WorkerPool, payload: _Payload, size: int) -> list[Answer]:
 
 def check(payload: _Payload) -> Answer:
     """On one rank: the errors of this rank's outputs and gradients, and the collectives that it issued."""
+    payload.operators.unpack()
     context = connect(payload.plan.mesh, device="cpu")
     module = assemble(payload.captured, payload.tensors, payload.plan, context)
     with recorded(context.axes) as log:

@@ -220,7 +220,7 @@ def _operator() -> Any:
 def test_an_operator_without_rule_is_a_warning_and_in_strict_mode_an_error() -> None:
     first = "no sharding rule for refusals.doubled.default"
     error = check(
-        lambda: autopar.plan(Doubled(), X, (2,), strict=True, **DEVICE), RuleError, first, '"refusals.doubled.default"'
+        lambda: autopar.plan(Doubled(), X, (2,), strict=True, **DEVICE), RuleError, first, 'register_rule("refusals::doubled"'
     )
     assert f"{__file__}:" in error.details["at"]
     with pytest.warns(UserWarning, match=f"{first}: planned whole on every device"):

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from autopar.ir import aten
+
 LOWER = frozenset(
     "linear matmul mm bmm addmm addbmm baddbmm addmv mv addr chain_matmul multi_dot einsum prelu conv1d conv2d conv3d conv_tbc "
     "conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention __matmul__".split()
@@ -31,7 +33,7 @@ def dtype(statics: Sequence[object]) -> torch.dtype:
 
 def operand_dtype(target: str, operands: Sequence[torch.dtype], lower: torch.dtype) -> torch.dtype | None:
     """The dtype to which an op's floating operands are cast; None if autocast leaves them."""
-    name = target.split(".")[1]
+    name = aten(target)
     if name in LOWER:
         return lower
     if name in SINGLE:

@@ -17,7 +17,7 @@ from autopar.capture.signature import Call
 from autopar.capture.skeleton import Skeleton
 from autopar.capture.trace import Traced, varying
 from autopar.errors import CaptureError
-from autopar.ir import Argument, Output, Parameter, Program, Ref, Value, overload, refs, substitute
+from autopar.ir import Argument, Output, Parameter, Program, Ref, Value, aten, overload, refs, substitute
 from autopar.passes.builder import Builder, Keywords
 from autopar.passes.infer import Kind
 
@@ -236,7 +236,10 @@ class Lowering:
 
     def mutate(self, node: fx.Node, args: tuple[Held, ...], kwargs: tuple[tuple[str, Held], ...], region: Region) -> Held:
         """Lower a write in place: compute the new value, and give it to the tensor and all that share its memory."""
-        place = args[0]
+        place = args[0] if args else None
+        if not aten(str(node.target)):
+            fix = "make it an operator that returns what it computes (mutates_args=())"
+            raise CaptureError(f"{node.target} writes into an argument", at=nodes.source(node), fix=fix)
         if not isinstance(place, Handle):
             raise CaptureError(
                 f"{node.target} writes into an argument", at=nodes.source(node), fix="use the form that returns its result"
@@ -269,7 +272,7 @@ class Lowering:
 
     def result_in_place(self, node: fx.Node, args: tuple[Argument, ...], kwargs: Keywords, region: Region, old: Value) -> Ref:
         """The value that a write in place leaves behind, in the shape and dtype of the tensor written."""
-        name, variant = str(node.target).split(".")[1:]
+        _, name, variant = str(node.target).split(".")
         source = args[1] if len(args) > 1 else None
         match name, source:
             case "copy_", Ref():

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from autopar.ir import Argument, Ref, Value
+from autopar.ir import Argument, Ref, Value, aten
 
 Emit = Callable[[str, tuple[Argument, ...]], Ref]
 _RESHAPES = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as")
@@ -74,7 +74,7 @@ def write(handle: Handle, new: Ref, emit: Emit, value: Callable[[Ref], Value]) -
 
 def scatter(view: View, parent: Ref, new: Ref, emit: Emit, value: Callable[[Ref], Value]) -> Ref:
     """The parent of a view after the view was given the value `new`."""
-    name = view.target.split(".")[1]
+    name = aten(view.target)
     whole = value(parent).shape
     match name, view.rest:
         case (("slice" | "select" | "diagonal"), rest):
@@ -94,4 +94,4 @@ def scatter(view: View, parent: Ref, new: Ref, emit: Emit, value: Callable[[Ref]
             return emit("aten.reshape.default", (new, whole))
         case _ if name in _SAME and value(new).shape == whole:
             return new
-    raise LookupError(name)
+    raise LookupError(name or view.target)

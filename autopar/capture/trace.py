@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -20,6 +21,11 @@ from autopar.errors import AutoparError, CaptureError
 
 _BRANCH = "express the choice with torch.where, or decide it outside of forward"
 _DEVICE = "make new tensors on the device of an input (device=x.device), or register them as buffers"
+_FAKE = "give it one that makes an empty tensor of the result's shape: @op.register_fake, or torch.library.register_fake"
+_NO_FAKE = re.compile(  # in what torch says of an operator of another library that it cannot trace
+    r"no fake impl registered for <CustomOpDef\(([\w:.]+)\)|([\w:.]+): attempted to run this operator with Meta tensors"
+    r"|Could not run '(?!aten)([\w:.]+)' with arguments from the 'Meta' backend"
+)
 _SIZE = "keep every size fixed: torch.where, masked_fill or padding instead of selecting a varying number of elements"
 
 
@@ -66,6 +72,9 @@ def explained(error: Exception, model: str) -> AutoparError:
         return CaptureError(f"the control flow of {model} depends on the values of a tensor", at=at, fix=_BRANCH)
     if kinds & {"DynamicOutputShapeException"}:
         return CaptureError(f"a shape in {model} depends on the values of a tensor", at=at, fix=_SIZE)
+    if unknown := next((found for link in blame.chain(error) if (found := _NO_FAKE.search(str(link)))), None):
+        name = next(filter(None, unknown.groups()))
+        return CaptureError(f"{name} has no fake implementation: what it returns is not known before it runs", at=at, fix=_FAKE)
     fix = (
         _DEVICE if "FakeTensorDeviceMismatchError" in kinds or "on the same device" in said else "see the error above this one"
     )

@@ -22,9 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from autopar.cost_models.saved import ATTENTION, DROPOUT, NOTHING, Saved, saved
-from autopar.ir import Op, Value
+from autopar.ir import Argument, Op, Ref, Value, aten, overload
 from autopar.mesh import Device, Seconds
 from autopar.rules import view_of
 from autopar.rules.call import Call
@@ -145,6 +146,7 @@ class Pricer:
     free: bool  # no kernel in the forward
     product: Product | None
     attention: float  # operations per query row, key and channel: 4, or 2 when causal; 0 for other operators
+    counted: Callable[[Shapes, Shapes], int] | None  # operations, by the user's own formula
     picks: int | None  # the operand of which only the picked elements are read
     continuous: bool  # whether it computes with floating-point numbers
     backward: bool
@@ -194,6 +196,8 @@ class Pricer:
             # q k^T is b h q k d, and the weighted sum b h q k e
             query, key, value = operands[:3]
             return int(self.attention * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]) / 2)
+        if self.counted is not None:
+            return self.counted(operands, results)
         if not self.continuous:
             return 0
         if self.picks is not None:
@@ -217,7 +221,8 @@ class Pricer:
         moved += sum(math.prod(results[p]) * self.results[p] for p in self.saved.results)
         moved += self.saved.local_internal(operands, results)
         forward = self.flops(operands, results)
-        return Work(flops=int(2.5 * forward) if self.attention else forward, bytes=moved, kernels=1)
+        times = 2.5 if self.attention else 2 if self.counted else 1
+        return Work(flops=int(times * forward), bytes=moved, kernels=1)
 
     def _product_gradient(self, product: Product, operands: Shapes, results: Shapes) -> Work:
         """One product per factor that needs a gradient, one sum per operand that is added."""
@@ -236,7 +241,8 @@ class Pricer:
 def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
     """The pricer of one op on one device; `values` gives its operands. Build it once, call it for each candidate.
 
-    An operator that no table names is priced by its bytes and one operation per element.
+    An operator that no table names is priced by its bytes and one operation per element, or by its formula in torch's flop
+    counter: then its backward is twice its forward, as that of a product is.
     """
     operands = tuple(values[name] for name in op.operands)
     backward = op.requires_grad
@@ -252,6 +258,7 @@ def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
         free=idle or view_of(op),
         product=PRODUCTS.get(op.target),
         attention=(2.0 if arguments.get("is_causal") else 4.0) if op.target == ATTENTION else 0.0,
+        counted=_counted(op),
         picks=PICKS.get(op.target),
         continuous=dtype.is_floating_point or dtype.is_complex,
         backward=backward,
@@ -261,6 +268,27 @@ def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
         saved=kept,
         rates=device.rates.get(op.target),
     )
+
+
+def _counted(op: Op) -> Callable[[Shapes, Shapes], int] | None:
+    """The formula that was given to `torch.utils.flop_counter.register_flop_formula` for an operator of another library."""
+    formula = None if aten(op.target) else flop_registry.get(overload(op.target).overloadpacket)
+    if formula is None:
+        return None
+
+    def count(operands: Shapes, results: Shapes) -> int:
+        feed = iter(operands)
+
+        def fill(argument: Argument) -> object:
+            if isinstance(argument, tuple):
+                return [fill(part) for part in argument]
+            return torch.empty(next(feed), device="meta") if isinstance(argument, Ref) else argument
+
+        args, kwargs = [fill(a) for a in op.args], {name: fill(a) for name, a in op.kwargs}
+        made = [torch.empty(shape, device="meta") for shape in results]
+        return int(formula(*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made)))
+
+    return count
 
 
 def dtype_of(op: Op, operands: Sequence[Value]) -> torch.dtype:

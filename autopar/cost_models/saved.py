@@ -31,6 +31,7 @@ from autopar.rules.call import Call
 Shape = tuple[int, ...]
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
+RECURRENT = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
 DROPOUT = ("aten.dropout.default", "aten.feature_dropout.default", "aten.native_dropout.default")
 
 
@@ -92,7 +93,8 @@ def saved(op: Op, values: Mapping[str, Value], *, cpu: bool = False) -> Saved:
     if not op.requires_grad:
         return NOTHING
     operands = tuple(values[name] for name in op.operands)
-    return _formula(op, operands, cpu) or _ran(op, [_empty(value.shape, value) for value in operands])[0]
+    tensors = [_empty(value.shape, value) for value in operands]
+    return _formula(op, operands, cpu) or _copied(op, _ran(op, tensors)[0], tensors, cpu)
 
 
 def saved_here(
@@ -111,7 +113,7 @@ def saved_here(
         results = [torch.empty_like(tensors[0])]  # a fused kernel lays the result out like the query
     if not op.requires_grad:
         return NOTHING, results
-    return fused or found, [
+    return fused or _copied(op, found, tensors, cpu), [
         tensor.detach().requires_grad_(result.requires_grad) for tensor, result in zip(results, op.results, strict=True)
     ]
 
@@ -247,6 +249,17 @@ def _formula(op: Op, operands: Sequence[Value], cpu: bool) -> Saved | None:
         count = elements(operands[0].shape)
         return Saved(internal=(Share(bytes=count, follows=0, elements=count),))
     return None
+
+
+def _copied(op: Op, found: Saved, tensors: Sequence[torch.Tensor], cpu: bool) -> Saved:
+    """A recurrent network on the CPU multiplies all steps at once: of steps that do not lie in their order it keeps a copy."""
+    if not cpu or op.target not in RECURRENT or 0 not in found.operands:
+        return found
+    steps = tensors[0].transpose(0, 1) if Call.of(op).arguments["batch_first"] else tensors[0]
+    if steps.is_contiguous():
+        return found
+    copy = Share(bytes=steps.numel() * steps.element_size(), follows=0, elements=steps.numel())
+    return replace(found, operands=tuple(p for p in found.operands if p), internal=(*found.internal, copy))
 
 
 def _attention(op: Op, operands: Sequence[Value], cpu: bool) -> Saved | None:

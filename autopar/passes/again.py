@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from autopar.conversion import Conversion
-from autopar.ir import Op, Program, Value, overload, writes
+from autopar.ir import Op, Program, Value, aten, overload, writes
 from autopar.passes.arguments import bound
 from autopar.passes.weights import views
 from autopar.passes.without_dropout import ATTENTION
@@ -57,7 +57,7 @@ def lies(op: Op, values: Mapping[str, Value]) -> bool:
         return named["p"] == 0 or named["train"] is False
     if not op.operands or not (views(op) or view_of(op) or _rearranges(op)):
         return False
-    return op.target.split(".")[1] not in CASTS or values[op.operands[0]].dtype == op.results[0].dtype
+    return aten(op.target) not in CASTS or values[op.operands[0]].dtype == op.results[0].dtype
 
 
 def _rearranges(op: Op) -> bool:
@@ -71,7 +71,7 @@ def _rearranges(op: Op) -> bool:
 
 def may_copy(op: Op) -> bool:
     """Whether an op copies what it cannot give as a view."""
-    return op.target.split(".")[1] in COPIES | CASTS
+    return aten(op.target) in COPIES | CASTS
 
 
 def aliases(step: Conversion) -> bool:

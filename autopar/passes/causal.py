@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.ir import Argument, Op, Program, Ref, elements
+from autopar.ir import Argument, Op, Program, Ref, aten, elements
 from autopar.passes.arguments import bound, packed
 from autopar.passes.builder import Rewriter
 from autopar.passes.coordinates import affine, facts
@@ -78,7 +78,7 @@ def _lower_triangle(shape: Shape) -> Formula:
 
 def _passed(op: Op, known: dict[str, Fact]) -> Ref | None:
     """The operand that `and`, `or` and `where` pass on, if the others are known to be true or false."""
-    name = op.target.split(".")[1]
+    name = aten(op.target)
     if name in ("__and__", "bitwise_and", "logical_and", "__or__", "bitwise_or", "logical_or") and len(op.args) == 2:
         neutral = "and" in name
         for one, other in (op.args, op.args[::-1]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.ir import Argument, Op, Program, Ref, elements
+from autopar.ir import Argument, Op, Program, Ref, aten, elements
 from autopar.passes.arguments import bound, packed
 from autopar.passes.builder import Rewriter
 from autopar.passes.infer import broadcast
@@ -29,8 +29,8 @@ def means(program: Program) -> Program:
     """
     rewriter = Rewriter(program)
     for op in program.ops:
-        name = op.target.split(".")[1]
-        if op.target.startswith("aten.") and name in _CLASSES | _ELEMENTS and bound(op).get("reduction") == _MEAN:
+        name = aten(op.target)
+        if name in _CLASSES | _ELEMENTS and bound(op).get("reduction") == _MEAN:
             _divided(op, program, rewriter)
         else:
             rewriter.keep(op)
@@ -51,7 +51,7 @@ def _divided(op: Op, program: Program, rewriter: Rewriter) -> None:
     total = rewriter.beside(op, op.target, args, kwargs)
     shapes = program.values[scores.name].shape, program.values[target.name].shape
     count: Argument
-    if op.target.split(".")[1] in _ELEMENTS:
+    if aten(op.target) in _ELEMENTS:
         count = elements(broadcast(*shapes))
     elif program.values[target.name].dtype.is_floating_point:  # probabilities: the mean is over the batch
         count = elements(shapes[0]) // shapes[0][1 if len(shapes[0]) > 1 else 0]

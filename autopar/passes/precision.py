@@ -13,7 +13,7 @@ import torch
 
 from autopar.capture import autocast
 from autopar.errors import ConstraintError
-from autopar.ir import Argument, Op, Program, Ref, Static, Value, refs, substitute, writes
+from autopar.ir import Argument, Op, Program, Ref, Static, Value, aten, refs, substitute, writes
 from autopar.passes.builder import Keywords, Rewriter, kinds
 from autopar.passes.weights import CAST
 
@@ -127,7 +127,7 @@ class _Mixed:
 
     def _wanted(self, op: Op, names: list[str]) -> torch.dtype | None:
         """The dtype to which all floating operands are cast; None if they may stay as they are."""
-        name = op.target.split(".")[1]
+        name = aten(op.target)
         dtypes = [torch.bfloat16 if operand in self.given else self.values[operand].dtype for operand in names]
         if name in SINGLE or writes(op) or (name in FILLING and (torch.float32 in dtypes or _huge(op))):
             return torch.float32

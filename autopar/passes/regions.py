@@ -11,7 +11,7 @@ a row as hold two matrix products together.
 
 from __future__ import annotations
 
-from autopar.ir import Program
+from autopar.ir import Program, aten
 from autopar.passes.again import lies
 from autopar.passes.classes import INDEX, PRODUCTS
 
@@ -25,7 +25,7 @@ def regions(program: Program) -> list[int]:
         if block != before and products >= 2:
             starts.append(i)
             products = 0
-        products += op.target.split(".")[1] in PRODUCTS
+        products += aten(op.target) in PRODUCTS
         before = block
     ends = [*starts[1:], len(program.ops)]
     return [end - 1 for start, end in zip(starts, ends, strict=True) for _ in range(start, end)]

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from autopar.ir import Argument, Op, Program, Ref, Value, writes
+from autopar.ir import Argument, Op, Program, Ref, Value, aten, writes
 from autopar.passes.arguments import bound
 from autopar.passes.builder import Rewriter
 
@@ -71,7 +71,7 @@ def _unchanged(op: Op, program: Program) -> Ref | None:
     operand, result = program.values[first.name], op.results[0]
     if (operand.shape, operand.dtype, operand.requires_grad) != (result.shape, result.dtype, result.requires_grad):
         return None
-    name = op.target.split(".")[1]
+    name = aten(op.target)
     if name in _NOTHING | _CASTS | _RESHAPES | _EXPANDS:
         return None if op.target == "aten.view.dtype" else first
     if name == "slice" and (bound(op)["step"] == 1):
@@ -86,7 +86,7 @@ def _unchanged(op: Op, program: Program) -> Ref | None:
 
 def _spell(op: Op, program: Program, rewriter: Rewriter) -> None:
     """Keep the op in its one spelling."""
-    name, result = op.target.split(".")[1], op.results[0]
+    name, result = aten(op.target), op.results[0]
     first = op.args[0] if op.args else None
     kwargs = tuple((key, value) for key, value in op.kwargs if value not in _DULL.get(key, ()))
     if name in _RESHAPES and op.target != "aten.view.dtype":

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 from autopar.conversion import CONVERSIONS
 from autopar.errors import ConstraintError, LayoutError
-from autopar.ir import Program, Value
+from autopar.ir import Program, Value, aten
 from autopar.layout import I, Layout, State, parse, split
 from autopar.mesh import Mesh
 from autopar.passes.classes import PRODUCTS
@@ -206,7 +206,7 @@ def _multiplied(
             if name in read and op.results[0].name not in of:
                 factors = [fitted.factors[f] for dim in fitted.operands[position] for f in dim] if fitted else []
                 able = any(not factor.whole and factor.size % parts == 0 for factor in factors)
-                read[name].append(able and op.target.split(".")[1] in PRODUCTS)
+                read[name].append(able and aten(op.target) in PRODUCTS)
     return frozenset(name for name, able in read.items() if able and all(able))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.ir import Argument, Op, Program
+from autopar.ir import Argument, Op, Program, aten
 from autopar.passes.arguments import bound, packed
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -31,7 +31,7 @@ def without_dropout(program: Program) -> Program:
 
 
 def _certain(op: Op) -> Op:
-    name = op.target.split(".")[1]
+    name = aten(op.target)
     sure: dict[str, Argument] = {_CHANCE[name]: 0.0} if name in _CHANCE else {"training": False} if name == "rrelu" else {}
     if not sure:
         return op

@@ -4,11 +4,12 @@ fit(op, values)                                -> Fitted or None     which facto
 localise(op, fitted, operands, results, parts) -> args, kwargs       static arguments for local shapes
 scale(op, fitted, parts)                       -> int                what a local mean must be divided by
 view_of(op)                                    -> bool               whether the result shares its operand's memory
+rule_of(target)                                -> Rule or None       the user's, by `autopar.rules.register`, else the table's
 
 `autopar.rules.roles` says what factors mean to a person.
 """
 
 from autopar.rules.rule import Factor, Fitted, Rule, rule
-from autopar.rules.table import RULES, fit, localise, scale, view_of
+from autopar.rules.table import RULES, fit, localise, rule_of, scale, view_of
 
-__all__ = ["RULES", "Factor", "Fitted", "Rule", "fit", "localise", "rule", "scale", "view_of"]
+__all__ = ["RULES", "Factor", "Fitted", "Rule", "fit", "localise", "rule", "rule_of", "scale", "view_of"]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from autopar.ir import Argument
 from autopar.rules.call import Call, Local
 from autopar.rules.rule import Fitted, Rule, rule
+from autopar.rules.views import dims, term, without
 
 
 def linear(call: Call) -> Fitted:
@@ -52,6 +53,84 @@ def einsum(call: Call) -> Fitted:
     return replace(fitted, linear=each if call.continuous else ())
 
 
+def multi_dot(call: Call) -> Fitted:
+    """a b, b c, c d -> a d; the first and the last may be vectors"""
+    ends = [len(value.shape) for value in call.operands]
+    words = [[f"d{i}", f"d{i + 1}"] for i in range(len(ends))]
+    words[0], words[-1] = words[0][2 - ends[0] :], words[-1][: ends[-1]]
+    result = [*words[0][:-1], *words[-1][1:]]
+    fitted = call.fit(f"{', '.join(map(term, words))} -> {term(result)}")
+    return replace(fitted, linear=tuple(frozenset({p}) for p in range(len(ends))) if call.continuous else ())
+
+
+def inner(call: Call) -> Fitted:
+    """a k, b k -> a b, for any number of dims a and b; a scalar multiplies"""
+    a, b = [f"a{d}" for d in range(call.rank("self"))], [f"b{d}" for d in range(call.rank("other"))]
+    if not a or not b:
+        return call.fit(f"{term(a)}, {term(b)} -> {term(a + b)}")
+    return call.fit(f"{term([*a[:-1], 'k'])}, {term([*b[:-1], 'k'])} -> {term(a[:-1] + b[:-1])}")
+
+
+def tensordot(call: Call) -> Fitted:
+    """a k, k b -> a b, for any number of dims a, b and k"""
+    left, right = (call.numbers(name) for name in ("dims_self", "dims_other"))
+    a, b = [f"a{d}" for d in range(call.rank("self"))], [f"b{d}" for d in range(call.rank("other"))]
+    for number, (one, other) in enumerate(zip(left, right, strict=True)):
+        a[one] = b[other] = f"k{number}"
+    return call.fit(f"{term(a)}, {term(b)} -> {term(word for word in a + b if word[0] != 'k')}")
+
+
+def kron(call: Call) -> Fitted:
+    """a b, c d -> (a c) (b d), for any number of dims"""
+    ranks = call.rank("self"), call.rank("other")
+    first, second = ([f"{letter}{d}" for d in range(rank)] for letter, rank in zip("ab", ranks, strict=True))
+    short = max(ranks)
+    padded = zip(["" for _ in range(short - ranks[0])] + first, ["" for _ in range(short - ranks[1])] + second, strict=True)
+    return call.fit(f"{term(first)}, {term(second)} -> {term(f'({a} {b})' if a and b else a or b for a, b in padded)}")
+
+
+def vecdot(call: Call) -> Fitted:
+    """... k, ... k -> ..."""
+    rank = max(len(value.shape) for value in call.operands)
+    words = dims(rank)
+    held = ", ".join(term(words[rank - len(value.shape) :]) for value in call.operands)
+    del words[call.number("dim")]
+    return call.fit(f"{held} -> {term(words)}")
+
+
+def distances(call: Call) -> Fitted:
+    """... p k, ... r k -> ... p r; k stays whole but for sums of absolute values, p = 1"""
+    k = "k" if call.arguments["p"] == 1 else "k!"
+    return call.fit(f"... p {k}, ... r {k} -> ... p r")
+
+
+def own_distances(call: Call) -> Fitted:
+    """n! k -> p!; k stays whole but for sums of absolute values, p = 1"""
+    return call.fit(f"_ {'k' if call.arguments['p'] == 1 else 'k!'} -> _")
+
+
+def row_distances(call: Call) -> Fitted:
+    """... k!, ... k! -> ..."""
+    return call.fit(f"... k!, ... k! -> ...{' _' if call.arguments['keepdim'] else ''}")
+
+
+def cross(call: Call) -> Fitted:
+    """the dim of size 3 stays whole"""
+    words = term(without(len(call.result), three(call, call.result)))
+    return call.fit(f"{words}, {words} -> {words}")
+
+
+def three(call: Call, shape: tuple[int, ...]) -> int:
+    """The dim of a cross product: the named one, else the first of size 3."""
+    dim = call.arguments["dim"]
+    return dim if isinstance(dim, int) else shape.index(3)
+
+
+def crossed_dim(call: Call, local: Local) -> dict[str, Argument]:
+    """The dim by number: another may be of size 3 on one rank."""
+    return {"dim": three(call, call.result)}
+
+
 def embedding(call: Call) -> Fitted:
     """v! h, ... -> ... h; the rows looked up stay on one device when gradients are counted or sparse"""
     alone = bool(call.arguments["scale_grad_by_freq"]) or bool(call.arguments["sparse"])
@@ -88,6 +167,23 @@ TABLE: dict[str, Rule] = {
     "aten.mv.default": rule("m k, k -> m", linear="self, vec"),
     "aten.dot.default": rule("k, k -> ()", linear="self, tensor"),
     "aten.outer.default": rule("m, n -> m n", linear="self, vec2"),
+    "aten.ger.default": rule("m, n -> m n", linear="self, vec2"),
+    "aten.vdot.default": rule("k, k -> ()", linear="self, other"),
+    "aten.inner.default": rule(inner, linear="self, other"),
+    "aten.tensordot.default": rule(tensordot, linear="self, other"),
+    "aten.kron.default": rule(kron, linear="self, other"),
+    "aten.linalg_multi_dot.default": rule(multi_dot),
+    "aten.chain_matmul.default": rule(multi_dot),
+    "aten.linalg_matmul.default": rule(matmul, linear="self, other"),
+    "aten.linalg_vecdot.default": rule(vecdot, linear="x, y"),
+    "aten.linalg_cross.default": rule(cross, linear="self, other"),
+    "aten.cross.default": rule(cross, linear="self, other", local=crossed_dim),
+    "aten.cdist.default": rule(distances),
+    "aten._cdist_forward.default": rule(distances),
+    "aten.pdist.default": rule(own_distances),
+    "aten._pdist_forward.default": rule(own_distances),
+    "aten.pairwise_distance.default": rule(row_distances),
+    "aten.addr.default": added_to("m n", "m, n", ("vec1", "vec2")),
     "aten.addmm.default": added_to("m n", "m k, k n", ("mat1", "mat2")),
     "aten.addmv.default": added_to("m", "m k, k", ("mat", "vec")),
     "aten.addbmm.default": added_to("m n", "b m k, b k n", ("batch1", "batch2")),

@@ -10,7 +10,7 @@ given random addends. A random op can only be checked for its shapes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +79,11 @@ def check(op: Op, values: Mapping[str, Value], tensors: Mapping[str, torch.Tenso
     return count
 
 
+def agree(got: torch.Tensor, expected: torch.Tensor, given: Iterable[torch.Tensor]) -> bool:
+    """Whether two results are equal, as far as their dtype and those of the operands that were given allow it."""
+    return _equal(got, expected, max((TOLERANCE, *map(_precision, (*given, expected)))))
+
+
 def _wrong(op: Op, fitted: Fitted, trial: Trial, where: str, error: object) -> RuleError:
     return RuleError(
         f"the rule of {op.target} is wrong: split and joined it is not the whole",
@@ -92,7 +97,7 @@ def _wrong(op: Op, fitted: Fitted, trial: Trial, where: str, error: object) -> R
 
 def _precision(tensor: torch.Tensor) -> float:
     """What a value of this dtype may be off by, relative to the largest: many roundings of those coarser than float64."""
-    coarse = tensor.dtype.is_floating_point and tensor.dtype != torch.float64
+    coarse = (tensor.dtype.is_floating_point or tensor.dtype.is_complex) and torch.finfo(tensor.dtype).bits < 64
     return 64 * torch.finfo(tensor.dtype).eps if coarse else 0.0
 
 
@@ -189,6 +194,9 @@ def _compare(
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """(what, joined, whole) of every result and gradient."""
     inside, outside = trial.layouts(fitted)
+    for i, (value, layout) in enumerate(zip(op.results, outside, strict=True)):
+        if value.dtype is torch.bool and P in layout:
+            raise _wrong(op, fitted, trial, f"result {i}", "truth values cannot be added")
     mesh = Mesh.of(trial.sizes)
     parts, sizes = trial.parts(fitted), trial.sizes
     results = [tuple(value.shape) for value in op.results]
@@ -209,10 +217,10 @@ def _compare(
         divisor = scale(op, fitted, parts, rule=rule)
         try:
             runs.append(_Run.of(local, [tensor[rank] for tensor in given], grads, seeds, divisor))
-        except (RuntimeError, IndexError, ValueError) as failure:
+        except Exception as failure:  # an operator of the user's may raise anything
             raise _wrong(op, fitted, trial, f"rank {rank} of {mesh.size}", failure) from failure
     for i, expected in enumerate(whole.results):
-        yield f"result {i}", _join([run.results[i] for run in runs], results[i], outside[i], sizes), expected
+        yield f"result {i}", *_joined([run.results[i] for run in runs], expected, outside[i], sizes)
     for i, gradient in enumerate(whole.gradients):
         if gradient is None:
             continue
@@ -220,10 +228,10 @@ def _compare(
         shares = [torch.zeros_like(given[i][rank]) if piece is None else piece for rank, piece in enumerate(pieces)]
         # the gradient of a replicated value is partial, that of a partial one replicated
         dual = tuple({"R": P, "P": R}.get(state.kind, state) for state in inside[i])
-        yield f"gradient of operand {i}", _join(shares, tuple(gradient.shape), dual, sizes), gradient
+        yield f"gradient of operand {i}", *_joined(shares, gradient, dual, sizes)
         if "P" in {state.kind for state in inside[i]}:  # every rank of the axis has all of it
             turned = _turned(shares, inside[i], sizes)
-            yield f"gradient of operand {i}, other ranks", _join(turned, tuple(gradient.shape), dual, sizes), gradient
+            yield f"gradient of operand {i}, other ranks", *_joined(turned, gradient, dual, sizes)
 
 
 def _turned(parts: list[torch.Tensor], layout: Layout, sizes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -264,18 +272,20 @@ def _whole_or_shard(
     return shard(cotangent, tuple(R if state.kind == "P" else state for state in layout), sizes, where)
 
 
-def _join(parts: Sequence[torch.Tensor], shape: tuple[int, ...], layout: Layout, sizes: tuple[int, ...]) -> torch.Tensor:
-    """The whole tensor, or the first part as it is if the parts have wrong shapes."""
-    expected = local_shape(shape, layout, sizes)
-    if any(tuple(part.shape) != expected for part in parts):
-        return parts[0]
-    return join(parts, shape, layout, sizes)
+def _joined(
+    parts: Sequence[torch.Tensor], whole: torch.Tensor, layout: Layout, sizes: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parts joined, and the whole; or a part that has a wrong shape, and one that has the right one."""
+    shape = tuple(whole.shape)
+    local = local_shape(shape, layout, sizes)
+    misshapen = next((part for part in parts if tuple(part.shape) != local), None)
+    return (join(parts, shape, layout, sizes), whole) if misshapen is None else (misshapen, whole.new_empty(local))
 
 
 def _equal(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
-    if not got.dtype.is_floating_point:
+    if not (got.dtype.is_floating_point or got.dtype.is_complex):
         return torch.equal(got, expected)
     finite = expected[expected.isfinite()]
     bound = tolerance * (1 + (finite.abs().max().item() if finite.numel() else 0))
@@ -285,4 +295,5 @@ def _equal(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
 def _error(got: torch.Tensor, expected: torch.Tensor) -> str:
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return f"{got.dtype} {tuple(got.shape)} in place of {expected.dtype} {tuple(expected.shape)}"
-    return f"{(got.double() - expected.double()).abs().max().item():.1e}"
+    exact = torch.promote_types(got.dtype, torch.float64)
+    return f"{(got.to(exact) - expected.to(exact)).abs().max().item():.1e}"

@@ -17,6 +17,11 @@ UNARY = """
     bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar __and__.Scalar __or__.Scalar __xor__.Scalar
     remainder.Scalar fmod.Scalar floor_divide.Scalar div.Scalar_mode
     bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor_Scalar
+    angle fix i0 isneginf isposinf isreal mvlgamma float_power.Tensor_Scalar float_power.Scalar copysign.Scalar
+    xlogy.Scalar_Self xlogy.Scalar_Other isin.Tensor_Scalar
+    special_bessel_j0 special_bessel_j1 special_entr special_erf special_erfc special_erfcx special_erfinv special_exp2
+    special_expm1 special_gammaln special_i0 special_i0e special_i1 special_i1e special_log1p special_log_ndtr special_logit
+    special_ndtr special_ndtri special_psi special_sinc
 """  # of which none is linear
 
 BINARY = """
@@ -24,15 +29,23 @@ BINARY = """
     bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_left_shift.Tensor bitwise_right_shift.Tensor
     __and__.Tensor __or__.Tensor __xor__.Tensor logical_and logical_or logical_xor atan2 hypot copysign.Tensor
     pow.Tensor_Tensor remainder.Tensor fmod.Tensor floor_divide div.Tensor_mode isclose logaddexp logaddexp2
-    xlogy.Tensor nextafter
+    xlogy.Tensor nextafter heaviside gcd lcm igamma igammac float_power.Tensor_Tensor
+    special_xlog1py special_xlogy special_zeta
 """
 
 SAME = """
-    neg negative positive alias detach clone contiguous lift_fresh real conj
+    neg negative positive alias detach clone contiguous lift_fresh real conj _conj conj_physical resolve_conj resolve_neg
     to.dtype to.device to.dtype_layout _to_copy
 """  # linear in their only tensor: what goes through is the tensor itself, up to its sign, dtype or place
 
 VIEWS = ("aten.alias.default", "aten.detach.default", "aten.lift_fresh.default")
+
+
+DRAWS = """
+    bernoulli bernoulli.p poisson exponential uniform log_normal cauchy geometric random random.from random.to
+    normal.Tensor_float normal.float_Tensor rand_like randn_like randint_like randint_like.low_dtype
+"""
+DRAWS_OF_TWO = "bernoulli.Tensor binomial normal.Tensor_Tensor"
 
 
 def names(words: str) -> list[str]:
@@ -55,6 +68,23 @@ def prelu(call: Call) -> Fitted:
     if call.rank("weight") == 0 or call.shape("weight")[0] == 1:
         return call.fit("..., ... -> ...")
     return call.fit("b c ..., c -> b c ...")
+
+
+def searched(call: Call) -> Fitted:
+    """... s!, ... n -> ... n; one sorted row serves any values"""
+    row, values = ("_", "...") if call.rank("sorted_sequence") == 1 else ("... _", "... n")
+    held = ", ".join([row, values, *(row for _ in call.positions("sorter"))])
+    return call.fit(f"{held} -> {values}")
+
+
+def contained(call: Call) -> Fitted:
+    """..., e! -> ...; all that is sought must be known"""
+    return call.fit(f"..., {unread(call.rank('test_elements'))} -> ...")
+
+
+def rrelu(call: Call) -> Fitted:
+    """... -> ...; draws random slopes in training"""
+    return call.fit(ONE, random=bool(call.arguments["training"]))
 
 
 def dropout(call: Call) -> Fitted:
@@ -90,6 +120,7 @@ TABLE: dict[str, Rule] = {
     "aten.div.Tensor": rule(TWO, linear="self"),
     "aten.div.Scalar": rule(ONE, linear="self"),
     "aten.true_divide.Tensor": rule(TWO, linear="self"),
+    "aten.ldexp.Tensor": rule(TWO, linear="self"),
     "aten.lerp.Scalar": rule(TWO, linear="self end"),
     "aten.lerp.Tensor": rule(THREE, linear="self end"),
     "aten.addcmul.default": rule(THREE, linear="self tensor1, self tensor2"),
@@ -98,7 +129,11 @@ TABLE: dict[str, Rule] = {
     "aten.fill.Scalar": rule(ONE),
     "aten.fill.Tensor": rule(TWO, linear="value"),
     "aten.zero.default": rule(ONE),
+    "aten.deg2rad.default": rule(ONE, linear="self"),
+    "aten.rad2deg.default": rule(ONE, linear="self"),
     "aten.bucketize.Tensor": rule("..., _ -> ..."),
+    "aten.searchsorted.Tensor": rule(searched),
+    "aten.isin.Tensor_Tensor": rule(contained),
     "aten.one_hot.default": rule("... -> ... _"),
     # choices
     "aten.where.self": rule(THREE, linear="self other"),
@@ -111,13 +146,20 @@ TABLE: dict[str, Rule] = {
     "aten.clamp_min.Tensor": rule(TWO),
     "aten.clamp_max.Tensor": rule(TWO),
     "aten.prelu.default": rule(prelu),
+    # complex numbers, and their real and imaginary parts in a last dim
+    "aten.complex.default": rule(TWO, linear="real imag"),
+    "aten.polar.default": rule(TWO),
+    "aten.imag.default": rule(ONE, linear="self", view=True),
+    "aten.view_as_real.default": rule("... -> ... _", linear="self", view=True),
+    "aten.view_as_complex.default": rule("... _ -> ...", linear="self", view=True),
     # random
     "aten.dropout.default": rule(dropout, linear="input"),
     "aten.native_dropout.default": rule(dropout),
     "aten.feature_dropout.default": rule(feature_dropout, linear="input"),
     "aten.alpha_dropout.default": rule(dropout),
-    "aten.bernoulli.default": rule(ONE, random=True),
-    "aten.bernoulli.p": rule(ONE, random=True),
-    "aten.rand_like.default": rule(ONE, random=True),
-    "aten.randn_like.default": rule(ONE, random=True),
+    "aten.feature_alpha_dropout.default": rule(feature_dropout),
+    "aten.rrelu.default": rule(rrelu),
+    **{target: rule(ONE, random=True) for target in names(DRAWS)},
+    **{target: rule(TWO, random=True) for target in names(DRAWS_OF_TWO)},
+    "aten.multinomial.default": rule("... _ -> ... _", random=True),
 }

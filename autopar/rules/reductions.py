@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.rules.call import Call
+from autopar.rules.pointwise import unread
 from autopar.rules.rule import Fitted, Rule, rule
 from autopar.rules.views import dims, term
 
@@ -56,6 +57,34 @@ def cosine(call: Call) -> Fitted:
     return call.fit(f"{held} -> {term(word for word in words if word != 'k!')}")
 
 
+def normed(call: Call) -> Fitted:
+    """reduced dims may be split in a sum of absolute values, the 1-norm, else they stay whole"""
+    return reduction(call, "" if 1 in (call.arguments.get("ord"), call.arguments.get("p")) else "!")
+
+
+def distance(call: Call) -> Fitted:
+    """..., ... -> (); dims may be split in a sum of absolute values, the 1-norm, else they stay whole"""
+    mark = "" if call.arguments["p"] == 1 else "!"
+    return call.fit(f"...{mark}, ...{mark} -> ()")
+
+
+def histogram(call: Call) -> Fitted:
+    """... -> n!; counts add up where the bounds are given, else they are the least and the greatest element"""
+    given = call.arguments["min"] != call.arguments["max"]
+    return call.fit(f"...{'' if given else '!'} -> _")
+
+
+def quantile(call: Call) -> Fitted:
+    """reduced dims stay whole; several quantiles are a new first dim"""
+    rank, gone = call.rank("self"), reduced(call)
+    words = dims(rank)
+    held = term(f"{word}!" if d in gone else word for d, word in enumerate(words))
+    kept = ["_" if d in gone else word for d, word in enumerate(words)]
+    several = ["_"] * call.rank("q")
+    kept = kept if len(call.result) == rank + len(several) else [word for word in kept if word != "_"]
+    return call.fit(f"{held}{', ' + unread(call.rank('q')) if call.positions('q') else ''} -> {term([*several, *kept])}")
+
+
 def last(call: Call) -> Fitted:
     """the last dims stay whole"""
     return call.fit("... _ _ -> ... _ _")
@@ -70,15 +99,21 @@ LINEAR_ALONG = rule(along, linear="self prepend append")
 
 SUMS = ("sum.default", "sum.dim_IntList", "count_nonzero.default", "count_nonzero.dim_IntList")
 WHOLES = """
-    amax.default amin.default aminmax.default all.default all.dim any.default any.dim argmax.default argmin.default
+    amax.default amin.default aminmax.default all.default all.dim all.dims any.default any.dim any.dims
+    argmax.default argmin.default
     max.default max.dim min.default min.dim median.default median.dim mode.default prod.default prod.dim_int
-    logsumexp.default std.default std.dim std.correction var.default var.dim var.correction var_mean.correction var_mean.dim
-    norm.Scalar norm.ScalarOpt_dim linalg_vector_norm.default kthvalue.default nanmean.default
+    logsumexp.default special_logsumexp.default std.default std.dim std.correction var.default var.dim var.correction
+    var_mean.default var_mean.dim var_mean.correction std_mean.default std_mean.dim std_mean.correction
+    linalg_norm.default linalg_matrix_norm.default linalg_matrix_norm.str_ord frobenius_norm.dim nuclear_norm.dim
+    kthvalue.default nanmean.default nanmedian.default nanmedian.dim
 """
+NORMS = "norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype linalg_vector_norm.default"
+
 ALONGS = """
     cumprod.default cummax.default cummin.default logcumsumexp.default sort.default sort.stable argsort.default topk.default
     glu.default
 """
+QUANTILES = "quantile.default quantile.scalar nanquantile.default nanquantile.scalar"
 
 TABLE: dict[str, Rule] = {
     **{f"aten.{name}": rule(adding, linear="" if "count" in name else "self") for name in SUMS},
@@ -86,7 +121,11 @@ TABLE: dict[str, Rule] = {
     "aten.mean.default": rule(adding, linear="self", averages=always),
     "aten.mean.dim": rule(adding, linear="self", averages=always),
     **{f"aten.{name}": rule(gathering) for name in WHOLES.split()},
+    **{f"aten.{name}": rule(normed) for name in NORMS.split()},
     **{f"aten.{name}": rule(along) for name in ALONGS.split()},
+    **{f"aten.{name}": rule(quantile) for name in QUANTILES.split()},
+    "aten.dist.default": rule(distance),
+    "aten.histc.default": rule(histogram),
     "aten.cumsum.default": LINEAR_ALONG,
     "aten.diff.default": LINEAR_ALONG,
     "aten.flip.default": LINEAR_ALONG,

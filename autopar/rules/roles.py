@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.ir import Op, Program, Value
+from autopar.ir import Op, Program, Value, aten
 from autopar.rules.rule import Fitted
 
 PRODUCT = {"k": "in-features", "n": "out-features"}
@@ -73,7 +73,7 @@ class Sample:
 
 def role(op: Op, fitted: Fitted, factor: int, stride: int, values: Mapping[str, Value], sample: Sample) -> str:
     """What a person calls a factor of an op that is split with this stride."""
-    named = ROLES.get(op.target.split(".")[1], ("", {}))[1].get(fitted.factors[factor].name)
+    named = ROLES.get(aten(op.target), ("", {}))[1].get(fitted.factors[factor].name)
     if named:
         return named
     tensors = [*zip(op.results, fitted.results, strict=True)]
@@ -91,6 +91,6 @@ def role_of_dim(op: Op, fitted: Fitted, position: int, dim: int, values: Mapping
     """What a person calls a dim of the operand at this position, a parameter, say: by the factor that it is made of."""
     value = values[op.operands[position]]
     parts = fitted.operands[position][dim]
-    named = ROLES.get(op.target.split(".")[1], ("", {}))[1]
+    named = ROLES.get(aten(op.target), ("", {}))[1]
     found = next((named[fitted.factors[f].name] for f in parts if fitted.factors[f].name in named), "")
     return found or (f"dim {dim}" if len(value.shape) > 1 else "features")

@@ -6,7 +6,7 @@ A `Fitted` is what it says about one op, with sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -76,9 +76,12 @@ class Rule:
     averages: Callable[[Call], bool] | None = None  # whether what is summed away is then divided by its global count
     random: bool = False
     view: bool = False  # the result shares the memory of the first operand
+    when: tuple[tuple[str, Argument], ...] = ()  # static arguments that a call must have; other calls have no rule
 
     def fit(self, call: Call) -> Fitted | None:
         """The factors of one op."""
+        if any(call.arguments.get(name) != value for name, value in self.when):
+            return None
         if self.shapes:
             return self.shapes(call)
         return call.fit(self.text, random=self.random)
@@ -95,6 +98,7 @@ def rule(
     averages: Callable[[Call], bool] | None = None,
     random: bool = False,
     view: bool = False,
+    when: Mapping[str, Argument] | None = None,
 ) -> Rule:
     """A row of the table: a pattern or a function that decides, and `linear` groups of argument names.
 
@@ -110,4 +114,5 @@ def rule(
         averages=averages,
         random=random,
         view=view,
+        when=tuple((when or {}).items()),
     )

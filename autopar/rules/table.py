@@ -1,4 +1,4 @@
-"""The table of all rules, and what the rest of the compiler asks of it."""
+"""The table of all rules with those that the user registered, and what the rest of the compiler asks of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.ir import Argument, Op, Value
-from autopar.rules import arrange, contraction, factories, normalise, pointwise, reductions, views
+from autopar.rules import (
+    algebra,
+    arrange,
+    contraction,
+    factories,
+    gradients,
+    normalise,
+    places,
+    pointwise,
+    recurrent,
+    reductions,
+    views,
+    windows,
+)
 from autopar.rules.call import Call, Local, Shape
 from autopar.rules.rule import Fitted, Rule
 
@@ -26,7 +39,7 @@ ALIASES = {  # torch's second names
     "aten.not_equal": "aten.ne",
     "aten.lift_fresh_copy": "aten.clone",
     "aten.special_expit": "aten.sigmoid",
-    "aten.arctan": "aten.atan",
+    **{f"aten.arc{name}": f"aten.a{name}" for name in ("cos", "cosh", "sin", "sinh", "tan", "tanh", "tan2")},
 }
 FORMS = ("default", "Tensor", "Scalar")
 
@@ -35,9 +48,14 @@ TABLE: dict[str, Rule] = {
     **contraction.TABLE,
     **views.TABLE,
     **arrange.TABLE,
+    **places.TABLE,
+    **windows.TABLE,
     **reductions.TABLE,
     **normalise.TABLE,
+    **recurrent.TABLE,
+    **algebra.TABLE,
     **factories.TABLE,
+    **gradients.TABLE,
 }
 
 RULES: Mapping[str, Rule] = TABLE | {
@@ -48,12 +66,20 @@ RULES: Mapping[str, Rule] = TABLE | {
 }
 
 
+REGISTERED: dict[str, Rule] = {}  # the user's, by `autopar.register_rule`
+
+
+def rule_of(target: str) -> Rule | None:
+    """The rule of an operator: the user's, else that of the table."""
+    return REGISTERED.get(target) or RULES.get(target)
+
+
 def fit(op: Op, values: Mapping[str, Value], *, rule: Rule | None = None) -> Fitted | None:
-    """The factors of an op's dims by its rule in the table, or by the one given; None if there is no rule for it.
+    """The factors of an op's dims by its rule, or by the one given; None if there is no rule for it.
 
     Raises RuleError where a rule does not fit the shapes.
     """
-    rule = rule or RULES.get(op.target)
+    rule = rule or rule_of(op.target)
     if rule is None:
         return None
     call = Call.of(op, values)
@@ -71,7 +97,8 @@ def localise(
     rule: Rule | None = None,
 ) -> tuple[tuple[Argument, ...], tuple[tuple[str, Argument], ...]]:
     """The op's args and kwargs on one rank: `operands` and `results` are local shapes, factor f is split into `parts[f]`."""
-    local = (rule or RULES[op.target]).local
+    rule = rule or rule_of(op.target)
+    local = rule.local if rule else None
     if local is None or all(n == 1 for n in parts):
         return op.args, op.kwargs
     call = Call.of(op)
@@ -80,7 +107,8 @@ def localise(
 
 def scale(op: Op, fitted: Fitted, parts: Sequence[int], *, rule: Rule | None = None) -> int:
     """What the local result must be divided by: the parts of the factors over which the op takes a mean, else 1."""
-    averages = (rule or RULES[op.target]).averages
+    rule = rule or rule_of(op.target)
+    averages = rule.averages if rule else None
     if averages is None or not averages(Call.of(op)):
         return 1
     return math.prod(parts[f] for f in fitted.summed)
@@ -88,5 +116,5 @@ def scale(op: Op, fitted: Fitted, parts: Sequence[int], *, rule: Rule | None = N
 
 def view_of(op: Op) -> bool:
     """Whether the results share the memory of the first operand: no kernel, no price."""
-    rule = RULES.get(op.target)
+    rule = rule_of(op.target)
     return rule is not None and rule.view

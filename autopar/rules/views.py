@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -158,7 +159,17 @@ def select(call: Call) -> Fitted:
 
 def cut(call: Call) -> Fitted:
     """... (k! c) ... -> ... c ..., k times; unequal pieces keep the dim whole"""
-    dim, count = call.number("dim") % call.rank("self"), len(call.op.results)
+    return cut_along(call, call.number("dim") % call.rank("self"))
+
+
+def cut_side_by_side(call: Call) -> Fitted:
+    """as split, along dim 1, a vector along its only dim"""
+    return cut_along(call, min(call.rank("self") - 1, 1))
+
+
+def cut_along(call: Call, dim: int) -> Fitted:
+    """A tensor cut along a dim."""
+    count = len(call.op.results)
     words = without(call.rank("self"), dim)
     if len({result.shape for result in call.op.results}) > 1:
         return call.fit(f"{term(words)} -> {', '.join(term(words) for _ in range(count))}")
@@ -169,13 +180,25 @@ def cut(call: Call) -> Fitted:
 
 
 def cut_sizes(argument: str) -> Callable[[Call, Local], dict[str, Argument]]:
-    """The sizes of the local pieces."""
+    """The size or sizes of the local pieces."""
 
     def sizes(call: Call, local: Local) -> dict[str, Argument]:
         pieces = tuple(shape[call.number("dim")] for shape in local.results)
         return {argument: pieces if isinstance(call.arguments[argument], tuple) else pieces[0]}
 
     return sizes
+
+
+def places(call: Call, local: Local) -> dict[str, Argument]:
+    """Where the local pieces begin, but for the first."""
+    sizes = [shape[call.number("dim")] for shape in local.results]
+    return {"indices": tuple(itertools.accumulate(sizes))[:-1]}
+
+
+def bits(call: Call) -> Fitted:
+    """... -> ... between dtypes of one size, else ... d! -> ... e!"""
+    same = call.operands[0].dtype.itemsize == call.op.results[0].dtype.itemsize
+    return call.fit("... -> ..." if same else "... _ -> ... _")
 
 
 RESHAPE = rule(reshape, linear="self", view=True)
@@ -191,6 +214,8 @@ TABLE: dict[str, Rule] = {
     "aten.ravel.default": RESHAPE,
     "aten.unsqueeze.default": RESHAPE,
     "aten.view_as.default": RESHAPE,
+    **{f"aten.atleast_{n}d.default": RESHAPE for n in (1, 2, 3)},
+    "aten.view.dtype": rule(bits, view=True),
     "aten.reshape_as.default": RESHAPE,
     "aten.squeeze.default": SQUEEZE,
     "aten.squeeze.dim": SQUEEZE,
@@ -205,6 +230,8 @@ TABLE: dict[str, Rule] = {
     "aten.moveaxis.int": PERMUTE,
     "aten.moveaxis.intlist": PERMUTE,
     "aten.adjoint.default": PERMUTE,
+    "aten.mH.default": PERMUTE,
+    "aten.matrix_H.default": PERMUTE,
     "aten.swapaxes.default": PERMUTE,
     "aten.swapdims.default": PERMUTE,
     "aten.expand.default": rule(expand, linear="self", view=True, local=result_size("size")),
@@ -219,4 +246,10 @@ TABLE: dict[str, Rule] = {
     "aten.split_with_sizes.default": rule(cut, linear="self", view=True, local=cut_sizes("split_sizes")),
     "aten.chunk.default": rule(cut, linear="self", view=True),
     "aten.tensor_split.sections": rule(cut, linear="self", view=True),
+    "aten.tensor_split.indices": rule(cut, linear="self", view=True, local=places),
+    "aten.unsafe_split.Tensor": rule(cut, linear="self", view=True, local=cut_sizes("split_size")),
+    "aten.unsafe_split_with_sizes.default": rule(cut, linear="self", view=True, local=cut_sizes("split_sizes")),
+    "aten.unsafe_chunk.default": rule(cut, linear="self", view=True),
+    "aten.hsplit.int": rule(cut_side_by_side, linear="self", view=True),
+    "aten.vsplit.int": rule(cut, linear="self", view=True),
 }

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from autopar.ir import Argument, Ref, overload
 from autopar.mesh import Bytes, Seconds
 from autopar.runtime.collectives import PRIMITIVES, Place
+from autopar.runtime.operators import Operators
 from autopar.runtime.world import Axis
 
 Spec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, requires_grad
@@ -37,6 +38,7 @@ class Call:
 class Job:
     """What to time: operators, collectives in groups of these sizes with larger buffers of so many bytes, optimizers."""
 
+    operators: Operators
     calls: tuple[Call, ...]
     groups: tuple[int, ...]
     bytes: tuple[Bytes, ...]
@@ -55,6 +57,7 @@ class Times:
 
 def times(job: Job) -> Times:
     """Do the job on this rank of a gloo group; every rank calls it with the same job."""
+    job.operators.unpack()
     return Times(
         calls=tuple(map(_call, job.calls)),
         collectives=dict(_collectives(job)),

@@ -48,9 +48,12 @@ class Answer:
     error: bytes = b""
 
 
+KEY = "AUTOPAR_WORKER_KEY"  # of the environment: only workers have it
+
+
 def connection() -> Connection:
     """A new connection to the pool, whose address is the first argument of the command line."""
-    return Client(sys.argv[1], authkey=bytes.fromhex(os.environ["AUTOPAR_WORKER_KEY"]))
+    return Client(sys.argv[1], authkey=bytes.fromhex(os.environ[KEY]))
 
 
 def root() -> None:

@@ -29,7 +29,7 @@ from typing import Self
 import torch
 
 from autopar.errors import AutoparError
-from autopar.runtime.worker import Answer, Task
+from autopar.runtime.worker import KEY, Answer, Task
 
 GRACE = 5.0  # seconds that the other ranks have to notice that one failed
 START = 120.0  # seconds until the workers must have come up
@@ -54,6 +54,11 @@ class WorkerPool:
     """
 
     def __init__(self, world: int, *, preload: Sequence[str] = ()) -> None:
+        if KEY in os.environ:
+            raise WorkerError(
+                "a worker cannot start workers: it was importing the main script, which defines an operator",
+                fix='put what the script does under if __name__ == "__main__":, or the operator into a file of its own',
+            )
         self.world = world
         self._folder = tempfile.TemporaryDirectory(prefix="autopar-")
         self._number = 0
@@ -194,5 +199,5 @@ def _environment(key: bytes) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": loopback,
         "PYTHONPATH": os.pathsep.join(os.path.abspath(place) for place in sys.path),
-        "AUTOPAR_WORKER_KEY": key.hex(),
+        KEY: key.hex(),
     }

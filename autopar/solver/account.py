@@ -14,7 +14,7 @@ from autopar.cost_models.compute import dtype_of, peak, pricer
 from autopar.cost_models.optimizers import Optimizer, step_seconds
 from autopar.decisions import Decisions
 from autopar.evidence import ADDENDS, DEVICE, INPUT, OPTIMIZER, OUTPUT, REPEATED, WHOLE, Evidence, Figure, Held
-from autopar.ir import Op, Program, Value, elements
+from autopar.ir import Op, Program, Value, aten, elements
 from autopar.layout import Layout, blocks, local_shape
 from autopar.mesh import Bytes, Mesh, Seconds
 from autopar.passes.candidates import Candidate, Form
@@ -166,7 +166,7 @@ def _runs(analysis: Analysis, chosen: Decisions) -> Iterator[tuple[str, tuple[st
 def told(analysis: Analysis, op: Op) -> bool:
     """Whether a person wants to know how an op runs: it uses a parameter, or is well known."""
     read = any(name in analysis.weights for name in op.operands) and op.results[0].name not in analysis.copies
-    return op.target.split(".")[1] in ROLES or read
+    return aten(op.target) in ROLES or read
 
 
 def words(op: Op, fitted: Fitted | None, candidate: Candidate, program: Program, sample: Sample) -> tuple[str, ...]:
@@ -197,7 +197,7 @@ def stored_words(analysis: Analysis, name: str, layout: Layout) -> tuple[str, ..
     """What a stored layout of a parameter splits on each axis: its dims are named by an op that uses it."""
     names = [name, *(copy for copy, of in analysis.copies.items() if of == name)]
     readers = [(op, used) for used in names for op in analysis.readers[used]]
-    known = [(op, used) for op, used in readers if op.target.split(".")[1] in ROLES]
+    known = [(op, used) for op, used in readers if aten(op.target) in ROLES]
     op, used = (known or readers)[0] if readers else (None, name)
     fitted = analysis.fits[op.name] if op else None
     if op is None or fitted is None:

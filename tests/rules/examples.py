@@ -2,135 +2,70 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from autopar.ir import Argument, Op, Ref, Value, overload
-from autopar.rules.pointwise import BINARY, SAME, UNARY, names
+from autopar.rules.pointwise import BINARY, DRAWS, SAME, UNARY, names
 from autopar.rules.table import ALIASES, FORMS
+from tests.rules import examples_algebra, examples_backward, examples_planes
+from tests.rules.drawing import Example, Positive, T, between, bools, buffer, cplx, ex, ints, labels, places, pos, signs, t
 
-
-@dataclass(frozen=True, slots=True)
-class T:
-    """A random tensor; `high` is the bound of integers."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float64
-    high: int = 3
-    grad: bool = True
-
-    def draw(self, generator: torch.Generator) -> torch.Tensor:
-        if self.dtype == torch.bool:
-            return torch.rand(self.shape, generator=generator) < 0.5
-        if self.dtype == torch.int64:
-            return torch.randint(0, self.high, self.shape, generator=generator)
-        return torch.randn(self.shape, dtype=self.dtype, generator=generator)
-
-
-@dataclass(frozen=True, slots=True)
-class Positive(T):
-    """A random tensor of values between 0.1 and 0.9."""
-
-    def draw(self, generator: torch.Generator) -> torch.Tensor:
-        return torch.rand(self.shape, dtype=self.dtype, generator=generator) * 0.8 + 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    args: tuple[object, ...]
-    kwargs: tuple[tuple[str, object], ...] = ()
-
-    def build(self, target: str, seed: int = 0) -> tuple[Op, dict[str, Value], dict[str, torch.Tensor]]:
-        """The op, its values by name, and its operands."""
-        generator = torch.Generator().manual_seed(seed)
-        tensors: dict[str, torch.Tensor] = {}
-        grads: dict[str, bool] = {}
-
-        def ref(part: object) -> Argument:
-            if isinstance(part, (tuple, list)):
-                return tuple(map(ref, part))
-            if isinstance(part, T):
-                name = f"x{len(tensors)}"
-                tensors[name] = part.draw(generator)
-                grads[name] = part.grad
-                return Ref(name)
-            return part  # type: ignore[return-value]
-
-        args = tuple(map(ref, self.args))
-        kwargs = tuple((name, ref(value)) for name, value in self.kwargs)
-
-        def fill(argument: Argument) -> object:
-            if isinstance(argument, tuple):
-                return [fill(part) for part in argument]
-            return tensors[argument.name] if isinstance(argument, Ref) else argument
-
-        found = overload(target)(*map(fill, args), **{name: fill(value) for name, value in kwargs})
-        results = [found] if isinstance(found, torch.Tensor) else list(found)
-        values = {
-            name: Value(name=name, shape=tuple(x.shape), dtype=x.dtype, requires_grad=x.dtype.is_floating_point and grads[name])
-            for name, x in tensors.items()
-        }
-        outs = tuple(Value(name=f"y{i}", shape=tuple(r.shape), dtype=r.dtype) for i, r in enumerate(results))
-        return Op(name="y", target=target, args=args, kwargs=kwargs, results=outs), values, tensors
-
-
-def ex(*args: object, **kwargs: object) -> Example:
-    return Example(args, tuple(kwargs.items()))
-
-
-def t(*shape: int) -> T:
-    return T(shape)
-
-
-def pos(*shape: int) -> T:
-    return Positive(shape)
-
-
-def buffer(*shape: int) -> T:
-    """Positive numbers that need no gradient."""
-    return Positive(shape, grad=False)
-
-
-def ints(*shape: int, high: int = 3) -> T:
-    return T(shape, torch.int64, high)
-
-
-def bools(*shape: int) -> T:
-    return T(shape, torch.bool)
-
-
-BITS = ("bitwise", "__", "logical")
-UNDERIVED = ("floor_divide", "nextafter")  # without a derivative
+BITS = ("bitwise", "__", "logical", "gcd", "lcm")
+UNDERIVED = ("floor_divide", "nextafter", "heaviside", "igamma", "special_bessel")  # without a derivative
+NUMBER_FIRST = ("pow.Scalar", "float_power.Scalar", "xlogy.Scalar_Self")
 MORE_ARGUMENTS: dict[str, tuple[object, ...]] = {
     "aten.clamp.default": (-0.5, 0.5),
     "aten.clamp_max.default": (0.5,),
     "aten.clamp_min.default": (0.5,),
     "aten.threshold.default": (0.1, 2.0),
     "aten.log_sigmoid.default": (),
+    "aten.mvlgamma.default": (1,),
 }
+
+
+def operand(name: str, *shape: int) -> T:
+    """Integers for operators on bits, numbers without a gradient where there is no derivative, else positive numbers."""
+    if name.startswith(BITS):
+        return ints(*shape, high=9)
+    if name == "acosh":
+        return Positive(shape, low=1.1)
+    return buffer(*shape) if name.startswith(UNDERIVED) else pos(*shape)
 
 
 def unary(target: str) -> list[Example]:
     name, form = target.split(".")[1:]
-    tensor = ints(4, 6, high=9) if name.startswith(BITS) else buffer(4, 6) if name in UNDERIVED else pos(4, 6)
+    tensor = operand(name, 4, 6)
     if target in MORE_ARGUMENTS:
         return [ex(tensor, *MORE_ARGUMENTS[target])]
-    if form == "Scalar" and name == "pow":
+    if target.endswith(NUMBER_FIRST):
         return [ex(2.0, tensor)]
     if name == "polygamma":
         return [ex(1, tensor)]
     if form == "Scalar_mode":
         return [ex(tensor, 0.3, rounding_mode="floor")]
-    if form in ("Scalar", "Tensor_Scalar"):
+    if form in ("Scalar", "Tensor_Scalar", "Scalar_Other"):
         return [ex(tensor, 2 if tensor.dtype == torch.int64 else 0.4)]
     return [ex(tensor)]
 
 
+def draws(target: str) -> list[Example]:
+    more: dict[str, tuple[object, ...]] = {
+        "aten.bernoulli.p": (0.5,),
+        "aten.random.from": (2, 9),
+        "aten.random.to": (9,),
+        "aten.geometric.default": (0.5,),
+        "aten.randint_like.default": (9,),
+        "aten.randint_like.low_dtype": (2, 9),
+    }
+    if target == "aten.normal.float_Tensor":
+        return [ex(0.0, buffer(4, 6))]
+    return [ex(buffer(4, 6), *more.get(target, ()))]
+
+
 def binary(target: str) -> list[Example]:
     name, form = target.split(".")[1:]
-    make = partial(ints, high=9) if name.startswith(BITS) else buffer if name in UNDERIVED else pos
+    make = partial(between, low=2, high=9) if name == "special_zeta" else partial(operand, name)
     mode = {"rounding_mode": "floor"} if form == "Tensor_mode" else {}
     return [ex(make(4, 6), make(4, 6), **mode), ex(make(2, 4, 6), make(4, 1), **mode), ex(make(6), make(4, 1), **mode)]
 
@@ -140,7 +75,7 @@ def same(target: str) -> list[Example]:
         "aten.to.dtype": (torch.float32,),
         "aten.to.device": (torch.device("cpu"), torch.float64),
     }
-    return [ex(t(4, 6), *more.get(target, ()))]
+    return [ex(cplx(4, 6) if target == "aten._conj.default" else t(4, 6), *more.get(target, ()))]
 
 
 BOTH = [ex(t(4, 6), t(4, 6)), ex(t(2, 4, 6), t(4, 1)), ex(t(6), t(4, 1)), ex(t(4, 6), 2.0)]
@@ -181,6 +116,20 @@ def transposed(space: tuple[int, ...]) -> list[Example]:
     ]
 
 
+def batch_norms() -> dict[str, list[Example]]:
+    """In training and in evaluation, with and without weights."""
+    held, rates = (t(6), t(6), buffer(6), buffer(6)), (0.1, 1e-5)
+    both = [ex(t(4, 6, 10), *held, training, *rates) for training in (True, False)]
+    own = [*both, ex(t(4, 6), None, None, buffer(6), buffer(6), False, *rates)]
+    return {
+        "aten.batch_norm.default": [ex(*one.args, False) for one in own],
+        "aten.native_batch_norm.default": both,
+        "aten._native_batch_norm_legit.default": both,
+        "aten._native_batch_norm_legit.no_stats": [ex(t(4, 6, 10), *held[:2], True, *rates)],
+        "aten._native_batch_norm_legit_no_training.default": [ex(t(4, 6, 10), *held, *rates)],
+    }
+
+
 def losses() -> list[Example]:
     """No reduction, mean and sum."""
     return [ex(t(4, 6), t(4, 6), n) for n in range(3)]
@@ -214,6 +163,15 @@ RESHAPES = [
     ((1,), ()),
 ]
 VOCABULARY = 7
+STATISTICS = ("std", "var", "var_mean", "std_mean")
+PUTS = [
+    ex(t(4, 6), (bools(4, 6),), t()),
+    ex(t(4, 6, 10), (None, bools(6)), t(10)),
+    *(ex(t(4, 6, 10), (None, places(2, high=6)), t(4, 2, 10), more) for more in (False, True)),
+    ex(t(4, 6, 10), (ints(9, high=4), ints(2, 1, high=6)), t(2, 9, 10), True),
+    ex(t(4, 6, 10), (ints(9, high=4), None, ints(2, 1, high=9)), t(9, 6), True),
+    ex(t(4, 6, 10), (ints(9, high=4),), t(), True),
+]
 
 TABLE: dict[str, list[Example]] = {
     **{target: unary(target) for target in names(UNARY)},
@@ -226,6 +184,7 @@ TABLE: dict[str, list[Example]] = {
     "aten.div.Scalar": [ex(t(4, 6), 2.0)],
     "aten.to.other": [ex(t(4, 6), t(3))],
     "aten.type_as.default": [ex(t(4, 6), t(3, 2))],
+    "aten.ldexp.Tensor": [ex(t(4, 6), ints(6))],
     "aten.lerp.Scalar": [ex(t(4, 6), t(6), 0.3)],
     "aten.lerp.Tensor": [ex(t(4, 6), t(6), t(4, 1))],
     "aten.addcmul.default": [ex(t(4, 6), t(6), t(4, 1), value=2)],
@@ -245,15 +204,26 @@ TABLE: dict[str, list[Example]] = {
         f"aten.{n}.default": [ex(t(4, 6, 10), 0.0, True), ex(t(4, 6, 10), 0.5, False), ex(t(4, 6, 10), 0.5, True)]
         for n in ("dropout", "native_dropout", "feature_dropout", "alpha_dropout")
     },
-    "aten.bernoulli.default": [ex(pos(4, 6))],
-    "aten.bernoulli.p": [ex(buffer(4, 6), 0.5)],
-    "aten.rand_like.default": [ex(t(4, 6))],
-    "aten.randn_like.default": [ex(t(4, 6))],
+    "aten.feature_alpha_dropout.default": [ex(t(4, 6, 10), 0.5, False), ex(t(4, 6, 10), 0.5, True)],
+    "aten.rrelu.default": [ex(t(4, 6), 0.1, 0.3, False), ex(t(4, 6), 0.1, 0.3, True)],
+    **{target: draws(target) for target in names(DRAWS)},
+    "aten.bernoulli.Tensor": [ex(buffer(4, 6), buffer(4, 6))],
+    "aten.binomial.default": [ex(buffer(4, 6), buffer(4, 6))],
+    "aten.normal.Tensor_Tensor": [ex(buffer(4, 6), buffer(4, 6))],
+    "aten.multinomial.default": [ex(buffer(4, 6), 3)],
     "aten.fill.Scalar": [ex(t(4, 6), 2.5)],
     "aten.fill.Tensor": [ex(t(4, 6), t())],
     "aten.zero.default": [ex(t(4, 6))],
     "aten.bucketize.Tensor": [ex(t(4, 6), t(3))],
     "aten.one_hot.default": [ex(ints(4, 6), 3)],
+    "aten.deg2rad.default": [ex(t(4, 6))],
+    "aten.rad2deg.default": [ex(t(4, 6))],
+    "aten.searchsorted.Tensor": [
+        ex(buffer(6), buffer(4, 10)),
+        ex(buffer(4, 6), buffer(4, 10)),
+        ex(buffer(4, 6), buffer(4, 10), sorter=places(4, 6, high=6)),
+    ],
+    "aten.isin.Tensor_Tensor": [ex(ints(4, 6, high=9), ints(2, 3, high=9))],
     # contractions
     "aten.linear.default": [*MATRIX, ex(t(4, 6), t(6))],
     "aten.matmul.default": ANY_MATMUL,
@@ -262,6 +232,23 @@ TABLE: dict[str, list[Example]] = {
     "aten.mv.default": [ex(t(4, 6), t(6))],
     "aten.dot.default": [ex(t(6), t(6))],
     "aten.outer.default": [ex(t(4), t(6))],
+    "aten.ger.default": [ex(t(4), t(6))],
+    "aten.vdot.default": [ex(t(6), t(6))],
+    "aten.inner.default": [ex(t(2, 4, 6), t(10, 6)), ex(t(6), t(6)), ex(t(4, 6), t())],
+    "aten.tensordot.default": [ex(t(2, 4, 6), t(6, 10, 4), (1, 2), (2, 0)), ex(t(4, 6), t(6, 10), (-1,), (0,))],
+    "aten.kron.default": [ex(t(2, 4), t(6, 10)), ex(t(4), t(6, 10)), ex(t(2, 4), t(6))],
+    "aten.linalg_multi_dot.default": [ex((t(4, 6), t(6, 10), t(10, 2))), ex((t(6), t(6, 10), t(10)))],
+    "aten.chain_matmul.default": [ex((t(4, 6), t(6, 10), t(10, 2)))],
+    "aten.linalg_matmul.default": ANY_MATMUL,
+    "aten.linalg_vecdot.default": [ex(t(4, 6, 10), t(6, 10)), ex(t(4, 6, 10), t(4, 6, 10), dim=1)],
+    "aten.linalg_cross.default": [ex(t(4, 6, 3), t(1, 6, 3)), ex(t(4, 3, 6), t(4, 3, 1), dim=1)],
+    "aten.cross.default": [ex(t(4, 6, 3), t(4, 6, 3)), ex(t(4, 3, 6), t(4, 3, 6), 1)],
+    "aten.cdist.default": [ex(t(2, 4, 6), t(2, 10, 6), p, None) for p in (1.0, 2.0, 3.0)] + [ex(t(2, 4, 6), t(10, 6))],
+    "aten._cdist_forward.default": [ex(t(2, 4, 6), t(2, 10, 6), p, None) for p in (1.0, 2.0)],
+    "aten.pdist.default": [ex(t(4, 6), p) for p in (1.0, 2.0)],
+    "aten._pdist_forward.default": [ex(t(4, 6), p) for p in (1.0, 2.0)],
+    "aten.pairwise_distance.default": [ex(t(4, 6, 10), t(6, 10)), ex(t(4, 6), t(4, 6), 3.0, 1e-6, True)],
+    "aten.addr.default": [ex(t(*s), t(4), t(6), beta=0.5, alpha=2) for s in ((4, 6), (6,), (4, 1))],
     "aten.addmm.default": [ex(t(*s), t(4, 6), t(6, 10), beta=0.5, alpha=2) for s in ((10,), (4, 10), (4, 1), ())],
     "aten.addmv.default": [ex(t(*s), t(4, 6), t(6)) for s in ((4,), (1,), ())],
     "aten.addbmm.default": [ex(t(*s), t(2, 4, 6), t(2, 6, 10)) for s in ((4, 10), (10,))],
@@ -313,6 +300,12 @@ TABLE: dict[str, list[Example]] = {
     "aten.moveaxis.int": [ex(t(4, 6, 10), 0, -1)],
     "aten.moveaxis.intlist": [ex(t(4, 6, 10), (0, 1), (2, 0))],
     "aten.adjoint.default": [ex(t(2, 4, 6))],
+    "aten.mH.default": [ex(t(2, 4, 6))],
+    "aten.matrix_H.default": [ex(t(4, 6))],
+    "aten.atleast_1d.default": [ex(t(4)), ex(t())],
+    "aten.atleast_2d.default": [ex(t(4))],
+    "aten.atleast_3d.default": [ex(t(4, 6)), ex(t(4))],
+    "aten.view.dtype": [ex(buffer(4, 6), torch.int64), ex(buffer(4, 6), torch.int32)],
     "aten.swapaxes.default": [ex(t(4, 6, 10), 0, 2)],
     "aten.swapdims.default": [ex(t(4, 6, 10), 0, 2)],
     "aten.expand.default": [ex(t(4, 1), (2, 4, 6)), ex(t(4, 1), (-1, 6)), ex(t(), (4,)), ex(t(4, 6), (4, 6))],
@@ -333,6 +326,12 @@ TABLE: dict[str, list[Example]] = {
     "aten.split_with_sizes.default": [ex(t(4, 12), (4, 4, 4), 1), ex(t(4, 12), (2, 10), 1)],
     "aten.chunk.default": [ex(t(4, 12), 3, -1), ex(t(4, 10), 3, 1)],
     "aten.tensor_split.sections": [ex(t(4, 12), 3, -1), ex(t(4, 10), 3, 1)],
+    "aten.tensor_split.indices": [ex(t(4, 12), (4, 8), -1), ex(t(4, 10), (3,), 1)],
+    "aten.unsafe_split.Tensor": [ex(t(4, 18), 6, 1), ex(t(4, 10), 4, -1)],
+    "aten.unsafe_split_with_sizes.default": [ex(t(4, 12), (4, 4, 4), 1), ex(t(4, 12), (2, 10), 1)],
+    "aten.unsafe_chunk.default": [ex(t(4, 12), 3, -1), ex(t(4, 10), 3, 1)],
+    "aten.hsplit.int": [ex(t(4, 12), 3), ex(t(12), 3)],
+    "aten.vsplit.int": [ex(t(12, 4), 3)],
     # joins, look-ups, writes
     "aten.cat.default": [
         ex((t(4, 6), t(4, 6), t(4, 6)), 1),
@@ -340,6 +339,9 @@ TABLE: dict[str, list[Example]] = {
         ex((t(0), t(4, 10)), 0),
         ex((t(4, 6),)),
     ],
+    "aten.hstack.default": [ex((t(4, 6), t(4, 6))), ex((t(4), t(4)))],
+    "aten.vstack.default": [ex((t(4, 6), t(4, 6))), ex((t(4), t(4)))],
+    "aten.row_stack.default": [ex((t(4, 6), t(10, 6)))],
     "aten.stack.default": [ex((t(4, 6), t(4, 6)), d) for d in (0, 1, -1)],
     "aten.repeat.default": [ex(t(4, 6), (2, 3)), ex(t(4, 6), (2, 1, 4))],
     "aten.tile.default": [ex(t(4, 6), (2, 3)), ex(t(4, 6), (3,)), ex(t(4, 6), (2, 1, 4))],
@@ -350,66 +352,84 @@ TABLE: dict[str, list[Example]] = {
         ex(t(4, 6, 10), (ints(9), None, ints(2, 1))),
         ex(t(4, 6, 10), (None, ints(9))),
     ],
-    "aten.index_put.default": [ex(t(4, 6), (bools(4, 6),), t())],
+    "aten._unsafe_index.Tensor": [ex(t(4, 6, 10), (None, ints(2, 1), ints(9)))],
+    "aten.index_put.default": PUTS,
+    "aten._unsafe_index_put.default": PUTS[2:5],
     "aten.meshgrid.default": [ex((t(4), t(6), t(10)))],
     "aten.meshgrid.indexing": [ex((t(4), t(6), t(10)), indexing="xy"), ex((t(4), t(6)), indexing="ij")],
+    "aten.rot90.default": [ex(t(4, 6, 10), 1, (0, 2)), ex(t(4, 6, 10), 2, (-1, 1))],
+    "aten.flipud.default": [ex(t(4, 6))],
+    "aten.fliplr.default": [ex(t(4, 6, 10))],
     "aten.unfold.default": [ex(t(4, 6), 1, 3, 2)],
     "aten.index_select.default": [ex(t(4, 6), 1, ints(10)), ex(t(4, 6), 0, ints())],
     "aten.gather.default": [ex(t(4, 6, 10), 1, ints(4, 2, 10)), ex(t(4, 6), 1, ints(2, 9))],
     "aten.take_along_dim.default": [ex(t(4, 6, 10), ints(4, 2, 10), 1)],
     "aten.scatter.src": [ex(t(4, 6), 1, ints(4, 6), t(4, 6)), ex(t(4, 6), 1, ints(2, 6), t(2, 6))],
     "aten.scatter.value": [ex(t(4, 6), 1, ints(4, 2), 0), ex(t(4, 6), 1, ints(4, 2), 2.5)],
-    "aten.scatter_add.default": [ex(t(4, 6), 1, ints(4, 2), t(4, 2)), ex(t(4, 6), 0, ints(9, 6), t(9, 6))],
-    "aten.index_add.default": [ex(t(4, 6), 1, ints(2), t(4, 2))],
+    "aten.scatter.reduce": [
+        ex(buffer(4, 6), 1, places(4, 2, high=6), buffer(4, 2), reduce=how) for how in ("multiply", "add")
+    ],
+    "aten.scatter.value_reduce": [ex(buffer(4, 6), 1, places(4, 2, high=6), 2.5, reduce="add")],
+    "aten.scatter_add.default": [
+        ex(t(4, 6), 1, ints(4, 2), t(4, 2)),
+        ex(t(4, 6), 0, ints(9, 6), t(9, 6)),
+        ex(t(4, 6), 0, ints(10, 6), buffer(12, 6)),
+        ex(t(4, 6), -1, ints(2, 10), t(2, 10)),
+    ],
+    "aten.scatter_reduce.two": [
+        *(ex(t(4, 6), 1, ints(4, 10), t(4, 10), how) for how in ("sum", "mean", "amax", "prod")),
+        ex(t(4, 6), 1, ints(4, 10), t(4, 10), "sum", include_self=False),
+    ],
+    "aten.index_add.default": [ex(t(4, 6), 1, ints(2), t(4, 2)), ex(t(4, 6), 0, ints(10), t(10, 6), alpha=2)],
+    "aten.index_copy.default": [ex(t(4, 6), 1, places(2, high=6), t(4, 2))],
+    "aten.index_reduce.default": [ex(t(4, 6), 1, ints(2), t(4, 2), how) for how in ("prod", "amax")],
+    "aten.index_fill.int_Scalar": [ex(t(4, 6), 1, ints(2), 2.5)],
+    "aten.index_fill.int_Tensor": [ex(t(4, 6), 1, ints(2), t())],
+    "aten.take.default": [ex(t(4, 6), ints(2, 10, high=24))],
+    "aten.masked_scatter.default": [ex(t(4, 6), bools(4, 6), t(24))],
+    "aten.diagonal_scatter.default": [ex(t(2, 4, 6), t(2, 4), 0, 1, -1)],
+    "aten.diag_embed.default": [ex(t(2, 4, 6)), ex(t(2, 4, 6), 1, 0, 2)],
     "aten.slice_scatter.default": [ex(t(4, 6), t(4, 2), 1, 0, 2)],
     "aten.select_scatter.default": [ex(t(4, 6), t(4), 1, 3)],
     "aten.diagonal.default": [ex(t(4, 6)), ex(t(2, 4, 6), 0, 1, -1)],
-    "aten.pad.default": [ex(t(4, 6), (0, 1)), ex(t(4, 6), (1, 0), "constant", 2.5), ex(t(4, 6, 10), (0, 0, 2, 1))],
-    "aten.constant_pad_nd.default": [ex(t(4, 6), (0, 1)), ex(t(4, 6), (1, 0, 0, 2), 2.5)],
-    "aten.reflection_pad1d.default": [ex(t(4, 6), (1, 2))],
-    "aten.reflection_pad2d.default": [ex(t(2, 4, 6), (1, 2, 0, 0))],
-    "aten.replication_pad2d.default": [ex(t(2, 4, 6), (1, 2, 0, 0))],
-    "aten.pixel_shuffle.default": [ex(t(2, 16, 4, 6), 2)],
-    "aten.max_pool1d.default": [ex(t(2, 4, 6), (2,))],
-    "aten.max_pool2d.default": [ex(t(2, 4, 6, 8), (2, 2)), ex(t(4, 6, 8), (2, 2))],
-    "aten.max_pool3d.default": [ex(t(2, 4, 6, 4, 8), (2, 2, 2))],
-    "aten.max_pool2d_with_indices.default": [ex(t(2, 4, 6, 8), (2, 2))],
-    "aten.adaptive_max_pool2d.default": [ex(t(2, 4, 6, 8), (2, 4))],
-    "aten.avg_pool1d.default": [ex(t(2, 4, 6), (2,))],
-    "aten.avg_pool2d.default": [ex(t(2, 4, 6, 8), (2, 2))],
-    "aten.avg_pool3d.default": [ex(t(2, 4, 6, 4, 8), (2, 2, 2))],
-    "aten.adaptive_avg_pool1d.default": [ex(t(2, 4, 6), (1,))],
-    "aten.adaptive_avg_pool2d.default": [ex(t(2, 4, 6, 8), (1, 1)), ex(t(4, 6, 8), (3, 4))],
-    "aten.adaptive_avg_pool3d.default": [ex(t(2, 4, 6, 4, 8), (1, 2, 2))],
-    "aten.upsample_nearest1d.default": [ex(t(2, 4, 6), (12,))],
-    "aten.upsample_nearest2d.default": [ex(t(2, 4, 6, 8), (12, 8))],
-    "aten.upsample_bilinear2d.default": [ex(t(2, 4, 6, 8), (12, 8), False)],
-    "aten.upsample_bicubic2d.default": [ex(t(2, 4, 6, 8), (12, 8), False)],
-    "aten.upsample_nearest1d.vec": [ex(t(2, 4, 6), (12,), None)],
-    "aten.upsample_nearest2d.vec": [ex(t(2, 4, 6, 8), None, (2.0, 2.0))],
-    "aten.upsample_bilinear2d.vec": [ex(t(2, 4, 6, 8), (12, 8), True, None)],
-    "aten.upsample_bicubic2d.vec": [ex(t(2, 4, 6, 8), (12, 8), True, None)],
     # reductions
     "aten.sum.default": [ex(t(4, 6)), ex(ints(4, 6))],
     "aten.sum.dim_IntList": [ex(t(4, 6, 10), (1,)), ex(t(4, 6, 10), (0, -1), True), ex(bools(4, 6), (1,)), ex(t(4, 6), None)],
     "aten.mean.default": [ex(t(4, 6))],
     "aten.mean.dim": [ex(t(4, 6, 10), (1,)), ex(t(4, 6, 10), (0, -1), True), ex(t(4, 6), None)],
+    "aten.dist.default": [ex(t(4, 6), t(6), 1), ex(t(4, 6), t(4, 6))],
+    "aten.histc.default": [ex(buffer(4, 6), 5, 0.0, 1.0), ex(buffer(4, 6), 5)],
+    "aten.quantile.scalar": [ex(t(4, 6, 10), 0.3, 1), ex(t(4, 6), 0.3), ex(t(4, 6), 0.3, 0, True)],
+    "aten.quantile.default": [ex(t(4, 6, 10), buffer(3), 1), ex(t(4, 6), buffer(3), 0, True)],
+    "aten.nanquantile.scalar": [ex(t(4, 6, 10), 0.3, 1)],
+    "aten.nanquantile.default": [ex(t(4, 6, 10), buffer(3), 1)],
     "aten.count_nonzero.default": [ex(ints(4, 6)), ex(ints(4, 6), 1)],
     "aten.count_nonzero.dim_IntList": [ex(ints(4, 6), (1,))],
     "aten.nansum.default": [ex(t(4, 6), (1,))],
     "aten.nanmean.default": [ex(t(4, 6), (1,))],
     **{
         f"aten.{n}.default": [ex(t(4, 6))]
-        for n in "aminmax all any argmax argmin max min median mode prod std var amax amin".split()
+        for n in "all any max min median nanmedian mode prod std var var_mean std_mean".split()
     },
-    **{f"aten.{n}.dim": [ex(t(4, 6, 10), 1), ex(t(4, 6), 0, True)] for n in ("max", "min", "median", "all", "any")},
-    **{f"aten.{n}.dim": [ex(t(4, 6, 10), (1,)), ex(t(4, 6), (0,), keepdim=True)] for n in ("std", "var", "var_mean")},
-    **{f"aten.{n}.correction": [ex(t(4, 6, 10), (1,), correction=0), ex(t(4, 6))] for n in ("std", "var", "var_mean")},
+    **{f"aten.{n}.default": [ex(t(4, 6)), ex(t(4, 6, 10), dim=1)] for n in ("aminmax", "argmax", "argmin")},
+    **{f"aten.{n}.default": [ex(t(4, 6)), ex(t(4, 6, 10), (1,)), ex(t(4, 6), (0,), True)] for n in ("amax", "amin")},
+    **{f"aten.{n}.dim": [ex(t(4, 6, 10), 1), ex(t(4, 6), 0, True)] for n in "max min median nanmedian all any".split()},
+    **{f"aten.{n}.dims": [ex(t(4, 6, 10), (0, 2)), ex(t(4, 6), (0,), True)] for n in ("all", "any")},
+    **{f"aten.{n}.dim": [ex(t(4, 6, 10), (1,)), ex(t(4, 6), (0,), keepdim=True)] for n in STATISTICS},
+    **{f"aten.{n}.correction": [ex(t(4, 6, 10), (1,), correction=0), ex(t(4, 6))] for n in STATISTICS},
     "aten.prod.dim_int": [ex(t(4, 6), 1)],
     "aten.logsumexp.default": [ex(t(4, 6), (1,))],
-    "aten.norm.Scalar": [ex(t(4, 6), 2)],
-    "aten.norm.ScalarOpt_dim": [ex(t(4, 6), 2, (1,))],
-    "aten.linalg_vector_norm.default": [ex(t(4, 6), 2, (1,)), ex(t(4, 6), 3)],
+    "aten.special_logsumexp.default": [ex(t(4, 6), (1,))],
+    "aten.norm.Scalar": [ex(t(4, 6), 2), ex(t(4, 6), 1)],
+    "aten.norm.ScalarOpt_dim": [ex(t(4, 6), 2, (1,)), ex(t(4, 6), 1, (1,))],
+    "aten.norm.ScalarOpt_dtype": [ex(t(4, 6), 2, dtype=torch.float64), ex(t(4, 6), 1, dtype=torch.float64)],
+    "aten.norm.ScalarOpt_dim_dtype": [ex(t(4, 6), 2, (1,), True, dtype=torch.float64)],
+    "aten.linalg_vector_norm.default": [ex(t(4, 6), 2, (1,)), ex(t(4, 6), 3), ex(t(4, 6), 1), ex(t(4, 6, 10), 1, (1,), True)],
+    "aten.linalg_norm.default": [ex(t(4, 6)), ex(t(4, 6, 10), None, (1,)), ex(t(4, 6, 10), None, (0, 2), True)],
+    "aten.linalg_matrix_norm.default": [ex(t(4, 6, 10), 1), ex(t(4, 6, 10), 1, (0, 1), True)],
+    "aten.linalg_matrix_norm.str_ord": [ex(t(4, 6, 10)), ex(t(4, 6, 10), "nuc", (0, 1), True)],
+    "aten.frobenius_norm.dim": [ex(t(4, 6, 10), (1,)), ex(t(4, 6, 10), (0, 2), True)],
+    "aten.nuclear_norm.dim": [ex(t(4, 6, 10), (0, 2))],
     "aten.kthvalue.default": [ex(t(4, 6), 2)],
     **{f"aten.{n}.default": [ex(t(4, 6, 10), 1)] for n in "cumprod cummax cummin logcumsumexp sort cumsum glu".split()},
     "aten.sort.stable": [ex(t(4, 6), stable=True, dim=0)],
@@ -425,6 +445,9 @@ TABLE: dict[str, list[Example]] = {
     "aten.scaled_dot_product_attention.default": HEADS,
     "aten.softmax.int": [ex(t(4, 6, 10), 1), ex(t(4, 6), -1)],
     "aten.log_softmax.int": [ex(t(4, 6, 10), 1), ex(t(4, 6), -1)],
+    "aten.special_softmax.default": [ex(t(4, 6, 10), 1)],
+    "aten.special_log_softmax.default": [ex(t(4, 6, 10), 1)],
+    "aten._safe_softmax.default": [ex(t(4, 6, 10), 1)],
     "aten._softmax.default": [ex(t(4, 6, 10), 1, False)],
     "aten._log_softmax.default": [ex(t(4, 6, 10), 1, False)],
     "aten.layer_norm.default": [
@@ -435,22 +458,41 @@ TABLE: dict[str, list[Example]] = {
     ],
     "aten.native_layer_norm.default": [ex(t(4, 10, 6), (6,), t(6), t(6), 1e-5), ex(t(4, 10, 6), (10, 6), None, None, 1e-5)],
     "aten.rms_norm.default": [ex(t(4, 10, 6), (6,), t(6)), ex(t(4, 10, 6), (10, 6))],
+    "aten._fused_rms_norm.default": [ex(t(4, 10, 6), (6,), t(6), 1e-5), ex(t(4, 10, 6), (10, 6), None, 1e-5)],
+    "aten.native_group_norm.default": [ex(t(2, 12, 5), t(12), t(12), 2, 12, 5, 4, 1e-5)],
+    **batch_norms(),
+    "aten._weight_norm.default": [ex(t(4, 6, 10), t(4, 1, 1)), ex(t(4, 6, 10), t(1, 1, 10), 2), ex(t(4, 6), t(), -1)],
+    "aten._weight_norm_interface.default": [ex(t(4, 6, 10), t(4, 1, 1)), ex(t(4, 6, 10), t(1, 1, 10), 2)],
+    "aten.renorm.default": [ex(t(4, 6, 10), 2, 1, 0.5), ex(t(4, 6), 2, -1, 0.5)],
     "aten.group_norm.default": [ex(t(2, 12, 5), 4, t(12), t(12)), ex(t(2, 12, 3, 5), 4), ex(t(6, 12), 2, t(12))],
-    "aten.batch_norm.default": [
-        ex(t(4, 6, 10), t(6), t(6), buffer(6), buffer(6), True, 0.1, 1e-5, False),
-        ex(t(4, 6, 10), t(6), t(6), buffer(6), buffer(6), False, 0.1, 1e-5, False),
-        ex(t(4, 6), None, None, buffer(6), buffer(6), False, 0.1, 1e-5, False),
-    ],
     "aten.instance_norm.default": [
         ex(t(4, 6, 10), t(6), t(6), None, None, True, 0.1, 1e-5, False),
         ex(t(4, 6, 10), None, None, buffer(6), buffer(6), True, 0.1, 1e-5, False),
     ],
-    **{f"aten.{n}.default": losses() for n in "mse_loss l1_loss smooth_l1_loss huber_loss kl_div hinge_embedding_loss".split()},
+    **{f"aten.{n}.default": losses() for n in "mse_loss l1_loss smooth_l1_loss huber_loss hinge_embedding_loss".split()},
+    "aten.kl_div.default": [ex(t(4, 6), pos(4, 6), n) for n in range(3)],
     "aten.soft_margin_loss.default": [ex(t(4, 6), buffer(4, 6), n) for n in range(3)],
     "aten.binary_cross_entropy.default": [ex(pos(4, 6), buffer(4, 6), buffer(4, 6), n) for n in range(3)],
     "aten.binary_cross_entropy_with_logits.default": [
         *(ex(t(4, 6), pos(4, 6), buffer(4, 6), buffer(6), n) for n in range(3)),
         ex(t(4, 6), pos(4, 6)),
+    ],
+    "aten.cosine_embedding_loss.default": [
+        *(ex(t(4, 6), t(4, 6), signs(4), 0.1, n) for n in range(3)),
+        ex(t(6, 6), t(6, 6), signs(6)),
+    ],
+    "aten.triplet_margin_loss.default": [ex(t(4, 6), t(4, 6), t(4, 6), reduction=n) for n in range(3)],
+    "aten.multi_margin_loss.default": [
+        *(ex(t(4, 6), ints(4, high=6), 1, 1.0, buffer(6), n) for n in range(3)),
+        ex(t(6), ints(high=6)),
+    ],
+    "aten.multilabel_margin_loss.default": [
+        *(ex(t(4, 6), labels(4, 6), n) for n in range(3)),
+        ex(t(6), labels(6)),
+    ],
+    "aten.ctc_loss.Tensor": [
+        ex(t(10, 4, 6), between(4, 3, low=1, high=6), between(4, low=8, high=11), between(4, low=2, high=4), 0, n)
+        for n in range(3)
     ],
     "aten.margin_ranking_loss.default": [ex(t(4, 6), t(4, 6), t(6), 0.1, n) for n in range(3)],
     "aten.poisson_nll_loss.default": [ex(t(4, 6), pos(4, 6), True, False, 1e-8, n) for n in range(3)],
@@ -475,14 +517,26 @@ TABLE: dict[str, list[Example]] = {
     "aten.zeros.default": [ex((4, 6), dtype=torch.float64)],
     "aten.ones.default": [ex((4, 6))],
     "aten.full.default": [ex((4, 6), 2.5)],
+    "aten.logspace.default": [ex(0, 1, 6)],
     "aten.rand.default": [ex((4, 6))],
     "aten.randn.default": [ex((4, 6))],
+    "aten.randint.default": [ex(9, (4, 6))],
+    "aten.randint.low": [ex(2, 9, (4, 6))],
+    "aten.normal.float_float": [ex(0.0, 1.0, (4, 6))],
+    "aten.randperm.default": [ex(6)],
+    "aten.empty.memory_format": [ex((4, 6))],
+    "aten.empty_strided.default": [ex((4, 6), (6, 1))],
+    "aten.empty_like.default": [ex(t(4, 6))],
+    "aten.new_empty.default": [ex(t(3, 2), (4, 6))],
     "aten.new_zeros.default": [ex(t(3, 2), (4, 6)), ex(ints(), (4, 6), dtype=torch.bool)],
     "aten.new_ones.default": [ex(t(3, 2), (4, 6)), ex(t(3), ())],
     "aten.new_full.default": [ex(t(3, 2), (4, 6), 2.5)],
     "aten.zeros_like.default": [ex(t(4, 6))],
     "aten.ones_like.default": [ex(t(4, 6))],
     "aten.full_like.default": [ex(t(4, 6), 2.5)],
+    **examples_planes.TABLE,
+    **examples_algebra.TABLE,
+    **examples_backward.TABLE,
 }
 
 EXAMPLES = TABLE | {

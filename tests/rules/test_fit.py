@@ -93,7 +93,7 @@ def test_a_merge_and_a_cut_ask_for_blocks_and_an_unmerge_does_not() -> None:
 
 
 def test_an_operator_or_a_use_without_rule_is_none() -> None:
-    op, values, _ = ex(t(4, 4)).build("aten.linalg_inv.default")
+    op, values, _ = ex(t(4, 4)).build("aten.cov.default")
     assert fit(op, values) is None
     op, values, _ = ex(t(4, 6), (bools(4, 6),)).build("aten.index.Tensor")  # as many rows as the mask has ones
     assert fit(op, values) is None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from autopar.errors import RuleError
+from autopar.ir import Argument, Ref, overload
 from autopar.rules import RULES, fit, rule
 from autopar.rules.law import check
 from tests.rules.examples import EXAMPLES, Example, ex, ints, t
@@ -24,6 +26,22 @@ def test_splitting_a_factor_and_joining_gives_the_whole(target: str) -> None:
         op, values, tensors = example.build(target)
         assert fit(op, values) is not None
         check(op, values, tensors)
+
+
+@pytest.mark.parametrize("target", sorted(EXAMPLES))
+def test_the_examples_compute_numbers(target: str) -> None:
+    """Where every result is NaN or infinite, any rule holds."""
+    for example in EXAMPLES[target]:
+        op, _, tensors = example.build(target)
+
+        def fill(argument: Argument, tensors: dict[str, torch.Tensor] = tensors) -> object:
+            if isinstance(argument, tuple):
+                return [fill(part) for part in argument]
+            return tensors[argument.name] if isinstance(argument, Ref) else argument
+
+        found = overload(target)(*map(fill, op.args), **{name: fill(argument) for name, argument in op.kwargs})
+        results = [found] if isinstance(found, torch.Tensor) else found
+        assert all(bool(result.isfinite().any()) for result in results if result.numel())
 
 
 WRONG = [

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from autopar.ir import Program, Value
+from autopar.ir import Program, Value, aten
 from autopar.passes.arguments import bound
 from autopar.passes.coordinates import affine
 from autopar.passes.coordinates.affine import Affine, Choice, Fact
@@ -26,7 +26,7 @@ def facts(program: Program) -> dict[str, Fact]:
     known: dict[str, Fact] = {}
     for op in program.ops:
         result = op.results[0]
-        rule = TABLE.get(op.target.split(".")[1])
+        rule = TABLE.get(aten(op.target))
         if rule is None or len(op.results) != 1 or 0 in result.shape:
             continue
         fact = rule(Call(op=op, values=program.values, known=known, named=bound(op)))
