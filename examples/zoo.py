@@ -6,9 +6,10 @@
     python examples/zoo.py --plan-only                   capture and plan, run nothing
     python examples/zoo.py --save                        write the table to benchmarks/results/zoo.txt as well
 
-A number is the largest relative error of all outputs, gradients and buffers in float64, in train mode with dropout 0, beside
-the same model on one device. "planned whole" are the operators without a sharding rule, with their share of the time of a step
-on one device. What fails is said in its row, the reason below the table; exit code 1 if anything does.
+A number is the largest error |a - b| / (1 + max |b|) of all outputs, gradients and buffers in float64, in train mode with
+dropout 0, beside the same model on one device. "planned whole" are the operators without a sharding rule, with their share of
+the time of a step on one device, as it is priced (an operator of a library by its bytes). What fails is said in its row, the
+reason below the table; exit code 1 if anything does.
 """
 
 from __future__ import annotations
@@ -152,7 +153,8 @@ def compared(
 def report(rows: Sequence[Row], on: Mesh) -> str:
     """The table, and below it what went wrong."""
     columns = ["ops", "kinds", "planned whole", "plan s", *STRATEGIES, RANDOM]
-    table = Table("model", *columns, box=None, title=f"mesh {on}: largest relative error in float64", title_justify="left")
+    title = f"mesh {on}: largest error |a - b| / (1 + max |b|) in float64"
+    table = Table("model", *columns, box=None, title=title, title_justify="left")
     for found in rows:
         table.add_row(found.name, *(found.cells.get(column, "") for column in columns))
     console = Console(width=WIDTH, color_system=None, force_terminal=False)

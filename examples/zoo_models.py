@@ -34,11 +34,18 @@ def qwen3() -> Built:
 
 
 def mixtral() -> Built:
-    """Four experts, two for each token, and a loss that balances them; every token is given copies of its experts' weights."""
+    """Four experts, two for each token, and a loss that balances them; one operator takes all tokens, sorted by expert."""
     config = transformers.MixtralConfig(
         **BLOCKS, **WORDS, **GROUPED, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
     )  # fmt: skip
     return transformers.MixtralForCausalLM(config), words()
+
+
+def mixtral_batched() -> Built:
+    """The same, every token with copies of its experts' weights."""
+    model, sample = mixtral()
+    model.set_experts_implementation("batched_mm")
+    return model, sample
 
 
 def roberta() -> Built:
@@ -137,8 +144,10 @@ def lstm() -> Built:
 
 MODELS: dict[str, Callable[[], Built]] = {
     one.__name__: one
-    for one in (gpt2, llama, mistral, qwen3, opt, bert, roberta, t5, vit, clip, whisper, mixtral, resnet, unet, lstm)
-}
+    for one in (
+        gpt2, llama, mistral, qwen3, opt, bert, roberta, t5, vit, clip, whisper, mixtral, mixtral_batched, resnet, unet, lstm,
+    )
+}  # fmt: skip
 
 
 def make(name: str) -> Built:
