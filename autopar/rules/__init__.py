@@ -8,7 +8,7 @@ view_of(op)                                    -> bool               whether the
 `autopar.rules.roles` says what factors mean to a person.
 """
 
-from autopar.rules.rule import Factor, Fitted, Rule, rule
+from autopar.rules.rule import Distributed, Factor, Fitted, Rule, Sent, rule
 from autopar.rules.table import RULES, fit, localise, scale, view_of
 
-__all__ = ["RULES", "Factor", "Fitted", "Rule", "fit", "localise", "rule", "scale", "view_of"]
+__all__ = ["RULES", "Distributed", "Factor", "Fitted", "Rule", "Sent", "fit", "localise", "rule", "scale", "view_of"]

@@ -5,6 +5,7 @@ Nothing is decided here and nothing priced anew: what is added up is what the in
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,7 +19,7 @@ from autopar.ir import Op, Program, Value, elements
 from autopar.layout import Layout, blocks, local_shape
 from autopar.mesh import Bytes, Mesh, Seconds
 from autopar.passes.candidates import Candidate, Form
-from autopar.rules import Fitted
+from autopar.rules import Distributed, Fitted
 from autopar.rules.roles import ROLES, Sample, role, role_of_dim
 from autopar.solver.analysis import Analysis, due
 from autopar.solver.memory import Ledger
@@ -172,11 +173,21 @@ def words(op: Op, fitted: Fitted | None, candidate: Candidate, program: Program,
 
     def word(form: Form) -> str:
         kind, which, stride = form
+        if kind == "D" and fitted is not None:
+            first, *_ = fitted.spread(fitted.distributed[which])
+            return role(op, fitted, first, stride, program.values, sample) + sent(fitted.distributed[which])
         if kind != "S" or fitted is None:
             return {"I": WHOLE, "R": REPEATED, "P": ADDENDS}[kind]
         return role(op, fitted, which, stride, program.values, sample)
 
     return tuple(map(word, candidate.forms))
+
+
+def sent(form: Distributed) -> str:
+    """What a distributed form sends, in words: " with 2 all-reduces inside"."""
+    counts = Counter(message.kind.replace("_", "-") for message in (*form.forward, *form.backward))
+    said = " and ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items())
+    return f" with {said} inside" if said else ""
 
 
 def _stored(analysis: Analysis, chosen: Decisions) -> Iterator[tuple[str, tuple[str, ...]]]:
