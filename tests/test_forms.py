@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 
 import autopar
+from autopar.explain.words import runs
+from autopar.live import Live
 from autopar.mesh import Mesh
 from autopar.plan import Plan
-from autopar.planner import Options
+from autopar.planner import Options, read_program
 from autopar.runtime.workers import WorkerPool
 from autopar.verification import verify
+from tests import planning, table
+from tests.planning import NVLINK, mesh
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 4, 6, 8, 24
+WIDE, LONG, MANY = 2**11, 2**9, 2**12
 
 
 class Words(nn.Module):
@@ -41,6 +48,15 @@ def words(*, tied: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Words(VOCABULARY, WIDTH, tied=tied), {"words": tokens, "targets": targets}
 
 
+def large() -> Plan:
+    """The plan of a wide vocabulary, whose table is also the head, on four devices."""
+    with torch.device("meta"):
+        model = Words(2**15, WIDE, tied=True).bfloat16()
+        tokens = torch.zeros(ROWS, LONG, dtype=torch.long)
+        captured = read_program(model, {"words": tokens, "targets": tokens})
+    return planning.plan(captured, mesh((4,), NVLINK))
+
+
 def form(plan: Plan, name: str) -> str:
     """In which form the one op of this name runs on the last axis."""
     (choice,) = (choice for op, choice in plan.choices.items() if name in op)
@@ -56,3 +72,51 @@ def test_an_embedding_over_a_split_vocabulary_gives_equal_numbers(pool: WorkerPo
     assert form(plan, "embedding") == "vocabulary"
     report = verify(model, sample, Mesh.of(sizes), plan, Options(), pool)
     assert report.ok, report
+
+
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)], ids=str)
+def test_a_cross_entropy_over_split_classes_gives_equal_numbers(pool: WorkerPool, sizes: tuple[int, ...]) -> None:
+    model, sample = words(tied=True)
+    on = table.mesh(sizes)
+    plan = autopar.plan(model, sample, on, constraints={":reshape#0": ", ".join([*["*"] * (len(sizes) - 1), "S(1)"])})
+    assert form(plan, "cross_entropy") == "classes"
+    report = verify(model, sample, on, plan, Options(), pool)
+    assert report.ok, report
+
+
+def test_a_wide_vocabulary_is_split_and_no_scores_are_sent() -> None:
+    plan, tokens = large(), ROWS * LONG
+    assert plan.layouts["table.weight"] == "S(0)"
+    said = {op: runs(words, plan.axes) for op, words in plan.evidence.runs.items()}
+    assert said["table:embedding#0"] == "vocabulary split over axis0"
+    assert said["head:linear#0"] == "out-features split over axis0"
+    assert said[":cross_entropy_loss#0"] == "classes split over axis0 with 2 all-reduces inside"
+    sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, "table:embedding#0", "table.weight"))
+    assert sent == {("all_reduce", "forward", 2 * tokens * WIDE): 1, ("all_reduce", "backward", 2 * tokens * WIDE): 1}
+    sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":cross_entropy_loss#0"))
+    assert sent == {("all_reduce", "forward", 4 * tokens): 1, ("all_reduce", "forward", 8 * tokens): 1}
+    assert not planning.of(plan, "head:linear#0", ":reshape#0")
+
+
+def many() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model that knows many words, with a batch."""
+    torch.manual_seed(0)
+    tokens, targets = torch.randint(MANY, (2, ROWS, LENGTH))
+    return Words(MANY, WIDTH, tied=True), {"words": tokens, "targets": targets}
+
+
+def live_bytes(plan: Plan) -> int:
+    """The most memory of a step on one rank."""
+    model, sample = many()
+    parallel = autopar.parallelize(model, sample, (4,), plan=plan, device="cpu")
+    with Live([*parallel.parameters(), *sample.values()]) as live:
+        parallel(**sample).backward()
+    return live.peak().bytes
+
+
+def test_no_rank_ever_has_all_scores(pool: WorkerPool) -> None:
+    plan = autopar.plan(*many(), table.mesh((4,)), constraints={"head:linear#0": "S(2)", ":reshape#0": "S(1)"})
+    assert form(plan, "cross_entropy") == "classes"
+    for peak in pool.run(f"{__name__}:live_bytes", plan, ranks=4):
+        assert isinstance(peak, int)
+        assert peak < ROWS * LENGTH * MANY * torch.float32.itemsize

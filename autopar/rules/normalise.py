@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from autopar.ir import Argument
 from autopar.rules.call import Call, Local
-from autopar.rules.rule import Fitted, Rule, rule
+from autopar.rules.rule import Distributed, Fitted, Rule, Sent, rule
 from autopar.rules.views import dims, term, without
 
 MEAN, SUM = 1, 2  # the reductions of ATen's losses; 0 is none
@@ -88,6 +90,28 @@ def classified(call: Call) -> Fitted:
     return call.fit(f"{scores}, {scores if soft else targets}{weight} -> {targets if reduction == 0 else '()'}")
 
 
+def hard(call: Call) -> bool:
+    """Whether a loss is a sum over targets that are classes, or one number for each."""
+    return call.number("reduction") != MEAN and not call.operands[call.positions("target")[0]].dtype.is_floating_point
+
+
+def plain(call: Call) -> bool:
+    """Whether moreover every class weighs the same, and the target alone counts."""
+    return hard(call) and not call.positions("weight") and not call.arguments["label_smoothing"]
+
+
+def targets(call: Call, local: Local) -> int:
+    """A number for each target."""
+    return math.prod(local.operands[1])
+
+
+# The largest score of all ranks; then the sum of exponentials, and the target's score, which one rank has.
+CLASSES = Distributed(
+    name="classes", factors=("c",), operands="I", results="I", able=plain,
+    forward=(Sent("all_reduce", targets), Sent("all_reduce", lambda call, local: 2 * targets(call, local))),
+)  # fmt: skip
+CHOSEN = Distributed(name="chosen", factors=("c",), able=hard)  # a rank adds nothing for targets that lie elsewhere
+
 LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 MORE_LOSSES = ("kl_div", "soft_margin_loss", "margin_ranking_loss", "hinge_embedding_loss", "poisson_nll_loss")
 
@@ -104,7 +128,7 @@ TABLE: dict[str, Rule] = {
     "aten.batch_norm.default": rule(batch_norm),
     "aten.instance_norm.default": rule(instance_norm),
     **{f"aten.{name}.default": rule(loss, averages=is_mean) for name in (*LOSSES, *MORE_LOSSES)},
-    "aten.cross_entropy_loss.default": rule(classified, averages=is_mean),
-    "aten.nll_loss.default": rule(classified, averages=is_mean),
-    "aten.nll_loss_nd.default": rule(classified, averages=is_mean),
+    "aten.cross_entropy_loss.default": rule(classified, averages=is_mean, distributed=[CLASSES]),
+    "aten.nll_loss.default": rule(classified, averages=is_mean, distributed=[CHOSEN]),
+    "aten.nll_loss_nd.default": rule(classified, averages=is_mean, distributed=[CHOSEN]),
 }

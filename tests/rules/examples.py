@@ -461,6 +461,8 @@ TABLE: dict[str, list[Example]] = {
         *(ex(t(6), ints(), None, n) for n in range(3)),
         ex(t(6), pos(6)),
         ex(t(4, 6), pos(4, 6), None, 1, label_smoothing=0.1),
+        ex(t(4, 6), ints(4), None, 2, 1),
+        ex(t(6), ints(), None, 2),
     ],
     "aten.nll_loss.default": [ex(t(4, 6), ints(4), buffer(6), n) for n in range(3)],
     "aten.nll_loss_nd.default": [ex(t(4, 6, 10), ints(4, 10), None, n, 1) for n in range(3)],
