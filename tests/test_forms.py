@@ -120,3 +120,56 @@ def test_no_rank_ever_has_all_scores(pool: WorkerPool) -> None:
     for peak in pool.run(f"{__name__}:live_bytes", plan, ranks=4):
         assert isinstance(peak, int)
         assert peak < ROWS * LENGTH * MANY * torch.float32.itemsize
+
+
+class Normal(nn.Module):
+    """Two linear layers with a norm or a distribution between them."""
+
+    def __init__(self, width: int, between: nn.Module) -> None:
+        super().__init__()
+        self.up, self.between, self.down = nn.Linear(8, width), between, nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.between(self.up(x))).square().sum()
+
+
+BETWEEN = {
+    "layer_norm": nn.LayerNorm,
+    "rms_norm": nn.RMSNorm,
+    "softmax": lambda width: nn.Softmax(-1),
+    "log_softmax": lambda width: nn.LogSoftmax(-1),
+    "batch_norm": nn.BatchNorm1d,
+}
+# What each sends for so many rows of so many features on so many ranks, elements in the forward and in the backward.
+SENT = {
+    "layer_norm": lambda rows, width, ranks: ([("all_gather", 2 * rows * ranks)], [("all_reduce", 2 * rows)]),
+    "rms_norm": lambda rows, width, ranks: ([("all_reduce", rows)], [("all_reduce", rows)]),
+    "softmax": lambda rows, width, ranks: ([("all_reduce", rows)] * 2, [("all_reduce", rows)]),
+    "log_softmax": lambda rows, width, ranks: ([("all_reduce", rows)] * 2, [("all_reduce", rows)]),
+    "batch_norm": lambda rows, width, ranks: ([("all_gather", 2 * width * ranks)], [("all_reduce", 2 * width)]),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_a_norm_over_a_split_dim_gives_equal_numbers_and_sends_statistics_only(pool: WorkerPool, name: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    rows, width = (64, 9) if name == "batch_norm" else (8, 256)  # channels that cannot be split
+    model, x, on = Normal(width, BETWEEN[name](width)), torch.randn(rows, 8), table.mesh((ranks,))
+    plan = autopar.plan(model, x, on)
+    assert form(plan, name) == name
+    forward, backward = SENT[name](rows, width, ranks)
+    sent = Counter((c.where, c.kind, c.bytes) for c in plan.collectives if c.value == f"between:{name}#0")
+    assert sent == Counter(
+        (where, kind, 4 * size) for where, found in (("forward", forward), ("backward", backward)) for kind, size in found
+    )
+    report = verify(model, x, on, plan, Options(), pool)
+    assert report.ok, report
+    assert ("buffer" in {row.what for row in report.rows}) == (name == "batch_norm")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_data_parallelism_shares_the_statistics_of_batch_norm_and_gathers_no_batch(strategy: str) -> None:
+    plan = autopar.plan(Normal(32, nn.BatchNorm1d(32)), torch.randn(64, 8), table.mesh((4,)), strategy=strategy)
+    assert form(plan, "batch_norm") == "batch_norm"
+    assert not planning.of(plan, "up:linear#0")

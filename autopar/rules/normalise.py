@@ -7,7 +7,7 @@ import math
 from autopar.ir import Argument
 from autopar.rules.call import Call, Local
 from autopar.rules.rule import Distributed, Fitted, Rule, Sent, rule
-from autopar.rules.views import dims, term, without
+from autopar.rules.views import dims, term
 
 MEAN, SUM = 1, 2  # the reductions of ATen's losses; 0 is none
 
@@ -28,6 +28,32 @@ def mask(call: Call, heads: str, q: str) -> str:
     """The dims of an attention mask, which may lack leading ones."""
     rank = call.rank("attn_mask")
     return {2: f"{q} k!", 3: f"{heads} {q} k!"}.get(rank, f"... {heads} {q} k!")
+
+
+def one(call: Call) -> bool:
+    """Whether one dim is normalised."""
+    return len(call.numbers("normalized_shape")) == 1
+
+
+def normalised_here(call: Call, local: Local) -> dict[str, Argument]:
+    """The sizes of what one rank normalises."""
+    return {"normalized_shape": tuple(local.operands[0][-len(call.numbers("normalized_shape")) :])}
+
+
+def vectors(call: Call, local: Local) -> int:
+    """A number for each vector that is normalised."""
+    return math.prod(local.operands[0][:-1])
+
+
+# Mean and variance of every chunk, put together; in the backward the gradient's sum, plain and times the normalised value.
+LAYER_NORM = Distributed(
+    name="layer_norm", factors=("n0",), able=one,
+    forward=(Sent("all_gather", lambda call, local: 2 * local.split("n0") * vectors(call, local)),),
+    backward=(Sent("all_reduce", lambda call, local: 2 * vectors(call, local)),),
+)  # fmt: skip
+RMS_NORM = Distributed(
+    name="rms_norm", factors=("n0",), able=one, forward=(Sent("all_reduce", vectors),), backward=(Sent("all_reduce", vectors),)
+)
 
 
 def normalised(call: Call) -> Fitted:
@@ -55,6 +81,24 @@ def batch_norm(call: Call) -> Fitted:
     return call.fit(f"b{whole} c ...{whole}, c, c, c, c -> b{whole} c ...{whole}")
 
 
+def trains(call: Call) -> bool:
+    """Whether a batch norm takes its statistics from the batch."""
+    return bool(call.arguments["training"])
+
+
+def channels(call: Call, local: Local) -> int:
+    """A mean and a variance for each channel; the same of the gradient."""
+    return 2 * local.operands[0][1]
+
+
+# The statistics are those of the whole batch, and so are the gradients of weight and bias, which the backward needs anyway.
+BATCH_NORM = Distributed(
+    name="batch_norm", factors=("b",), operands="I", able=trains,
+    forward=(Sent("all_gather", lambda call, local: local.split("b") * channels(call, local)),),
+    backward=(Sent("all_reduce", channels),),
+)  # fmt: skip
+
+
 def instance_norm(call: Call) -> Fitted:
     """b c ...!, c, c, c, c -> b c ...!"""
     batch = "b!" if call.positions("running_mean") else "b"  # running statistics are the means over the batch
@@ -63,8 +107,25 @@ def instance_norm(call: Call) -> Fitted:
 
 def softmax(call: Call) -> Fitted:
     """the normalised dim stays whole"""
-    words = term(without(max(call.rank("self"), 1), call.number("dim"))) if call.rank("self") else "()"
+    rank = call.rank("self")
+    words = term("n!" if d == call.number("dim") % rank else word for d, word in enumerate(dims(rank))) if rank else "()"
     return call.fit(f"{words} -> {words}")
+
+
+def rows(call: Call, local: Local) -> int:
+    """A number for each distribution."""
+    shape = local.operands[0]
+    return math.prod(shape) // shape[call.number("dim")]
+
+
+# The largest number of all ranks, then the sum of exponentials; the backward subtracts a sum, too.
+SOFTMAX, LOG_SOFTMAX = (
+    Distributed(
+        name=name, factors=("n",), forward=(Sent("all_reduce", rows), Sent("all_reduce", rows)),
+        backward=(Sent("all_reduce", rows),),
+    )
+    for name in ("softmax", "log_softmax")
+)  # fmt: skip
 
 
 def loss(call: Call) -> Fitted:
@@ -117,15 +178,15 @@ MORE_LOSSES = ("kl_div", "soft_margin_loss", "margin_ranking_loss", "hinge_embed
 
 TABLE: dict[str, Rule] = {
     "aten.scaled_dot_product_attention.default": rule(attention, linear="value"),
-    "aten.softmax.int": rule(softmax),
-    "aten.log_softmax.int": rule(softmax),
+    "aten.softmax.int": rule(softmax, distributed=[SOFTMAX]),
+    "aten.log_softmax.int": rule(softmax, distributed=[LOG_SOFTMAX]),
     "aten._softmax.default": rule(softmax),
     "aten._log_softmax.default": rule(softmax),
-    "aten.layer_norm.default": rule(normalised),
+    "aten.layer_norm.default": rule(normalised, local=normalised_here, distributed=[LAYER_NORM]),
     "aten.native_layer_norm.default": rule(normalised),
-    "aten.rms_norm.default": rule(normalised),
+    "aten.rms_norm.default": rule(normalised, local=normalised_here, distributed=[RMS_NORM]),
     "aten.group_norm.default": rule(grouped, local=groups),
-    "aten.batch_norm.default": rule(batch_norm),
+    "aten.batch_norm.default": rule(batch_norm, distributed=[BATCH_NORM]),
     "aten.instance_norm.default": rule(instance_norm),
     **{f"aten.{name}.default": rule(loss, averages=is_mean) for name in (*LOSSES, *MORE_LOSSES)},
     "aten.cross_entropy_loss.default": rule(classified, averages=is_mean, distributed=[CLASSES]),

@@ -14,7 +14,8 @@ from typing import Protocol
 
 import torch
 
-from autopar.runtime.collectives import PRIMITIVES, Place, wait
+from autopar.runtime.collectives import largest, summed
+from autopar.runtime.norms import batch_norm, layer_norm, rms_norm
 from autopar.runtime.world import Axis
 
 aten = torch.ops.aten
@@ -83,7 +84,7 @@ class _Classes(torch.autograd.Function):
         odds = (scores - top).exp_()
         place, elsewhere = _within(target.unsqueeze(dim), ctx.start, scores.shape[dim])
         own = (scores.gather(dim, place) - top).masked_fill_(elsewhere, 0)
-        total, own = total_of(torch.stack([odds.sum(dim, keepdim=True), own]), axis)
+        total, own = summed(torch.stack([odds.sum(dim, keepdim=True), own]), axis)
         ctx.save_for_backward(odds.div_(total).to(scores.dtype), target)
         losses = (total.log() - own).squeeze(dim).masked_fill_(target == ignored, 0)
         result: torch.Tensor = losses if reduction == NONE else losses.sum()
@@ -116,17 +117,49 @@ def chosen(
     return aten.nll_loss_nd(scores, place, weight, reduction, IGNORED)  # type: ignore[no-any-return]
 
 
-# --- what is common to them -----------------------------------------------------------------------------------------------
+# --- distributions over a split dim ---------------------------------------------------------------------------------------
 
 
-def total_of(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum over all ranks."""
-    return PRIMITIVES["all_reduce"](x, axis, Place())
+class _Distribution(Protocol):
+    """What the backward of a softmax needs."""
+
+    axis: Axis
+    dim: int
+    log: bool
+    saved_tensors: tuple[torch.Tensor, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
 
 
-def largest(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The maximum over all ranks."""
-    return wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "max", axis.group))
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Distribution, axis: Axis, x: torch.Tensor, dim: int, log: bool) -> torch.Tensor:
+        ctx.axis, ctx.dim, ctx.log = axis, dim, log
+        wide = torch.promote_types(x.dtype, torch.float32)
+        result = x - largest(x.amax(dim, keepdim=True).to(wide), axis)
+        total = summed(result.exp().sum(dim, keepdim=True), axis)
+        result = (result.sub_(total.log()) if log else result.exp_().div_(total)).to(x.dtype)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: _Distribution, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
+        (result,) = ctx.saved_tensors
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        shares = gradient if ctx.log else gradient * result
+        total = summed(shares.sum(ctx.dim, keepdim=True, dtype=wide), ctx.axis)
+        found = gradient - result.exp() * total if ctx.log else result * (gradient - total)
+        return None, found.to(gradient.dtype), None, None
+
+
+def softmax(axis: Axis, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`aten.softmax` over a dim that is split."""
+    return _Softmax.apply(axis, x.to(dtype or x.dtype), dim, False)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def log_softmax(axis: Axis, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`aten.log_softmax` over a dim that is split."""
+    return _Softmax.apply(axis, x.to(dtype or x.dtype), dim, True)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _within(indices: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,4 +169,7 @@ def _within(indices: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor
     return place.masked_fill_(elsewhere, 0), elsewhere
 
 
-FORMS: dict[str, Callable[..., object]] = {function.__name__: function for function in (vocabulary, classes, chosen)}
+FORMS: dict[str, Callable[..., object]] = {
+    function.__name__: function
+    for function in (vocabulary, classes, chosen, softmax, log_softmax, layer_norm, rms_norm, batch_norm)
+}
