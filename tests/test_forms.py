@@ -173,3 +173,35 @@ def test_data_parallelism_shares_the_statistics_of_batch_norm_and_gathers_no_bat
     plan = autopar.plan(Normal(32, nn.BatchNorm1d(32)), torch.randn(64, 8), table.mesh((4,)), strategy=strategy)
     assert form(plan, "batch_norm") == "batch_norm"
     assert not planning.of(plan, "up:linear#0")
+
+
+class Looking(nn.Module):
+    """Attention of one head to one long sequence, between linear layers."""
+
+    def __init__(self, width: int, *, causal: bool) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.causal = causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (one(x).unsqueeze(1) for one in (self.query, self.key, self.value))
+        found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        return self.out(found.squeeze(1)).square().sum()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name, causal", [("queries", True), ("ring", True), ("ring", False)])
+def test_attention_over_a_split_sequence_gives_equal_numbers(pool: WorkerPool, name: str, causal: bool, ranks: int) -> None:
+    """Where memory is plenty the queries alone are split, or by the plain rule; where it is not, keys and values go round."""
+    torch.manual_seed(0)
+    length, width = 256, 8
+    model, x, on = Looking(width, causal=causal), torch.randn(1, length, width), table.mesh((ranks,))
+    least = planning.smallest(read_program(model, x), on)
+    plan = autopar.plan(model, x, on, budget=None if name == "queries" else least)
+    assert form(plan, "attention") == name
+    part = 2 * length // ranks * width * 4  # of keys and values
+    own = {("all_to_all", "forward", part): ranks - 1, ("all_to_all", "backward", part): 2 * ranks - 1}
+    sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":scaled_dot_product_attention#0"))
+    assert sent == (own if name == "ring" else {})
+    report = verify(model, x, on, plan, Options(), pool)
+    assert report.ok, report

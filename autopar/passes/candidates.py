@@ -102,7 +102,7 @@ def _assignments(
     splits: list[Form] = [("S", f, count) for f, counts in enumerate(factors) for count in counts]
     choices = [[*plain, *splits, *_distributed_over(fitted, size)] if size > 1 else [INVARIANT] for size in sizes]
     for forms in itertools.product(*choices):
-        if sum(form[0] == "D" for form in forms) > 1:
+        if any(form[0] == "D" for form in forms) and not _apart(fitted, forms):
             continue
         groups: dict[int, list[int]] = {}
         for axis, form in enumerate(forms):
@@ -123,6 +123,12 @@ def _distributed_over(fitted: Fitted | None, size: int) -> Iterator[Form]:
         lengths = [fitted.factors[f].size for f in fitted.spread(form)]  # type: ignore[union-attr]
         if all(length % size == 0 for length in lengths):
             yield "D", number, lengths[0] // size
+
+
+def _apart(fitted: Fitted | None, forms: Sequence[Form]) -> bool:
+    """Whether one form is distributed, and its factors are split by no other axis."""
+    numbers = [number for kind, number, _ in forms if kind == "D"]
+    return len(numbers) == 1 and {f for kind, f, _ in forms if kind == "S"}.isdisjoint(spread(fitted, numbers[0]))
 
 
 def _nests(axes: list[int], forms: Sequence[Form], size: int, sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], ...]]:

@@ -154,7 +154,7 @@ def distributed_trials(fitted: Fitted) -> Iterator[Trial]:
             if ranks > 1:
                 yield Trial(sizes=(ranks,), forms=(("distributed", number, ranks),))
         for f, factor in enumerate(fitted.factors):
-            if not factor.whole and factor.size > 1 and few > 1:
+            if not factor.whole and factor.size > 1 and few > 1 and factor.name not in form.factors:
                 parts = _prime(factor.size)
                 sizes, forms = (few, parts), (("distributed", number, few), ("split", f, factor.size // parts))
                 yield Trial(sizes=sizes, forms=forms)

@@ -24,6 +24,44 @@ def attention(call: Call) -> Fitted:
     return call.fit(text, sizes=sizes, random=random)
 
 
+def looking_back(call: Call) -> bool:
+    """Whether attention is causal, in the form that fused kernels know: batch, heads, sequence, width."""
+    query, key, value = (call.shape(name) for name in ("query", "key", "value"))
+    return bool(call.arguments["is_causal"]) and len(query) == 4 and query[-2] == key[-2] and query[-1] == value[-1]
+
+
+def looking_around(call: Call) -> bool:
+    """The same of attention in which every query sees every key."""
+    query, value = call.shape("query"), call.shape("value")
+    masked = call.arguments["is_causal"] or call.positions("attn_mask")
+    return not masked and len(query) == 4 and query[-1] == value[-1]
+
+
+def keys_and_values(call: Call, local: Local) -> int:
+    """The chunk of both that a rank holds."""
+    _, key, value, *_ = local.operands
+    return math.prod(key) + math.prod(value)
+
+
+def others(ranks: int) -> int:
+    """All ranks but this one."""
+    return ranks - 1
+
+
+QUERIES = Distributed(name="queries", factors=("q",), able=looking_back, work=lambda ranks: 2 - 1 / ranks)
+RINGS = [  # the last rank sees all chunks, its own by half
+    Distributed(
+        name="ring", factors=("q", "k"), able=able, work=work,
+        forward=(Sent("all_to_all", keys_and_values, others, wide=False),),
+        backward=(
+            Sent("all_to_all", keys_and_values, others, wide=False),
+            Sent("all_to_all", keys_and_values, lambda ranks: ranks),  # their gradients come home
+        ),
+    )
+    for able, work in ((looking_back, lambda ranks: 2 * ranks - 1), (looking_around, lambda ranks: ranks))
+]  # fmt: skip
+
+
 def mask(call: Call, heads: str, q: str) -> str:
     """The dims of an attention mask, which may lack leading ones."""
     rank = call.rank("attn_mask")
@@ -177,7 +215,7 @@ LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_e
 MORE_LOSSES = ("kl_div", "soft_margin_loss", "margin_ranking_loss", "hinge_embedding_loss", "poisson_nll_loss")
 
 TABLE: dict[str, Rule] = {
-    "aten.scaled_dot_product_attention.default": rule(attention, linear="value"),
+    "aten.scaled_dot_product_attention.default": rule(attention, linear="value", distributed=[QUERIES, *RINGS]),
     "aten.softmax.int": rule(softmax, distributed=[SOFTMAX]),
     "aten.log_softmax.int": rule(softmax, distributed=[LOG_SOFTMAX]),
     "aten._softmax.default": rule(softmax),

@@ -33,18 +33,25 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One collective inside an op: its kind, and the elements of its larger buffer on one rank.
+    """One collective inside an op: its kind, and the elements of its larger buffer on one rank; `times` of so many ranks.
 
-    They are of the first operand's dtype, or of float32 if that is narrower, as statistics are.
+    They are of the first operand's dtype, or of float32 if that is narrower: sums and statistics are `wide`.
     """
 
     kind: str
     elements: Callable[[Call, Local], int]
+    times: Callable[[int], int] = lambda ranks: 1
+    wide: bool = True
 
 
 def always(call: Call) -> bool:
     """In every use of an operator."""
     return True
+
+
+def evenly(ranks: int) -> float:
+    """A rank computes its part, as the local shapes have it."""
+    return 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +65,7 @@ class Distributed:
     operands: str = "R"  # the state of operands without the factors: I if their gradient comes out complete
     results: str = "P"  # the state of results without them: I if they come out complete
     able: Callable[[Call], bool] = always  # whether the form serves this use
+    work: Callable[[int], float] = evenly  # what the busiest of so many ranks computes, in ops of the local shapes
     forward: tuple[Sent, ...] = ()
     backward: tuple[Sent, ...] = ()
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from autopar.runtime.attention import queries, ring
 from autopar.runtime.collectives import largest, summed
 from autopar.runtime.norms import batch_norm, layer_norm, rms_norm
 from autopar.runtime.world import Axis
@@ -171,5 +172,7 @@ def _within(indices: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor
 
 FORMS: dict[str, Callable[..., object]] = {
     function.__name__: function
-    for function in (vocabulary, classes, chosen, softmax, log_softmax, layer_norm, rms_norm, batch_norm)
-}
+    for function in (
+        vocabulary, classes, chosen, softmax, log_softmax, layer_norm, rms_norm, batch_norm, queries, ring,
+    )
+}  # fmt: skip

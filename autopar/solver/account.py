@@ -23,7 +23,7 @@ from autopar.rules import Distributed, Fitted
 from autopar.rules.roles import ROLES, Sample, role, role_of_dim
 from autopar.solver.analysis import Analysis, due
 from autopar.solver.memory import Ledger
-from autopar.solver.pricing import WHOLE_SUM, arrival_seconds, primitive_seconds, rounding_seconds
+from autopar.solver.pricing import WHOLE_SUM, arrival_seconds, primitive_seconds, rounding_seconds, work
 from autopar.solver.problem import Solution
 from autopar.solver.reruns import reruns
 
@@ -89,7 +89,8 @@ def _compute(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[tupl
             inside = [local_shape(s, x, sizes) for s, x in zip(shapes, candidate.operands, strict=True)]
             outside = [local_shape(r.shape, x, sizes) for r, x in zip(op.results, candidate.results, strict=True)]
             there, back = price.forward_seconds(inside, outside), price.backward_seconds(inside, outside)
-            known[of[op.name]] = program.runs * there, program.runs * back
+            times = program.runs * work(analysis.fits[op.name], candidate, sizes)
+            known[of[op.name]] = times * there, times * back
         if any(known[of[op.name]]):
             yield op.name, known[of[op.name]]
 

@@ -112,9 +112,10 @@ def inside(
     call, dtype = Call.of(op), values[op.operands[0]].dtype
     local = Local(fitted=fitted, operands=operands, results=results, parts=parts_of(fitted, candidate, mesh.sizes))
     for sent in form.forward if where == "forward" or again else form.backward:
-        size = sent.elements(call, local) * max(dtype.itemsize, torch.float32.itemsize)
+        size = sent.elements(call, local) * max(dtype.itemsize, torch.float32.itemsize if sent.wide else 1)
         seconds = float(collective_seconds(sent.kind, float(size), mesh.sizes[axis], mesh.links[axis]))
-        yield Message(values=(op.results[0].name,), axis=axis, kind=sent.kind, where=where, bytes=size, seconds=seconds)
+        message = Message(values=(op.results[0].name,), axis=axis, kind=sent.kind, where=where, bytes=size, seconds=seconds)
+        yield from repeat(message, sent.times(mesh.sizes[axis]))
 
 
 def returns(analysis: Analysis, value: Value, layout: Layout, mesh: Mesh) -> Iterator[Message]:
