@@ -1,6 +1,7 @@
 """Plans: decisions as data, with what they cost. A plan is text through and through: it is validated, never executed.
 
-    choices   op -> one form per axis: "I", "R", "P 0" (the rule's first linear group), "n/512" (factor n, stride 512)
+    choices   op -> one form per axis: "I", "R", "P 0" (the rule's first linear group), "n/512" (factor n, stride 512),
+              "vocabulary/512" (a distributed form, stride of its first factor)
     layouts   value or parameter -> its layout as produced or stored; "output:loss" -> that output
     routes    value -> its conversions, "I, S(0) -> R, S(0)"
     again     what the backward makes again instead of keeping it: op -> "run"; value -> these of its conversions
@@ -145,6 +146,9 @@ def form_text(form: Form, fitted: Fitted | None) -> str:
     if kind == "S":
         assert fitted is not None
         return f"{fitted.factors[which].name}/{stride}"
+    if kind == "D":
+        assert fitted is not None
+        return f"{fitted.distributed[which].name}/{stride}"
     return f"P {which}" if kind == "P" else kind
 
 
@@ -157,8 +161,12 @@ def _form(entry: str, fitted: Fitted | None) -> Form:
         return "P", range(len(fitted.linear))[int(entry[2:])], 0
     name, _, stride = entry.rpartition("/")
     names = [factor.name for factor in fitted.factors]
+    forms = [form.name for form in fitted.distributed]
+    if name in forms:
+        return "D", forms.index(name), int(stride)
     if name not in names:
-        raise ValueError(f"{entry!r} is no choice: I, R, P and a number, or one of {', '.join(f'{n}/stride' for n in names)}")
+        known = ", ".join(f"{name}/stride" for name in (*names, *forms))
+        raise ValueError(f"{entry!r} is no choice: I, R, P and a number, or one of {known}")
     return "S", names.index(name), int(stride)
 
 

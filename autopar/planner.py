@@ -33,7 +33,7 @@ from autopar.solver.analysis import Analysis, analyse
 from autopar.solver.budget import parse_bytes
 from autopar.solver.formulate import Formulated, decisions, formulate
 from autopar.solver.memory import Ledger
-from autopar.solver.messages import Message, messages
+from autopar.solver.messages import Message, between, messages
 from autopar.solver.problem import Solution, local_price
 from autopar.solver.within import smallest, within
 from autopar.tables import size_text
@@ -357,9 +357,9 @@ def _best_named(best: Solved, analysis: Analysis, options: Options, limit: Bytes
 
 
 def step_time(formulated: Formulated, solution: Solution) -> Seconds:
-    """Seconds of a step: the solver's price with the messages counted as they are sent, where it may miss a few."""
+    """Seconds of a step: the solver's price with the messages of conversions as they are sent, where it may miss a few."""
     analysis, chosen, mesh = formulated.analysis, decisions(formulated, solution), formulated.mesh
-    sent = sum(message.seconds for message in messages(analysis, chosen, mesh))
+    sent = sum(message.seconds for message in between(analysis, chosen, mesh))
     return local_price(formulated.problem, solution.picks, solution.again) + conversions(analysis, chosen, mesh) + sent
 
 
@@ -377,6 +377,7 @@ def _useless_axes(analysis: Analysis, mesh: Mesh) -> None:
     """Raise MeshError for an axis over which nothing of the model can be split."""
     fits = [fitted for fitted in analysis.fits.values() if fitted]
     dims = {factor.size for fitted in fits for factor in fitted.factors if not factor.whole and factor.size > 1}
+    dims |= {fitted.factors[f].size for fitted in fits for form in fitted.distributed for f in fitted.spread(form)}
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         if size > 1 and all(dim % size for dim in dims):
             raise MeshError(

@@ -24,10 +24,11 @@ from autopar.ir import Argument, Op, Program, Ref, Value, overload
 from autopar.layout import I, Layout, local_shape
 from autopar.passes.again import aliases, draws, lies, may_copy
 from autopar.passes.bundles import Bundle, bundled
-from autopar.passes.candidates import Candidate, parts_of
+from autopar.passes.candidates import Candidate, distributed, parts_of
 from autopar.passes.weights import copies, summed
 from autopar.rules import Fitted, localise, scale
 from autopar.runtime import accumulate, again, bundle, collectives, random, storage
+from autopar.runtime.forms import FORMS
 from autopar.runtime.world import Context
 
 Target = str | Callable[..., object]
@@ -262,6 +263,9 @@ class _Emitter:
         target = overload(op.target)
         if self.training and op.target in TRAINING and arguments[TRAINING[op.target]] is True:
             arguments[TRAINING[op.target]] = self.training
+        if own := distributed(self.fits[op.name], candidate):
+            axis, form = own
+            return self._run(op, FORMS[form.name], [self.axes[axis], *arguments], identifier(op.name), named)
         if not draws(op, self.fits[op.name]):
             return self._run(op, target, arguments, identifier(op.name), named)
         if self.training and op.target == ATTENTION:

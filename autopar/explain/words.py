@@ -38,6 +38,8 @@ def runs(words: Sequence[str], axes: Sequence[str]) -> str:
 
     >>> runs(("batch", "whole"), ("dp", "tp"))
     'batch split over dp, the same on tp'
+    >>> runs(("whole", "classes with 2 all-reduces inside"), ("dp", "tp"))
+    'classes split over tp with 2 all-reduces inside, the same on dp'
     """
     if all(word == WHOLE for word in words):
         return "the same on every device"
@@ -58,7 +60,8 @@ def _grouped(words: Sequence[str], axes: Sequence[str]) -> Iterable[str]:
     """One phrase per word, the splits first."""
     for word in sorted(dict.fromkeys(words), key=lambda word: word in UNSPLIT):
         over = together(axis for axis, other in zip(axes, words, strict=True) if other == word)
-        yield UNSPLIT.get(word, f"{word} split over {{}}").format(over)
+        split, apart, messages = word.partition(" with ")
+        yield UNSPLIT.get(word, f"{split} split over {{}}{apart}{messages}").format(over)
 
 
 def together(names: Iterable[str]) -> str:

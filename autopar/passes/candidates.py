@@ -3,7 +3,8 @@
     linear "b s k, n k, +n -> b s n" on axes (2, 4)   ->   I I | I R | R split b | split b split n | split (b) (b) | ...
 
 On each axis an op runs in exactly one form: invariant (all I), replicated (all R), split of a factor (operands that have the
-factor S, the others R; results that lack it P), or partial in a group of operands in which the op is jointly linear.
+factor S, the others R; results that lack it P), partial in a group of operands in which the op is jointly linear, or a
+distributed form of its own (`rules.Distributed`), on one axis at most.
 A factor split by several axes is nested in every order; an inner factor of a merged dim is split only where `asked` says so.
 """
 
@@ -16,9 +17,10 @@ from dataclasses import dataclass
 from autopar.ir import Op, Program, Value
 from autopar.layout import I, Layout, P, R, State, split
 from autopar.passes.space import Blocks
-from autopar.rules import Fitted
+from autopar.rules import Distributed, Fitted
 
-Form = tuple[str, int, int]  # ("I"|"R", 0, 0), ("P", group, 0), ("S", factor, stride within the factor)
+# ("I"|"R", 0, 0), ("P", group, 0), ("S", factor, stride within the factor), ("D", distributed form, stride of its first factor)
+Form = tuple[str, int, int]
 
 INVARIANT: Form = ("I", 0, 0)
 REPLICATED: Form = ("R", 0, 0)
@@ -65,9 +67,22 @@ def parts_of(fitted: Fitted | None, candidate: Candidate, sizes: Sequence[int]) 
     """Into how many parts a candidate splits each factor."""
     parts = [1] * (len(fitted.factors) if fitted else 0)
     for (kind, factor, _), size in zip(candidate.forms, sizes, strict=True):
-        if kind == "S":
-            parts[factor] *= size
+        for f in (factor,) if kind == "S" else spread(fitted, factor) if kind == "D" else ():
+            parts[f] *= size
     return parts
+
+
+def spread(fitted: Fitted | None, number: int) -> tuple[int, ...]:
+    """The factors that the distributed form of this number splits."""
+    return fitted.spread(fitted.distributed[number]) if fitted else ()
+
+
+def distributed(fitted: Fitted | None, candidate: Candidate) -> tuple[int, Distributed] | None:
+    """The axis on which a candidate runs in a distributed form, and that form."""
+    for axis, (kind, number, _) in enumerate(candidate.forms):
+        if kind == "D" and fitted:
+            return axis, fitted.distributed[number]
+    return None
 
 
 def _join(forms: tuple[Form, ...], columns: Sequence[tuple[list[State], list[State]]]) -> Candidate:
@@ -85,8 +100,10 @@ def _assignments(
     if fitted:
         plain += [("P", group, 0) for group in range(len(fitted.linear))]
     splits: list[Form] = [("S", f, count) for f, counts in enumerate(factors) for count in counts]
-    choices = [[*plain, *splits] if size > 1 else [INVARIANT] for size in sizes]
+    choices = [[*plain, *splits, *_distributed_over(fitted, size)] if size > 1 else [INVARIANT] for size in sizes]
     for forms in itertools.product(*choices):
+        if any(form[0] == "D" for form in forms) and not _apart(fitted, forms):
+            continue
         groups: dict[int, list[int]] = {}
         for axis, form in enumerate(forms):
             if form[0] == "S":
@@ -98,6 +115,20 @@ def _assignments(
         for orders in itertools.product(*(_nests(axes, forms, fitted.factors[f].size, sizes) for f, axes in groups.items())):
             strides = dict(pair for order in orders for pair in order)
             yield tuple((form[0], form[1], strides[axis]) if axis in strides else form for axis, form in enumerate(forms))
+
+
+def _distributed_over(fitted: Fitted | None, size: int) -> Iterator[Form]:
+    """The distributed forms whose factors an axis of this size divides."""
+    for number, form in enumerate(fitted.distributed if fitted else ()):
+        lengths = [fitted.factors[f].size for f in fitted.spread(form)]  # type: ignore[union-attr]
+        if all(length % size == 0 for length in lengths):
+            yield "D", number, lengths[0] // size
+
+
+def _apart(fitted: Fitted | None, forms: Sequence[Form]) -> bool:
+    """Whether one form is distributed, and its factors are split by no other axis."""
+    numbers = [number for kind, number, _ in forms if kind == "D"]
+    return len(numbers) == 1 and {f for kind, f, _ in forms if kind == "S"}.isdisjoint(spread(fitted, numbers[0]))
 
 
 def _nests(axes: list[int], forms: Sequence[Form], size: int, sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -138,6 +169,10 @@ def _states(
         group = fitted.linear[which]
         inside = [P if i in group else R for i in range(len(operand_grads))]
         outside = [P] * len(result_grads)
+    elif kind == "D":
+        own = fitted.distributed[which]
+        inside = [_chunk(dims, own, stride, fitted) or State(own.operands) for dims in fitted.operands]
+        outside = [_chunk(dims, own, stride, fitted) or State(own.results) for dims in fitted.results]
     else:
         summed = which in fitted.summed
         inside = [
@@ -159,6 +194,14 @@ def _digit(dims: tuple[tuple[int, ...], ...], factor: int, stride: int, fitted: 
                 stride *= fitted.factors[right].size
             return split(dim, stride)
     return None
+
+
+def _chunk(dims: tuple[tuple[int, ...], ...], form: Distributed, stride: int, fitted: Fitted) -> State | None:
+    """The split of the dim that has a factor of a distributed form; its first is split at this stride, the others alike."""
+    first, *_ = factors = fitted.spread(form)
+    parts = fitted.factors[first].size // stride
+    found = (_digit(dims, f, fitted.factors[f].size // parts, fitted) for f in factors)
+    return next((state for state in found if state), None)
 
 
 def _factor_blocks(op: Op, fitted: Fitted, blocks: Mapping[str, Blocks]) -> list[tuple[int, ...]]:

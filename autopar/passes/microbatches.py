@@ -26,7 +26,7 @@ from autopar.passes.builder import Builder
 from autopar.passes.candidates import INVARIANT, Candidate, asked, candidate, candidates, parts_of
 from autopar.passes.dead import dead
 from autopar.passes.infer import kind
-from autopar.rules import fit, localise, scale
+from autopar.rules import Fitted, fit, localise, scale
 
 AHEAD = 1000.0  # what an element that is computed ahead takes, in conversions that a run does itself: nothing else helps
 
@@ -65,7 +65,7 @@ class _Cutter:
 
     def __init__(self, program: Program, runs: int) -> None:
         self.program, self.runs, self.sizes = program, runs, (runs,)
-        self.fits = {op.name: fit(op, program.values) for op in program.ops}
+        self.fits = {op.name: _undistributed(fit(op, program.values)) for op in program.ops}
         self.blocks = asked(program, self.fits)
         self.reads = [name for op in program.ops for name in op.operands]
         self.states = dict.fromkeys(program.values, I)
@@ -232,6 +232,11 @@ class _Cutter:
 
     def _shape(self, value: Value, state: State) -> tuple[int, ...]:
         return local_shape(value.shape, (state,), self.sizes)
+
+
+def _undistributed(fitted: Fitted | None) -> Fitted | None:
+    """Runs follow each other: none can ask another one for anything."""
+    return replace(fitted, distributed=()) if fitted else None
 
 
 def _state(state: State) -> State:

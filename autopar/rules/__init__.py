@@ -9,7 +9,7 @@ rule_of(target)                                -> Rule or None       the user's,
 `autopar.rules.roles` says what factors mean to a person.
 """
 
-from autopar.rules.rule import Factor, Fitted, Rule, rule
+from autopar.rules.rule import Distributed, Factor, Fitted, Rule, Sent, rule
 from autopar.rules.table import RULES, fit, localise, rule_of, scale, view_of
 
-__all__ = ["RULES", "Factor", "Fitted", "Rule", "fit", "localise", "rule", "rule_of", "scale", "view_of"]
+__all__ = ["RULES", "Distributed", "Factor", "Fitted", "Rule", "Sent", "fit", "localise", "rule", "rule_of", "scale", "view_of"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autopar.ir import Argument
 from autopar.rules.call import Call, Local
-from autopar.rules.rule import Fitted, Rule, rule
+from autopar.rules.rule import Distributed, Fitted, Rule, rule
 from autopar.rules.views import dims, term, without
 
 
@@ -133,8 +133,15 @@ def crossed_dim(call: Call, local: Local) -> dict[str, Argument]:
 
 def embedding(call: Call) -> Fitted:
     """v! h, ... -> ... h; the rows looked up stay on one device when gradients are counted or sparse"""
-    alone = bool(call.arguments["scale_grad_by_freq"]) or bool(call.arguments["sparse"])
-    return call.fit("v! h, ...! -> ...! h" if alone else "v! h, ... -> ... h")
+    return call.fit("v! h, ... -> ... h" if plain_rows(call) else "v! h, ...! -> ...! h")
+
+
+def plain_rows(call: Call) -> bool:
+    """Whether the gradient of a table is the sum over the rows looked up."""
+    return not call.arguments["scale_grad_by_freq"] and not call.arguments["sparse"]
+
+
+VOCABULARY = Distributed(name="vocabulary", factors=("v",), able=plain_rows)  # a rank adds nothing for rows that lie elsewhere
 
 
 def convolution(call: Call) -> Fitted:
@@ -190,7 +197,7 @@ TABLE: dict[str, Rule] = {
     "aten.baddbmm.default": added_to("b m n", "b m k, b k n", ("batch1", "batch2")),
     "aten.bilinear.default": rule("... i, ... j, o i j, +o -> ... o", linear="input1 bias, input2 bias, weight bias"),
     "aten.einsum.default": rule(einsum),
-    "aten.embedding.default": rule(embedding, linear="weight"),
+    "aten.embedding.default": rule(embedding, linear="weight", distributed=[VOCABULARY]),
     **{
         f"aten.{name}": CONVOLUTION
         for name in (

@@ -16,8 +16,7 @@ from autopar.errors import RuleError
 from autopar.rules.example import Example
 from autopar.rules.law import check
 from autopar.rules.probe import Class, Place, Probe
-from autopar.rules.reductions import always
-from autopar.rules.rule import Rule, rule
+from autopar.rules.rule import Rule, always, rule
 from autopar.rules.table import fit
 from autopar.rules.uneven import joins_unevenly
 

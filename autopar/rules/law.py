@@ -4,14 +4,16 @@
     gradients  of split operands joined, of replicated ones added, of partial ones the same on every rank, equal the whole's
 
 Every factor is split once, twice nested, and in blocks; neighbouring factors are split together; every linear group is
-given random addends. A random op can only be checked for its shapes.
+given random addends. A random op can only be checked for its shapes. Distributed forms, whose ranks talk to each other, are run
+on all ranks at once, alone and beside a split of every other factor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar, cast
 
 import torch
 
@@ -19,18 +21,27 @@ from autopar.errors import RuleError
 from autopar.ir import Argument, Op, Ref, Value, overload
 from autopar.layout import Layout, P, R, State, join, local_shape, shard, split
 from autopar.mesh import Mesh
-from autopar.rules.rule import Dims, Fitted, Rule
+from autopar.rules.rule import Dims, Distributed, Fitted, Rule
 from autopar.rules.table import fit, localise, scale
 
 TOLERANCE = 1e-10  # of |a - b| / (1 + max|b|), in float64
+Function = Callable[..., object]
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """Runs all ranks of a mesh axis at once."""
+
+    def __call__(self, form: str, size: int, run: Callable[[int, Function], T]) -> list[T]:
+        """What `run(rank, function)` gives on each rank; the function is that of a distributed form, told its axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One way to run an op: per mesh axis its size, and a factor split at a stride or a linear group."""
+    """One way to run an op: per mesh axis its size, and a factor split at a stride, a linear group, or a distributed form."""
 
     sizes: tuple[int, ...]
-    forms: tuple[tuple[str, int, int], ...]  # ("split", factor, stride) or ("partial", group, 0)
+    forms: tuple[tuple[str, int, int], ...]  # ("split", factor, stride), ("partial", group, 0), ("distributed", form, ranks)
 
     def describe(self, fitted: Fitted) -> str:
         """What is split or partial, and how."""
@@ -39,6 +50,8 @@ class Trial:
             if kind == "split":
                 factor = fitted.factors[which]
                 words.append(f"{factor.name} of size {factor.size} split {size} ways at stride {stride}")
+            elif kind == "distributed":
+                words.append(f"{fitted.distributed[which].name} on {size} ranks")
             else:
                 words.append(f"operands {sorted(fitted.linear[which])} partial on {size} ranks")
         return ", ".join(words)
@@ -52,16 +65,30 @@ class Trial:
         """Into how many parts each factor is split."""
         parts = [1] * len(fitted.factors)
         for size, (kind, which, _) in zip(self.sizes, self.forms, strict=True):
-            if kind == "split":
-                parts[which] *= size
+            for f in (which,) if kind == "split" else fitted.spread(fitted.distributed[which]) if kind == "distributed" else ():
+                parts[f] *= size
         return parts
 
+    def distributed(self, fitted: Fitted) -> tuple[int, Distributed] | None:
+        """The axis on which it is run in a distributed form, and that form."""
+        for axis, (kind, which, _) in enumerate(self.forms):
+            if kind == "distributed":
+                return axis, fitted.distributed[which]
+        return None
 
-def check(op: Op, values: Mapping[str, Value], tensors: Mapping[str, torch.Tensor], *, rule: Rule | None = None) -> int:
+
+def check(
+    op: Op,
+    values: Mapping[str, Value],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    rule: Rule | None = None,
+    ranks: Ranks | None = None,
+) -> int:
     """Check an op's rule (or the one given) on these operands, and say how many trials it passed.
 
-    Values that require gradients are differentiated. Raises RuleError, naming the factor and the tensor, where a split op
-    does not equal the whole.
+    Values that require gradients are differentiated. Distributed forms are tried if `ranks` can run them. Raises
+    RuleError, naming the factor and the tensor, where a split op does not equal the whole.
     """
     fitted = fit(op, values, rule=rule)
     if fitted is None:
@@ -71,8 +98,8 @@ def check(op: Op, values: Mapping[str, Value], tensors: Mapping[str, torch.Tenso
     whole = _Run.of(op, operands, grads, [None] * len(op.results), 1)
     tolerance = max((TOLERANCE, *(_precision(t) for t in (*operands, *whole.results))))
     count = 0
-    for trial in trials(fitted):
-        for what, got, expected in _compare(op, fitted, trial, operands, grads, whole, rule):
+    for trial in (*trials(fitted), *(distributed_trials(fitted) if ranks else ())):
+        for what, got, expected in _compare(op, fitted, trial, operands, grads, whole, rule, ranks):
             if not (got.shape == expected.shape if fitted.random else _equal(got, expected, tolerance)):
                 raise _wrong(op, fitted, trial, what, _error(got, expected))
         count += 1
@@ -123,6 +150,22 @@ def trials(fitted: Fitted) -> Iterator[Trial]:
         yield Trial(sizes=one.sizes + two.sizes, forms=one.forms + two.forms)
 
 
+def distributed_trials(fitted: Fitted) -> Iterator[Trial]:
+    """Every distributed form alone, on few ranks and on many, and outside and inside of a split of every other factor."""
+    for number, form in enumerate(fitted.distributed):
+        most = math.gcd(*(fitted.factors[f].size for f in fitted.spread(form)))
+        few = _prime(most)
+        for ranks in dict.fromkeys((few, most)):
+            if ranks > 1:
+                yield Trial(sizes=(ranks,), forms=(("distributed", number, ranks),))
+        for f, factor in enumerate(fitted.factors):
+            if not factor.whole and factor.size > 1 and few > 1 and factor.name not in form.factors:
+                parts = _prime(factor.size)
+                sizes, forms = (few, parts), (("distributed", number, few), ("split", f, factor.size // parts))
+                yield Trial(sizes=sizes, forms=forms)
+                yield Trial(sizes=sizes[::-1], forms=forms[::-1])
+
+
 def _prime(size: int) -> int:
     """The least prime divisor; 1 of 1."""
     return next((n for n in range(2, size + 1) if size % n == 0), 1)
@@ -132,6 +175,10 @@ def _state(form: tuple[str, int, int], fitted: Fitted, dims: Dims, operand: int 
     kind, which, stride = form
     if kind == "partial":
         return P if operand is None or operand in fitted.linear[which] else R
+    if kind == "distributed":
+        own = fitted.distributed[which]
+        splits = (_state(("split", f, fitted.factors[f].size // stride), fitted, dims, operand) for f in fitted.spread(own))
+        return next((state for state in splits if state.kind == "S"), State(own.results if operand is None else own.operands))
     for d, factors in enumerate(dims):
         if which in factors:
             right = factors[factors.index(which) + 1 :]
@@ -156,8 +203,9 @@ class _Run:
         grads: Sequence[bool],
         cotangents: Sequence[torch.Tensor | None],
         divisor: int,
+        function: Function | None = None,
     ) -> _Run:
-        """Run the op; `grads` says which operands need one; a cotangent that is not given is drawn."""
+        """Run the op, or what stands for it; `grads` says which operands need one; a cotangent that is not given is drawn."""
         leaves = [t.detach().clone().requires_grad_(grad) for t, grad in zip(operands, grads, strict=True)]
         named = dict(zip(op.operands, leaves, strict=True))
 
@@ -166,8 +214,8 @@ class _Run:
                 return [fill(part) for part in argument]
             return named[argument.name] if isinstance(argument, Ref) else argument
 
-        found = overload(op.target)(*map(fill, op.args), **{name: fill(argument) for name, argument in op.kwargs})
-        results = [found] if isinstance(found, torch.Tensor) else list(found)
+        made = (function or overload(op.target))(*map(fill, op.args), **{name: fill(argument) for name, argument in op.kwargs})
+        results = [made] if isinstance(made, torch.Tensor) else list(cast("Sequence[torch.Tensor]", made))
         if divisor != 1:
             results = [result / divisor for result in results]
         live = [r.requires_grad for r in results]
@@ -191,6 +239,7 @@ def _compare(
     grads: Sequence[bool],
     whole: _Run,
     rule: Rule | None,
+    ranks: Ranks | None,
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """(what, joined, whole) of every result and gradient."""
     inside, outside = trial.layouts(fitted)
@@ -210,38 +259,66 @@ def _compare(
     )
     local = Op(name=op.name, target=op.target, args=args, kwargs=kwargs, results=op.results)
     given = [_distribute(tensor, layout, mesh) for tensor, layout in zip(operands, inside, strict=True)]
-    runs = []
-    for rank in range(mesh.size):
+    divisor = scale(op, fitted, parts, rule=rule)
+
+    def run(rank: int, function: Function | None = None) -> _Run:
         where = mesh.coordinates(rank)
         seeds = [_whole_or_shard(c, layout, sizes, where) for c, layout in zip(whole.cotangents, outside, strict=True)]
-        divisor = scale(op, fitted, parts, rule=rule)
         try:
-            runs.append(_Run.of(local, [tensor[rank] for tensor in given], grads, seeds, divisor))
+            return _Run.of(local, [tensor[rank] for tensor in given], grads, seeds, divisor, function)
         except Exception as failure:  # an operator of the user's may raise anything
             raise _wrong(op, fitted, trial, f"rank {rank} of {mesh.size}", failure) from failure
+
+    runs = _at_once(trial, fitted, mesh, run, ranks) if ranks else [run(rank) for rank in range(mesh.size)]
     for i, expected in enumerate(whole.results):
-        yield f"result {i}", *_joined([run.results[i] for run in runs], expected, outside[i], sizes)
+        pieces = [one.results[i] for one in runs]
+        yield f"result {i}", *_joined(pieces, expected, outside[i], sizes)
+        if "I" in {state.kind for state in outside[i]}:  # every rank of the axis has it
+            yield f"result {i}, other ranks", *_joined(_turned(pieces, outside[i], sizes), expected, outside[i], sizes)
     for i, gradient in enumerate(whole.gradients):
         if gradient is None:
             continue
-        pieces = [run.gradients[i] for run in runs]
-        shares = [torch.zeros_like(given[i][rank]) if piece is None else piece for rank, piece in enumerate(pieces)]
+        parts_of = [one.gradients[i] for one in runs]
+        shares = [torch.zeros_like(given[i][rank]) if piece is None else piece for rank, piece in enumerate(parts_of)]
         # the gradient of a replicated value is partial, that of a partial one replicated
         dual = tuple({"R": P, "P": R}.get(state.kind, state) for state in inside[i])
         yield f"gradient of operand {i}", *_joined(shares, gradient, dual, sizes)
-        if "P" in {state.kind for state in inside[i]}:  # every rank of the axis has all of it
+        if not {"P", "I"}.isdisjoint(state.kind for state in inside[i]):  # every rank of the axis has all of it
             turned = _turned(shares, inside[i], sizes)
             yield f"gradient of operand {i}, other ranks", *_joined(turned, gradient, dual, sizes)
 
 
+def _at_once(
+    trial: Trial, fitted: Fitted, mesh: Mesh, run: Callable[[int, Function | None], _Run], ranks: Ranks
+) -> list[_Run]:
+    """Every rank's run; those that talk to each other at the same time."""
+    own = trial.distributed(fitted)
+    if own is None:
+        return [run(rank, None) for rank in range(mesh.size)]
+    axis, form = own
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.size):
+        where = mesh.coordinates(rank)
+        groups.setdefault((*where[:axis], *where[axis + 1 :]), []).append(rank)
+    found: dict[int, _Run] = {}
+    for group in groups.values():
+        found |= zip(group, ranks(form.name, len(group), _placed(run, group)), strict=True)
+    return [found[rank] for rank in range(mesh.size)]
+
+
+def _placed(run: Callable[[int, Function | None], _Run], group: Sequence[int]) -> Callable[[int, Function], _Run]:
+    """The runs of some ranks, told by their place among these."""
+    return lambda place, function: run(group[place], function)
+
+
 def _turned(parts: list[torch.Tensor], layout: Layout, sizes: tuple[int, ...]) -> list[torch.Tensor]:
-    """The parts with the ranks of every partial axis in reverse order."""
+    """The parts with the ranks of every axis in reverse order on which they are partial, or complete on every rank."""
     mesh = Mesh.of(sizes)
     turned = []
     for rank in range(mesh.size):
         place = 0
         for state, size, here in zip(layout, sizes, mesh.coordinates(rank), strict=True):
-            place = place * size + (size - 1 - here if state.kind == "P" else here)
+            place = place * size + (size - 1 - here if state.kind in "PI" else here)
         turned.append(parts[place])
     return turned
 

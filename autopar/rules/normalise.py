@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from autopar.ir import Argument
 from autopar.rules.call import Call, Local
-from autopar.rules.rule import Fitted, Rule, rule
-from autopar.rules.views import dims, term, without
+from autopar.rules.rule import Distributed, Fitted, Rule, Sent, rule
+from autopar.rules.views import dims, term
 
 MEAN, SUM = 1, 2  # the reductions of ATen's losses; 0 is none
 
@@ -22,10 +24,74 @@ def attention(call: Call) -> Fitted:
     return call.fit(text, sizes=sizes, random=random)
 
 
+def looking_back(call: Call) -> bool:
+    """Whether attention is causal, in the form that fused kernels know: batch, heads, sequence, width."""
+    query, key, value = (call.shape(name) for name in ("query", "key", "value"))
+    return bool(call.arguments["is_causal"]) and len(query) == 4 and query[-2] == key[-2] and query[-1] == value[-1]
+
+
+def looking_around(call: Call) -> bool:
+    """The same of attention in which every query sees every key."""
+    query, value = call.shape("query"), call.shape("value")
+    masked = call.arguments["is_causal"] or call.positions("attn_mask")
+    return not masked and len(query) == 4 and query[-1] == value[-1]
+
+
+def keys_and_values(call: Call, local: Local) -> int:
+    """The chunk of both that a rank holds."""
+    _, key, value, *_ = local.operands
+    return math.prod(key) + math.prod(value)
+
+
+def others(ranks: int) -> int:
+    """All ranks but this one."""
+    return ranks - 1
+
+
+QUERIES = Distributed(name="queries", factors=("q",), able=looking_back, work=lambda ranks: 2 - 1 / ranks)
+RINGS = [  # the last rank sees all chunks, its own by half
+    Distributed(
+        name="ring", factors=("q", "k"), able=able, work=work,
+        forward=(Sent("all_to_all", keys_and_values, others, wide=False),),
+        backward=(
+            Sent("all_to_all", keys_and_values, others, wide=False),
+            Sent("all_to_all", keys_and_values, lambda ranks: ranks),  # their gradients come home
+        ),
+    )
+    for able, work in ((looking_back, lambda ranks: 2 * ranks - 1), (looking_around, lambda ranks: ranks))
+]  # fmt: skip
+
+
 def mask(call: Call, heads: str, q: str) -> str:
     """The dims of an attention mask, which may lack leading ones."""
     rank = call.rank("attn_mask")
     return {2: f"{q} k!", 3: f"{heads} {q} k!"}.get(rank, f"... {heads} {q} k!")
+
+
+def one(call: Call) -> bool:
+    """Whether one dim is normalised."""
+    return len(call.numbers("normalized_shape")) == 1
+
+
+def normalised_here(call: Call, local: Local) -> dict[str, Argument]:
+    """The sizes of what one rank normalises."""
+    return {"normalized_shape": tuple(local.operands[0][-len(call.numbers("normalized_shape")) :])}
+
+
+def vectors(call: Call, local: Local) -> int:
+    """A number for each vector that is normalised."""
+    return math.prod(local.operands[0][:-1])
+
+
+# Mean and variance of every chunk, put together; in the backward the gradient's sum, plain and times the normalised value.
+LAYER_NORM = Distributed(
+    name="layer_norm", factors=("n0",), able=one,
+    forward=(Sent("all_gather", lambda call, local: 2 * local.split("n0") * vectors(call, local)),),
+    backward=(Sent("all_reduce", lambda call, local: 2 * vectors(call, local)),),
+)  # fmt: skip
+RMS_NORM = Distributed(
+    name="rms_norm", factors=("n0",), able=one, forward=(Sent("all_reduce", vectors),), backward=(Sent("all_reduce", vectors),)
+)
 
 
 def normalised(call: Call) -> Fitted:
@@ -65,6 +131,24 @@ def batch_norm(call: Call) -> Fitted:
     return call.fit(f"{plane}{given} -> {plane}{''.join(statistics)}")
 
 
+def trains(call: Call) -> bool:
+    """Whether a batch norm takes its statistics from the batch."""
+    return bool(call.arguments["training"])
+
+
+def channels(call: Call, local: Local) -> int:
+    """A mean and a variance for each channel; the same of the gradient."""
+    return 2 * local.operands[0][1]
+
+
+# The statistics are those of the whole batch, and so are the gradients of weight and bias, which the backward needs anyway.
+BATCH_NORM = Distributed(
+    name="batch_norm", factors=("b",), operands="I", able=trains,
+    forward=(Sent("all_gather", lambda call, local: local.split("b") * channels(call, local)),),
+    backward=(Sent("all_reduce", channels),),
+)  # fmt: skip
+
+
 def instance_norm(call: Call) -> Fitted:
     """b c ...!, c, c, c, c -> b c ...!"""
     batch = "b!" if call.positions("running_mean") else "b"  # running statistics are the means over the batch
@@ -73,8 +157,25 @@ def instance_norm(call: Call) -> Fitted:
 
 def softmax(call: Call) -> Fitted:
     """the normalised dim stays whole"""
-    words = term(without(max(call.rank("self"), 1), call.number("dim"))) if call.rank("self") else "()"
+    rank = call.rank("self")
+    words = term("n!" if d == call.number("dim") % rank else word for d, word in enumerate(dims(rank))) if rank else "()"
     return call.fit(f"{words} -> {words}")
+
+
+def rows(call: Call, local: Local) -> int:
+    """A number for each distribution."""
+    shape = local.operands[0]
+    return math.prod(shape) // shape[call.number("dim")]
+
+
+# The largest number of all ranks, then the sum of exponentials; the backward subtracts a sum, too.
+SOFTMAX, LOG_SOFTMAX = (
+    Distributed(
+        name=name, factors=("n",), forward=(Sent("all_reduce", rows), Sent("all_reduce", rows)),
+        backward=(Sent("all_reduce", rows),),
+    )
+    for name in ("softmax", "log_softmax")
+)  # fmt: skip
 
 
 def loss(call: Call) -> Fitted:
@@ -138,6 +239,28 @@ def sliced(rank: int, kept: int) -> str:
     return term(f"d{d}{'' if d == kept else '!'}" for d in range(rank))
 
 
+def hard(call: Call) -> bool:
+    """Whether a loss is a sum over targets that are classes, or one number for each."""
+    return call.number("reduction") != MEAN and not call.operands[call.positions("target")[0]].dtype.is_floating_point
+
+
+def plain(call: Call) -> bool:
+    """Whether moreover every class weighs the same, and the target alone counts."""
+    return hard(call) and not call.positions("weight") and not call.arguments["label_smoothing"]
+
+
+def targets(call: Call, local: Local) -> int:
+    """A number for each target."""
+    return math.prod(local.operands[1])
+
+
+# The largest score of all ranks; then the sum of exponentials, and the target's score, which one rank has.
+CLASSES = Distributed(
+    name="classes", factors=("c",), operands="I", results="I", able=plain,
+    forward=(Sent("all_reduce", targets), Sent("all_reduce", lambda call, local: 2 * targets(call, local))),
+)  # fmt: skip
+CHOSEN = Distributed(name="chosen", factors=("c",), able=hard)  # a rank adds nothing for targets that lie elsewhere
+
 SOFTMAXES = """
     softmax.int log_softmax.int special_softmax.default special_log_softmax.default
     _softmax.default _log_softmax.default _safe_softmax.default
@@ -151,15 +274,18 @@ LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_e
 MORE_LOSSES = ("kl_div", "soft_margin_loss", "margin_ranking_loss", "hinge_embedding_loss", "poisson_nll_loss")
 
 TABLE: dict[str, Rule] = {
-    "aten.scaled_dot_product_attention.default": rule(attention, linear="value"),
+    "aten.scaled_dot_product_attention.default": rule(attention, linear="value", distributed=[QUERIES, *RINGS]),
     **{f"aten.{name}": rule(softmax) for name in SOFTMAXES.split()},
-    "aten.layer_norm.default": rule(normalised),
+    "aten.softmax.int": rule(softmax, distributed=[SOFTMAX]),
+    "aten.log_softmax.int": rule(softmax, distributed=[LOG_SOFTMAX]),
+    "aten.layer_norm.default": rule(normalised, local=normalised_here, distributed=[LAYER_NORM]),
     "aten.native_layer_norm.default": rule(normalised),
-    "aten.rms_norm.default": rule(normalised),
+    "aten.rms_norm.default": rule(normalised, local=normalised_here, distributed=[RMS_NORM]),
     "aten._fused_rms_norm.default": rule(normalised),
     "aten.group_norm.default": rule(grouped, local=groups),
     "aten.native_group_norm.default": rule(grouped, local=native_groups),
     **{f"aten.{name}": rule(batch_norm) for name in BATCH_NORMS.split()},
+    "aten.batch_norm.default": rule(batch_norm, distributed=[BATCH_NORM]),
     "aten.instance_norm.default": rule(instance_norm),
     **{f"aten.{name}.default": rule(loss, averages=is_mean) for name in (*LOSSES, *MORE_LOSSES)},
     **{f"aten.{name}.default": rule(rowwise, linear="weight", averages=is_mean) for name in ROWWISE},
@@ -167,7 +293,7 @@ TABLE: dict[str, Rule] = {
     "aten._weight_norm.default": rule(weight_norm, linear="g"),
     "aten._weight_norm_interface.default": rule(weight_norm),
     "aten.renorm.default": rule(renorm),
-    "aten.cross_entropy_loss.default": rule(classified, averages=is_mean),
-    "aten.nll_loss.default": rule(classified, averages=is_mean),
-    "aten.nll_loss_nd.default": rule(classified, averages=is_mean),
+    "aten.cross_entropy_loss.default": rule(classified, averages=is_mean, distributed=[CLASSES]),
+    "aten.nll_loss.default": rule(classified, averages=is_mean, distributed=[CHOSEN]),
+    "aten.nll_loss_nd.default": rule(classified, averages=is_mean, distributed=[CHOSEN]),
 }

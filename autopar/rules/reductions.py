@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.rules.call import Call
 from autopar.rules.pointwise import unread
-from autopar.rules.rule import Fitted, Rule, rule
+from autopar.rules.rule import Fitted, Rule, always, rule
 from autopar.rules.views import dims, term
 
 
@@ -88,11 +88,6 @@ def quantile(call: Call) -> Fitted:
 def last(call: Call) -> Fitted:
     """the last dims stay whole"""
     return call.fit("... _ _ -> ... _ _")
-
-
-def always(call: Call) -> bool:
-    """A mean always divides."""
-    return True
 
 
 LINEAR_ALONG = rule(along, linear="self prepend append")

@@ -15,8 +15,7 @@ from autopar.ir import Argument, overload, qualified
 from autopar.rules.example import Arguments, Example, target_of
 from autopar.rules.law import check, trials
 from autopar.rules.notation import parse
-from autopar.rules.reductions import always
-from autopar.rules.rule import Rule
+from autopar.rules.rule import Rule, always
 from autopar.rules.rule import rule as row
 from autopar.rules.table import REGISTERED, fit, rule_of
 

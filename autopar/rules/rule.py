@@ -6,7 +6,7 @@ A `Fitted` is what it says about one op, with sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,45 @@ class Factor:
         return self.name if self.name == "_" or not self.whole else f"{self.name}!"
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One collective inside an op: its kind, and the elements of its larger buffer on one rank; `times` of so many ranks.
+
+    They are of the first operand's dtype, or of float32 if that is narrower: sums and statistics are `wide`.
+    """
+
+    kind: str
+    elements: Callable[[Call, Local], int]
+    times: Callable[[int], int] = lambda ranks: 1
+    wide: bool = True
+
+
+def always(call: Call) -> bool:
+    """In every use of an operator."""
+    return True
+
+
+def evenly(ranks: int) -> float:
+    """A rank computes its part, as the local shapes have it."""
+    return 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distributed:
+    """A form of an op that splits factors which are otherwise whole, on one axis: messages inside, or a rank's knowledge of its
+    place, make up for it. Operands and results that have one of the factors are S there.
+    """
+
+    name: str  # of the function in `runtime.forms` that carries it out
+    factors: tuple[str, ...]  # their names in the rule's text
+    operands: str = "R"  # the state of operands without the factors: I if their gradient comes out complete
+    results: str = "P"  # the state of results without them: I if they come out complete
+    able: Callable[[Call], bool] = always  # whether the form serves this use
+    work: Callable[[int], float] = evenly  # what the busiest of so many ranks computes, in ops of the local shapes
+    forward: tuple[Sent, ...] = ()
+    backward: tuple[Sent, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
     """A rule fitted to one op: every dim of every tensor as a product of factors.
@@ -46,6 +85,11 @@ class Fitted:
     linear: tuple[frozenset[int], ...] = ()  # groups of operand positions in which the op is jointly linear
     asks: tuple[tuple[str, int, int, int], ...] = ()  # ("operand"|"result", position, dim, factor): wants a blocked split
     random: bool = False  # draws random numbers
+    distributed: tuple[Distributed, ...] = ()
+
+    def spread(self, form: Distributed) -> tuple[int, ...]:
+        """The factors that a distributed form splits."""
+        return tuple(f for f, factor in enumerate(self.factors) if factor.name in form.factors)
 
     @property
     def summed(self) -> tuple[int, ...]:
@@ -77,6 +121,7 @@ class Rule:
     random: bool = False
     view: bool = False  # the result shares the memory of the first operand
     when: tuple[tuple[str, Argument], ...] = ()  # static arguments that a call must have; other calls have no rule
+    distributed: tuple[Distributed, ...] = ()  # other ways to split it
 
     def fit(self, call: Call) -> Fitted | None:
         """The factors of one op."""
@@ -99,6 +144,7 @@ def rule(
     random: bool = False,
     view: bool = False,
     when: Mapping[str, Argument] | None = None,
+    distributed: Sequence[Distributed] = (),
 ) -> Rule:
     """A row of the table: a pattern or a function that decides, and `linear` groups of argument names.
 
@@ -115,4 +161,5 @@ def rule(
         random=random,
         view=view,
         when=tuple((when or {}).items()),
+        distributed=tuple(distributed),
     )

@@ -22,7 +22,7 @@ from autopar.rules import (
     windows,
 )
 from autopar.rules.call import Call, Local, Shape
-from autopar.rules.rule import Fitted, Rule
+from autopar.rules.rule import Distributed, Fitted, Rule
 
 ALIASES = {  # torch's second names
     "aten.multiply": "aten.mul",
@@ -84,7 +84,16 @@ def fit(op: Op, values: Mapping[str, Value], *, rule: Rule | None = None) -> Fit
         return None
     call = Call.of(op, values)
     fitted = rule.fit(call)
-    return replace(fitted, linear=call.linear(rule.linear)) if fitted and rule.linear else fitted
+    if fitted and rule.linear:
+        fitted = replace(fitted, linear=call.linear(rule.linear))
+    return replace(fitted, distributed=_distributed(rule, fitted, call)) if fitted and rule.distributed else fitted
+
+
+def _distributed(rule: Rule, fitted: Fitted, call: Call) -> tuple[Distributed, ...]:
+    """The distributed forms that serve an op; what draws random numbers has none."""
+    present = {factor.name for factor in fitted.factors if factor.size}
+    able = (form for form in rule.distributed if present.issuperset(form.factors) and form.able(call))
+    return () if fitted.random else tuple(able)
 
 
 def localise(

@@ -61,6 +61,32 @@ def _all_to_all(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
     return joined(_again(wait(issued), x.dtype), dim, blocks)
 
 
+def summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum over all ranks."""
+    return _all_reduce(x, axis, Place())
+
+
+def largest(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The maximum over all ranks."""
+    return wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "max", axis.group))
+
+
+def gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """`(size, *x.shape)`: what all ranks give."""
+    return wait(all_gathered(x, axis)).view(axis.size, *x.shape)
+
+
+def passed_on(held: tuple[torch.Tensor, torch.Tensor], axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the rank before this one holds; this one's goes to the next."""
+    flat = torch.cat([x.reshape(-1) for x in held])
+    shares = [0] * axis.size
+    to, since = list(shares), list(shares)
+    to[(axis.index + 1) % axis.size] = since[axis.index - 1] = flat.numel()
+    came = wait(torch.ops._c10d_functional.all_to_all_single(flat, since, to, axis.group))
+    first, second = torch.split(came, [x.numel() for x in held])
+    return first.view(held[0].shape), second.view(held[1].shape)
+
+
 def reduced(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """`x` itself, in which the sum over all ranks will be once `wait` returns."""
     issued: torch.Tensor = torch.ops._c10d_functional.all_reduce_(_plain(x), "sum", axis.group)

@@ -5,6 +5,7 @@ Nothing is decided here and nothing priced anew: what is added up is what the in
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,11 +19,11 @@ from autopar.ir import Op, Program, Value, aten, elements
 from autopar.layout import Layout, blocks, local_shape
 from autopar.mesh import Bytes, Mesh, Seconds
 from autopar.passes.candidates import Candidate, Form
-from autopar.rules import Fitted
+from autopar.rules import Distributed, Fitted
 from autopar.rules.roles import ROLES, Sample, role, role_of_dim
 from autopar.solver.analysis import Analysis, due
 from autopar.solver.memory import Ledger
-from autopar.solver.pricing import WHOLE_SUM, arrival_seconds, primitive_seconds, rounding_seconds
+from autopar.solver.pricing import WHOLE_SUM, arrival_seconds, primitive_seconds, rounding_seconds, work
 from autopar.solver.reruns import reruns
 
 SAVED, AGAIN, USED = "saved for the backward", "computed again", "in use at the moment"
@@ -87,7 +88,8 @@ def _compute(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[tupl
             inside = [local_shape(s, x, sizes) for s, x in zip(shapes, candidate.operands, strict=True)]
             outside = [local_shape(r.shape, x, sizes) for r, x in zip(op.results, candidate.results, strict=True)]
             there, back = price.forward_seconds(inside, outside), price.backward_seconds(inside, outside)
-            known[of[op.name]] = program.runs * there, program.runs * back
+            times = program.runs * work(analysis.fits[op.name], candidate, sizes)
+            known[of[op.name]] = times * there, times * back
         if any(known[of[op.name]]):
             yield op.name, known[of[op.name]]
 
@@ -174,11 +176,21 @@ def words(op: Op, fitted: Fitted | None, candidate: Candidate, program: Program,
 
     def word(form: Form) -> str:
         kind, which, stride = form
+        if kind == "D" and fitted is not None:
+            first, *_ = fitted.spread(fitted.distributed[which])
+            return role(op, fitted, first, stride, program.values, sample) + sent(fitted.distributed[which])
         if kind != "S" or fitted is None:
             return {"I": WHOLE, "R": REPEATED, "P": ADDENDS}[kind]
         return role(op, fitted, which, stride, program.values, sample)
 
     return tuple(map(word, candidate.forms))
+
+
+def sent(form: Distributed) -> str:
+    """What a distributed form sends, in words: " with 2 all-reduces inside"."""
+    counts = Counter(message.kind.replace("_", "-") for message in (*form.forward, *form.backward))
+    said = " and ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items())
+    return f" with {said} inside" if said else ""
 
 
 def _stored(analysis: Analysis, chosen: Decisions) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -23,15 +23,15 @@ from autopar.layout import I, Layout, storable, text
 from autopar.mesh import Mesh
 from autopar.passes.again import lies, may_run
 from autopar.passes.bundles import TOGETHER, bundles, shared
-from autopar.passes.candidates import Candidate, candidates
+from autopar.passes.candidates import Candidate, candidates, distributed
 from autopar.passes.classes import OUTPUT, ValueClass
 from autopar.passes.regions import inner
 from autopar.passes.space import Blocks, Space, placeable, space, states
 from autopar.passes.strategies import Demands
 from autopar.solver.analysis import Analysis, has_gradient, representatives, saves
-from autopar.solver.messages import returns
+from autopar.solver.messages import inside, returns
 from autopar.solver.pricing import added_up, again_seconds, arc_seconds, choice_seconds, latency, ties
-from autopar.solver.problem import Choice, Consumer, Ints, Problem, Solution, Surcharge, Toll, Way, Wire
+from autopar.solver.problem import Choice, Consumer, Floats, Ints, Problem, Solution, Surcharge, Toll, Way, Wire
 
 FREE = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if forward == "identity"]
 TO_INVARIANT = [number for number, (_, target) in enumerate(CONVERSIONS) if target == "I"]
@@ -118,10 +118,13 @@ def formulate(
             name=name,
             seconds=choice_seconds(analysis, name, found, optimizer, device)
             + _returning(analysis, name, found, mesh)
+            + _inside(analysis, name, found, mesh, "forward", "backward")
             + (again_seconds(analysis, name, found, device) if name in recast else 0.0),
             tie=ties(analysis, name, found),
             count=len(analysis.classes.members[name]),
-            again=again_seconds(analysis, name, found, device) if name in reruns - recast else None,
+            again=again_seconds(analysis, name, found, device) + _inside(analysis, name, found, mesh, "forward")
+            if name in reruns - recast
+            else None,
         )
         for name, found in lists.items()
     )
@@ -162,6 +165,26 @@ def _returning(analysis: Analysis, name: str, found: Sequence[Candidate], mesh: 
     value = next((value for value in analysis.program.inputs if value.name == name), None)
     back = returns(analysis, value, found[0].results[0], mesh) if value else ()
     return analysis.program.runs * sum(message.seconds for message in back)
+
+
+def _inside(analysis: Analysis, name: str, found: Sequence[Candidate], mesh: Mesh, *passes: str) -> Floats | float:
+    """Seconds of what the candidates of an op class send inside in these passes, all members together."""
+    program, op = analysis.program, analysis.program.op.get(name)
+    if op is None or not any(distributed(analysis.fits[name], candidate) for candidate in found):
+        return 0.0
+    differentiated = any(result.name in analysis.backward for result in op.results)
+    times = program.runs * len(analysis.classes.members[name])
+    return times * np.array(
+        [
+            sum(
+                message.seconds
+                for where in passes
+                if where == "forward" or differentiated
+                for message in inside(op, analysis.fits[name], candidate, program.values, mesh, where)
+            )
+            for candidate in found
+        ]
+    )
 
 
 def _all_candidates(

@@ -22,9 +22,10 @@ from autopar.ir import Op, Program, Value, elements
 from autopar.layout import Layout, local_shape
 from autopar.mesh import Device, Mesh
 from autopar.passes.bundles import TOGETHER
-from autopar.passes.candidates import Candidate
+from autopar.passes.candidates import Candidate, distributed
 from autopar.passes.classes import OUTPUT
 from autopar.passes.space import Space
+from autopar.rules import Fitted
 from autopar.solver.analysis import Analysis
 from autopar.solver.problem import Floats, Ints
 
@@ -34,7 +35,8 @@ def choice_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], op
     program, sizes = analysis.program, analysis.sizes
     count = len(analysis.classes.members[name])
     if name in program.op:
-        return program.runs * count * np.array(op_seconds(program.op[name], found, program.values, sizes, device))
+        op, fitted = program.op[name], analysis.fits[name]
+        return program.runs * count * np.array(op_seconds(op, fitted, found, program.values, sizes, device))
     if name.startswith(OUTPUT):
         return np.zeros(len(found))
     value = program.values[name]
@@ -49,7 +51,7 @@ def again_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], dev
     """Seconds of the forward of an op class under each candidate, all members together."""
     program, sizes = analysis.program, analysis.sizes
     return program.runs * len(analysis.classes.members[name]) * np.array(
-        op_seconds(program.op[name], found, program.values, sizes, device, backward=False)
+        op_seconds(program.op[name], analysis.fits[name], found, program.values, sizes, device, backward=False)
     )
 
 
@@ -113,6 +115,7 @@ def slicing_seconds(value: Value, layout: Layout, sizes: tuple[int, ...], device
 
 def op_seconds(
     op: Op,
+    fitted: Fitted | None,
     found: Sequence[Candidate],
     values: Mapping[str, Value],
     sizes: tuple[int, ...],
@@ -131,8 +134,14 @@ def op_seconds(
         outside = tuple(local_shape(s, layout, sizes) for s, layout in zip(shapes[1], candidate.results, strict=True))
         if (inside, outside) not in known:
             known[inside, outside] = price(inside, outside)
-        result.append(known[inside, outside])
+        result.append(known[inside, outside] * work(fitted, candidate, sizes))
     return result
+
+
+def work(fitted: Fitted | None, candidate: Candidate, sizes: tuple[int, ...]) -> float:
+    """What the busiest rank computes under a candidate, in ops of the local shapes."""
+    own = distributed(fitted, candidate)
+    return own[1].work(sizes[own[0]]) if own else 1.0
 
 
 def arc_seconds(

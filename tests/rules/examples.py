@@ -148,6 +148,9 @@ HEADS = [
     ex(t(2, 8, 6, 3), t(2, 4, 10, 3), t(2, 4, 10, 5), t(2, 8, 6, 10), enable_gqa=True),
     ex(t(2, 4, 6, 3), t(2, 1, 10, 3), t(2, 1, 10, 5), enable_gqa=True),
     ex(t(2, 4, 6, 3), t(2, 4, 10, 3), t(2, 4, 10, 5), None, 0.5),
+    ex(t(2, 4, 6, 3), t(2, 4, 6, 3), t(2, 4, 6, 3), None, 0.0, True),
+    ex(t(2, 8, 6, 3), t(2, 4, 6, 3), t(2, 4, 6, 3), None, 0.0, True, scale=0.3, enable_gqa=True),
+    ex(t(2, 4, 6, 3), t(2, 4, 9, 3), t(2, 4, 9, 3)),
 ]
 RESHAPES = [
     ((2, 6, 10), (12, 10)),
@@ -503,6 +506,8 @@ TABLE: dict[str, list[Example]] = {
         *(ex(t(6), ints(), None, n) for n in range(3)),
         ex(t(6), pos(6)),
         ex(t(4, 6), pos(4, 6), None, 1, label_smoothing=0.1),
+        ex(t(4, 6), ints(4), None, 2, 1),
+        ex(t(6), ints(), None, 2),
     ],
     "aten.nll_loss.default": [ex(t(4, 6), ints(4), buffer(6), n) for n in range(3)],
     "aten.nll_loss_nd.default": [ex(t(4, 6, 10), ints(4, 10), None, n, 1) for n in range(3)],

@@ -1,0 +1,207 @@
+"""Distributed forms in whole plans: equal numbers on processes, chosen where they are best, messages in closed form."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.explain.words import runs
+from autopar.live import Live
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.planner import Options, read_program
+from autopar.runtime.workers import WorkerPool
+from autopar.verification import verify
+from tests import planning, table
+from tests.planning import NVLINK, mesh
+
+ROWS, LENGTH, WIDTH, VOCABULARY = 4, 6, 8, 24
+WIDE, LONG, MANY = 2**11, 2**9, 2**12
+
+
+class Words(nn.Module):
+    """A table of words that is also the head, or has one of its own; a cross-entropy with ignored targets."""
+
+    def __init__(self, vocabulary: int, width: int, *, tied: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocabulary, width, padding_idx=1)
+        self.middle = nn.Linear(width, width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, words: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        scores = self.head(torch.tanh(self.middle(self.table(words))))
+        return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+def words(*, tied: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model with a batch; half of the targets are ignored, all of them in the first row."""
+    torch.manual_seed(0)
+    tokens, targets = torch.randint(VOCABULARY, (2, ROWS, LENGTH))
+    targets = targets.masked_fill(torch.rand(ROWS, LENGTH) < 0.4, -100)
+    targets[0] = -100
+    return Words(VOCABULARY, WIDTH, tied=tied), {"words": tokens, "targets": targets}
+
+
+def large() -> Plan:
+    """The plan of a wide vocabulary, whose table is also the head, on four devices."""
+    with torch.device("meta"):
+        model = Words(2**15, WIDE, tied=True).bfloat16()
+        tokens = torch.zeros(ROWS, LONG, dtype=torch.long)
+        captured = read_program(model, {"words": tokens, "targets": tokens})
+    return planning.plan(captured, mesh((4,), NVLINK))
+
+
+def form(plan: Plan, name: str) -> str:
+    """In which form the one op of this name runs on the last axis."""
+    (choice,) = (choice for op, choice in plan.choices.items() if name in op)
+    return choice.rpartition(", ")[2].partition("/")[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)], ids=str)
+def test_an_embedding_over_a_split_vocabulary_gives_equal_numbers(pool: WorkerPool, sizes: tuple[int, ...], tied: bool) -> None:
+    model, sample = words(tied=tied)
+    stored = ", ".join([*["I"] * (len(sizes) - 1), "S(0)"])
+    plan = autopar.plan(model, sample, sizes, strategy="megatron", constraints={"table.weight": stored})
+    assert form(plan, "embedding") == "vocabulary"
+    report = verify(model, sample, Mesh.of(sizes), plan, Options(), pool)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)], ids=str)
+def test_a_cross_entropy_over_split_classes_gives_equal_numbers(pool: WorkerPool, sizes: tuple[int, ...]) -> None:
+    model, sample = words(tied=True)
+    on = table.mesh(sizes)
+    plan = autopar.plan(model, sample, on, constraints={":reshape#0": ", ".join([*["*"] * (len(sizes) - 1), "S(1)"])})
+    assert form(plan, "cross_entropy") == "classes"
+    report = verify(model, sample, on, plan, Options(), pool)
+    assert report.ok, report
+
+
+def test_a_wide_vocabulary_is_split_and_no_scores_are_sent() -> None:
+    plan, tokens = large(), ROWS * LONG
+    assert plan.layouts["table.weight"] == "S(0)"
+    said = {op: runs(words, plan.axes) for op, words in plan.evidence.runs.items()}
+    assert said["table:embedding#0"] == "vocabulary split over axis0"
+    assert said["head:linear#0"] == "out-features split over axis0"
+    assert said[":cross_entropy_loss#0"] == "classes split over axis0 with 2 all-reduces inside"
+    sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, "table:embedding#0", "table.weight"))
+    assert sent == {("all_reduce", "forward", 2 * tokens * WIDE): 1, ("all_reduce", "backward", 2 * tokens * WIDE): 1}
+    sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":cross_entropy_loss#0"))
+    assert sent == {("all_reduce", "forward", 4 * tokens): 1, ("all_reduce", "forward", 8 * tokens): 1}
+    assert not planning.of(plan, "head:linear#0", ":reshape#0")
+
+
+def many() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model that knows many words, with a batch."""
+    torch.manual_seed(0)
+    tokens, targets = torch.randint(MANY, (2, ROWS, LENGTH))
+    return Words(MANY, WIDTH, tied=True), {"words": tokens, "targets": targets}
+
+
+def live_bytes(plan: Plan) -> int:
+    """The most memory of a step on one rank."""
+    model, sample = many()
+    parallel = autopar.parallelize(model, sample, (4,), plan=plan, device="cpu")
+    with Live([*parallel.parameters(), *sample.values()]) as live:
+        parallel(**sample).backward()
+    return live.peak().bytes
+
+
+def test_no_rank_ever_has_all_scores(pool: WorkerPool) -> None:
+    plan = autopar.plan(*many(), table.mesh((4,)), constraints={"head:linear#0": "S(2)", ":reshape#0": "S(1)"})
+    assert form(plan, "cross_entropy") == "classes"
+    for peak in pool.run(f"{__name__}:live_bytes", plan, ranks=4):
+        assert isinstance(peak, int)
+        assert peak < ROWS * LENGTH * MANY * torch.float32.itemsize
+
+
+class Normal(nn.Module):
+    """Two linear layers with a norm or a distribution between them."""
+
+    def __init__(self, width: int, between: nn.Module) -> None:
+        super().__init__()
+        self.up, self.between, self.down = nn.Linear(8, width), between, nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.between(self.up(x))).square().sum()
+
+
+BETWEEN = {
+    "layer_norm": nn.LayerNorm,
+    "rms_norm": nn.RMSNorm,
+    "softmax": lambda width: nn.Softmax(-1),
+    "log_softmax": lambda width: nn.LogSoftmax(-1),
+    "batch_norm": nn.BatchNorm1d,
+}
+# What each sends for so many rows of so many features on so many ranks, elements in the forward and in the backward.
+SENT = {
+    "layer_norm": lambda rows, width, ranks: ([("all_gather", 2 * rows * ranks)], [("all_reduce", 2 * rows)]),
+    "rms_norm": lambda rows, width, ranks: ([("all_reduce", rows)], [("all_reduce", rows)]),
+    "softmax": lambda rows, width, ranks: ([("all_reduce", rows)] * 2, [("all_reduce", rows)]),
+    "log_softmax": lambda rows, width, ranks: ([("all_reduce", rows)] * 2, [("all_reduce", rows)]),
+    "batch_norm": lambda rows, width, ranks: ([("all_gather", 2 * width * ranks)], [("all_reduce", 2 * width)]),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_a_norm_over_a_split_dim_gives_equal_numbers_and_sends_statistics_only(pool: WorkerPool, name: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    rows, width = (64, 9) if name == "batch_norm" else (8, 256)  # channels that cannot be split
+    model, x, on = Normal(width, BETWEEN[name](width)), torch.randn(rows, 8), table.mesh((ranks,))
+    plan = autopar.plan(model, x, on)
+    assert form(plan, name) == name
+    forward, backward = SENT[name](rows, width, ranks)
+    sent = Counter((c.where, c.kind, c.bytes) for c in plan.collectives if c.value == f"between:{name}#0")
+    assert sent == Counter(
+        (where, kind, 4 * size) for where, found in (("forward", forward), ("backward", backward)) for kind, size in found
+    )
+    report = verify(model, x, on, plan, Options(), pool)
+    assert report.ok, report
+    assert ("buffer" in {row.what for row in report.rows}) == (name == "batch_norm")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_data_parallelism_shares_the_statistics_of_batch_norm_and_gathers_no_batch(strategy: str) -> None:
+    plan = autopar.plan(Normal(32, nn.BatchNorm1d(32)), torch.randn(64, 8), table.mesh((4,)), strategy=strategy)
+    assert form(plan, "batch_norm") == "batch_norm"
+    assert not planning.of(plan, "up:linear#0")
+
+
+class Looking(nn.Module):
+    """Attention of one head to one long sequence, between linear layers."""
+
+    def __init__(self, width: int, *, causal: bool) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.causal = causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (one(x).unsqueeze(1) for one in (self.query, self.key, self.value))
+        found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        return self.out(found.squeeze(1)).square().sum()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name, causal", [("queries", True), ("ring", True), ("ring", False)])
+def test_attention_over_a_split_sequence_gives_equal_numbers(pool: WorkerPool, name: str, causal: bool, ranks: int) -> None:
+    """Where memory is plenty the queries alone are split, or by the plain rule; where it is not, keys and values go round."""
+    torch.manual_seed(0)
+    length, width = 256, 8
+    model, x, on = Looking(width, causal=causal), torch.randn(1, length, width), table.mesh((ranks,))
+    least = planning.smallest(read_program(model, x), on)
+    plan = autopar.plan(model, x, on, budget=None if name == "queries" else least)
+    assert form(plan, "attention") == name
+    part = 2 * length // ranks * width * 4  # of keys and values
+    own = {("all_to_all", "forward", part): ranks - 1, ("all_to_all", "backward", part): 2 * ranks - 1}
+    sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":scaled_dot_product_attention#0"))
+    assert sent == (own if name == "ring" else {})
+    report = verify(model, x, on, plan, Options(), pool)
+    assert report.ok, report
