@@ -5,6 +5,8 @@ localise(op, fitted, operands, results, parts) -> args, kwargs       static argu
 scale(op, fitted, parts)                       -> int                what a local mean must be divided by
 view_of(op)                                    -> bool               whether the result shares its operand's memory
 
+A row may have distributed forms beside its factors: ways to split what is otherwise whole, with messages inside.
+
 `autopar.rules.roles` says what factors mean to a person.
 """
 
