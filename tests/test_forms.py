@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ import autopar
 from autopar.explain.words import runs
 from autopar.live import Live
 from autopar.mesh import Mesh
-from autopar.plan import Plan
-from autopar.planner import Options, read_program
+from autopar.plan import Plan, resolve
+from autopar.planner import Options, collectives_of, read_program
 from autopar.runtime.workers import WorkerPool
+from autopar.solver.analysis import analyse
 from autopar.verification import verify
 from tests import planning, table
 from tests.planning import NVLINK, mesh
@@ -203,5 +205,21 @@ def test_attention_over_a_split_sequence_gives_equal_numbers(pool: WorkerPool, n
     own = {("all_to_all", "forward", part): ranks - 1, ("all_to_all", "backward", part): 2 * ranks - 1}
     sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":scaled_dot_product_attention#0"))
     assert sent == (own if name == "ring" else {})
+    report = verify(model, x, on, plan, Options(), pool)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "softmax"])
+def test_what_sends_inside_can_be_made_again_and_sends_again(pool: WorkerPool, name: str) -> None:
+    torch.manual_seed(0)
+    model, x, on = Normal(256, BETWEEN[name](256)), torch.randn(8, 8), table.mesh((2,))
+    plan = autopar.plan(model, x, on)
+    assert form(plan, name) == name
+    plan = replace(plan, again={f"between:{name}#0": ("run",)})
+    program = read_program(model, x).program
+    analysis = analyse(program, on)
+    sent = Counter(c.where for c in collectives_of(analysis, resolve(plan, program, analysis.fits), on) if name in c.value)
+    forward, backward = SENT[name](8, 256, 2)
+    assert sent == {"forward": len(forward), "backward": len(forward) + len(backward)}
     report = verify(model, x, on, plan, Options(), pool)
     assert report.ok, report

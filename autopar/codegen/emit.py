@@ -265,7 +265,7 @@ class _Emitter:
             arguments[TRAINING[op.target]] = self.training
         if own := distributed(self.fits[op.name], candidate):
             axis, form = own
-            return self._run(op, FORMS[form.name], [self.axes[axis], *arguments], identifier(op.name), named)
+            return self._run(op, form.name, [self.axes[axis], *arguments], identifier(op.name), named)
         if not draws(op, self.fits[op.name]):
             return self._run(op, target, arguments, identifier(op.name), named)
         if self.training and op.target == ATTENTION:
@@ -281,10 +281,12 @@ class _Emitter:
         return self._node("call_function", random.seeded, seeded, identifier(op.name), named)
 
     def _run(self, op: Op, target: Target, arguments: list[object], name: str, named: dict[str, object]) -> fx.Node:
-        """Call what computes an op, or a part of it; once more for the backward if it is decided so."""
+        """Call what computes an op, or a part of it (a form by its name); once more for the backward if it is decided so."""
         if op.name in self.decisions.again.ops or (may_copy(op) and lies(op, self.program.values) and self._comes_back(op)):
-            return self._node("call_function", again.call, (self.anew, target, *arguments), name, named)
-        return self._node("call_function", target, tuple(arguments), name, named)
+            made = again.form if isinstance(target, str) else again.call
+            return self._node("call_function", made, (self.anew, target, *arguments), name, named)
+        function = FORMS[target] if isinstance(target, str) else target
+        return self._node("call_function", function, tuple(arguments), name, named)
 
     def _comes_back(self, op: Op) -> bool:
         """Whether the first operand of an op is made again for the backward."""

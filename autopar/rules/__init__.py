@@ -6,6 +6,8 @@ scale(op, fitted, parts)                       -> int                what a loca
 view_of(op)                                    -> bool               whether the result shares its operand's memory
 rule_of(target)                                -> Rule or None       the user's, by `autopar.rules.register`, else the table's
 
+A row may have distributed forms beside its factors: ways to split what is otherwise whole, with messages inside.
+
 `autopar.rules.roles` says what factors mean to a person.
 """
 

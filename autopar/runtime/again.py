@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.runtime.collectives import FUNCTIONS
+from autopar.runtime.forms import FORMS
 from autopar.runtime.world import Axis
 
 Tensors = Sequence[torch.Tensor]
@@ -49,6 +50,11 @@ def call(anew: Anew, function: Callable[..., object], /, *args: object, **kwargs
 def convert(anew: Anew, conversion: str, x: torch.Tensor, axis: Axis, *place: int) -> object:
     """The same for a function of `runtime.collectives`, by its name."""
     return call(anew, NAMED[conversion], x, axis, *place)
+
+
+def form(anew: Anew, name: str, axis: Axis, *args: object, **kwargs: object) -> object:
+    """The same for a function of `runtime.forms`; what it sends is sent once more."""
+    return call(anew, FORMS[name], axis, *args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
