@@ -3,6 +3,7 @@
 #   make setup        .venv with the pinned dependencies       make demo         train GPT-2 on 8 processes, compare losses
 #   make test         lint, types, tests, cost of plans        make verify-all   the whole table of equal numbers
 #   make lint types   the parts of it                          make bench        planning, and training beside torch's own
+#                                                              make zoo          capture, plan, run and verify a zoo of architectures
 
 PYTHON ?= python3
 # Where pip looks for torch beside the default index: on Linux the default wheel carries CUDA, several gigabytes, and the index of
@@ -12,7 +13,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup lint types unit cost test demo verify-all bench clean
+.PHONY: setup lint types unit cost test demo verify-all zoo bench clean
 
 setup: $(STAMP)
 
@@ -42,6 +43,9 @@ demo: $(STAMP)
 
 verify-all: $(STAMP)
 	$(BIN)/python benchmarks/verify_all.py
+
+zoo: $(STAMP)
+	$(BIN)/python examples/zoo.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/planning.py

@@ -205,6 +205,12 @@ def complex_of(_: nn.Module, y: torch.Tensor) -> torch.Tensor:
     return torch.view_as_complex(y.unflatten(1, (4, 2)))
 
 
+def contrast(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Every sample is told from all others, from either side."""
+    logits, own = left @ right.t(), torch.arange(len(left))
+    return nn.functional.cross_entropy(logits, own) + nn.functional.cross_entropy(logits.t(), own)
+
+
 class Complex(nn.Module):
     def __init__(self, *, loss: bool) -> None:
         super().__init__()
@@ -252,6 +258,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "a diagonal": lambda: (Layer(lambda _, y: torch.einsum("ii->i", y).square().sum()), X),
     "diagonals of a batch": lambda: (Layer(lambda _, y: torch.einsum("bii->b", y.unflatten(1, (2, 4))[:, :, :2]).sum()), X),
     "outputs with one path": lambda: (Layer(lambda _, y: {"a.b": y, "a": {"b": 2 * y}}), X),
+    "a contrastive loss": lambda: (Layer(lambda m, y: contrast(y, m.layer(y))), X),
     "a complex loss": lambda: (Complex(loss=True), X),
     "complex results": lambda: (Complex(loss=False), X),
     "no elements inside": lambda: (Layer(lambda m, y: torch.cat([y, m.layer(y[:0])]).square().sum()), X),

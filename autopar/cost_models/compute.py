@@ -86,6 +86,11 @@ def _transposed(operands: Shapes, results: Shapes) -> int:
     return 2 * math.prod(operands[0]) * math.prod(operands[1][1:])
 
 
+def _recurrent(operands: Shapes, results: Shapes) -> int:
+    """2 x steps x batch x elements of the matrices; sequence and states have three dims, biases one."""
+    return 2 * math.prod(operands[0][:2]) * sum(math.prod(shape) for shape in operands if len(shape) == 2)
+
+
 FIRST = Product(factors=(0, 1), flops=_times_last(0))
 SECOND = Product(factors=(1, 2), flops=_times_last(1))  # operand 0 is added
 WINDOW = Product(factors=(0, 1), flops=_convolution)
@@ -111,6 +116,8 @@ PRODUCTS: dict[str, Product] = {
     "aten.conv_transpose1d.default": TRANSPOSED,
     "aten.conv_transpose2d.input": TRANSPOSED,
     "aten.conv_transpose3d.input": TRANSPOSED,
+    "aten.lstm.input": Product(factors=(0, 3), flops=_recurrent),  # the sequence, two states, the weights
+    **{f"aten.{name}.input": Product(factors=(0, 2), flops=_recurrent) for name in ("gru", "rnn_tanh", "rnn_relu")},
 }
 
 # Operators that read only the elements they pick: twice the result, and the index. The operand they pick from.

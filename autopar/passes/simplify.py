@@ -8,7 +8,7 @@ import torch
 
 from autopar.ir import Argument, Op, Program, Ref, Value, aten, writes
 from autopar.passes.arguments import bound
-from autopar.passes.builder import Rewriter
+from autopar.passes.builder import Rewriter, kinds
 
 _NOTHING = frozenset("contiguous clone lift_fresh lift_fresh_copy alias detach".split())
 _CASTS = frozenset("to _to_copy type_as".split())
@@ -26,9 +26,10 @@ def simplify(program: Program) -> Program:
         c = to.device(b, cpu, float32)    c = to.dtype(a, float32)       (none if a is float32)
         d = slice(c, -1, 0, 2**63 - 1)                                   (d is c)
         e = new_zeros(x, [3])             e = full([3], 0, dtype=...)
+        f = histc(n, 4, 0, 3)             f = to.dtype(histc(to.dtype(n, float64), 4, 0, 3), int32)     (n is int32)
 
-    A copy is its original, unless the program writes a buffer. Dropout stays unless its p is 0: a model captured for
-    evaluation may be trained.
+    Integers are counted as floats, since the CPU counts no others. A copy is its original, unless the program writes a buffer.
+    Dropout stays unless its p is 0: a model captured for evaluation may be trained.
     """
     rewriter = Rewriter(program)
     returned = {output.value for output in program.outputs}
@@ -106,6 +107,10 @@ def _spell(op: Op, program: Program, rewriter: Rewriter) -> None:
             args=(result.shape, fill),
             kwargs=(("dtype", result.dtype), ("device", torch.device("meta") if device is None else device)),
         )
+    elif name == "histc" and isinstance(first, Ref) and not result.dtype.is_floating_point:
+        given = rewriter.beside(op, "aten.to.dtype", (rewriter.new(first), torch.float64))
+        counted = rewriter.beside(op, op.target, (given, *op.args[1:]), kwargs)
+        rewriter.put(op, "aten.to.dtype", (counted, result.dtype), (), kinds(op))
     else:
         rewriter.keep(op, kwargs=kwargs)
 

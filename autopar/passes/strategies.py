@@ -96,11 +96,12 @@ def demands(
         stored = {name: _first_dim(value, mesh) for name, value in weights.items()}
     elif strategy == "megatron":
         stored = dict.fromkeys(weights, (*whole[:last], None))
+    taken = _batch(program, mesh, strategy, data)
     return Demands(
         patterns=stored | patterns,
-        taken=_batch(program, mesh, strategy, data) | sliced,
+        taken=taken | sliced,
         weights=frozenset((*weights, *copies(program))),
-        gathered=frozenset(o.value for o in program.outputs) | _wanted_whole(program, fits),
+        gathered=frozenset(o.value for o in program.outputs) | _wanted_whole(program, fits) | _compared(program, fits, taken),
         private=frozenset(data),
         ungathered=frozenset({last}) if strategy == "megatron" else frozenset(),
         divided=_multiplied(program, weights, fits, mesh.sizes[last]) if strategy == "megatron" else frozenset(),
@@ -220,6 +221,28 @@ def _wanted_whole(program: Program, fits: Mapping[str, Fitted | None]) -> set[st
             first = fitted.operands[position][:1] if fitted else ((),)
             if not fitted or any(fitted.factors[f].whole for f in (first[0] if first else ())[:1]):
                 found.add(name)
+    return found
+
+
+def _compared(program: Program, fits: Mapping[str, Fitted | None], taken: Mapping[str, Layout]) -> set[str]:
+    """The values with which an op compares samples of the batch: it has them along two factors, as a contrastive loss has, or
+    along one that it needs whole."""
+    found: set[str] = set()
+    along = dict.fromkeys(taken, 0)  # the dim of each value along which the samples lie
+    for op in program.ops:
+        fitted = fits[op.name]
+        if fitted is None:
+            continue
+        met: dict[int, list[str]] = {}  # by factor, the outermost of its dim
+        for name, dims in zip(op.operands, fitted.operands, strict=True):
+            for factor in dims[along[name]][:1] if name in along else ():
+                met.setdefault(factor, []).append(name)
+        for factor, names in met.items():
+            if len(met) > 1 or fitted.factors[factor].whole:
+                found.update(names)
+        for result, dims in zip(op.results, fitted.results, strict=True):
+            if lies := [dim for dim, factors in enumerate(dims) if met.keys() & set(factors[:1])]:
+                along[result.name] = lies[0]
     return found
 
 

@@ -47,6 +47,10 @@ def backward(built: Built) -> Work:
         (op("aten.matmul.default", x(5), x(5)), 2 * 5),
         (op("aten.conv2d.default", x(2, 3, 8, 8), x(5, 3, 3, 3)), 2 * (2 * 5 * 6 * 6) * (3 * 3 * 3)),
         (op("aten.conv2d.default", x(2, 4, 8, 8), x(6, 2, 3, 3), None, (1, 1), (0, 0), (1, 1), 2), 2 * (2 * 6 * 36) * (2 * 9)),
+        (
+            op("aten.gru.input", x(5, 2, 7), x(1, 2, 3), (x(9, 7), x(9, 3), x(9), x(9)), True, 1, 0.0, True, False, False),
+            2 * 5 * 2 * 9 * (7 + 3),
+        ),
         (attention(), 4 * 2 * 8 * 128 * 128 * 64),
         (attention(causal=True), 2 * 2 * 8 * 128 * 128 * 64),
         (op("aten.gelu.default", x(4, 5)), 20),

@@ -37,6 +37,12 @@ def test_what_changes_nothing_is_dropped(body: Callable[[torch.Tensor], torch.Te
     assert targets(simplify(program(lambda x: body(x * 2) + 1, X))) == ["mul.Tensor", "add.Tensor"]
 
 
+def test_integers_are_counted_as_floats() -> None:
+    simple = simplify(program(lambda n: torch.histc(n.int(), 4, 0, 3), torch.arange(4)))
+    assert targets(simple) == ["to.dtype", "to.dtype", "histc.default", "to.dtype"]
+    assert simple.ops[-1].results[0].dtype == torch.int32
+
+
 SPELLINGS = [
     (lambda x: x.view(-1, 3), "reshape.default", ((8, 3),)),
     (lambda x: x.flatten(), "reshape.default", ((24,),)),
