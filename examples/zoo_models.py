@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import nn
 
+import autopar
 from tests.models import BATCH, BLOCKS, LENGTHS, VOCABULARY, WORDS, bert, gpt2, images, llama, mask, opt, t5, vit, words
 
 Built = tuple[nn.Module, dict[str, Any]]
@@ -38,7 +39,11 @@ def mixtral() -> Built:
     config = transformers.MixtralConfig(
         **BLOCKS, **WORDS, **GROUPED, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
     )  # fmt: skip
-    return transformers.MixtralForCausalLM(config), words()
+    model, sample = transformers.MixtralForCausalLM(config), words()
+    example = torch.randn(10, 4), torch.randn(3, 4, 6), torch.tensor([2, 7, 10], dtype=torch.int32)
+    rule = "t! k, e! k n, e! -> t! n"  # the tokens of an expert stay together: its weights are what splits
+    autopar.register_rule("transformers::grouped_mm_fallback", rule, linear="input, weight", example=example)
+    return model, sample
 
 
 def mixtral_batched() -> Built:
