@@ -34,6 +34,10 @@ from autopar.solver.pricing import added_up, again_seconds, arc_seconds, choice_
 from autopar.solver.problem import Choice, Consumer, Floats, Ints, Problem, Solution, Surcharge, Toll, Way, Wire
 
 FREE = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if forward == "identity"]
+ANEW = [  # what may be converted again but weights: a change of dims takes as much as what it is made from
+    number for number, (forward, _) in enumerate(CONVERSIONS.values())
+    if forward in ("all_gather", "all_reduce", "reduce_scatter", "slice")
+]  # fmt: skip
 TO_INVARIANT = [number for number, (_, target) in enumerate(CONVERSIONS) if target == "I"]
 NO_DEMANDS = Demands()
 BACK, AGAIN = 0, 1  # the surcharges of a wire: gradients on their way back, weights that are gathered again
@@ -300,7 +304,10 @@ def _wire(
             [[demands.allow(value.name, axis, *pair) for pair in CONVERSIONS] for axis in range(len(mesh.sizes))]
         )
         arcs = arcs[allowed_arcs[graph.axis[arcs], graph.pair[arcs]]]
-    count = len(values.members)
+    count, free = len(values.members), np.isin(graph.pair[arcs], FREE)
+    grows = graph.elements[graph.target[arcs]] > graph.elements[graph.source[arcs]]  # else a weight had better be kept
+    may = grows if weight else np.isin(graph.pair[arcs], ANEW)
+    again = np.where(may, count * (rerun if weight else there)[arcs], np.inf)
     return graph, Wire(
         name=value.name,
         producer=place[values.producer],
@@ -326,9 +333,9 @@ def _wire(
                 consumers=_where(values, lambda *end: weight and demands.dropped and saves(analysis, *end)),
             ),
         ),
-        free=np.isin(graph.pair[arcs], FREE),
+        free=free,
         count=count,
-        again=count * (rerun if weight else there)[arcs] if value.requires_grad and not (weight and demands.held) else None,
+        again=again if value.requires_grad and not (weight and demands.held) else None,
     )  # fmt: skip
 
 

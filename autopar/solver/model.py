@@ -138,13 +138,15 @@ class Model:
         self._add(lies[nodes], columns, np.ones(len(nodes)), wire.nodes, -np.inf, 1.0)
 
     def _again(self, seconds: Floats, count: int, whole: int) -> int:
-        """Columns that count members, at most `count` of them where the whole column is 1."""
-        members = self._columns(seconds / count)
-        row = np.arange(len(seconds))
+        """Columns that count members, at most `count` of them where the whole column is 1; none where seconds are infinite."""
+        may = np.isfinite(seconds)
+        members, row = self._columns(np.where(may, seconds, 0.0) / count), np.arange(may.sum())
+        held, never = np.flatnonzero(may), np.flatnonzero(~may)
         self._add(
-            np.concatenate([row, row]), np.concatenate([whole + row, members + row]),
+            np.concatenate([row, row]), np.concatenate([whole + held, members + held]),
             np.concatenate([np.full(len(row), float(count)), np.full(len(row), -1.0)]), len(row), 0.0, np.inf,
         )  # fmt: skip
+        self._add(np.zeros(len(never), np.int64), members + never, np.ones(len(never)), 1, 0.0, 0.0)
         return members
 
     def _toll(self, toll: Toll) -> None:
@@ -316,7 +318,8 @@ class Model:
         if number not in self.columns.resent:
             return []
         wire = self.problem.wires[number]
-        moved = np.flatnonzero(~wire.free)
+        assert wire.again is not None
+        moved = np.flatnonzero(~wire.free & np.isfinite(wire.again))
         columns = self.columns.resent[number] + moved
         return [End(nodes=nodes[moved], columns=columns, values=np.full(len(moved), 1.0 / wire.count))]
 

@@ -75,7 +75,7 @@ class Wire:
     surcharges: tuple[Surcharge, ...]
     free: npt.NDArray[np.bool_]  # arcs that leave the value where it is in memory
     count: int = 1
-    again: Floats | None = None  # seconds per arc to convert all `count` members once more; None if they must not be
+    again: Floats | None = None  # seconds per arc to convert all `count` members once more, inf where they must not
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)

@@ -142,7 +142,9 @@ def together(problem: Problem, solution: Solution) -> Solution:
             extra[way.wire] += way.arcs * due * share
     for w in sorted({way.wire for toll in problem.tolls for way in toll.ways} - uneven):
         wire, members = problem.wires[w], again.get(w, 0)
-        twice = wire.again * (members / wire.count) if wire.again is not None and members else 0.0
+        dues = wire.again if wire.again is not None and members else np.full(len(wire.seconds), np.inf)
+        may = np.isfinite(dues)
+        twice = np.where(may, dues, 0.0) * (members / wire.count)
         wire = replace(wire, seconds=wire.seconds + extra[w] + twice)
         found = []
         for start in _starts(problem, picks, arcs, wire.producer, ends):
@@ -153,7 +155,7 @@ def together(problem: Problem, solution: Solution) -> Solution:
         for arc in arcs[w]:
             sent.pop((w, arc), None)
         _, picks, arcs[w] = next(one for one in found if one[0] <= least * (1 + SAME))
-        sent |= {(w, arc): members for arc in arcs[w] if members}
+        sent |= {(w, arc): members for arc in arcs[w] if may[arc]}
     resent = replace(solution.again, arcs=sent)
     seconds = price(problem, tuple(picks), tuple(arcs), resent)
     if seconds > solution.seconds * (1 + SAME):
