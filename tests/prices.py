@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.capture import Captured
@@ -47,11 +48,37 @@ def bill(plan: Plan, captured: Captured, on: Mesh, optimizer: str = "adamw") -> 
     return _Teller(plan, captured, on).bill(optimizer)
 
 
+Sends = list[tuple[str, int, bool]]  # kind, elements, whether in float32 at least
+Shapes = Sequence[tuple[int, ...]]
+
+
+def inside(form: str, operands: Shapes, ranks: int) -> tuple[Sends, Sends]:
+    """What a distributed form sends in the forward and in the backward; the normalised dim is the last."""
+    if form in ("vocabulary", "chosen", "queries"):
+        return [], []
+    if form == "classes":
+        (count,) = operands[1]
+        return [("all_reduce", count, True), ("all_reduce", 2 * count, True)], []
+    if form == "ring":
+        both = math.prod(operands[1]) + math.prod(operands[2])
+        held, gradients = ("all_to_all", both, False), ("all_to_all", both, True)
+        return [held] * (ranks - 1), [held] * (ranks - 1) + [gradients] * ranks
+    if form == "batch_norm":
+        channels = operands[0][1]
+        return [("all_gather", 2 * channels * ranks, True)], [("all_reduce", 2 * channels, True)]
+    rows = math.prod(operands[0][:-1])
+    once: Sends = [("all_reduce", rows, True)]
+    if form == "layer_norm":
+        return [("all_gather", 2 * rows * ranks, True)], [("all_reduce", 2 * rows, True)]
+    return {"rms_norm": once, "softmax": 2 * once, "log_softmax": 2 * once}[form], once
+
+
 class _Teller:
     def __init__(self, plan: Plan, captured: Captured, on: Mesh) -> None:
         assert on.device is not None
         self.program, self.mesh, self.device = captured.program, on, on.device
-        self.chosen: Decisions = resolve(plan, self.program, {op.name: fit(op, self.program.values) for op in self.program.ops})
+        self.fits = {op.name: fit(op, self.program.values) for op in self.program.ops}
+        self.chosen: Decisions = resolve(plan, self.program, self.fits)
         self.differentiated = self._differentiated()
         self.reread = self._reread()
         self.buckets = {blocks: self._buckets(blocks=blocks) for blocks in (False, True)}
@@ -69,6 +96,7 @@ class _Teller:
                     moved = 2 * small if primitive == "slice" else small + large
                     local += max(moved / self.device.bandwidth, self.device.launch)
         messages = [self._message(str(primitive), str(role), steps) for (primitive, role, _), steps in sent.items()]
+        messages += itertools.chain(*map(self._inside, program.ops))
         trained = [p.value for p in program.parameters if p.value.requires_grad]
         stored = sum(self._bytes(value, self.chosen.given[value.name]) for value in trained)
         return Bill(
@@ -87,6 +115,22 @@ class _Teller:
         names = tuple(name for name, _ in steps)
         seconds = collective_seconds(primitive, float(size), self.mesh.sizes[axis], self.mesh.links[axis])
         return (names, self.mesh.axes[axis], primitive, "forward" if role == "forward" else "backward", size), seconds
+
+    def _inside(self, op: Op) -> Iterator[tuple[Issued, float]]:
+        """The collectives that an op sends itself."""
+        chosen, fitted = self.chosen.ops[op.name], self.fits[op.name]
+        values, sizes = self.program.values, self.mesh.sizes
+        shapes = [local_shape(values[n].shape, x, sizes) for n, x in zip(op.operands, chosen.operands, strict=True)]
+        for axis, (kind, number, _) in enumerate(chosen.forms):
+            if kind == "D" and fitted:
+                found = inside(fitted.distributed[number].name, shapes, sizes[axis])
+                back = any(r.name in self.differentiated for r in op.results)
+                for where, sends in (("forward", found[0]), *[("backward", found[1])] * back):
+                    for collective, count, wide in sends:
+                        itemsize = values[op.operands[0]].dtype.itemsize
+                        size = count * (max(4, itemsize) if wide else itemsize)
+                        seconds = collective_seconds(collective, float(size), sizes[axis], self.mesh.links[axis])
+                        yield ((op.results[0].name,), self.mesh.axes[axis], collective, where, size), seconds
 
     def _bundle(self, name: str, step: Conversion, primitive: str, role: str) -> object:
         """What two steps have in common that travel in one message; a step that travels alone has it with none."""
@@ -133,7 +177,18 @@ class _Teller:
         values, sizes, chosen = self.program.values, self.mesh.sizes, self.chosen.ops[op.name]
         inside = [local_shape(values[n].shape, x, sizes) for n, x in zip(op.operands, chosen.operands, strict=True)]
         outside = [local_shape(r.shape, x, sizes) for r, x in zip(op.results, chosen.results, strict=True)]
-        return pricer(op, values, self.device)(tuple(inside), tuple(outside))
+        return self._busiest(op) * pricer(op, values, self.device)(tuple(inside), tuple(outside))
+
+    def _busiest(self, op: Op) -> float:
+        """What the last rank of a split sequence attends to, in what the local shapes alone would say."""
+        fitted = self.fits[op.name]
+        for size, (kind, number, _) in zip(self.mesh.sizes, self.chosen.ops[op.name].forms, strict=True):
+            form = fitted.distributed[number].name if kind == "D" and fitted else ""
+            if form == "queries":
+                return 2 - 1 / size
+            if form == "ring":
+                return 2 * size - 1 if True in op.args or ("is_causal", True) in op.kwargs else size
+        return 1.0
 
     def _arrival(self, value: Value) -> float:
         size, total = value.bytes, 0.0
