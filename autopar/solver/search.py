@@ -21,6 +21,7 @@ from autopar.solver.model import MICROSECONDS, Model, Part
 from autopar.solver.problem import Floats, Ints, Row
 
 SURE = 0.9  # of a choice, from which on diving makes it
+LARGE = 100_000  # rows from which on the last basis helps more than presolving
 BACK, LONG = 2, 15.0  # steps that a dive takes back, and the seconds after which it is given up
 INTEGRAL = 1e-6  # how far from 0 or 1 a pick may be
 INTEGER = np.uint8(1)  # highspy.HighsVarType.kInteger
@@ -56,13 +57,20 @@ class Search:
         self._add(columns, entries)
 
     def bound(self, rows: Iterable[Row]) -> None:
-        """Add rows to the program; with the first of them, what may be made again."""
-        if not self.treated:
+        """Add rows to the program; with the first of them, what may be made again.
+
+        With those so much is new that presolving helps more than the last basis, unless the program is large.
+        """
+        columns, entries, first = self.model.columns.count, self.model.rows, not self.treated
+        if first:
             self.treated = True
             self.model.treat()
         for row in rows:
             self.model.bound(row)
-        self._load()  # so much is new that presolving helps more than the last basis
+        if first and self.model.rows < LARGE:
+            self._load()
+        else:
+            self._add(columns, entries)
 
     def _load(self) -> None:
         self._relaxation = load(self.model.part())
