@@ -19,7 +19,7 @@ FITTED = [
     ("aten.addmm.default", ex(t(10), t(4, 6), t(6, 10)), "+n, m k, k n -> m n"),
     ("aten.matmul.default", ex(t(2, 9, 4, 6), t(9, 6, 10)), "...1 ...0 m k, ...0 k n -> ...1 ...0 m n"),
     ("aten.add.Tensor", ex(t(2, 4, 6), t(4, 1)), "...2 ...1 ...0, ...1 _ -> ...2 ...1 ...0"),
-    ("aten.softmax.int", ex(t(4, 6), -1), "d0 _ -> d0 _"),
+    ("aten.softmax.int", ex(t(4, 6), -1), "d0 n! -> d0 n!"),
     ("aten.embedding.default", ex(t(7, 6), ints(4, 10)), "v! h, ...1 ...0 -> ...1 ...0 h"),
     ("aten.split.Tensor", ex(t(4, 18), 6, 1), "d0 (k! c) -> d0 c, d0 c, d0 c"),
     ("aten.reshape.default", ex(t(2, 6, 10), (12, 2, 5)), "f0 f1 (f2 f3) -> (f0 f1) f2 f3"),
