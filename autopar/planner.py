@@ -42,7 +42,7 @@ AUTO = "auto"  # as many micro-batches as are best
 SMALLEST = "smallest"  # what a BudgetError calls the smallest budget that works
 NAMED = ("ddp", "zero2", "fsdp", "megatron", "replicate")
 PLENTY: Bytes = 1 << 60
-FAR = 1e-2  # the gap beyond which more is tried
+FAR = 1e-3  # the gap beyond which more is tried
 Stop = Callable[[str], None]  # called with the name of each phase when it ends
 
 

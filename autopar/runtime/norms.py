@@ -52,14 +52,15 @@ class _Norm(torch.autograd.Function):
         mean: torch.Tensor | None, scale: torch.Tensor, dims: tuple[int, ...], own: int, complete: bool,
     ) -> torch.Tensor:  # fmt: skip
         ctx.axis, ctx.dims, ctx.own, ctx.complete = axis, dims, own, complete
-        ctx.save_for_backward(x, weight, mean, scale)
+        kept = None if complete else bias  # as aten's layer norm does: plans go by it
+        ctx.save_for_backward(x, weight, mean, scale, kept)
         result, shape = _normal(x, mean, scale), _along(own, x)
         result = result if weight is None else result.mul_(weight.view(shape))
         return (result if bias is None else result.add_(bias.view(shape))).to(x.dtype)
 
     @staticmethod
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, mean, scale = ctx.saved_tensors
+        x, weight, mean, scale, _ = ctx.saved_tensors
         normal, gradient, shape = _normal(x, mean, scale), _wide(gradient), _along(ctx.own, x)
         rest = [d for d in range(x.dim()) if d != ctx.own]
         for_bias, for_weight = gradient.sum(rest), (gradient * normal).sum(rest)
