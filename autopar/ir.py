@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Union
 
@@ -213,6 +213,19 @@ def substitute(argument: Argument, change: Callable[[Ref | Static], Argument]) -
     if isinstance(argument, tuple):
         return tuple(substitute(part, change) for part in argument)
     return change(argument)
+
+
+def filled(
+    args: Iterable[Argument], kwargs: Iterable[tuple[str, Argument]], operand: Callable[[Ref], object]
+) -> tuple[list[object], dict[str, object]]:
+    """Arguments as torch takes them: `operand` gives what stands for a tensor, and tuples are lists."""
+
+    def fill(argument: Argument) -> object:
+        if isinstance(argument, tuple):
+            return [fill(part) for part in argument]
+        return operand(argument) if isinstance(argument, Ref) else argument
+
+    return [fill(argument) for argument in args], {name: fill(argument) for name, argument in kwargs}
 
 
 def without_devices(op: Op) -> Op:

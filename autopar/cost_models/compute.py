@@ -25,7 +25,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from autopar.cost_models.saved import ATTENTION, DROPOUT, NOTHING, Saved, saved
-from autopar.ir import Argument, Op, Ref, Value, aten, overload
+from autopar.ir import Op, Value, aten, filled, overload
 from autopar.mesh import Device, Seconds
 from autopar.rules import view_of
 from autopar.rules.call import Call
@@ -285,13 +285,7 @@ def _counted(op: Op) -> Callable[[Shapes, Shapes], int] | None:
 
     def count(operands: Shapes, results: Shapes) -> int:
         feed = iter(operands)
-
-        def fill(argument: Argument) -> object:
-            if isinstance(argument, tuple):
-                return [fill(part) for part in argument]
-            return torch.empty(next(feed), device="meta") if isinstance(argument, Ref) else argument
-
-        args, kwargs = [fill(a) for a in op.args], {name: fill(a) for name, a in op.kwargs}
+        args, kwargs = filled(op.args, op.kwargs, lambda _: torch.empty(next(feed), device="meta"))
         made = [torch.empty(shape, device="meta") for shape in results]
         return int(formula(*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made)))
 

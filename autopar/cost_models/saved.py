@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autopar.ir import Argument, Op, Ref, Static, Value, elements, overload, substitute, text
+from autopar.ir import Argument, Op, Ref, Static, Value, elements, filled, overload, substitute, text
 from autopar.live import Live
 from autopar.mesh import Bytes
 from autopar.rules.call import Call
@@ -161,15 +161,11 @@ def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, spec
         kept.append(tensor)
         return tensor
 
-    def fill(argument: Argument) -> object:
-        if isinstance(argument, Ref):
-            return operands[int(argument.name)]
-        return [fill(part) for part in argument] if isinstance(argument, tuple) else argument
-
+    given, named = filled(args, kwargs, lambda ref: operands[int(ref.name)])
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with torch.enable_grad(), hooks, sdpa_kernel(SDPBackend.MATH), Live(operands, "meta") as live:
         try:
-            out = overload(target)(*map(fill, args), **{name: fill(argument) for name, argument in kwargs})
+            out = overload(target)(*given, **named)
         except NotImplementedError:  # the operator has no meta kernel
             return Saved(operands=tuple(range(len(operands))), results=(0,)), ()
         forward = live.peak().bytes - live.now

@@ -22,10 +22,9 @@ from dataclasses import replace
 from autopar.errors import ConstraintError
 from autopar.ir import BATCH_NORM, Argument, Loop, Op, Output, Program, Ref, Static, Value, elements, substitute, writes
 from autopar.layout import I, P, R, State, local_shape, split
-from autopar.passes.builder import Builder
+from autopar.passes.builder import Builder, kinds
 from autopar.passes.candidates import INVARIANT, Candidate, asked, candidate, candidates, parts_of
 from autopar.passes.dead import dead
-from autopar.passes.infer import kind
 from autopar.rules import Fitted, fit, localise, scale
 
 AHEAD = 1000.0  # what an element that is computed ahead takes, in conversions that a run does itself: nothing else helps
@@ -195,15 +194,14 @@ class _Cutter:
         def change(leaf: Ref | Static) -> Argument:
             return next(feed) if isinstance(leaf, Ref) else leaf
 
-        kinds = [replace(kind(result), shape=shape) for result, shape in zip(op.results, outside, strict=True)]
-        one = len(op.results) == 1 and op.results[0].name == op.name
+        part = tuple(replace(result, shape=shape) for result, shape in zip(op.results, outside, strict=True))
         refs = self.builder.emit(
             op.target,
             tuple(substitute(argument, change) for argument in args),
             tuple((name, substitute(argument, change)) for name, argument in kwargs),
             module=op.module,
             source=op.source,
-            results=kinds[0] if one else tuple(kinds),
+            results=kinds(replace(op, results=part)),
         )
         if fitted and (divisor := scale(op, fitted, cut)) > 1:
             refs = self.builder.emit("aten.div.Tensor", (refs[0], divisor), module=op.module, source=op.source)

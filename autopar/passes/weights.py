@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.ir import Argument, Op, Parameter, Program, Ref, Value, overload
+from autopar.ir import Op, Parameter, Program, Value, filled, overload
 
 CAST = "aten.to.dtype"
 
@@ -71,13 +71,8 @@ def casts(op: Op) -> bool:
 
 def _run(op: Op, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """The results of an op on meta tensors, strides and all."""
-
-    def fill(argument: Argument) -> object:
-        if isinstance(argument, tuple):
-            return [fill(part) for part in argument]
-        return tensors[argument.name] if isinstance(argument, Ref) else argument
-
-    found = overload(op.target)(*map(fill, op.args), **{name: fill(argument) for name, argument in op.kwargs})
+    args, kwargs = filled(op.args, op.kwargs, lambda ref: tensors[ref.name])
+    found = overload(op.target)(*args, **kwargs)
     return [found] if isinstance(found, torch.Tensor) else list(found)
 
 

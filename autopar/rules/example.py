@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.errors import RuleError
-from autopar.ir import Argument, Op, Ref, Value, overload, qualified
+from autopar.ir import Argument, Op, Ref, Value, filled, overload, qualified
 
 Arguments = Sequence[object] | Mapping[str, object]  # in the order of the schema, or by name
 Keywords = tuple[tuple[str, Argument], ...]
@@ -166,12 +166,8 @@ def _made(
 def _run(
     target: str, args: tuple[Argument, ...], kwargs: Keywords, tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    def fill(argument: Argument) -> object:
-        if isinstance(argument, tuple):
-            return [fill(part) for part in argument]
-        return tensors[argument.name] if isinstance(argument, Ref) else argument
-
-    found = overload(target)(*map(fill, args), **{name: fill(argument) for name, argument in kwargs})
+    given, named = filled(args, kwargs, lambda ref: tensors[ref.name])
+    found = overload(target)(*given, **named)
     for result in [found] if isinstance(found, torch.Tensor) else found:
         if not isinstance(result, torch.Tensor):
             raise TypeError(f"it returns {type(result).__name__}, not tensors")

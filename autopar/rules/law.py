@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar, cast
 import torch
 
 from autopar.errors import RuleError
-from autopar.ir import Argument, Op, Ref, Value, overload
+from autopar.ir import Op, Value, filled, overload
 from autopar.layout import Layout, P, R, State, join, local_shape, shard, split
 from autopar.mesh import Mesh
 from autopar.rules.rule import Dims, Distributed, Fitted, Rule
@@ -208,13 +208,8 @@ class _Run:
         """Run the op, or what stands for it; `grads` says which operands need one; a cotangent that is not given is drawn."""
         leaves = [t.detach().clone().requires_grad_(grad) for t, grad in zip(operands, grads, strict=True)]
         named = dict(zip(op.operands, leaves, strict=True))
-
-        def fill(argument: Argument) -> object:
-            if isinstance(argument, tuple):
-                return [fill(part) for part in argument]
-            return named[argument.name] if isinstance(argument, Ref) else argument
-
-        made = (function or overload(op.target))(*map(fill, op.args), **{name: fill(argument) for name, argument in op.kwargs})
+        args, kwargs = filled(op.args, op.kwargs, lambda ref: named[ref.name])
+        made = (function or overload(op.target))(*args, **kwargs)
         results = [made] if isinstance(made, torch.Tensor) else list(cast("Sequence[torch.Tensor]", made))
         if divisor != 1:
             results = [result / divisor for result in results]

@@ -106,6 +106,12 @@ class _Found:
         old, new = ((part - together).exp_().unsqueeze(-1) for part in (self.logs, logs))
         self.out, self.logs = (self.out * old).add_(new * out), together
 
+    def whole(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The result for all keys that were put in, and its logarithms."""
+        assert self.out is not None
+        assert self.logs is not None
+        return self.out.to(dtype), self.logs
+
 
 # --- queries alone --------------------------------------------------------------------------------------------------------
 
@@ -117,10 +123,8 @@ class _Queries(torch.autograd.Function):
         found = _Found()
         for part, causal in _seen(axis, query, key):
             found.add(*attend(query, key[..., part, :], value[..., part, :], causal, scale))
-        assert found.out is not None
-        assert found.logs is not None
-        out = found.out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, found.logs)
+        out, logs = found.whole(query.dtype)
+        ctx.save_for_backward(query, key, value, out, logs)
         return out
 
     @staticmethod
@@ -166,10 +170,8 @@ class _Ring(torch.autograd.Function):
                 held = passed_on(held, axis)
             if (own := _own(axis, turn, causal)) is not None:
                 found.add(*attend(query, *held, own, scale))
-        assert found.out is not None
-        assert found.logs is not None
-        out = found.out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, found.logs)
+        out, logs = found.whole(query.dtype)
+        ctx.save_for_backward(query, key, value, out, logs)
         return out
 
     @staticmethod

@@ -54,8 +54,7 @@ def _within(
     asked: dict[int, float] = {}  # bytes beyond what the row of a moment counts
 
     def judge(solution: Solution, final: bool) -> list[Row]:
-        whole = merged.expand(solution)
-        alive = ledger.walk(whole)
+        alive = ledger.walk(merged.expand(solution))
         fresh = [moment for moment in _peaks(alive, limit) if moment not in asked]
         asked.update(dict.fromkeys(fresh, 0.0))
         if final and not fresh and alive.max() > limit:

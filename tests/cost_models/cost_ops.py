@@ -9,7 +9,7 @@ import torch
 
 from autopar.cost_models.compute import Pricer, pricer
 from autopar.cost_models.saved import Saved, saved
-from autopar.ir import Argument, Op, Ref, Value, overload
+from autopar.ir import Argument, Op, Ref, Value, filled, overload
 from autopar.mesh import Device
 
 Shape = tuple[int, ...]
@@ -90,11 +90,6 @@ def run(op: Op, values: Mapping[str, Value], device: str) -> list[torch.Tensor]:
 
 def call(op: Op, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The op's results for these operands."""
-
-    def fill(argument: Argument) -> object:
-        if isinstance(argument, tuple):
-            return [fill(part) for part in argument]
-        return given[argument.name] if isinstance(argument, Ref) else argument
-
-    out = overload(op.target)(*map(fill, op.args), **{name: fill(argument) for name, argument in op.kwargs})
+    args, kwargs = filled(op.args, op.kwargs, lambda ref: given[ref.name])
+    out = overload(op.target)(*args, **kwargs)
     return [out] if isinstance(out, torch.Tensor) else list(out)

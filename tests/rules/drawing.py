@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.ir import Argument, Op, Ref, Value, overload
+from autopar.ir import Argument, Op, Ref, Value, filled, overload
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +109,8 @@ class Example:
 
         args = tuple(map(ref, self.args))
         kwargs = tuple((name, ref(value)) for name, value in self.kwargs)
-
-        def fill(argument: Argument) -> object:
-            if isinstance(argument, tuple):
-                return [fill(part) for part in argument]
-            return tensors[argument.name] if isinstance(argument, Ref) else argument
-
-        found = overload(target)(*map(fill, args), **{name: fill(value) for name, value in kwargs})
+        given, named = filled(args, kwargs, lambda ref: tensors[ref.name])
+        found = overload(target)(*given, **named)
         results = [found] if isinstance(found, torch.Tensor) else list(found)
         values = {
             name: Value(name=name, shape=tuple(x.shape), dtype=x.dtype, requires_grad=differentiable(x) and grads[name])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from autopar.errors import RuleError
-from autopar.ir import Argument, Ref, overload
 from autopar.rules import RULES, fit, rule
 from autopar.rules.law import check
+from tests.cost_models.cost_ops import call
 from tests.rules.examples import EXAMPLES, Example, ex, ints, t
 
 
@@ -33,14 +32,7 @@ def test_the_examples_compute_numbers(target: str) -> None:
     """Where every result is NaN or infinite, any rule holds."""
     for example in EXAMPLES[target]:
         op, _, tensors = example.build(target)
-
-        def fill(argument: Argument, tensors: dict[str, torch.Tensor] = tensors) -> object:
-            if isinstance(argument, tuple):
-                return [fill(part) for part in argument]
-            return tensors[argument.name] if isinstance(argument, Ref) else argument
-
-        found = overload(target)(*map(fill, op.args), **{name: fill(argument) for name, argument in op.kwargs})
-        results = [found] if isinstance(found, torch.Tensor) else found
+        results = call(op, tensors)
         assert all(bool(result.isfinite().any()) for result in results if result.numel())
 
 
