@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -18,16 +17,16 @@ from autopar.cost_models import catalog, optimizers
 from autopar.cost_models.links import connect
 from autopar.cost_models.optimizers import Optimizer
 from autopar.decisions import Decisions
-from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError, RuleError
+from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError
 from autopar.evidence import BUDGET, Figure
-from autopar.ir import Op, Output, Program, qualified, text, writes
+from autopar.ir import Output, Program
 from autopar.mesh import Bytes, Device, Mesh, Seconds
 from autopar.passes import normalise
 from autopar.passes.microbatches import counts, microbatches
 from autopar.passes.precision import DTYPES, MIXED, mixed, received, stored
 from autopar.passes.strategies import constrained, demands
 from autopar.plan import Collective, Plan, describe
-from autopar.rules import rule_of
+from autopar.refusals import useless_axes, without_rule
 from autopar.solver.account import account, conversions
 from autopar.solver.analysis import Analysis, analyse
 from autopar.solver.budget import parse_bytes
@@ -35,6 +34,7 @@ from autopar.solver.formulate import Formulated, decisions, formulate
 from autopar.solver.memory import Ledger
 from autopar.solver.messages import Message, between, messages
 from autopar.solver.problem import Solution, local_price
+from autopar.solver.solve import PROVEN
 from autopar.solver.within import smallest, within
 from autopar.tables import size_text
 
@@ -42,7 +42,6 @@ AUTO = "auto"  # as many micro-batches as are best
 SMALLEST = "smallest"  # what a BudgetError calls the smallest budget that works
 NAMED = ("ddp", "zero2", "fsdp", "megatron", "replicate")
 PLENTY: Bytes = 1 << 60
-FAR = 1e-3  # the gap beyond which more is tried
 Stop = Callable[[str], None]  # called with the name of each phase when it ends
 
 
@@ -179,7 +178,7 @@ def _solved(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solve
 def _solved_so(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
     """The solution for a program whose number of micro-batches is settled."""
     analysis = analysed(program, mesh, options)
-    _without_rule(analysis, strict=options.strict)
+    without_rule(analysis, strict=options.strict)
     stop("analyse")
     return solved(analysis, mesh, options, stop)
 
@@ -239,7 +238,7 @@ def solved(
     optimizer = optimizers.optimizer(options.optimizer)
     wanted = demands(program, mesh, options.strategy, options.constraints, analysis.fits)
     if options.strategy != "replicate":
-        _useless_axes(analysis, mesh)
+        useless_axes(analysis, mesh)
     formulated = formulate(analysis, mesh, optimizer, demands=wanted, sharded_outputs=sharded(program, options.outputs))
     ledger = Ledger(formulated, optimizer)
     stop("formulate")
@@ -247,7 +246,7 @@ def solved(
     if solution is None:
         raise _impossible(formulated, ledger, limit, options, patience)
     best = Solved(ledger=ledger, solution=solution, optimizer=optimizer)
-    if options.strategy == "auto" and solution.gap > FAR:
+    if options.strategy == "auto" and solution.gap > PROVEN:
         best = _with_free_layouts(best, limit)
     if options.strategy == "auto" and solution.gap > 0:
         best = _best_named(best, analysis, options, limit)
@@ -371,48 +370,3 @@ def sharded(program: Program, outputs: str | None) -> Callable[[Output], bool]:
     scalar = any(not value.shape and value.requires_grad for value in ends)
     split = outputs == "sharded" or (outputs is None and scalar)
     return lambda output: split and bool(program.values[output.value].shape)
-
-
-def _useless_axes(analysis: Analysis, mesh: Mesh) -> None:
-    """Raise MeshError for an axis over which nothing of the model can be split."""
-    fits = [fitted for fitted in analysis.fits.values() if fitted]
-    dims = {factor.size for fitted in fits for factor in fitted.factors if not factor.whole and factor.size > 1}
-    dims |= {fitted.factors[f].size for fitted in fits for form in fitted.distributed for f in fitted.spread(form)}
-    for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
-        if size > 1 and all(dim % size for dim in dims):
-            raise MeshError(
-                f"no dim of the model can be split over the {size} devices of mesh axis {axis!r}",
-                mesh=mesh,
-                dims=", ".join(map(str, sorted(dims)[:12])),
-                fix=f"axes whose sizes divide the dims of the model, or a batch that is a multiple of {size}",
-            )
-
-
-def _without_rule(analysis: Analysis, *, strict: bool) -> None:
-    """Say which operators have no rule: once as a warning, or as an error in strict mode."""
-    missing: dict[str, Op] = {}
-    for op in analysis.program.ops:
-        if analysis.fits[op.name] is None and not writes(op):  # what writes a buffer is whole on purpose
-            missing.setdefault(op.target, op)
-    if not missing:
-        return
-    op = next(iter(missing.values()))
-    error = RuleError(
-        f"no sharding rule for {', '.join(missing)}" + ("" if strict else ": planned whole on every device"),
-        module=op.module,
-        at=op.source,
-        fix=_to_register(op),
-    )
-    if strict:
-        raise error
-    warnings.warn(str(error), stacklevel=4)
-
-
-def _to_register(op: Op) -> str:
-    """How an operator gets a rule, or why this call of it has none."""
-    name, known = qualified(op.target), rule_of(op.target)
-    if known is None:
-        return f'autopar.register_rule("{name}", "..."): autopar.discover_rule("{name}", arguments) finds the line'
-    if known.when:
-        return f"its rule was registered for calls with {', '.join(f'{key}={text(value)}' for key, value in known.when)}"
-    return f"its rule is not for calls like this one: {known}"

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from autopar.rules.table import REGISTERED
 from autopar.runtime.workers import WorkerPool
 from tests.golden import Golden
 
@@ -23,3 +24,12 @@ def pool() -> Iterator[WorkerPool]:
     """Eight gloo workers; `pool.run(f"{__name__}:function", payload, ranks=4)` uses fewer."""
     with WorkerPool(8, preload=["autopar.verification", "tests.models"]) as workers:
         yield workers
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Rules that a test registers are forgotten after it."""
+    kept = dict(REGISTERED)
+    yield
+    REGISTERED.clear()
+    REGISTERED.update(kept)

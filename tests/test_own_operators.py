@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,16 +29,11 @@ from tests import own, table
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(autouse=True)
-def _registry() -> Iterator[None]:
-    kept = dict(REGISTERED)
-    yield
-    REGISTERED.clear()
-    REGISTERED.update(kept)
+pytestmark = pytest.mark.usefixtures("registry")
 
 
 @pytest.fixture
-def _rules() -> None:
+def _rules(registry: None) -> None:
     autopar.register_rule(own.scaled_linear, "... k, n k, +n -> ... n", linear="x bias, weight bias")
     autopar.register_rule(own.gated, "... (k! c) -> ... c")
 

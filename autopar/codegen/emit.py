@@ -12,7 +12,7 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx, nn
@@ -20,10 +20,11 @@ from torch import fx, nn
 from autopar.codegen.source import CodeGraph
 from autopar.conversion import SUMS, Conversion, arrival
 from autopar.decisions import Again, Decisions
+from autopar.departures import Departures
 from autopar.ir import Argument, Op, Program, Ref, Value, overload
 from autopar.layout import I, Layout, local_shape
 from autopar.passes.again import aliases, draws, lies, may_copy
-from autopar.passes.bundles import Bundle, bundled
+from autopar.passes.bundles import Bundle
 from autopar.passes.candidates import Candidate, distributed, parts_of
 from autopar.passes.weights import copies, summed
 from autopar.rules import Fitted, localise, scale
@@ -56,11 +57,7 @@ def emit(
 
 
 class _Emitter:
-    """Builds one graph; `values` holds the node of each value in each layout that it already has.
-
-    Conversions of weights travel in bundles: those that only their gradients cause begin at the top, so that the backward waits
-    for gradients last of all; each gather begins when the one before it is finished, so that it is on its way for one block.
-    """
+    """Builds one graph; `values` holds the node of each value in each layout that it already has."""
 
     def __init__(
         self, program: Program, decisions: Decisions, fits: dict[str, Fitted | None], context: Context, training: bool
@@ -70,8 +67,7 @@ class _Emitter:
         self.graph: fx.Graph = CodeGraph()
         self.section = ""  # the comment under which nodes are made
         self.values: dict[tuple[str, Layout], fx.Node] = {}
-        self.bundles = bundled(program, decisions.routes, decisions.again.steps)
-        self.arrives = {(name, step.target): b for b in self.bundles for name, step in b.steps}
+        self.departures = Departures(program, decisions)
         self.begun: dict[Bundle, fx.Node] = {}
         self.copies, self.summed = copies(program), summed(program)
         held = (p.value.name for p in (*program.parameters, *program.buffers))
@@ -101,9 +97,8 @@ class _Emitter:
         self.anew = self._state("anew") if self.decisions.again != Again() else None
         self.sums = self._state("sums") if program.runs > 1 else None
         self.section = "the weights"
-        for one in sorted(self.bundles, key=lambda one: one.level):
-            if all(self._unmoved(name, step.target) for name, step in one.steps):
-                self._begin(one)
+        for one in self.departures.first:
+            self._begin(one)
         self.section = "the batch"
         for value in program.inputs:  # an input that a strategy takes split is sliced at once
             for step in arrival(self.decisions.given[value.name]):
@@ -130,10 +125,10 @@ class _Emitter:
                 self._stored(value)
             elif name in self.copies and layout == self.decisions.produced(name, self.program):
                 self._copy(name)
-            elif (name, layout) in self.arrives:
-                self._finish(self.arrives[name, layout])
+            elif (name, layout) in self.departures.arrives:
+                self._finish(self.departures.arrives[name, layout])
             else:
-                step = next(s for s in self.decisions.routes[name] if s.target == layout)
+                step = self.departures.into[name, layout]
                 self._value(name, step.source)
                 self._convert(value, step)
         return self.values[name, layout]
@@ -183,7 +178,7 @@ class _Emitter:
         for name, step in one.steps:
             self._value(name, step.source)
         if one not in self.begun:  # finishing what a source comes from may have begun it
-            self.begun[one] = self._begin_call(one, f"bundle_{self.bundles.index(one)}_begun")
+            self.begun[one] = self._begin_call(one, f"bundle_{self.departures.bundles.index(one)}_begun")
         return self.begun[one]
 
     def _begin_call(self, one: Bundle, name: str) -> fx.Node:
@@ -196,29 +191,20 @@ class _Emitter:
         begun = self._begin(one)
         if all((name, step.target) in self.values for name, step in one.steps):  # what came before it has sent for it already
             return
-        number = self.bundles.index(one)
+        number = self.departures.bundles.index(one)
         node = self._finish_call(one, begun, f"bundle_{number}")
         if self.sums and not one.moved:
             node = self._node("call_function", accumulate.held, (self.sums, number, node), f"bundle_{number}_held")
         for place, (name, step) in enumerate(one.steps):
             item = f"{identifier(name)}_{DEEDS[step.primitives[0]]}"
             self.values[name, step.target] = self._node("call_function", operator.getitem, (node, place), item)
-        if one.primitives[0] == "all_gather":
-            for following in self._following(one):
-                self._begin(following)
+        for following in self.departures.after.get(one, ()):
+            self._begin(following)
 
     def _finish_call(self, one: Bundle, begun: fx.Node, name: str) -> fx.Node:
         anew = self.anew if self.decisions.again.steps.issuperset(one.steps) else None
         arguments = (anew, "__".join(one.primitives), begun, self.axes[one.axis], *self._places(one))
         return self._node("call_function", bundle.finish, arguments, name)
-
-    def _following(self, one: Bundle) -> Iterator[Bundle]:
-        """The next gathers after one: as many as there are dtypes, since a block has a bundle of each; those that can begin."""
-        gathered = [other for other in self.bundles if other.primitives[0] == "all_gather"]
-        dtypes = {self.program.values[other.steps[0][0]].dtype for other in gathered}
-        for place, following in enumerate(gathered[gathered.index(one) + 1 :][: len(dtypes)]):
-            if not place or not any((name, step.source) in self.arrives for name, step in following.steps):
-                yield following
 
     def _sums(self, one: Bundle) -> tuple[torch.dtype, ...]:
         """The dtype in which the gradients of a bundle are added up, if it is not their own."""
@@ -231,16 +217,6 @@ class _Emitter:
         states = [layout[one.axis].kind for layout in (one.steps[0][1].source, one.steps[0][1].target)]
         count = 4 if states == ["S", "S"] else 2 if any(place.blocks > 1 for place in places) else 1
         return ([tuple(place)[:count] for place in places],) if "S" in states else ()
-
-    def _unmoved(self, name: str, layout: Layout) -> bool:
-        """Whether a weight comes to a layout as it is stored or cast, only its gradient is converted.
-
-        Not what is cast again for the backward: it is dropped after its use, and not made long before it.
-        """
-        if layout == self.decisions.produced(name, self.program):
-            return name not in self.copies or self.program.producer[name].name not in self.decisions.again.ops
-        step = next(step for step in self.decisions.routes[name] if step.target == layout)
-        return step.primitives[0] == "identity" and self._unmoved(name, step.source)
 
     def _op(self, op: Op) -> None:
         fitted, candidate = self.fits[op.name], self.decisions.ops[op.name]

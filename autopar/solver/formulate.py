@@ -7,8 +7,6 @@ values                       ->  wires      the layout graph between the layouts
 from __future__ import annotations
 
 import functools
-import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
@@ -17,21 +15,22 @@ import numpy as np
 from autopar.conversion import COLLECTIVES, CONVERSIONS, Conversion
 from autopar.cost_models.optimizers import Optimizer
 from autopar.decisions import Again, Decisions
-from autopar.errors import ConstraintError
-from autopar.ir import Output, Parameter, Program
-from autopar.layout import I, Layout, storable, text
+from autopar.ir import Output, Program, Value
+from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.again import lies, may_run
-from autopar.passes.bundles import TOGETHER, bundles, shared
-from autopar.passes.candidates import Candidate, candidates, distributed
+from autopar.passes.bundles import bundles
+from autopar.passes.candidates import Candidate, distributed
 from autopar.passes.classes import OUTPUT, ValueClass
 from autopar.passes.regions import inner
-from autopar.passes.space import Blocks, Space, placeable, space, states
+from autopar.passes.space import Space, space
 from autopar.passes.strategies import Demands
-from autopar.solver.analysis import Analysis, has_gradient, representatives, saves
+from autopar.solver.analysis import Analysis, has_gradient, saves
 from autopar.solver.messages import inside, returns
-from autopar.solver.pricing import added_up, again_seconds, arc_seconds, choice_seconds, latency, ties
-from autopar.solver.problem import Choice, Consumer, Floats, Ints, Problem, Solution, Surcharge, Toll, Way, Wire
+from autopar.solver.offers import offers
+from autopar.solver.pricing import again_seconds, arc_seconds, choice_seconds, ties
+from autopar.solver.problem import Bools, Choice, Consumer, Floats, Ints, Problem, Solution, Surcharge, Wire
+from autopar.solver.tolls import tolls
 
 FREE = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if forward == "identity"]
 ANEW = [  # what may be converted again but weights: a change of dims takes as much as what it is made from
@@ -40,7 +39,6 @@ ANEW = [  # what may be converted again but weights: a change of dims takes as m
 ]  # fmt: skip
 TO_INVARIANT = [number for number, (_, target) in enumerate(CONVERSIONS) if target == "I"]
 NO_DEMANDS = Demands()
-BACK, AGAIN = 0, 1  # the surcharges of a wire: gradients on their way back, weights that are gathered again
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -110,11 +108,8 @@ def formulate(
     device = mesh.device
     assert device is not None, "a mesh is priced with its device"
     assert mesh.links, "a mesh is priced with its links"
-    lists = {
-        name: _accepted(analysis, name, found, demands) for name, found in _all_candidates(analysis, demands, sharded_outputs)
-    }
-    names = tuple(lists)
-    place = {name: i for i, name in enumerate(names)}
+    lists = dict(offers(analysis, demands, sharded_outputs))
+    place = {name: i for i, name in enumerate(lists)}
     reruns = _reruns(analysis)
     recast = _recast(analysis) if demands.dropped else frozenset[str]()
     choices = tuple(
@@ -139,9 +134,9 @@ def formulate(
             wires.append(wire)
             values.append(value_class)
             spaces.append(graph)
-    tolls = tuple(_tolls(analysis, mesh, wires, values, spaces, demands.dropped))
+    found = tuple(tolls(analysis, mesh, wires, values, spaces, dropped=demands.dropped))
     return Formulated(
-        analysis=analysis, mesh=mesh, problem=Problem(choices=choices, wires=tuple(wires), tolls=tolls), names=names,
+        analysis=analysis, mesh=mesh, problem=Problem(choices=choices, wires=tuple(wires), tolls=found), names=tuple(lists),
         candidates=tuple(map(tuple, lists.values())), wires=tuple(values), spaces=tuple(spaces), reruns=reruns,
         dropped=demands.dropped,
     )  # fmt: skip
@@ -191,90 +186,6 @@ def _inside(analysis: Analysis, name: str, found: Sequence[Candidate], mesh: Mes
     )
 
 
-def _all_candidates(
-    analysis: Analysis, demands: Demands, sharded_outputs: Callable[[Output], bool]
-) -> Iterator[tuple[str, list[Candidate]]]:
-    program, sizes = analysis.program, analysis.sizes
-    whole = (I,) * len(sizes)
-    for value in program.inputs:
-        if analysis.classes.of[value.name] == value.name:
-            yield value.name, [Candidate(forms=(), operands=(), results=(demands.taken.get(value.name, whole),))]
-    for parameter in (*program.parameters, *program.buffers):
-        name = parameter.value.name
-        if analysis.classes.of[name] == name:
-            yield (
-                name,
-                [Candidate(forms=(), operands=(), results=(s,)) for s in stored(parameter, sizes, analysis.blocks[name])],
-            )
-    memory: dict[tuple[object, ...], list[Candidate]] = {}
-    for name, op in representatives(program, analysis.classes).items():
-        names = (*op.operands, *(r.name for r in op.results))
-        kinds = tuple((program.values[n].shape, program.values[n].requires_grad, analysis.blocks[n]) for n in names)
-        key = (str(analysis.fits[name]), analysis.fits[name], kinds)
-        if key not in memory:
-            memory[key] = [
-                c
-                for c in candidates(op, analysis.fits[name], program.values, sizes, analysis.blocks)
-                if all(
-                    placeable(layout, shape, sizes, counts)
-                    for layout, (shape, _, counts) in zip((*c.operands, *c.results), kinds, strict=True)
-                )
-            ]
-        yield name, memory[key]
-    for output in program.outputs:
-        value = program.values[output.value]
-        if sharded_outputs(output):
-            yield (
-                OUTPUT + output.path,
-                [
-                    Candidate(forms=(), operands=(layout,), results=())
-                    for layout in invariant_or_split(value.shape, sizes, ((1,),) * len(value.shape))
-                    if storable(layout, program.whole(value.name), sizes)
-                ],
-            )
-        else:
-            yield OUTPUT + output.path, [Candidate(forms=(), operands=(whole,), results=())]
-
-
-def _accepted(analysis: Analysis, name: str, found: list[Candidate], demands: Demands) -> list[Candidate]:
-    """The candidates of a class that the demands allow."""
-    program = analysis.program
-    if name in demands.divided:
-        found = [c for c in found if c.results[0][-1].kind == "S"] or found
-    results = [name] if name not in program.op else [r.name for r in program.op[name].results]
-    if not any(result in demands.patterns for result in results):
-        if demands.invariant:
-            return [c for c in found if all(state == I for layout in (*c.operands, *c.results) for state in layout)]
-        return found
-    kept = [c for c in found if all(demands.accept(r, x) for r, x in zip(results, c.results, strict=True))]
-    if not kept:
-        value = next(program.values[r] for r in results if r in demands.patterns)
-        pattern = demands.patterns[value.name]
-        asked = text(tuple(state or I for state in pattern), value.shape, analysis.sizes).split(", ")
-        wanted = ", ".join("*" if state is None else entry for state, entry in zip(pattern, asked, strict=True))
-        raise ConstraintError(
-            f"{value.name} cannot be {'produced' if name in program.op else 'stored'} as {wanted!r}",
-            shape=value.shape,
-            known="; ".join(dict.fromkeys(text(c.results[0], value.shape, analysis.sizes) for c in found[:8])),
-            at=program.op[name].source if name in program.op else "",
-            fix="one of the layouts above, or * on an axis that may stay free",
-        )
-    return kept
-
-
-def stored(parameter: Parameter, sizes: tuple[int, ...], blocks: Blocks) -> list[Layout]:
-    """The layouts in which a parameter or buffer may be stored: every axis I or S."""
-    if not parameter.used:
-        return [(I,) * len(sizes)]
-    return invariant_or_split(parameter.value.shape, sizes, blocks)
-
-
-def invariant_or_split(shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Blocks) -> list[Layout]:
-    """Every layout of a shape without R and P that a DTensor can have."""
-    allowed = tuple(tuple(s for s in axis if s.kind in "IS") for axis in states(shape, sizes, blocks, True))
-    return [layout for layout in space(shape, sizes, allowed, blocks).nodes if storable(layout, shape, sizes)]
-
-
 def _wire(
     analysis: Analysis,
     mesh: Mesh,
@@ -294,20 +205,10 @@ def _wire(
     weight = value.name in analysis.weights
     summed, bundled = analysis.summed.get(value.name), value.name in analysis.bundled
     there, back, rerun = arc_seconds(graph, value, mesh, bundled=bundled, summed=summed, runs=program.runs)
-    arcs = np.arange(len(there))
-    if value.name in analysis.written:  # what is written in place is used as it is stored
-        arcs = arcs[:0]
-    if bundled and value.requires_grad and program.runs > 1:  # what is I is so because it is stored so: see `added_up`
-        arcs = arcs[~np.isin(graph.pair[arcs], TO_INVARIANT)]
-    if demands.weights:
-        allowed_arcs = np.array(
-            [[demands.allow(value.name, axis, *pair) for pair in CONVERSIONS] for axis in range(len(mesh.sizes))]
-        )
-        arcs = arcs[allowed_arcs[graph.axis[arcs], graph.pair[arcs]]]
+    arcs = _arcs(analysis, value, graph, demands)
     count, free = len(values.members), np.isin(graph.pair[arcs], FREE)
-    grows = graph.elements[graph.target[arcs]] > graph.elements[graph.source[arcs]]  # else a weight had better be kept
-    may = grows if weight else np.isin(graph.pair[arcs], ANEW)
-    again = np.where(may, count * (rerun if weight else there)[arcs], np.inf)
+    anew = _anew(graph, arcs, weight=weight)
+    again = np.where(anew, count * (rerun if weight else there)[arcs], np.inf)
     return graph, Wire(
         name=value.name,
         producer=place[values.producer],
@@ -339,52 +240,24 @@ def _wire(
     )  # fmt: skip
 
 
-def _tolls(
-    analysis: Analysis, mesh: Mesh, wires: Sequence[Wire], values: Sequence[ValueClass], spaces: Sequence[Space], dropped: bool
-) -> Iterator[Toll]:
-    """The latency of every message in which the weights of a bundle may travel, bundles of alike weights together.
-
-    It is that of the large bundles wherever only gradients travel, though within a block if the weight has moved before. What
-    moves goes over one axis after the other: weights share a message that are `shared` on as many axes before, which is how
-    many steps they have gone, unless they change dims on their way. What is sent again is a message of its own: always, if
-    gathered weights are `dropped`, else if the solver says so.
-    """
-    place = {member: i for i, found in enumerate(values) for member in found.members}
-    kinds = [_kinds(wire, graph) for wire, graph in zip(wires, spaces, strict=True)]
-    groups = {
-        moved: Counter(frozenset(place[name] for name in names) for names in bundles(analysis.program, moved=moved))
-        for moved in (False, True)
-    }
-    axes = range(len(mesh.sizes))
-    for (number, (forward, backward)), axis, before in itertools.product(enumerate(CONVERSIONS.values()), axes, axes):
-        due = [(forward, None), (forward, AGAIN)] if forward in TOGETHER[0] else []
-        due += [(backward, BACK)] if backward in TOGETHER[1] else []
-        if before and forward == "identity":
-            continue
-        for (group, count), (kind, surcharge) in itertools.product(groups[forward != "identity"].items(), due):
-            ways = []
-            for w in sorted(group):
-                wire, arcs = wires[w], (kinds[w][0] == axis) & (kinds[w][1] == number)
-                if forward != "identity":
-                    arcs &= kinds[w][2] == before
-                consumers: frozenset[int] | None = frozenset(range(len(wire.consumers)))
-                if surcharge is not None:
-                    consumers = wire.surcharges[surcharge].consumers
-                if surcharge == AGAIN and not dropped:
-                    consumers = None if wire.again is not None else frozenset()
-                if consumers != frozenset() and arcs.any():
-                    ways.append(Way(wire=w, consumers=consumers, arcs=arcs))
-            runs = 1 if kind == backward and added_up(forward, backward) else analysis.program.runs
-            seconds = runs * count * latency(kind, axis, mesh)
-            if ways and seconds > 0:
-                yield Toll(name=f"{kind} over {mesh.axes[axis]}", seconds=seconds, ways=tuple(ways))
+def _arcs(analysis: Analysis, value: Value, graph: Space, demands: Demands) -> Ints:
+    """The conversions of a value's layout graph that a plan may use."""
+    arcs, axes = np.arange(len(graph.source)), len(graph.nodes[0])
+    if value.name in analysis.written:  # what is written in place is used as it is stored
+        arcs = arcs[:0]
+    if value.name in analysis.bundled and value.requires_grad and analysis.program.runs > 1:
+        arcs = arcs[~np.isin(graph.pair[arcs], TO_INVARIANT)]  # what is I is so because it is stored so: see `added_up`
+    if demands.weights:
+        allowed = np.array([[demands.allow(value.name, axis, *pair) for pair in CONVERSIONS] for axis in range(axes)])
+        arcs = arcs[allowed[graph.axis[arcs], graph.pair[arcs]]]
+    return arcs
 
 
-def _kinds(wire: Wire, graph: Space) -> tuple[Ints, Ints, Ints]:
-    """The axis and the pair of each arc of a wire, and on how many axes its source is shared."""
-    of = {ends: i for i, ends in enumerate(zip(graph.source.tolist(), graph.target.tolist(), strict=True))}
-    arcs = [of[ends] for ends in zip(wire.source.tolist(), wire.target.tolist(), strict=True)]
-    return graph.axis[arcs], graph.pair[arcs], np.array([shared(layout) for layout in graph.nodes])[wire.source]
+def _anew(graph: Space, arcs: Ints, *, weight: bool) -> Bools:
+    """Which conversions may be done again for the backward: of weights those after which there is more than before."""
+    if weight:
+        return graph.elements[graph.target[arcs]] > graph.elements[graph.source[arcs]]
+    return np.isin(graph.pair[arcs], ANEW)
 
 
 def _where(values: ValueClass, true: Callable[[str, int], bool]) -> frozenset[int]:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from autopar.conversion import beside
 from autopar.cost_models.saved import Saved
 from autopar.decisions import Decisions
+from autopar.departures import Node
 from autopar.ir import Op, Program
 from autopar.mesh import Bytes
-from autopar.solver.schedule import DURING, Done, Life, Node, Schedule, Step
+from autopar.solver.schedule import DURING, Done, Life, Schedule, Step
 
 PASSED = ("identity",)  # backward primitives whose result is what they are given
 

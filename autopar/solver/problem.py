@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 Picks = tuple[int, ...]  # a candidate per choice
 Arcs = tuple[tuple[int, ...], ...]  # the arcs used per wire
 
@@ -73,7 +74,7 @@ class Wire:
     target: Ints
     seconds: Floats
     surcharges: tuple[Surcharge, ...]
-    free: npt.NDArray[np.bool_]  # arcs that leave the value where it is in memory
+    free: Bools  # arcs that leave the value where it is in memory
     count: int = 1
     again: Floats | None = None  # seconds per arc to convert all `count` members once more, inf where they must not
 
@@ -85,7 +86,7 @@ class Way:
 
     wire: int
     consumers: frozenset[int] | None
-    arcs: npt.NDArray[np.bool_]
+    arcs: Bools
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)

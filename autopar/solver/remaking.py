@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 from autopar.cost_models.saved import Saved
 from autopar.decisions import Decisions
+from autopar.departures import Node
 from autopar.ir import Op, Program
-from autopar.solver.schedule import DURING, Done, Node, Schedule, Step
+from autopar.solver.schedule import DURING, Done, Schedule, Step
 
 Thing = Node | str  # a value where it lies in memory, or what autograd keeps inside an op, by the op's name
 Run = str | Done  # what can run again: an op, or conversions that are done together

@@ -7,18 +7,16 @@ backward there is time to make things again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.conversion import Conversion
 from autopar.decisions import Decisions
+from autopar.departures import Departures, Node
 from autopar.ir import Op, Program
-from autopar.layout import Layout
 from autopar.mesh import Bytes
-from autopar.passes.bundles import Bundle, bundled, moves
+from autopar.passes.bundles import Bundle
 from autopar.passes.weights import copies
 
-Node = tuple[str, Layout]  # a value in a layout
 Step = tuple[str, Conversion]  # a conversion of a value
 
 DURING = 1 << 16
@@ -63,16 +61,12 @@ class Schedule:
         self.program, self.chosen, self.copies = program, chosen, copies(program)
         self.end = at(2 * len(program.ops), 0)
         self.events: list[tuple[int, Op | Done]] = []
-        self.into: Mapping[Node, Conversion] = {(n, s.target): s for n, route in chosen.routes.items() for s in route}
-        bundles = bundled(program, chosen.routes, chosen.again.steps)
-        self._arrives = {(name, step.target): one for one in bundles for name, step in one.steps}
+        self.departures = Departures(program, chosen)
         self._begun: dict[Bundle, int] = {}
-        self._gathered = [one for one in bundles if one.primitives[0] == "all_gather"]
         self._there: set[Node] = set(chosen.given.items())
         self._now = 0
-        for one in sorted(bundles, key=lambda one: one.level):
-            if all(self._unmoved((name, step.target)) for name, step in one.steps):
-                self._begin(one)
+        for one in self.departures.first:
+            self._begin(one)
         for i, op in enumerate(program.ops):
             if op.results[0].name not in self.copies:  # copies are made when they are wanted
                 self._now = max(self._now, at(i, 0))
@@ -83,13 +77,6 @@ class Schedule:
     def mirror(self, time: int) -> int:
         """When the backward of something runs."""
         return self.end - 1 - time
-
-    def _unmoved(self, node: Node) -> bool:
-        """Whether a weight comes to a layout as it is stored or cast, to be kept, and only its gradient is converted."""
-        step = self.into.get(node)
-        if step is None:
-            return node[0] not in self.copies or self.program.producer[node[0]].name not in self.chosen.again.ops
-        return not moves(step) and self._unmoved((node[0], step.source))
 
     def _run(self, op: Op, now: int | None = None) -> None:
         """Run an op at a time, by default as soon as it has its operands."""
@@ -107,10 +94,10 @@ class Schedule:
         if node[0] in self.copies and node[1] == self.chosen.produced(node[0], self.program):
             self._run(self.program.producer[node[0]])
             return
-        if node in self._arrives:
-            self._finish(self._arrives[node])
+        if node in self.departures.arrives:
+            self._finish(self.departures.arrives[node])
             return
-        step = self.into[node]
+        step = self.departures.into[node]
         self._reach((node[0], step.source))
         self._convert(((node[0], step),), self._now + 1, bundled=False)
 
@@ -125,17 +112,8 @@ class Schedule:
         if all((name, step.target) in self._there for name, step in one.steps):
             return
         self._convert(one.steps, self._begun[one], bundled=True)
-        if one in self._gathered:
-            for following in self._following(one):
-                self._begin(following)
-
-    def _following(self, one: Bundle) -> Iterator[Bundle]:
-        """The gathers that are sent for when one is there: the next of every dtype, those that can begin."""
-        dtypes = {self.program.values[other.steps[0][0]].dtype for other in self._gathered}
-        after = self._gathered[self._gathered.index(one) + 1 :]
-        for place, following in enumerate(after[: len(dtypes)]):
-            if not place or not any((name, step.source) in self._arrives for name, step in following.steps):
-                yield following
+        for following in self.departures.after.get(one, ()):
+            self._begin(following)
 
     def _convert(self, steps: tuple[Step, ...], begun: int, *, bundled: bool) -> None:
         self._now += 1

@@ -27,6 +27,7 @@ from autopar.conversion import beside
 from autopar.cost_models.optimizers import Optimizer
 from autopar.cost_models.saved import NOTHING, Saved
 from autopar.decisions import Decisions
+from autopar.departures import Node
 from autopar.evidence import OPTIMIZER
 from autopar.ir import Op, elements
 from autopar.layout import local_shape
@@ -37,7 +38,7 @@ from autopar.solver.analysis import Analysis
 from autopar.solver.gradients import Gradients
 from autopar.solver.problem import Floats, Ints
 from autopar.solver.remaking import Remaking
-from autopar.solver.schedule import SPAN, Done, Life, Node, Schedule, Step, at
+from autopar.solver.schedule import SPAN, Done, Life, Schedule, Step, at
 from autopar.solver.strides import copied
 
 
@@ -147,7 +148,7 @@ class _Step:
         found = self._homes.get(node)
         if found is None:
             name = node[0]
-            step, op = self.schedule.into.get(node), self.program.producer.get(name)
+            step, op = self.schedule.departures.into.get(node), self.program.producer.get(name)
             found = node
             if step is not None:
                 if aliases(step):
@@ -184,7 +185,7 @@ class _Step:
             if home[0] in self.chosen.given and home[1] == self.chosen.given[home[0]]:
                 continue
             size, last = self.of.bytes(home), self._last[home]
-            yield Life("converted" if home in self.schedule.into else "produced", home[0], first, last, size)
+            yield Life("converted" if home in self.schedule.departures.into else "produced", home[0], first, last, size)
             again = self.remaking.again(home)
             if again:
                 yield Life("again", home[0], *again, size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,12 +17,7 @@ X, W, B = torch.randn(4, 6), torch.randn(10, 6), torch.randn(10)
 LINEAR = "... k, n k, +n -> ... n"
 
 
-@pytest.fixture(autouse=True)
-def _registry() -> Iterator[None]:
-    kept = dict(REGISTERED)
-    yield
-    REGISTERED.clear()
-    REGISTERED.update(kept)
+pytestmark = pytest.mark.usefixtures("registry")
 
 
 @pytest.mark.parametrize(
