@@ -38,8 +38,8 @@ def plan(
     `sample_input` is the global batch: a tensor, a tuple of arguments, or a mapping of keywords. `mesh` is a tuple of sizes, a
     dict name -> size, an `autopar.Mesh` or a `DeviceMesh`. `device` names a catalog entry ("h100"), by default this machine's
     accelerator, else its CPU; `budget` is bytes per device (or "80GB"), by default 90% of the device. `strategy` is "auto",
-    "ddp", "zero2", "fsdp" (ZeRO-3), "megatron" or "replicate"; `constraints` maps names (globs) to layouts; `outputs` is
-    "whole" or "sharded" for tensors that are not scalars; with `strict`, an operator without a rule is an error. `precision`
+    "ddp", "zero1", "zero2", "fsdp" (ZeRO-3), "megatron" or "replicate"; `constraints` maps names (globs) to layouts; `outputs`
+    is "whole" or "sharded" for tensors that are not scalars; with `strict`, an operator without a rule is an error. `precision`
     is by default the model's own, "fp32" and "bf16" plan for `model.to(dtype)`, "bf16-mixed" computes and gathers in bfloat16
     over float32 shards: there gradients are added up in float32 unless `reduce` is "bf16". `microbatches` is the number of
     parts of the batch that a step takes one after the other (`parallel.step`), so as to hold fewer activations; "auto" plans

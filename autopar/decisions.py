@@ -31,7 +31,8 @@ class Decisions:
     """A candidate per op, a layout per given tensor and output, a route per value; and what is made again for the backward.
 
     `routes` lists the conversions of a value, each after the one whose target it starts from. Everything that autograd saves
-    is kept, unless it is in `again`.
+    is kept, unless it is in `again`. If weights are gathered `once`, it is at the top, and micro-batches share them and add up
+    whole gradients; else they are gathered where they are first used, in each.
     """
 
     ops: Mapping[str, Candidate]
@@ -39,6 +40,7 @@ class Decisions:
     outputs: Mapping[str, Layout]  # by output path
     routes: Mapping[str, tuple[Conversion, ...]]
     again: Again = Again()
+    once: bool = False
 
     def produced(self, value: str, program: Program) -> Layout:
         """The layout in which a value comes from its producer."""

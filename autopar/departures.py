@@ -19,7 +19,8 @@ class Departures:
     """The bundles of a plan in the order of their weights' first use.
 
     Those that only gradients cause are sent for `first`, at the top, so that the backward waits for gradients last of all. A
-    gather is sent for when the one before it has come (`after`), so that it is on its way for one block.
+    gather is sent for when the one before it has come (`after`), so that it is on its way for one block; at the top too if all
+    micro-batches share it.
     """
 
     def __init__(self, program: Program, chosen: Decisions) -> None:
@@ -29,9 +30,9 @@ class Departures:
         self._late = {name for name in copies(program) if program.producer[name].name in chosen.again.ops}
         self.first = [
             one for one in sorted(self.bundles, key=lambda one: one.level)
-            if all(self._unmoved((name, step.target)) for name, step in one.steps)
+            if chosen.once or all(self._unmoved((name, step.target)) for name, step in one.steps)
         ]  # fmt: skip
-        self.after = self._after(program)
+        self.after = {} if chosen.once else self._after(program)
 
     def _unmoved(self, node: Node) -> bool:
         """Whether a weight comes to a layout as it is stored or cast, and only its gradient is converted.

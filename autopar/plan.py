@@ -5,6 +5,7 @@
     layouts   value or parameter -> its layout as produced or stored; "output:loss" -> that output
     routes    value -> its conversions, "I, S(0) -> R, S(0)"
     again     what the backward makes again instead of keeping it: op -> "run"; value -> these of its conversions
+    once      whether weights are gathered at the top, once for all micro-batches
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Plan:
     again: Mapping[str, tuple[str, ...]]
     collectives: tuple[Collective, ...]
     evidence: Evidence
+    once: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -123,7 +125,7 @@ class Plan:
                 routes={str(k): tuple(map(str, v)) for k, v in data["routes"].items()},
                 again={str(k): tuple(map(str, v)) for k, v in data["again"].items()},
                 collectives=tuple(Collective(**{k: v for k, v in entry.items() if k in known}) for entry in entries),
-                evidence=Evidence.of(data["evidence"]),
+                evidence=Evidence.of(data["evidence"]), once=bool(data.get("once", False)),
             )  # fmt: skip
         except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"{name} is damaged", error=f"{type(error).__name__}: {error}", fix=fix) from error
@@ -227,6 +229,7 @@ def resolve(plan: Plan, program: Program, fits: Mapping[str, Fitted | None]) -> 
             },
             routes={name: tuple(reader.steps(name, lines)) for name, lines in plan.routes.items()},
             again=reader.again(may_run(program, fits)),
+            once=plan.once,
         )
         _check(program, decisions)
     except (KeyError, ValueError, IndexError, LayoutError) as error:

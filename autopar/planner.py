@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -40,7 +40,8 @@ from autopar.tables import size_text
 
 AUTO = "auto"  # as many micro-batches as are best
 SMALLEST = "smallest"  # what a BudgetError calls the smallest budget that works
-NAMED = ("ddp", "zero2", "fsdp", "megatron", "replicate")
+ONCE = "zero1"
+NAMED = ("ddp", ONCE, "zero2", "fsdp", "megatron", "replicate")
 PLENTY: Bytes = 1 << 60
 Stop = Callable[[str], None]  # called with the name of each phase when it ends
 
@@ -248,8 +249,9 @@ def solved(
     best = Solved(ledger=ledger, solution=solution, optimizer=optimizer)
     if options.strategy == "auto" and solution.gap > PROVEN:
         best = _with_free_layouts(best, limit)
-    if options.strategy == "auto" and solution.gap > 0:
-        best = _best_named(best, analysis, options, limit)
+    if options.strategy == "auto":
+        shared = (ONCE,) if program.runs > 1 else ()  # micro-batches that share their weights are a program of their own
+        best = _best_named(best, analysis, options, limit, NAMED if solution.gap > 0 else shared)
     stop("solve")
     return best
 
@@ -282,6 +284,7 @@ def finish(found: Solved, options: Options, chosen: Decisions | None = None) -> 
         layouts=layouts,
         routes=routes,
         again=again,
+        once=chosen.once,
         evidence=evidence,
     )
 
@@ -337,10 +340,10 @@ def _with_free_layouts(best: Solved, limit: Bytes) -> Solved:
     return min(best, replace(best, solution=found), key=lambda one: step_time(one.formulated, one.solution))
 
 
-def _best_named(best: Solved, analysis: Analysis, options: Options, limit: Bytes) -> Solved:
-    """The best of a solution that is not proven and the named strategies, by what they really send."""
+def _best_named(best: Solved, analysis: Analysis, options: Options, limit: Bytes, named: Sequence[str]) -> Solved:
+    """The best of a solution and of named strategies, by what they really send."""
     program, mesh, bound = analysis.program, best.formulated.mesh, best.solution.bound
-    for strategy in NAMED:
+    for strategy in named:
         try:
             wanted = demands(program, mesh, strategy, options.constraints, analysis.fits)
             outputs = sharded(program, options.outputs)

@@ -18,10 +18,10 @@ from tests import models
 TIGHT = 0.85  # of the memory that the best plan takes
 # Strategies, the best plan in less memory, which makes things again, and seeds of random plans with random treatments.
 PLANS: dict[str, tuple[str | int, ...]] = {
-    "gpt2": ("ddp", "fsdp", "tight", 0),
+    "gpt2": ("ddp", "fsdp", "tight", "zero1", 0),
     "llama": ("zero2", "megatron", "tight", 1),
     "vit": ("ddp", "fsdp", "zero2", 0),
-    "bert": ("auto", "fsdp", "tight", 1),
+    "bert": ("auto", "zero1", "fsdp", "tight", 1),
 }
 
 

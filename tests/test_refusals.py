@@ -71,7 +71,7 @@ def test_a_mesh_larger_than_the_world_is_refused() -> None:
 @pytest.mark.parametrize(
     "options, kind, first, fix",
     [
-        ({"strategy": "fast"}, ConstraintError, "no strategy is called 'fast'", "auto, ddp, zero2, fsdp, megatron, replicate"),
+        ({"strategy": "fast"}, ConstraintError, "no strategy is called 'fast'", "auto, ddp, zero1, zero2, fsdp, "),
         ({"device": "tpu"}, MeshError, "no device is called 'tpu'", "autopar.mesh.Device"),
         ({"optimizer": "magic"}, InputError, "no optimizer is called 'magic'", "one of these names"),
         ({"outputs": "all"}, ConstraintError, "outputs='all' is unknown", '"whole" or "sharded"'),

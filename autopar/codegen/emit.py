@@ -96,6 +96,7 @@ class _Emitter:
         self.training = self._node("get_attr", "training", (), "training") if flagged else None
         self.anew = self._state("anew") if self.decisions.again != Again() else None
         self.sums = self._state("sums") if program.runs > 1 else None
+        self.once = self.decisions.once and program.runs > 1
         self.section = "the weights"
         for one in self.departures.first:
             self._begin(one)
@@ -178,13 +179,14 @@ class _Emitter:
         for name, step in one.steps:
             self._value(name, step.source)
         if one not in self.begun:  # finishing what a source comes from may have begun it
-            self.begun[one] = self._begin_call(one, f"bundle_{self.departures.bundles.index(one)}_begun")
+            number = self.departures.bundles.index(one)
+            self.begun[one] = self._begin_call(one, f"bundle_{number}_begun", *([self.sums, number] if self.once else []))
         return self.begun[one]
 
-    def _begin_call(self, one: Bundle, name: str) -> fx.Node:
+    def _begin_call(self, one: Bundle, name: str, *shared: object) -> fx.Node:
         sources = [self.values[weight, step.source] for weight, step in one.steps]
         arguments = ("__".join(one.primitives), sources, self.axes[one.axis], *self._sums(one))
-        return self._node("call_function", bundle.begin, arguments, name)
+        return self._node("call_function", accumulate.begin if shared else bundle.begin, (*shared, *arguments), name)
 
     def _finish(self, one: Bundle) -> None:
         """Have the weights of a bundle, and send for the next one that is gathered."""
@@ -192,8 +194,8 @@ class _Emitter:
         if all((name, step.target) in self.values for name, step in one.steps):  # what came before it has sent for it already
             return
         number = self.departures.bundles.index(one)
-        node = self._finish_call(one, begun, f"bundle_{number}")
-        if self.sums and not one.moved:
+        node = self._finish_call(one, begun, f"bundle_{number}", *([self.sums, number] if self.once else []))
+        if self.sums and not one.moved and not self.once:
             node = self._node("call_function", accumulate.held, (self.sums, number, node), f"bundle_{number}_held")
         for place, (name, step) in enumerate(one.steps):
             item = f"{identifier(name)}_{DEEDS[step.primitives[0]]}"
@@ -201,10 +203,10 @@ class _Emitter:
         for following in self.departures.after.get(one, ()):
             self._begin(following)
 
-    def _finish_call(self, one: Bundle, begun: fx.Node, name: str) -> fx.Node:
+    def _finish_call(self, one: Bundle, begun: fx.Node, name: str, *shared: object) -> fx.Node:
         anew = self.anew if self.decisions.again.steps.issuperset(one.steps) else None
         arguments = (anew, "__".join(one.primitives), begun, self.axes[one.axis], *self._places(one))
-        return self._node("call_function", bundle.finish, arguments, name)
+        return self._node("call_function", accumulate.finish if shared else bundle.finish, (*shared, *arguments), name)
 
     def _sums(self, one: Bundle) -> tuple[torch.dtype, ...]:
         """The dtype in which the gradients of a bundle are added up, if it is not their own."""

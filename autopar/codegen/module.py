@@ -152,16 +152,18 @@ class ParallelModule(fx.GraphModule):
         if serving is not self:
             serving.accumulate(inputs, loss)
             return
-        parts = self._parts(inputs)
+        parts, sums = self._parts(inputs), self.autopar.sums
         try:
-            for part in parts:
-                with nullcontext() if part is parts[-1] else self.autopar.sums.waiting():
-                    found = loss(self._once(part))
-                    if found is not None:
-                        found.backward()  # type: ignore[no-untyped-call]
-                    del found
+            with sums.sharing():
+                for part in parts:
+                    with nullcontext() if part is parts[-1] else sums.waiting():
+                        found = loss(self._once(part))
+                        if found is not None:
+                            found.backward()  # type: ignore[no-untyped-call]
+                        del found
+                sums.send()
         finally:
-            self.autopar.sums.drop()
+            sums.drop()
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The program's outputs for its inputs, in its own order."""

@@ -1,7 +1,9 @@
 """Named strategies and constraints: what they ask of stored parameters, inputs and results. The solver fills the rest.
 
 ddp        parameters I, inputs S(0)
-fsdp       every parameter S on its first dim that divides, gathered for use; inputs S(0)
+zero1      every parameter S on its first dim that divides, gathered at the top, once for all micro-batches; inputs S(0)
+zero2      the same, gathered where it is first used in each
+fsdp       the same, gathered once more for the backward
 megatron   on the last axis no parameter is gathered, those of matrix products are split, and inputs are I; data parallel
            on the others
 replicate  everything I
@@ -22,8 +24,8 @@ from autopar.passes.classes import PRODUCTS
 from autopar.passes.weights import copies
 from autopar.rules import Fitted
 
-STRATEGIES = ("auto", "ddp", "zero2", "fsdp", "megatron", "replicate")
-SHARDED = ("zero2", "fsdp")  # parameters are stored split on all axes, and gathered for use
+STRATEGIES = ("auto", "ddp", "zero1", "zero2", "fsdp", "megatron", "replicate")
+SHARDED = ("zero1", "zero2", "fsdp")  # parameters are stored split on all axes, and gathered for use
 OTHER_NAMES = {"zero3": "fsdp"}
 Pattern = tuple[State | None, ...]  # a layout, None where an axis is free
 
@@ -39,7 +41,8 @@ class Demands:
     what an op
     needs whole. The weights `divided` are stored split on the last axis if they can be. `invariant`: everything is I.
     Gathered weights are
-    `dropped` after their use and gathered again for the backward, or `held` until then; else the solver decides.
+    `dropped` after their use and gathered again for the backward, or `held` until then; else the solver decides. They are
+    gathered `once` for all micro-batches, or in each.
     """
 
     patterns: Mapping[str, Pattern] = field(default_factory=dict)
@@ -53,6 +56,7 @@ class Demands:
     invariant: bool = False
     dropped: bool = False
     held: bool = False
+    once: bool = False
 
     def accept(self, name: str, layout: Layout) -> bool:
         """Whether a value may be produced or stored in this layout."""
@@ -107,7 +111,8 @@ def demands(
         divided=_multiplied(program, weights, fits, mesh.sizes[last]) if strategy == "megatron" else frozenset(),
         weights_whole=strategy in ("ddp", *SHARDED),
         dropped=strategy == "fsdp",
-        held=strategy == "zero2",
+        held=strategy in ("zero1", "zero2"),
+        once=strategy == "zero1",
     )
 
 

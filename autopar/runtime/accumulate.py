@@ -5,6 +5,12 @@
     ...                         of the last one: its gradients are added to the sums, which are sent
     sums.drop()
 
+Weights that are gathered once for all micro-batches are so in the first, and their gradients are sent after the last:
+
+    with sums.sharing():
+        ...                     forward and backward of every micro-batch: gradients end at what was gathered
+        sums.send()
+
 Outside of a step weights are as always.
 """
 
@@ -16,12 +22,18 @@ from typing import Protocol
 
 import torch
 
+from autopar.runtime import bundle
+from autopar.runtime.again import Anew
+from autopar.runtime.world import Axis
+
 
 class Sums:
     """What was added up so far, by the number of the bundle."""
 
     def __init__(self) -> None:
         self._waits = False
+        self._shares = False
+        self._whole: dict[int, Sequence[torch.Tensor]] = {}  # what was gathered for all micro-batches
         self._held: dict[int, list[torch.Tensor]] = {}  # leaves that lie in the memory of the weights
 
     @contextmanager
@@ -33,9 +45,44 @@ class Sums:
         finally:
             self._waits = False
 
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Around all micro-batches of a step."""
+        self._shares = True
+        try:
+            yield
+        finally:
+            self._shares = False
+
+    def send(self) -> None:
+        """Send the gradients of what was gathered for all micro-batches."""
+        while self._whole:
+            number, weights = self._whole.popitem()
+            gradients = [held.grad for held in self._held.pop(number)]
+            trained = [weight for weight, gradient in zip(weights, gradients, strict=True) if gradient is not None]
+            if trained:
+                torch.autograd.backward(trained, [gradient for gradient in gradients if gradient is not None])
+
     def drop(self) -> None:
         """Forget what was added up: it was sent, or its step was given up."""
         self._held.clear()
+        self._whole.clear()
+
+    def held(self, number: int) -> list[torch.Tensor]:
+        """The weights of a bundle that has come."""
+        return self._held[number]
+
+    def came(self, number: int) -> bool:
+        """Whether a bundle has come for all micro-batches."""
+        return number in self._whole
+
+    def shared(self, number: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The weights of a bundle that has come, as every micro-batch uses them."""
+        if not self._shares or not torch.is_grad_enabled():
+            return list(weights)
+        self._whole[number] = weights
+        self._held[number] = _leaves(weights)
+        return self._held[number]
 
     def of(self, number: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The weights of a bundle as a micro-batch uses them."""
@@ -43,13 +90,38 @@ class Sums:
             return list(weights)
         if self._waits:
             if number not in self._held:
-                self._held[number] = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
+                self._held[number] = _leaves(weights)
             return self._held[number]
         held = self._held.get(number)
         return [_Added.apply(*pair) for pair in zip(weights, held, strict=True)] if held else list(weights)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Sums:
         return Sums()
+
+
+def _leaves(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The weights as leaves, in the same memory."""
+    return [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
+
+
+def begin(
+    sums: Sums, number: int, conversion: str, weights: bundle.Tensors, axis: Axis, summed: torch.dtype | None = None
+) -> bundle.Begun | None:
+    """`bundle.begin`, unless the bundle has come for all micro-batches. The target of a `call_function` node, like `finish`."""
+    return None if sums.came(number) else bundle.begin(conversion, weights, axis, summed)
+
+
+def finish(
+    sums: Sums,
+    number: int,
+    anew: Anew | None,
+    conversion: str,
+    begun: bundle.Begun | None,
+    axis: Axis,
+    places: bundle.Places | None = None,
+) -> list[torch.Tensor]:
+    """`bundle.finish`; in a step what has come serves all micro-batches."""
+    return sums.held(number) if begun is None else sums.shared(number, bundle.finish(anew, conversion, begun, axis, places))
 
 
 def held(sums: Sums, number: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:

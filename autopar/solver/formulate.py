@@ -54,6 +54,7 @@ class Formulated:
     spaces: tuple[Space, ...]
     reruns: frozenset[str]  # ops that may run again, or that come back with what does
     dropped: bool  # whether gathered weights are dropped after their use, whatever that costs
+    once: bool  # whether they are gathered once for all micro-batches
 
     @functools.cached_property
     def given(self) -> frozenset[str]:
@@ -134,11 +135,11 @@ def formulate(
             wires.append(wire)
             values.append(value_class)
             spaces.append(graph)
-    found = tuple(tolls(analysis, mesh, wires, values, spaces, dropped=demands.dropped))
+    found = tuple(tolls(analysis, mesh, wires, values, spaces, demands))
     return Formulated(
         analysis=analysis, mesh=mesh, problem=Problem(choices=choices, wires=tuple(wires), tolls=found), names=tuple(lists),
         candidates=tuple(map(tuple, lists.values())), wires=tuple(values), spaces=tuple(spaces), reruns=reruns,
-        dropped=demands.dropped,
+        dropped=demands.dropped, once=demands.once,
     )  # fmt: skip
 
 
@@ -204,7 +205,8 @@ def _wire(
     graph = space(value.shape, mesh.sizes, allowed, analysis.blocks[value.name])
     weight = value.name in analysis.weights
     summed, bundled = analysis.summed.get(value.name), value.name in analysis.bundled
-    there, back, rerun = arc_seconds(graph, value, mesh, bundled=bundled, summed=summed, runs=program.runs)
+    runs = 1 if demands.once and bundled else program.runs
+    there, back, rerun = arc_seconds(graph, value, mesh, bundled=bundled, summed=summed, runs=runs)
     arcs = _arcs(analysis, value, graph, demands)
     count, free = len(values.members), np.isin(graph.pair[arcs], FREE)
     anew = _anew(graph, arcs, weight=weight)
@@ -287,6 +289,7 @@ def decisions(formulated: Formulated, solution: Solution) -> Decisions:
         outputs={o.path: picked[OUTPUT + o.path].operands[0] for o in program.outputs},
         routes=routes,
         again=_again(formulated, solution, routes),
+        once=formulated.once,
     )
 
 

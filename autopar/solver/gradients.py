@@ -77,10 +77,14 @@ class _Step:
                 self._op(event, self.schedule.mirror(time))
             else:
                 yield from self._back(event, self.schedule.mirror(time))
+        several, once = self.of.program.runs > 1, self.chosen.once
+        for name, layout in self.schedule.departures.arrives if several and once else ():
+            if name in self.of.backward:
+                yield Life("gradient", name, 0, self.schedule.end - 1, self.of.size((name, layout)))
         for node in self.chosen.given.items():
             if node in self.waiting:
                 self.waiting[node].stored = True
-                if self.of.program.runs > 1:  # added to those of the micro-batches before
+                if several and not once:  # added to those of the micro-batches before
                     yield Life("gradient", node[0], 0, self.schedule.end + DURING, self.of.size(node))
                 else:
                     self.waiting[node].stop = self.schedule.end + DURING

@@ -66,6 +66,7 @@ def _between(analysis: Analysis, chosen: Decisions, mesh: Mesh, rerun: Again) ->
         back = [(name, step) for name, step in bundle.steps if step in due(analysis, chosen, name)]
         again = [pair for pair in bundle.steps if pair in rerun.steps]
         forward, backward = bundle.primitives
+        once = not bundle.moved or (chosen.once and bundle not in alone)
         for where, kind, steps, kinds, gradient in (
             ("forward", forward, bundle.steps, TOGETHER[0], False),
             ("backward", backward, back, TOGETHER[1], True),
@@ -74,7 +75,7 @@ def _between(analysis: Analysis, chosen: Decisions, mesh: Mesh, rerun: Again) ->
             together = [steps] if kind in kinds and steps else [[one] for one in steps]
             for sent in together if kind in COLLECTIVES else ():
                 message = _message(analysis, mesh, kind, where, sent, gradient=gradient)
-                yield from repeat(message, runs if bundle.moved else 1)
+                yield from repeat(message, 1 if once else runs)
 
 
 def _own(analysis: Analysis, chosen: Decisions, mesh: Mesh, rerun: Again) -> Iterator[Message]:

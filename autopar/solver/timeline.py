@@ -158,6 +158,10 @@ class _Step:
             self._homes[node] = found
         return found
 
+    def shared(self, home: Node) -> bool:
+        """Whether micro-batches share what lies here: weights that are gathered once for all of them."""
+        return self.chosen.once and self.program.runs > 1 and home in self.schedule.departures.arrives
+
     def _touch(self, node: Node, now: int) -> None:
         home = self.home(node)
         self._first.setdefault(home, now)
@@ -185,6 +189,9 @@ class _Step:
             if home[0] in self.chosen.given and home[1] == self.chosen.given[home[0]]:
                 continue
             size, last = self.of.bytes(home), self._last[home]
+            if self.shared(home):
+                yield Life("converted", home[0], 0, self.schedule.end + SPAN - 1, size)
+                continue
             yield Life("converted" if home in self.schedule.departures.into else "produced", home[0], first, last, size)
             again = self.remaking.again(home)
             if again:

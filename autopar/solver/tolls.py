@@ -13,6 +13,7 @@ from autopar.mesh import Mesh
 from autopar.passes.bundles import TOGETHER, bundles, shared
 from autopar.passes.classes import ValueClass
 from autopar.passes.space import Space
+from autopar.passes.strategies import Demands
 from autopar.solver.analysis import Analysis
 from autopar.solver.pricing import added_up, latency
 from autopar.solver.problem import Ints, Toll, Way, Wire
@@ -26,15 +27,14 @@ def tolls(
     wires: Sequence[Wire],
     values: Sequence[ValueClass],
     spaces: Sequence[Space],
-    *,
-    dropped: bool,
+    demands: Demands,
 ) -> Iterator[Toll]:
     """The latency of every message in which the weights of a bundle may travel, bundles of alike weights together.
 
     It is that of the large bundles wherever only gradients travel, though within a block if the weight has moved before. What
     moves goes over one axis after the other: weights share a message that are `shared` on as many axes before, which is how
     many steps they have gone, unless they change dims on their way. What is sent again is a message of its own: always, if
-    gathered weights are `dropped`, else if the solver says so.
+    gathered weights are dropped, else if the solver says so.
     """
     place = {member: i for i, found in enumerate(values) for member in found.members}
     kinds = [_kinds(wire, graph) for wire, graph in zip(wires, spaces, strict=True)]
@@ -57,11 +57,12 @@ def tolls(
                 consumers: frozenset[int] | None = frozenset(range(len(wire.consumers)))
                 if surcharge is not None:
                     consumers = wire.surcharges[surcharge].consumers
-                if surcharge == AGAIN and not dropped:
+                if surcharge == AGAIN and not demands.dropped:
                     consumers = None if wire.again is not None else frozenset()
                 if consumers != frozenset() and arcs.any():
                     ways.append(Way(wire=w, consumers=consumers, arcs=arcs))
-            runs = 1 if kind == backward and added_up(forward, backward) else analysis.program.runs
+            together = demands.once or (kind == backward and added_up(forward, backward))
+            runs = 1 if together else analysis.program.runs
             seconds = runs * count * latency(kind, axis, mesh)
             if ways and seconds > 0:
                 yield Toll(name=f"{kind} over {mesh.axes[axis]}", seconds=seconds, ways=tuple(ways))
