@@ -19,11 +19,13 @@ class Again:
     """What the backward makes again instead of keeping it from the forward.
 
     `ops` run once more when the backward asks for one of their results or for what autograd keeps inside them; of a value's
-    conversions the `steps`. What they read is kept, or made again in its turn, and with it what lies in its memory.
+    conversions the `steps`. What they read is kept, or made again in its turn, and with it what lies in its memory. The values
+    `away` go to the host's memory in these layouts, and come back when they are asked for.
     """
 
     ops: frozenset[str] = frozenset()
     steps: frozenset[tuple[str, Conversion]] = frozenset()
+    away: frozenset[tuple[str, Layout]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,7 @@ class Evidence:
     """What a plan's totals are made of, in seconds of one step and bytes on one device.
 
     `compute` is op -> (forward, backward) for ops that take time, `again` op -> its forward once more, for the backward;
+    `away` value -> its way to the host and back;
     `conversions` counts slices, pads and copies that are no collectives, and what is computed ahead of micro-batches. `runs`
     and `stored` say in words what is split, one entry per axis: what a person calls the dim ("out-features"), else "whole",
     "repeated" (its gradient in addends) or "addends". `runs` has the ops that use parameters and the well-known ones; `stored`
@@ -68,6 +69,7 @@ class Evidence:
     stored: Mapping[str, tuple[str, ...]]
     tied: Mapping[str, str]
     copies: Mapping[str, str] = field(default_factory=dict)
+    away: Mapping[str, Seconds] = field(default_factory=dict)
 
     @property
     def forward(self) -> Seconds:
@@ -87,7 +89,7 @@ class Evidence:
     @property
     def local(self) -> Seconds:
         """All that is not a collective."""
-        return self.forward + self.backward + self.recomputed + self.conversions + self.optimizer
+        return self.forward + self.backward + self.recomputed + sum(self.away.values()) + self.conversions + self.optimizer
 
     @staticmethod
     def of(data: object) -> Evidence:
@@ -106,4 +108,5 @@ class Evidence:
             stored={str(name): tuple(map(str, words)) for name, words in found["stored"].items()},
             tied={str(name): str(own) for name, own in found["tied"].items()},
             copies={str(name): str(own) for name, own in found.get("copies", {}).items()},
+            away={str(name): float(seconds) for name, seconds in found.get("away", {}).items()},
         )

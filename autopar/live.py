@@ -5,21 +5,42 @@
     live.peak().bytes
 
 A storage is seen when an operator returns it or is given it, the backward's operators included. What an operator allocates and
-frees inside its kernel is not seen. Of DTensors the parts on this rank are.
+frees inside its kernel is not seen. Of DTensors the parts on this rank are. What is first seen within `elsewhere()` stands for
+another device's memory, and does not count.
 """
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+_elsewhere = contextvars.ContextVar("elsewhere", default=False)
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """What is made here stands for memory of another device, though it may be of the same type."""
+    token = _elsewhere.set(True)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
+def here() -> bool:
+    """Whether what is made now is memory of the device."""
+    return not _elsewhere.get()
+
 
 PLAIN = {torch.Tensor, torch.nn.Parameter}
 GIVEN = "given"  # what there was before
@@ -107,7 +128,8 @@ class Live(TorchDispatchMode):
         key = int(storage._cdata)
         if key not in self._alive:
             number = len(self._seen)
-            self._seen.append((Alike(made=made, shape=tuple(tensor.shape), dtype=tensor.dtype), storage.nbytes()))
+            size = storage.nbytes() if here() else 0
+            self._seen.append((Alike(made=made, shape=tuple(tensor.shape), dtype=tensor.dtype), size))
             self._log.append((number, True))
             self._alive[key] = weakref.ref(storage, functools.partial(self._freed, key, number))
 

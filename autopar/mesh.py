@@ -39,6 +39,7 @@ class Device:
     outer: str  # link between nodes, per device
     per_node: int  # devices in one node
     source: str
+    host: Link | None = None  # to the host's memory; none where the device has that memory itself
     # Where it was measured: operator -> what its forward and its backward do in a second, operations of matrix products and
     # attention, bytes of others; "optimizer.NAME" -> bytes moved per second by its step; and links by the size of a group.
     rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)

@@ -4,7 +4,8 @@
               "vocabulary/512" (a distributed form, stride of its first factor)
     layouts   value or parameter -> its layout as produced or stored; "output:loss" -> that output
     routes    value -> its conversions, "I, S(0) -> R, S(0)"
-    again     what the backward makes again instead of keeping it: op -> "run"; value -> these of its conversions
+    again     what the backward makes again instead of keeping it: op -> "run"; value -> these of its conversions, or
+              "host: I, S(0)": in this layout it comes back from the host's memory
     once      whether weights are gathered at the top, once for all micro-batches
 """
 
@@ -32,6 +33,7 @@ from autopar.tables import plain, tables
 VERSION = 3
 OUTPUT = "output:"
 RUN = "run"
+HOST = "host: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +197,8 @@ def describe(
     for name, steps in decisions.routes.items():
         if chosen := tuple(step_text(name, step) for step in steps if (name, step) in decisions.again.steps):
             again[name] = (*again.get(name, ()), *chosen)
+    for name, layout in sorted(decisions.again.away, key=str):
+        again[name] = (*again.get(name, ()), HOST + text(layout, program.values[name].shape, sizes))
     return choices, layouts, routes, again
 
 
@@ -275,17 +279,22 @@ class _Reader:
         """What is made again: of the ops those that are `allowed` to, of the conversions those that are on a route."""
         ops: set[str] = set()
         steps: set[tuple[str, Conversion]] = set()
+        away: set[tuple[str, Layout]] = set()
         for name, lines in self.plan.again.items():
             if RUN in lines:
                 ops.add(name)
-            moved = tuple(line for line in lines if line != RUN)
+            shape = self.program.values[name].shape if name in self.program.values else ()
+            away |= {(name, self.layout(name, shape, x.removeprefix(HOST))) for x in lines if x.startswith(HOST)}
+            moved = tuple(line for line in lines if line != RUN and not line.startswith(HOST))
             if lost := [line for line in moved if line not in self.plan.routes.get(name, ())]:
                 raise ValueError(f"again[{name!r}]: {lost[0]!r} is not on the route of {name}")
             if moved:
                 steps |= {(name, step) for step in self.steps(name, moved)}
         if wrong := sorted(ops - allowed):
             raise ValueError(f"again[{wrong[0]!r}]: {wrong[0]} is no op that may run again")
-        return Again(ops=frozenset(ops), steps=frozenset(steps))
+        if lost := sorted(name for name, _ in away if name not in self.program.producer):
+            raise ValueError(f"again[{lost[0]!r}]: {lost[0]} is no result of an op, which the host may hold")
+        return Again(ops=frozenset(ops), steps=frozenset(steps), away=frozenset(away))
 
 
 def _check(program: Program, decisions: Decisions) -> None:

@@ -33,7 +33,7 @@ from autopar.solver.budget import parse_bytes
 from autopar.solver.formulate import Formulated, decisions, formulate
 from autopar.solver.memory import Ledger
 from autopar.solver.messages import Message, between, messages
-from autopar.solver.problem import Solution, local_price
+from autopar.solver.problem import Solution, away_price, local_price
 from autopar.solver.solve import PROVEN
 from autopar.solver.within import smallest, within
 from autopar.tables import size_text
@@ -362,7 +362,8 @@ def step_time(formulated: Formulated, solution: Solution) -> Seconds:
     """Seconds of a step: the solver's price with the messages of conversions as they are sent, where it may miss a few."""
     analysis, chosen, mesh = formulated.analysis, decisions(formulated, solution), formulated.mesh
     sent = sum(message.seconds for message in between(analysis, chosen, mesh))
-    return local_price(formulated.problem, solution.picks, solution.again) + conversions(analysis, chosen, mesh) + sent
+    own = local_price(formulated.problem, solution.picks, solution.again) + away_price(formulated.problem, solution.again)
+    return own + conversions(analysis, chosen, mesh) + sent
 
 
 def sharded(program: Program, outputs: str | None) -> Callable[[Output], bool]:

@@ -72,18 +72,20 @@ def random_plan_of(captured: Captured, mesh: Mesh, seed: int, options: Options) 
     draw = random.Random(seed)
     solution = random_solution(formulated.problem, draw)
     chosen = decisions(formulated, solution)
-    chosen = replace(chosen, again=random_again(analysis, chosen, draw))
+    chosen = replace(chosen, again=random_again(analysis, chosen, draw, host=bool(mesh.device and mesh.device.host)))
     return finish(Solved(ledger=Ledger(formulated, optimizer), solution=solution, optimizer=optimizer), options, chosen)
 
 
-def random_again(analysis: Analysis, chosen: Decisions, draw: random.Random) -> Again:
-    """Of the ops that may run again, and of the conversions, a random part of random size."""
+def random_again(analysis: Analysis, chosen: Decisions, draw: random.Random, *, host: bool = True) -> Again:
+    """Of the ops that may run again, of the conversions, and of what the host may hold, a random part of random size."""
     program = analysis.program
-    allowed, ops, steps = may_run(program, analysis.fits), draw.random(), draw.random()
+    allowed, ops, steps, away = may_run(program, analysis.fits), draw.random(), draw.random(), host * draw.random()
+    results = [(name, chosen.produced(name, program)) for name in program.producer if name not in analysis.weights]
     moved = [(name, step) for name, route in chosen.routes.items() for step in route if not aliases(step)]
     return Again(
         ops=frozenset(op.name for op in program.ops if op.name in allowed and draw.random() < ops),
         steps=frozenset(one for one in moved if draw.random() < steps),
+        away=frozenset(one for one in results if draw.random() < away),
     )
 
 

@@ -53,7 +53,9 @@ def sample() -> list[Case]:
 def mesh(sizes: tuple[int, ...]) -> Mesh:
     """A mesh of slow devices and fast links, the fastest innermost, on which the best plan splits even these models."""
     h100 = catalog.device("h100", processes=1)
-    device = replace(h100, name="slow", flops=dict.fromkeys(h100.flops, 1e8), bandwidth=1e9, launch=0.0, source=MADE_UP)
+    host = Link(name="host", latency=0.0, bandwidth=1e8, source=MADE_UP)
+    flops = dict.fromkeys(h100.flops, 1e8)
+    device = replace(h100, name="slow", flops=flops, bandwidth=1e9, launch=0.0, source=MADE_UP, host=host)
     links = [Link(name="fast", latency=1e-7, bandwidth=1e9 * 2**axis, source=MADE_UP) for axis in range(len(sizes))]
     return replace(Mesh.of(sizes), links=tuple(links), device=device)
 

@@ -18,6 +18,7 @@ from autopar.codegen import ParallelModule
 from autopar.codegen.emit import identifier
 from autopar.decisions import Again, Decisions
 from autopar.errors import PlanError
+from autopar.layout import I
 from autopar.mesh import Mesh
 from autopar.passes.again import lies, may_run, may_run_again
 from autopar.plan import Plan, describe, resolve
@@ -127,13 +128,21 @@ def test_the_backward_runs_again_what_the_plan_says_and_nothing_else(name: str, 
     nodes.run(*inputs)
     views = [op for op in program.ops if lies(op, program.values)]  # these come back with what they lie in, copied or not
     loose = {"empty", "set_", "detach"}.union(*(nodes.counts[identifier(op.name)] for op in views))
-    rerun = reruns(analysed(name), replace(chosen(name), again=again)).ops
-    assert rerun < again.ops
-    expected = sum((nodes.counts[identifier(op)] for op in rerun), Counter[str]())
+    rerun = reruns(analysed(name), replace(chosen(name), again=again))
+    assert rerun.ops < again.ops
+    fetched = {source(name, value) for value, _ in rerun.away}
+    expected = sum((nodes.counts[identifier(op)] for op in rerun.ops), Counter({"copy_": len(fetched)}))
     extra = in_backward(name, again) - in_backward(name, NOTHING)
     compared = (expected | extra).keys() - loose
     assert compared
     assert {ran: extra[ran] for ran in compared} == {ran: expected[ran] for ran in compared}
+
+
+def source(name: str, value: str) -> str:
+    """The value in whose memory one lies."""
+    program = captured(name).program
+    op = program.producer.get(value)
+    return source(name, op.operands[0]) if op is not None and lies(op, program.values) else value
 
 
 def left(name: str, again: Again) -> int:
@@ -151,6 +160,15 @@ def test_the_memory_of_what_is_made_again_is_gone_after_the_forward() -> None:
     assert len(gelus) == 2
     saved = left("vit", NOTHING) - left("vit", Again(ops=frozenset(op.name for op in gelus)))
     assert saved == sum(op.results[0].bytes for op in gelus)
+
+
+def test_the_host_holds_what_goes_there_and_the_device_does_not() -> None:
+    program = captured("vit").program
+    gelus = [op.results[0] for op in program.ops if op.target == "aten.gelu.default"]
+    layout = (I,) * len(ALONE.sizes)
+    there = Again(away=frozenset((gelu.name, layout) for gelu in gelus))
+    assert left("vit", NOTHING) - left("vit", there) == sum(gelu.bytes for gelu in gelus)
+    assert all(map(torch.equal, gradients(*built("vit", there)), gradients(*built("vit", NOTHING))))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -211,6 +229,7 @@ def test_what_reads_a_buffer_that_is_written_may_not_run_again() -> None:
         ("nothing", ("run",), "nothing is no op that may run again"),
         ("nothing", ("I -> R",), "'I -> R' is not on the route of nothing"),
         ("transformer.wte.weight", ("I -> R",), "'I -> R' is not on the route of transformer.wte.weight"),
+        ("transformer.wte.weight", ("host: I",), "transformer.wte.weight is no result of an op, which the host may hold"),
     ],
 )
 def test_an_entry_that_means_nothing_is_refused(name: str, lines: tuple[str, ...], message: str) -> None:
@@ -232,6 +251,7 @@ def test_random_plans_make_ops_and_conversions_again_of_weights_and_of_others() 
     plan = random_plan_of(captured("llama"), located((2, 4), OPTIONS), 1, OPTIONS)
     again = resolve(plan, program, analyse(program, Mesh.of((2, 4))).fits).again
     assert again.ops
+    assert again.away
     assert {name in program.producer for name, _ in again.steps} == {True, False}
 
 

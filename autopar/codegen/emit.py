@@ -172,7 +172,7 @@ class _Emitter:
             node = self._node("call_function", again.convert, (self.anew, function.__name__, *arguments), name)
         else:
             node = self._node("call_function", function, arguments, name)
-        self.values[value.name, step.target] = node
+        self._have(value.name, step.target, node)
 
     def _begin(self, one: Bundle) -> fx.Node:
         """Send for the weights of a bundle."""
@@ -272,6 +272,8 @@ class _Emitter:
 
     def _made_again(self, name: str, layout: Layout) -> bool:
         """Whether a value is made again for the backward in a layout, or lies in the memory of one that is."""
+        if (name, layout) in self.decisions.again.away:
+            return True
         for step in self.decisions.routes.get(name, ()):
             if step.target == layout:
                 lying = aliases(step) and self._made_again(name, step.source)
@@ -283,11 +285,17 @@ class _Emitter:
 
     def _results(self, op: Op, candidate: Candidate, node: fx.Node) -> None:
         if len(op.results) == 1:
-            self.values[op.results[0].name, candidate.results[0]] = node
+            self._have(op.results[0].name, candidate.results[0], node)
             return
         for place, (result, layout) in enumerate(zip(op.results, candidate.results, strict=True)):
             item = self._node("call_function", operator.getitem, (node, place), f"{identifier(op.name)}_item_{place}")
-            self.values[result.name, layout] = item
+            self._have(result.name, layout, item)
+
+    def _have(self, name: str, layout: Layout, node: fx.Node) -> None:
+        """There is a value in a layout; what the host is to hold for the backward goes there."""
+        if (name, layout) in self.decisions.again.away:
+            node = self._node("call_function", again.away, (self.anew, node), f"{node.name}_away")
+        self.values[name, layout] = node
 
     def _argument(self, argument: Argument, feed: Iterable[fx.Node]) -> object:
         """An argument as fx has it: nodes for values, in order; this rank's device for devices; lists for tuples."""

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from autopar.cost_models.links import LINKS
 from autopar.cost_models.measured import load
 from autopar.errors import MeshError
 from autopar.mesh import Bytes, Device, Seconds
@@ -35,6 +36,9 @@ GIGA = 1e9
 # CUDA Graphs", NVIDIA, 2019). The host sets it, not the device, so it serves for all of them.
 LAUNCH: Seconds = 3.8e-6
 LAUNCH_SOURCE = "launch: NVIDIA, Getting Started with CUDA Graphs, 2019"
+
+# The bus to the host that devices with these links have: data sheets of V100, A100, H100; else the link is the bus.
+HOSTS = {"nvlink2": "pcie3", "nvlink3": "pcie4", "nvlink4": "pcie5", "pcie3": "pcie3", "pcie4": "pcie4"}
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "int8")
 
@@ -51,6 +55,7 @@ def _gpu(
         launch=LAUNCH,
         inner=inner,
         outer=outer,
+        host=LINKS[HOSTS[inner]],
         per_node=per_node,
         source=f"{source}; {LAUNCH_SOURCE}",
     )

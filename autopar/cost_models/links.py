@@ -8,6 +8,7 @@ microseconds over NVLink, 5.7 over PCIe, 14 over a network.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from autopar.errors import MeshError
 from autopar.mesh import Device, Link, Mesh, Seconds
@@ -77,6 +78,14 @@ def _measured(size: int, device: Device) -> Link:
 def _inside(span: int, mesh: Mesh, device: Device) -> bool:
     """Whether every group of `span` consecutive devices stands in one node."""
     return device.per_node % span == 0 or mesh.size <= device.per_node
+
+
+def host_seconds(bytes_moved: float, device: Device) -> Seconds:
+    """Seconds of moving bytes to the host's memory and back: two copies, each at least a kernel's launch; inf if none can.
+
+    They are priced as if nothing ran beside them.
+    """
+    return 2 * (device.launch + bytes_moved / device.host.bandwidth) if device.host else math.inf
 
 
 def _link(name: str, device: Device) -> Link:

@@ -3,9 +3,10 @@
 Emitted code makes such values with `bundle.finish(anew, ...)`, `call(anew, op, ...)` or `convert(anew, ...)` inside
 `with anew.active():`. When autograd saves a tensor that lies in their memory (linear saves a transposed view, say), only its
 geometry is kept, and what made the memory runs once more when the backward asks for it. So does what autograd keeps inside an
-op, masks and statistics. What autograd does with the gradient is not touched.
+op, masks and statistics. What autograd does with the gradient is not touched. What was given to `away` comes back from the
+host's memory instead.
 
-    Run        what runs again: a `Call` with its operands, or the conversion of a bundle of weights (`Together`)
+    Run        what runs again: a `Call` with its operands, or the conversion of a bundle of weights (`Together`); or a `Fetch`
     Made       a piece of memory that a run makes
     Part       a tensor in such memory, as geometry
     Saved      a part that will be asked for: by autograd, or because another run reads it
@@ -33,6 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.runtime.collectives import FUNCTIONS
 from autopar.runtime.forms import FORMS
+from autopar.runtime.host import Held
 from autopar.runtime.world import Axis
 
 Tensors = Sequence[torch.Tensor]
@@ -55,6 +57,13 @@ def convert(anew: Anew, conversion: str, x: torch.Tensor, axis: Axis, *place: in
 def form(anew: Anew, name: str, axis: Axis, *args: object, **kwargs: object) -> object:
     """The same for a function of `runtime.forms`; what it sends is sent once more."""
     return call(anew, FORMS[name], axis, *args, **kwargs)
+
+
+def away(anew: Anew, x: torch.Tensor) -> torch.Tensor:
+    """The tensor, which goes to the host's memory and is dropped after its use; the backward has it from there."""
+    if torch.is_grad_enabled():
+        anew.send(x)
+    return x
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +188,30 @@ class Call(Run):
     def _operand(self, place: int, leaf: object) -> object:
         """An operand as the forward had it, cut off from the graph."""
         return leaf.detach().requires_grad_(place in self._differentiable) if isinstance(leaf, torch.Tensor) else leaf
+
+
+class Fetch(Run):
+    """A piece of memory that the host holds."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        super().__init__()
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self._held = Held(flat)
+        self.made = self.add(0, flat)
+
+    def claim(self, made: Made) -> None:
+        """The copy is on its way."""
+
+    def release(self, made: Made) -> None:
+        """It ends with this object."""
+
+    def lacking(self, made: Made) -> list[Made]:
+        """Nothing is."""
+        return []
+
+    def make(self, made: Made) -> None:
+        """Fetch it."""
+        made.put(self._held.fetch())
 
 
 class Conversion(Protocol):
@@ -373,6 +406,13 @@ class Saved:
         return self.part.geometry.on(self.use.take())
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Kept:
+    """What autograd holds of a tensor that it saved."""
+
+    what: torch.Tensor | Saved
+
+
 class Anew:
     """What can be made again of a parallel model's forward while it runs, by the storage in which it lies."""
 
@@ -381,6 +421,7 @@ class Anew:
 
     def _begin(self) -> None:
         self._marks: MutableMapping[torch.UntypedStorage, Made] = WeakIdKeyDictionary()
+        self._kept: MutableMapping[torch.UntypedStorage, list[ref[Kept]]] = WeakIdKeyDictionary()
         self._order: list[ref[Together]] = []
         self._calling: Call | None = None
 
@@ -417,6 +458,15 @@ class Anew:
             if value.untyped_storage() is not source.untyped_storage() and _fills_its_storage(value):
                 self._marks[value.untyped_storage()] = run.add(place, value)
 
+    def send(self, x: torch.Tensor) -> None:
+        """See the function `away`."""
+        storage = x.untyped_storage()
+        if storage not in self._marks:
+            self._marks[storage] = made = Fetch(storage).made
+            for kept in (link() for link in self._kept.pop(storage, [])):  # what made it may have saved it
+                if kept is not None and isinstance(kept.what, torch.Tensor):
+                    kept.what = Part(of=made, geometry=Geometry.of(kept.what)).saved()
+
     def _mark(self, run: Call, place: int, tensor: torch.Tensor) -> None:
         """Have a result of a call, or what autograd saves in it, made again, if it does not lie in an operand."""
         if _memory(tensor) not in run.reads and tensor.untyped_storage() not in self._marks:
@@ -427,17 +477,21 @@ class Anew:
         found = self._marks.get(tensor.untyped_storage())
         return Part(of=found, geometry=Geometry.of(tensor)) if found is not None else None
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Saved:
+    def _pack(self, tensor: torch.Tensor) -> Kept:
         if self._calling is not None:
             self._mark(self._calling, self._calling.place(), tensor)
         part = self._part(tensor)
-        return part.saved() if part else tensor
+        if part:
+            return Kept(part.saved())
+        kept = Kept(tensor)
+        self._kept.setdefault(tensor.untyped_storage(), []).append(ref(kept))
+        return kept
 
-    def _unpack(self, saved: torch.Tensor | Saved) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
-        tensor = saved.tensor()
-        saved.part.of.run.ahead()
+    def _unpack(self, kept: Kept) -> torch.Tensor:
+        if isinstance(kept.what, torch.Tensor):
+            return kept.what
+        tensor = kept.what.tensor()
+        kept.what.part.of.run.ahead()
         return tensor
 
     def __deepcopy__(self, memo: dict[int, object]) -> Anew:

@@ -12,8 +12,9 @@ import numpy as np
 
 from autopar.conversion import COLLECTIVES
 from autopar.cost_models.compute import dtype_of, peak, pricer
+from autopar.cost_models.links import host_seconds
 from autopar.cost_models.optimizers import Optimizer, step_seconds
-from autopar.decisions import Decisions
+from autopar.decisions import Again, Decisions
 from autopar.evidence import ADDENDS, DEVICE, INPUT, OPTIMIZER, OUTPUT, REPEATED, WHOLE, Evidence, Figure, Held
 from autopar.ir import Op, Program, Value, aten, elements
 from autopar.layout import Layout, blocks, local_shape
@@ -41,9 +42,9 @@ def account(ledger: Ledger, chosen: Decisions, optimizer: Optimizer, limit: Figu
     moment = int(ledger.timeline.walk(chosen).argmax())
     run = reruns(analysis, chosen)
     compute = dict(_compute(analysis, chosen, mesh))
-    held = ledger.held(chosen, moment)
+    held, away = ledger.held(chosen, moment), dict(_away(analysis, run, mesh))
     return Evidence(
-        figures=(*_figures(analysis.program, mesh, optimizer), limit),
+        figures=(*_figures(analysis.program, mesh, optimizer, bool(away)), limit),
         compute=compute,
         again={op.name: compute[op.name][0] for op in analysis.program.ops if op.name in run.ops and op.name in compute},
         conversions=_arrivals(analysis.program, chosen, mesh) + conversions(analysis, chosen, mesh),
@@ -55,10 +56,22 @@ def account(ledger: Ledger, chosen: Decisions, optimizer: Optimizer, limit: Figu
         stored=dict(_stored(analysis, chosen)),
         tied={name: p.value.name for p in analysis.program.parameters for name in p.names if name != p.value.name},
         copies=analysis.copies,
+        away=away,
     )
 
 
-def _figures(program: Program, mesh: Mesh, optimizer: Optimizer) -> Iterator[Figure]:
+def _away(analysis: Analysis, again: Again, mesh: Mesh) -> Iterator[tuple[str, Seconds]]:
+    """Seconds of what goes to the host and comes back."""
+    found: Counter[str] = Counter()
+    assert mesh.device is not None
+    for name, layout in again.away:
+        value = analysis.program.values[name]
+        size = elements(local_shape(value.shape, layout, mesh.sizes)) * value.dtype.itemsize
+        found[name] += analysis.program.runs * host_seconds(size, mesh.device)  # type: ignore[assignment]
+    return iter(found.items())
+
+
+def _figures(program: Program, mesh: Mesh, optimizer: Optimizer, away: bool) -> Iterator[Figure]:
     """The numbers that the prices of a program rest on."""
     device = mesh.device
     assert device is not None, "a mesh is priced with its device"
@@ -70,6 +83,8 @@ def _figures(program: Program, mesh: Mesh, optimizer: Optimizer) -> Iterator[Fig
     yield Figure(of=DEVICE, name="memory", value=device.memory, unit="B", source=source)
     yield Figure(of=DEVICE, name="memory bandwidth", value=device.bandwidth, unit="B/s", source=source)
     yield Figure(of=DEVICE, name="kernel launch", value=device.launch, unit="s", source=source)
+    if away and device.host:
+        yield Figure(of=DEVICE, name="host bandwidth", value=device.host.bandwidth, unit="B/s", source=device.host.source)
     for axis, link in zip(mesh.axes, mesh.links, strict=True):
         yield Figure(of=axis, name="bandwidth", value=link.bandwidth, unit="B/s", source=link.source)
         yield Figure(of=axis, name="latency", value=link.latency, unit="s", source=link.source)

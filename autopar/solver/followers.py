@@ -47,6 +47,7 @@ class Merged:
         again = Again(
             choices={o: members for o, members in rerun.items() if members},
             arcs={(back[w], arc): members for (w, arc), members in solution.again.arcs.items()},
+            away={(back[w], node): members for (w, node), members in solution.again.away.items()},
         )
         return replace(solution, picks=picks, arcs=arcs, again=again)
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.conversion import COLLECTIVES, CONVERSIONS, Conversion
+from autopar.cost_models.links import host_seconds
 from autopar.cost_models.optimizers import Optimizer
 from autopar.decisions import Again, Decisions
 from autopar.ir import Output, Program, Value
 from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.mesh import Device, Mesh
 from autopar.passes.again import lies, may_run
 from autopar.passes.bundles import bundles
 from autopar.passes.candidates import Candidate, distributed
@@ -29,7 +30,7 @@ from autopar.solver.analysis import Analysis, has_gradient, saves
 from autopar.solver.messages import inside, returns
 from autopar.solver.offers import offers
 from autopar.solver.pricing import again_seconds, arc_seconds, choice_seconds, ties
-from autopar.solver.problem import Bools, Choice, Consumer, Floats, Ints, Problem, Solution, Surcharge, Wire
+from autopar.solver.problem import Bools, Choice, Consumer, Floats, Ints, Problem, Solution, Surcharge, Wire, homes
 from autopar.solver.tolls import tolls
 
 FREE = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if forward == "identity"]
@@ -239,6 +240,7 @@ def _wire(
         free=free,
         count=count,
         again=again if value.requires_grad and not (weight and demands.held) else None,
+        away=_away(value, graph, program.runs * count, mesh.device) if _may_leave(analysis, value) else None,
     )  # fmt: skip
 
 
@@ -260,6 +262,19 @@ def _anew(graph: Space, arcs: Ints, *, weight: bool) -> Bools:
     if weight:
         return graph.elements[graph.target[arcs]] > graph.elements[graph.source[arcs]]
     return np.isin(graph.pair[arcs], ANEW)
+
+
+def _may_leave(analysis: Analysis, value: Value) -> bool:
+    """Whether a value may be moved to the host: results that the backward may ask for."""
+    return value.requires_grad and value.name in analysis.program.producer and value.name not in analysis.weights
+
+
+def _away(value: Value, graph: Space, count: int, device: Device | None) -> Floats | None:
+    """Seconds of moving so many members to the host and back, by layout; only where a layout has memory of its own."""
+    if device is None or device.host is None:
+        return None
+    sizes = (value.dtype.itemsize * graph.elements).tolist()
+    return count * np.array([host_seconds(size, device) for size in sizes])
 
 
 def _where(values: ValueClass, true: Callable[[str, int], bool]) -> frozenset[int]:
@@ -302,6 +317,7 @@ def _again(formulated: Formulated, solution: Solution, routes: Mapping[str, tupl
         if arc in solution.arcs[w] and not formulated.problem.wires[w].free[arc]:
             place = solution.arcs[w].index(arc)
             steps.update((member, routes[member][place]) for member in formulated.wires[w].members[:count])
+    away = frozenset(_absent(formulated, solution))
     for name in analysis.weights & routes.keys() if formulated.dropped else ():
         view = name in analysis.program.producer
         steps.update((name, step) for step in routes[name] if view or _gathered(routes[name], step))
@@ -309,7 +325,18 @@ def _again(formulated: Formulated, solution: Solution, routes: Mapping[str, tupl
     steps.update(beside)
     ops.update(analysis.casts if formulated.dropped else ())
     ops.update(analysis.program.producer[name].name for name, _ in beside if name in analysis.copies)
-    return Again(ops=frozenset(ops) & may_run(analysis.program, analysis.fits), steps=frozenset(steps))
+    return Again(ops=frozenset(ops) & may_run(analysis.program, analysis.fits), steps=frozenset(steps), away=away)
+
+
+def _absent(formulated: Formulated, solution: Solution) -> Iterator[tuple[str, Layout]]:
+    """What a solution moves to the host: the members after those that are made again."""
+    for (w, node), count in solution.again.away.items():
+        wire, values = formulated.problem.wires[w], formulated.wires[w]
+        lies, pick = homes(wire), solution.picks[wire.producer]
+        first = solution.again.choices.get(wire.producer, 0) if lies[wire.produced[pick]] == node else 0
+        sent = [solution.again.arcs.get((w, arc), 0) for arc in solution.arcs[w] if lies[wire.target[arc]] == node]
+        first = max([first, *sent])
+        yield from ((member, formulated.spaces[w].nodes[node]) for member in values.members[first : first + count])
 
 
 def _beside(

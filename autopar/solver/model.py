@@ -2,6 +2,7 @@
 
     minimise    sum_o seconds[o,c] pick[o,c] + sum_v,a seconds[v,a] use[v,a] + surcharge[v,s,a] due[v,s,a]
                 + sum_t seconds[t] paid[t] + sum_o again[o,c] rerun[o,c] + sum_v,a again[v,a] resent[v,a]
+                + sum_v,l away[v,l] back[v,l]
     (one)       sum_c pick[o,c] = 1                                                   every choice o
     (route)     produced[v,l] + inflow[v,k,l] - outflow[v,k,l] = consumed[v,k,l]      every wire v, consumer k, layout l
     (share)     use[v,a] >= flow[v,k,a]                                               every consumer k: paid once, used by all
@@ -16,12 +17,12 @@
     (budget)    bytes . (pick, use, keep, step, rerun) <= limit                       every row
 
 `produced` and `consumed` are sums of picks with that layout, `larger` of those with one of at least size i, `rerun'` is a sum
-of reruns; `made` is what is produced by reruns and what is converted again into that layout. `flow` is continuous. `rerun` and
-`resent` are shares of members here; in the matrix they count members. What is made again is there from the first row on:
-without a row it only costs. It may count parts of members, which are whole when they are read off: dear by less than a member,
-where branching takes minutes. A wire with one consumer needs no flow of its own: its use is its flow. Rows and columns are
-built and handed to HiGHS as arrays: through PuLP's objects the largest problems take longer to build than to solve. `to_pulp`
-states the same program in PuLP, for other solvers and for the tests.
+of reruns; `made` is what is produced by reruns, what is converted again into that layout, and what comes back in it from the
+host. `flow` is continuous. `rerun`, `resent` and `back` are shares of members here; in the matrix they count members. They are
+there from the first row on: without a row they only cost. They may count parts of members, which are whole when they are read
+off: dear by less than a member, where branching takes minutes. A wire with one consumer needs no flow of its own: its use is
+its flow. Rows and columns are built and handed to HiGHS as arrays: through PuLP's objects the largest problems take longer to
+build than to solve. `to_pulp` states the same program in PuLP, for other solvers and for the tests.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Columns:
     use: list[int] = field(default_factory=list)  # first column per wire
     rerun: dict[int, int] = field(default_factory=dict)  # first column per choice that may run again
     resent: dict[int, int] = field(default_factory=dict)  # first column per wire that may be converted again
+    back: dict[int, tuple[int, Ints]] = field(default_factory=dict)  # first column per wire that the host may hold; layouts
     count: int = 0
 
     def add(self, number: int) -> int:
@@ -126,6 +128,8 @@ class Model:
             if wire.again is not None and len(wire.again):
                 self.columns.resent[number] = self._again(wire.again, wire.count, self.columns.use[number])
                 self._tree(wire, self.columns.use[number])
+            if wire.away is not None and len(nodes := np.flatnonzero(np.isfinite(wire.away))):
+                self.columns.back[number] = self._columns(wire.away[nodes] / wire.count), nodes
         for toll in self.problem.tolls:
             if any(way.consumers is None for way in toll.ways):
                 self._toll(toll)
@@ -309,9 +313,14 @@ class Model:
         return End(nodes=nodes, columns=columns, values=np.full(len(nodes), 1.0 / self.problem.choices[choice].count))
 
     def _made(self, number: int) -> list[End]:
-        """What makes a layout of a wire again."""
-        produced = self._rerun(number, PRODUCER)
-        return ([] if produced is None else [produced]) + self._resent(number, self.problem.wires[number].target)
+        """What has a layout of a wire there again."""
+        produced, wire = self._rerun(number, PRODUCER), self.problem.wires[number]
+        found = ([] if produced is None else [produced]) + self._resent(number, wire.target)
+        if number in self.columns.back:
+            first, nodes = self.columns.back[number]
+            columns, values = first + np.arange(len(nodes)), np.full(len(nodes), 1.0 / wire.count)
+            found.append(End(nodes=nodes, columns=columns, values=values))
+        return found
 
     def _resent(self, number: int, nodes: Ints) -> list[End]:
         """Conversions that are done again, at their sources or at their targets; what stays where it is makes nothing."""

@@ -5,8 +5,9 @@ seconds for all members of a class together. The solver sees nothing else, so th
 checked by enumeration.
 
 What the backward needs is kept from the forward, or made again: the first k members of a choice run once more, the first k
-members of a wire are converted once more. Since these are always the *first* members, the members of which a value is needed
-but not made again are as many as one number is larger than the other, so that shares of members say it all:
+members of a wire are converted once more. Or it comes back from the host: so do the members after these. Since both are always
+the *first* members, the members of which a value is needed but not there again are as many as one number is larger than the
+other, so that shares of members say it all:
 
     needed   |========|        made again   |=====|        kept   0.8 - 0.5
 """
@@ -77,6 +78,7 @@ class Wire:
     free: Bools  # arcs that leave the value where it is in memory
     count: int = 1
     again: Floats | None = None  # seconds per arc to convert all `count` members once more, inf where they must not
+    away: Floats | None = None  # seconds per layout to move all members to the host and back, inf where they must not
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -123,9 +125,9 @@ class Kept:
     """`bytes[l]` for each layout l of a wire that something needs; PRODUCER needs what it produced.
 
     `there` and `keepers` need it in any case, `reruns` (consumers too) for as many members as run again, and a conversion done
-    again needs its source. Those need no member that is made again itself, by the producer run again or by a conversion; nor do
-    the `keepers` while it is `gone`. What is `given` is there anyway in the layout in which it is produced. Layout l lies in
-    the memory of layout `homes[l]`. It is said of the first members, a `part` of all.
+    again needs its source. Those need no member that is made again itself, by the producer run again or by a conversion, or
+    that comes back from the host; nor do the `keepers` while it is `gone`. What is `given` is there anyway in the layout in
+    which it is produced. Layout l lies in the memory of layout `homes[l]`. It is said of the first members, a `part` of all.
     """
 
     wire: int
@@ -156,10 +158,12 @@ PRODUCER = -1
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """How many members of a choice run again, and of a wire are converted again by an arc; none where nothing is said."""
+    """How many members of a choice run again, of a wire are converted again by an arc, and come back from the host in a layout;
+    none where nothing is said."""
 
     choices: Mapping[int, int] = field(default_factory=dict)
     arcs: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    away: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
 
 NOTHING = Again()
@@ -199,6 +203,15 @@ def price(problem: Problem, picks: Picks, arcs: Arcs, again: Again = NOTHING) ->
     for (wire, arc), members in again.arcs.items():
         seconds = problem.wires[wire].again
         total += 0.0 if seconds is None else float(seconds[arc]) * members / problem.wires[wire].count
+    return total + away_price(problem, again)
+
+
+def away_price(problem: Problem, again: Again) -> float:
+    """Seconds of what comes back from the host."""
+    total = 0.0
+    for (w, node), members in again.away.items():
+        seconds = problem.wires[w].away
+        total += 0.0 if seconds is None else float(seconds[node]) * members / problem.wires[w].count
     return total
 
 
@@ -267,6 +280,9 @@ def kept_bytes(problem: Problem, kept: Kept, picks: Picks, arcs: Arcs, again: Ag
     wire = problem.wires[kept.wire]
     homes = kept.home(np.arange(wire.nodes)).tolist()
     made: dict[int, float] = {homes[end_node(wire, PRODUCER, picks)]: share(problem, wire.producer, again)}
+    for (w, node), members in again.away.items():
+        if w == kept.wire:
+            made[homes[node]] = made.get(homes[node], 0.0) + members / wire.count
     rerun: dict[int, float] = {}
     for reader in kept.reruns:
         node = homes[end_node(wire, reader, picks)]

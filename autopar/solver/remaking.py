@@ -9,6 +9,7 @@ asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from autopar.cost_models.saved import Saved
 from autopar.decisions import Decisions
@@ -17,7 +18,16 @@ from autopar.ir import Op, Program
 from autopar.solver.schedule import DURING, Done, Schedule, Step
 
 Thing = Node | str  # a value where it lies in memory, or what autograd keeps inside an op, by the op's name
-Run = str | Done  # what can run again: an op, or conversions that are done together
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Something that comes back from the host."""
+
+    home: Node
+
+
+Run = str | Done | Fetch  # what has something there again: an op that runs, conversions that are done together
 
 
 class Remaking:
@@ -35,6 +45,11 @@ class Remaking:
         self.program, self.saved, self.chosen, self.schedule, self.home = program, saved, chosen, schedule, home
         self._runs: dict[Thing, Run] = {}  # what makes a thing again
         self._sources: dict[Run, list[Node]] = {}
+        for name, layout in chosen.again.away:
+            found = Fetch(home((name, layout)))
+            if chosen.given.get(found.home[0]) != found.home[1]:
+                self._runs[found.home] = found
+                self._sources[found] = []
         for _, event in schedule.events:
             self._find(event, copied)
         self._wanted: set[Thing] = set()
@@ -123,6 +138,8 @@ class Remaking:
         return [*(operands[p] for p in kept.operands), *results, *([op.name] if kept.internal else [])]
 
     def _makes(self, run: Run) -> list[Thing]:
+        if isinstance(run, Fetch):
+            return [run.home]
         if isinstance(run, Done):
             return [(name, step.target) for name, step in run.steps if (name, step) in self.chosen.again.steps]
         return [run, *self._results(self.program.op[run])]

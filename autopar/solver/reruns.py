@@ -16,10 +16,11 @@ from autopar.cost_models.saved import Saved, saved_here
 from autopar.decisions import Again, Decisions
 from autopar.ir import Op
 from autopar.layout import Layout, local_shape
-from autopar.passes.again import aliases, lies
+from autopar.passes.again import aliases, lies, may_copy
 from autopar.passes.candidates import parts_of
 from autopar.rules import localise
 from autopar.solver.analysis import Analysis
+from autopar.solver.strides import is_view
 
 Use = tuple[str, Layout]  # a value in one of its layouts
 
@@ -42,6 +43,7 @@ class _Walk:
         again, program = self.chosen.again, self.program
         ops: set[str] = set()
         steps: set[tuple[str, Conversion]] = set()
+        away: set[Use] = set()
         known: set[Use] = set()
         asked: list[Use] = []
         for op in program.ops:
@@ -56,7 +58,9 @@ class _Walk:
                 continue
             known.add(use)
             step, maker = self.into.get(use), program.producer.get(use[0])
-            if step is not None:
+            if use in again.away and not self._made_again(use):
+                away.add(use)
+            elif step is not None:
                 if (use[0], step) in again.steps:
                     steps.add((use[0], step))
                 if (use[0], step) in again.steps or aliases(step):
@@ -66,7 +70,23 @@ class _Walk:
                 asked += self._read(maker)
             elif maker is not None and lies(maker, program.values):
                 asked += self._read(maker)[:1]
-        return Again(ops=frozenset(ops), steps=frozenset(steps))
+        return Again(ops=frozenset(ops), steps=frozenset(steps), away=frozenset(away))
+
+    def _made_again(self, use: Use) -> bool:
+        """Whether a value in a layout is made again, or comes back with what it lies in: the host need not hold it."""
+        step, maker, again = self.into.get(use), self.program.producer.get(use[0]), self.chosen.again
+        if step is not None:
+            return (use[0], step) in again.steps or (aliases(step) and self._comes_back((use[0], step.source)))
+        if maker is None:
+            return False
+        if lies(maker, self.program.values):
+            source = self._read(maker)[0]
+            copied = may_copy(maker) and not is_view(self._tensor(source), tuple(self.tensors[use].shape))
+            return self._comes_back(source) or (copied and maker.name in again.ops)
+        return maker.name in again.ops
+
+    def _comes_back(self, use: Use) -> bool:
+        return use in self.chosen.again.away or self._made_again(use)
 
     def _read(self, op: Op) -> list[Use]:
         return list(zip(op.operands, self.chosen.ops[op.name].operands, strict=True))

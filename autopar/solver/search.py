@@ -122,6 +122,7 @@ class Search:
         problem, columns = self.model.problem, self.model.columns
         firsts = [(first, len(problem.choices[choice].seconds)) for choice, first in columns.rerun.items()]
         firsts += [(first, len(problem.wires[wire].seconds)) for wire, first in columns.resent.items()]
+        firsts += [(first, len(nodes)) for first, nodes in columns.back.values()]
         return any(bool(_fractional(found.values[first : first + number]).any()) for first, number in firsts)
 
     def settle(self, relaxed: Found) -> Found | None:

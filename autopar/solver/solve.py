@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.solver.model import Model
-from autopar.solver.problem import Again, Problem, Row, Solution, Wire, paid, price, route_price, row_bytes
+from autopar.solver.problem import Again, Problem, Row, Solution, Wire, homes, paid, price, route_price, row_bytes
 from autopar.solver.search import INTEGRAL, Found, Search
 
 PROVEN = 1e-3  # the relative gap at which branching stops
@@ -276,6 +276,7 @@ def _read(model: Model, answer: Found) -> Solution:
     again = Again(
         choices={choice: members for choice, members in rerun.items() if members},
         arcs={end: members for end, members in resent.items() if members},
+        away=_away(model, answer, picks, arcs),
     )
     seconds = price(problem, picks, tuple(arcs), again)
     bound = min(answer.bound, seconds)
@@ -283,6 +284,19 @@ def _read(model: Model, answer: Found) -> Solution:
         picks=picks, arcs=tuple(arcs), seconds=seconds, bound=bound, again=again,
         status="optimal" if seconds - bound <= SAME * seconds else "feasible",
     )  # fmt: skip
+
+
+def _away(model: Model, answer: Found, picks: Sequence[int], arcs: Sequence[tuple[int, ...]]) -> dict[tuple[int, int], int]:
+    """How many members of each wire come back from the host, by the layouts that there are."""
+    found: dict[tuple[int, int], int] = {}
+    for w, (first, nodes) in model.columns.back.items():
+        wire, lies = model.problem.wires[w], homes(model.problem.wires[w])
+        there = {int(lies[wire.produced[picks[wire.producer]]]), *(int(lies[wire.target[arc]]) for arc in arcs[w])}
+        for place, node in enumerate(nodes.tolist()):
+            members = min(wire.count, _members(answer.values[first + place]))
+            if members and node in there:
+                found[w, node] = members
+    return found
 
 
 def _members(value: float) -> int:

@@ -26,13 +26,13 @@ def copied(analysis: Analysis) -> frozenset[str]:
     for op in program.ops:
         operands = [there[name] for name in op.operands]
         _, results = saved_here(op, program.values, operands, [r.shape for r in op.results], cpu=analysis.cpu)
-        if may_copy(op) and lies(op, program.values) and not _lies(operands[0], op.results[0].shape):
+        if may_copy(op) and lies(op, program.values) and not is_view(operands[0], op.results[0].shape):
             found.add(op.name)
         there.update(zip((result.name for result in op.results), results, strict=True))
     return frozenset(found)
 
 
-def _lies(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
+def is_view(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
     """Whether a tensor can be seen in another shape."""
     if tuple(tensor.shape) == shape:
         return tensor.is_contiguous()
