@@ -16,6 +16,7 @@ from rich.table import Table
 
 from autopar.evidence import BUDGET, DEVICE, INPUT, OPTIMIZER, OUTPUT, WHOLE, Figure
 from autopar.explain.words import COLLECTIVE, figure, held, milliseconds, proof, runs, stored, together, use
+from autopar.mesh import Seconds
 from autopar.plan import RUN, Collective, Plan
 from autopar.rules.roles import kind_of
 from autopar.tables import folded, size_text, wild
@@ -187,17 +188,22 @@ def memory(plan: Plan) -> Iterator[Part]:
 
 
 def _again(plan: Plan) -> Iterator[Part]:
-    """What is computed again for the backward instead of being kept, the dearest first, repeated blocks as one."""
+    """What the backward computes again, or has from the host, instead of keeping it."""
+    rerun = {name: plan.evidence.again.get(name, 0.0) for name, lines in plan.again.items() if RUN in lines}
+    yield from _dearest("computed again for the backward", rerun)
+    yield from _dearest("held by the host for the backward", plan.evidence.away)
+
+
+def _dearest(title: str, seconds: Mapping[str, Seconds]) -> Iterator[Part]:
+    """A table of what takes so long, the dearest first, repeated blocks as one."""
     groups: dict[str, list[str]] = defaultdict(list)
-    for name in plan.again:
-        if RUN in plan.again[name]:
-            groups[wild(name)].append(name)
+    for name in seconds:
+        groups[wild(name)].append(name)
     if not groups:
         return
-    table = grid("computed again for the backward", "ms", "times", right=(1, 2))
-    seconds = {key: sum(plan.evidence.again.get(name, 0.0) for name in names) for key, names in groups.items()}
-    for key in sorted(groups, key=lambda key: -seconds[key]):
-        table.add_row(folded(groups[key]), f"{seconds[key] * 1e3:.3f}", str(len(groups[key])))
+    table, total = grid(title, "ms", "times", right=(1, 2)), {key: sum(map(seconds.__getitem__, groups[key])) for key in groups}
+    for key in sorted(groups, key=lambda key: -total[key]):
+        table.add_row(folded(groups[key]), f"{total[key] * 1e3:.3f}", str(len(groups[key])))
     yield ""
     yield table
 
