@@ -32,6 +32,7 @@ def plan(
     reduce: str | None = None,
     strict: bool = False,
     microbatches: int | str = 1,
+    offload: bool = True,
 ) -> Plan:
     """Plan how a model trains on a mesh; needs neither processes nor weights (the model may be on `meta`).
 
@@ -43,7 +44,7 @@ def plan(
     is by default the model's own, "fp32" and "bf16" plan for `model.to(dtype)`, "bf16-mixed" computes and gathers in bfloat16
     over float32 shards: there gradients are added up in float32 unless `reduce` is "bf16". `microbatches` is the number of
     parts of the batch that a step takes one after the other (`parallel.step`), so as to hold fewer activations; "auto" plans
-    it too.
+    it too. Without `offload` the host's memory holds nothing for the backward, where the device's is short.
 
     Raises an `autopar.AutoparError` that says what is wrong: CaptureError, ConstraintError, BudgetError, MeshError, InputError,
     RuleError.
@@ -55,7 +56,7 @@ def plan(
     """
     options = Options(
         device=device, budget=budget, strategy=strategy, optimizer=optimizer, constraints=constraints or {}, outputs=outputs,
-        precision=precision, reduce=reduce, strict=strict, microbatches=microbatches,
+        precision=precision, reduce=reduce, strict=strict, microbatches=microbatches, offload=offload,
     )  # fmt: skip
     return make_plan(model, sample_input, mesh, options).plan
 

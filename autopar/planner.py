@@ -63,6 +63,7 @@ class Options:
     reduce: str | None = None
     strict: bool = False
     microbatches: int | str = 1
+    offload: bool = True
 
     def text(self) -> dict[str, str]:
         """The options as a plan keeps them; what was left to default is empty."""
@@ -75,6 +76,7 @@ class Options:
             "reduce": self.reduce or "",
             "constraints": "; ".join(f"{name}: {layout}" for name, layout in self.constraints.items()),
             "microbatches": "" if self.microbatches == 1 else str(self.microbatches),
+            **({} if self.offload else {"offload": "no"}),
         }
 
     def under(self, plan: Plan | None) -> Options:
@@ -157,7 +159,8 @@ def located(mesh: object, options: Options) -> Mesh:
     """The mesh with its device and links: the mesh's own where it has them."""
     found = Mesh.of(mesh)
     wanted = options.device if options.device is not None else found.device
-    return connect(found, catalog.device(wanted, processes=found.size))
+    device = catalog.device(wanted, processes=found.size)
+    return connect(found, device if options.offload else replace(device, host=None))
 
 
 def plan_program(program: Program, mesh: Mesh, options: Options, stop: Stop = lambda phase: None) -> Plan:

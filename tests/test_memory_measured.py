@@ -54,6 +54,16 @@ class Case:
         return autopar.plan(model, sample, mesh, device=device, budget=int(TIGHT * best.peak_memory))
 
 
+def test_the_host_holds_nothing_where_that_is_not_wanted() -> None:
+    model, sample = models.make("gpt2")
+    device = replace(catalog.device("cpu", processes=2), host=HOST)
+    budget = int(TIGHT * autopar.plan(model, sample, (2,), device=device).peak_memory)
+    free, bound = (autopar.plan(model, sample, (2,), device=device, budget=budget, offload=may) for may in (True, False))
+    assert free.evidence.away
+    assert not bound.evidence.away
+    assert free.step_time < bound.step_time
+
+
 def cases() -> Iterator[Case]:
     for number, (model, plans) in enumerate(PLANS.items()):
         for place, plan in enumerate(plans):
