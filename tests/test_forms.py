@@ -100,6 +100,38 @@ def test_a_wide_vocabulary_is_split_and_no_scores_are_sent() -> None:
     assert not planning.of(plan, "head:linear#0", ":reshape#0")
 
 
+class Judged(nn.Module):
+    """Scores of a linear layer and their cross-entropy, classes weighed and targets smoothed, or probabilities."""
+
+    def __init__(self, width: int, reduction: str, smoothing: float, *, weighed: bool) -> None:
+        super().__init__()
+        self.scores, self.reduction, self.smoothing = nn.Linear(8, width), reduction, smoothing
+        self.register_buffer("weight", torch.rand(width) + 0.1 if weighed else None)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        more = {"reduction": self.reduction, "label_smoothing": self.smoothing}
+        return nn.functional.cross_entropy(self.scores(x), target, self.weight, **more).sum()
+
+
+@pytest.mark.parametrize("reduction, smoothing, weighed, hard, sums", [
+    ("sum", 0.0, False, True, 2), ("mean", 0.1, False, True, 2), ("none", 0.1, True, True, 3), ("mean", 0.0, True, True, 3),
+    ("mean", 0.1, True, False, 3),
+])  # fmt: skip
+def test_a_cross_entropy_with_weights_and_smoothing_is_split_over_its_classes(
+    pool: WorkerPool, reduction: str, smoothing: float, weighed: bool, hard: bool, sums: int
+) -> None:
+    torch.manual_seed(0)
+    rows, width, on = 8, 512, table.mesh((4,))
+    target = torch.randint(width, (rows,)).masked_fill(torch.rand(rows) < 0.3, -100) if hard else torch.rand(rows, width)
+    model, sample = Judged(width, reduction, smoothing, weighed=weighed), {"x": torch.randn(rows, 8), "target": target}
+    plan = autopar.plan(model, sample, on)
+    assert form(plan, "cross_entropy") == "classes"
+    sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":cross_entropy_loss#0"))
+    assert sent == {("all_reduce", "forward", 4 * rows): 1, ("all_reduce", "forward", 4 * sums * rows): 1}
+    report = verify(model, sample, on, plan, Options(), pool)
+    assert report.ok, report
+
+
 def many() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """A model that knows many words, with a batch."""
     torch.manual_seed(0)
@@ -168,6 +200,35 @@ def test_a_norm_over_a_split_dim_gives_equal_numbers_and_sends_statistics_only(p
     report = verify(model, x, on, plan, Options(), pool)
     assert report.ok, report
     assert ("buffer" in {row.what for row in report.rows}) == (name == "batch_norm")
+
+
+class Called(nn.Module):
+    """An operator over the last dim."""
+
+    def __init__(self, name: str, *more: object) -> None:
+        super().__init__()
+        self.name, self.more = name, more
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = getattr(torch.ops.aten, self.name)(x, -1, *self.more)
+        return found
+
+
+@pytest.mark.parametrize("name, more, expected", [
+    ("special_softmax", (), "softmax"), ("_softmax", (False,), "softmax"), ("_safe_softmax", (), "safe_softmax"),
+    ("special_log_softmax", (), "log_softmax"), ("_log_softmax", (False,), "log_softmax"),
+])  # fmt: skip
+def test_a_distribution_over_a_split_dim_in_any_spelling_sends_the_same(
+    pool: WorkerPool, name: str, more: tuple[object, ...], expected: str
+) -> None:
+    torch.manual_seed(0)
+    model, x, on = Normal(256, Called(name, *more)), torch.randn(8, 8), table.mesh((4,))
+    plan = autopar.plan(model, x, on)
+    assert form(plan, "softmax") == expected
+    sent = Counter((c.kind, c.where, c.bytes) for c in plan.collectives if "softmax" in c.value)
+    assert sent == {("all_reduce", "forward", 4 * 8): 2, ("all_reduce", "backward", 4 * 8): 1}
+    report = verify(model, x, on, plan, Options(), pool)
+    assert report.ok, report
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

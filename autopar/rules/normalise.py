@@ -168,13 +168,18 @@ def rows(call: Call, local: Local) -> int:
     return math.prod(shape) // shape[call.number("dim")]
 
 
+def same_dtype(call: Call) -> bool:
+    """Whether a distribution has the dtype of what it is made of, or one that is named."""
+    return call.arguments.get("half_to_float") is not True
+
+
 # The largest number of all ranks, then the sum of exponentials; the backward subtracts a sum, too.
-SOFTMAX, LOG_SOFTMAX = (
+SOFTMAX, LOG_SOFTMAX, SAFE_SOFTMAX = (
     Distributed(
-        name=name, factors=("n",), forward=(Sent("all_reduce", rows), Sent("all_reduce", rows)),
+        name=name, factors=("n",), able=same_dtype, forward=(Sent("all_reduce", rows), Sent("all_reduce", rows)),
         backward=(Sent("all_reduce", rows),),
     )
-    for name in ("softmax", "log_softmax")
+    for name in ("softmax", "log_softmax", "safe_softmax")
 )  # fmt: skip
 
 
@@ -239,32 +244,45 @@ def sliced(rank: int, kept: int) -> str:
     return term(f"d{d}{'' if d == kept else '!'}" for d in range(rank))
 
 
-def hard(call: Call) -> bool:
-    """Whether a loss is a sum over targets that are classes, or one number for each."""
+def chosen(call: Call) -> bool:
+    """Whether a loss is a sum over targets that are classes, or one number for each (`passes.means` makes sums of means)."""
     return call.number("reduction") != MEAN and not call.operands[call.positions("target")[0]].dtype.is_floating_point
 
 
-def plain(call: Call) -> bool:
-    """Whether moreover every class weighs the same, and the target alone counts."""
-    return hard(call) and not call.positions("weight") and not call.arguments["label_smoothing"]
+def alone(call: Call) -> bool:
+    """Whether the shares of the classes add up to one for every target: it is a class, and all weigh the same."""
+    return chosen(call) and not call.positions("weight")
+
+
+def shared(call: Call) -> bool:
+    """Whether targets are weighed, or probabilities, in sums or one by one; weights get no gradient."""
+    constant = not any(call.operands[p].requires_grad for p in call.positions("weight"))
+    return call.number("reduction") != MEAN and not alone(call) and constant
 
 
 def targets(call: Call, local: Local) -> int:
     """A number for each target."""
-    return math.prod(local.operands[1])
+    scores = local.operands[0]
+    return math.prod(scores) // scores[min(1, len(scores) - 1)]
 
 
-# The largest score of all ranks; then the sum of exponentials, and the target's score, which one rank has.
-CLASSES = Distributed(
-    name="classes", factors=("c",), operands="I", results="I", able=plain,
-    forward=(Sent("all_reduce", targets), Sent("all_reduce", lambda call, local: 2 * targets(call, local))),
-)  # fmt: skip
-CHOSEN = Distributed(name="chosen", factors=("c",), able=hard)  # a rank adds nothing for targets that lie elsewhere
+# The largest score of all ranks; then the sum of exponentials, the scores of what is wanted, and how much that is if not one.
+CLASSES = [
+    Distributed(
+        name="classes", factors=("c",), operands="I", results="I", able=able,
+        forward=(Sent("all_reduce", targets), Sent("all_reduce", sums)),
+    )
+    for able, sums in (
+        (alone, lambda call, local: 2 * targets(call, local)), (shared, lambda call, local: 3 * targets(call, local))
+    )
+]  # fmt: skip
+CHOSEN = Distributed(name="chosen", factors=("c",), able=chosen)  # a rank adds nothing for targets that lie elsewhere
 
-SOFTMAXES = """
-    softmax.int log_softmax.int special_softmax.default special_log_softmax.default
-    _softmax.default _log_softmax.default _safe_softmax.default
-"""
+SOFTMAXES = {
+    "softmax.int special_softmax.default _softmax.default": SOFTMAX,
+    "log_softmax.int special_log_softmax.default _log_softmax.default": LOG_SOFTMAX,
+    "_safe_softmax.default": SAFE_SOFTMAX,
+}
 BATCH_NORMS = """
     batch_norm.default native_batch_norm.default
     _native_batch_norm_legit.default _native_batch_norm_legit.no_stats _native_batch_norm_legit_no_training.default
@@ -275,9 +293,7 @@ MORE_LOSSES = ("kl_div", "soft_margin_loss", "margin_ranking_loss", "hinge_embed
 
 TABLE: dict[str, Rule] = {
     "aten.scaled_dot_product_attention.default": rule(attention, linear="value", distributed=[QUERIES, *RINGS]),
-    **{f"aten.{name}": rule(softmax) for name in SOFTMAXES.split()},
-    "aten.softmax.int": rule(softmax, distributed=[SOFTMAX]),
-    "aten.log_softmax.int": rule(softmax, distributed=[LOG_SOFTMAX]),
+    **{f"aten.{name}": rule(softmax, distributed=[form]) for names, form in SOFTMAXES.items() for name in names.split()},
     "aten.layer_norm.default": rule(normalised, local=normalised_here, distributed=[LAYER_NORM]),
     "aten.native_layer_norm.default": rule(normalised),
     "aten.rms_norm.default": rule(normalised, local=normalised_here, distributed=[RMS_NORM]),
@@ -293,7 +309,7 @@ TABLE: dict[str, Rule] = {
     "aten._weight_norm.default": rule(weight_norm, linear="g"),
     "aten._weight_norm_interface.default": rule(weight_norm),
     "aten.renorm.default": rule(renorm),
-    "aten.cross_entropy_loss.default": rule(classified, averages=is_mean, distributed=[CLASSES]),
+    "aten.cross_entropy_loss.default": rule(classified, averages=is_mean, distributed=CLASSES),
     "aten.nll_loss.default": rule(classified, averages=is_mean, distributed=[CHOSEN]),
     "aten.nll_loss_nd.default": rule(classified, averages=is_mean, distributed=[CHOSEN]),
 }

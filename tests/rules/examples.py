@@ -508,6 +508,8 @@ TABLE: dict[str, list[Example]] = {
         ex(t(4, 6), pos(4, 6), None, 1, label_smoothing=0.1),
         ex(t(4, 6), ints(4), None, 2, 1),
         ex(t(6), ints(), None, 2),
+        ex(T((4, 6), torch.bfloat16), pos(4, 6), Positive((6,), torch.float32, grad=False), 2, label_smoothing=0.1),
+        ex(T((4, 6), torch.float32), ints(4), Positive((6,), torch.float32, grad=False), 2, label_smoothing=0.1),
     ],
     "aten.nll_loss.default": [ex(t(4, 6), ints(4), buffer(6), n) for n in range(3)],
     "aten.nll_loss_nd.default": [ex(t(4, 6, 10), ints(4, 10), None, n, 1) for n in range(3)],
