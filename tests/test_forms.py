@@ -202,6 +202,40 @@ def test_a_norm_over_a_split_dim_gives_equal_numbers_and_sends_statistics_only(p
     assert ("buffer" in {row.what for row in report.rows}) == (name == "batch_norm")
 
 
+class Planes(nn.Module):
+    """A norm of channels over planes, between linear layers over the channels."""
+
+    def __init__(self, channels: int, norm: nn.Module) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, channels), norm, nn.Linear(channels, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.norm(self.up(x).mT).mT)).square().sum()
+
+
+# A norm of so many channels and as long a plane, how many means there are, and the form of it that is best.
+PLANES = {
+    "group_norm": (lambda: nn.GroupNorm(3, 9), 9, 256, 3),
+    "group_norm_channels": (lambda: nn.GroupNorm(1, 256), 256, 7, 1),
+    "instance_norm": (lambda: nn.InstanceNorm1d(9, affine=True), 9, 256, 9),
+    "batch_norm_planes": (lambda: nn.BatchNorm1d(9), 9, 256, 9),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", PLANES)
+def test_a_norm_of_split_planes_gives_equal_numbers_and_sends_statistics_only(pool: WorkerPool, name: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    make, channels, length, means = PLANES[name]
+    model, x, on = Planes(channels, make()), torch.randn(1, length, 8), table.mesh((ranks,))
+    plan = autopar.plan(model, x, on)
+    assert form(plan, "_norm#") == name
+    sent = Counter((c.kind, c.where, c.bytes) for c in plan.collectives if c.value.startswith("norm:"))
+    assert sent == {("all_gather", "forward", 8 * means * ranks): 1, ("all_reduce", "backward", 8 * means): 1}
+    report = verify(model, x, on, plan, Options(), pool)
+    assert report.ok, report
+
+
 class Called(nn.Module):
     """An operator over the last dim."""
 

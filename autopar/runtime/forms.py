@@ -18,7 +18,7 @@ import torch
 from autopar.runtime.attention import queries, ring
 from autopar.runtime.collectives import largest, summed
 from autopar.runtime.losses import chosen, classes, within
-from autopar.runtime.norms import batch_norm, layer_norm, rms_norm
+from autopar.runtime.norms import batch_norm, group_norm, instance_norm, layer_norm, rms_norm
 from autopar.runtime.world import Axis
 
 aten = torch.ops.aten
@@ -112,9 +112,12 @@ def safe_softmax(axis: Axis, x: torch.Tensor, dim: int, dtype: Wanted = None) ->
     return _Softmax.apply(axis, x.to(dtype or x.dtype), dim, False, True)  # type: ignore[no-any-return, no-untyped-call]
 
 
+_FUNCTIONS = (
+    vocabulary, classes, chosen, softmax, log_softmax, safe_softmax, layer_norm, rms_norm, group_norm, instance_norm,
+    batch_norm, queries, ring,
+)  # fmt: skip
 FORMS: dict[str, Callable[..., object]] = {
-    function.__name__: function
-    for function in (
-        vocabulary, classes, chosen, softmax, log_softmax, safe_softmax, layer_norm, rms_norm, batch_norm, queries, ring,
-    )
-}  # fmt: skip
+    **{function.__name__: function for function in _FUNCTIONS},
+    "batch_norm_planes": batch_norm,
+    "group_norm_channels": group_norm,
+}

@@ -467,7 +467,13 @@ TABLE: dict[str, list[Example]] = {
     "aten._weight_norm.default": [ex(t(4, 6, 10), t(4, 1, 1)), ex(t(4, 6, 10), t(1, 1, 10), 2), ex(t(4, 6), t(), -1)],
     "aten._weight_norm_interface.default": [ex(t(4, 6, 10), t(4, 1, 1)), ex(t(4, 6, 10), t(1, 1, 10), 2)],
     "aten.renorm.default": [ex(t(4, 6, 10), 2, 1, 0.5), ex(t(4, 6), 2, -1, 0.5)],
-    "aten.group_norm.default": [ex(t(2, 12, 5), 4, t(12), t(12)), ex(t(2, 12, 3, 5), 4), ex(t(6, 12), 2, t(12))],
+    "aten.group_norm.default": [
+        ex(t(2, 12, 5), 4, t(12), t(12)),
+        ex(t(2, 12, 3, 5), 4),
+        ex(t(6, 12), 2, t(12)),
+        ex(t(2, 12, 4, 3), 1, t(12), t(12)),
+        ex(t(2, 10, 6), 1, None, None),
+    ],
     "aten.instance_norm.default": [
         ex(t(4, 6, 10), t(6), t(6), None, None, True, 0.1, 1e-5, False),
         ex(t(4, 6, 10), None, None, buffer(6), buffer(6), True, 0.1, 1e-5, False),
