@@ -304,6 +304,43 @@ def test_attention_over_a_split_sequence_gives_equal_numbers(pool: WorkerPool, n
     assert report.ok, report
 
 
+class Masked(Looking):
+    """The same to what a mask shows: one mask for all queries of a row, or for each its own, of truth values or addends."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        query, key, value = (one(x).unsqueeze(1) for one in (self.query, self.key, self.value))
+        found = nn.functional.scaled_dot_product_attention(query, key, value, mask)
+        return self.out(found.squeeze(1)).square().sum()
+
+
+def shown(queries: int, length: int, *, truth: bool) -> torch.Tensor:
+    """A mask of one row that hides most of the keys, all of them of the first query in the last chunk."""
+    seen = torch.rand(1, 1, queries, length) < 0.3
+    seen[..., 0, length // 2 :] = False
+    return seen if truth else torch.zeros(seen.shape).masked_fill(~seen, -9.0)
+
+
+@pytest.mark.parametrize("queries, truth, tight", [
+    (1, True, False), (1, True, True), (1, False, True), (256, True, False), (256, True, True), (256, False, False),
+])  # fmt: skip
+def test_attention_with_a_mask_over_a_split_sequence_gives_equal_numbers(
+    pool: WorkerPool, queries: int, truth: bool, tight: bool
+) -> None:
+    """Where memory is plenty keys and values are whole; where it is not they go round. The mask is never sent."""
+    torch.manual_seed(0)
+    length, width, ranks = 256, 8, 4
+    model, on = Masked(width, causal=False), table.mesh((ranks,))
+    sample = {"x": torch.randn(1, length, width), "mask": shown(queries, length, truth=truth)}
+    plan = autopar.plan(model, sample, on, budget=planning.smallest(read_program(model, sample), on) if tight else None)
+    assert form(plan, "attention") == ("ring" if tight else "q")
+    part = 2 * length // ranks * width * 4  # of keys and values
+    own = {("all_to_all", "forward", part): ranks - 1, ("all_to_all", "backward", part): 2 * ranks - 1}
+    sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":scaled_dot_product_attention#0", "mask"))
+    assert sent == (own if tight else {})
+    report = verify(model, sample, on, plan, Options(), pool)
+    assert report.ok, report
+
+
 @pytest.mark.parametrize("name", ["layer_norm", "softmax"])
 def test_what_sends_inside_can_be_made_again_and_sends_again(pool: WorkerPool, name: str) -> None:
     torch.manual_seed(0)

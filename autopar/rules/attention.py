@@ -9,28 +9,32 @@ from autopar.rules.rule import Distributed, Fitted, Rule, Sent, rule
 
 
 def attention(call: Call) -> Fitted:
-    """... q d!, ... k! d!, ... k! e!, ... q k! -> ... q e!; q! when causal, heads are (h g) over h when grouped"""
+    """... q d!, ... k! d!, ... k! e!, ... q m! -> ... q e!; q! when causal, heads are (h g) over h when grouped"""
     q = "q!" if call.arguments["is_causal"] else "q"
     query, key, value = (call.shape(name) for name in ("query", "key", "value"))
     random = call.arguments["dropout_p"] != 0.0
     if not call.arguments["enable_gqa"] or query[-3] == key[-3] == value[-3]:
-        return call.fit(f"... {q} d!, ... k! d!, ... k! e!, ... {q} k! -> ... {q} e!", random=random)
+        return call.fit(f"... {q} d!, ... k! d!, ... k! e!, ... {q} m! -> ... {q} e!", random=random)
     heads, held, sizes = ("(h g)", "h", {"h": key[-3]}) if key[-3] == value[-3] else ("_", "_", {})
     text = f"... {heads} {q} d!, ... {held} k! d!, ... {held} k! e!, {mask(call, heads, q)} -> ... {heads} {q} e!"
     return call.fit(text, sizes=sizes, random=random)
 
 
+def fused(call: Call) -> bool:
+    """Whether attention has the form that fused kernels know: batch, heads, sequence, width."""
+    query, value = call.shape("query"), call.shape("value")
+    return len(query) == 4 and query[-1] == value[-1]
+
+
 def looking_back(call: Call) -> bool:
-    """Whether attention is causal, in the form that fused kernels know: batch, heads, sequence, width."""
-    query, key, value = (call.shape(name) for name in ("query", "key", "value"))
-    return bool(call.arguments["is_causal"]) and len(query) == 4 and query[-2] == key[-2] and query[-1] == value[-1]
+    """Whether such attention is causal."""
+    return fused(call) and bool(call.arguments["is_causal"]) and call.shape("query")[-2] == call.shape("key")[-2]
 
 
 def looking_around(call: Call) -> bool:
-    """The same of attention in which every query sees every key."""
-    query, value = call.shape("query"), call.shape("value")
-    masked = call.arguments["is_causal"] or call.positions("attn_mask")
-    return not masked and len(query) == 4 and query[-1] == value[-1]
+    """Whether in such attention every query sees every key, but for what a mask hides that needs no gradient."""
+    learnt = any(call.operands[p].requires_grad for p in call.positions("attn_mask"))
+    return fused(call) and not call.arguments["is_causal"] and not learnt
 
 
 def keys_and_values(call: Call, local: Local) -> int:
@@ -59,9 +63,9 @@ RINGS = [  # the last rank sees all chunks, its own by half
 
 
 def mask(call: Call, heads: str, q: str) -> str:
-    """The dims of an attention mask, which may lack leading ones."""
+    """The dims of an attention mask, which may lack leading ones; it knows all keys, also of queries that get them in turn."""
     rank = call.rank("attn_mask")
-    return {2: f"{q} k!", 3: f"{heads} {q} k!"}.get(rank, f"... {heads} {q} k!")
+    return {2: f"{q} m!", 3: f"{heads} {q} m!"}.get(rank, f"... {heads} {q} m!")
 
 
 TABLE: dict[str, Rule] = {
