@@ -54,7 +54,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 def inside(form: str, operands: Shapes, ranks: int) -> tuple[Sends, Sends]:
     """What a distributed form sends in the forward and in the backward; the normalised dim is the last."""
-    if form in ("vocabulary", "chosen", "queries"):
+    if form in ("vocabulary", "chosen", "queries", "grouped"):
         return [], []
     if form == "classes":
         (count,) = operands[1]

@@ -304,6 +304,41 @@ def test_attention_over_a_split_sequence_gives_equal_numbers(pool: WorkerPool, n
     assert report.ok, report
 
 
+class Grouped(nn.Module):
+    """Attention of eight heads, four of which read the same head of keys and values."""
+
+    heads, held, width = 8, 2, 16
+
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        inner, shared = self.heads * self.width, self.held * self.width
+        self.query, self.key, self.value = nn.Linear(8, inner), nn.Linear(8, shared), nn.Linear(8, shared)
+        self.out, self.causal = nn.Linear(inner, 8), causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = self.query, self.key, self.value
+        query, key, value = (layer(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for layer in layers)
+        found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=True)
+        return self.out(found.transpose(1, 2).flatten(2)).square().sum()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_more_ranks_than_heads_of_keys_split_the_heads_that_read_them(pool: WorkerPool, causal: bool, ranks: int) -> None:
+    torch.manual_seed(0)
+    length = 31  # prime: nothing but heads and features can be split
+    model, x, on = Grouped(causal=causal), torch.randn(1, length, 8), table.mesh((ranks,))
+    plan = autopar.plan(model, x, on)
+    assert form(plan, "attention") == "grouped"
+    size = 4 * length * Grouped.held * Grouped.width  # of keys, which like values are made in parts, finer than heads
+    sent = Counter((c.value, c.kind, c.where, c.bytes) for c in planning.of(plan, "key:linear#0", "value:linear#0"))
+    pair = ("all_gather", "forward"), ("reduce_scatter", "backward")
+    assert sent == {(f"{name}:linear#0", *how, size): 1 for name in ("key", "value") for how in pair}
+    assert not planning.of(plan, "query:linear#0", ":scaled_dot_product_attention#0")
+    report = verify(model, x, on, plan, Options(), pool)
+    assert report.ok, report
+
+
 class Masked(Looking):
     """The same to what a mask shows: one mask for all queries of a row, or for each its own, of truth values or addends."""
 

@@ -48,6 +48,8 @@ def others(ranks: int) -> int:
     return ranks - 1
 
 
+# More ranks than heads of keys and values: each takes a part of the queries that read one of them.
+GROUPED = Distributed(name="grouped", factors=("h", "g"), nested=True)
 QUERIES = Distributed(name="queries", factors=("q",), able=looking_back, work=lambda ranks: 2 - 1 / ranks)
 RINGS = [  # the last rank sees all chunks, its own by half
     Distributed(
@@ -69,5 +71,5 @@ def mask(call: Call, heads: str, q: str) -> str:
 
 
 TABLE: dict[str, Rule] = {
-    "aten.scaled_dot_product_attention.default": rule(attention, linear="value", distributed=[QUERIES, *RINGS]),
+    "aten.scaled_dot_product_attention.default": rule(attention, linear="value", distributed=[GROUPED, QUERIES, *RINGS]),
 }

@@ -2,6 +2,7 @@
 
     queries     keys and values are whole; a causal rank looks no further than its own last query
     ring        keys and values are split, too, and go round: every rank sees every chunk once
+    grouped     heads are split, so far that several ranks read the same head of keys and values
 
 What a rank finds in one chunk of keys is put together with what it has found in others by the logarithms of the sums over
 exponential scores (M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018; H. Liu, M. Zaharia, P. Abbeel,
@@ -238,3 +239,17 @@ def ring(
     """`aten.scaled_dot_product_attention` of chunks of queries, keys and values; a mask is split along the queries."""
     used = query.shape[-1] ** -0.5 if scale is None else scale
     return _Ring.apply(axis, query, key, value, attn_mask, is_causal, used)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# --- heads that share keys and values ---------------------------------------------------------------------------------------
+
+
+def grouped(
+    axis: Axis, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = True,
+) -> Tensor:  # fmt: skip
+    """`aten.scaled_dot_product_attention` of a chunk of the heads, which reads one of the heads of keys and values."""
+    held = axis.index * key.shape[-3] // axis.size
+    key, value = key.narrow(-3, held, 1), value.narrow(-3, held, 1)
+    given = query, key, value, attn_mask, dropout_p, is_causal
+    return aten.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
