@@ -63,6 +63,9 @@ def inside(form: str, operands: Shapes, ranks: int) -> tuple[Sends, Sends]:
         both = math.prod(operands[1]) + math.prod(operands[2])
         held, gradients = ("all_to_all", both, False), ("all_to_all", both, True)
         return [held] * (ranks - 1), [held] * (ranks - 1) + [gradients] * ranks
+    if form == "fetched":
+        picked = operands[1][0] // ranks * math.prod(operands[0][1:])
+        return [("all_to_all", picked, False)], [("all_to_all", picked, False)]
     if form in ("batch_norm", "batch_norm_planes"):
         channels = operands[0][1]
         return [("all_gather", 2 * channels * ranks, True)], [("all_reduce", 2 * channels, True)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import autopar
@@ -372,6 +374,39 @@ def test_attention_with_a_mask_over_a_split_sequence_gives_equal_numbers(
     own = {("all_to_all", "forward", part): ranks - 1, ("all_to_all", "backward", part): 2 * ranks - 1}
     sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":scaled_dot_product_attention#0", "mask"))
     assert sent == (own if tight else {})
+    report = verify(model, sample, on, plan, Options(), pool)
+    assert report.ok, report
+
+
+def mixture() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """One layer of attention and of eight experts, two for each token, which choose unevenly; with a batch."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    tokens = torch.randint(64, (8, 16))
+    return transformers.MixtralForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_experts_are_split_and_tokens_sent_to_them(pool: WorkerPool, ranks: int) -> None:
+    """Two all-to-alls of tokens, there and back; what random choices set astray goes to the neighbours; no weight is sent."""
+    (model, sample), on = mixture(), table.mesh((ranks,))
+    plan = autopar.plan(model, sample, on)
+    place = "model.layers.0.mlp.experts"
+    assert [plan.layouts[f"{place}.{name}_proj"] for name in ("gate_up", "down")] == ["S(0)", "S(0)"]
+    assert not planning.of(plan, f"{place}.gate_up_proj", f"{place}.down_proj", f"{place}:transpose#0", f"{place}:transpose#1")
+    rows, width, inner = 2 * 8 * 16, 16, 32
+    astray = math.ceil(math.sqrt(rows / (2 * math.pi)))
+    sizes = {
+        "index#0": (rows // ranks * width,), "index#2": (rows // ranks * width,),
+        "grouped_mm_fallback#0": (astray * width, astray * 2 * inner),
+        "grouped_mm_fallback#1": (astray * inner, astray * width),
+    }  # fmt: skip
+    for name, elements in sizes.items():
+        sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, f"{place}:{name}"))
+        assert sent == Counter(("all_to_all", where, 4 * size) for where in ("forward", "backward") for size in elements)
     report = verify(model, sample, on, plan, Options(), pool)
     assert report.ok, report
 

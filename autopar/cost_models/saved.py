@@ -109,8 +109,10 @@ def saved_here(
     if fused and op.target == ATTENTION and tensors[0].shape == shapes[0]:  # a fused kernel lays the result out like the query
         return fused if op.requires_grad else NOTHING, [torch.empty_like(tensors[0]).requires_grad_(op.requires_grad)]
     found, kinds = _ran(op, tensors)
-    results = [torch.empty_strided(*kind, dtype=r.dtype, device="meta") for kind, r in zip(kinds, op.results, strict=False)]
-    results = results or [_empty(shape, result) for shape, result in zip(shapes, op.results, strict=True)]
+    as_given = [shape for shape, _ in kinds] == list(shapes)
+    results = [
+        torch.empty_strided(*kind, dtype=r.dtype, device="meta") for kind, r in zip(kinds, op.results, strict=True)
+    ] if as_given else [_empty(shape, result) for shape, result in zip(shapes, op.results, strict=True)]  # fmt: skip
     if not op.requires_grad:
         return NOTHING, results
     return fused or _copied(op, found, tensors, cpu), [
@@ -166,7 +168,7 @@ def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, spec
     with torch.enable_grad(), hooks, sdpa_kernel(SDPBackend.MATH), Live(operands, "meta") as live:
         try:
             out = overload(target)(*given, **named)
-        except (NotImplementedError, RuntimeError):  # it has no meta kernel, or only its distributed form can do with the parts
+        except Exception:  # it has no meta kernel, or only its distributed form can do with such parts
             return Saved(operands=tuple(range(len(operands))), results=(0,)), ()
         forward = live.peak().bytes - live.now
     results = list(_tensors(out))

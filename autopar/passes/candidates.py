@@ -171,7 +171,10 @@ def _states(
         outside = [P] * len(result_grads)
     elif kind == "D":
         own = fitted.distributed[which]
-        inside = [_chunk(dims, own, stride, fitted) or State(own.operands) for dims in fitted.operands]
+        inside = [
+            (_chunk(dims, own, stride, fitted) if i not in own.whole else None) or State(own.operands)
+            for i, dims in enumerate(fitted.operands)
+        ]
         outside = [_chunk(dims, own, stride, fitted) or State(own.results) for dims in fitted.results]
     else:
         summed = which in fitted.summed

@@ -178,6 +178,8 @@ def _state(form: tuple[str, int, int], fitted: Fitted, dims: Dims, operand: int 
         return P if operand is None or operand in fitted.linear[which] else R
     if kind == "distributed":
         own = fitted.distributed[which]
+        if operand in own.whole:
+            return State(own.operands)
         splits = (_state(("split", f, one), fitted, dims, operand) for f, one in fitted.chunks(own, stride).items())
         return next((state for state in splits if state.kind == "S"), State(own.results if operand is None else own.operands))
     for d, factors in enumerate(dims):

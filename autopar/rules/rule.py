@@ -63,6 +63,7 @@ class Distributed:
     name: str  # of the function in `runtime.forms` that carries it out
     factors: tuple[str, ...]  # their names in the rule's text
     nested: bool = False  # there are two, parts of one dim, of which a rank's chunk lies within one part of the outer
+    whole: tuple[int, ...] = ()  # positions of operands that stay whole though they have one of the factors
     operands: str = "R"  # the state of operands without the factors: I if their gradient comes out complete
     results: str = "P"  # the state of results without them: I if they come out complete
     able: Callable[[Call], bool] = always  # whether the form serves this use

@@ -17,6 +17,7 @@ import torch
 
 from autopar.runtime.attention import grouped, queries, ring
 from autopar.runtime.collectives import largest, summed
+from autopar.runtime.exchange import experts, fetched
 from autopar.runtime.losses import chosen, classes, within
 from autopar.runtime.norms import batch_norm, group_norm, instance_norm, layer_norm, rms_norm
 from autopar.runtime.world import Axis
@@ -114,7 +115,7 @@ def safe_softmax(axis: Axis, x: torch.Tensor, dim: int, dtype: Wanted = None) ->
 
 _FUNCTIONS = (
     vocabulary, classes, chosen, softmax, log_softmax, safe_softmax, layer_norm, rms_norm, group_norm, instance_norm,
-    batch_norm, grouped, queries, ring,
+    batch_norm, grouped, queries, ring, fetched, experts,
 )  # fmt: skip
 FORMS: dict[str, Callable[..., object]] = {
     **{function.__name__: function for function in _FUNCTIONS},
