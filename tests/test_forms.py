@@ -400,13 +400,14 @@ def test_experts_are_split_and_tokens_sent_to_them(pool: WorkerPool, ranks: int)
     rows, width, inner = 2 * 8 * 16, 16, 32
     astray = math.ceil(math.sqrt(rows / (2 * math.pi)))
     sizes = {
-        "index#0": (rows // ranks * width,), "index#2": (rows // ranks * width,),
-        "grouped_mm_fallback#0": (astray * width, astray * 2 * inner),
-        "grouped_mm_fallback#1": (astray * inner, astray * width),
+        "index#0": ([rows // ranks * width],) * 2, "index#2": ([rows // ranks * width],) * 2,
+        "grouped_mm_fallback#0": (own := [astray * width, astray * 2 * inner], [*own, own[0]]),
+        "grouped_mm_fallback#1": (own := [astray * inner, astray * width], [*own, own[0]]),
     }  # fmt: skip
-    for name, elements in sizes.items():
-        sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, f"{place}:{name}"))
-        assert sent == Counter(("all_to_all", where, 4 * size) for where in ("forward", "backward") for size in elements)
+    for name, passes in sizes.items():
+        sent = Counter((c.where, c.kind, c.bytes) for c in planning.of(plan, f"{place}:{name}"))
+        expected = zip(("forward", "backward"), passes, strict=True)
+        assert sent == Counter((where, "all_to_all", 4 * size) for where, found in expected for size in found)
     report = verify(model, sample, on, plan, Options(), pool)
     assert report.ok, report
 

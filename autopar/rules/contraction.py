@@ -185,12 +185,9 @@ def moved(operand: bool) -> Callable[[Call, Local], int]:
     return elements
 
 
-# Rows go to the rank that has their matrix, and what results comes back.
-EXPERTS = Distributed(
-    name="experts", factors=("t", "e"), whole=(2,),
-    forward=(Sent("all_to_all", moved(operand=True), wide=False), Sent("all_to_all", moved(operand=False), wide=False)),
-    backward=(Sent("all_to_all", moved(operand=False), wide=False), Sent("all_to_all", moved(operand=True), wide=False)),
-)  # fmt: skip
+# Rows go to the rank that has their matrix, and what results comes back; for the backward rows go once more.
+GIVEN, MADE = (Sent("all_to_all", moved(operand), wide=False) for operand in (True, False))
+EXPERTS = Distributed(name="experts", factors=("t", "e"), whole=(2,), forward=(GIVEN, MADE), backward=(GIVEN, MADE, GIVEN))
 # One matrix for each group of rows; the third operand says where groups end.
 GROUPED_PRODUCT = rule("t! k, e! k n, e! -> t! n", linear="input, weight", distributed=[EXPERTS])
 CONVOLUTION = rule(convolution, linear="input bias, weight bias", local=convolution_groups)

@@ -9,6 +9,7 @@ Gradients go back the way that the rows came.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +19,6 @@ import torch
 from autopar.rules.contraction import astray
 from autopar.runtime.world import Axis
 
-aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
@@ -35,70 +35,109 @@ def exchange(x: Tensor, since: list[int], to: list[int], rows: int, group: str) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ways:
-    """How many rows go to each rank, how many come from each, and how many a rank has otherwise."""
+    """How many rows go to each rank, how many come from each, and how many a rank is counted to send."""
 
     axis: Axis
     to: Sequence[int]
     since: Sequence[int]
     rows: int
 
-    def back(self) -> _Ways:
-        """The same for rows that return."""
-        return _Ways(axis=self.axis, to=self.since, since=self.to, rows=self.rows)
-
-    def send(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """What comes here."""
         found: Tensor = exchange(x, list(self.since), list(self.to), self.rows, self.axis.group)
         return found
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The same, differentiated."""
-        return _Exchange.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+    def back(self, x: Tensor) -> Tensor:
+        """The same of rows that return."""
+        found: Tensor = exchange(x, list(self.to), list(self.since), self.rows, self.axis.group)
+        return found
 
 
-class _Context(Protocol):
-    ways: _Ways
+# --- rows that are picked -------------------------------------------------------------------------------------------------
 
 
-class _Exchange(torch.autograd.Function):
+class _Picked(Protocol):
+    axis: Axis
+    count: int
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+class _Fetched(torch.autograd.Function):
+    """The index alone is kept, as aten does: plans go by it."""
+
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, ways: _Ways) -> Tensor:
-        ctx.ways = ways
-        return ways.send(x)
+    def forward(ctx: _Picked, axis: Axis, x: Tensor, index: Tensor) -> Tensor:
+        ctx.axis, ctx.count = axis, len(x)
+        ctx.save_for_backward(index)
+        given, order, ways = _asked(axis, index, len(x))
+        return ways(x[given])[order.argsort()]  # they come by owner
 
     @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ways.back().send(gradient), None
+    def backward(ctx: _Picked, gradient: Tensor) -> tuple[None, Tensor, None]:
+        (index,) = ctx.saved_tensors
+        given, order, ways = _asked(ctx.axis, index, ctx.count)
+        returned = ways.back(gradient[order])
+        return None, returned.new_zeros(ctx.count, *returned.shape[1:]).index_add_(0, given, returned), None
+
+
+def _asked(axis: Axis, index: Tensor, count: int) -> tuple[Tensor, Tensor, _Ways]:
+    """The rows that lie here and go to others, in the order of these; the order in which own ones come, by owner; the ways."""
+    wanted = (index % (axis.size * count)).view(axis.size, -1)  # of every rank; those below zero count from the end
+    owners = wanted // count
+    asked, own = owners == axis.index, owners[axis.index]
+    to, since = torch.stack([asked.sum(1), own.bincount(minlength=axis.size)]).tolist()
+    ways = _Ways(axis=axis, to=to, since=since, rows=len(own))
+    return wanted[asked] - axis.index * count, own.argsort(stable=True), ways
 
 
 def fetched(axis: Axis, x: Tensor, indices: Sequence[Tensor]) -> Tensor:
     """`aten.index` of rows that are split by an index that is whole: this rank's part of what is picked."""
     (index,) = indices
-    wanted = (index % (axis.size * len(x))).view(axis.size, -1)  # of every rank; those below zero count from the end
-    owners = wanted // len(x)
-    asked, own = owners == axis.index, owners[axis.index]
-    counts = torch.stack([asked.sum(1), own.bincount(minlength=axis.size)])
-    to, since = counts.tolist()
-    arrived = _Ways(axis=axis, to=to, since=since, rows=len(own))(x[wanted[asked] - axis.index * len(x)])
-    return arrived[own.argsort(stable=True).argsort()]  # they come by owner
+    return _Fetched.apply(axis, x, index)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def experts(axis: Axis, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Groups of rows times a matrix each, as grouped products do; rows are split, and matrices, but not the groups' ends.
+# --- groups of rows -------------------------------------------------------------------------------------------------------
 
-    If all groups are alike, every rank has the rows of its own: only those astray move. Rows after the last group give zeros.
-    """
-    count, total = len(weight), len(rows) * axis.size
-    stops = ends.tolist()
-    starts = [0, *(stops[count * rank - 1] for rank in range(1, axis.size)), total]
-    chunks = [rank * len(rows) for rank in range(axis.size + 1)]
-    to, since = ([_overlap(one, here, other, rank) for rank in range(axis.size)] for one, here, other in (
-        (chunks, axis.index, starts), (starts, axis.index, chunks),
-    ))  # fmt: skip
-    ways = _Ways(axis=axis, to=to, since=since, rows=astray(total))
+
+class _Grouped(Protocol):
+    axis: Axis
+    stops: list[int]
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+class _Experts(torch.autograd.Function):
+    """Rows are kept as they were given, and sent once more for the backward: few are."""
+
+    @staticmethod
+    def forward(ctx: _Grouped, axis: Axis, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.axis, ctx.stops = axis, ends.tolist()
+        ctx.save_for_backward(rows, weight)
+        ways, bounds = _regrouped(axis, len(rows), len(weight), ctx.stops)
+        return ways.back(_products(ways(rows), weight, bounds))
+
+    @staticmethod
+    def backward(ctx: _Grouped, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        ways, bounds = _regrouped(ctx.axis, len(rows), len(weight), ctx.stops)
+        came, gradient = ways(rows), ways(gradient)
+        of_rows = ways.back(_products(gradient, weight.mT, bounds))
+        pairs = zip(_groups(came, bounds), _groups(gradient, bounds), strict=True)
+        return None, of_rows, torch.stack([one.mT @ other for one, other in pairs]), None
+
+
+def _regrouped(axis: Axis, rows: int, matrices: int, stops: Sequence[int]) -> tuple[_Ways, list[int]]:
+    """The ways of rows to the rank that has their matrix, and where its groups begin and end there."""
+    chunks = [rank * rows for rank in range(axis.size + 1)]
+    starts = [0, *(stops[matrices * rank - 1] for rank in range(1, axis.size)), chunks[-1]]
+    to = [_overlap(chunks, axis.index, starts, rank) for rank in range(axis.size)]
+    since = [_overlap(starts, axis.index, chunks, rank) for rank in range(axis.size)]
     first = starts[axis.index]
-    bounds = [first, *stops[count * axis.index : count * (axis.index + 1)]]
-    return ways.back()(_products(ways(rows), weight, [bound - first for bound in bounds]))
+    bounds = [first, *stops[matrices * axis.index : matrices * (axis.index + 1)]]
+    return _Ways(axis=axis, to=to, since=since, rows=astray(chunks[-1])), [bound - first for bound in bounds]
 
 
 def _overlap(one: Sequence[int], here: int, other: Sequence[int], there: int) -> int:
@@ -106,10 +145,19 @@ def _overlap(one: Sequence[int], here: int, other: Sequence[int], there: int) ->
     return max(0, min(one[here + 1], other[there + 1]) - max(one[here], other[there]))
 
 
+def _groups(rows: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+    return [rows[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
 def _products(rows: Tensor, weight: Tensor, bounds: Sequence[int]) -> Tensor:
-    """Each group of rows times its matrix."""
-    if rows.is_cuda and rows.dtype is torch.bfloat16:
-        ends = torch.tensor(bounds[1:], dtype=torch.int32, device=rows.device)
-        return aten._grouped_mm(rows, weight, ends)  # type: ignore[no-any-return]
-    groups = [rows[start:stop] @ one for start, stop, one in zip(bounds, bounds[1:], weight, strict=False)]
-    return torch.cat([*groups, rows.new_zeros(len(rows) - bounds[-1], weight.shape[-1])])
+    """Each group of rows times its matrix; zeros for rows after the last."""
+    found = [group @ matrix for group, matrix in zip(_groups(rows, bounds), weight, strict=True)]
+    return torch.cat([*found, rows.new_zeros(len(rows) - bounds[-1], weight.shape[-1])])
+
+
+def experts(axis: Axis, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Groups of rows times a matrix each, as grouped products do; rows are split, and matrices, but not the groups' ends.
+
+    If all groups are alike, every rank has the rows of its own: only those astray move.
+    """
+    return _Experts.apply(axis, rows, weight, ends)  # type: ignore[no-any-return, no-untyped-call]

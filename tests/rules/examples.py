@@ -9,7 +9,7 @@ import torch
 from autopar.rules.pointwise import BINARY, DRAWS, SAME, UNARY, names
 from autopar.rules.table import ALIASES, FORMS
 from tests.rules import examples_algebra, examples_backward, examples_planes
-from tests.rules.drawing import Example, From, Positive, T, between, bools, buffer, cplx, ex, ints, labels, places, pos, signs, t
+from tests.rules.drawing import Example, Positive, T, between, bools, buffer, cplx, ex, ints, labels, places, pos, signs, t
 
 BITS = ("bitwise", "__", "logical", "gcd", "lcm")
 UNDERIVED = ("floor_divide", "nextafter", "heaviside", "igamma", "special_bessel")  # without a derivative
@@ -355,7 +355,7 @@ TABLE: dict[str, list[Example]] = {
     "aten.repeat_interleave.self_int": [ex(t(4, 6), 4, 1), ex(t(4, 6), 4), ex(t(4, 6), 2, 0, output_size=8)],
     "aten.index.Tensor": [
         ex(t(6, 10), (ints(12, high=6),)),
-        ex(t(6, 4, 5), (From((12,), torch.int64, 6, low=-6),)),
+        ex(t(6, 4, 5), (between(12, low=-6, high=6),)),
         ex(t(6), (ints(4, high=6),)),
         ex(t(4, 6, 10), (ints(2), ints(2))),
         ex(t(4, 6, 10), (None, ints(2, 1), ints(9))),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers.integrations.moe  # the operator
+import transformers.integrations.moe  # noqa: F401  (the operator)
 
 from autopar.errors import RuleError
 from autopar.rules import RULES, fit
