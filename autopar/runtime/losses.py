@@ -36,8 +36,9 @@ class _Shares:
         if self.place is not None and self.own is not None:
             shares, along = self.own, self.own * scores.gather(self.dim, self.place)
         if self.rest is not None:
-            shares = shares + self.rest.sum(self.dim, keepdim=True)
-            along = along + (scores * self.rest).sum(self.dim, keepdim=True)
+            rest = self.rest.to(scores.dtype)
+            shares = shares + rest.sum(self.dim, keepdim=True)
+            along = along + (scores * rest).sum(self.dim, keepdim=True)
         return shares.expand_as(along), along
 
     def taken(self, found: Tensor, each: Tensor) -> Tensor:
