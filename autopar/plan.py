@@ -1,7 +1,7 @@
 """Plans: decisions as data, with what they cost. A plan is text through and through: it is validated, never executed.
 
     choices   op -> one form per axis: "I", "R", "P 0" (the rule's first linear group), "n/512" (factor n, stride 512),
-              "vocabulary/512" (a distributed form, stride of its first factor)
+              "vocabulary/512" (a distributed form, stride of its last factor)
     layouts   value or parameter -> its layout as produced or stored; "output:loss" -> that output
     routes    value -> its conversions, "I, S(0) -> R, S(0)"
     again     what the backward makes again instead of keeping it: op -> "run"; value -> these of its conversions, or

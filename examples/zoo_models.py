@@ -14,7 +14,6 @@ import torch
 import transformers
 from torch import nn
 
-import autopar
 from tests.models import BATCH, BLOCKS, LENGTHS, VOCABULARY, WORDS, bert, gpt2, images, llama, mask, opt, t5, vit, words
 
 Built = tuple[nn.Module, dict[str, Any]]
@@ -40,9 +39,6 @@ def mixtral() -> Built:
         **BLOCKS, **WORDS, **GROUPED, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
     )  # fmt: skip
     model, sample = transformers.MixtralForCausalLM(config), words()
-    example = torch.randn(10, 4), torch.randn(3, 4, 6), torch.tensor([2, 7, 10], dtype=torch.int32)
-    rule = "t! k, e! k n, e! -> t! n"  # the tokens of an expert stay together: its weights are what splits
-    autopar.register_rule("transformers::grouped_mm_fallback", rule, linear="input, weight", example=example)
     return model, sample
 
 

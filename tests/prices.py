@@ -54,7 +54,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 def inside(form: str, operands: Shapes, ranks: int) -> tuple[Sends, Sends]:
     """What a distributed form sends in the forward and in the backward; the normalised dim is the last."""
-    if form in ("vocabulary", "chosen", "queries"):
+    if form in ("vocabulary", "chosen", "queries", "grouped"):
         return [], []
     if form == "classes":
         (count,) = operands[1]
@@ -63,14 +63,17 @@ def inside(form: str, operands: Shapes, ranks: int) -> tuple[Sends, Sends]:
         both = math.prod(operands[1]) + math.prod(operands[2])
         held, gradients = ("all_to_all", both, False), ("all_to_all", both, True)
         return [held] * (ranks - 1), [held] * (ranks - 1) + [gradients] * ranks
-    if form == "batch_norm":
+    if form == "fetched":
+        picked = operands[1][0] // ranks * math.prod(operands[0][1:])
+        return [("all_to_all", picked, False)], [("all_to_all", picked, False)]
+    if form in ("batch_norm", "batch_norm_planes"):
         channels = operands[0][1]
         return [("all_gather", 2 * channels * ranks, True)], [("all_reduce", 2 * channels, True)]
     rows = math.prod(operands[0][:-1])
     once: Sends = [("all_reduce", rows, True)]
     if form == "layer_norm":
         return [("all_gather", 2 * rows * ranks, True)], [("all_reduce", 2 * rows, True)]
-    return {"rms_norm": once, "softmax": 2 * once, "log_softmax": 2 * once}[form], once
+    return {"rms_norm": once, "softmax": 2 * once, "log_softmax": 2 * once, "safe_softmax": 2 * once}[form], once
 
 
 class _Teller:

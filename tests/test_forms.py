@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import autopar
@@ -100,6 +102,38 @@ def test_a_wide_vocabulary_is_split_and_no_scores_are_sent() -> None:
     assert not planning.of(plan, "head:linear#0", ":reshape#0")
 
 
+class Judged(nn.Module):
+    """Scores of a linear layer and their cross-entropy, classes weighed and targets smoothed, or probabilities."""
+
+    def __init__(self, width: int, reduction: str, smoothing: float, *, weighed: bool) -> None:
+        super().__init__()
+        self.scores, self.reduction, self.smoothing = nn.Linear(8, width), reduction, smoothing
+        self.register_buffer("weight", torch.rand(width) + 0.1 if weighed else None)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        more = {"reduction": self.reduction, "label_smoothing": self.smoothing}
+        return nn.functional.cross_entropy(self.scores(x), target, self.weight, **more).sum()
+
+
+@pytest.mark.parametrize("reduction, smoothing, weighed, hard, sums", [
+    ("sum", 0.0, False, True, 2), ("mean", 0.1, False, True, 2), ("none", 0.1, True, True, 3), ("mean", 0.0, True, True, 3),
+    ("mean", 0.1, True, False, 3),
+])  # fmt: skip
+def test_a_cross_entropy_with_weights_and_smoothing_is_split_over_its_classes(
+    pool: WorkerPool, reduction: str, smoothing: float, weighed: bool, hard: bool, sums: int
+) -> None:
+    torch.manual_seed(0)
+    rows, width, on = 8, 512, table.mesh((4,))
+    target = torch.randint(width, (rows,)).masked_fill(torch.rand(rows) < 0.3, -100) if hard else torch.rand(rows, width)
+    model, sample = Judged(width, reduction, smoothing, weighed=weighed), {"x": torch.randn(rows, 8), "target": target}
+    plan = autopar.plan(model, sample, on)
+    assert form(plan, "cross_entropy") == "classes"
+    sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":cross_entropy_loss#0"))
+    assert sent == {("all_reduce", "forward", 4 * rows): 1, ("all_reduce", "forward", 4 * sums * rows): 1}
+    report = verify(model, sample, on, plan, Options(), pool)
+    assert report.ok, report
+
+
 def many() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """A model that knows many words, with a batch."""
     torch.manual_seed(0)
@@ -170,6 +204,69 @@ def test_a_norm_over_a_split_dim_gives_equal_numbers_and_sends_statistics_only(p
     assert ("buffer" in {row.what for row in report.rows}) == (name == "batch_norm")
 
 
+class Planes(nn.Module):
+    """A norm of channels over planes, between linear layers over the channels."""
+
+    def __init__(self, channels: int, norm: nn.Module) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, channels), norm, nn.Linear(channels, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.norm(self.up(x).mT).mT)).square().sum()
+
+
+# A norm of so many channels and as long a plane, how many means there are, and the form of it that is best.
+PLANES = {
+    "group_norm": (lambda: nn.GroupNorm(3, 9), 9, 256, 3),
+    "group_norm_channels": (lambda: nn.GroupNorm(1, 256), 256, 7, 1),
+    "instance_norm": (lambda: nn.InstanceNorm1d(9, affine=True), 9, 256, 9),
+    "batch_norm_planes": (lambda: nn.BatchNorm1d(9), 9, 256, 9),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", PLANES)
+def test_a_norm_of_split_planes_gives_equal_numbers_and_sends_statistics_only(pool: WorkerPool, name: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    make, channels, length, means = PLANES[name]
+    model, x, on = Planes(channels, make()), torch.randn(1, length, 8), table.mesh((ranks,))
+    plan = autopar.plan(model, x, on)
+    assert form(plan, "_norm#") == name
+    sent = Counter((c.kind, c.where, c.bytes) for c in plan.collectives if c.value.startswith("norm:"))
+    assert sent == {("all_gather", "forward", 8 * means * ranks): 1, ("all_reduce", "backward", 8 * means): 1}
+    report = verify(model, x, on, plan, Options(), pool)
+    assert report.ok, report
+
+
+class Called(nn.Module):
+    """An operator over the last dim."""
+
+    def __init__(self, name: str, *more: object) -> None:
+        super().__init__()
+        self.name, self.more = name, more
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = getattr(torch.ops.aten, self.name)(x, -1, *self.more)
+        return found
+
+
+@pytest.mark.parametrize("name, more, expected", [
+    ("special_softmax", (), "softmax"), ("_softmax", (False,), "softmax"), ("_safe_softmax", (), "safe_softmax"),
+    ("special_log_softmax", (), "log_softmax"), ("_log_softmax", (False,), "log_softmax"),
+])  # fmt: skip
+def test_a_distribution_over_a_split_dim_in_any_spelling_sends_the_same(
+    pool: WorkerPool, name: str, more: tuple[object, ...], expected: str
+) -> None:
+    torch.manual_seed(0)
+    model, x, on = Normal(256, Called(name, *more)), torch.randn(8, 8), table.mesh((4,))
+    plan = autopar.plan(model, x, on)
+    assert form(plan, "softmax") == expected
+    sent = Counter((c.kind, c.where, c.bytes) for c in plan.collectives if "softmax" in c.value)
+    assert sent == {("all_reduce", "forward", 4 * 8): 2, ("all_reduce", "backward", 4 * 8): 1}
+    report = verify(model, x, on, plan, Options(), pool)
+    assert report.ok, report
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_data_parallelism_shares_the_statistics_of_batch_norm_and_gathers_no_batch(strategy: str) -> None:
     plan = autopar.plan(Normal(32, nn.BatchNorm1d(32)), torch.randn(64, 8), table.mesh((4,)), strategy=strategy)
@@ -206,6 +303,112 @@ def test_attention_over_a_split_sequence_gives_equal_numbers(pool: WorkerPool, n
     sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":scaled_dot_product_attention#0"))
     assert sent == (own if name == "ring" else {})
     report = verify(model, x, on, plan, Options(), pool)
+    assert report.ok, report
+
+
+class Grouped(nn.Module):
+    """Attention of eight heads, four of which read the same head of keys and values."""
+
+    heads, held, width = 8, 2, 16
+
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        inner, shared = self.heads * self.width, self.held * self.width
+        self.query, self.key, self.value = nn.Linear(8, inner), nn.Linear(8, shared), nn.Linear(8, shared)
+        self.out, self.causal = nn.Linear(inner, 8), causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = self.query, self.key, self.value
+        query, key, value = (layer(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for layer in layers)
+        found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=True)
+        return self.out(found.transpose(1, 2).flatten(2)).square().sum()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_more_ranks_than_heads_of_keys_split_the_heads_that_read_them(pool: WorkerPool, causal: bool, ranks: int) -> None:
+    torch.manual_seed(0)
+    length = 31  # prime: nothing but heads and features can be split
+    model, x, on = Grouped(causal=causal), torch.randn(1, length, 8), table.mesh((ranks,))
+    plan = autopar.plan(model, x, on)
+    assert form(plan, "attention") == "grouped"
+    size = 4 * length * Grouped.held * Grouped.width  # of keys, which like values are made in parts, finer than heads
+    sent = Counter((c.value, c.kind, c.where, c.bytes) for c in planning.of(plan, "key:linear#0", "value:linear#0"))
+    pair = ("all_gather", "forward"), ("reduce_scatter", "backward")
+    assert sent == {(f"{name}:linear#0", *how, size): 1 for name in ("key", "value") for how in pair}
+    assert not planning.of(plan, "query:linear#0", ":scaled_dot_product_attention#0")
+    report = verify(model, x, on, plan, Options(), pool)
+    assert report.ok, report
+
+
+class Masked(Looking):
+    """The same to what a mask shows: one mask for all queries of a row, or for each its own, of truth values or addends."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        query, key, value = (one(x).unsqueeze(1) for one in (self.query, self.key, self.value))
+        found = nn.functional.scaled_dot_product_attention(query, key, value, mask)
+        return self.out(found.squeeze(1)).square().sum()
+
+
+def shown(queries: int, length: int, *, truth: bool) -> torch.Tensor:
+    """A mask of one row that hides most of the keys, all of them of the first query in the last chunk."""
+    seen = torch.rand(1, 1, queries, length) < 0.3
+    seen[..., 0, length // 2 :] = False
+    return seen if truth else torch.zeros(seen.shape).masked_fill(~seen, -9.0)
+
+
+@pytest.mark.parametrize("queries, truth, tight", [
+    (1, True, False), (1, True, True), (1, False, True), (256, True, False), (256, True, True), (256, False, False),
+])  # fmt: skip
+def test_attention_with_a_mask_over_a_split_sequence_gives_equal_numbers(
+    pool: WorkerPool, queries: int, truth: bool, tight: bool
+) -> None:
+    """Where memory is plenty keys and values are whole; where it is not they go round. The mask is never sent."""
+    torch.manual_seed(0)
+    length, width, ranks = 256, 8, 4
+    model, on = Masked(width, causal=False), table.mesh((ranks,))
+    sample = {"x": torch.randn(1, length, width), "mask": shown(queries, length, truth=truth)}
+    plan = autopar.plan(model, sample, on, budget=planning.smallest(read_program(model, sample), on) if tight else None)
+    assert form(plan, "attention") == ("ring" if tight else "q")
+    part = 2 * length // ranks * width * 4  # of keys and values
+    own = {("all_to_all", "forward", part): ranks - 1, ("all_to_all", "backward", part): 2 * ranks - 1}
+    sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":scaled_dot_product_attention#0", "mask"))
+    assert sent == (own if tight else {})
+    report = verify(model, sample, on, plan, Options(), pool)
+    assert report.ok, report
+
+
+def mixture() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """One layer of attention and of eight experts, two for each token, which choose unevenly; with a batch."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    tokens = torch.randint(64, (8, 16))
+    return transformers.MixtralForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_experts_are_split_and_tokens_sent_to_them(pool: WorkerPool, ranks: int) -> None:
+    """Two all-to-alls of tokens, there and back; what random choices set astray goes to the neighbours; no weight is sent."""
+    (model, sample), on = mixture(), table.mesh((ranks,))
+    plan = autopar.plan(model, sample, on)
+    place = "model.layers.0.mlp.experts"
+    assert [plan.layouts[f"{place}.{name}_proj"] for name in ("gate_up", "down")] == ["S(0)", "S(0)"]
+    assert not planning.of(plan, f"{place}.gate_up_proj", f"{place}.down_proj", f"{place}:transpose#0", f"{place}:transpose#1")
+    rows, width, inner = 2 * 8 * 16, 16, 32
+    astray = math.ceil(math.sqrt(rows / (2 * math.pi)))
+    sizes = {
+        "index#0": ([rows // ranks * width],) * 2, "index#2": ([rows // ranks * width],) * 2,
+        "grouped_mm_fallback#0": (own := [astray * width, astray * 2 * inner], [*own, own[0]]),
+        "grouped_mm_fallback#1": (own := [astray * inner, astray * width], [*own, own[0]]),
+    }  # fmt: skip
+    for name, passes in sizes.items():
+        sent = Counter((c.where, c.kind, c.bytes) for c in planning.of(plan, f"{place}:{name}"))
+        expected = zip(("forward", "backward"), passes, strict=True)
+        assert sent == Counter((where, "all_to_all", 4 * size) for where, found in expected for size in found)
+    report = verify(model, sample, on, plan, Options(), pool)
     assert report.ok, report
 
 

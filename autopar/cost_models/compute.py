@@ -116,6 +116,7 @@ PRODUCTS: dict[str, Product] = {
     "aten.conv_transpose1d.default": TRANSPOSED,
     "aten.conv_transpose2d.input": TRANSPOSED,
     "aten.conv_transpose3d.input": TRANSPOSED,
+    "transformers.grouped_mm_fallback.default": FIRST,
     "aten.lstm.input": Product(factors=(0, 3), flops=_recurrent),  # the sequence, two states, the weights
     **{f"aten.{name}.input": Product(factors=(0, 2), flops=_recurrent) for name in ("gru", "rnn_tanh", "rnn_relu")},
 }

@@ -105,12 +105,16 @@ def saved_here(
     A kernel may copy an operand that does not lie in one piece, and autograd keeps the copy instead: so the strides matter. The
     arguments of `op` are those for the local shapes; `shapes` are the results'.
     """
-    found, kinds = _ran(op, tensors)
-    results = [torch.empty_strided(*kind, dtype=r.dtype, device="meta") for kind, r in zip(kinds, op.results, strict=False)]
-    results = results or [_empty(shape, result) for shape, result in zip(shapes, op.results, strict=True)]
     fused = _formula(op, [values[name] for name in op.operands], cpu)
-    if fused and op.target == ATTENTION and tensors[0].shape == results[0].shape:
-        results = [torch.empty_like(tensors[0])]  # a fused kernel lays the result out like the query
+    if fused and op.target == ATTENTION and tensors[0].shape == shapes[0]:  # a fused kernel lays the result out like the query
+        return fused if op.requires_grad else NOTHING, [torch.empty_like(tensors[0]).requires_grad_(op.requires_grad)]
+    found, kinds = _ran(op, tensors)
+    if not kinds:  # perhaps only its distributed form can do with such parts: it keeps of them what is kept of the whole
+        found, _ = _ran(op, [_empty(values[name].shape, values[name]) for name in op.operands])
+    as_given = [shape for shape, _ in kinds] == list(shapes)
+    results = [
+        torch.empty_strided(*kind, dtype=r.dtype, device="meta") for kind, r in zip(kinds, op.results, strict=True)
+    ] if as_given else [_empty(shape, result) for shape, result in zip(shapes, op.results, strict=True)]  # fmt: skip
     if not op.requires_grad:
         return NOTHING, results
     return fused or _copied(op, found, tensors, cpu), [
@@ -166,7 +170,7 @@ def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, spec
     with torch.enable_grad(), hooks, sdpa_kernel(SDPBackend.MATH), Live(operands, "meta") as live:
         try:
             out = overload(target)(*given, **named)
-        except NotImplementedError:  # the operator has no meta kernel
+        except Exception:  # it has no meta kernel, or cannot do with these shapes
             return Saved(operands=tuple(range(len(operands))), results=(0,)), ()
         forward = live.peak().bytes - live.now
     results = list(_tensors(out))

@@ -19,7 +19,7 @@ from autopar.layout import I, Layout, P, R, State, split
 from autopar.passes.space import Blocks
 from autopar.rules import Distributed, Fitted
 
-# ("I"|"R", 0, 0), ("P", group, 0), ("S", factor, stride within the factor), ("D", distributed form, stride of its first factor)
+# ("I"|"R", 0, 0), ("P", group, 0), ("S", factor, stride within the factor), ("D", distributed form, stride of its last factor)
 Form = tuple[str, int, int]
 
 INVARIANT: Form = ("I", 0, 0)
@@ -67,8 +67,9 @@ def parts_of(fitted: Fitted | None, candidate: Candidate, sizes: Sequence[int]) 
     """Into how many parts a candidate splits each factor."""
     parts = [1] * (len(fitted.factors) if fitted else 0)
     for (kind, factor, _), size in zip(candidate.forms, sizes, strict=True):
-        for f in (factor,) if kind == "S" else spread(fitted, factor) if kind == "D" else ():
-            parts[f] *= size
+        own = fitted.parts(fitted.distributed[factor], size) if kind == "D" and fitted else {}
+        for f, count in {factor: size}.items() if kind == "S" else own.items():
+            parts[f] *= count
     return parts
 
 
@@ -120,9 +121,8 @@ def _assignments(
 def _distributed_over(fitted: Fitted | None, size: int) -> Iterator[Form]:
     """The distributed forms whose factors an axis of this size divides."""
     for number, form in enumerate(fitted.distributed if fitted else ()):
-        lengths = [fitted.factors[f].size for f in fitted.spread(form)]  # type: ignore[union-attr]
-        if all(length % size == 0 for length in lengths):
-            yield "D", number, lengths[0] // size
+        for stride in list(fitted.chunks(form, size).values())[-1:]:  # type: ignore[union-attr]
+            yield "D", number, stride
 
 
 def _apart(fitted: Fitted | None, forms: Sequence[Form]) -> bool:
@@ -171,7 +171,10 @@ def _states(
         outside = [P] * len(result_grads)
     elif kind == "D":
         own = fitted.distributed[which]
-        inside = [_chunk(dims, own, stride, fitted) or State(own.operands) for dims in fitted.operands]
+        inside = [
+            (_chunk(dims, own, stride, fitted) if i not in own.whole else None) or State(own.operands)
+            for i, dims in enumerate(fitted.operands)
+        ]
         outside = [_chunk(dims, own, stride, fitted) or State(own.results) for dims in fitted.results]
     else:
         summed = which in fitted.summed
@@ -197,10 +200,10 @@ def _digit(dims: tuple[tuple[int, ...], ...], factor: int, stride: int, fitted: 
 
 
 def _chunk(dims: tuple[tuple[int, ...], ...], form: Distributed, stride: int, fitted: Fitted) -> State | None:
-    """The split of the dim that has a factor of a distributed form; its first is split at this stride, the others alike."""
-    first, *_ = factors = fitted.spread(form)
-    parts = fitted.factors[first].size // stride
-    found = (_digit(dims, f, fitted.factors[f].size // parts, fitted) for f in factors)
+    """The split of the dim that has a factor of a distributed form; its last is split at this stride, the others alike."""
+    *others, last = fitted.spread(form)
+    ranks = fitted.factors[last].size // stride * (fitted.factors[others[0]].size if form.nested else 1)
+    found = (_digit(dims, f, own, fitted) for f, own in fitted.chunks(form, ranks).items())
     return next((state for state in found if state), None)
 
 

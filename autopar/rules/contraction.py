@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import string
+from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.ir import Argument
 from autopar.rules.call import Call, Local
-from autopar.rules.rule import Distributed, Fitted, Rule, rule
+from autopar.rules.rule import Distributed, Fitted, Rule, Sent, rule
 from autopar.rules.views import dims, term, without
 
 
@@ -164,6 +166,30 @@ def convolution_groups(call: Call, local: Local) -> dict[str, Argument]:
     return {"groups": groups // local.split("g")} if groups > 1 else {}
 
 
+def astray(rows: int) -> int:
+    """How many of its rows a rank exchanges if each of all these, sorted by expert, has chosen one at random.
+
+    Where the rows of one rank's experts end is binomially distributed, and in the mean sqrt(2 rows p (1 - p) / pi) off, p being
+    the share of the rows before it; half of that at both of a rank's ends is its own, and p = 1 / 2 the worst.
+    """
+    return math.ceil(math.sqrt(rows / (2 * math.pi)))
+
+
+def moved(operand: bool) -> Callable[[Call, Local], int]:
+    """These rows, as they are given or as they result."""
+
+    def elements(call: Call, local: Local) -> int:
+        own, width = local.operands[0][0], local.operands[0][1] if operand else local.results[0][1]
+        return astray(local.split("t") * own) * width
+
+    return elements
+
+
+# Rows go to the rank that has their matrix, and what results comes back; for the backward rows go once more.
+GIVEN, MADE = (Sent("all_to_all", moved(operand), wide=False) for operand in (True, False))
+EXPERTS = Distributed(name="experts", factors=("t", "e"), whole=(2,), forward=(GIVEN, MADE), backward=(GIVEN, MADE, GIVEN))
+# One matrix for each group of rows; the third operand says where groups end.
+GROUPED_PRODUCT = rule("t! k, e! k n, e! -> t! n", linear="input, weight", distributed=[EXPERTS])
 CONVOLUTION = rule(convolution, linear="input bias, weight bias", local=convolution_groups)
 
 TABLE: dict[str, Rule] = {

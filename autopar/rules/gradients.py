@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from autopar.ir import Argument
 from autopar.rules.call import Call, Local
-from autopar.rules.normalise import SUM, native_groups
+from autopar.rules.losses import SUM
+from autopar.rules.normalise import native_groups
 from autopar.rules.pointwise import TWO
 from autopar.rules.reductions import along
 from autopar.rules.rule import Fitted, Rule, rule

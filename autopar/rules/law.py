@@ -65,8 +65,9 @@ class Trial:
         """Into how many parts each factor is split."""
         parts = [1] * len(fitted.factors)
         for size, (kind, which, _) in zip(self.sizes, self.forms, strict=True):
-            for f in (which,) if kind == "split" else fitted.spread(fitted.distributed[which]) if kind == "distributed" else ():
-                parts[f] *= size
+            own = fitted.parts(fitted.distributed[which], size) if kind == "distributed" else {}
+            for f, count in {which: size}.items() if kind == "split" else own.items():
+                parts[f] *= count
         return parts
 
     def distributed(self, fitted: Fitted) -> tuple[int, Distributed] | None:
@@ -153,13 +154,13 @@ def trials(fitted: Fitted) -> Iterator[Trial]:
 def distributed_trials(fitted: Fitted) -> Iterator[Trial]:
     """Every distributed form alone, on few ranks and on many, and outside and inside of a split of every other factor."""
     for number, form in enumerate(fitted.distributed):
-        most = math.gcd(*(fitted.factors[f].size for f in fitted.spread(form)))
-        few = _prime(most)
-        for ranks in dict.fromkeys((few, most)):
-            if ranks > 1:
-                yield Trial(sizes=(ranks,), forms=(("distributed", number, ranks),))
+        most = math.prod(fitted.factors[f].size for f in fitted.spread(form))
+        able = [ranks for ranks in range(2, most + 1) if fitted.parts(form, ranks)]
+        for ranks in dict.fromkeys((*able[:1], *able[-1:])):
+            yield Trial(sizes=(ranks,), forms=(("distributed", number, ranks),))
         for f, factor in enumerate(fitted.factors):
-            if not factor.whole and factor.size > 1 and few > 1 and factor.name not in form.factors:
+            if not factor.whole and factor.size > 1 and able and factor.name not in form.factors:
+                few = able[0]
                 parts = _prime(factor.size)
                 sizes, forms = (few, parts), (("distributed", number, few), ("split", f, factor.size // parts))
                 yield Trial(sizes=sizes, forms=forms)
@@ -177,7 +178,9 @@ def _state(form: tuple[str, int, int], fitted: Fitted, dims: Dims, operand: int 
         return P if operand is None or operand in fitted.linear[which] else R
     if kind == "distributed":
         own = fitted.distributed[which]
-        splits = (_state(("split", f, fitted.factors[f].size // stride), fitted, dims, operand) for f in fitted.spread(own))
+        if operand in own.whole:
+            return State(own.operands)
+        splits = (_state(("split", f, one), fitted, dims, operand) for f, one in fitted.chunks(own, stride).items())
         return next((state for state in splits if state.kind == "S"), State(own.results if operand is None else own.operands))
     for d, factors in enumerate(dims):
         if which in factors:

@@ -1,76 +1,16 @@
-"""Rules of attention, softmax, norms and losses: what is normalised over a dim needs all of it."""
+"""Rules of softmax and norms: what is normalised over a dim needs all of it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from autopar.ir import Argument
 from autopar.rules.call import Call, Local
-from autopar.rules.rule import Distributed, Fitted, Rule, Sent, rule
+from autopar.rules.rule import Distributed, Fitted, Rule, Sent, always, rule
 from autopar.rules.views import dims, term
 
-MEAN, SUM = 1, 2  # the reductions of ATen's losses; 0 is none
-
-
-def attention(call: Call) -> Fitted:
-    """... q d!, ... k! d!, ... k! e!, ... q k! -> ... q e!; q! when causal, heads are (h g) over h when grouped"""
-    q = "q!" if call.arguments["is_causal"] else "q"
-    query, key, value = (call.shape(name) for name in ("query", "key", "value"))
-    random = call.arguments["dropout_p"] != 0.0
-    if not call.arguments["enable_gqa"] or query[-3] == key[-3] == value[-3]:
-        return call.fit(f"... {q} d!, ... k! d!, ... k! e!, ... {q} k! -> ... {q} e!", random=random)
-    heads, held, sizes = ("(h g)", "h", {"h": key[-3]}) if key[-3] == value[-3] else ("_", "_", {})
-    text = f"... {heads} {q} d!, ... {held} k! d!, ... {held} k! e!, {mask(call, heads, q)} -> ... {heads} {q} e!"
-    return call.fit(text, sizes=sizes, random=random)
-
-
-def looking_back(call: Call) -> bool:
-    """Whether attention is causal, in the form that fused kernels know: batch, heads, sequence, width."""
-    query, key, value = (call.shape(name) for name in ("query", "key", "value"))
-    return bool(call.arguments["is_causal"]) and len(query) == 4 and query[-2] == key[-2] and query[-1] == value[-1]
-
-
-def looking_around(call: Call) -> bool:
-    """The same of attention in which every query sees every key."""
-    query, value = call.shape("query"), call.shape("value")
-    masked = call.arguments["is_causal"] or call.positions("attn_mask")
-    return not masked and len(query) == 4 and query[-1] == value[-1]
-
-
-def keys_and_values(call: Call, local: Local) -> int:
-    """The chunk of both that a rank holds."""
-    _, key, value, *_ = local.operands
-    return math.prod(key) + math.prod(value)
-
-
-def others(ranks: int) -> int:
-    """All ranks but this one."""
-    return ranks - 1
-
-
-QUERIES = Distributed(name="queries", factors=("q",), able=looking_back, work=lambda ranks: 2 - 1 / ranks)
-RINGS = [  # the last rank sees all chunks, its own by half
-    Distributed(
-        name="ring", factors=("q", "k"), able=able, work=work,
-        forward=(Sent("all_to_all", keys_and_values, others, wide=False),),
-        backward=(
-            Sent("all_to_all", keys_and_values, others, wide=False),
-            Sent("all_to_all", keys_and_values, lambda ranks: ranks),  # their gradients come home
-        ),
-    )
-    for able, work in ((looking_back, lambda ranks: 2 * ranks - 1), (looking_around, lambda ranks: ranks))
-]  # fmt: skip
-
-
-def mask(call: Call, heads: str, q: str) -> str:
-    """The dims of an attention mask, which may lack leading ones."""
-    rank = call.rank("attn_mask")
-    return {2: f"{q} k!", 3: f"{heads} {q} k!"}.get(rank, f"... {heads} {q} k!")
-
-
-def one(call: Call) -> bool:
-    """Whether one dim is normalised."""
-    return len(call.numbers("normalized_shape")) == 1
+Elements = Callable[[Call, Local], int]
 
 
 def normalised_here(call: Call, local: Local) -> dict[str, Argument]:
@@ -80,17 +20,26 @@ def normalised_here(call: Call, local: Local) -> dict[str, Argument]:
 
 def vectors(call: Call, local: Local) -> int:
     """A number for each vector that is normalised."""
-    return math.prod(local.operands[0][:-1])
+    return math.prod(local.operands[0][: -len(call.numbers("normalized_shape"))])
+
+
+def both(call: Call, local: Local) -> int:
+    """Two of them."""
+    return 2 * vectors(call, local)
+
+
+def of_all(factor: str, own: Elements) -> Elements:
+    """What all ranks give that split a factor."""
+    return lambda call, local: local.split(factor) * own(call, local)
 
 
 # Mean and variance of every chunk, put together; in the backward the gradient's sum, plain and times the normalised value.
 LAYER_NORM = Distributed(
-    name="layer_norm", factors=("n0",), able=one,
-    forward=(Sent("all_gather", lambda call, local: 2 * local.split("n0") * vectors(call, local)),),
-    backward=(Sent("all_reduce", lambda call, local: 2 * vectors(call, local)),),
+    name="layer_norm", factors=("n0",),
+    forward=(Sent("all_gather", of_all("n0", both)),), backward=(Sent("all_reduce", both),),
 )  # fmt: skip
 RMS_NORM = Distributed(
-    name="rms_norm", factors=("n0",), able=one, forward=(Sent("all_reduce", vectors),), backward=(Sent("all_reduce", vectors),)
+    name="rms_norm", factors=("n0",), forward=(Sent("all_reduce", vectors),), backward=(Sent("all_reduce", vectors),)
 )
 
 
@@ -102,12 +51,46 @@ def normalised(call: Call) -> Fitted:
     return call.fit(f"... {n}{parameters} -> ... {n}{statistics}")
 
 
+def planes(call: Call, mark: str) -> str:
+    """The words of the dims after rows and channels."""
+    return "".join(f" {word}{mark}" for word in dims(call.rank("input") - 2))
+
+
 def grouped(call: Call) -> Fitted:
     """b (g c!) ...!, (g c!), (g c!) -> b (g c!) ...!"""
     parameters = "".join(", (g c!)" for name in ("weight", "bias") if call.positions(name))
     statistics = ", b g" * (len(call.op.results) - 1)  # native_group_norm's mean and rstd
     count = call.number("num_groups") or call.number("group")
-    return call.fit(f"b (g c!) ...!{parameters} -> b (g c!) ...!{statistics}", sizes={"g": count})
+    whole = f"b (g c!){planes(call, '!')}"
+    return call.fit(f"{whole}{parameters} -> {whole}{statistics}", sizes={"g": count})
+
+
+def in_one(call: Call) -> bool:
+    """Whether all channels are one group: only then a chunk of them is a part of every group."""
+    return call.number("num_groups") == 1
+
+
+def moments(call: Call, local: Local) -> int:
+    """A mean and a variance for each group of each row; the same of the gradient."""
+    rows, held = local.operands[0][:2]
+    groups = call.number("num_groups")
+    return 2 * rows * (groups // local.split("g") if groups else held)  # every channel is a group of instance norm
+
+
+def instances(call: Call) -> bool:
+    """Whether an instance norm takes its statistics from what it is given, and keeps none."""
+    return bool(call.arguments["use_input_stats"]) and not call.positions("running_mean")
+
+
+GROUP_NORM, GROUP_NORM_CHANNELS, INSTANCE_NORM = (
+    Distributed(
+        name=name, factors=(factor,), able=able, forward=(Sent("all_gather", of_all(factor, moments)),),
+        backward=(Sent("all_reduce", moments),),
+    )
+    for name, factor, able in (
+        ("group_norm", "d0", always), ("group_norm_channels", "c", in_one), ("instance_norm", "d0", instances)
+    )
+)  # fmt: skip
 
 
 def groups(call: Call, local: Local) -> dict[str, Argument]:
@@ -124,7 +107,7 @@ def native_groups(call: Call, local: Local) -> dict[str, Argument]:
 def batch_norm(call: Call) -> Fitted:
     """b! c ...!, c, c, c, c -> b! c ...! in training; in evaluation all splits"""
     whole = "!" if call.arguments.get("training") else ""
-    plane = f"b{whole} c ...{whole}"
+    plane = f"b{whole} c{planes(call, whole)}"
     given = ", c" * (len(call.operands) - 1)
     channels = call.shape("input")[1:2]
     statistics = (", c" if value.shape == channels else ", _" for value in call.op.results[1:])  # empty in evaluation
@@ -142,17 +125,19 @@ def channels(call: Call, local: Local) -> int:
 
 
 # The statistics are those of the whole batch, and so are the gradients of weight and bias, which the backward needs anyway.
-BATCH_NORM = Distributed(
-    name="batch_norm", factors=("b",), operands="I", able=trains,
-    forward=(Sent("all_gather", lambda call, local: local.split("b") * channels(call, local)),),
-    backward=(Sent("all_reduce", channels),),
+BATCH_NORM, BATCH_NORM_PLANES = (
+    Distributed(
+        name=name, factors=(factor,), operands="I", able=trains,
+        forward=(Sent("all_gather", of_all(factor, channels)),), backward=(Sent("all_reduce", channels),),
+    )
+    for name, factor in (("batch_norm", "b"), ("batch_norm_planes", "d0"))
 )  # fmt: skip
 
 
 def instance_norm(call: Call) -> Fitted:
     """b c ...!, c, c, c, c -> b c ...!"""
     batch = "b!" if call.positions("running_mean") else "b"  # running statistics are the means over the batch
-    return call.fit(f"{batch} c ...!, c, c, c, c -> {batch} c ...!")
+    return call.fit(f"{batch} c{planes(call, '!')}, c, c, c, c -> {batch} c{planes(call, '!')}")
 
 
 def softmax(call: Call) -> Fitted:
@@ -168,57 +153,19 @@ def rows(call: Call, local: Local) -> int:
     return math.prod(shape) // shape[call.number("dim")]
 
 
+def same_dtype(call: Call) -> bool:
+    """Whether a distribution has the dtype of what it is made of, or one that is named."""
+    return call.arguments.get("half_to_float") is not True
+
+
 # The largest number of all ranks, then the sum of exponentials; the backward subtracts a sum, too.
-SOFTMAX, LOG_SOFTMAX = (
+SOFTMAX, LOG_SOFTMAX, SAFE_SOFTMAX = (
     Distributed(
-        name=name, factors=("n",), forward=(Sent("all_reduce", rows), Sent("all_reduce", rows)),
+        name=name, factors=("n",), able=same_dtype, forward=(Sent("all_reduce", rows), Sent("all_reduce", rows)),
         backward=(Sent("all_reduce", rows),),
     )
-    for name in ("softmax", "log_softmax")
+    for name in ("softmax", "log_softmax", "safe_softmax")
 )  # fmt: skip
-
-
-def loss(call: Call) -> Fitted:
-    """..., ... -> () or, without reduction, -> ..."""
-    terms = ", ".join("..." for _ in call.operands)
-    return call.fit(f"{terms} -> {'...' if call.number('reduction') == 0 else '()'}")
-
-
-def is_mean(call: Call) -> bool:
-    """Whether a loss is a mean over a count that the shapes tell."""
-    return call.number("reduction") == MEAN
-
-
-def classified(call: Call) -> Fitted:
-    """n c! space, n space, c! -> () or, without reduction, -> n space; the mean over what is not ignored stays whole"""
-    rank, reduction = call.rank("self"), call.number("reduction")
-    batch, space = ("n", dims(rank - 2)) if rank > 1 else ("", [])
-    soft = call.rank("target") == rank and call.operands[call.positions("target")[0]].dtype.is_floating_point
-    if reduction == MEAN and not soft:
-        batch, space = f"{batch}!" if batch else "", [f"{d}!" for d in space]
-    scores, targets = term([batch, "c!", *space]).strip(), term([batch, *space]).strip() or "()"
-    weight = ", c!" if call.positions("weight") else ""
-    return call.fit(f"{scores}, {scores if soft else targets}{weight} -> {targets if reduction == 0 else '()'}")
-
-
-def rowwise(call: Call) -> Fitted:
-    """... c!, ... c!, ..., c! -> () or, without reduction, -> ...; rows are compared over all of c"""
-    first = call.operands[0].shape
-
-    def words(name: str, shape: tuple[int, ...]) -> str:
-        if name == "weight":
-            return "c!"
-        return "... c!" if len(shape) == len(first) and shape[-1:] == first[-1:] else "..."
-
-    terms = ", ".join(words(name, call.operands[p].shape) for name, p in call.slots if p is not None)
-    return call.fit(f"{terms} -> {'...' if call.number('reduction') == 0 else '()'}")
-
-
-def aligned(call: Call) -> Fitted | None:
-    """t! n c!, n s!, n, n -> () or, without reduction, -> n"""
-    if (call.rank("log_probs"), call.rank("targets"), call.rank("target_lengths")) != (3, 2, 1):
-        return None  # targets one after the other are found by the lengths of those before them
-    return call.fit(f"_ n _, n _, n, n -> {'n' if call.number('reduction') == 0 else '()'}")
 
 
 def weight_norm(call: Call) -> Fitted:
@@ -239,61 +186,27 @@ def sliced(rank: int, kept: int) -> str:
     return term(f"d{d}{'' if d == kept else '!'}" for d in range(rank))
 
 
-def hard(call: Call) -> bool:
-    """Whether a loss is a sum over targets that are classes, or one number for each."""
-    return call.number("reduction") != MEAN and not call.operands[call.positions("target")[0]].dtype.is_floating_point
-
-
-def plain(call: Call) -> bool:
-    """Whether moreover every class weighs the same, and the target alone counts."""
-    return hard(call) and not call.positions("weight") and not call.arguments["label_smoothing"]
-
-
-def targets(call: Call, local: Local) -> int:
-    """A number for each target."""
-    return math.prod(local.operands[1])
-
-
-# The largest score of all ranks; then the sum of exponentials, and the target's score, which one rank has.
-CLASSES = Distributed(
-    name="classes", factors=("c",), operands="I", results="I", able=plain,
-    forward=(Sent("all_reduce", targets), Sent("all_reduce", lambda call, local: 2 * targets(call, local))),
-)  # fmt: skip
-CHOSEN = Distributed(name="chosen", factors=("c",), able=hard)  # a rank adds nothing for targets that lie elsewhere
-
-SOFTMAXES = """
-    softmax.int log_softmax.int special_softmax.default special_log_softmax.default
-    _softmax.default _log_softmax.default _safe_softmax.default
-"""
+SOFTMAXES = {
+    "softmax.int special_softmax.default _softmax.default": SOFTMAX,
+    "log_softmax.int special_log_softmax.default _log_softmax.default": LOG_SOFTMAX,
+    "_safe_softmax.default": SAFE_SOFTMAX,
+}
 BATCH_NORMS = """
     batch_norm.default native_batch_norm.default
     _native_batch_norm_legit.default _native_batch_norm_legit.no_stats _native_batch_norm_legit_no_training.default
 """
-ROWWISE = ("cosine_embedding_loss", "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss")
-LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
-MORE_LOSSES = ("kl_div", "soft_margin_loss", "margin_ranking_loss", "hinge_embedding_loss", "poisson_nll_loss")
-
 TABLE: dict[str, Rule] = {
-    "aten.scaled_dot_product_attention.default": rule(attention, linear="value", distributed=[QUERIES, *RINGS]),
-    **{f"aten.{name}": rule(softmax) for name in SOFTMAXES.split()},
-    "aten.softmax.int": rule(softmax, distributed=[SOFTMAX]),
-    "aten.log_softmax.int": rule(softmax, distributed=[LOG_SOFTMAX]),
+    **{f"aten.{name}": rule(softmax, distributed=[form]) for names, form in SOFTMAXES.items() for name in names.split()},
     "aten.layer_norm.default": rule(normalised, local=normalised_here, distributed=[LAYER_NORM]),
     "aten.native_layer_norm.default": rule(normalised),
     "aten.rms_norm.default": rule(normalised, local=normalised_here, distributed=[RMS_NORM]),
     "aten._fused_rms_norm.default": rule(normalised),
-    "aten.group_norm.default": rule(grouped, local=groups),
+    "aten.group_norm.default": rule(grouped, local=groups, distributed=[GROUP_NORM, GROUP_NORM_CHANNELS]),
     "aten.native_group_norm.default": rule(grouped, local=native_groups),
     **{f"aten.{name}": rule(batch_norm) for name in BATCH_NORMS.split()},
-    "aten.batch_norm.default": rule(batch_norm, distributed=[BATCH_NORM]),
-    "aten.instance_norm.default": rule(instance_norm),
-    **{f"aten.{name}.default": rule(loss, averages=is_mean) for name in (*LOSSES, *MORE_LOSSES)},
-    **{f"aten.{name}.default": rule(rowwise, linear="weight", averages=is_mean) for name in ROWWISE},
-    "aten.ctc_loss.Tensor": rule(aligned, averages=is_mean),
+    "aten.batch_norm.default": rule(batch_norm, distributed=[BATCH_NORM, BATCH_NORM_PLANES]),
+    "aten.instance_norm.default": rule(instance_norm, distributed=[INSTANCE_NORM]),
     "aten._weight_norm.default": rule(weight_norm, linear="g"),
     "aten._weight_norm_interface.default": rule(weight_norm),
     "aten.renorm.default": rule(renorm),
-    "aten.cross_entropy_loss.default": rule(classified, averages=is_mean, distributed=[CLASSES]),
-    "aten.nll_loss.default": rule(classified, averages=is_mean, distributed=[CHOSEN]),
-    "aten.nll_loss_nd.default": rule(classified, averages=is_mean, distributed=[CHOSEN]),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from autopar.ir import Argument, Ref
 from autopar.rules.call import Call, Local
 from autopar.rules.pointwise import unread
-from autopar.rules.rule import Fitted, Rule, rule
+from autopar.rules.rule import Distributed, Fitted, Rule, Sent, rule
 from autopar.rules.views import term, without
 
 
@@ -18,7 +19,26 @@ def index(call: Call) -> Fitted | None:
     if masked(call):
         return None  # a mask: the number of rows depends on the data
     source, picked, indices = indexed(call, ["..."])
+    source = ["v!", *source[1:]] if one_row_each(call) else source
     return call.fit(f"{term(source)}, {indices} -> {term(picked)}")
+
+
+def one_row_each(call: Call) -> bool:
+    """Whether one index, of one dim, picks from the first."""
+    indices = call.arguments["indices"]
+    return isinstance(indices, tuple) and len(indices) == 1 and call.rank("indices") == 1 and not masked(call)
+
+
+def rows_picked(call: Call, local: Local) -> int:
+    """What a rank picks: every row of the source as often as any other, it is assumed, so that as much comes as goes."""
+    return math.prod(local.results[0])
+
+
+# The index stays whole: every rank knows who needs its rows, and sends them.
+FETCHED = Distributed(
+    name="fetched", factors=("v", "...0"), whole=(1,), able=one_row_each,
+    forward=(Sent("all_to_all", rows_picked, wide=False),), backward=(Sent("all_to_all", rows_picked, wide=False),),
+)  # fmt: skip
 
 
 def index_put(call: Call) -> Fitted | None:
@@ -203,7 +223,7 @@ def input_sizes(call: Call, local: Local) -> dict[str, Argument]:
 
 
 TABLE: dict[str, Rule] = {
-    "aten.index.Tensor": rule(index, linear="self"),
+    "aten.index.Tensor": rule(index, linear="self", distributed=[FETCHED]),
     "aten._unsafe_index.Tensor": rule(index, linear="self"),
     "aten.index_put.default": rule(index_put, linear="self values"),
     "aten._unsafe_index_put.default": rule(index_put, linear="self values"),

@@ -62,6 +62,8 @@ class Distributed:
 
     name: str  # of the function in `runtime.forms` that carries it out
     factors: tuple[str, ...]  # their names in the rule's text
+    nested: bool = False  # there are two, parts of one dim, of which a rank's chunk lies within one part of the outer
+    whole: tuple[int, ...] = ()  # positions of operands that stay whole though they have one of the factors
     operands: str = "R"  # the state of operands without the factors: I if their gradient comes out complete
     results: str = "P"  # the state of results without them: I if they come out complete
     able: Callable[[Call], bool] = always  # whether the form serves this use
@@ -90,6 +92,21 @@ class Fitted:
     def spread(self, form: Distributed) -> tuple[int, ...]:
         """The factors that a distributed form splits."""
         return tuple(f for f, factor in enumerate(self.factors) if factor.name in form.factors)
+
+    def parts(self, form: Distributed, ranks: int) -> dict[int, int]:
+        """Into how many parts so many ranks split each factor of a distributed form; empty if they cannot."""
+        factors = self.spread(form)
+        counts = [ranks] * len(factors)
+        if form.nested:
+            outer = self.factors[factors[0]].size
+            counts = [outer, ranks // outer if ranks > outer and ranks % outer == 0 else 0]
+        fitting = all(count and self.factors[f].size % count == 0 for f, count in zip(factors, counts, strict=True))
+        return dict(zip(factors, counts, strict=True)) if fitting else {}
+
+    def chunks(self, form: Distributed, ranks: int) -> dict[int, int]:
+        """The factors along which a form cuts dims on so many ranks, and the stride within each."""
+        parts = self.parts(form, ranks)
+        return {f: self.factors[f].size // parts[f] for f in (*parts,)[1 if form.nested else 0 :]}
 
     @property
     def summed(self) -> tuple[int, ...]:

@@ -10,9 +10,11 @@ from autopar.ir import Argument, Op, Value
 from autopar.rules import (
     algebra,
     arrange,
+    attention,
     contraction,
     factories,
     gradients,
+    losses,
     normalise,
     places,
     pointwise,
@@ -51,7 +53,9 @@ TABLE: dict[str, Rule] = {
     **places.TABLE,
     **windows.TABLE,
     **reductions.TABLE,
+    **attention.TABLE,
     **normalise.TABLE,
+    **losses.TABLE,
     **recurrent.TABLE,
     **algebra.TABLE,
     **factories.TABLE,
@@ -66,12 +70,15 @@ RULES: Mapping[str, Rule] = TABLE | {
 }
 
 
+OTHERS: Mapping[str, Rule] = {  # of libraries that need not be there
+    "transformers.grouped_mm_fallback.default": contraction.GROUPED_PRODUCT,
+}
 REGISTERED: dict[str, Rule] = {}  # the user's, by `autopar.register_rule`
 
 
 def rule_of(target: str) -> Rule | None:
-    """The rule of an operator: the user's, else that of the table."""
-    return REGISTERED.get(target) or RULES.get(target)
+    """The rule of an operator: the user's, else that of the tables."""
+    return REGISTERED.get(target) or RULES.get(target) or OTHERS.get(target)
 
 
 def fit(op: Op, values: Mapping[str, Value], *, rule: Rule | None = None) -> Fitted | None:

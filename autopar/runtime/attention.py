@@ -2,11 +2,13 @@
 
     queries     keys and values are whole; a causal rank looks no further than its own last query
     ring        keys and values are split, too, and go round: every rank sees every chunk once
+    grouped     heads are split, so far that several ranks read the same head of keys and values
 
 What a rank finds in one chunk of keys is put together with what it has found in others by the logarithms of the sums over
 exponential scores (M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018; H. Liu, M. Zaharia, P. Abbeel,
 "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023). A fused kernel whose backward is given the result
-and the logarithm over all chunks gives the gradient through one of them, so that no scores are kept.
+and the logarithm over all chunks gives the gradient through one of them, so that no scores are kept. A mask is whole along the
+keys; with one the scores of a chunk are made, for want of a kernel whose backward takes both.
 """
 
 from __future__ import annotations
@@ -31,41 +33,45 @@ class _Context(Protocol):
     scale: float
     saved_tensors: tuple[Tensor, ...]
 
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
 
 # --- one chunk ------------------------------------------------------------------------------------------------------------
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """What queries find in a chunk of keys, and the logarithm of the sum of their exponential scores."""
     key, value = _for_all_heads(query, key), _for_all_heads(query, value)
-    if query.device.type == "cpu":
+    if mask is None and query.device.type == "cpu":
         out, logs = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
-    elif _flash(query):
+    elif mask is None and _flash(query):
         out, logs, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
     else:
-        scores = _scores(query, key, causal, scale)
+        scores = _scores(query, key, causal, scale, mask)
         logs = scores.logsumexp(-1)
-        out = (scores - logs.unsqueeze(-1)).exp_() @ value
+        out = (_shares(scores, logs) @ value.to(scores.dtype)).to(query.dtype)
     return out, logs
 
 
 def attend_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor, causal: bool, scale: float,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of queries, keys and values through one chunk; `out` and `logs` are those over all chunks."""
     heads = key.shape[1]
     key, value = _for_all_heads(query, key), _for_all_heads(query, value)
     given = gradient, query, key, value, out, logs
-    if query.device.type == "cpu":
+    if mask is None and query.device.type == "cpu":
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal, scale=scale)
-    elif _flash(query):
+    elif mask is None and _flash(query):
         no_seed = query.new_empty((), dtype=torch.uint64)
         more = None, None, query.shape[-2], key.shape[-2], 0.0, causal, no_seed, no_seed
         found = aten._scaled_dot_product_flash_attention_backward(*given, *more, scale=scale)
     else:
-        shares = (_scores(query, key, causal, scale) - logs.unsqueeze(-1)).exp_()
+        shares = _shares(_scores(query, key, causal, scale, mask), logs)
+        gradient, query, key, value, out = (one.to(shares.dtype) for one in (gradient, query, key, value, out))
         inner = shares * (gradient @ value.mT - (gradient * out).sum(-1, keepdim=True)) * scale
         found = inner @ key, inner.mT @ query, shares.mT @ gradient
     of_query, *others = found
@@ -83,10 +89,24 @@ def _for_all_heads(query: Tensor, held: Tensor) -> Tensor:
     return held if held.shape[1] == query.shape[1] else held.repeat_interleave(query.shape[1] // held.shape[1], 1)
 
 
-def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = query @ key.mT * scale
+def _scores(query: Tensor, key: Tensor, causal: bool, scale: float, mask: Tensor | None) -> Tensor:
+    """Of float32 at least."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(wide) @ key.to(wide).mT * scale
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
     unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return scores.masked_fill_(unseen, -math.inf) if causal else scores
+
+
+def _shares(scores: Tensor, logs: Tensor) -> Tensor:
+    """The exponential scores, divided by their sum; none of a query that sees no key."""
+    return (scores - _finite(logs).unsqueeze(-1)).exp_()
+
+
+def _finite(logs: Tensor) -> Tensor:
+    """The logarithms of sums, 0 for the sum of nothing."""
+    return logs.masked_fill(logs == -math.inf, 0)
 
 
 class _Found:
@@ -103,7 +123,7 @@ class _Found:
             self.out, self.logs = out.to(wide), logs
             return
         together = torch.logaddexp(self.logs, logs)
-        old, new = ((part - together).exp_().unsqueeze(-1) for part in (self.logs, logs))
+        old, new = ((part - _finite(together)).exp_().unsqueeze(-1) for part in (self.logs, logs))
         self.out, self.logs = (self.out * old).add_(new * out), together
 
     def whole(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -162,21 +182,23 @@ def queries(
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, axis: Axis, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:
+    def forward(
+        ctx: _Context, axis: Axis, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> Tensor:
         ctx.axis, ctx.causal, ctx.scale = axis, causal, scale
         found, held = _Found(), (key, value)
         for turn in range(axis.size):
             if turn:
                 held = passed_on(held, axis)
             if (own := _own(axis, turn, causal)) is not None:
-                found.add(*attend(query, *held, own, scale))
+                found.add(*attend(query, *held, own, scale, _part(mask, axis, turn)))
         out, logs = found.whole(query.dtype)
-        ctx.save_for_backward(query, key, value, out, logs)
+        ctx.save_for_backward(query, key, value, mask, out, logs)
         return out
 
     @staticmethod
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, logs = ctx.saved_tensors
+        query, key, value, mask, out, logs = ctx.saved_tensors
         axis, wide = ctx.axis, torch.promote_types(query.dtype, torch.float32)
         of_query = torch.zeros_like(query, dtype=wide)
         held, of_held = (key, value), (torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide))
@@ -184,23 +206,50 @@ class _Ring(torch.autograd.Function):
             if turn:
                 held, of_held = passed_on(held, axis), passed_on(of_held, axis)
             if (own := _own(axis, turn, ctx.causal)) is not None:
-                found = attend_backward(gradient, query, *held, out, logs, own, ctx.scale)
+                found = attend_backward(gradient, query, *held, out, logs, own, ctx.scale, _part(mask, axis, turn))
                 for total, part in zip((of_query, *of_held), found, strict=True):
                     total += part
         of_key, of_value = passed_on(of_held, axis)
-        return None, of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None
+        return None, of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
 
 
 def _own(axis: Axis, turn: int, causal: bool) -> bool | None:
     """Whether queries see in a chunk only what stands before them; None if they see nothing of it."""
-    chunk = (axis.index - turn) % axis.size
+    chunk = _chunk(axis, turn)
     return None if causal and chunk > axis.index else causal and chunk == axis.index
 
 
+def _part(mask: Tensor | None, axis: Axis, turn: int) -> Tensor | None:
+    """What a mask says of the chunk of keys that is here at this turn."""
+    if mask is None or mask.shape[-1] == 1:
+        return mask
+    size = mask.shape[-1] // axis.size
+    return mask.narrow(-1, _chunk(axis, turn) * size, size)
+
+
+def _chunk(axis: Axis, turn: int) -> int:
+    """The chunk of keys that is here at this turn: that of the rank so many places before."""
+    return (axis.index - turn) % axis.size
+
+
 def ring(
-    axis: Axis, query: Tensor, key: Tensor, value: Tensor, attn_mask: None = None, dropout_p: float = 0.0,
+    axis: Axis, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`aten.scaled_dot_product_attention` of chunks of queries, keys and values; no mask but the causal one."""
+    """`aten.scaled_dot_product_attention` of chunks of queries, keys and values; a mask is split along the queries."""
     used = query.shape[-1] ** -0.5 if scale is None else scale
-    return _Ring.apply(axis, query, key, value, is_causal, used)  # type: ignore[no-any-return, no-untyped-call]
+    return _Ring.apply(axis, query, key, value, attn_mask, is_causal, used)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# --- heads that share keys and values ---------------------------------------------------------------------------------------
+
+
+def grouped(
+    axis: Axis, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = True,
+) -> Tensor:  # fmt: skip
+    """`aten.scaled_dot_product_attention` of a chunk of the heads, which reads one of the heads of keys and values."""
+    held = axis.index * key.shape[-3] // axis.size
+    key, value = key.narrow(-3, held, 1), value.narrow(-3, held, 1)
+    given = query, key, value, attn_mask, dropout_p, is_causal
+    return aten.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]

@@ -31,7 +31,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 class _Context(Protocol):
     axis: Axis
     dims: tuple[int, ...]
-    own: int
+    own: tuple[int, ...]
     complete: bool
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[torch.Tensor, ...]
@@ -42,17 +42,17 @@ class _Context(Protocol):
 class _Norm(torch.autograd.Function):
     """`(x - mean) * scale * weight + bias`, where mean and scale follow from x over some dims and all ranks.
 
-    Weight and bias lie along one dim, their `own`; their gradients are the sums over all ranks if `complete`. Without a mean
+    Weight and bias lie along dims of their `own`; their gradients are the sums over all ranks if `complete`. Without a mean
     nothing is subtracted.
     """
 
     @staticmethod
     def forward(
         ctx: _Context, axis: Axis, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
-        mean: torch.Tensor | None, scale: torch.Tensor, dims: tuple[int, ...], own: int, complete: bool,
+        mean: torch.Tensor | None, scale: torch.Tensor, dims: tuple[int, ...], own: tuple[int, ...], complete: bool,
     ) -> torch.Tensor:  # fmt: skip
         ctx.axis, ctx.dims, ctx.own, ctx.complete = axis, dims, own, complete
-        kept = None if complete else bias  # as aten's layer norm does: plans go by it
+        kept = bias if own == dims else None  # as aten's layer norm does: plans go by it
         ctx.save_for_backward(x, weight, mean, scale, kept)
         result, shape = _normal(x, mean, scale), _along(own, x)
         result = result if weight is None else result.mul_(weight.view(shape))
@@ -62,7 +62,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, scale, _ = ctx.saved_tensors
         normal, gradient, shape = _normal(x, mean, scale), _wide(gradient), _along(ctx.own, x)
-        rest = [d for d in range(x.dim()) if d != ctx.own]
+        rest = [d for d in range(x.dim()) if d not in ctx.own]
         for_bias, for_weight = gradient.sum(rest), (gradient * normal).sum(rest)
         inner = gradient if weight is None else gradient * weight.view(shape)
         if ctx.complete:  # the same sums serve both: weight and bias have the dims that the statistics have
@@ -75,7 +75,8 @@ class _Norm(torch.autograd.Function):
             plain = first[0] if first else torch.zeros_like(along)
         count = ctx.axis.size * math.prod(x.shape[d] for d in ctx.dims)
         found = (inner - plain / count - normal * (along / count)) * scale
-        results = None, found.to(x.dtype), for_weight.to(x.dtype), for_bias.to(x.dtype), *[None] * 5
+        flat = (one.flatten() if weight is None else one.view_as(weight) for one in (for_weight, for_bias))
+        results = None, found.to(x.dtype), *(one.to(x.dtype) for one in flat), *[None] * 5
         return tuple(one if wanted else None for one, wanted in zip(results, ctx.needs_input_grad, strict=True))
 
 
@@ -83,39 +84,65 @@ def _normal(x: torch.Tensor, mean: torch.Tensor | None, scale: torch.Tensor) -> 
     return (_wide(x) if mean is None else x - mean) * scale
 
 
-def _along(dim: int, x: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a vector that lies along one dim of a tensor."""
-    return tuple(size if d == dim else 1 for d, size in enumerate(x.shape))
+def _along(dims: tuple[int, ...], x: torch.Tensor) -> tuple[int, ...]:
+    """The shape of what lies along some dims of a tensor."""
+    return tuple(size if d in dims else 1 for d, size in enumerate(x.shape))
 
 
 def layer_norm(
     axis: Axis, x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     eps: float = 1e-5, cudnn_enable: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """`aten.layer_norm` over the last dim, which is split, like weight and bias."""
+    """`aten.layer_norm` over the last dims, of which the first is split, like weight and bias."""
+    dims = _last(x, shape)
     with torch.no_grad():
-        mean, variance = statistics(x, (-1,), axis)
+        mean, variance = statistics(x, dims, axis)
         scale = variance.add_(eps).rsqrt_()
-    last = x.dim() - 1
-    return _Norm.apply(axis, x, weight, bias, mean, scale, (last,), last, False)  # type: ignore[no-any-return, no-untyped-call]
+    return _Norm.apply(axis, x, weight, bias, mean, scale, dims, dims, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def rms_norm(
     axis: Axis, x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    """`aten.rms_norm` over the last dim, which is split, like the weight."""
+    """`aten.rms_norm` over the last dims, of which the first is split, like the weight."""
+    dims = _last(x, shape)
     with torch.no_grad():
-        squares = summed(_wide(x).square().mean(-1, keepdim=True), axis) / axis.size
+        squares = summed(_wide(x).square().mean(dims, keepdim=True), axis) / axis.size
         scale = squares.add_(torch.finfo(x.dtype).eps if eps is None else eps).rsqrt_()
-    last = x.dim() - 1
-    return _Norm.apply(axis, x, weight, None, None, scale, (last,), last, False)  # type: ignore[no-any-return, no-untyped-call]
+    return _Norm.apply(axis, x, weight, None, None, scale, dims, dims, False)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _last(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """As many of the last dims as the shape has."""
+    return tuple(range(x.dim() - len(shape), x.dim()))
+
+
+def group_norm(
+    axis: Axis, x: torch.Tensor, groups: int, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    eps: float = 1e-5, cudnn_enabled: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """`aten.group_norm` of planes that are split, or of one group whose channels are, like weight and bias."""
+    apart = x.reshape(len(x), groups, x.shape[1] // groups, -1)
+    with torch.no_grad():
+        mean, variance = statistics(apart, (2, 3), axis)
+        scale = variance.add_(eps).rsqrt_()
+    found = _Norm.apply(axis, apart, weight, bias, mean, scale, (2, 3), (1, 2), False)  # type: ignore[no-untyped-call]
+    return found.view(x.shape)  # type: ignore[no-any-return]
+
+
+def instance_norm(
+    axis: Axis, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: None,
+    running_var: None, use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool,
+) -> torch.Tensor:  # fmt: skip
+    """`aten.instance_norm` of planes that are split: every channel is a group."""
+    return group_norm(axis, x, x.shape[1], weight, bias, eps)
 
 
 def batch_norm(
     axis: Axis, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None, training: bool, momentum: float, eps: float, cudnn_enabled: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """`aten.batch_norm` of a batch that is split: statistics, running ones too, and gradients are those of the whole batch."""
+    """`aten.batch_norm` of a batch that is split, or of planes: statistics, running ones too, and gradients are the whole's."""
     if not training:
         weight, bias = (one if one is None else identity__all_reduce(one, axis) for one in (weight, bias))
         rest = running_mean, running_var, training, momentum, eps, cudnn_enabled
@@ -128,4 +155,4 @@ def batch_norm(
             running_mean.lerp_(mean.flatten().to(running_mean.dtype), momentum)
             running_var.lerp_((variance.flatten() * (count / (count - 1))).to(running_var.dtype), momentum)
         scale = variance.add_(eps).rsqrt_()
-    return _Norm.apply(axis, x, weight, bias, mean, scale, dims, 1, True)  # type: ignore[no-any-return, no-untyped-call]
+    return _Norm.apply(axis, x, weight, bias, mean, scale, dims, (1,), True)  # type: ignore[no-any-return, no-untyped-call]

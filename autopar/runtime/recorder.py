@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ KINDS = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
+    "exchange": "all_to_all",
 }
 
 
@@ -45,12 +47,14 @@ class _Recorder(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        kind = KINDS.get(func.overloadpacket.__name__) if func.namespace == "_c10d_functional" else None
+        kind = KINDS.get(func.overloadpacket.__name__) if func.namespace in ("_c10d_functional", "autopar") else None
         if kind:
             tensor, group = args[0], args[-1]
             assert isinstance(tensor, torch.Tensor)
             assert isinstance(group, str)
             size = tensor.nbytes * (int(str(args[1])) if kind == "all_gather" else 1)
+            if func.namespace == "autopar":  # an exchange of as many rows as the data wants: it says for how many it counts
+                size = int(str(args[-2])) * math.prod(tensor.shape[1:]) * tensor.itemsize
             where = "forward" if torch._C._current_graph_task_id() < 0 else "backward"
             self.log.append(Issued(kind=kind, axis=self.axes.get(group, group), bytes=size, where=where))
         return func(*args, **(kwargs or {}))

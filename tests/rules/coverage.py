@@ -18,10 +18,12 @@ from autopar.rules import (
     RULES,
     algebra,
     arrange,
+    attention,
     contraction,
     factories,
     fit,
     gradients,
+    losses,
     normalise,
     places,
     pointwise,
@@ -42,7 +44,9 @@ FAMILIES: Mapping[str, ModuleType] = {
     "Reading and writing at places": places,
     "Planes and windows": windows,
     "Reductions": reductions,
-    "Attention, norms, losses": normalise,
+    "Attention": attention,
+    "Softmax and norms": normalise,
+    "Losses": losses,
     "Recurrent networks": recurrent,
     "Linear algebra and Fourier transforms": algebra,
     "New tensors": factories,
@@ -201,9 +205,25 @@ def _families() -> Iterator[str]:
         rows = ((" ".join(names), *cells) for cells, names in alike.items())
         yield from _table(("operators", "rule", "example", "splits", "whole", "linear"), rows)
         yield ""
+    yield from _forms()
     yield "## Second names"
     yield ""
     yield ", ".join(f"`{short(target)}`" for target in sorted(set(RULES) - set(TABLE)))
+
+
+def _forms() -> Iterator[str]:
+    yield "## Distributed forms"
+    yield ""
+    yield "Ways to split what a rule keeps whole, with messages inside: `tests/rules/test_forms.py` runs all ranks at once."
+    yield ""
+    known: dict[tuple[str, ...], dict[str, None]] = {}
+    for target in sorted(TABLE):
+        for form in TABLE[target].distributed:
+            sends = (", ".join(sent.kind for sent in each) for each in (form.forward, form.backward))
+            known.setdefault((f"`{form.name}`", " ".join(form.factors), *sends), {})[f"`{short(target)}`"] = None
+    rows = ((name, " ".join(targets), *rest) for (name, *rest), targets in known.items())
+    yield from _table(("form", "operators", "splits", "sends forward", "backward"), rows)
+    yield ""
 
 
 def _cells(found: Entry) -> tuple[str, ...]:

@@ -151,6 +151,10 @@ HEADS = [
     ex(t(2, 4, 6, 3), t(2, 4, 6, 3), t(2, 4, 6, 3), None, 0.0, True),
     ex(t(2, 8, 6, 3), t(2, 4, 6, 3), t(2, 4, 6, 3), None, 0.0, True, scale=0.3, enable_gqa=True),
     ex(t(2, 4, 6, 3), t(2, 4, 9, 3), t(2, 4, 9, 3)),
+    ex(t(2, 4, 6, 3), t(2, 4, 9, 3), t(2, 4, 9, 3), buffer(2, 1, 6, 9)),
+    ex(t(2, 4, 6, 3), t(2, 4, 9, 3), t(2, 4, 9, 3), bools(2, 1, 1, 9)),
+    ex(t(2, 4, 6, 3), t(2, 4, 9, 3), t(2, 4, 9, 3), bools(6, 9), scale=0.3),
+    ex(t(2, 4, 6, 3), t(2, 2, 9, 3), t(2, 2, 9, 3), buffer(2, 4, 6, 9), enable_gqa=True),
 ]
 RESHAPES = [
     ((2, 6, 10), (12, 10)),
@@ -350,6 +354,9 @@ TABLE: dict[str, list[Example]] = {
     "aten.tile.default": [ex(t(4, 6), (2, 3)), ex(t(4, 6), (3,)), ex(t(4, 6), (2, 1, 4))],
     "aten.repeat_interleave.self_int": [ex(t(4, 6), 4, 1), ex(t(4, 6), 4), ex(t(4, 6), 2, 0, output_size=8)],
     "aten.index.Tensor": [
+        ex(t(6, 10), (ints(12, high=6),)),
+        ex(t(6, 4, 5), (between(12, low=-6, high=6),)),
+        ex(t(6), (ints(4, high=6),)),
         ex(t(4, 6, 10), (ints(2), ints(2))),
         ex(t(4, 6, 10), (None, ints(2, 1), ints(9))),
         ex(t(4, 6, 10), (ints(9), None, ints(2, 1))),
@@ -467,7 +474,13 @@ TABLE: dict[str, list[Example]] = {
     "aten._weight_norm.default": [ex(t(4, 6, 10), t(4, 1, 1)), ex(t(4, 6, 10), t(1, 1, 10), 2), ex(t(4, 6), t(), -1)],
     "aten._weight_norm_interface.default": [ex(t(4, 6, 10), t(4, 1, 1)), ex(t(4, 6, 10), t(1, 1, 10), 2)],
     "aten.renorm.default": [ex(t(4, 6, 10), 2, 1, 0.5), ex(t(4, 6), 2, -1, 0.5)],
-    "aten.group_norm.default": [ex(t(2, 12, 5), 4, t(12), t(12)), ex(t(2, 12, 3, 5), 4), ex(t(6, 12), 2, t(12))],
+    "aten.group_norm.default": [
+        ex(t(2, 12, 5), 4, t(12), t(12)),
+        ex(t(2, 12, 3, 5), 4),
+        ex(t(6, 12), 2, t(12)),
+        ex(t(2, 12, 4, 3), 1, t(12), t(12)),
+        ex(t(2, 10, 6), 1, None, None),
+    ],
     "aten.instance_norm.default": [
         ex(t(4, 6, 10), t(6), t(6), None, None, True, 0.1, 1e-5, False),
         ex(t(4, 6, 10), None, None, buffer(6), buffer(6), True, 0.1, 1e-5, False),
@@ -508,6 +521,8 @@ TABLE: dict[str, list[Example]] = {
         ex(t(4, 6), pos(4, 6), None, 1, label_smoothing=0.1),
         ex(t(4, 6), ints(4), None, 2, 1),
         ex(t(6), ints(), None, 2),
+        ex(T((4, 6), torch.bfloat16), pos(4, 6), Positive((6,), torch.float32, grad=False), 2, label_smoothing=0.1),
+        ex(T((4, 6), torch.float32), ints(4), Positive((6,), torch.float32, grad=False), 2, label_smoothing=0.1),
     ],
     "aten.nll_loss.default": [ex(t(4, 6), ints(4), buffer(6), n) for n in range(3)],
     "aten.nll_loss_nd.default": [ex(t(4, 6, 10), ints(4, 10), None, n, 1) for n in range(3)],
