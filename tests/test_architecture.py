@@ -20,7 +20,7 @@ LAYERS = (
     ("capture", "passes"),
     ("cost_models", "decisions", "evidence"),
     ("solver",),
-    ("plan", "tables", "resize"),
+    ("digits", "plan", "tables", "resize"),
     ("planner",),
     ("codegen", "runtime"),
     ("build",),

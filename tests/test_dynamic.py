@@ -89,17 +89,11 @@ def test_so_they_are_in_micro_batches_in_mixed_precision_and_over_a_split_vocabu
     pool: WorkerPool, name: str, strategy: str, options: dict[str, object]
 ) -> None:
     model, sample = models.make(name)
-    asked = Options(strategy=strategy, dynamic=DYNAMIC[name], **options)  # type: ignore[arg-type]
     on = table.mesh((2, 2))
-    plan = planned(model, sample, on, asked)
+    plan = autopar.plan(model, sample, on, strategy=strategy, dynamic=DYNAMIC[name], **options)  # type: ignore[arg-type]
     assert "constraints" not in options or form(plan, "wte:embedding") == "vocabulary"
     found = verify(model, at(sample, 16, 24), on, plan, Options(), pool)
     assert found.ok, str(found)
-
-
-def planned(model: nn.Module, sample: object, on: autopar.Mesh, options: Options) -> Plan:
-    """The plan that options ask for."""
-    return autopar.explain.explain(model, sample, on, **{n: getattr(options, n) for n in Options.__slots__}).plan
 
 
 def test_so_they_are_where_keys_and_values_go_round(pool: WorkerPool) -> None:
@@ -160,7 +154,7 @@ def three_steps(run: Run) -> tuple[float, list[tuple[int, ...]]]:
     """Train side by side on batches of several sizes, evaluate between; the largest difference, and the sizes emitted."""
     plan = Plan.from_json(run.plan)
     model = double()
-    parallel = autopar.parallelize(model, sentences(16, 16), plan.mesh, plan=plan)
+    parallel = autopar.parallelize(model, sentences(8, 24), plan.mesh, plan=plan)
     pair = [(module, torch.optim.AdamW(module.parameters(), lr=1e-2)) for module in (parallel, model)]
     errors = []
     for number, (batch, length) in enumerate(run.steps):
