@@ -8,9 +8,10 @@ from autopar.api import check_rule, discover_rule, initialize, parallelize, plan
 from autopar.errors import AutoparError
 from autopar.mesh import Device, Link, Mesh
 from autopar.plan import Plan
+from autopar.sizes import Dynamic
 from autopar.verification import Report
 
 __all__ = [
-    "AutoparError", "Device", "Link", "Mesh", "Plan", "Report", "check_rule", "discover_rule", "explain", "initialize",
-    "parallelize", "plan", "register_rule", "testing", "verify",
+    "AutoparError", "Device", "Dynamic", "Link", "Mesh", "Plan", "Report", "check_rule", "discover_rule", "explain",
+    "initialize", "parallelize", "plan", "register_rule", "testing", "verify",
 ]  # fmt: skip

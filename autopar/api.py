@@ -13,6 +13,7 @@ from autopar.planner import Options, make_plan
 from autopar.rules.discover import discover_rule
 from autopar.rules.register import check_rule, register_rule
 from autopar.runtime.initialize import initialize
+from autopar.sizes import Dims, Dynamic
 from autopar.verification import Report
 from autopar.verification import verify as _verify
 
@@ -33,6 +34,7 @@ def plan(
     strict: bool = False,
     microbatches: int | str = 1,
     offload: bool = True,
+    dynamic: Mapping[str, Dims | Dynamic] | None = None,
 ) -> Plan:
     """Plan how a model trains on a mesh; needs neither processes nor weights (the model may be on `meta`).
 
@@ -44,7 +46,9 @@ def plan(
     is by default the model's own, "fp32" and "bf16" plan for `model.to(dtype)`, "bf16-mixed" computes and gathers in bfloat16
     over float32 shards: there gradients are added up in float32 unless `reduce` is "bf16". `microbatches` is the number of
     parts of the batch that a step takes one after the other (`parallel.step`), so as to hold fewer activations; "auto" plans
-    it too. Without `offload` the host's memory holds nothing for the backward, where the device's is short.
+    it too. `dynamic` names sizes that may be others than in the sample, for which the plan is made: `{"batch": 0}`, that dim of
+    every input which is as long there as the first; `{"sequence": {"input_ids": 1}}`; `autopar.Dynamic(dims, least, most)`.
+    Without `offload` the host's memory holds nothing for the backward, where the device's is short.
 
     Raises an `autopar.AutoparError` that says what is wrong: CaptureError, ConstraintError, BudgetError, MeshError, InputError,
     RuleError.
@@ -56,7 +60,7 @@ def plan(
     """
     options = Options(
         device=device, budget=budget, strategy=strategy, optimizer=optimizer, constraints=constraints or {}, outputs=outputs,
-        precision=precision, reduce=reduce, strict=strict, microbatches=microbatches, offload=offload,
+        precision=precision, reduce=reduce, strict=strict, microbatches=microbatches, offload=offload, dynamic=dynamic or {},
     )  # fmt: skip
     return make_plan(model, sample_input, mesh, options).plan
 
@@ -90,10 +94,7 @@ def options_of(options: Mapping[str, object]) -> dict[str, object]:
     known = set(Options.__dataclass_fields__)
     if wrong := set(options) - known:
         raise TypeError(f"unexpected keyword argument {sorted(wrong)[0]!r}; the options are {', '.join(sorted(known))}")
-    given = dict(options)
-    if given.get("constraints") is None:
-        given.pop("constraints", None)
-    return given
+    return {name: value for name, value in options.items() if value is not None or name not in ("constraints", "dynamic")}
 
 
 __all__ = ["check_rule", "discover_rule", "initialize", "parallelize", "plan", "register_rule", "verify"]

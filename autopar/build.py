@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from glob import escape
 
 import torch
@@ -24,11 +25,13 @@ from autopar.passes.candidates import INVARIANT, candidate
 from autopar.passes.microbatches import microbatches
 from autopar.passes.without_dropout import switched, without_training
 from autopar.plan import Plan, resolve
-from autopar.planner import Options, located, plan_program, read_program, sharded
+from autopar.planner import Options, knowing, located, plan_program, read_program, sharded
+from autopar.resize import Resizer
 from autopar.runtime.agreement import check_program, from_rank_0
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.storage import store, typed
 from autopar.runtime.world import Context, connect
+from autopar.sizes import Place, Size, declared, placed, said
 from autopar.solver.analysis import Analysis, analyse
 
 
@@ -39,44 +42,103 @@ def build(model: nn.Module, sample_input: object, mesh: object, plan: Plan | Non
         check_mesh(plan, Mesh.of(mesh))
     options = options.under(plan)
     context = connect(Mesh.of(mesh), device_mesh=device_mesh)
-    captured = read_program(model, sample_input, options.precision, options.reduce)
+    captured = read_program(model, sample_input, options.precision, options.reduce, placed(plan.dynamic) if plan else None)
+    sizes = _sizes(plan, options, captured)
     check_program(captured.program.hash, context)
-    place = located(mesh, options)
-    made = from_rank_0(lambda: (plan or plan_program(captured.program, place, options)).to_json(), context)
-    parallel = assemble(captured, tensors_of(model), Plan.from_json(made), context)
+    place, source = located(mesh, options), _Source(skeleton(model).module, on_meta(sample_input), options)
+    made = Plan.from_json(from_rank_0(lambda: (plan or source.plan(captured, place, sizes)).to_json(), context))
+    parallel = assemble(captured, tensors_of(model), made, context)
     parallel.autopar.mode = model.training
-    parallel.autopar.other = _Other(skeleton(model).module, on_meta(sample_input), captured, place, options)
+    parallel.autopar.vary(_Sized(source, captured, made), made.dynamic)
+    parallel.autopar.other = _Other(source, captured, place, made)
     return parallel.train(model.training)
+
+
+def _sizes(plan: Plan | None, options: Options, captured: Captured) -> tuple[Size, ...]:
+    """The sizes that may vary; raises PlanError if a plan knows others than are asked for."""
+    asked = declared(options.dynamic, captured.signature.shapes)
+    if plan is None:
+        return asked
+    if asked and [(s.name, s.places) for s in asked] != [(s.name, s.places) for s in plan.dynamic]:
+        raise PlanError(
+            f"the plan was made for other sizes than dynamic={dict(options.dynamic)} says",
+            plan="; ".join(map(str, plan.dynamic)) or "fixed sizes",
+            fix="autopar.plan(..., dynamic=...): the plan keeps the declaration",
+        )
+    return plan.dynamic
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a module was made from: the model without its weights, the sample, and what was asked for."""
+
+    model: nn.Module
+    sample: object
+    options: Options
+
+    def read(self, places: Mapping[Place, int]) -> Captured:
+        """The model captured with these sizes at dims of its sample."""
+        return read_program(self.model, self.sample, self.options.precision, self.options.reduce, places)
+
+    def plan(self, captured: Captured, mesh: Mesh, sizes: Sequence[Size]) -> Plan:
+        """The plan of what was captured, for sizes that vary."""
+        return knowing(plan_program(captured.program, mesh, self.options), sizes, captured.program, self.model, self.sample)
+
+
+class _Sized:
+    """The same model at other sizes, under the same plan and over the parameters as they are stored."""
+
+    def __init__(self, source: _Source, captured: Captured, plan: Plan) -> None:
+        self.source, self.captured, self.plan = source, captured, plan
+
+    @functools.cached_property
+    def resizer(self) -> Resizer:
+        return Resizer(self.plan, self.captured.program)
+
+    def __call__(self, parallel: ParallelModule, numbers: tuple[int, ...]) -> ParallelModule:
+        """The module for these numbers of the plan's sizes."""
+        state, sizes = parallel.autopar, self.plan.dynamic
+        captured = self.source.read(placed(sizes, numbers))
+        plan = self.resizer.plan_for(captured.program, said(sizes, numbers))
+        made = put_together(captured, _held(parallel, captured.program), plan, state.context, state.draws.seed)
+        made.autopar.draws = state.draws
+        return made
 
 
 class _Other:
     """The same model in the other mode: captured and planned when first needed, over the parameters as they are stored."""
 
-    def __init__(self, model: nn.Module, sample: object, captured: Captured, mesh: Mesh, options: Options) -> None:
-        self.model, self.sample, self.captured, self.mesh, self.options = model, sample, captured, mesh, options
+    def __init__(self, source: _Source, captured: Captured, mesh: Mesh, plan: Plan) -> None:
+        self.source, self.captured, self.mesh, self.plan = source, captured, mesh, plan
 
     def __call__(self, parallel: ParallelModule) -> ParallelModule | None:
         """The module for `parallel`'s present mode; None if its own graph serves, because its flags are all that differs."""
-        precision, reduce = self.options.precision, self.options.reduce
-        captured = read_program(self.model.train(parallel.training), self.sample, precision, reduce)
+        source = replace(self.source, model=skeleton(self.source.model).module.train(parallel.training))
+        captured = source.read(placed(self.plan.dynamic))
         live = any(map(switched, captured.program.ops))
         if not parallel.training and not live and _quiet(captured.program) == _quiet(self.captured.program):
             return None
         state, program = parallel.autopar, captured.program
-        assert state.plan is not None
-        held = [p.value.name for p in (*program.parameters, *program.buffers)]
+        held = _held(parallel, program)
         options = replace(
-            self.options,
+            source.options,
             strategy="auto",
             budget=None,
-            constraints={escape(name): state.plan.layouts[name] for name in held},
-            microbatches=state.plan.microbatches,
+            constraints={escape(name): self.plan.layouts[name] for name in held},
+            microbatches=self.plan.microbatches,
         )
-        made = from_rank_0(lambda: plan_program(program, self.mesh, options).to_json(), state.context)
-        tensors = tensors_of(parallel)
-        return put_together(
-            captured, {name: tensors[name] for name in held}, Plan.from_json(made), state.context, state.draws.seed
-        )
+        source = replace(source, options=options)
+        sizes = [replace(size, multiple=1) for size in self.plan.dynamic]
+        made = Plan.from_json(from_rank_0(lambda: source.plan(captured, self.mesh, sizes).to_json(), state.context))
+        twin = put_together(captured, held, made, state.context, state.draws.seed)
+        twin.autopar.vary(_Sized(source, captured, made), made.dynamic)
+        return twin
+
+
+def _held(parallel: ParallelModule, program: Program) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a program as a module has them."""
+    tensors = tensors_of(parallel)
+    return {p.value.name: tensors[p.value.name] for p in (*program.parameters, *program.buffers)}
 
 
 def _quiet(program: Program) -> str:

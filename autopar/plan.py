@@ -28,9 +28,10 @@ from autopar.mesh import Bytes, Mesh, Seconds
 from autopar.passes.again import may_run
 from autopar.passes.candidates import Candidate, Form, candidate
 from autopar.rules import Fitted
+from autopar.sizes import Size
 from autopar.tables import plain, tables
 
-VERSION = 3
+VERSION = 4
 OUTPUT = "output:"
 RUN = "run"
 HOST = "host: "
@@ -78,6 +79,7 @@ class Plan:
     collectives: tuple[Collective, ...]
     evidence: Evidence
     once: bool = False
+    dynamic: tuple[Size, ...] = ()  # the sizes that may be others in a call; `step_time` and the like are for the sample's
 
     @property
     def mesh(self) -> Mesh:
@@ -127,7 +129,8 @@ class Plan:
                 routes={str(k): tuple(map(str, v)) for k, v in data["routes"].items()},
                 again={str(k): tuple(map(str, v)) for k, v in data["again"].items()},
                 collectives=tuple(Collective(**{k: v for k, v in entry.items() if k in known}) for entry in entries),
-                evidence=Evidence.of(data["evidence"]), once=bool(data.get("once", False)),
+                evidence=Evidence.of(data["evidence"]), once=bool(data["once"]),
+                dynamic=tuple(Size.of(entry) for entry in data["dynamic"]),
             )  # fmt: skip
         except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"{name} is damaged", error=f"{type(error).__name__}: {error}", fix=fix) from error

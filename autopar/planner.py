@@ -27,6 +27,8 @@ from autopar.passes.precision import DTYPES, MIXED, mixed, received, stored
 from autopar.passes.strategies import constrained, demands
 from autopar.plan import Collective, Plan, describe
 from autopar.refusals import useless_axes, without_rule
+from autopar.resize import varied
+from autopar.sizes import Dims, Dynamic, Place, Size, declared
 from autopar.solver.account import account, conversions
 from autopar.solver.analysis import Analysis, analyse
 from autopar.solver.budget import parse_bytes
@@ -64,6 +66,7 @@ class Options:
     strict: bool = False
     microbatches: int | str = 1
     offload: bool = True
+    dynamic: Mapping[str, Dims | Dynamic] = field(default_factory=dict)
 
     def text(self) -> dict[str, str]:
         """The options as a plan keeps them; what was left to default is empty."""
@@ -133,26 +136,40 @@ def make_plan(
     """Capture a model and plan it; see `autopar.plan`. `stop` is called at the end of each phase."""
     clock = _Clock(stop)
     captured = read_program(model, sample_input, options.precision, options.reduce)
+    sizes = declared(options.dynamic, captured.signature.shapes)
     clock.stop("capture")
     found = _solved(captured.program, located(mesh, options), options, clock.stop)
-    plan = finish(found, options)
+    plan = knowing(finish(found, options), sizes, captured.program, model, sample_input)
     clock.stop("write")
     captured = replace(captured, program=found.formulated.program)
     return Planned(plan=plan, captured=captured, solved=found, phases=clock.phases)
 
 
 def read_program(
-    model: nn.Module, sample_input: object, precision: str | None = None, reduce: str | None = None
+    model: nn.Module,
+    sample_input: object,
+    precision: str | None = None,
+    reduce: str | None = None,
+    places: Mapping[Place, int] | None = None,
 ) -> Captured:
-    """Capture a model and bring its program into the form in which it is planned, and into the precision in which it runs."""
+    """Capture a model and bring its program into the form in which it is planned, and into the precision in which it runs.
+
+    `places` are dims of the sample that get another size.
+    """
     dtype = stored(precision, reduce)
-    captured = capture(model, sample_input, dtype)
+    captured = capture(model, sample_input, dtype, places)
     program = normalise(captured.program)
     if dtype is not None:
         program = received(program, {planned.path: planned.dtype for planned in captured.signature.tensors})
     if precision == MIXED:
         program = mixed(program, DTYPES[reduce] if reduce else None)
     return replace(captured, program=program)
+
+
+def knowing(plan: Plan, sizes: Sequence[Size], program: Program, model: nn.Module, sample_input: object) -> Plan:
+    """The plan of a model's program with the sizes that may vary; raises CaptureError if the model is another one at others."""
+    precision, reduce = plan.options["precision"] or None, plan.options["reduce"] or None
+    return varied(plan, program, sizes, lambda places: read_program(model, sample_input, precision, reduce, places).program)
 
 
 def located(mesh: object, options: Options) -> Mesh:

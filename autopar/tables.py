@@ -32,6 +32,7 @@ def tables(plan: Plan) -> Iterator[str | Table]:
     yield f"step    {plan.step_time * 1e3:.3f} ms: {parts}; {proven}"
     if plan.microbatches > 1:
         yield f"        {plan.microbatches} micro-batches, one after the other"
+    yield from (f"varies  {size}" for size in plan.dynamic)
     yield f"memory  {size_text(plan.peak_memory)} per device at the peak"
     yield ""
     yield _layouts(plan)

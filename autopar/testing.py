@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -19,8 +19,9 @@ from autopar.mesh import Mesh
 from autopar.passes.again import aliases, may_run
 from autopar.passes.microbatches import microbatches as parts
 from autopar.plan import Plan
-from autopar.planner import Options, Solved, finish, located, read_program, sharded
+from autopar.planner import Options, Solved, finish, knowing, located, read_program, sharded
 from autopar.runtime.storage import local
+from autopar.sizes import Dims, Dynamic, declared
 from autopar.solver.analysis import Analysis, analyse
 from autopar.solver.formulate import decisions, formulate
 from autopar.solver.memory import Ledger
@@ -49,6 +50,7 @@ def random_plan(
     *,
     precision: str | None = None,
     microbatches: int = 1,
+    dynamic: Mapping[str, Dims | Dynamic] | None = None,
 ) -> Plan:
     """Any plan that can run, drawn at random: every op takes any candidate, every value any route, anything is made again.
 
@@ -60,8 +62,9 @@ def random_plan(
         device=None if priced else "h100", strategy="random", outputs="sharded", precision=precision, microbatches=microbatches
     )
     captured = read_program(model, sample_input, precision)
-    captured = replace(captured, program=parts(captured.program, microbatches))
-    return random_plan_of(captured, located(mesh, options), seed, options)
+    part = replace(captured, program=parts(captured.program, microbatches))
+    plan = random_plan_of(part, located(mesh, options), seed, options)
+    return knowing(plan, declared(dynamic or {}, captured.signature.shapes), captured.program, model, sample_input)
 
 
 def random_plan_of(captured: Captured, mesh: Mesh, seed: int, options: Options) -> Plan:

@@ -32,12 +32,14 @@ from autopar.passes.microbatches import microbatches
 from autopar.passes.promote import promote, wide
 from autopar.passes.without_dropout import without_dropout
 from autopar.plan import Collective, Plan, resolve
-from autopar.planner import Options, collectives_of, located, plan_program, read_program
+from autopar.planner import Options, collectives_of, knowing, located, plan_program, read_program
+from autopar.resize import Resizer
 from autopar.runtime.operators import Operators
 from autopar.runtime.recorder import Issued, recorded
 from autopar.runtime.storage import local, part_like, typed, whole
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
+from autopar.sizes import declared, numbers, placed, said
 from autopar.solver.analysis import analyse
 
 DOUBLE, SINGLE = 1e-9, 1e-4  # largest error that counts as equal
@@ -106,14 +108,31 @@ def verify(
     options = options.under(plan)
     captured = read_program(model, sample_input, options.precision, options.reduce)
     place = located(mesh, options)
-    plan = plan or plan_program(captured.program, place, options)
+    if plan is None:
+        plan = _planned(model, sample_input, captured, place, options)
+    plan = _at_sample(plan, model, sample_input, captured, options)
     program = microbatches(captured.program, plan.microbatches)
     resolve(plan, program, analyse(program, place).fits)
     inputs = captured.signature.bind(*_arguments(sample_input))
     rows, surplus, missing = compare(captured, tensors, inputs, plan, place, pool)
     rows += _against_module(model, sample_input, captured, tensors, inputs)
-    notes = tuple(_notes(captured.program))
+    notes = (*_notes(captured.program), *(f"may vary: {size}" for size in plan.dynamic))
     return Report(plan=plan, rows=tuple(rows), surplus=surplus, missing=missing, notes=notes)
+
+
+def _planned(model: nn.Module, sample_input: object, captured: Captured, mesh: Mesh, options: Options) -> Plan:
+    """A plan for what was captured, and for the sizes that may vary."""
+    sizes = declared(options.dynamic, captured.signature.shapes)
+    return knowing(plan_program(captured.program, mesh, options), sizes, captured.program, model, sample_input)
+
+
+def _at_sample(plan: Plan, model: nn.Module, sample_input: object, captured: Captured, options: Options) -> Plan:
+    """A plan at the sample's sizes, which may be others than those for which it was made."""
+    found = numbers(plan.dynamic, captured.signature.shapes)
+    if found == tuple(size.sample for size in plan.dynamic):
+        return plan
+    planned = read_program(model, sample_input, options.precision, options.reduce, placed(plan.dynamic))
+    return Resizer(plan, planned.program).plan_for(captured.program, said(plan.dynamic, found))
 
 
 def _notes(program: Program) -> Iterator[str]:
@@ -165,11 +184,11 @@ def compare(
         for what, name in answers[0][0]
     ]
     issued = Counter(f"{c.kind} {c.axis} {c.bytes} {c.where}" for c in answers[0][1])
-    planned = Counter(f"{c.kind} {c.axis} {c.bytes} {c.where}" for c in _planned(part, payload.plan, mesh))
+    planned = Counter(f"{c.kind} {c.axis} {c.bytes} {c.where}" for c in _expected(part, payload.plan, mesh))
     return rows, tuple((issued - planned).elements()), tuple((planned - issued).elements())
 
 
-def _planned(program: Program, plan: Plan, mesh: Mesh) -> Iterable[Collective]:
+def _expected(program: Program, plan: Plan, mesh: Mesh) -> Iterable[Collective]:
     """The plan's list, for the promoted program on CPUs, where some operators save other things."""
     analysis = replace(analyse(program, mesh), cpu=True)
     return collectives_of(analysis, resolve(plan, program, analysis.fits), mesh)

@@ -7,9 +7,9 @@
     python examples/zoo.py --save                        write the table to benchmarks/results/zoo.txt as well
 
 A number is the largest error |a - b| / (1 + max |b|) of all outputs, gradients and buffers in float64, in train mode with
-dropout 0, beside the same model on one device. "planned whole" are the operators without a sharding rule, with their share of
-the time of a step on one device, as it is priced (an operator of a library by its bytes). What fails is said in its row, the
-reason below the table; exit code 1 if anything does.
+dropout 0, beside the same model on one device; under "2x batch" the best plan runs on twice the batch that it was made for.
+"planned whole" are the operators without a sharding rule, with their share of the time of a step on one device, as priced (an
+operator of a library by its bytes). What fails is said in its row, the reason below the table; exit code 1 if anything does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -44,6 +46,7 @@ from autopar.verification import verify
 STRATEGIES = ("auto", "fsdp", "megatron")
 SEEDS = range(5)
 RANDOM = f"{len(SEEDS)} random"
+TWICE = "2x batch"  # of the sample for which the best plan was made
 RESULTS = Path("benchmarks", "results", "zoo.txt")
 WIDTH = 128
 
@@ -126,20 +129,28 @@ def whole(program: Program, on: Mesh) -> str:
 def plans(made: Built, on: Mesh) -> dict[str, Sequence[Callable[[], Plan]]]:
     """The plans of each column, to be made when it is their turn."""
 
-    def named(strategy: str) -> Callable[[], Plan]:
-        return lambda: autopar.plan(*made, on, strategy=strategy)
+    def named(strategy: str, **dynamic: int) -> Callable[[], Plan]:
+        return lambda: autopar.plan(*made, on, strategy=strategy, dynamic=dynamic)
 
     def drawn(seed: int) -> Callable[[], Plan]:
         return lambda: autopar.testing.random_plan(*made, on, seed=seed)
 
-    return {strategy: [named(strategy)] for strategy in STRATEGIES} | {RANDOM: [drawn(seed) for seed in SEEDS]}
+    found = {strategy: [named(strategy)] for strategy in STRATEGIES}
+    return {**found, RANDOM: [drawn(seed) for seed in SEEDS], TWICE: [named("auto", batch=0)]}
+
+
+def twice(sample: dict[str, Any]) -> dict[str, Any]:
+    """A batch twice as long."""
+    return {name: torch.cat([one, one.flip(0)]) if isinstance(one, torch.Tensor) else one for name, one in sample.items()}
 
 
 def compared(
     found: Row, column: str, made: Built, on: Mesh, makers: Sequence[Callable[[], Plan]], pool: WorkerPool | None
 ) -> str:
     """The largest error of some plans; what differs is a complaint."""
-    reports = [verify(*made, on, plan(), Options(), pool) for plan in makers]
+    model, sample = made
+    batch = twice(sample) if column == TWICE else sample
+    reports = [verify(model, batch, on, plan(), Options(), pool) for plan in makers]
     for number, report in enumerate(reports):
         if not report.ok:
             wrong = [f"{one.what} {one.name}: {one.error:.1e}" for one in report.rows if not one.ok]
@@ -152,7 +163,7 @@ def compared(
 
 def report(rows: Sequence[Row], on: Mesh) -> str:
     """The table, and below it what went wrong."""
-    columns = ["ops", "kinds", "planned whole", "plan s", *STRATEGIES, RANDOM]
+    columns = ["ops", "kinds", "planned whole", "plan s", *STRATEGIES, RANDOM, TWICE]
     title = f"mesh {on}: largest error |a - b| / (1 + max |b|) in float64"
     table = Table("model", *columns, box=None, title=title, title_justify="left")
     for found in rows:

@@ -15,12 +15,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module may import from its own row and from the rows above it.
 LAYERS = (
     ("errors", "live"),
-    ("ir", "mesh", "layout", "conversion"),
+    ("ir", "mesh", "layout", "conversion", "sizes"),
     ("rules",),
     ("capture", "passes"),
     ("cost_models", "decisions", "departures", "evidence"),
     ("solver",),
-    ("plan", "refusals", "tables"),
+    ("digits", "plan", "refusals", "tables", "resize"),
     ("planner",),
     ("codegen", "runtime"),
     ("build",),

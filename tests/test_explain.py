@@ -61,12 +61,13 @@ def test_a_plan_is_printed_and_saved_and_the_saved_one_prints_alike(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "plan.json")
-    asked = "--mesh dp=2,tp=4 --device h100 --budget 1GB --strategy ddp --optimizer sgd --save".split()
+    asked = "--mesh dp=2,tp=4 --device h100 --budget 1GB --strategy ddp --optimizer sgd --dynamic batch=input:0 --save".split()
     assert main([f"{target}:build", *asked, path]) == 0
     printed = capsys.readouterr().out
     assert main([path]) == 0
     saved = capsys.readouterr().out
     assert printed.startswith(saved)
+    assert re.search(r"^varies +batch \(dim 0 of input\): multiples of 8, planned at 32$", saved, re.M)
     assert re.search(r"^step +[\d.]+ ms predicted; no plan is (more than [\d.]+% )?faster at these prices$", saved, re.M)
     assert re.search(r"^memory +[\d.]+ KiB of 953.67 MiB per device \(asked for\)$", saved, re.MULTILINE)
     assert re.search(r"^optimizer +sgd: no state \(torch.optim.SGD\)$", saved, re.MULTILINE)
@@ -105,6 +106,9 @@ def test_a_target_may_be_an_importable_module(target: str, monkeypatch: pytest.M
         ("{}:build", ["--mesh", "0"], 2, "a mesh needs axes of at least one device each"),
         ("{}:build", ["--mesh", "2", "--constraint", "0.weight"], 2, "'0.weight' is no constraint\n  fix  NAME=LAYOUT"),
         ("{}:build", ["--mesh", "2", "--constraint", "a=I", "--constraint", "a=R"], 2, "one name has two constraints"),
+        ("{}:build", ["--mesh", "2", "--dynamic", "batch"], 2, "'batch' names no size\n  fix  NAME=DIM, or"),
+        ("{}:build", ["--mesh", "2", "--dynamic", "batch=input:x"], 2, "'batch=input:x' names no size"),
+        ("{}:build", ["--mesh", "2", "--dynamic", "batch=x:0"], 1, "ConstraintError: dynamic['batch'] names 'x', which is no"),
         ("{}:build", ["--mesh", "2", "--device", "h100", "--save", "/missing/p.json"], 2, "cannot write /missing/p.json"),
         ("{}:build", ["--mesh", "2", "--strategy", "fast"], 1, "ConstraintError: no strategy is called 'fast'"),
         ("{}:build", ["--mesh", "2", "--device", "tpu"], 1, "MeshError: no device is called 'tpu'"),

@@ -8,6 +8,7 @@ lower       the exported graph as a Program
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from autopar.capture.skeleton import skeleton
 from autopar.capture.trace import trace
 from autopar.errors import CaptureError
 from autopar.ir import Program
+from autopar.sizes import Place
 
 __all__ = ["Captured", "Signature", "capture"]
 
@@ -32,14 +34,17 @@ class Captured:
     training: bool = True
 
 
-def capture(model: nn.Module, sample_input: object, dtype: torch.dtype | None = None) -> Captured:
+def capture(
+    model: nn.Module, sample_input: object, dtype: torch.dtype | None = None, places: Mapping[Place, int] | None = None
+) -> Captured:
     """Trace a model in its present mode on a sample of the global batch (a tensor, a tuple of arguments, or a mapping).
 
-    With a `dtype` what is floating has that one in the program, as after `model.to(dtype)`, but not in the signature.
+    With a `dtype` what is floating has that one in the program, as after `model.to(dtype)`, but not in the signature; `places`
+    are dims of the sample that get another size.
     Neither model nor sample are changed, moved or computed with. Raises CaptureError, naming the line of the model, for what
     cannot be captured, and InputError for a sample that does not fit `forward`.
     """
-    call = read_call(model, sample_input)
+    call = read_call(model, sample_input).at(places or {})
     bones = skeleton(model, dtype)
     held = set(bones.first)
     for path, leaf in call.leaves:

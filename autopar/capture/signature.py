@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError, InputError
 from autopar.ir import Static
+from autopar.sizes import Place, Shape, Size, numbers
 
 _STATIC = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -66,6 +67,16 @@ class Signature:
     constants: tuple[tuple[str, Static], ...]
     defaults: tuple[tuple[str, Static], ...]
     returned: Returned
+    sizes: tuple[Size, ...] = ()  # those that may be other ones than planned
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The planned shape of every tensor."""
+        return {planned.path: planned.shape for planned in self.tensors}
+
+    def numbers(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """What the sizes that may vary are in a call; raises InputError for one that the plan does not allow."""
+        return numbers(self.sizes, {p.path: tuple(t.shape) for p, t in zip(self.tensors, tensors, strict=True)})
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
         """The tensors of a call, in the order of `Program.inputs`; raises InputError if it is not the planned call."""
@@ -74,7 +85,9 @@ class Signature:
             if any(path.startswith(f"{planned.path}.") for path in given):
                 what = f"argument {planned.path} is no tensor but holds others"
                 raise InputError(what, planned=planned, fix="give the tensor itself")
-        tensors = [_checked(planned, given.pop(planned.path, None)) for planned in self.tensors]
+        varying = {place for size in self.sizes for place in size.places}
+        tensors = [_checked(planned, given.pop(planned.path, None), varying) for planned in self.tensors]
+        self.numbers(tensors)
         expected = dict(self.defaults) | dict(self.constants)
         for path, value in given.items():
             if path not in expected:
@@ -119,6 +132,21 @@ class Call:
             return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad) if leaf.is_floating_point() else leaf
 
         args, kwargs, leaves = pytree.tree_map_only(torch.Tensor, cast, (self.args, self.kwargs, self.leaves))
+        return replace(self, args=args, kwargs=kwargs, leaves=leaves)
+
+    def at(self, places: Mapping[Place, int]) -> Call:
+        """The same call with other sizes at some dims of its tensors."""
+        tensors = {path: leaf for path, leaf in self.leaves if isinstance(leaf, torch.Tensor)}
+        other: dict[int, torch.Tensor] = {}
+        for path, leaf in tensors.items():
+            shape = [places.get((path, dim), size) for dim, size in enumerate(leaf.shape)]
+            if shape != list(leaf.shape):
+                other[id(leaf)] = leaf.new_empty(shape).requires_grad_(leaf.requires_grad)
+
+        def change(leaf: torch.Tensor) -> torch.Tensor:
+            return other.get(id(leaf), leaf)
+
+        args, kwargs, leaves = pytree.tree_map_only(torch.Tensor, change, (self.args, self.kwargs, self.leaves))
         return replace(self, args=args, kwargs=kwargs, leaves=leaves)
 
     def signature(self, returned: Returned) -> Signature:
@@ -269,7 +297,7 @@ def _describe(value: object) -> str:
     return repr(value)
 
 
-def _checked(planned: Planned, given: object) -> torch.Tensor:
+def _checked(planned: Planned, given: object, varying: Set[Place]) -> torch.Tensor:
     if given is None:
         raise InputError(f"argument {planned.path} is missing", planned=planned, fix="call the model as it was planned")
     if not isinstance(given, torch.Tensor):
@@ -278,18 +306,20 @@ def _checked(planned: Planned, given: object) -> torch.Tensor:
         raise InputError(
             f"argument {planned.path} has another dtype than planned", given=_describe(given), planned=planned, fix="convert it"
         )
-    if tuple(given.shape) != planned.shape:
-        raise _other_shape(planned, given)
+    pairs = enumerate(zip(given.shape, planned.shape, strict=False))
+    wrong = {d: sizes for d, sizes in pairs if sizes[0] != sizes[1] and (planned.path, d) not in varying}
+    if wrong or given.dim() != len(planned.shape):
+        raise _other_shape(planned, given, wrong)
     return given
 
 
-def _other_shape(planned: Planned, given: torch.Tensor) -> InputError:
-    pairs = enumerate(zip(given.shape, planned.shape, strict=False))
-    dims = [f"dim {dim} is {size}, planned {wanted}" for dim, (size, wanted) in pairs if size != wanted]
+def _other_shape(planned: Planned, given: torch.Tensor, wrong: Mapping[int, tuple[int, int]]) -> InputError:
+    dims = [f"dim {dim} is {size}, planned {wanted}" for dim, (size, wanted) in wrong.items()]
     rank = f"{given.dim()} dims, planned {len(planned.shape)}" if given.dim() != len(planned.shape) else ""
     return InputError(
         f"argument {planned.path} has another shape than planned: {rank or '; '.join(dims)}",
         given=_describe(given),
         planned=planned,
-        fix="a plan is made for one shape: plan again with this sample, or pad it (for a last batch: drop_last=True)",
+        fix='a plan is made for one shape: dynamic={"batch": 0} lets a size vary; or plan again with this sample, or pad it '
+        "(for a last batch: drop_last=True)",
     )

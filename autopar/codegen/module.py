@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -29,6 +29,7 @@ from autopar.runtime.agreement import check_alike
 from autopar.runtime.random import Draws
 from autopar.runtime.storage import wrap
 from autopar.runtime.world import Context
+from autopar.sizes import Size
 
 HELD = ("_modules", "_parameters", "_buffers")  # what torch keeps of a module apart from its attributes
 
@@ -63,12 +64,19 @@ class State:
         self.other: Callable[[ParallelModule], ParallelModule | None] | None = None  # makes the module of the other mode
         self.mode = True  # `training` when the model was captured
         self.twin: ParallelModule | None = None
+        self.sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule] | None = None  # makes that of other sizes
+        self.variants: dict[tuple[int, ...], ParallelModule] = {}  # by the sizes that vary
         self.axes = SimpleNamespace(**{identifier(axis.name): axis for axis in context.axes})
+
+    def vary(self, sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule], sizes: tuple[Size, ...]) -> None:
+        """Let these sizes be others than in the sample; `sized` makes the module for them."""
+        self.sized, self.signature = sized, replace(self.signature, sizes=sizes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> State:
         """A state with random draws of its own, and nothing of the forward that runs."""
         copied = copy.copy(self)
         copied.draws, copied.anew, copied.sums = copy.deepcopy((self.draws, self.anew, self.sums), memo)
+        copied.variants = {}
         return copied
 
 
@@ -148,7 +156,7 @@ class ParallelModule(fx.GraphModule):
         self, inputs: Sequence[torch.Tensor], loss: Callable[[Sequence[torch.Tensor]], torch.Tensor | None]
     ) -> None:
         """Forward and backward of one micro-batch after the other; `loss` makes of its outputs here what is differentiated."""
-        serving = self._serving()
+        serving = self._serving(inputs)
         if serving is not self:
             serving.accumulate(inputs, loss)
             return
@@ -167,7 +175,7 @@ class ParallelModule(fx.GraphModule):
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The program's outputs for its inputs, in its own order."""
-        serving = self._serving()
+        serving = self._serving(inputs)
         if serving is not self:
             return serving.run(inputs)
         return self.joined([self._once(part) for part in self._parts(inputs)])
@@ -192,15 +200,29 @@ class ParallelModule(fx.GraphModule):
         with state.anew.active() if torch.is_grad_enabled() else nullcontext():
             return list(super().__call__(*inputs))
 
-    def _serving(self) -> ParallelModule:
-        """The module that runs in the present mode, over the same tensors: this one itself where only flags differ."""
+    def _serving(self, inputs: Sequence[torch.Tensor]) -> ParallelModule:
+        """The module that runs in the present mode at the inputs' sizes, over the same tensors: perhaps this one itself."""
         state = self.autopar
         if self.training == state.mode or state.other is None:
-            return self
-        own = dict(self.named_parameters())
-        if state.twin is None or any(own[name] is not held for name, held in state.twin.named_parameters()):
+            return self._sized(inputs)
+        if state.twin is None or not self._shares(state.twin):
             state.twin = state.other(self) or self
-        return state.twin if state.twin is self else state.twin.train(self.training)
+        return self._sized(inputs) if state.twin is self else state.twin.train(self.training)
+
+    def _sized(self, inputs: Sequence[torch.Tensor]) -> ParallelModule:
+        """The module for the inputs' sizes; it is made when they are first met."""
+        state = self.autopar
+        found = state.signature.numbers(inputs)
+        if state.sized is None or found == tuple(size.sample for size in state.signature.sizes):
+            return self
+        if found not in state.variants or not self._shares(state.variants[found]):
+            state.variants[found] = state.sized(self, found)
+        return state.variants[found].train(self.training)
+
+    def _shares(self, other: ParallelModule) -> bool:
+        """Whether another module has these parameters: they may have been replaced since it was made."""
+        own = dict(self.named_parameters())
+        return all(own[name] is held for name, held in other.named_parameters())
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
         device, signature = self.autopar.context.device, self.autopar.signature

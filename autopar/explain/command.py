@@ -25,7 +25,7 @@ from autopar.explain.answer import Answer, of_difference, of_model, of_plan
 from autopar.explain.difference import difference
 from autopar.explain.explanation import Explanation
 from autopar.explain.progress import progress
-from autopar.explain.target import HOW, UsageError, built, parse_constraint, parse_mesh
+from autopar.explain.target import HOW, UsageError, built, parse_constraint, parse_dynamic, parse_mesh
 from autopar.passes.precision import PRECISIONS
 from autopar.passes.strategies import STRATEGIES
 from autopar.plan import Plan
@@ -33,7 +33,7 @@ from autopar.planner import Options, Planned, make_plan
 from autopar.tables import plain
 
 OPTIONS = ("device", "budget", "strategy", "optimizer", "precision", "reduce", "microbatches")
-PLANNING = ("mesh", *OPTIONS, "constraint")  # options that make another plan
+PLANNING = ("mesh", *OPTIONS, "constraint", "dynamic")  # options that make another plan
 MODEL = ("why", "why_not", "budget_sweep", "code")  # questions that a plan without its model cannot answer
 
 NEXT = {"capture": "planning", "write": "planning the named strategies"}  # what follows a phase of planning
@@ -79,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--microbatches", type=lambda text: int(text) if text.isdecimal() else text, help=number)
     constraint = '"*.wte.weight=I, S(0)"; may be given several times'
     parser.add_argument("--constraint", metavar="NAME=LAYOUT", action="append", default=[], help=constraint)
+    varies = "a size that may be another in a call: batch=0, or batch=input_ids:0,labels:0; may be given several times"
+    parser.add_argument("--dynamic", metavar="NAME=DIM", action="append", default=[], help=varies)
     parser.add_argument("--save", metavar="PLAN.json", help="write the plan to a file")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     ask = parser.add_argument_group("questions, answered instead of the report")
@@ -156,7 +158,8 @@ def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[
     mesh = parse_mesh(options.mesh)
     named = {name: getattr(options, name) for name in OPTIONS}
     given = {name: value for name, value in named.items() if value is not None}
-    asked = Options(constraints=_constraints(options.constraint), **given)
+    dynamic = dict(map(parse_dynamic, options.dynamic))
+    asked = Options(constraints=_constraints(options.constraint), dynamic=dynamic, **given)
     model, sample = built(options.target)
     tell("capturing the model")
     return make_plan(model, sample, mesh, asked, lambda phase: tell(NEXT.get(phase, phase))), asked

@@ -49,6 +49,8 @@ def assumptions(plan: Plan) -> Iterator[Part]:
     table.add_row("step", f"{milliseconds(plan.step_time)} predicted; {proof(plan.gap)}")
     if plan.microbatches > 1:
         table.add_row("micro-batches", f"{plan.microbatches} a step, one after the other; gradients add up")
+    for varying in plan.dynamic:
+        table.add_row("varies", str(varying))
     table.add_row("memory", f"{size_text(plan.peak_memory)} of {size_text(limit.value)} per device ({limit.source})")
     table.add_row("mesh", f"{plan.mesh.size} devices; those of the last axis stand next to each other")
     for axis, size, link in zip(plan.axes, plan.sizes, plan.links, strict=True):

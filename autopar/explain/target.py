@@ -16,6 +16,7 @@ from torch import nn
 
 from autopar.errors import AutoparError, MeshError
 from autopar.mesh import Mesh
+from autopar.sizes import Dims
 
 HOW = "file.py:function or package.module:function, a function that returns (model, sample_input), or a saved plan.json"
 
@@ -47,6 +48,22 @@ def parse_constraint(text: str) -> tuple[str, str]:
     if not equals or not name.strip():
         raise UsageError(f"{text!r} is no constraint", fix='NAME=LAYOUT, such as --constraint "*.wte.weight=I, S(0)"')
     return name.strip(), layout.strip()
+
+
+def parse_dynamic(text: str) -> tuple[str, Dims]:
+    """The name and the dims of a text such as "batch=0" or "batch=input_ids:0,labels:0"; raises UsageError if it has none.
+
+    >>> parse_dynamic("sequence=input_ids:1,labels:1")
+    ('sequence', {'input_ids': 1, 'labels': 1})
+    """
+    name, equals, said = (part.strip() for part in text.partition("="))
+    if name and equals and said.isdecimal():
+        return name, int(said)
+    pairs = [re.fullmatch(r"\s*(.+?)\s*:\s*(\d+)\s*", entry) for entry in said.split(",")]
+    dims = {pair[1]: int(pair[2]) for pair in pairs if pair}
+    if not name or not equals or len(dims) < len(pairs):
+        raise UsageError(f"{text!r} names no size", fix="NAME=DIM, or NAME=INPUT:DIM,INPUT:DIM: --dynamic batch=0")
+    return name, dims
 
 
 def built(target: str) -> tuple[nn.Module, object]:
