@@ -212,7 +212,7 @@ def _wire(
     count, free = len(values.members), np.isin(graph.pair[arcs], FREE)
     anew = _anew(graph, arcs, weight=weight)
     again = np.where(anew, count * (rerun if weight else there)[arcs], np.inf)
-    return graph, Wire(
+    wire = Wire(
         name=value.name,
         producer=place[values.producer],
         produced=np.array([graph.index[layout] for layout in made], dtype=np.int64),
@@ -242,6 +242,9 @@ def _wire(
         again=again if value.requires_grad and not (weight and demands.held) else None,
         away=_away(value, graph, program.runs * count, mesh.device) if _may_leave(analysis, value) else None,
     )  # fmt: skip
+    if wire.away is not None:  # said of the memory in which several layouts may lie
+        wire = replace(wire, away=np.where(homes(wire) == np.arange(wire.nodes), wire.away, np.inf))
+    return graph, wire
 
 
 def _arcs(analysis: Analysis, value: Value, graph: Space, demands: Demands) -> Ints:
@@ -332,11 +335,12 @@ def _absent(formulated: Formulated, solution: Solution) -> Iterator[tuple[str, L
     """What a solution moves to the host: the members after those that are made again."""
     for (w, node), count in solution.again.away.items():
         wire, values = formulated.problem.wires[w], formulated.wires[w]
-        lies, pick = homes(wire), solution.picks[wire.producer]
-        first = solution.again.choices.get(wire.producer, 0) if lies[wire.produced[pick]] == node else 0
-        sent = [solution.again.arcs.get((w, arc), 0) for arc in solution.arcs[w] if lies[wire.target[arc]] == node]
-        first = max([first, *sent])
-        yield from ((member, formulated.spaces[w].nodes[node]) for member in values.members[first : first + count])
+        lies = homes(wire)
+        made = [(int(wire.produced[solution.picks[wire.producer]]), solution.again.choices.get(wire.producer, 0))]
+        made += [(int(wire.target[arc]), solution.again.arcs.get((w, arc), 0)) for arc in solution.arcs[w]]
+        there = [(layout, members) for layout, members in made if lies[layout] == lies[node]]
+        first, layout = max(members for _, members in there), formulated.spaces[w].nodes[there[0][0]]
+        yield from ((member, layout) for member in values.members[first : first + count])
 
 
 def _beside(

@@ -109,7 +109,7 @@ class Model:
             self.columns.pick.append(self._columns(choice.seconds, integer=True))
             number = len(choice.seconds)
             self._add(np.zeros(number, np.int64), self.columns.pick[-1] + np.arange(number), np.ones(number), 1, 1.0, 1.0)
-        self._flows = [self._wire(wire) for wire in problem.wires]
+        self.flows = [self._wire(wire) for wire in problem.wires]
         if tolls:
             self.levy()
 
@@ -159,7 +159,7 @@ class Model:
             if way.consumers is None:
                 firsts, each = [self.columns.resent[way.wire]], -1.0 / self.problem.wires[way.wire].count
             else:
-                firsts, each = [self._flows[way.wire][place] for place in sorted(way.consumers)], -1.0
+                firsts, each = [self.flows[way.wire][place] for place in sorted(way.consumers)], -1.0
             for first in firsts:
                 column = np.append(first + np.flatnonzero(way.arcs), paid)
                 value = np.append(np.full(len(column) - 1, each), 1.0)

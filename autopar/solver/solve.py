@@ -9,7 +9,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import networkx as nx
 import numpy as np
@@ -18,18 +18,22 @@ import numpy.typing as npt
 from autopar.solver.model import Model
 from autopar.solver.problem import Again, Problem, Row, Solution, Wire, homes, paid, price, route_price, row_bytes
 from autopar.solver.search import INTEGRAL, Found, Search
+from autopar.solver.window import window
 
 PROVEN = 1e-3  # the relative gap at which branching stops
 FEW = 0.2  # the share of choices up to which those that the relaxation left open are settled by themselves first
 NEAR, POLISH = 1e-2, 15.0  # the gap beyond which a dive is followed by branching, and for how many seconds
 CLOSE = 5e-3  # of the least memory, by which an answer may exceed it
 ROUNDS = 12  # in which the least memory is sought
+WINDOWS = (0.02, 0.1, 0.4)  # of the relaxation, by which a solution within a budget may be dearer: the first that does is it
 SAME = 1e-6  # relative difference at which a price counts as equal to the bound
+
+Judge = Callable[[Solution, bool], Iterable[Row]]
 
 
 def solve(
     problem: Problem,
-    judge: Callable[[Solution, bool], Iterable[Row]] = lambda solution, final: (),
+    judge: Judge = lambda solution, final: (),
     rows: Iterable[Row] = (),
     *,
     last: Callable[[], Solution | None] | None = None,
@@ -38,6 +42,7 @@ def solve(
     gap: float = PROVEN,
     patience: float = math.inf,
     polish: float = POLISH,
+    windows: Sequence[float] = WINDOWS,
 ) -> Solution | None:
     """The cheapest solution that every row allows; None if there is none, or none below `cutoff` seconds.
 
@@ -45,12 +50,58 @@ def solve(
     solved again until a final solution breaks none. What is not final is a rounded relaxation: it may bring rows, but need
     not. `last()` is a solution that keeps to all rows, asked for where none is found near the relaxation; without it there
     is branching until one is found. `time_limit` is in seconds, `gap` the relative gap at which branching stops,
-    `polish` the seconds of branching after a dive that stayed far from its bound. Raises SolverError after about
-    `patience` seconds without an answer.
+    `polish` the seconds of branching after a dive that stayed far from its bound. Where there are rows, it is looked for within
+    `windows` of the relaxation without rows first, shares of its price. Raises SolverError after about `patience` seconds
+    without an answer.
     """
-    search = Search(Model(problem, tolls=False), time_limit=time_limit, gap=gap, patience=patience)
-    search.levy()
-    broken, known, proven = list(rows), list[Row](), 0.0
+    effort = _Effort(time_limit=time_limit, gap=gap, patience=patience, polish=polish)
+    search, asked = effort.search(problem), list(rows)
+    relaxed = search.relax()
+    if relaxed is None or relaxed.bound >= cutoff:
+        return None
+    asked = asked or list(judge(_read(search.model, relaxed), False))
+    reduced = search.reduced()
+    for share in windows if asked else ():
+        most = min(cutoff, (1 + share) * relaxed.bound)
+        part = window(problem, *reduced, most - relaxed.bound)
+        if part is None:
+            break
+        rows, smaller = [part.row(row) for row in asked], effort.search(part.problem)
+        found = _solved(smaller, part.judge(judge, asked), rows, lambda: None, most, effort)
+        if found is not None and found.seconds <= most:
+            return part.expand(found)
+        if most == cutoff:
+            return None
+    return _solved(search, judge, asked, last, cutoff, effort)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Effort:
+    """How long and how closely to search: see `solve`."""
+
+    time_limit: float
+    gap: float
+    patience: float
+    polish: float
+
+    def search(self, problem: Problem) -> Search:
+        """The search for a problem's solution, with its tolls."""
+        found = Search(Model(problem, tolls=False), time_limit=self.time_limit, gap=self.gap, patience=self.patience)
+        found.levy()
+        return found
+
+
+def _solved(
+    search: Search,
+    judge: Judge,
+    rows: list[Row],
+    last: Callable[[], Solution | None] | None,
+    cutoff: float,
+    effort: _Effort,
+) -> Solution | None:
+    """See `solve`, of the problem of a search, all of it."""
+    problem, polish = search.model.problem, effort.polish
+    broken, known, proven = rows, list[Row](), 0.0
     while True:
         if broken:
             search.bound(broken)
@@ -65,7 +116,8 @@ def solve(
             broken = list(judge(_read(search.model, relaxed), False))
             if broken:
                 continue
-        found = None if relaxed is None else _whole(search, relaxed, known, gap, last is not None, 0.0 if tight else polish)
+        more = 0.0 if tight else polish
+        found = None if relaxed is None else _whole(search, relaxed, known, effort.gap, last is not None, more)
         if found is None:
             solution = None if last is None else last()
             return solution and replace(solution, bound=min(solution.seconds, proven), status="feasible")
