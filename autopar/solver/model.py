@@ -103,6 +103,7 @@ class Model:
         self.integer: list[npt.NDArray[np.bool_]] = []
         self._entries: list[Entry] = []
         self.rows = 0
+        self._bounded: dict[str, tuple[int, float]] = {}  # rows by name: the place of the entry, and its unit
         self.peak: tuple[int, float] | None = None
         self._per_second = MICROSECONDS
         for choice in problem.choices:
@@ -230,6 +231,15 @@ class Model:
         self.cost.append(np.full(1, HEAVY))
         self.integer.append(np.zeros(1, bool))
 
+    def tighten(self, row: Row) -> tuple[int, float] | None:
+        """Change the constant of a row that there is: its place and its new upper bound; None if there is none."""
+        if row.name not in self._bounded:
+            return None
+        place, scale = self._bounded[row.name]
+        upper = ((0.0 if self.peak else row.limit) - row.constant) / scale
+        self._entries[place] = entry = replace(self._entries[place], upper=upper)
+        return entry.row, upper
+
     def bound(self, row: Row) -> None:
         """(budget), with (keep) where a value is kept for several or may be gone, and (least)."""
         columns = [self.columns.pick[choice] + np.arange(len(b)) for choice, b in row.picks.items()]
@@ -252,6 +262,7 @@ class Model:
             limit, scale = 0.0, self.peak[1]
             columns.append(np.array([self.peak[0]]))
             values.append(np.array([-scale]))
+        self._bounded[row.name] = len(self._entries), scale
         column, value = np.concatenate(columns), np.concatenate(values) / scale
         self._add(np.zeros(len(column), np.int64), column, value, 1, -np.inf, (limit - row.constant) / scale)
 

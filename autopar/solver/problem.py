@@ -108,6 +108,8 @@ class Row:
     """Bytes alive at one moment:
 
     constant + sum picks[choice][c] + sum uses[wire][a] + sum again[choice][c] (share run again) + sum kept + sum least <= limit
+
+    Of rows of one name the last counts; they differ in nothing but the constant.
     """
 
     name: str

@@ -59,18 +59,24 @@ class Search:
     def bound(self, rows: Iterable[Row]) -> None:
         """Add rows to the program; with the first of them, what may be made again.
 
-        With those so much is new that presolving helps more than the last basis, unless the program is large.
+        With these so much is new, as with any in a program of some size, that presolving helps more than the last basis; in one
+        that is large before there are any it does not. Where a row is only tightened the last basis is near.
         """
         columns, entries, first = self.model.columns.count, self.model.rows, not self.treated
         if first:
             self.treated = True
             self.model.treat()
         for row in rows:
-            self.model.bound(row)
-        if first and self.model.rows < LARGE:
-            self._load()
-        else:
-            self._add(columns, entries)
+            tightened = self.model.tighten(row)
+            if tightened is None:
+                self.model.bound(row)
+            else:
+                self._relaxation.changeRowBounds(tightened[0], -highspy.kHighsInf, tightened[1])
+        if self.model.rows > entries:
+            if self.model.rows < LARGE if first else self.model.rows > LARGE / 5:
+                self._load()
+            else:
+                self._add(columns, entries)
 
     def _load(self) -> None:
         self._relaxation = load(self.model.part())

@@ -25,7 +25,7 @@ FEW = 0.2  # the share of choices up to which those that the relaxation left ope
 NEAR, POLISH = 1e-2, 15.0  # the gap beyond which a dive is followed by branching, and for how many seconds
 CLOSE = 5e-3  # of the least memory, by which an answer may exceed it
 ROUNDS = 12  # in which the least memory is sought
-WINDOWS = (0.02, 0.1, 0.4)  # of the relaxation, by which a solution within a budget may be dearer: the first that does is it
+WINDOWS = (0.01, 0.04, 0.16, 0.6)  # of the relaxation, by which a solution within a budget may be dearer; tried in turn
 SAME = 1e-6  # relative difference at which a price counts as equal to the bound
 
 Judge = Callable[[Solution, bool], Iterable[Row]]

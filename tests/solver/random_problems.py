@@ -91,7 +91,7 @@ def random_row(problem: Problem, seed: int) -> Row:
     )
     least = tuple(Least(wire=i, bytes=size(w.nodes)) for i, w in enumerate(problem.wires) if draw.random() < 0.4)
     return Row(
-        name="random",
+        name=f"random {seed}",
         limit=float(draw.randint(8, 25)),
         constant=float(draw.randint(0, 3)),
         picks={i: size(len(c.seconds)) for i, c in enumerate(problem.choices)},
