@@ -22,7 +22,7 @@ from autopar.errors import RuleError
 from autopar.ir import Op, Value
 from autopar.rules import RULES, Distributed, Fitted, Rule, fit
 from autopar.rules.law import Ranks, check, distributed_trials
-from autopar.runtime import attention, exchange, forms, losses, norms
+from autopar.runtime import attention, exchange, forms, losses, norms, recurrent
 from autopar.runtime.lockstep import ranks
 from autopar.runtime.world import Axis
 from tests.rules.examples import EXAMPLES
@@ -142,6 +142,11 @@ def alone(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return x.expand(axis.size, *x.shape)
 
 
+def repeated(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """The same, joined along a dim."""
+    return torch.cat([x] * axis.size, dim)
+
+
 def kept(held: tuple[torch.Tensor, torch.Tensor], axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
     """In place of what the rank before has: what this one has."""
     return held
@@ -161,6 +166,8 @@ MESSAGES: tuple[tuple[ModuleType, str, str, Callable[..., object]], ...] = (
     (norms, "gathered", "all_gather", alone),
     (attention, "passed_on", "all_to_all", kept),
     (exchange, "exchange", "all_to_all", own),
+    (recurrent, "all_gather__slice", "all_gather", repeated),
+    (recurrent, "identity__all_reduce", "all_reduce", deaf),
 )
 
 
