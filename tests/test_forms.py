@@ -378,6 +378,82 @@ def test_attention_with_a_mask_over_a_split_sequence_gives_equal_numbers(
     assert report.ok, report
 
 
+class Told(nn.Module):
+    """A recurrent network over a sequence, one row of it, and a linear layer."""
+
+    def __init__(self, made: type[nn.RNNBase], width: int) -> None:
+        super().__init__()
+        self.cells, self.down = made(8, width, num_layers=2, batch_first=True), nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.cells(x)[0]).square().sum()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("made, gates", [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_the_gates_of_a_recurrent_network_are_split(pool: WorkerPool, made: type[nn.RNNBase], gates: int, ranks: int) -> None:
+    """Every step gathers its gates, one after the other; the backward adds up the states' gradients."""
+    torch.manual_seed(0)
+    length, width, layers = 5, 128, 2
+    model, x, on = Told(made, width), torch.randn(1, length, 8), table.mesh((ranks,))
+    plan = autopar.plan(model, x, on)
+    name = "rnn_tanh" if made is nn.RNN else made.__name__.lower()
+    assert form(plan, f":{name}#") == f"{name}_gates"
+    stored = {plan.layouts[f"cells.{kind}_l{layer}"] for kind in ("weight_ih", "weight_hh") for layer in range(layers)}
+    assert stored == {"S(0)"}
+    sent = Counter((c.kind, c.where, c.bytes) for c in plan.collectives if c.value.startswith(f"cells:{name}#"))
+    assert sent == {
+        ("all_gather", "forward", 4 * length * gates * width): layers,
+        ("all_gather", "forward", 4 * gates * width): layers * length,
+        ("all_reduce", "backward", 4 * width): layers * (length - 1),
+        ("all_reduce", "backward", 4 * length * width): layers,  # of the last one the linear layer's
+    }
+    report = verify(model, x, on, plan, Options(), pool)
+    assert report.ok, report
+
+
+class Scan(nn.Module):
+    """A selective scan, as Mamba has it: step by step, or at once by sums of logarithms; every channel for itself."""
+
+    def __init__(self, channels: int, states: int, *, stepwise: bool) -> None:
+        super().__init__()
+        self.stepwise = stepwise
+        self.inwards, self.step, self.outwards = nn.Linear(8, channels), nn.Linear(8, channels), nn.Linear(channels, 8)
+        self.write, self.read = nn.Linear(8, states), nn.Linear(8, states)
+        self.decay = nn.Parameter(torch.rand(channels, states))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        step, value = nn.functional.softplus(self.step(x)).unsqueeze(-1), self.inwards(x).unsqueeze(-1)
+        logs = -step * self.decay.exp()  # batch, length, channels, states
+        given, read = step * value * self.write(x).unsqueeze(2), self.read(x).unsqueeze(2)
+        if self.stepwise:
+            state, states = torch.zeros_like(given[:, 0]), []
+            for t in range(x.shape[1]):
+                state = state * logs[:, t].exp() + given[:, t]
+                states.append(state)
+            held = torch.stack(states, 1)
+        else:
+            total = logs.cumsum(1)
+            held = total.exp() * (given * (-total).exp()).cumsum(1)
+        return self.outwards((held * read).sum(-1)).square().sum()
+
+
+@pytest.mark.parametrize("batch, split", [(1, "channels"), (8, "batch")])
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_a_selective_scan_is_split_by_its_factors_alone(pool: WorkerPool, stepwise: bool, batch: int, split: str) -> None:
+    """Over channels, or over the batch: nothing is sent inside the scan, which no form of its own knows."""
+    torch.manual_seed(0)
+    channels = 64 if split == "channels" else 9
+    model, x, on = Scan(channels, 3, stepwise=stepwise), torch.randn(batch, 5, 8), table.mesh((4,))
+    plan = autopar.plan(model, x, on)
+    inside = [op for op in plan.choices if op[1:].partition("#")[0] in ("cumsum", "exp", "mul", "stack", "add")]
+    _, *scan = inside  # the first is of the parameter alone
+    assert {plan.layouts[op] for op in scan} <= {f"S({dim})" for dim in ((1, 2) if split == "channels" else (0,))}
+    assert not planning.of(plan, *inside)
+    report = verify(model, x, on, plan, Options(), pool)
+    assert report.ok, report
+
+
 def mixture() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """One layer of attention and of eight experts, two for each token, which choose unevenly; with a batch."""
     torch.manual_seed(0)

@@ -43,7 +43,7 @@ def keys_and_values(call: Call, local: Local) -> int:
     return math.prod(key) + math.prod(value)
 
 
-def others(ranks: int) -> int:
+def others(call: Call, local: Local, ranks: int) -> int:
     """All ranks but this one."""
     return ranks - 1
 
@@ -57,7 +57,7 @@ RINGS = [  # the last rank sees all chunks, its own by half
         forward=(Sent("all_to_all", keys_and_values, others, wide=False),),
         backward=(
             Sent("all_to_all", keys_and_values, others, wide=False),
-            Sent("all_to_all", keys_and_values, lambda ranks: ranks),  # their gradients come home
+            Sent("all_to_all", keys_and_values, lambda call, local, ranks: ranks),  # their gradients come home
         ),
     )
     for able, work in ((looking_back, lambda ranks: 2 * ranks - 1), (looking_around, lambda ranks: ranks))

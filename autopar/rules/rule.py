@@ -33,14 +33,14 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One collective inside an op: its kind, and the elements of its larger buffer on one rank; `times` of so many ranks.
+    """One collective inside an op: its kind, and the elements of its larger buffer on one rank; `times` on so many ranks.
 
     They are of the first operand's dtype, or of float32 if that is narrower: sums and statistics are `wide`.
     """
 
     kind: str
     elements: Callable[[Call, Local], int]
-    times: Callable[[int], int] = lambda ranks: 1
+    times: Callable[[Call, Local, int], int] = lambda call, local, ranks: 1
     wide: bool = True
 
 

@@ -20,6 +20,7 @@ from autopar.runtime.collectives import largest, summed
 from autopar.runtime.exchange import experts, fetched
 from autopar.runtime.losses import chosen, classes, within
 from autopar.runtime.norms import batch_norm, group_norm, instance_norm, layer_norm, rms_norm
+from autopar.runtime.recurrent import gru_gates, lstm_gates, rnn_relu_gates, rnn_tanh_gates
 from autopar.runtime.world import Axis
 
 aten = torch.ops.aten
@@ -115,7 +116,7 @@ def safe_softmax(axis: Axis, x: torch.Tensor, dim: int, dtype: Wanted = None) ->
 
 _FUNCTIONS = (
     vocabulary, classes, chosen, softmax, log_softmax, safe_softmax, layer_norm, rms_norm, group_norm, instance_norm,
-    batch_norm, grouped, queries, ring, fetched, experts,
+    batch_norm, grouped, queries, ring, fetched, experts, lstm_gates, gru_gates, rnn_tanh_gates, rnn_relu_gates,
 )  # fmt: skip
 FORMS: dict[str, Callable[..., object]] = {
     **{function.__name__: function for function in _FUNCTIONS},

@@ -116,7 +116,7 @@ def inside(
         size = sent.elements(call, local) * max(dtype.itemsize, torch.float32.itemsize if sent.wide else 1)
         seconds = float(collective_seconds(sent.kind, float(size), mesh.sizes[axis], mesh.links[axis]))
         message = Message(values=(op.results[0].name,), axis=axis, kind=sent.kind, where=where, bytes=size, seconds=seconds)
-        yield from repeat(message, sent.times(mesh.sizes[axis]))
+        yield from repeat(message, sent.times(call, local, mesh.sizes[axis]))
 
 
 def returns(analysis: Analysis, value: Value, layout: Layout, mesh: Mesh) -> Iterator[Message]:

@@ -68,6 +68,16 @@ class Labels(Places):
 
 
 @dataclass(frozen=True, slots=True)
+class Ends(T):
+    """Where groups of `high` rows end, that have any number of rows."""
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        drawn = torch.randint(0, self.high, self.shape, generator=generator).sort()[0]
+        drawn[-1] = self.high
+        return drawn
+
+
+@dataclass(frozen=True, slots=True)
 class From(T):
     """Integers from `low` to below `high`."""
 

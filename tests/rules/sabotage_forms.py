@@ -17,14 +17,16 @@ from typing import TypeVar
 from unittest import mock
 
 import torch
+import transformers.integrations.moe  # noqa: F401  (an operator)
 
 from autopar.errors import RuleError
 from autopar.ir import Op, Value
-from autopar.rules import RULES, Distributed, Fitted, Rule, fit
+from autopar.rules import Distributed, Fitted, Rule, fit, rule_of
 from autopar.rules.law import Ranks, check, distributed_trials
-from autopar.runtime import attention, exchange, forms, losses, norms
+from autopar.runtime import attention, exchange, forms, losses, norms, recurrent
 from autopar.runtime.lockstep import ranks
 from autopar.runtime.world import Axis
+from tests.rules.drawing import Ends, ex, t
 from tests.rules.examples import EXAMPLES
 
 T = TypeVar("T")
@@ -32,7 +34,8 @@ Built = tuple[Op, dict[str, Value], dict[str, torch.Tensor]]
 Change = tuple[str, Distributed, Ranks]  # in words, the form, and what runs its ranks
 STATES = {"R": "I", "I": "R", "P": "I"}
 PLACED = ("vocabulary", "classes", "chosen", "queries", "grouped")  # whose ranks know their places, beside sending
-TRUSTING = ("queries", "ring")  # whose kernels compute with any sizes, and stop the process where there is nothing
+TRUSTING = ("queries", "ring", "experts")  # wrong sizes stop the process: of kernels, or of what gloo receives
+CALLS = EXAMPLES | {"transformers.grouped_mm_fallback.default": [ex(t(12, 5), t(4, 5, 6), Ends((4,), torch.int64, 12))]}
 TRUE = {
     ("group_norm_channels", "splits d1 for c"),  # planes in place of channels
     ("fetched", "does not split v"),  # the first rank has all rows, and sends them
@@ -53,7 +56,7 @@ class Mutant:
     def caught(self) -> str:
         """What the law says of it; empty if nothing."""
         try:
-            check(*self.built, rule=replace(RULES[self.target], distributed=(self.wrong,)), ranks=self.ranks)
+            check(*self.built, rule=replace(_rule(self.target), distributed=(self.wrong,)), ranks=self.ranks)
         except RuleError as error:
             return f"{error.details.get('trial', error.what)}: {error.details.get('where', '')}"
         except Exception as error:  # the sizes make no sense at all
@@ -64,18 +67,24 @@ class Mutant:
 def mutants() -> Iterator[Mutant]:
     """Every mutant of every form."""
     seen = set()
-    for target, examples in sorted(EXAMPLES.items()):
-        for form in RULES[target].distributed:
+    for target, examples in sorted(CALLS.items()):
+        for form in _rule(target).distributed:
             built = next((made for made in (example.build(target) for example in examples) if _serves(form, made)), None)
             if built and form not in seen:
                 seen.add(form)
-                for what, wrong, run in _changes(form, RULES[target], *built[:2]):
+                for what, wrong, run in _changes(form, _rule(target), *built[:2]):
                     if (form.name, what) not in TRUE:
                         yield Mutant(target=target, form=form.name, what=what, wrong=wrong, built=built, ranks=run)
 
 
+def _rule(target: str) -> Rule:
+    rule = rule_of(target)
+    assert rule is not None
+    return rule
+
+
 def _serves(form: Distributed, built: Built) -> bool:
-    fitted = fit(*built[:2], rule=replace(RULES[built[0].target], distributed=(form,)))
+    fitted = fit(*built[:2], rule=replace(_rule(built[0].target), distributed=(form,)))
     return fitted is not None and any(distributed_trials(fitted))
 
 
@@ -142,6 +151,11 @@ def alone(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return x.expand(axis.size, *x.shape)
 
 
+def repeated(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """The same, joined along a dim."""
+    return torch.cat([x] * axis.size, dim)
+
+
 def kept(held: tuple[torch.Tensor, torch.Tensor], axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
     """In place of what the rank before has: what this one has."""
     return held
@@ -161,6 +175,8 @@ MESSAGES: tuple[tuple[ModuleType, str, str, Callable[..., object]], ...] = (
     (norms, "gathered", "all_gather", alone),
     (attention, "passed_on", "all_to_all", kept),
     (exchange, "exchange", "all_to_all", own),
+    (recurrent, "all_gather__slice", "all_gather", repeated),
+    (recurrent, "identity__all_reduce", "all_reduce", deaf),
 )
 
 
