@@ -16,18 +16,26 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from autopar.decisions import Decisions
 from autopar.errors import InputError
 from autopar.ir import Op, Program
 from autopar.layout import Layout
 from autopar.rules import Fitted
-from autopar.rules.rule import Dims
 from autopar.solver.analysis import Analysis
 
-# ("value", name, dim, axis, stride) or ("op", name, factor, axis, stride), with the stride at the sizes of the plan.
-Digit = tuple[str, str, int, int, int]
 Fits = Mapping[str, Fitted | None]
+
+
+class Digit(NamedTuple):
+    """A split: which digit of a dim of a value, or of a factor of an op, an axis owns; by its stride at the plan's sizes."""
+
+    kind: str  # "value" or "op"
+    name: str
+    place: int  # the dim, or the factor
+    axis: int
+    stride: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +69,10 @@ class Digits:
         for name, layouts in _layouts(self.old, self.decisions).items():
             for layout in layouts:
                 self._layout(name, layout)
-        for nest in self.nests:
-            before, now = self.lengths[nest[0]]
-            if before == nest[0][4] * self.sizes[nest[0][3]]:  # it is the outermost one of all
-                self._settle(nest[0], Fraction(now, self.sizes[nest[0][3]]))
+        for outer, *_ in self.nests:
+            before, now = self.lengths[outer]
+            if before == self._extent(outer):  # nothing is left of it
+                self._settle(outer, Fraction(now, self.sizes[outer.axis]))
         self._nested()
         for digit, (before, now) in self.lengths.items():
             if digit in self.found:
@@ -72,7 +80,7 @@ class Digits:
             stride = self._searched(digit)
             if stride is None and before != now:
                 raise self._unclear(digit)
-            self._settle(digit, Fraction(digit[4]) if stride is None else stride)
+            self._settle(digit, Fraction(digit.stride) if stride is None else stride)
             self._nested()
         return self.found
 
@@ -80,48 +88,51 @@ class Digits:
         """Settle what is nowhere outermost but nested in what is settled."""
         for nest in self.nests:
             for outer, inner in itertools.pairwise(nest):
-                if inner not in self.found and outer in self.found and outer[4] == inner[4] * self.sizes[inner[3]]:
-                    self._settle(inner, self.found[outer] / self.sizes[inner[3]])
+                if inner not in self.found and outer in self.found and outer.stride == self._extent(inner):
+                    self._settle(inner, self.found[outer] / self.sizes[inner.axis])
+
+    def _extent(self, digit: Digit) -> int:
+        """The elements over which a digit takes all of its values once."""
+        return digit.stride * self.sizes[digit.axis]
 
     def _searched(self, digit: Digit) -> Fraction | None:
-        """The stride of a digit of a value, found where the rules would carry it, though the plan does not."""
+        """The stride of a digit, found where the rules would carry it though the plan does not."""
         todo, seen = [(digit, Fraction(1))], {digit}
-        for place, times in todo:
-            kind, name, dim, axis, stride = place
-            if place in self.found:
-                return self.found[place] * times
-            if kind == "op":
-                todo += [(relation.digit, times / relation.times) for relation in self.relations.get(place, ())]
+        for one, times in todo:
+            if one in self.found:
+                return self.found[one] * times
+            if one.kind == "op":
+                todo += [(relation.digit, times / relation.times) for relation in self.relations[one]]
                 continue
-            before, now = (program.values[name].shape[dim] for program in (self.old, self.new.program))
-            if before == stride * self.sizes[axis]:
-                return Fraction(now, self.sizes[axis]) * times
-            for other, ratio in self._beside(place):
+            before, now = self._lengths(one.name, one.place)
+            if before == self._extent(one):
+                return Fraction(now, self.sizes[one.axis]) * times
+            for other, ratio in self._beside(one):
                 if other not in seen:
                     seen.add(other)
                     todo.append((other, times * ratio))
         return None
 
+    def _lengths(self, name: str, dim: int) -> tuple[int, int]:
+        """How long a dim was, and is."""
+        return self.old.values[name].shape[dim], self.new.program.values[name].shape[dim]
+
     def _beside(self, digit: Digit) -> Iterator[tuple[Digit, Fraction]]:
         """The same digit in other dims, by the rules of the ops that touch the value: its stride is so many times theirs."""
-        _, name, dim, axis, stride = digit
-        for op in self.touching.get(name, ()):
+        for op in self.touching.get(digit.name, ()):
             before, now = self.fits[op.name], self.new.fits[op.name]
             if before is None or now is None:
                 continue
-            names = (*op.operands, *(result.name for result in op.results))
-            spots = [
-                (other, d, parts)
-                for other, dims in zip(names, (*before.operands, *before.results), strict=True)
-                for d, parts in enumerate(dims)
-            ]
-            for parts in (parts for other, d, parts in spots if (other, d) == (name, dim)):
+            spots = [*_spots(op, before)]
+            for parts in (parts for name, dim, parts in spots if (name, dim) == (digit.name, digit.place)):
                 for factor in parts:
                     was, is_ = _inside(parts, factor, before), _inside(parts, factor, now)
-                    if stride % was == 0 and stride * self.sizes[axis] <= was * before.factors[factor].size:
-                        for other, d, places in ((o, d, p) for o, d, p in spots if factor in p):
-                            step = stride // was * _inside(places, factor, before)
-                            yield ("value", other, d, axis, step), Fraction(is_, _inside(places, factor, now))
+                    if digit.stride % was or self._extent(digit) > was * before.factors[factor].size:
+                        continue  # it is a digit of another factor
+                    for name, dim, others in spots:
+                        if factor in others:
+                            step = digit.stride // was * _inside(others, factor, before)
+                            yield digit._replace(name=name, place=dim, stride=step), Fraction(is_, _inside(others, factor, now))
 
     def _settle(self, digit: Digit, stride: Fraction) -> None:
         """Give a digit its stride, and all that follow from it."""
@@ -136,11 +147,10 @@ class Digits:
             todo += [(relation.digit, stride * relation.times) for relation in self.relations.get(digit, ())]
 
     def _unclear(self, digit: Digit) -> InputError:
-        kind, name, _, axis, _ = digit
         return InputError(
             f"it is not clear how the plan splits {self.called}: two dims are equally long in the sample",
-            **{kind: name},
-            axis=axis,
+            **{digit.kind: digit.name},
+            axis=digit.axis,
             fix="plan with a sample whose sizes differ from each other and from those of the model",
         )
 
@@ -155,20 +165,14 @@ class Digits:
                 continue
             for factor in (which,) if kind == "S" else before.spread(before.distributed[which]):
                 step = stride if kind == "S" else before.factors[factor].size // self.sizes[axis]
-                digit = ("op", op.name, factor, axis, step)
+                digit = Digit("op", op.name, factor, axis, step)
                 nests.setdefault(factor, []).append((step, digit))
                 self.lengths[digit] = before.factors[factor].size, now.factors[factor].size
-                self._dims(digit, zip(op.operands, before.operands, strict=True), before, now)
-                self._dims(digit, zip((r.name for r in op.results), before.results, strict=True), before, now)
+                for name, dim, parts in _spots(op, before):
+                    if factor in parts:
+                        place = Digit("value", name, dim, axis, step * _inside(parts, factor, before))
+                        self._relate(digit, place, Fraction(_inside(parts, factor, now)))
         self.nests |= {tuple(digit for _, digit in sorted(nest, reverse=True)): None for nest in nests.values()}
-
-    def _dims(self, digit: Digit, tensors: Iterator[tuple[str, Dims]], before: Fitted, now: Fitted) -> None:
-        _, _, factor, axis, stride = digit
-        for name, dims in tensors:
-            for dim, parts in enumerate(dims):
-                if factor in parts:
-                    place = ("value", name, dim, axis, stride * _inside(parts, factor, before))
-                    self._relate(digit, place, Fraction(_inside(parts, factor, now)))
 
     def _relate(self, one: Digit, other: Digit, times: Fraction) -> None:
         self.relations.setdefault(one, []).append(Relation(digit=other, times=times))
@@ -179,11 +183,18 @@ class Digits:
         nests: dict[int, list[tuple[int, Digit]]] = {}
         for axis, state in enumerate(layout):
             if state.kind == "S":
-                digit = ("value", name, state.dim, axis, state.stride)
+                digit = Digit("value", name, state.dim, axis, state.stride)
                 nests.setdefault(state.dim, []).append((state.stride, digit))
-                lengths = (program.values[name].shape[state.dim] for program in (self.old, self.new.program))
-                self.lengths[digit] = next(lengths), next(lengths)
+                self.lengths[digit] = self._lengths(name, state.dim)
         self.nests |= {tuple(digit for _, digit in sorted(nest, reverse=True)): None for nest in nests.values()}
+
+
+def _spots(op: Op, fitted: Fitted) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """Every dim of an op's operands and results, with its factors: (value, dim, factors)."""
+    names = (*op.operands, *(result.name for result in op.results))
+    for name, dims in zip(names, (*fitted.operands, *fitted.results), strict=True):
+        for dim, parts in enumerate(dims):
+            yield name, dim, parts
 
 
 def _inside(parts: tuple[int, ...], factor: int, fitted: Fitted) -> int:

@@ -51,7 +51,7 @@ class Resizer:
         strides = self._strides(self._new(program, called), called)
         path, dim = size.places[0]
         part = self.program.values[path].shape[dim]  # of a micro-batch
-        grown = [digit[4] for digit, stride in strides.items() if stride / digit[4] == Fraction(number, size.sample)]
+        grown = [digit.stride for digit, stride in strides.items() if stride / digit.stride == Fraction(number, size.sample)]
         return part // math.gcd(part, *grown) * (size.sample // part)
 
     def _new(self, program: Program, called: str) -> Analysis:
@@ -69,11 +69,10 @@ class Resizer:
     def _whole(self, digit: Digit, stride: Fraction, called: str) -> int:
         if stride.denominator == 1:
             return int(stride)
-        kind, name, _, axis, _ = digit
+        axis = f"the {self.mesh.sizes[digit.axis]} devices of mesh axis {self.mesh.axes[digit.axis]!r}"
         raise InputError(
-            f"{called} cannot be split as the plan does over the {self.mesh.sizes[axis]} devices of mesh axis "
-            f"{self.mesh.axes[axis]!r}",
-            **{kind: name},
+            f"{called} cannot be split as the plan does over {axis}",
+            **{digit.kind: digit.name},
             fix="a size that the plan's layouts divide, or a plan made for this one",
         )
 
@@ -109,10 +108,16 @@ def same_structure(old: Program, new: Program, called: str) -> None:
     if len(old.ops) != len(new.ops):
         longer = max(old.ops, new.ops, key=len)
         raise _other(longer[min(len(old.ops), len(new.ops))], called, f"{len(new.ops)} operators, planned {len(old.ops)}")
-    if [(o.path, o.value) for o in old.outputs] != [(o.path, o.value) for o in new.outputs]:
-        raise _other(new.ops[-1], called, "other results")
+    if _ends(old) != _ends(new):
+        raise _other(new.ops[-1], called, "what it is given and returns, or what its micro-batches share")
     if old.loop and new.loop and old.loop.ahead and new.loop.ahead:
         same_structure(old.loop.ahead, new.loop.ahead, called)
+
+
+def _ends(program: Program) -> object:
+    """What must be the same of inputs and outputs, and of what they are over the micro-batches of a step."""
+    names = [value.name for value in program.inputs], [(output.path, output.value) for output in program.outputs]
+    return names, [(state.kind, state.dim) for state in program.over_time.values()]
 
 
 def _structure(op: Op) -> object:
@@ -176,7 +181,7 @@ class _Carrier:
         def form(axis: int, old: Form) -> Form:
             kind, which, stride = old
             if kind == "S":
-                return kind, which, self.strides["op", name, which, axis, stride]
+                return kind, which, self.strides[Digit("op", name, which, axis, stride)]
             if kind == "D" and fitted:
                 return kind, which, fitted.factors[fitted.spread(fitted.distributed[which])[0]].size // self.new.sizes[axis]
             return old
@@ -185,7 +190,9 @@ class _Carrier:
 
     def _layout(self, value: Value, layout: Layout) -> Layout:
         def state(axis: int, old: State) -> State:
-            return split(old.dim, self.strides["value", value.name, old.dim, axis, old.stride]) if old.kind == "S" else old
+            if old.kind != "S":
+                return old
+            return split(old.dim, self.strides[Digit("value", value.name, old.dim, axis, old.stride)])
 
         found = tuple(state(axis, old) for axis, old in enumerate(layout))
         if not valid(found, value.shape, self.new.sizes):

@@ -73,6 +73,8 @@ class Size:
 
 def declared(dynamic: Mapping[str, Dims | Dynamic], shapes: Mapping[str, Shape]) -> tuple[Size, ...]:
     """The sizes that a user declares for a sample with these shapes. Raises ConstraintError for what it does not have."""
+    if not isinstance(dynamic, Mapping):
+        raise ConstraintError(f"dynamic={dynamic!r} names no sizes", fix='a mapping of names to dims, such as {"batch": 0}')
     found: dict[Place, str] = {}
     sizes = []
     for name, given in dynamic.items():
@@ -82,8 +84,7 @@ def declared(dynamic: Mapping[str, Dims | Dynamic], shapes: Mapping[str, Shape])
             if other := found.get(place):
                 raise ConstraintError(f"dim {place[1]} of {place[0]} is declared twice: as {other!r} and as {name!r}")
             found[place] = name
-        size = _size(name, places, wanted, shapes)
-        sizes.append(size)
+        sizes.append(_size(name, places, wanted, shapes))
     return tuple(sizes)
 
 
