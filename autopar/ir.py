@@ -83,7 +83,8 @@ class Op:
 class Parameter:
     """A parameter or buffer; `names` are all the names under which the model knows it (several when it is tied).
 
-    `reduce` is the dtype in which the gradients of its copies in narrower dtypes are added up; None for its own.
+    `reduce` is the dtype in which the gradients of its copies in narrower dtypes are added up; None for its own. The value of
+    a padded one is larger than what is stored, of shape `true`.
     """
 
     value: Value
@@ -91,14 +92,19 @@ class Parameter:
     persistent: bool = True
     used: bool = True
     reduce: torch.dtype | None = None
+    true: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """One result of the model: the value's name, and its place in what `forward` returns ("loss", "logits", "0", ...)."""
+    """One result of the model: the value's name, and its place in what `forward` returns ("loss", "logits", "0", ...).
+
+    Of a padded value the model returns the beginning, of shape `true`.
+    """
 
     value: str
     path: str
+    true: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +166,16 @@ class Program:
         states = (*self.loop.inputs, *self.loop.outputs) if self.loop else (I,) * len(given)
         return dict(zip(given, states, strict=True))
 
+    @functools.cached_property
+    def true(self) -> dict[str, tuple[int, ...]]:
+        """The shapes that padded parameters and outputs have outside of the program."""
+        held = {parameter.value.name: parameter.true for parameter in self.parameters}
+        returned = {output.value: output.true for output in self.outputs}
+        return {name: shape for name, shape in (held | returned).items() if shape}
+
     def whole(self, name: str) -> tuple[int, ...]:
-        """The shape of an input or output for the whole batch."""
-        shape, state = self.values[name].shape, self.over_time[name]
+        """The shape of an input or output for the whole batch, without padding."""
+        shape, state = self.true.get(name, self.values[name].shape), self.over_time[name]
         return tuple(size * (self.runs if (state.kind, dim) == ("S", state.dim) else 1) for dim, size in enumerate(shape))
 
     @functools.cached_property
@@ -173,6 +186,7 @@ class Program:
     def _structure(self) -> str:
         held = (*self.parameters, *self.buffers)
         ties = "\n".join(f"{p.names} {p.persistent} {p.used}{f' {p.reduce}' if p.reduce else ''}" for p in held)
+        ties += f"\n{self.true}" if self.true else ""
         loop, ahead = self.loop, self.loop.ahead if self.loop else None
         over = f"\n{loop.runs} {loop.inputs} {loop.outputs} {ahead.hash if ahead else ''}" if loop else ""
         return f"{self._text(devices=False)}\n{ties}{over}"

@@ -5,6 +5,7 @@
     layouts   value or parameter -> its layout as produced or stored; "output:loss" -> that output
     routes    value -> its conversions, "I, S(0) -> R, S(0)"
     again     what the backward makes again instead of keeping it: op -> "run"; value -> these of its conversions
+    padded    parameter -> its shape, and the one in which the program has it: "101 x 8 -> 104 x 8"
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from autopar.layout import I, Layout, parse, text
 from autopar.mesh import Bytes, Mesh, Seconds
 from autopar.passes.again import may_run
 from autopar.passes.candidates import Candidate, Form, candidate
+from autopar.passes.microbatches import microbatches
+from autopar.passes.padding import padded
 from autopar.rules import Fitted
 from autopar.tables import plain, tables
 
@@ -72,6 +75,7 @@ class Plan:
     layouts: Mapping[str, str]
     routes: Mapping[str, tuple[str, ...]]
     again: Mapping[str, tuple[str, ...]]
+    padded: Mapping[str, str]
     collectives: tuple[Collective, ...]
     evidence: Evidence
 
@@ -122,6 +126,7 @@ class Plan:
                 layouts={str(k): str(v) for k, v in data["layouts"].items()},
                 routes={str(k): tuple(map(str, v)) for k, v in data["routes"].items()},
                 again={str(k): tuple(map(str, v)) for k, v in data["again"].items()},
+                padded={str(k): str(v) for k, v in data["padded"].items()},
                 collectives=tuple(Collective(**{k: v for k, v in entry.items() if k in known}) for entry in entries),
                 evidence=Evidence.of(data["evidence"]),
             )  # fmt: skip
@@ -194,6 +199,32 @@ def describe(
         if chosen := tuple(step_text(name, step) for step in steps if (name, step) in decisions.again.steps):
             again[name] = (*again.get(name, ()), *chosen)
     return choices, layouts, routes, again
+
+
+def paddings(program: Program) -> dict[str, str]:
+    """The padded parameters of a program as a plan has them."""
+
+    def shape_text(shape: tuple[int, ...]) -> str:
+        return " x ".join(map(str, shape))
+
+    return {
+        p.value.name: f"{shape_text(p.true)} -> {shape_text(p.value.shape)}" for p in program.parameters if p.true is not None
+    }
+
+
+def as_planned(plan: Plan, program: Program) -> Program:
+    """A captured program as the plan has it: for one of its micro-batches, and padded.
+
+    Raises PlanError if the plan pads what cannot be padded so.
+    """
+    program = microbatches(program, plan.microbatches)
+    try:
+        rooms = {name: tuple(map(int, line.partition(" -> ")[2].split(" x "))) for name, line in plan.padded.items()}
+        made = padded(program, rooms)
+    except (KeyError, ValueError, LayoutError) as error:
+        check_program(plan, program)
+        raise PlanError("the plan is damaged", error=f"it pads what cannot be: {error}", fix="make the plan again") from error
+    return made
 
 
 def check_program(plan: Plan, program: Program) -> None:

@@ -24,9 +24,10 @@ from autopar.ir import Op, Output, Program, qualified, text, writes
 from autopar.mesh import Bytes, Device, Mesh, Seconds
 from autopar.passes import normalise
 from autopar.passes.microbatches import counts, microbatches
+from autopar.passes.padding import padded, rooms
 from autopar.passes.precision import DTYPES, MIXED, mixed, received, stored
 from autopar.passes.strategies import constrained, demands
-from autopar.plan import Collective, Plan, describe
+from autopar.plan import Collective, Plan, describe, paddings
 from autopar.rules import rule_of
 from autopar.solver.account import account, conversions
 from autopar.solver.analysis import Analysis, analyse
@@ -41,6 +42,7 @@ from autopar.tables import size_text
 AUTO = "auto"  # as many micro-batches as are best
 SMALLEST = "smallest"  # what a BudgetError calls the smallest budget that works
 NAMED = ("ddp", "zero2", "fsdp", "megatron", "replicate")
+PADDED = ("auto", "megatron")  # what tries to pad dims: the others split the batch, and parameters as they are
 PLENTY: Bytes = 1 << 60
 FAR = 1e-3  # the gap beyond which more is tried
 Stop = Callable[[str], None]  # called with the name of each phase when it ends
@@ -177,7 +179,39 @@ def _solved(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solve
 
 
 def _solved_so(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
-    """The solution for a program whose number of micro-batches is settled."""
+    """The solution for a program whose number of micro-batches is settled, padded where that is better or the only way."""
+    wide = padded(program, rooms(program, mesh.sizes)) if options.strategy in PADDED else program
+    if wide is program:
+        return _solved_as(program, mesh, options, stop)
+    try:
+        best = _solved_as(program, mesh, options, stop)
+    except (BudgetError, ConstraintError, MeshError) as error:
+        try:
+            return _solved_as(wide, mesh, options, stop)
+        except (BudgetError, ConstraintError, MeshError):
+            raise error from None
+    found = _cheaper(best, wide, mesh, options)
+    stop("pad")
+    return found or best
+
+
+def _cheaper(best: Solved, wide: Program, mesh: Mesh, options: Options) -> Solved | None:
+    """The solution of a padded program, if it beats the best one of the program as it is."""
+    analysis, outputs = analysed(wide, mesh, options), sharded(wide, options.outputs)
+    try:
+        wanted = demands(wide, mesh, options.strategy, options.constraints, analysis.fits)
+        formulated = formulate(analysis, mesh, best.optimizer, demands=wanted, sharded_outputs=outputs)
+    except ConstraintError:
+        return None
+    ledger, seconds = Ledger(formulated, best.optimizer), step_time(best.formulated, best.solution)
+    found = within(formulated, ledger, parse_bytes(options.budget, mesh), cutoff=seconds)
+    if found is None or step_time(formulated, found) >= seconds:
+        return None
+    return Solved(ledger=ledger, solution=found, optimizer=best.optimizer)
+
+
+def _solved_as(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
+    """The solution for a program as it is."""
     analysis = analysed(program, mesh, options)
     _without_rule(analysis, strict=options.strict)
     stop("analyse")
@@ -283,6 +317,7 @@ def finish(found: Solved, options: Options, chosen: Decisions | None = None) -> 
         layouts=layouts,
         routes=routes,
         again=again,
+        padded=paddings(program),
         evidence=evidence,
     )
 

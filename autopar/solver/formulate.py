@@ -266,7 +266,8 @@ def stored(parameter: Parameter, sizes: tuple[int, ...], blocks: Blocks) -> list
     """The layouts in which a parameter or buffer may be stored: every axis I or S."""
     if not parameter.used:
         return [(I,) * len(sizes)]
-    return invariant_or_split(parameter.value.shape, sizes, blocks)
+    found, true = invariant_or_split(parameter.value.shape, sizes, blocks), parameter.true
+    return [layout for layout in found if storable(layout, true, sizes)] if true else found
 
 
 def invariant_or_split(shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Blocks) -> list[Layout]:
