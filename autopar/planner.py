@@ -185,10 +185,10 @@ def _solved_so(program: Program, mesh: Mesh, options: Options, stop: Stop) -> So
         return _solved_as(program, mesh, options, stop)
     try:
         best = _solved_as(program, mesh, options, stop)
-    except (BudgetError, ConstraintError, MeshError) as error:
+    except (BudgetError, ConstraintError) as error:
         try:
             return _solved_as(wide, mesh, options, stop)
-        except (BudgetError, ConstraintError, MeshError):
+        except (BudgetError, ConstraintError):
             raise error from None
     found = _cheaper(best, wide, mesh, options)
     stop("pad")

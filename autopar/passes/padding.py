@@ -41,14 +41,13 @@ class Strand:
 
 
 def rooms(program: Program, sizes: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """The shapes of parameters in which every dim that can be padded has room for equal parts on the largest axis of these
-    sizes that does not divide it."""
+    """The shapes of parameters in which every dim that can be padded has room for equal parts (`longer`)."""
     walk, found, seen = _Walk(program), dict[str, tuple[int, ...]](), set[tuple[str, int]]()
     taken = set[str]()  # the computed values of strands: each may be padded in one dim
     for value in (p.value for p in program.parameters if p.used):
         for dim, size in enumerate(value.shape):
-            room = max((chunk(size, axis) * axis for axis in sizes if size % axis), default=size)
-            if room == size or room - size > MOST * size or (value.name, dim) in seen:
+            room = longer(size, sizes)
+            if room == size or (value.name, dim) in seen:
                 continue
             places = walk.places(value.name, dim)
             seen.update(places.items())
@@ -59,6 +58,19 @@ def rooms(program: Program, sizes: Sequence[int]) -> dict[str, tuple[int, ...]]:
                     shape = found.get(name, program.values[name].shape)
                     found[name] = _with(shape, {places[name]: room})
     return {p.value.name: found[p.value.name] for p in program.parameters if p.value.name in found}
+
+
+def longer(size: int, sizes: Sequence[int]) -> int:
+    """The length at which a dim has equal parts on the largest axis that does not divide it, and still on those that do.
+
+    The dim's own size where that takes much padding.
+
+    >>> longer(101, (2, 4)), longer(8, (3, 4)), longer(9, (8,))
+    (104, 8, 9)
+    """
+    room = max((chunk(size, axis) * axis for axis in sizes if size % axis), default=size)
+    apart = any(room % axis for axis in sizes if size % axis == 0)
+    return size if apart or room - size > MOST * size else room
 
 
 def padded(program: Program, rooms: Rooms) -> Program:
