@@ -83,8 +83,7 @@ class Op:
 class Parameter:
     """A parameter or buffer; `names` are all the names under which the model knows it (several when it is tied).
 
-    `reduce` is the dtype in which the gradients of its copies in narrower dtypes are added up; None for its own. The value of
-    a padded one is larger than what is stored, of shape `true`.
+    `reduce` is the dtype in which the gradients of its copies in narrower dtypes are added up; None for its own.
     """
 
     value: Value
@@ -92,19 +91,14 @@ class Parameter:
     persistent: bool = True
     used: bool = True
     reduce: torch.dtype | None = None
-    true: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """One result of the model: the value's name, and its place in what `forward` returns ("loss", "logits", "0", ...).
-
-    Of a padded value the model returns the beginning, of shape `true`.
-    """
+    """One result of the model: the value's name, and its place in what `forward` returns ("loss", "logits", "0", ...)."""
 
     value: str
     path: str
-    true: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +117,10 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A captured model. Values are defined before they are used; inputs are in the order of `forward`'s flat arguments."""
+    """A captured model. Values are defined before they are used; inputs are in the order of `forward`'s flat arguments.
+
+    `padded` has values that are longer than in the model, with their true shapes: parameters, outputs, and what else tells it.
+    """
 
     ops: tuple[Op, ...]
     inputs: tuple[Value, ...]
@@ -131,6 +128,7 @@ class Program:
     buffers: tuple[Parameter, ...]
     outputs: tuple[Output, ...]
     loop: Loop | None = None
+    padded: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def runs(self) -> int:
@@ -168,10 +166,8 @@ class Program:
 
     @functools.cached_property
     def true(self) -> dict[str, tuple[int, ...]]:
-        """The shapes that padded parameters and outputs have outside of the program."""
-        held = {parameter.value.name: parameter.true for parameter in self.parameters}
-        returned = {output.value: output.true for output in self.outputs}
-        return {name: shape for name, shape in (held | returned).items() if shape}
+        """The true shapes of padded values."""
+        return dict(self.padded)
 
     def whole(self, name: str) -> tuple[int, ...]:
         """The shape of an input or output for the whole batch, without padding."""
@@ -186,7 +182,7 @@ class Program:
     def _structure(self) -> str:
         held = (*self.parameters, *self.buffers)
         ties = "\n".join(f"{p.names} {p.persistent} {p.used}{f' {p.reduce}' if p.reduce else ''}" for p in held)
-        ties += f"\n{self.true}" if self.true else ""
+        ties += f"\n{self.padded}" if self.padded else ""
         loop, ahead = self.loop, self.loop.ahead if self.loop else None
         over = f"\n{loop.runs} {loop.inputs} {loop.outputs} {ahead.hash if ahead else ''}" if loop else ""
         return f"{self._text(devices=False)}\n{ties}{over}"

@@ -5,7 +5,7 @@
     layouts   value or parameter -> its layout as produced or stored; "output:loss" -> that output
     routes    value -> its conversions, "I, S(0) -> R, S(0)"
     again     what the backward makes again instead of keeping it: op -> "run"; value -> these of its conversions
-    padded    parameter -> its shape, and the one in which the program has it: "101 x 8 -> 104 x 8"
+    padded    value or parameter -> its true shape, and the one in which the program has it: "101 x 8 -> 104 x 8"
 """
 
 from __future__ import annotations
@@ -202,14 +202,16 @@ def describe(
 
 
 def paddings(program: Program) -> dict[str, str]:
-    """The padded parameters of a program as a plan has them."""
+    """What is padded of a program, as a plan has it."""
 
     def shape_text(shape: tuple[int, ...]) -> str:
         return " x ".join(map(str, shape))
 
+    returned = {output.value for output in program.outputs}
     return {
-        p.value.name: f"{shape_text(p.true)} -> {shape_text(p.value.shape)}" for p in program.parameters if p.true is not None
-    }
+        name: f"{shape_text(true)} -> {shape_text(program.values[name].shape)}"
+        for name, true in program.padded if name not in returned
+    }  # fmt: skip
 
 
 def as_planned(plan: Plan, program: Program) -> Program:

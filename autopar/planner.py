@@ -180,33 +180,42 @@ def _solved(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solve
 
 def _solved_so(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
     """The solution for a program whose number of micro-batches is settled, padded where that is better or the only way."""
-    wide = padded(program, rooms(program, mesh.sizes)) if options.strategy in PADDED else program
-    if wide is program:
-        return _solved_as(program, mesh, options, stop)
-    try:
-        best = _solved_as(program, mesh, options, stop)
-    except (BudgetError, ConstraintError) as error:
+    best: Solved | None = None
+    refused: list[AutoparError] = []
+    for wide in _paddings(program, mesh, options):
         try:
-            return _solved_as(wide, mesh, options, stop)
-        except (BudgetError, ConstraintError):
-            raise error from None
-    found = _cheaper(best, wide, mesh, options)
-    stop("pad")
-    return found or best
+            if best is None:
+                best = _solved_as(wide, mesh, options, stop)
+            else:
+                best = _cheaper(best, wide, mesh, options)
+                stop("pad")
+        except (BudgetError, ConstraintError) as error:
+            refused.append(error)
+    if best is None:
+        raise refused[0]
+    return best
 
 
-def _cheaper(best: Solved, wide: Program, mesh: Mesh, options: Options) -> Solved | None:
-    """The solution of a padded program, if it beats the best one of the program as it is."""
+def _paddings(program: Program, mesh: Mesh, options: Options) -> Iterator[Program]:
+    """The program, the same with what can be stored in chunks padded, and with all that can be; what differs."""
+    yield program
+    light = rooms(program, mesh.sizes) if options.strategy in PADDED else {}
+    if light:
+        yield padded(program, light)
+    heavy = rooms(program, mesh.sizes, parts=True) if options.strategy in PADDED else {}
+    if heavy != light:
+        yield padded(program, heavy)
+
+
+def _cheaper(best: Solved, wide: Program, mesh: Mesh, options: Options) -> Solved:
+    """The better of a solution and that of a padded program. Raises ConstraintError if this one cannot run as is asked for."""
     analysis, outputs = analysed(wide, mesh, options), sharded(wide, options.outputs)
-    try:
-        wanted = demands(wide, mesh, options.strategy, options.constraints, analysis.fits)
-        formulated = formulate(analysis, mesh, best.optimizer, demands=wanted, sharded_outputs=outputs)
-    except ConstraintError:
-        return None
+    wanted = demands(wide, mesh, options.strategy, options.constraints, analysis.fits)
+    formulated = formulate(analysis, mesh, best.optimizer, demands=wanted, sharded_outputs=outputs)
     ledger, seconds = Ledger(formulated, best.optimizer), step_time(best.formulated, best.solution)
     found = within(formulated, ledger, parse_bytes(options.budget, mesh), cutoff=seconds)
     if found is None or step_time(formulated, found) >= seconds:
-        return None
+        return best
     return Solved(ledger=ledger, solution=found, optimizer=best.optimizer)
 
 

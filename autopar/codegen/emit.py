@@ -151,7 +151,7 @@ class _Emitter:
         """The local part of an output, without padding."""
         layout, shape = self.decisions.outputs[output.path], self.program.values[output.value].shape
         node = self._value(output.value, layout)
-        for dim, (size, true) in enumerate(zip(shape, output.true or shape, strict=True)):
+        for dim, (size, true) in enumerate(zip(shape, self.program.true.get(output.value, shape), strict=True)):
             if size != true:
                 axes = [self.axes[axis] for axis, _ in digits(layout, dim)]
                 name = f"{identifier(output.value)}_beginning"

@@ -29,10 +29,12 @@ class Content(Enum):
 ZERO, SOME, LOWEST = Content
 ARRANGE = frozenset(
     "alias clone contiguous to reshape transpose permute t unsqueeze squeeze expand slice select split split_with_sizes chunk "
-    "unbind cat stack embedding".split()
+    "unbind cat stack flip embedding".split()
 )
 PRODUCTS = frozenset("linear addmm mm bmm matmul baddbmm".split())
+NORMS = frozenset("layer_norm rms_norm".split())
 ZERO_TO_ZERO = frozenset("relu gelu silu mish tanh leaky_relu elu selu celu hardtanh hardswish softsign neg dropout".split())
+NAMED = frozenset("embedding nll_loss nll_loss_nd".split())  # ops that see the rows or scores that indices name
 FINITE = frozenset("sigmoid softplus log_sigmoid hardsigmoid sin cos".split())
 
 
@@ -48,13 +50,24 @@ def content(op: Op, fitted: Fitted, factor: int, inside: Sequence[Content | None
         return None
     if not kept[0]:
         return ZERO if _unseen(op, name, fitted, inside) else None
+    if name in ("softmax", "log_softmax"):
+        return _distribution(name, fitted.factors[factor].whole, held)
+    if fitted.factors[factor].whole:  # it matters where an element stands
+        return None
     if name in ARRANGE:
         return held.pop() if len(held) == 1 and all(inside[: 1 if name == "embedding" else None]) else None
     if name in PRODUCTS:
         return LOWEST if masked and scores(op, inside) else _product(fitted, inside)
-    if name in ("softmax", "log_softmax"):
-        return _distribution(name, fitted.factors[factor].whole, held)
+    if name in NORMS:
+        return None if LOWEST in held else SOME
+    if name == "scaled_dot_product_attention":
+        return _attention(inside)
     return _pointwise(op, name, inside)
+
+
+def numbered(op: Op) -> bool:
+    """Whether an op finds elements by their number, which padding must not change."""
+    return aten(op.target) in NAMED or aten(op.target) == "cross_entropy_loss"
 
 
 def scores(op: Op, inside: Sequence[Content | None]) -> bool:
@@ -66,7 +79,7 @@ def _unseen(op: Op, name: str, fitted: Fitted, inside: Sequence[Content | None])
     """Whether results without the factor are what they are without padding."""
     if name in PRODUCTS:
         return LOWEST not in inside and ZERO in inside
-    if name in ("embedding", "nll_loss", "nll_loss_nd"):  # the rows and scores that are named
+    if name in NAMED:
         return bool(inside[0]) and not any(inside[1:])
     if name == "cross_entropy_loss":
         return inside[0] == LOWEST and not any(inside[1:]) and bound(op)["label_smoothing"] == 0
@@ -88,6 +101,11 @@ def _distribution(name: str, over: bool, held: set[Content]) -> Content | None:
     return None if held != {LOWEST} else ZERO if name == "softmax" else LOWEST
 
 
+def _attention(inside: Sequence[Content | None]) -> Content | None:
+    """Of heads; a mask of their own that is false throughout their padding would leave them without a number."""
+    return inside[2] if all(inside[:3]) and not any(inside[3:]) and LOWEST not in inside else None
+
+
 def _pointwise(op: Op, name: str, inside: Sequence[Content | None]) -> Content | None:
     first, second = (*op.args, None)[:2]
     if name in ("mul", "div") and isinstance(first, Ref) and isinstance(second, (int, float)):
@@ -105,4 +123,4 @@ def _pointwise(op: Op, name: str, inside: Sequence[Content | None]) -> Content |
     return SOME if name in FINITE else None
 
 
-__all__ = ["LOWEST", "SOME", "ZERO", "Content", "content", "scores"]
+__all__ = ["LOWEST", "SOME", "ZERO", "Content", "content", "numbered", "scores"]

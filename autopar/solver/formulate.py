@@ -204,7 +204,10 @@ def _all_candidates(
         if analysis.classes.of[name] == name:
             yield (
                 name,
-                [Candidate(forms=(), operands=(), results=(s,)) for s in stored(parameter, sizes, analysis.blocks[name])],
+                [
+                    Candidate(forms=(), operands=(), results=(s,))
+                    for s in stored(parameter, sizes, analysis.blocks[name], program.true.get(name))
+                ],
             )
     memory: dict[tuple[object, ...], list[Candidate]] = {}
     for name, op in representatives(program, analysis.classes).items():
@@ -262,11 +265,13 @@ def _accepted(analysis: Analysis, name: str, found: list[Candidate], demands: De
     return kept
 
 
-def stored(parameter: Parameter, sizes: tuple[int, ...], blocks: Blocks) -> list[Layout]:
-    """The layouts in which a parameter or buffer may be stored: every axis I or S."""
+def stored(
+    parameter: Parameter, sizes: tuple[int, ...], blocks: Blocks, true: tuple[int, ...] | None = None
+) -> list[Layout]:
+    """The layouts in which a parameter or buffer may be stored, in its true shape if it is padded: every axis I or S."""
     if not parameter.used:
         return [(I,) * len(sizes)]
-    found, true = invariant_or_split(parameter.value.shape, sizes, blocks), parameter.true
+    found = invariant_or_split(parameter.value.shape, sizes, blocks)
     return [layout for layout in found if storable(layout, true, sizes)] if true else found
 
 

@@ -48,6 +48,26 @@ class Wide(nn.Module):
         return self.fall(self.between(self.rise(x)) * self.gate(x)).square().sum()
 
 
+class Heads(nn.Module):
+    """Attention of six heads of width 5, its projections in one layer or in three; grouped, two heads share keys and values."""
+
+    def __init__(self, *, fused: bool = False, groups: int = 1, causal: bool = True) -> None:
+        super().__init__()
+        self.widths, self.causal = [30, 30 // groups, 30 // groups], causal
+        layers = [sum(self.widths)] if fused else self.widths
+        self.into = nn.ModuleList(nn.Linear(WIDTH, width) for width in layers)
+        self.out = nn.Linear(30, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = [layer(x) for layer in self.into]
+        parts = made if len(made) == 3 else made[0].split(self.widths[0], -1)
+        query, key, value = (part.unflatten(-1, (-1, 5)).transpose(1, 2) for part in parts)
+        if self.causal:
+            query, key = query * 0.5 + query.flip(-1), key - key.flip(-1)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=key.shape != query.shape)
+        return self.out(mixed.transpose(1, 2).flatten(2)).square().sum()
+
+
 def entropy(scores: torch.Tensor, words: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(scores, words, ignore_index=7)
 
@@ -111,6 +131,12 @@ PADDED = {
         for between in (F.gelu, F.silu, torch.sigmoid, torch.relu)
     },
 }  # fmt: skip
+ATTENTION = ":scaled_dot_product_attention#0"
+SPLIT = {
+    "three projections": (lambda: Heads(), (4, 8, 6, 5)),
+    "one projection": (lambda: Heads(fused=True), (4, 8, 6, 5)),
+    "all see all": (lambda: Heads(causal=False), (4, 8, 6, 5)),
+}
 WHOLE = {
     "smoothed targets": (lambda: Words(smooth), tokens),
     "scores that are capped": (lambda: Words(capped), tokens),
@@ -144,6 +170,27 @@ def test_what_is_true_of_a_padded_program_is_what_the_program_computes(
     assert wide.hash != captured.program.hash
 
 
+@pytest.mark.parametrize("make, shape", SPLIT.values(), ids=SPLIT)
+def test_heads_are_padded_as_parts_of_dims_and_parameters_stay_what_they_are(
+    make: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    model, given = make().double(), rows().double()
+    captured = read_program(model, given)
+    assert not rooms(captured.program, (4,))
+    assert rooms(captured.program, (4,), parts=True) == {ATTENTION: shape}
+    wide = padded(captured.program, {ATTENTION: shape})
+    assert wide.values[ATTENTION].shape == shape
+    assert wide.parameters == captured.program.parameters
+    before, after = (
+        _results(sequential(replace(captured, program=program), tensors_of(model)), program, [given])
+        for program in (captured.program, wide)
+    )
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        torch.testing.assert_close(after[key], tensor, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("make, sample", WHOLE.values(), ids=WHOLE)
 def test_a_dim_of_which_something_sees_all_is_not_padded(
     make: Callable[[], nn.Module], sample: Callable[[], torch.Tensor]
@@ -159,7 +206,7 @@ def test_nothing_is_padded_by_much_or_where_the_mesh_divides() -> None:
     program = read_program(Words(entropy), tokens()).program
     assert not rooms(program, (1,))
     assert not rooms(program, (101,))
-    assert not rooms(program, (64,))
-    assert rooms(program, (64, 10)) == {}
+    assert not rooms(program, (80,))
+    assert not rooms(program, (80, 10))
     assert rooms(program, (3, 4)) == {"table.weight": (104, 8)}
     assert padded(program, {}) is program
