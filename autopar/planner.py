@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -192,8 +192,14 @@ def _solved_so(program: Program, mesh: Mesh, options: Options, stop: Stop) -> So
         except (BudgetError, ConstraintError) as error:
             refused.append(error)
     if best is None:
-        raise refused[0]
+        short = [error for error in refused if isinstance(error, BudgetError) and SMALLEST in error.details]
+        raise _nearest(short) if short else refused[0]
     return best
+
+
+def _nearest(refused: Sequence[BudgetError]) -> BudgetError:
+    """The one that asks for the smallest budget."""
+    return min(refused, key=lambda error: int(error.details[SMALLEST].removeprefix("budget=")))
 
 
 def _paddings(program: Program, mesh: Mesh, options: Options) -> Iterator[Program]:
@@ -261,7 +267,7 @@ def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop) -> 
             best = found
         last = runs
     if best is None:
-        raise min(refused, key=lambda error: int(error.details[SMALLEST].removeprefix("budget=")))
+        raise _nearest(refused)
     return best
 
 
