@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -267,3 +268,21 @@ def test_what_cannot_be_padded_is_refused_as_before() -> None:
     for wrong in ({TABLE: "101 x 16 -> 104 x 20"}, {TABLE: "101 x 16 -> none"}, {"nothing": "1 -> 2"}):
         with pytest.raises(PlanError):
             verify(model, sample, Mesh.of((4,)), Plan.from_json(json.dumps({**data, "padded": wrong})), Options())
+
+
+def test_the_plan_and_its_explanation_say_what_is_padded() -> None:
+    model, sample = gpt2()
+    found = autopar.explain.explain(model, sample, (4,), device="h100", constraints=constraints("gpt2", (4,)))
+    said = "transformer.wte.weight: 101 x 16 -> 104 x 16"
+    assert f"padded  {said}" in str(found.plan)
+    assert re.search(f"padded +{said}", str(found))
+    assert "[26, 16]" in found.code
+    assert "-inf" in found.code
+    other = autopar.explain.explain(model, sample, (4,), device="h100", constraints={TABLE: "I"})
+    assert not other.plan.padded
+    split = other.why_not({"lm_head:linear": "S(2)"}).plan
+    assert split
+    assert TABLE in split.padded
+    assert split.step_time > other.plan.step_time
+    with pytest.raises(ConstraintError, match="is not a layout"):
+        other.why_not({"lm_head:linear": "S(2), I"})

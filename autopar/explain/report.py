@@ -18,7 +18,7 @@ from autopar.evidence import BUDGET, DEVICE, INPUT, OPTIMIZER, OUTPUT, WHOLE, Fi
 from autopar.explain.words import COLLECTIVE, figure, held, milliseconds, proof, runs, stored, together, use
 from autopar.plan import RUN, Collective, Plan
 from autopar.rules.roles import kind_of
-from autopar.tables import folded, size_text, wild
+from autopar.tables import folded, paddings, size_text, wild
 
 Part = str | Table
 Lines = tuple[tuple[str, str], ...]  # (an op or parameters, what is done)
@@ -48,6 +48,8 @@ def assumptions(plan: Plan) -> Iterator[Part]:
     table.add_row("step", f"{milliseconds(plan.step_time)} predicted; {proof(plan.gap)}")
     if plan.microbatches > 1:
         table.add_row("micro-batches", f"{plan.microbatches} a step, one after the other; gradients add up")
+    for place, line in enumerate(paddings(plan)):
+        table.add_row("" if place else "padded", line)
     table.add_row("memory", f"{size_text(plan.peak_memory)} of {size_text(limit.value)} per device ({limit.source})")
     table.add_row("mesh", f"{plan.mesh.size} devices; those of the last axis stand next to each other")
     for axis, size, link in zip(plan.axes, plan.sizes, plan.links, strict=True):

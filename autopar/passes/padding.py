@@ -113,6 +113,7 @@ def padded(program: Program, rooms: Rooms) -> Program:
     outputs = {o.value: program.values[old.value].shape for o, old in zip(made.outputs, program.outputs, strict=True)}
     true = {name: program.values[name].shape for name in (*rooms, *(held & lengths.keys()))}
     true |= {name: shape for name, shape in outputs.items() if made.values[name].shape != shape}
+    true |= program.true
     return replace(made, padded=tuple((name, true[name]) for name in made.values if name in true))
 
 
