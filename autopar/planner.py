@@ -36,6 +36,7 @@ from autopar.solver.formulate import Formulated, decisions, formulate
 from autopar.solver.memory import Ledger
 from autopar.solver.messages import Message, between, messages
 from autopar.solver.problem import Solution, local_price
+from autopar.solver.search import SolverError
 from autopar.solver.within import smallest, within
 from autopar.tables import size_text
 
@@ -44,6 +45,7 @@ SMALLEST = "smallest"  # what a BudgetError calls the smallest budget that works
 NAMED = ("ddp", "zero2", "fsdp", "megatron", "replicate")
 PADDED = ("auto", "megatron")  # what tries to pad dims: the others split the batch, and parameters as they are
 PLENTY: Bytes = 1 << 60
+WORTH = 5e-3  # of a step: the least that padding must win
 FAR = 1e-3  # the gap beyond which more is tried
 Stop = Callable[[str], None]  # called with the name of each phase when it ends
 
@@ -182,12 +184,14 @@ def _solved_so(program: Program, mesh: Mesh, options: Options, stop: Stop) -> So
     """The solution for a program whose number of micro-batches is settled, padded where that is better or the only way."""
     best: Solved | None = None
     refused: list[AutoparError] = []
+    start, patience = time.perf_counter(), math.inf
     for wide in _paddings(program, mesh, options):
         try:
             if best is None:
                 best = _solved_as(wide, mesh, options, stop)
+                patience = time.perf_counter() - start
             else:
-                best = _cheaper(best, wide, mesh, options)
+                best = _cheaper(best, wide, mesh, options, patience)
                 stop("pad")
         except (BudgetError, ConstraintError) as error:
             refused.append(error)
@@ -213,13 +217,19 @@ def _paddings(program: Program, mesh: Mesh, options: Options) -> Iterator[Progra
         yield padded(program, heavy)
 
 
-def _cheaper(best: Solved, wide: Program, mesh: Mesh, options: Options) -> Solved:
-    """The better of a solution and that of a padded program. Raises ConstraintError if this one cannot run as is asked for."""
+def _cheaper(best: Solved, wide: Program, mesh: Mesh, options: Options, patience: Seconds) -> Solved:
+    """The better of a solution and that of a padded program, which is given up after about `patience` without an answer.
+
+    Raises ConstraintError if the padded program cannot run as is asked for.
+    """
     analysis, outputs = analysed(wide, mesh, options), sharded(wide, options.outputs)
     wanted = demands(wide, mesh, options.strategy, options.constraints, analysis.fits)
     formulated = formulate(analysis, mesh, best.optimizer, demands=wanted, sharded_outputs=outputs)
     ledger, seconds = Ledger(formulated, best.optimizer), step_time(best.formulated, best.solution)
-    found = within(formulated, ledger, parse_bytes(options.budget, mesh), cutoff=seconds)
+    try:
+        found = within(formulated, ledger, parse_bytes(options.budget, mesh), cutoff=(1 - WORTH) * seconds, patience=patience)
+    except SolverError:
+        return best
     if found is None or step_time(formulated, found) >= seconds:
         return best
     return Solved(ledger=ledger, solution=found, optimizer=best.optimizer)
