@@ -36,7 +36,6 @@ from autopar.solver.formulate import Formulated, decisions, formulate
 from autopar.solver.memory import Ledger
 from autopar.solver.messages import Message, between, messages
 from autopar.solver.problem import Solution, local_price
-from autopar.solver.search import SolverError
 from autopar.solver.within import smallest, within
 from autopar.tables import size_text
 
@@ -184,14 +183,12 @@ def _solved_so(program: Program, mesh: Mesh, options: Options, stop: Stop) -> So
     """The solution for a program whose number of micro-batches is settled, padded where that is better or the only way."""
     best: Solved | None = None
     refused: list[AutoparError] = []
-    start, patience = time.perf_counter(), math.inf
     for wide in _paddings(program, mesh, options):
         try:
             if best is None:
                 best = _solved_as(wide, mesh, options, stop)
-                patience = time.perf_counter() - start
             else:
-                best = _cheaper(best, wide, mesh, options, patience)
+                best = _cheaper(best, wide, mesh, options)
                 stop("pad")
         except (BudgetError, ConstraintError) as error:
             refused.append(error)
@@ -217,8 +214,8 @@ def _paddings(program: Program, mesh: Mesh, options: Options) -> Iterator[Progra
         yield padded(program, heavy)
 
 
-def _cheaper(best: Solved, wide: Program, mesh: Mesh, options: Options, patience: Seconds) -> Solved:
-    """The better of a solution and that of a padded program, which is given up after about `patience` without an answer.
+def _cheaper(best: Solved, wide: Program, mesh: Mesh, options: Options) -> Solved:
+    """The better of a solution and that of a padded program, as far as this one is found soon.
 
     Raises ConstraintError if the padded program cannot run as is asked for.
     """
@@ -226,10 +223,7 @@ def _cheaper(best: Solved, wide: Program, mesh: Mesh, options: Options, patience
     wanted = demands(wide, mesh, options.strategy, options.constraints, analysis.fits)
     formulated = formulate(analysis, mesh, best.optimizer, demands=wanted, sharded_outputs=outputs)
     ledger, seconds = Ledger(formulated, best.optimizer), step_time(best.formulated, best.solution)
-    try:
-        found = within(formulated, ledger, parse_bytes(options.budget, mesh), cutoff=(1 - WORTH) * seconds, patience=patience)
-    except SolverError:
-        return best
+    found = within(formulated, ledger, parse_bytes(options.budget, mesh), cutoff=(1 - WORTH) * seconds, near=True)
     if found is None or step_time(formulated, found) >= seconds:
         return best
     return Solved(ledger=ledger, solution=found, optimizer=best.optimizer)

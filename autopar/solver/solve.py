@@ -38,6 +38,7 @@ def solve(
     gap: float = PROVEN,
     patience: float = math.inf,
     polish: float = POLISH,
+    branches: bool = True,
 ) -> Solution | None:
     """The cheapest solution that every row allows; None if there is none, or none below `cutoff` seconds.
 
@@ -46,7 +47,7 @@ def solve(
     not. `last()` is a solution that keeps to all rows, asked for where none is found near the relaxation; without it there
     is branching until one is found. `time_limit` is in seconds, `gap` the relative gap at which branching stops,
     `polish` the seconds of branching after a dive that stayed far from its bound. Raises SolverError after about
-    `patience` seconds without an answer.
+    `patience` seconds without an answer. Unless it `branches`, only solutions near the relaxation are found.
     """
     search = Search(Model(problem, tolls=False), time_limit=time_limit, gap=gap, patience=patience)
     search.levy()
@@ -65,7 +66,9 @@ def solve(
             broken = list(judge(_read(search.model, relaxed), False))
             if broken:
                 continue
-        found = None if relaxed is None else _whole(search, relaxed, known, gap, last is not None, 0.0 if tight else polish)
+        found = None if relaxed is None else _whole(
+            search, relaxed, known, gap, last is not None, 0.0 if tight else polish, branches
+        )
         if found is None:
             solution = None if last is None else last()
             return solution and replace(solution, bound=min(solution.seconds, proven), status="feasible")
@@ -92,7 +95,7 @@ def _better(search: Search, solution: Solution, near: Found | None, polish: floa
 
 
 def _whole(
-    search: Search, relaxed: Found, rows: Sequence[Row], gap: float, dives: bool, polish: float
+    search: Search, relaxed: Found, rows: Sequence[Row], gap: float, dives: bool, polish: float, branches: bool
 ) -> tuple[Solution, Found | None] | None:
     """An integer solution within the gap of the relaxation, found with as little branching as that takes; with the end of the
     dive that found it. If it `dives`, there is no branching but for `polish` seconds where it finds nothing."""
@@ -112,8 +115,10 @@ def _whole(
         settled = search.settle(relaxed)
     if settled is not None:
         solution = _read(model, settled)
-        if solution.gap <= max(gap, SAME):
+        if solution.gap <= max(gap, SAME) or not branches:
             return solution, None
+    if not branches:
+        return None
     for uses in (False, True):
         found = search.branch(settled, uses=uses)
         if found is None:
