@@ -199,8 +199,15 @@ def test_a_split_vocabulary_takes_less_memory_as_the_plan_says(pool: WorkerPool)
     *full, last = pool.run(f"{__name__}:measured", split, ranks=4)
     assert last < min(full)  # type: ignore[operator, type-var]  # its chunk of the table is shorter
     assert split.peak_memory == pytest.approx(min(full), rel=0.05)  # type: ignore[type-var]  # gloo may hold what it sent
-    tight = autopar.plan(model, sample, (4,), device="cpu", strategy="megatron", budget=int(1.1 * split.peak_memory))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "megatron"])
+def test_a_vocabulary_is_padded_where_memory_is_short(strategy: str) -> None:
+    model, sample = gpt2(4001, width=64)
+    plenty = autopar.plan(model, sample, (4,), device="cpu", constraints={TABLE: "I"})
+    tight = autopar.plan(model, sample, (4,), device="cpu", strategy=strategy, budget=plenty.peak_memory // 2)
     assert tight.padded
+    assert tight.layouts[TABLE] == "S(0)"
 
 
 VARIANTS = [{"microbatches": 2}, {"precision": "bf16-mixed"}, {"outputs": "whole"}, {"budget": 76_000}]
