@@ -22,9 +22,8 @@ from autopar.layout import I
 from autopar.mesh import Mesh
 from autopar.passes import normalise
 from autopar.passes.candidates import INVARIANT, candidate
-from autopar.passes.microbatches import microbatches
 from autopar.passes.without_dropout import switched, without_training
-from autopar.plan import Plan, resolve
+from autopar.plan import Plan, as_planned, resolve
 from autopar.planner import Options, knowing, located, plan_program, read_program, sharded
 from autopar.resize import Resizer
 from autopar.runtime.agreement import check_program, from_rank_0
@@ -149,7 +148,7 @@ def _quiet(program: Program) -> str:
 def assemble(captured: Captured, tensors: Mapping[str, torch.Tensor], plan: Plan, context: Context) -> ParallelModule:
     """The module of a captured program under a plan; `tensors` holds the whole parameters and buffers by name."""
     check_mesh(plan, context.mesh)
-    captured = replace(captured, program=microbatches(captured.program, plan.microbatches))
+    captured = replace(captured, program=as_planned(plan, captured.program))
     program = captured.program
     analysis = analyse(program, context.mesh)
     decisions = resolve(plan, program, analysis.fits)
@@ -163,7 +162,7 @@ def put_together(
     captured: Captured, stored: Mapping[str, torch.Tensor], plan: Plan, context: Context, seed: int
 ) -> ParallelModule:
     """A module over tensors that are stored already as the plan says."""
-    captured = replace(captured, program=microbatches(captured.program, plan.microbatches))
+    captured = replace(captured, program=as_planned(plan, captured.program))
     analysis = analyse(captured.program, context.mesh)
     decisions = resolve(plan, captured.program, analysis.fits)
     return _emitted(captured, decisions, analysis, stored, plan, context, seed)

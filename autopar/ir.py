@@ -117,7 +117,10 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A captured model. Values are defined before they are used; inputs are in the order of `forward`'s flat arguments."""
+    """A captured model. Values are defined before they are used; inputs are in the order of `forward`'s flat arguments.
+
+    `padded` has values that are longer than in the model, with their true shapes: parameters, outputs, and what else tells it.
+    """
 
     ops: tuple[Op, ...]
     inputs: tuple[Value, ...]
@@ -125,6 +128,7 @@ class Program:
     buffers: tuple[Parameter, ...]
     outputs: tuple[Output, ...]
     loop: Loop | None = None
+    padded: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def runs(self) -> int:
@@ -160,9 +164,14 @@ class Program:
         states = (*self.loop.inputs, *self.loop.outputs) if self.loop else (I,) * len(given)
         return dict(zip(given, states, strict=True))
 
+    @functools.cached_property
+    def true(self) -> dict[str, tuple[int, ...]]:
+        """The true shapes of padded values."""
+        return dict(self.padded)
+
     def whole(self, name: str) -> tuple[int, ...]:
-        """The shape of an input or output for the whole batch."""
-        shape, state = self.values[name].shape, self.over_time[name]
+        """The shape of an input or output for the whole batch, without padding."""
+        shape, state = self.true.get(name, self.values[name].shape), self.over_time[name]
         return tuple(size * (self.runs if (state.kind, dim) == ("S", state.dim) else 1) for dim, size in enumerate(shape))
 
     @functools.cached_property
@@ -173,6 +182,7 @@ class Program:
     def _structure(self) -> str:
         held = (*self.parameters, *self.buffers)
         ties = "\n".join(f"{p.names} {p.persistent} {p.used}{f' {p.reduce}' if p.reduce else ''}" for p in held)
+        ties += f"\n{self.padded}" if self.padded else ""
         loop, ahead = self.loop, self.loop.ahead if self.loop else None
         over = f"\n{loop.runs} {loop.inputs} {loop.outputs} {ahead.hash if ahead else ''}" if loop else ""
         return f"{self._text(devices=False)}\n{ties}{over}"

@@ -12,6 +12,9 @@ A split is kept as a *digit*: write the index of the dim in mixed radix; the axi
 split of a dim of size D over n devices is the digit of stride D/n; a split blocked k times has stride D/(k n); axes nested in
 one dim own digits of falling stride, outer to inner. So a layout has one form only, whatever the order in which it was made.
 
+What a program computes is cut into equal parts. A tensor that is stored or returned may also be cut by one axis into *chunks*
+that it does not divide: of ceil(D/n) each but the last ones, which are shorter or empty, as torch's own `Shard` has them.
+
 Text (`text`, `parse`): one entry per axis, "I, S(1)". Blocks count what is left of the dim after the axes outside it; several
 axes that share a dim nest in mesh order unless numbered outer to inner: "S(0)/2, S(0)/1".
 """
@@ -57,15 +60,25 @@ def digits(layout: Layout, dim: int) -> list[tuple[int, int]]:
 @functools.lru_cache(maxsize=1 << 18)
 def valid(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     """Whether every split falls on whole elements and no two axes own the same digit."""
-    for dim in {s.dim for s in layout if s.kind == "S"}:
-        if dim >= len(shape):
+    return all(dim < len(shape) and _even(layout, dim, shape[dim], sizes) for dim in {s.dim for s in layout if s.kind == "S"})
+
+
+def _even(layout: Layout, dim: int, size: int, sizes: tuple[int, ...]) -> bool:
+    for axis, stride in digits(layout, dim):
+        if stride < 1 or size % (stride * sizes[axis]):
             return False
-        rest = shape[dim]
-        for axis, stride in digits(layout, dim):
-            if stride < 1 or rest % (stride * sizes[axis]):
-                return False
-            rest = stride
+        size = stride
     return True
+
+
+def chunk(size: int, parts: int) -> int:
+    """The length of the first of so many chunks of a dim."""
+    return -(-size // parts)
+
+
+def _chunked(layout: Layout, dim: int, size: int, sizes: tuple[int, ...]) -> bool:
+    """Whether one axis alone splits a dim, in chunks."""
+    return [stride == chunk(size, sizes[axis]) > 0 for axis, stride in digits(layout, dim)] == [True]
 
 
 @functools.lru_cache(maxsize=1 << 18)
@@ -84,7 +97,7 @@ def blocks(layout: Layout, axis: int, shape: tuple[int, ...], sizes: tuple[int, 
     Axes in `present` count as not yet removed (they are whole in the tensor at hand).
     """
     state = layout[axis]
-    count = shape[state.dim] // (state.stride * sizes[axis])
+    count = chunk(shape[state.dim], state.stride * sizes[axis])
     for other, stride in digits(layout, state.dim):
         if stride > state.stride and other not in present:
             count //= sizes[other]
@@ -92,12 +105,16 @@ def blocks(layout: Layout, axis: int, shape: tuple[int, ...], sizes: tuple[int, 
 
 
 def storable(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether a parameter may be stored so: states I and S, and splits that torch can join again.
+    """Whether a parameter may be stored so: states I and S, even parts or chunks, and splits that torch can join again.
 
     torch 2.13 joins a tensor wrongly (`full_tensor`) when a dim is both split by several axes and blocked, or when one dim is
     blocked and another one is split by several axes in an order that is not the mesh's.
     """
-    if not valid(layout, shape, sizes) or any(state.kind not in "IS" for state in layout):
+    dims = {state.dim for state in layout if state.kind == "S"}
+    ways = (_even, _chunked)
+    if not all(dim < len(shape) and any(way(layout, dim, shape[dim], sizes) for way in ways) for dim in dims):
+        return False
+    if any(state.kind not in "IS" for state in layout):
         return False
     nests = [[axis for axis, _ in digits(layout, dim)] for dim in range(len(shape))]
     blocked = [any(blocks(layout, axis, shape, sizes) > 1 for axis in nest) for nest in nests]
@@ -106,9 +123,14 @@ def storable(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> 
 
 
 def take(tensor: torch.Tensor, dim: int, blocks: int, parts: int, index: int) -> torch.Tensor:
-    """Part `index` of each of `blocks` equal blocks of a dim, every block cut into `parts`; a view where one serves."""
+    """Part `index` of each of `blocks` equal blocks of a dim, every block cut into `parts`; a view where one serves.
+
+    One block may be cut into chunks.
+    """
     if blocks == 1:
-        return tensor.tensor_split(parts, dim)[index]
+        size, step = tensor.shape[dim], chunk(tensor.shape[dim], parts)
+        start = min(index * step, size)
+        return tensor.narrow(dim, start, min(step, size - start))
     cut = torch.unflatten(tensor, dim, (blocks, parts, -1)).select(dim + 1, index)
     return cut.flatten(dim, dim + 1)
 

@@ -7,6 +7,7 @@
     again     what the backward makes again instead of keeping it: op -> "run"; value -> these of its conversions, or
               "host: I, S(0)": in this layout it comes back from the host's memory
     once      whether weights are gathered at the top, once for all micro-batches
+    padded    value or parameter -> its true shape, and the one in which the program has it: "101 x 8 -> 104 x 8"
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from autopar.layout import I, Layout, parse, text
 from autopar.mesh import Bytes, Mesh, Seconds
 from autopar.passes.again import may_run
 from autopar.passes.candidates import Candidate, Form, candidate
+from autopar.passes.microbatches import microbatches
+from autopar.passes.padding import padded
 from autopar.rules import Fitted
 from autopar.sizes import Size
 from autopar.tables import plain, tables
@@ -76,6 +79,7 @@ class Plan:
     layouts: Mapping[str, str]
     routes: Mapping[str, tuple[str, ...]]
     again: Mapping[str, tuple[str, ...]]
+    padded: Mapping[str, str]
     collectives: tuple[Collective, ...]
     evidence: Evidence
     once: bool = False
@@ -128,6 +132,7 @@ class Plan:
                 layouts={str(k): str(v) for k, v in data["layouts"].items()},
                 routes={str(k): tuple(map(str, v)) for k, v in data["routes"].items()},
                 again={str(k): tuple(map(str, v)) for k, v in data["again"].items()},
+                padded={str(k): str(v) for k, v in data["padded"].items()},
                 collectives=tuple(Collective(**{k: v for k, v in entry.items() if k in known}) for entry in entries),
                 evidence=Evidence.of(data["evidence"]), once=bool(data["once"]),
                 dynamic=tuple(Size.of(entry) for entry in data["dynamic"]),
@@ -203,6 +208,34 @@ def describe(
     for name, layout in sorted(decisions.again.away, key=str):
         again[name] = (*again.get(name, ()), HOST + text(layout, program.values[name].shape, sizes))
     return choices, layouts, routes, again
+
+
+def paddings(program: Program) -> dict[str, str]:
+    """What is padded of a program, as a plan has it."""
+
+    def shape_text(shape: tuple[int, ...]) -> str:
+        return " x ".join(map(str, shape))
+
+    returned = {output.value for output in program.outputs}
+    return {
+        name: f"{shape_text(true)} -> {shape_text(program.values[name].shape)}"
+        for name, true in program.padded if name not in returned
+    }  # fmt: skip
+
+
+def as_planned(plan: Plan, program: Program) -> Program:
+    """A captured program as the plan has it: for one of its micro-batches, and padded.
+
+    Raises PlanError if the plan pads what cannot be padded so.
+    """
+    program = microbatches(program, plan.microbatches)
+    try:
+        rooms = {name: tuple(map(int, line.partition(" -> ")[2].split(" x "))) for name, line in plan.padded.items()}
+        made = padded(program, rooms)
+    except (KeyError, ValueError, LayoutError) as error:
+        check_program(plan, program)
+        raise PlanError("the plan is damaged", error=f"it pads what cannot be: {error}", fix="make the plan again") from error
+    return made
 
 
 def check_program(plan: Plan, program: Program) -> None:

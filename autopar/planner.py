@@ -23,9 +23,10 @@ from autopar.ir import Output, Program
 from autopar.mesh import Bytes, Device, Mesh, Seconds
 from autopar.passes import normalise
 from autopar.passes.microbatches import counts, microbatches
+from autopar.passes.padding import padded, rooms
 from autopar.passes.precision import DTYPES, MIXED, mixed, received, stored
 from autopar.passes.strategies import constrained, demands
-from autopar.plan import Collective, Plan, describe
+from autopar.plan import Collective, Plan, describe, paddings
 from autopar.refusals import useless_axes, without_rule
 from autopar.resize import varied
 from autopar.sizes import Dims, Dynamic, Place, Size, declared
@@ -44,7 +45,9 @@ AUTO = "auto"  # as many micro-batches as are best
 SMALLEST = "smallest"  # what a BudgetError calls the smallest budget that works
 ONCE = "zero1"
 NAMED = ("ddp", ONCE, "zero2", "fsdp", "megatron", "replicate")
+PADDED = ("auto", "megatron")  # what tries to pad dims: the others split the batch, and parameters as they are
 PLENTY: Bytes = 1 << 60
+WORTH = 5e-3  # of a step: the least that padding must win
 Stop = Callable[[str], None]  # called with the name of each phase when it ends
 
 
@@ -197,7 +200,59 @@ def _solved(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solve
 
 
 def _solved_so(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
-    """The solution for a program whose number of micro-batches is settled."""
+    """The solution for a program whose number of micro-batches is settled, padded where that is better or the only way."""
+    best: Solved | None = None
+    refused: list[AutoparError] = []
+    for wide in _paddings(program, mesh, options):
+        try:
+            if best is None:
+                best = _solved_as(wide, mesh, options, stop)
+            else:
+                best = _cheaper(best, wide, mesh, options)
+                stop("pad")
+        except (BudgetError, ConstraintError) as error:
+            refused.append(error)
+    if best is None:
+        short = [error for error in refused if isinstance(error, BudgetError) and SMALLEST in error.details]
+        raise _nearest(short) if short else refused[0]
+    return best
+
+
+def _nearest(refused: Sequence[BudgetError]) -> BudgetError:
+    """The one that asks for the smallest budget."""
+    return min(refused, key=lambda error: int(error.details[SMALLEST].removeprefix("budget=")))
+
+
+def _paddings(program: Program, mesh: Mesh, options: Options) -> Iterator[Program]:
+    """The program, the same with what can be stored in chunks padded, and with all that can be; what differs."""
+    yield program
+    if options.strategy not in PADDED or options.dynamic:
+        return
+    light = rooms(program, mesh.sizes)
+    if light:
+        yield padded(program, light)
+    heavy = rooms(program, mesh.sizes, parts=True)
+    if heavy != light:
+        yield padded(program, heavy)
+
+
+def _cheaper(best: Solved, wide: Program, mesh: Mesh, options: Options) -> Solved:
+    """The better of a solution and that of a padded program, as far as this one is found soon.
+
+    Raises ConstraintError if the padded program cannot run as is asked for.
+    """
+    analysis, outputs = analysed(wide, mesh, options), sharded(wide, options.outputs)
+    wanted = demands(wide, mesh, options.strategy, options.constraints, analysis.fits)
+    formulated = formulate(analysis, mesh, best.optimizer, demands=wanted, sharded_outputs=outputs)
+    ledger, seconds = Ledger(formulated, best.optimizer), step_time(best.formulated, best.solution)
+    found = within(formulated, ledger, parse_bytes(options.budget, mesh), cutoff=(1 - WORTH) * seconds, near=True)
+    if found is None or step_time(formulated, found) >= seconds:
+        return best
+    return Solved(ledger=ledger, solution=found, optimizer=best.optimizer)
+
+
+def _solved_as(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
+    """The solution for a program as it is."""
     analysis = analysed(program, mesh, options)
     without_rule(analysis, strict=options.strict)
     stop("analyse")
@@ -238,7 +293,7 @@ def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop) -> 
             best = found
         last = runs
     if best is None:
-        raise min(refused, key=lambda error: int(error.details[SMALLEST].removeprefix("budget=")))
+        raise _nearest(refused)
     return best
 
 
@@ -305,6 +360,7 @@ def finish(found: Solved, options: Options, chosen: Decisions | None = None) -> 
         routes=routes,
         again=again,
         once=chosen.once,
+        padded=paddings(program),
         evidence=evidence,
     )
 

@@ -34,12 +34,22 @@ def tables(plan: Plan) -> Iterator[str | Table]:
         yield f"        {plan.microbatches} micro-batches, one after the other"
     yield from (f"varies  {size}" for size in plan.dynamic)
     yield f"memory  {size_text(plan.peak_memory)} per device at the peak"
+    for place, line in enumerate(paddings(plan)):
+        yield f"{'' if place else 'padded':<8}{line}"
     yield ""
     yield _layouts(plan)
     yield LEGEND
     if plan.collectives:
         yield ""
         yield _collectives(plan.collectives)
+
+
+def paddings(plan: Plan) -> Iterator[str]:
+    """What is padded, from what to what: repeated blocks as one."""
+    names: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, shapes in plan.padded.items():
+        names[wild(name), shapes].append(name)
+    return (f"{folded(found)}: {shapes}" for (_, shapes), found in names.items())
 
 
 def _layouts(plan: Plan) -> Table:
@@ -135,4 +145,4 @@ def size_text(size: float) -> str:
     return f"{size:.2f} GiB"
 
 
-__all__ = ["WIDTH", "folded", "plain", "size_text", "tables", "wild"]
+__all__ = ["WIDTH", "folded", "paddings", "plain", "size_text", "tables", "wild"]

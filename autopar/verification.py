@@ -28,10 +28,9 @@ from autopar.layout import I
 from autopar.mesh import Mesh
 from autopar.passes.arguments import bound
 from autopar.passes.candidates import INVARIANT, candidate
-from autopar.passes.microbatches import microbatches
 from autopar.passes.promote import promote, wide
 from autopar.passes.without_dropout import without_dropout
-from autopar.plan import Collective, Plan, resolve
+from autopar.plan import Collective, Plan, as_planned, resolve
 from autopar.planner import Options, collectives_of, knowing, located, plan_program, read_program
 from autopar.resize import Resizer
 from autopar.runtime.operators import Operators
@@ -111,7 +110,7 @@ def verify(
     if plan is None:
         plan = _planned(model, sample_input, captured, place, options)
     plan = _at_sample(plan, model, sample_input, captured, options)
-    program = microbatches(captured.program, plan.microbatches)
+    program = as_planned(plan, captured.program)
     resolve(plan, program, analyse(program, place).fits)
     inputs = captured.signature.bind(*_arguments(sample_input))
     rows, surplus, missing = compare(captured, tensors, inputs, plan, place, pool)
@@ -163,7 +162,7 @@ def compare(
     doubled = {name: _double(tensor) for name, tensor in tensors.items()}
     batch = [_double(tensor.detach()) for tensor in inputs]
     reference = _results(sequential(replace(captured, program=program), doubled), program, batch)
-    part = microbatches(program, plan.microbatches)
+    part = as_planned(plan, program)
     payload = _Payload(
         captured=replace(captured, program=program, signature=_wide(captured.signature)),
         plan=replace(plan, hash=part.hash),

@@ -21,8 +21,8 @@ from autopar.codegen.source import CodeGraph
 from autopar.conversion import SUMS, Conversion, arrival
 from autopar.decisions import Again, Decisions
 from autopar.departures import Departures
-from autopar.ir import Argument, Op, Program, Ref, Value, overload
-from autopar.layout import I, Layout, local_shape
+from autopar.ir import Argument, Op, Output, Program, Ref, Value, overload
+from autopar.layout import I, Layout, digits, local_shape
 from autopar.passes.again import aliases, draws, lies, may_copy
 from autopar.passes.bundles import Bundle
 from autopar.passes.candidates import Candidate, distributed, parts_of
@@ -78,7 +78,7 @@ class _Emitter:
             if op.results[0].name not in self.copies:  # copies are made when they are wanted: for a bundle it may be earlier
                 self._op(op)
         self.section = "the results"
-        results = [self._value(o.value, decisions.outputs[o.path]) for o in program.outputs]
+        results = [self._returned(output) for output in program.outputs]
         self.graph.output(tuple(results))
         for node in (*self.axes, self.draw_state, self.training, self.anew, self.sums):
             if node is not None and not node.users:
@@ -136,11 +136,23 @@ class _Emitter:
 
     def _stored(self, value: Value) -> None:
         """The local part of a parameter or buffer."""
-        name = identifier(value.name)
-        node = self._held(value.name, name if self.plain else f"{name}_stored")
-        if not self.plain:
-            node = self._node("call_function", storage.local, (node,), name)
-        self.values[value.name, self.decisions.given[value.name]] = node
+        name, layout = identifier(value.name), self.decisions.given[value.name]
+        room = (list(local_shape(value.shape, layout, self.sizes)),) if value.name in self.program.true else ()
+        node = self._held(value.name, name if self.plain and not room else f"{name}_stored")
+        if room or not self.plain:
+            node = self._node("call_function", storage.local, (node, *room), name)
+        self.values[value.name, layout] = node
+
+    def _returned(self, output: Output) -> fx.Node:
+        """The local part of an output, without padding."""
+        layout, shape = self.decisions.outputs[output.path], self.program.values[output.value].shape
+        node = self._value(output.value, layout)
+        for dim, (size, true) in enumerate(zip(shape, self.program.true.get(output.value, shape), strict=True)):
+            if size != true:
+                axes = [self.axes[axis] for axis, _ in digits(layout, dim)]
+                name = f"{identifier(output.value)}_beginning"
+                node = self._node("call_function", storage.beginning, (node, dim, true, *axes), name)
+        return node
 
     def _copy(self, name: str) -> None:
         """The copy of a parameter in another dtype, under the comment of the op that casts."""

@@ -19,7 +19,7 @@ from autopar.explain.words import COLLECTIVE, figure, held, milliseconds, proof,
 from autopar.mesh import Seconds
 from autopar.plan import RUN, Collective, Plan
 from autopar.rules.roles import kind_of
-from autopar.tables import folded, size_text, wild
+from autopar.tables import folded, paddings, size_text, wild
 
 Part = str | Table
 Lines = tuple[tuple[str, str], ...]  # (an op or parameters, what is done)
@@ -51,6 +51,8 @@ def assumptions(plan: Plan) -> Iterator[Part]:
         table.add_row("micro-batches", f"{plan.microbatches} a step, one after the other; gradients add up")
     for varying in plan.dynamic:
         table.add_row("varies", str(varying))
+    for place, line in enumerate(paddings(plan)):
+        table.add_row("" if place else "padded", line)
     table.add_row("memory", f"{size_text(plan.peak_memory)} of {size_text(limit.value)} per device ({limit.source})")
     table.add_row("mesh", f"{plan.mesh.size} devices; those of the last axis stand next to each other")
     for axis, size, link in zip(plan.axes, plan.sizes, plan.links, strict=True):

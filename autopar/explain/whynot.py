@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, ConstraintError
 from autopar.explain.difference import difference
 from autopar.explain.report import Part
 from autopar.explain.words import milliseconds
@@ -32,13 +32,20 @@ def why_not(planned: Planned, options: Options, forced: Mapping[str, str]) -> Wh
     formulated = planned.solved.formulated
     program, mesh = formulated.program, formulated.mesh
     chosen = decisions(formulated, planned.solved.solution)
-    patterns = Demands(patterns=constrained(program, mesh, forced))
-    if all(patterns.accept(name, chosen.produced(name, program)) for name in patterns.patterns):
-        return WhyNot(forced=forced, plan=planned.plan)
     both = replace(options, constraints={**options.constraints, **forced})
+    unread: ConstraintError | None = None
+    try:
+        patterns = Demands(patterns=constrained(program, mesh, forced))
+    except ConstraintError as error:  # perhaps it can be met with padding
+        unread = error
+    else:
+        if all(patterns.accept(name, chosen.produced(name, program)) for name in patterns.patterns):
+            return WhyNot(forced=forced, plan=planned.plan)
     try:
         return WhyNot(forced=forced, plan=plan_program(program, mesh, both))
     except AutoparError as error:
+        if unread and isinstance(error, ConstraintError):
+            raise unread from None
         return WhyNot(forced=forced, plan=None, error=error)
 
 

@@ -97,7 +97,7 @@ def demands(
     whole: Pattern = (I,) * len(mesh.sizes)
     stored: dict[str, Pattern] = dict.fromkeys(weights, whole)
     if strategy in SHARDED:
-        stored = {name: _first_dim(value, mesh) for name, value in weights.items()}
+        stored = {name: _first_dim(program.true.get(name, value.shape), mesh) for name, value in weights.items()}
     elif strategy == "megatron":
         stored = dict.fromkeys(weights, (*whole[:last], None))
     taken = _batch(program, mesh, strategy, data)
@@ -116,9 +116,9 @@ def demands(
     )
 
 
-def _first_dim(value: Value, mesh: Mesh) -> Layout:
-    """The value split over all axes on its first dim that divides, in mesh order; whole if none does."""
-    for dim, size in enumerate(value.shape):
+def _first_dim(shape: tuple[int, ...], mesh: Mesh) -> Layout:
+    """A shape split over all axes on its first dim that divides, in mesh order; whole if none does."""
+    for dim, size in enumerate(shape):
         if size % mesh.size == 0 and size:
             return _nested(dim, size, mesh, range(len(mesh.sizes)))
     return (I,) * len(mesh.sizes)

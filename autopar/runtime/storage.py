@@ -7,11 +7,16 @@ Optimizers cannot mix the two kinds, and cost less on plain tensors.
 
 torch applies the placements of a DTensor in mesh order, so the blocks of an axis are counted in the tensor from which the
 earlier axes' digits are gone while the later ones are still there.
+
+A padded parameter is stored without its padding, in chunks, as the beginning of memory that has room for it: then nothing is
+copied where the program takes it with padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # the only placement for nested and blocked splits
 
 from autopar.errors import LayoutError
-from autopar.layout import I, Layout, blocks, local_shape, shard, split, storable, take
+from autopar.layout import I, Layout, blocks, chunk, each_split, shard, split, storable, take
 from autopar.runtime import checkpoint
 from autopar.runtime.collectives import PRIMITIVES, Place
 from autopar.runtime.world import Axis, Context
@@ -49,7 +54,7 @@ def layout_of(stored: DTensor) -> Layout:
             if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
                 left = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
                 parts = stored.device_mesh.size(axis)
-                step = len(held) // (left * parts)
+                step = chunk(len(held), left * parts)
                 states[axis] = split(dim, int(held[step] - held[0]) if step < len(held) else step)
                 held = take(held, 0, left, parts, 0)
     return tuple(states)
@@ -73,12 +78,67 @@ def wrap(part: torch.Tensor, shape: tuple[int, ...], layout: Layout, context: Co
     )
 
 
-def local(stored: torch.Tensor) -> torch.Tensor:
+def local(stored: torch.Tensor, room: Sequence[int] | None = None) -> torch.Tensor:
     """This rank's part of a stored tensor; its gradient flows back as a DTensor of the same placements.
+
+    With `room` it is followed by zeros up to this shape. The target of a `call_function` node of the emitted graph.
+    """
+    if room is not None and not torch.compiler.is_compiling():
+        _make_room(stored._local_tensor if isinstance(stored, DTensor) else stored, room)
+    part = stored.to_local(grad_placements=stored.placements) if isinstance(stored, DTensor) else stored
+    return part if room is None else _Padded.apply(part, room)  # type: ignore[no-untyped-call]
+
+
+def beginning(part: torch.Tensor, dim: int, size: int, axis: Axis | None = None) -> torch.Tensor:
+    """Of the first `size` elements of a padded dim those that lie here, in the chunk of an axis or whole.
 
     The target of a `call_function` node of the emitted graph.
     """
-    return stored.to_local(grad_placements=stored.placements) if isinstance(stored, DTensor) else stored
+    length = part.shape[dim]
+    before = axis.index * length if axis else 0
+    return part.narrow(dim, 0, min(max(size - before, 0), length))
+
+
+class _Part(Protocol):
+    shape: torch.Size
+
+
+class _Padded(torch.autograd.Function):
+    """A part with its padding: the same memory where there is room, a copy elsewhere. The gradient's padding is dropped."""
+
+    @staticmethod
+    def forward(ctx: _Part, part: torch.Tensor, room: Sequence[int]) -> torch.Tensor:
+        ctx.shape = part.shape
+        if not torch.compiler.is_compiling() and _has_room(part, room):
+            return part.as_strided(room, part.stride())
+        return _lengthened(part, room) if part.shape != torch.Size(room) else part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: _Part, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        for dim, size in enumerate(ctx.shape):
+            gradient = gradient.narrow(dim, 0, size)
+        return gradient, None
+
+
+def _lengthened(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The tensor, with zeros after it in every dim, in this shape; itself if it has that shape."""
+    more = [length - size for length, size in zip(shape, tensor.shape, strict=True)]
+    return nn.functional.pad(tensor, [after for rest in reversed(more) for after in (0, rest)]) if any(more) else tensor
+
+
+def _has_room(part: torch.Tensor, room: Sequence[int]) -> bool:
+    """Whether a part is the beginning of memory that was made for this shape."""
+    memory = part.untyped_storage().nbytes() == math.prod(room) * part.itemsize
+    return memory and not part.storage_offset() and part.is_contiguous() and part.shape[1:] == torch.Size(room[1:])
+
+
+def _make_room(part: torch.Tensor, room: Sequence[int]) -> None:
+    """Move a part to memory that has room for its padding, if this follows its last row and the memory is another one."""
+    if part.shape[1:] == torch.Size(room[1:]) and not part.is_meta and not _has_room(part, room):
+        with torch.no_grad():
+            memory = part.new_zeros(tuple(room))
+            memory[: len(part)].copy_(part)
+            part.data = memory[: len(part)]
 
 
 def part_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
@@ -115,8 +175,11 @@ def whole(stored: torch.Tensor) -> torch.Tensor:
             group = str(mesh.get_group(place).group_name)
             axis = Axis(name=str(place), size=sizes[place], index=mesh.get_local_rank(place), group=group)
             left = blocks(layout, place, shape, sizes, present=range(place + 1, mesh.ndim))
+            dim = layout[place].dim
+            if shape[dim] % sizes[place]:
+                tensor = _lengthened(tensor, [layout[place].stride if d == dim else n for d, n in enumerate(tensor.shape)])
             tensor = PRIMITIVES["all_gather"](tensor, axis, Place(layout[place].dim, left))
-    return tensor
+    return tensor[tuple(map(slice, shape))]
 
 
 def plain(layouts: Iterable[Layout]) -> bool:
@@ -159,18 +222,21 @@ def stored_like(tensor: torch.Tensor, part: torch.Tensor, layout: Layout | None,
 
 
 def _meta_part(tensor: torch.Tensor, layout: Layout, context: Context) -> torch.Tensor:
-    return torch.empty(local_shape(tuple(tensor.shape), layout, context.mesh.sizes), dtype=tensor.dtype, device="meta")
+    part = shard(tensor.to("meta"), layout, context.mesh.sizes, context.coordinates)
+    return torch.empty_like(part, memory_format=torch.contiguous_format)
 
 
 def _scattered(tensor: torch.Tensor, layout: Layout, context: Context) -> torch.Tensor:
     """This rank's shard of rank 0's tensor, axis by axis, splitting axes first.
 
-    When an axis has its turn, the ranks with coordinate 0 on it and on all later ones hold what the earlier ones left.
+    When an axis has its turn, the ranks with coordinate 0 on it and on all later ones hold what the earlier ones left. Chunks
+    are sent with padding, and keep the memory of it.
     """
-    shape, sizes, here = tuple(tensor.shape), context.mesh.sizes, context.coordinates
+    sizes, here = context.mesh.sizes, context.coordinates
     order = sorted(range(len(sizes)), key=lambda axis: layout[axis].kind != "S")
+    shape = _evened(tuple(tensor.shape), layout, sizes)
     part = list(shape)
-    held = None if any(here) else tensor.detach()
+    held = None if any(here) else _lengthened(tensor.detach(), shape)
     for turn, axis in enumerate(order):
         later, state, pieces = order[turn + 1 :], layout[axis], None
         if state.kind == "S":
@@ -185,7 +251,15 @@ def _scattered(tensor: torch.Tensor, layout: Layout, context: Context) -> torch.
         held = _sent(pieces, state.kind == "S", torch.empty(part, dtype=tensor.dtype, device="meta"), axis, context)
     assert held is not None
     shared = held.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-    return held.to(context.device, copy=shared, memory_format=torch.contiguous_format)
+    held = held.to(context.device, copy=shared, memory_format=torch.contiguous_format)
+    true = shard(tensor.to("meta"), layout, sizes, here).shape
+    return held[tuple(map(slice, true))].contiguous()
+
+
+def _evened(shape: tuple[int, ...], layout: Layout, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with the dims that are split in chunks made long enough for equal ones."""
+    chunked = {state.dim: state.stride * sizes[a] for a, state in each_split(layout) if shape[state.dim] % sizes[a]}
+    return tuple(chunked.get(dim, size) for dim, size in enumerate(shape))
 
 
 def _sent(pieces: list[torch.Tensor] | None, split: bool, like: torch.Tensor, axis: int, context: Context) -> torch.Tensor:

@@ -34,7 +34,10 @@ def _all(
         if analysis.classes.of[name] == name:
             yield (
                 name,
-                [Candidate(forms=(), operands=(), results=(s,)) for s in stored(parameter, sizes, analysis.blocks[name])],
+                [
+                    Candidate(forms=(), operands=(), results=(s,))
+                    for s in stored(parameter, sizes, analysis.blocks[name], program.true.get(name))
+                ],
             )
     memory: dict[tuple[object, ...], list[Candidate]] = {}
     for name, op in representatives(program, analysis.classes).items():
@@ -92,11 +95,14 @@ def _accepted(analysis: Analysis, name: str, found: list[Candidate], demands: De
     return kept
 
 
-def stored(parameter: Parameter, sizes: tuple[int, ...], blocks: Blocks) -> list[Layout]:
-    """The layouts in which a parameter or buffer may be stored: every axis I or S."""
+def stored(
+    parameter: Parameter, sizes: tuple[int, ...], blocks: Blocks, true: tuple[int, ...] | None = None
+) -> list[Layout]:
+    """The layouts in which a parameter or buffer may be stored, in its true shape if it is padded: every axis I or S."""
     if not parameter.used:
         return [(I,) * len(sizes)]
-    return invariant_or_split(parameter.value.shape, sizes, blocks)
+    found = invariant_or_split(parameter.value.shape, sizes, blocks)
+    return [layout for layout in found if storable(layout, true, sizes)] if true else found
 
 
 def invariant_or_split(shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Blocks) -> list[Layout]:

@@ -43,6 +43,7 @@ def solve(
     patience: float = math.inf,
     polish: float = POLISH,
     windows: Sequence[float] = WINDOWS,
+    branches: bool = True,
 ) -> Solution | None:
     """The cheapest solution that every row allows; None if there is none, or none below `cutoff` seconds.
 
@@ -51,10 +52,10 @@ def solve(
     not. `last()` is a solution that keeps to all rows, asked for where none is found near the relaxation; without it there
     is branching until one is found. `time_limit` is in seconds, `gap` the relative gap at which branching stops,
     `polish` the seconds of branching after a dive that stayed far from its bound. Where there are rows, it is looked for within
-    `windows` of the relaxation without rows first, shares of its price. Raises SolverError after about `patience` seconds
-    without an answer.
+    `windows` of the relaxation without rows first, shares of its price. Unless it `branches`, only solutions near a relaxation
+    are found. Raises SolverError after about `patience` seconds without an answer.
     """
-    effort = _Effort(time_limit=time_limit, gap=gap, patience=patience, polish=polish)
+    effort = _Effort(time_limit=time_limit, gap=gap, patience=patience, polish=polish, branches=branches)
     search, asked = effort.search(problem), list(rows)
     relaxed = search.relax()
     if relaxed is None or relaxed.bound >= cutoff:
@@ -83,6 +84,7 @@ class _Effort:
     gap: float
     patience: float
     polish: float
+    branches: bool
 
     def search(self, problem: Problem) -> Search:
         """The search for a problem's solution, with its tolls."""
@@ -117,7 +119,9 @@ def _solved(
             if broken:
                 continue
         more = 0.0 if tight else polish
-        found = None if relaxed is None else _whole(search, relaxed, known, effort.gap, last is not None, more)
+        found = None
+        if relaxed is not None:
+            found = _whole(search, relaxed, known, effort.gap, last is not None, more, effort.branches)
         if found is None:
             solution = None if last is None else last()
             return solution and replace(solution, bound=min(solution.seconds, proven), status="feasible")
@@ -144,7 +148,7 @@ def _better(search: Search, solution: Solution, near: Found | None, polish: floa
 
 
 def _whole(
-    search: Search, relaxed: Found, rows: Sequence[Row], gap: float, dives: bool, polish: float
+    search: Search, relaxed: Found, rows: Sequence[Row], gap: float, dives: bool, polish: float, branches: bool
 ) -> tuple[Solution, Found | None] | None:
     """An integer solution within the gap of the relaxation, found with as little branching as that takes; with the end of the
     dive that found it. If it `dives`, there is no branching but for `polish` seconds where it finds nothing."""
@@ -164,8 +168,10 @@ def _whole(
         settled = search.settle(relaxed)
     if settled is not None:
         solution = _read(model, settled)
-        if solution.gap <= max(gap, SAME):
+        if solution.gap <= max(gap, SAME) or not branches:
             return solution, None
+    if not branches:
+        return None
     for uses in (False, True):
         found = search.branch(settled, uses=uses)
         if found is None:

@@ -24,19 +24,29 @@ _FOUND: MutableMapping[Ledger, Solution] = WeakKeyDictionary()  # the solutions 
 
 
 def within(
-    formulated: Formulated, ledger: Ledger, limit: Bytes, *, cutoff: float = math.inf, patience: float = math.inf
+    formulated: Formulated,
+    ledger: Ledger,
+    limit: Bytes,
+    *,
+    cutoff: float = math.inf,
+    patience: float = math.inf,
+    near: bool = False,
 ) -> Solution | None:
     """The cheapest solution whose walk stays within `limit` bytes per device; None if there is none below `cutoff` seconds.
 
-    Raises SolverError after about `patience` seconds without an answer.
+    Raises SolverError after about `patience` seconds without an answer. With `near` only a solution near the relaxation counts:
+    then it is None too if that would take long to find.
     """
     merged = merge_followers(formulated.problem)
 
     def last() -> Solution | None:
+        if near:
+            return None
         least = _smallest(merged, ledger, patience)
         return None if least is None or ledger.walk(merged.expand(least)).max() > limit else least
 
-    solution = _within(merged, ledger, limit, last, cutoff=cutoff, patience=patience)
+    polish = 0.0 if near else POLISH
+    solution = _within(merged, ledger, limit, last, cutoff=cutoff, patience=patience, polish=polish, branches=not near)
     return None if solution is None else merged.expand(solution)
 
 
@@ -49,6 +59,7 @@ def _within(
     cutoff: float = math.inf,
     patience: float = math.inf,
     polish: float = POLISH,
+    branches: bool = True,
 ) -> Solution | None:
     """The same of the merged problem, where `last` is asked if nothing is found near the relaxation."""
     asked: dict[int, float] = {}  # bytes beyond what the row of a moment counts
@@ -63,7 +74,7 @@ def _within(
             asked[fresh[0]] = max(2 * asked[fresh[0]], PART * (float(alive.max()) - limit), LITTLE * limit)
         return [merged.row(ledger.row(moment, float(limit), asked[moment])) for moment in fresh]
 
-    return solve(merged.problem, judge, last=last, cutoff=cutoff, patience=patience, polish=polish)
+    return solve(merged.problem, judge, last=last, cutoff=cutoff, patience=patience, polish=polish, branches=branches)
 
 
 def _peaks(alive: Floats, limit: float) -> list[int]:

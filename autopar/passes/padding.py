@@ -1,0 +1,183 @@
+"""Padding: a dim that the mesh does not divide is made longer throughout the program, and what is true comes out the same.
+
+    parameter wte [101, 8]                         parameter wte [104, 8]      stored as [101, 8]
+    x = embedding(wte, words)             ->       x = embedding(wte, words)
+    y = linear(x, wte)                             y = linear(x, wte, [0, ..., 0, -inf, -inf, -inf])
+    l = cross_entropy_loss(y, targets)             l = cross_entropy_loss(y, targets)
+    output logits = y                              output logits = y           returned as [.., 101]
+
+What is padded together is a strand (`strands`). Parameters whose whole dim it is have their true shapes outside of the program
+only, in storage, checkpoints and for optimizers, and so have outputs. Others, in which it is a part of a dim, as six heads of
+width 8 are of 48 rows, the program pads itself:
+
+    q = linear(x, wq)                     ->       w = reshape(constant_pad_nd(reshape(wq, [6, 8, 16]), ...), [64, 16])
+    h = reshape(q, [4, 6, 8])                      q = linear(x, w)
+    a = attention(h, ...)                          h = reshape(q, [4, 8, 8])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from autopar.errors import LayoutError
+from autopar.ir import Argument, Op, Program, Ref, aten
+from autopar.layout import chunk
+from autopar.passes.builder import Keywords, Rewriter
+from autopar.passes.infer import Kind
+from autopar.passes.strands import Place, Strand, Walk
+from autopar.rules import fit, localise
+
+Shape = tuple[int, ...]
+Rooms = Mapping[str, Shape]  # the shapes of padded values: of every strand one, and every parameter of which it is a whole dim
+MOST = 1 / 3  # of a dim: more padding is more than what a few devices can win
+ATTENTION, HEADS = "scaled_dot_product_attention", -3  # the operator with heads, and which dim of its result they are
+
+
+def rooms(program: Program, sizes: Sequence[int], *, parts: bool = False) -> dict[str, Shape]:
+    """The shapes in which every whole dim of a parameter that can be padded has room for equal parts (`longer`).
+
+    With `parts` those of attention too, whose heads are parts of dims: then parameters are padded in every step.
+    """
+    walk, found, seen = Walk(program), dict[str, Shape](), set[tuple[str, int]]()
+    taken = set[str]()  # the computed values of strands: each may be padded in one dim
+    for name, dim in _seeds(program, parts):
+        size = program.values[name].shape[dim]
+        room = longer(size, sizes)
+        if room == size or (name, dim) in seen:
+            continue
+        places = walk.places(name, dim)
+        seen.update((other, place.dim) for other, place in places.items() if place.all)
+        strand = walk.strand(places, size)
+        if strand and taken.isdisjoint(computed := places.keys() & program.producer.keys()):
+            taken |= computed
+            for other in (name, *(stored for stored in places.keys() - computed if places[stored].all)):
+                shape = found.get(other, program.values[other].shape)
+                found[other] = _with(shape, {places[other].dim: room})
+    return {name: found[name] for name in program.values if name in found}
+
+
+def _seeds(program: Program, parts: bool) -> Iterator[tuple[str, int]]:
+    """Where strands may begin."""
+    for value in (p.value for p in program.parameters if p.used):
+        yield from ((value.name, dim) for dim in range(len(value.shape)))
+    for op in program.ops if parts else ():
+        if aten(op.target) == ATTENTION and len(op.results[0].shape) > -HEADS:
+            yield op.results[0].name, len(op.results[0].shape) + HEADS
+
+
+def longer(size: int, sizes: Sequence[int]) -> int:
+    """The length at which a dim has equal parts on the largest axis that does not divide it, and still on those that do.
+
+    The dim's own size where that takes much padding.
+
+    >>> longer(101, (2, 4)), longer(8, (3, 4)), longer(9, (8,))
+    (104, 8, 9)
+    """
+    room = max((chunk(size, axis) * axis for axis in sizes if size % axis), default=size)
+    apart = any(room % axis for axis in sizes if size % axis == 0)
+    return size if apart or room - size > MOST * size else room
+
+
+def padded(program: Program, rooms: Rooms) -> Program:
+    """The program with these values, and all that is tied to them, padded.
+
+    Raises LayoutError for one that cannot be padded so.
+    """
+    if not rooms:
+        return program
+    strands = list(_strands(program, rooms))
+    held = {p.value.name for p in program.parameters}
+    lengths: dict[str, dict[int, int]] = {}  # of padded dims
+    late: dict[str, list[tuple[Place, int, int]]] = {}  # parameters that the program pads itself
+    for strand, room in strands:
+        for name, place in strand.places.items():
+            if name in held and not place.all:
+                late.setdefault(name, []).append((place, strand.size, room))
+            else:
+                lengths.setdefault(name, {})[place.dim] = place.left * room * place.right
+    shapes = {name: _with(program.values[name].shape, found) for name, found in lengths.items()}
+    parameters = tuple(
+        replace(p, value=replace(p.value, shape=shapes.get(p.value.name, p.value.shape))) for p in program.parameters
+    )
+    rewriter = Rewriter(replace(program, parameters=parameters))
+    masked = {name for strand, _ in strands for name in strand.masked}
+    for op in program.ops:
+        for name in dict.fromkeys(op.operands):
+            for place, size, room in late.pop(name, ()):
+                shapes[name] = _lengthen(op, name, shapes.get(name, program.values[name].shape), place, size, room, rewriter)
+        _grow(op, program, shapes, op.name in masked, rewriter)
+    made = rewriter.finish()
+    outputs = {o.value: program.values[old.value].shape for o, old in zip(made.outputs, program.outputs, strict=True)}
+    true = {name: program.values[name].shape for name in (*rooms, *(held & lengths.keys()))}
+    true |= {name: shape for name, shape in outputs.items() if made.values[name].shape != shape}
+    true |= program.true
+    return replace(made, padded=tuple((name, true[name]) for name in made.values if name in true))
+
+
+def _strands(program: Program, rooms: Rooms) -> Iterator[tuple[Strand, int]]:
+    """The strands that begin at these values, and how long they are with padding."""
+    walk, seen = Walk(program), dict[tuple[str, int], int]()
+    for name, shape in rooms.items():
+        for dim, (size, room) in enumerate(zip(program.values[name].shape, shape, strict=True)):
+            if size == room or seen.get((name, dim)) == room:
+                continue
+            strand = walk.strand(walk.places(name, dim), size)
+            if strand is None or size > room:
+                raise LayoutError(f"dim {dim} of {name} cannot be padded", shape=program.values[name].shape, room=shape)
+            seen |= {(other, place.dim): place.left * room * place.right for other, place in strand.places.items()}
+            yield strand, room
+
+
+def _with(shape: Shape, lengths: Mapping[int, int]) -> Shape:
+    return tuple(lengths.get(dim, size) for dim, size in enumerate(shape))
+
+
+def _lengthen(op: Op, name: str, shape: Shape, place: Place, size: int, room: int, rewriter: Rewriter) -> Shape:
+    """Pad a parameter in a part of a dim before an op that reads it; its shape from there on."""
+    before, after = shape[: place.dim], shape[place.dim + 1 :]
+    amounts = (0, 0) * (len(after) + 1) + (0, room - size)
+    longer = (*before, place.left * room * place.right, *after)
+    apart = _beside(op, "reshape", (rewriter.new(Ref(name)), (*before, place.left, size, place.right, *after)), rewriter)
+    grown = _beside(op, "constant_pad_nd", (apart, amounts), rewriter)
+    rewriter.forward(name, _beside(op, "reshape", (grown, longer), rewriter))
+    return longer
+
+
+def _grow(op: Op, program: Program, shapes: Mapping[str, Shape], masked: bool, rewriter: Rewriter) -> None:
+    """The op on padded operands."""
+    values = [Kind(shapes.get(r.name, r.shape), r.dtype, r.requires_grad) for r in op.results]
+    several = len(values) > 1 or op.results[0].name != op.name
+    args, kwargs = op.args, op.kwargs
+    fitted = fit(op, program.values) if shapes.keys() & {r.name for r in op.results} else None
+    if fitted:
+        inside = [shapes.get(name, program.values[name].shape) for name in op.operands]
+        parts = [2] * len(fitted.factors)  # as where the factors are split: the shapes are not those of the program
+        args, kwargs = localise(op, fitted, inside, [kind.shape for kind in values], parts)
+    args, kwargs = tuple(map(rewriter.new, args)), tuple((name, rewriter.new(argument)) for name, argument in kwargs)
+    if masked:
+        args = (*args[:2], _mask(op, args[2] if len(args) > 2 else None, values[0], rewriter))
+    rewriter.put(op, op.target, args, kwargs, tuple(values) if several else values[0])
+
+
+def _mask(op: Op, bias: Argument, scores: Kind, rewriter: Rewriter) -> Ref:
+    """The bias of a linear layer whose scores are minus infinity in the padding."""
+    true, room = op.results[0].shape[-1], scores.shape[-1]
+    kind: Keywords = (("dtype", scores.dtype), ("device", torch.device("meta")))
+    zeros = _beside(op, "full", ((true,), 0.0), rewriter, kind)
+    mask = _beside(op, "cat", ((zeros, _beside(op, "full", ((room - true,), -torch.inf), rewriter, kind)),), rewriter)
+    return _beside(op, "add", (bias, mask), rewriter, form="Tensor") if isinstance(bias, Ref) else mask
+
+
+def _beside(
+    op: Op, name: str, args: tuple[Argument, ...], rewriter: Rewriter, kwargs: Keywords = (), form: str = "default"
+) -> Ref:
+    """A further op at the place of `op`, in a module of its own: the ops of the model keep their names."""
+    module = f"{op.module}.padding".lstrip(".")
+    (ref,) = rewriter.emit(f"aten.{name}.{form}", args, kwargs, module=module, source=op.source)
+    return ref
+
+
+__all__ = ["Rooms", "longer", "padded", "rooms"]
