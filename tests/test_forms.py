@@ -502,3 +502,14 @@ def test_what_sends_inside_can_be_made_again_and_sends_again(pool: WorkerPool, n
     assert sent == {"forward": len(forward), "backward": len(forward) + len(backward)}
     report = verify(model, x, on, plan, Options(), pool)
     assert report.ok, report
+
+
+def test_a_constraint_that_leaves_few_routes_under_a_strategy_is_met(pool: WorkerPool) -> None:
+    """The relaxation is then a mixture, which rounded has no routes at all."""
+    model, on = Words(24, 8, tied=True), table.mesh((2,))
+    words, targets = torch.randint(24, (2, 4, 6))
+    batch = {"words": words, "targets": targets}
+    plan = autopar.plan(model, batch, on, strategy="megatron", constraints={":reshape#0": "S(1)"})
+    assert plan.layouts[":reshape#0"] == "S(1)"
+    report = verify(model, batch, on, plan, Options(), pool)
+    assert report.ok, str(report)

@@ -28,6 +28,11 @@ ROUNDS = 12  # in which the least memory is sought
 WINDOWS = (0.01, 0.04, 0.16, 0.6)  # of the relaxation, by which a solution within a budget may be dearer; tried in turn
 SAME = 1e-6  # relative difference at which a price counts as equal to the bound
 
+
+class NoRouteError(Exception):
+    """Fractional picks, rounded, are not joined by any route: what is left of conversions allows only some pairs."""
+
+
 Judge = Callable[[Solution, bool], Iterable[Row]]
 
 
@@ -60,7 +65,7 @@ def solve(
     relaxed = search.relax()
     if relaxed is None or relaxed.bound >= cutoff:
         return None
-    asked = asked or list(judge(_read(search.model, relaxed), False))
+    asked = asked or _rounded(search, relaxed, judge)
     reduced = search.reduced()
     for share in windows if asked else ():
         most = min(cutoff, (1 + share) * relaxed.bound)
@@ -115,7 +120,7 @@ def _solved(
         if relaxed is not None and relaxed.bound >= cutoff:
             return None
         if relaxed is not None and search.fractional(relaxed):
-            broken = list(judge(_read(search.model, relaxed), False))
+            broken = _rounded(search, relaxed, judge)
             if broken:
                 continue
         more = 0.0 if tight else polish
@@ -134,6 +139,14 @@ def _solved(
             if cheap and _kept(problem, better, known) and not list(judge(better, True)):
                 solution = better
         return replace(solution, bound=min(solution.bound, proven)) if tight else solution
+
+
+def _rounded(search: Search, relaxed: Found, judge: Judge) -> list[Row]:
+    """The rows that a rounded relaxation breaks; none where no routes join what it takes most of."""
+    try:
+        return list(judge(_read(search.model, relaxed), False))
+    except NoRouteError:
+        return []
 
 
 def _better(search: Search, solution: Solution, near: Found | None, polish: float) -> Iterator[Solution]:
@@ -304,7 +317,10 @@ def least_memory(
         found = relaxed
         if search.fractional(relaxed):
             found = search.dive(relaxed) or relaxed
-        solution = _read(model, found)
+        try:
+            solution = _read(model, found)
+        except NoRouteError:
+            break
         peak, rows = judge(solution)
         if peak < least:
             best, least = solution, peak
@@ -327,7 +343,8 @@ def _read(model: Model, answer: Found) -> Solution:
         found = tree(wire, picks, used)
         if found is None:
             found = tree(wire, picks)
-        assert found is not None, f"{wire.name}: no route to the layouts that were picked"
+        if found is None:
+            raise NoRouteError(f"{wire.name}: no route to the layouts that were picked")
         arcs.append(found)
     rerun = {choice: _members(values[first + picks[choice]]) for choice, first in columns.rerun.items()}
     resent = {(w, arc): _members(values[first + arc]) for w, first in columns.resent.items() for arc in arcs[w]}
