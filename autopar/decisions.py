@@ -28,7 +28,7 @@ class Again:
     away: frozenset[tuple[str, Layout]] = frozenset()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Decisions:
     """A candidate per op, a layout per given tensor and output, a route per value; and what is made again for the backward.
 

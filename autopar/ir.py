@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
-from typing import Union
+from typing import Concatenate, ParamSpec, TypeVar, Union
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.layout import I, State
 
+T = TypeVar("T")
+P = ParamSpec("P")
 Static = Union[None, bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format]
 Argument = Union["Ref", Static, tuple["Argument", ...]]
 
@@ -64,11 +67,12 @@ class Op:
     results: tuple[Value, ...]
     module: str = field(default="", compare=False)
     source: str = field(default="", compare=False)
+    # Names of the tensors it reads, in argument order (a list of tensors counts one by one).
+    operands: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """Names of the tensors it reads, in argument order (a list of tensors counts one by one)."""
-        return tuple(ref.name for ref in refs((*self.args, *(argument for _, argument in self.kwargs))))
+    def __post_init__(self) -> None:
+        read = refs((*self.args, *(argument for _, argument in self.kwargs)))
+        object.__setattr__(self, "operands", tuple(ref.name for ref in read))
 
     @property
     def requires_grad(self) -> bool:
@@ -199,6 +203,20 @@ class Program:
 
     def __str__(self) -> str:
         return self._text(devices=True)
+
+
+def remembered(function: Callable[Concatenate[Program, P], T]) -> Callable[Concatenate[Program, P], T]:
+    """A function of a program whose results are kept as long as the program lives; nobody may change them."""
+    known: MutableMapping[Program, dict[object, T]] = WeakIdKeyDictionary()
+
+    @functools.wraps(function)
+    def found(program: Program, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        of, key = known.setdefault(program, {}), (args, *kwargs.items())
+        if key not in of:
+            of[key] = function(program, *args, **kwargs)
+        return of[key]
+
+    return found
 
 
 def elements(shape: tuple[int, ...]) -> int:

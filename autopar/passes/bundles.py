@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from autopar.conversion import Conversion
-from autopar.ir import Op, Program, Value
+from autopar.ir import Op, Program, Value, remembered
 from autopar.layout import Layout, R
 from autopar.mesh import Bytes
 from autopar.passes.classes import INDEX
@@ -51,6 +51,7 @@ class Bundle:
         return self.steps[0][1].primitives
 
 
+@remembered
 def bundles(program: Program, *, moved: bool) -> tuple[tuple[str, ...], ...]:
     """The parameters, and copies of them in other dtypes, that ops read: by their first use, those of one bundle together.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from autopar.ir import Op, Parameter, Program, Value, filled, overload
+from autopar.ir import Op, Parameter, Program, Value, filled, overload, remembered
 
 CAST = "aten.to.dtype"
 
 
+@remembered
 def weights(program: Program) -> frozenset[str]:
     """The parameters, frozen ones too, and every view or copy in another dtype of one, or of a view or copy of one.
 
@@ -23,12 +24,14 @@ def weights(program: Program) -> frozenset[str]:
     return frozenset(_derived(program))
 
 
+@remembered
 def copies(program: Program) -> dict[str, str]:
     """The parameter of each copy of one in another dtype."""
     parameters = {p.value.name for p in program.parameters}
     return {op.results[0].name: op.operands[0] for op in program.ops if casts(op) and op.operands[0] in parameters}
 
 
+@remembered
 def summed(program: Program) -> dict[str, torch.dtype]:
     """The dtype in which the gradient of a weight is added up over devices, where that is not its own.
 

@@ -16,6 +16,7 @@ from autopar.errors import RuleError
 from autopar.ir import Op, Program, writes
 from autopar.layout import Layout
 from autopar.mesh import Mesh
+from autopar.passes.again import may_run
 from autopar.passes.arguments import bound
 from autopar.passes.bundles import bundles
 from autopar.passes.candidates import asked
@@ -41,6 +42,11 @@ class Analysis:
         """What autograd saves for each op class."""
         ops = representatives(self.program, self.classes).items()
         return {name: saved(op, self.program.values, cpu=self.cpu) for name, op in ops if op.requires_grad}
+
+    @functools.cached_property
+    def may_run(self) -> frozenset[str]:
+        """The ops that may run again."""
+        return may_run(self.program, self.fits)
 
     @functools.cached_property
     def readers(self) -> dict[str, list[Op]]:

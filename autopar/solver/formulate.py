@@ -19,7 +19,7 @@ from autopar.decisions import Again, Decisions
 from autopar.ir import Output, Program, Value
 from autopar.layout import Layout
 from autopar.mesh import Device, Mesh
-from autopar.passes.again import lies, may_run
+from autopar.passes.again import lies
 from autopar.passes.bundles import bundles
 from autopar.passes.candidates import Candidate, distributed
 from autopar.passes.classes import OUTPUT, ValueClass
@@ -151,13 +151,13 @@ def _reruns(analysis: Analysis) -> frozenset[str]:
     """
     program = analysis.program
     lying = (op.name for op in program.ops if op.requires_grad and lies(op, program.values))
-    return may_run(program, analysis.fits).union(lying) & (inner(program) | analysis.casts)
+    return analysis.may_run.union(lying) & (inner(program) | analysis.casts)
 
 
 def _recast(analysis: Analysis) -> frozenset[str]:
     """The classes of ops that cast weights which the backward needs: these run again where gathered weights are dropped."""
-    program, of = analysis.program, analysis.classes.of
-    runs = may_run(program, analysis.fits) & analysis.casts
+    of = analysis.classes.of
+    runs = analysis.may_run & analysis.casts
     return frozenset(of[name] for name in runs if saves(analysis, of[name], 0))
 
 
@@ -328,7 +328,7 @@ def _again(formulated: Formulated, solution: Solution, routes: Mapping[str, tupl
     steps.update(beside)
     ops.update(analysis.casts if formulated.dropped else ())
     ops.update(analysis.program.producer[name].name for name, _ in beside if name in analysis.copies)
-    return Again(ops=frozenset(ops) & may_run(analysis.program, analysis.fits), steps=frozenset(steps), away=away)
+    return Again(ops=frozenset(ops) & analysis.may_run, steps=frozenset(steps), away=away)
 
 
 def _absent(formulated: Formulated, solution: Solution) -> Iterator[tuple[str, Layout]]:

@@ -6,10 +6,11 @@ is asked for, and what is made again asks for what it is made from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.conversion import Conversion
 from autopar.cost_models.saved import Saved, saved_here
@@ -25,9 +26,16 @@ from autopar.solver.strides import is_view
 Use = tuple[str, Layout]  # a value in one of its layouts
 
 
+_FOUND: MutableMapping[Decisions, Again] = WeakIdKeyDictionary()  # asked for by prices, messages and memory alike
+
+
 def reruns(analysis: Analysis, chosen: Decisions) -> Again:
-    """The ops and conversions that run again."""
-    return _Walk(analysis, chosen).asked() if chosen.again != Again() else Again()
+    """The ops and conversions that run again, and what comes back from the host."""
+    if chosen.again == Again():
+        return chosen.again
+    if chosen not in _FOUND:
+        _FOUND[chosen] = _Walk(analysis, chosen).asked()
+    return _FOUND[chosen]
 
 
 class _Walk:
