@@ -20,7 +20,7 @@ from autopar.ir import Op
 from autopar.passes.candidates import Candidate
 from autopar.plan import Plan
 from autopar.rules import Fitted
-from autopar.solver import formulate
+from autopar.solver import offers
 
 ROOT = Path(__file__).parent.parent
 OURS = ROOT / "baselines"
@@ -282,7 +282,7 @@ def test_ours_watch_six_models_on_several_meshes_and_devices() -> None:
 def test_a_worsened_planner_fails_our_check_and_the_message_says_what_why_and_by_how_much(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    candidates = formulate.candidates
+    candidates = offers.candidates
 
     def fewer(op: Op, fitted: Fitted | None, *rest: object) -> list[Candidate]:
         """Products can no longer be split by their out-features."""
@@ -292,7 +292,7 @@ def test_a_worsened_planner_fails_our_check_and_the_message_says_what_why_and_by
         names = [factor.name for factor in fitted.factors]
         return [c for c in found if not any(kind == "S" and names[which] == "n" for kind, which, _ in c.forms)]
 
-    monkeypatch.setattr(formulate, "candidates", fewer)
+    monkeypatch.setattr(offers, "candidates", fewer)
     assert main(["--check", str(OURS / "llama-8x8-h100.json")]) == 1
     out = capsys.readouterr().out
     first, *rest = out.splitlines()
