@@ -49,12 +49,12 @@ class Evidence:
     """What a plan's totals are made of, in seconds of one step and bytes on one device.
 
     `compute` is op -> (forward, backward) for ops that take time, `again` op -> its forward once more, for the backward;
-    `away` value -> its way to the host and back;
-    `conversions` counts slices, pads and copies that are no collectives, and what is computed ahead of micro-batches. `runs`
-    and `stored` say in words what is split, one entry per axis: what a person calls the dim ("out-features"), else "whole",
-    "repeated" (its gradient in addends) or "addends". `runs` has the ops that use parameters and the well-known ones; `stored`
-    the parameters, "input:" and the name of an argument, "output:" and the name of a result. `tied` is every other name of a
-    parameter -> its own, `copies` a copy of a parameter in another dtype -> that parameter.
+    `away` value -> its way to the host and back; `conversions` counts slices, pads and copies that are no collectives, and
+    what is computed ahead of micro-batches. `runs` and `stored` say in words what is split, one entry per axis: what a person
+    calls the dim ("out-features"), else "whole", "repeated" (its gradient in addends) or "addends". `runs` has the ops that
+    use parameters and the well-known ones; `stored` the parameters, "input:" and the name of an argument, "output:" and the
+    name of a result. `tied` is every other name of a parameter -> its own, `copies` a copy of a parameter in another dtype ->
+    that parameter.
     """
 
     figures: tuple[Figure, ...]

@@ -4,9 +4,8 @@
     h.1: ln attn add ln mlp add        a region, whose backward may ask h.1's operators to run again, but none of h.0's
 
 What one region hands to another is kept if the backward needs it, so that a chain of values that are made again, all of them
-alive
-at once, ends where its region begins. A region is what stands under one index of a container ("h.0."), or as many of these in
-a row as hold two matrix products together.
+alive at once, ends where its region begins. A region is what stands under one index of a container ("h.0."), or as many of
+these in a row as hold two matrix products together.
 """
 
 from __future__ import annotations

@@ -35,14 +35,11 @@ class Demands:
     """What a strategy and the user's constraints ask for.
 
     `patterns` limits the layouts in which values are produced or stored, `taken` gives inputs that are sliced on arrival.
-    Weights
-    are not gathered on the axes `ungathered`, and used unsplit with `weights_whole`; other values are neither
-    gathered nor exchanged on the `private` axes (what makes data parallelism), but for those in `gathered`: outputs, and
-    what an op
-    needs whole. The weights `divided` are stored split on the last axis if they can be. `invariant`: everything is I.
-    Gathered weights are
-    `dropped` after their use and gathered again for the backward, or `held` until then; else the solver decides. They are
-    gathered `once` for all micro-batches, or in each.
+    Weights are not gathered on the axes `ungathered`, and used unsplit with `weights_whole`; other values are neither gathered
+    nor exchanged on the `private` axes (what makes data parallelism), but for those in `gathered`: outputs, and what an op
+    needs whole. The weights `divided` are stored split on the last axis if they can be. `invariant`: everything is I. Gathered
+    weights are `dropped` after their use and gathered again for the backward, or `held` until then; else the solver decides.
+    They are gathered `once` for all micro-batches, or in each.
     """
 
     patterns: Mapping[str, Pattern] = field(default_factory=dict)
@@ -78,9 +75,8 @@ def demands(
 ) -> Demands:
     """The demands of a strategy, with the user's constraints on top; `fits` holds the rule of every op.
 
-    Raises ConstraintError for a strategy that does not exist or does not fit, for a constraint that matches nothing, and
-    for two
-    that contradict each other.
+    Raises ConstraintError for a strategy that does not exist or does not fit, for a constraint that matches nothing, and for
+    two that contradict each other.
     """
     strategy = OTHER_NAMES.get(strategy, strategy)
     if strategy not in STRATEGIES:

@@ -24,9 +24,8 @@ SAME = 1e-9  # relative difference at which two prices count as equal
 class Merged:
     """A smaller problem and the way back.
 
-    Candidate c of merged choice `leader[o]` stands for candidate `pick[o][c]` of the original choice o; `choice` and
-    `wire` give
-    the new places of what is left.
+    Candidate c of merged choice `leader[o]` stands for candidate `pick[o][c]` of the original choice o; `choice` and `wire`
+    give the new places of what is left.
     """
 
     original: Problem

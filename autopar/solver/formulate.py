@@ -103,9 +103,8 @@ def formulate(
 ) -> Formulated:
     """The planning problem of an analysed program.
 
-    `demands` limits candidates and conversions, `sharded_outputs` says which outputs may leave split. `mesh` must have
-    links and a
-    device. Raises ConstraintError where nothing is left to choose.
+    `demands` limits candidates and conversions, `sharded_outputs` says which outputs may leave split. `mesh` must have links
+    and a device. Raises ConstraintError where nothing is left to choose.
     """
     device = mesh.device
     assert device is not None, "a mesh is priced with its device"

@@ -197,9 +197,8 @@ class Search:
     def branch(self, start: Found | None, *, uses: bool, patience: float = math.inf) -> Found | None:
         """The optimum of the integer program within the gap; None if it is infeasible.
 
-        `uses`: the use of every arc is whole, too. Without rows that count uses a route costs least when it is whole, so
-        that only
-        wires with several consumers need it.
+        `uses`: the use of every arc is whole, too. Without rows that count uses a route costs least when it is whole, so that
+        only wires with several consumers need it.
         """
         solver = load(self.model.part())
         if start is not None:
