@@ -13,7 +13,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup lint types unit cost test demo verify-all zoo bench clean
+.PHONY: setup lint types unit unit-stages unit-whole cost test demo verify-all zoo bench clean
 
 setup: $(STAMP)
 
@@ -30,8 +30,15 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# Side by side: most tests keep one core busy.
 unit: $(STAMP)
-	$(BIN)/python -m pytest -q
+	$(MAKE) --jobs=2 --output-sync=target unit-stages unit-whole
+
+unit-stages: $(STAMP)
+	$(BIN)/python -m pytest -q $(wildcard tests/*/)
+
+unit-whole: $(STAMP)
+	$(BIN)/python -m pytest -q $(wildcard tests/test_*.py)
 
 cost: $(STAMP)
 	$(BIN)/python -m autopar.explain --check baselines/

@@ -21,23 +21,20 @@ something else.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.runtime.collectives import FUNCTIONS
 from autopar.runtime.forms import FORMS
-from autopar.runtime.host import Held
+from autopar.runtime.made import Geometry, Made, Part, Saved
+from autopar.runtime.runs import Call, Conversion, Fetch, Tensors, Together, memory, tensors
 from autopar.runtime.world import Axis
 
-Tensors = Sequence[torch.Tensor]
 NAMED = {function.__name__: function for function in FUNCTIONS.values()}
 
 
@@ -64,346 +61,6 @@ def away(anew: Anew, x: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled():
         anew.send(x)
     return x
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Geometry:
-    """How a tensor lies in its storage."""
-
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    conjugate: bool
-    negative: bool
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Geometry:
-        """The geometry of a tensor."""
-        return Geometry(
-            dtype=tensor.dtype, size=tensor.size(), stride=tensor.stride(), offset=int(tensor.storage_offset()),
-            conjugate=tensor.is_conj(), negative=tensor.is_neg(),
-        )  # fmt: skip
-
-    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor that lies so in a storage."""
-        with torch.no_grad():
-            tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-            tensor = tensor.set_(storage, self.offset, self.size, self.stride)
-            tensor = torch._neg_view(tensor) if self.negative else tensor
-            return tensor.conj() if self.conjugate else tensor
-
-
-# --- what runs ------------------------------------------------------------------------------------------------------------
-
-
-class Run(ABC):
-    """Something of the forward that can be done once more. It knows what it makes as long as something may ask for it."""
-
-    def __init__(self) -> None:
-        self.makes: MutableMapping[int, Made] = WeakValueDictionary()  # by place
-
-    def add(self, place: int, tensor: torch.Tensor) -> Made:
-        """The memory in which what it made at a place lies."""
-        self.makes[place] = made = Made(self, place, Geometry.of(tensor))
-        return made
-
-    @abstractmethod
-    def claim(self, made: Made) -> None:
-        """Something will ask for this memory: what it is made from is needed, too."""
-
-    @abstractmethod
-    def release(self, made: Made) -> None:
-        """Nothing will."""
-
-    @abstractmethod
-    def lacking(self, made: Made) -> list[Made]:
-        """What must be made before this can be."""
-
-    @abstractmethod
-    def make(self, made: Made) -> None:
-        """Make it, and with it all that is wanted."""
-
-    def ahead(self) -> None:  # noqa: B027
-        """It has been asked for something: send for what the backward will ask for next."""
-
-
-class Call(Run):
-    """A function with its operands."""
-
-    def __init__(
-        self, function: Callable[..., object], args: object, kwargs: object, part: Callable[[torch.Tensor], Part | None]
-    ) -> None:
-        super().__init__()
-        self._function = function
-        leaves, self._spec = tree_flatten((args, kwargs))
-        tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        self.reads = {_memory(tensor) for tensor in tensors.values()}
-        self._differentiable = {i for i, tensor in tensors.items() if tensor.requires_grad}
-        self._parts = {i: found for i, tensor in tensors.items() if (found := part(tensor))}
-        kept = {i: tensor.detach() for i, tensor in tensors.items() if i not in self._parts}
-        self._leaves = [kept.get(i) if i in tensors else leaf for i, leaf in enumerate(leaves)]
-        self._claims: dict[int, Saved] = {}
-        self._claimed = 0
-        self._count = 0
-
-    def place(self) -> int:
-        """The place of the next tensor that autograd saves inside, or of the next result."""
-        self._count += 1
-        return self._count - 1
-
-    def claim(self, made: Made) -> None:
-        """Hold what is made again among the operands."""
-        self._claimed += 1
-        if self._claimed == 1:
-            self._claims = {i: part.saved() for i, part in self._parts.items()}
-
-    def release(self, made: Made) -> None:
-        """Let go of it with the last."""
-        self._claimed -= 1
-        if not self._claimed:
-            self._claims = {}
-
-    def lacking(self, made: Made) -> list[Made]:
-        """The operands that are not there."""
-        return [claim.part.of for claim in self._claims.values() if claim.part.of.wanted]
-
-    def make(self, made: Made) -> None:
-        """Run the function as in the forward, and see what autograd saves."""
-        leaves = [self._operand(i, self._claims[i].tensor() if i in self._claims else x) for i, x in enumerate(self._leaves)]
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        saved: list[torch.Tensor] = []
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved.append, _never), _as_called(leaves):
-            results = self._function(*args, **kwargs)
-        found = [*saved, *_tensors(results)]
-        saved.clear()  # the results hold it
-        if len(found) != self._count:
-            raise RuntimeError(f"{self._function} has {len(found)} tensors in the backward, {self._count} in the forward")
-        for place, other in list(self.makes.items()):
-            if other.wanted:
-                other.put(found[place])
-        for claim in self._claims.values():
-            claim.part.of.run.ahead()
-
-    def _operand(self, place: int, leaf: object) -> object:
-        """An operand as the forward had it, cut off from the graph."""
-        return leaf.detach().requires_grad_(place in self._differentiable) if isinstance(leaf, torch.Tensor) else leaf
-
-
-class Fetch(Run):
-    """A piece of memory that the host holds."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        super().__init__()
-        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        self._held = Held(flat)
-        self.made = self.add(0, flat)
-
-    def claim(self, made: Made) -> None:
-        """The copy is on its way."""
-
-    def release(self, made: Made) -> None:
-        """It ends with this object."""
-
-    def lacking(self, made: Made) -> list[Made]:
-        """Nothing is."""
-        return []
-
-    def make(self, made: Made) -> None:
-        """Fetch it."""
-        made.put(self._held.fetch())
-
-
-class Conversion(Protocol):
-    """Converts tensors together."""
-
-    def begin(self, weights: Tensors) -> Tensors:
-        """Send for the converted tensors: what is on its way."""
-
-    def finish(self, which: Sequence[int], weights: Tensors, flight: Tensors) -> Tensors:
-        """The converted tensors; `which` are their places in the bundle."""
-
-
-class Together(Run):
-    """The conversion of a bundle; `order` are the bundles of this forward."""
-
-    def __init__(self, conversion: Conversion, sources: Sequence[torch.Tensor | Part], order: list[ref[Together]]) -> None:
-        super().__init__()
-        self._conversion, self._sources = conversion, sources
-        self._claims: dict[int, Saved] = {}
-        self._which: list[int] = []
-        self._weights: Tensors = ()
-        self._flight: Tensors | None = None
-        self._order, self._number = order, len(order)
-        order.append(ref(self))
-
-    def claim(self, made: Made) -> None:
-        """Hold the source of this one."""
-        source = self._sources[made.place]
-        if isinstance(source, Part):
-            self._claims[made.place] = source.saved(chained=True)
-
-    def release(self, made: Made) -> None:
-        """Let go of it."""
-        self._claims.pop(made.place, None)
-
-    def lacking(self, made: Made) -> list[Made]:
-        """The sources that are not there, unless they have been sent already."""
-        if self._flight is not None:
-            return []
-        return [claim.part.of for place in self._wanted() if (claim := self._claims.get(place)) and claim.part.of.wanted]
-
-    def make(self, made: Made) -> None:
-        """Have what is on its way, and send for the rest if this one is not there then."""
-        while made.wanted:
-            self._send()
-            assert self._flight is not None
-            with torch.no_grad():
-                values = self._conversion.finish(self._which, self._weights, self._flight)
-            for place, value in zip(self._which, values, strict=True):
-                if place in self.makes:
-                    self.makes[place].put(value)
-            self._weights, self._flight = (), None
-
-    def ahead(self) -> None:
-        """Send for the bundle that the backward will ask for after this one."""
-        for other in (link() for link in reversed(self._order[: self._number])):
-            if other is not None and any(made.awaited for made in list(other.makes.values())):
-                other._send()
-                return
-
-    def _send(self) -> None:
-        """Send for all that are wanted, unless they are on their way already."""
-        if self._flight is None:
-            self._which = self._wanted()
-            self._weights = [self._source(place) for place in self._which]
-            with torch.no_grad():
-                self._flight = self._conversion.begin(self._weights)
-
-    def _wanted(self) -> list[int]:
-        return [place for place, made in list(self.makes.items()) if made.wanted]
-
-    def _source(self, place: int) -> torch.Tensor:
-        source = self._sources[place]
-        return source if isinstance(source, torch.Tensor) else self._claims[place].tensor()
-
-
-# --- what is made ---------------------------------------------------------------------------------------------------------
-
-
-class Made:
-    """A storage that a run fills. As long as something uses it, the run lays claim to what it reads."""
-
-    def __init__(self, run: Run, place: int, first: Geometry) -> None:
-        self.run, self.place, self._first = run, place, first
-        self._value: torch.Tensor | None = None
-        self._uses = 0  # that exist
-        self._asking = 0  # of them, not of a bundle that is made from this one, and not yet served
-        self._served = 0  # of them, since the value was made
-        self.round = 0  # how often the value was let go
-
-    @property
-    def wanted(self) -> bool:
-        """Whether something may ask for it, and it is not there."""
-        return self._value is None and self._uses > 0
-
-    @property
-    def awaited(self) -> bool:
-        """Whether something will that is not a bundle."""
-        return self._value is None and self._asking > 0
-
-    def storage(self) -> torch.UntypedStorage:
-        """The memory, made again unless it is still there from another use.
-
-        What it is made from is made first, one after the other: a chain of ops may be longer than Python's stack is deep.
-        """
-        waiting = [self] if self._value is None else []
-        while waiting:
-            lacking = waiting[-1].run.lacking(waiting[-1]) if waiting[-1].wanted else []
-            waiting += reversed(lacking)
-            if not lacking and (made := waiting.pop()).wanted:
-                made.run.make(made)
-        assert self._value is not None
-        return self._value.untyped_storage()
-
-    def put(self, value: torch.Tensor) -> None:
-        """The value is there again; if it is laid out otherwise than in the forward, as it was there."""
-        if Geometry.of(value) != self._first:
-            value = self._first.on(value.new_empty(value.numel()).untyped_storage()).copy_(value)
-        self._value = value.detach()
-
-    def add(self, change: int, *, asking: bool) -> None:
-        """One use more, or less."""
-        before, self._uses = self._uses, self._uses + change
-        self._asking += change if asking else 0
-        if not before:
-            self.run.claim(self)
-        elif not self._uses:
-            self.run.release(self)
-
-    def serve(self, *, asking: bool) -> None:
-        """A use has got the value."""
-        self._served += 1
-        self._asking -= asking
-        self._let_go()
-
-    def remove(self, *, served: bool, asking: bool) -> None:
-        """A use has ended; `served` if it has got the value that is there now."""
-        self.add(-1, asking=asking)
-        self._served -= served
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if self._value is not None and self._served >= self._uses:
-            self._value = None
-            self._served = 0
-            self.round += 1
-
-
-class Use:
-    """One reason to make memory again; it ends with the object."""
-
-    __slots__ = ("_asking", "_round", "of")
-
-    def __init__(self, of: Made, *, chained: bool) -> None:
-        self.of, self._round, self._asking = of, -1, not chained
-        of.add(1, asking=self._asking)
-
-    def take(self) -> torch.UntypedStorage:
-        """The memory; a use that asks twice counts once, as long as others wait for the same value."""
-        storage, now = self.of.storage(), self.of.round
-        if self._round != now:
-            self._round = now
-            self.of.serve(asking=self._asking)
-            self._asking = False
-        return storage
-
-    def __del__(self) -> None:
-        self.of.remove(served=self._round == self.of.round, asking=self._asking)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A tensor that lies in memory that can be made again."""
-
-    of: Made
-    geometry: Geometry
-
-    def saved(self, *, chained: bool = False) -> Saved:
-        """The part with a claim to the memory; `chained` if it is converted to something that is made again in its turn."""
-        return Saved(part=self, use=Use(self.of, chained=chained))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """A part that will be asked for."""
-
-    part: Part
-    use: Use
-
-    def tensor(self) -> torch.Tensor:
-        """The tensor, in memory made again."""
-        return self.part.geometry.on(self.use.take())
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -442,7 +99,7 @@ class Anew:
             results = function(*args, **kwargs)
         finally:
             self._calling = None
-        for tensor in _tensors(results):
+        for tensor in tensors(results):
             self._mark(run, run.place(), tensor)
         return results
 
@@ -469,7 +126,7 @@ class Anew:
 
     def _mark(self, run: Call, place: int, tensor: torch.Tensor) -> None:
         """Have a result of a call, or what autograd saves in it, made again, if it does not lie in an operand."""
-        if _memory(tensor) not in run.reads and tensor.untyped_storage() not in self._marks:
+        if memory(tensor) not in run.reads and tensor.untyped_storage() not in self._marks:
             self._marks[tensor.untyped_storage()] = run.add(place, tensor)
 
     def _part(self, tensor: torch.Tensor) -> Part | None:
@@ -500,22 +157,3 @@ class Anew:
 
 def _fills_its_storage(tensor: torch.Tensor) -> bool:
     return tensor.storage_offset() == 0 and tensor.nbytes == tensor.untyped_storage().nbytes()
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _tensors(results: object) -> list[torch.Tensor]:
-    """Every tensor among a function's results, in order."""
-    return [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
-
-
-def _as_called(leaves: Sequence[object]) -> AbstractContextManager[object]:
-    """Without the autocast under which a backward may be called; no forward is."""
-    kind = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
-def _never(packed: object) -> torch.Tensor:
-    raise AssertionError("what was made again has no backward")
