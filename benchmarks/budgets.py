@@ -77,7 +77,7 @@ MODELS: Mapping[str, Callable[[], Made]] = {"gpt2": gpt2, "llama": llama, "vit":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A plan: seconds of a step, of them computing again and going to the host and back, bytes at the peak; how long it took."""
+    """A plan: seconds of a step, of them computing again and going to the host and back, bytes at the peak; how long it took"""
 
     seconds: float
     again: float
