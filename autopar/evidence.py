@@ -87,9 +87,14 @@ class Evidence:
         return sum(self.again.values())
 
     @property
+    def offloaded(self) -> Seconds:
+        """Moving to the host what the backward needs, and back."""
+        return sum(self.away.values())
+
+    @property
     def local(self) -> Seconds:
         """All that is not a collective."""
-        return self.forward + self.backward + self.recomputed + sum(self.away.values()) + self.conversions + self.optimizer
+        return self.forward + self.backward + self.recomputed + self.offloaded + self.conversions + self.optimizer
 
     @staticmethod
     def of(data: object) -> Evidence:

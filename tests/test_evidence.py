@@ -32,7 +32,8 @@ NAMES = ("gpt2", "llama", "vit")
 def check_adds_up(made: Plan) -> None:
     """Seconds to the step time, bytes to the peak."""
     evidence = made.evidence
-    parts = (evidence.forward, evidence.backward, evidence.recomputed, evidence.conversions, evidence.optimizer)
+    computed = (evidence.forward, evidence.backward, evidence.recomputed)
+    parts = (*computed, evidence.offloaded, evidence.conversions, evidence.optimizer)
     assert sum(parts) + sum(entry.seconds for entry in made.collectives) == pytest.approx(made.step_time, rel=1e-12)
     assert sum(evidence.memory.values()) == made.peak_memory
     assert [entry.bytes for entry in evidence.fullest] == sorted((entry.bytes for entry in evidence.fullest), reverse=True)

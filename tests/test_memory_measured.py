@@ -10,10 +10,12 @@ import torch
 
 import autopar
 from autopar.cost_models import catalog
+from autopar.explain.report import memory
 from autopar.mesh import Link
 from autopar.plan import Plan
 from autopar.planner import Options, located
 from autopar.runtime.workers import WorkerPool
+from autopar.tables import plain
 from autopar.testing import peak, random_plan
 from tests import models
 
@@ -62,6 +64,8 @@ def test_the_host_holds_nothing_where_that_is_not_wanted() -> None:
     assert free.evidence.away
     assert not bound.evidence.away
     assert free.step_time < bound.step_time
+    assert "held by the host for the backward" in plain(memory(free))
+    assert "held by the host for the backward" not in plain(memory(bound))
 
 
 def cases() -> Iterator[Case]:

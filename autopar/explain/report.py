@@ -139,6 +139,7 @@ def time(plan: Plan) -> Iterator[Part]:
         "computing, forward": evidence.forward,
         "computing, backward": evidence.backward,
         "computing again": evidence.recomputed,
+        "to the host and back": evidence.offloaded,
         "optimizer": evidence.optimizer,
         "slicing and padding": evidence.conversions,
     }
