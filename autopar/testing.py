@@ -16,7 +16,7 @@ from autopar.cost_models import optimizers
 from autopar.decisions import Again, Decisions
 from autopar.live import Live, Peak
 from autopar.mesh import Mesh
-from autopar.passes.again import aliases, may_run
+from autopar.passes.again import aliases
 from autopar.passes.microbatches import microbatches as parts
 from autopar.plan import Plan
 from autopar.planner import Options, Solved, finish, knowing, located, read_program, sharded
@@ -26,7 +26,7 @@ from autopar.solver.analysis import Analysis, analyse
 from autopar.solver.formulate import decisions, formulate
 from autopar.solver.memory import Ledger
 from autopar.solver.problem import Problem, Solution, price
-from autopar.solver.solve import tree
+from autopar.solver.routes import tree
 
 
 def peak(
@@ -82,7 +82,7 @@ def random_plan_of(captured: Captured, mesh: Mesh, seed: int, options: Options) 
 def random_again(analysis: Analysis, chosen: Decisions, draw: random.Random, *, host: bool = True) -> Again:
     """Of the ops that may run again, of the conversions, and of what the host may hold, a random part of random size."""
     program = analysis.program
-    allowed, ops, steps, away = may_run(program, analysis.fits), draw.random(), draw.random(), host * draw.random()
+    allowed, ops, steps, away = analysis.may_run, draw.random(), draw.random(), host * draw.random()
     results = [(name, chosen.produced(name, program)) for name in program.producer if name not in analysis.weights]
     moved = [(name, step) for name, route in chosen.routes.items() for step in route if not aliases(step)]
     return Again(

@@ -19,7 +19,7 @@ from autopar.explain.whynot import why_not_parts
 from autopar.passes.strategies import STRATEGIES
 from autopar.planner import Options, located, make_plan, plan_program
 from autopar.solver.problem import price
-from autopar.solver.solve import tree
+from autopar.solver.routes import tree
 from autopar.tables import plain
 from tests.models import make
 from tests.planning import smallest

@@ -161,17 +161,13 @@ class ParallelModule(fx.GraphModule):
             serving.accumulate(inputs, loss)
             return
         parts, sums = self._parts(inputs), self.autopar.sums
-        try:
-            with sums.sharing():
-                for part in parts:
-                    with nullcontext() if part is parts[-1] else sums.waiting():
-                        found = loss(self._once(part))
-                        if found is not None:
-                            found.backward()  # type: ignore[no-untyped-call]
-                        del found
-                sums.send()
-        finally:
-            sums.drop()
+        with sums.step():
+            for part in parts:
+                with nullcontext() if part is parts[-1] else sums.waiting():
+                    found = loss(self._once(part))
+                    if found is not None:
+                        found.backward()  # type: ignore[no-untyped-call]
+                    del found
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The program's outputs for its inputs, in its own order."""

@@ -22,7 +22,7 @@ from autopar.planner import Solved
 from autopar.rules.roles import Sample, kind_of
 from autopar.solver.account import stored_words, words
 from autopar.solver.problem import Solution, Toll, gone, paid, route_price
-from autopar.solver.solve import tree
+from autopar.solver.routes import tree
 from autopar.tables import folded, size_text
 
 MOST = 8  # candidates that are shown, and classes if a name means many

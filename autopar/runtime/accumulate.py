@@ -1,15 +1,12 @@
 """Gradients of weights that micro-batches add up, and that are sent once, with the last of them.
 
-    with sums.waiting():
-        ...                     forward and backward of every micro-batch but the last: gradients end where they would be sent
-    ...                         of the last one: its gradients are added to the sums, which are sent
-    sums.drop()
+    with sums.step():
+        with sums.waiting():
+            ...                 forward and backward of every micro-batch but the last: gradients end where they would be sent
+        ...                     of the last one: its gradients are added to the sums, which are sent
 
-Weights that are gathered once for all micro-batches are so in the first, and their gradients are sent after the last:
-
-    with sums.sharing():
-        ...                     forward and backward of every micro-batch: gradients end at what was gathered
-        sums.send()
+Weights that are gathered once for all micro-batches are so in the first of a step; the gradients of all end there, and are sent
+after the last.
 
 Outside of a step weights are as always.
 """
@@ -46,15 +43,18 @@ class Sums:
             self._waits = False
 
     @contextmanager
-    def sharing(self) -> Iterator[None]:
-        """Around all micro-batches of a step."""
+    def step(self) -> Iterator[None]:
+        """Around all micro-batches of a step; what was added up is forgotten after it, even if it was given up."""
         self._shares = True
         try:
             yield
+            self._send()
         finally:
             self._shares = False
+            self._held.clear()
+            self._whole.clear()
 
-    def send(self) -> None:
+    def _send(self) -> None:
         """Send the gradients of what was gathered for all micro-batches."""
         while self._whole:
             number, weights = self._whole.popitem()
@@ -62,11 +62,6 @@ class Sums:
             trained = [weight for weight, gradient in zip(weights, gradients, strict=True) if gradient is not None]
             if trained:
                 torch.autograd.backward(trained, [gradient for gradient in gradients if gradient is not None])
-
-    def drop(self) -> None:
-        """Forget what was added up: it was sent, or its step was given up."""
-        self._held.clear()
-        self._whole.clear()
 
     def held(self, number: int) -> list[torch.Tensor]:
         """The weights of a bundle that has come."""

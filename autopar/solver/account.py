@@ -42,7 +42,7 @@ def account(ledger: Ledger, chosen: Decisions, optimizer: Optimizer, limit: Figu
     moment = int(ledger.timeline.walk(chosen).argmax())
     run = reruns(analysis, chosen)
     compute = dict(_compute(analysis, chosen, mesh))
-    held, away = ledger.held(chosen, moment), dict(_away(analysis, run, mesh))
+    held, away = ledger.held(chosen, moment), _away(analysis, run, mesh)
     return Evidence(
         figures=(*_figures(analysis.program, mesh, optimizer, bool(away)), limit),
         compute=compute,
@@ -60,15 +60,14 @@ def account(ledger: Ledger, chosen: Decisions, optimizer: Optimizer, limit: Figu
     )
 
 
-def _away(analysis: Analysis, again: Again, mesh: Mesh) -> Iterator[tuple[str, Seconds]]:
+def _away(analysis: Analysis, again: Again, mesh: Mesh) -> dict[str, Seconds]:
     """Seconds of what goes to the host and comes back."""
-    found: Counter[str] = Counter()
+    found: dict[str, Seconds] = {}
     assert mesh.device is not None
     for name, layout in again.away:
-        value = analysis.program.values[name]
-        size = elements(local_shape(value.shape, layout, mesh.sizes)) * value.dtype.itemsize
-        found[name] += analysis.program.runs * host_seconds(size, mesh.device)  # type: ignore[assignment]
-    return iter(found.items())
+        size = _bytes(analysis.program.values[name], layout, mesh.sizes)
+        found[name] = found.get(name, 0.0) + analysis.program.runs * host_seconds(size, mesh.device)
+    return found
 
 
 def _figures(program: Program, mesh: Mesh, optimizer: Optimizer, away: bool) -> Iterator[Figure]:

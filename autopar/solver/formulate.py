@@ -216,10 +216,7 @@ def _wire(
         producer=place[values.producer],
         produced=np.array([graph.index[layout] for layout in made], dtype=np.int64),
         consumers=tuple(
-            Consumer(
-                choice=place[name],
-                wants=np.array([graph.index[layout] for layout in layouts], dtype=np.int64),
-            )
+            Consumer(choice=place[name], wants=np.array([graph.index[layout] for layout in layouts], dtype=np.int64))
             for (name, _), layouts in zip(values.consumers, wanted, strict=True)
         ),
         nodes=len(graph.nodes),

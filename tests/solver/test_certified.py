@@ -7,7 +7,8 @@ import pytest
 
 from autopar.solver.model import MICROSECONDS, Model
 from autopar.solver.problem import Solution, price
-from autopar.solver.solve import solve, together
+from autopar.solver.routes import together
+from autopar.solver.solve import solve
 from tests.solver.random_problems import bytes_of, enumerate_all, random_problem, random_row, trees
 
 

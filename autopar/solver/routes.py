@@ -1,0 +1,138 @@
+"""Routes: the cheapest trees from the layout in which a wire is produced to those that are wanted."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import networkx as nx
+import numpy as np
+import numpy.typing as npt
+
+from autopar.solver.problem import Problem, Solution, Wire, paid, price, route_price
+
+SAME = 1e-6  # relative difference at which two prices count as equal
+
+
+def tree(wire: Wire, picks: Sequence[int], allowed: npt.NDArray[np.int64] | None = None) -> tuple[int, ...] | None:
+    """Arcs from the produced layout to every wanted one, each consumer joined to what is already reached at the least price.
+
+    With `allowed`, only these arcs are used; None if they do not reach every consumer.
+    """
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    graph.add_nodes_from(range(wire.nodes))
+    for arc in range(len(wire.seconds)) if allowed is None else allowed.tolist():
+        graph.add_edge(int(wire.source[arc]), int(wire.target[arc]), arc=arc)
+    reached = {int(wire.produced[picks[wire.producer]]): None}
+    chosen: list[int] = []
+    for place, consumer in enumerate(wire.consumers):
+        due = sum((s.seconds for s in wire.surcharges if place in s.consumers), wire.seconds).tolist()
+        path = _shortest(graph, list(reached), int(consumer.wants[picks[consumer.choice]]), due)
+        if path is None:
+            return None
+        chosen += [graph.edges[step]["arc"] for step in itertools.pairwise(path)]
+        reached |= dict.fromkeys(path)
+    return tuple(chosen)
+
+
+def _shortest(graph: nx.DiGraph[int], sources: list[int], goal: int, seconds: list[float]) -> list[int] | None:
+    """The nodes of the cheapest path from any source to the goal; None if there is none."""
+    try:
+        _, path = nx.multi_source_dijkstra(graph, sources, goal, weight=lambda u, v, arc: seconds[arc["arc"]])
+    except nx.NetworkXNoPath:
+        return None
+    return list(path)
+
+
+def together(problem: Problem, solution: Solution) -> Solution:
+    """Every route that may pay tolls led anew at the tolls that are paid already, from the plainest start of equal price.
+
+    Among routes and layouts of equal price the solver takes any, so that weights which could share a message may go in
+    different orders. The solution itself if that costs more.
+    """
+    picks, arcs, sent = list(solution.picks), list(solution.arcs), dict(solution.again.arcs)
+    again = {w: members for (w, _), members in sent.items()}
+    uneven = {w for (w, _), members in sent.items() if members != again[w]}
+    ends = _Ends(problem)
+    extra = [np.zeros(len(wire.seconds)) for wire in problem.wires]
+    for toll in problem.tolls:
+        due = toll.seconds * (1.0 - paid(problem, toll, solution.picks, solution.arcs, solution.again))
+        for way in toll.ways:
+            share = 1.0 if way.consumers is not None else again.get(way.wire, 0) / problem.wires[way.wire].count
+            extra[way.wire] += way.arcs * due * share
+    for w in sorted({way.wire for toll in problem.tolls for way in toll.ways} - uneven):
+        wire, members = problem.wires[w], again.get(w, 0)
+        dues = wire.again if wire.again is not None and members else np.full(len(wire.seconds), np.inf)
+        may = np.isfinite(dues)
+        twice = np.where(may, dues, 0.0) * (members / wire.count)
+        wire = replace(wire, seconds=wire.seconds + extra[w] + twice)
+        found = []
+        for start in _starts(problem, picks, arcs, wire.producer, ends):
+            route = tree(wire, start)
+            if route is not None:
+                found.append((route_price(wire, tuple(start), route), start, route))
+        least = min(seconds for seconds, _, _ in found)
+        for arc in arcs[w]:
+            sent.pop((w, arc), None)
+        _, picks, arcs[w] = next(one for one in found if one[0] <= least * (1 + SAME))
+        sent |= {(w, arc): members for arc in arcs[w] if may[arc]}
+    resent = replace(solution.again, arcs=sent)
+    seconds = price(problem, tuple(picks), tuple(arcs), resent)
+    if seconds > solution.seconds * (1 + SAME):
+        return solution
+    return replace(
+        solution, picks=tuple(picks), arcs=tuple(arcs), again=resent, seconds=seconds, bound=min(solution.bound, seconds)
+    )
+
+
+def _starts(
+    problem: Problem, picks: Sequence[int], arcs: Sequence[tuple[int, ...]], choice: int, ends: _Ends
+) -> Iterator[list[int]]:
+    """The picks with every other that a choice may take at the same price, where nothing but its own wire hangs on it.
+
+    So it is for a parameter, and for a copy of one that nothing else reads, cast as it is stored: then both change.
+    """
+
+    def changed(*others: tuple[int, int]) -> list[int]:
+        now = list(picks)
+        for place, pick in others:
+            now[place] = pick
+        return now
+
+    if ends.made[choice] == 1 and not ends.read[choice]:
+        yield from (changed((choice, pick)) for pick in _alike(problem, picks, choice))
+        return
+    source = problem.wires[ends.read[choice][0]] if ends.read[choice] else None
+    if source is None or not ends.only(choice, source) or arcs[ends.read[choice][0]]:
+        yield list(picks)
+        return
+    before = _alike(problem, picks, source.producer)
+    for pick, given in itertools.product(_alike(problem, picks, choice), before):
+        if source.produced[given] == source.consumers[0].wants[pick]:
+            yield changed((choice, pick), (source.producer, given))
+
+
+class _Ends:
+    """How many wires each choice makes, and which it reads."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.made = Counter(wire.producer for wire in problem.wires)
+        self.read: dict[int, list[int]] = {choice: [] for choice in range(len(problem.choices))}
+        for w, wire in enumerate(problem.wires):
+            for consumer in wire.consumers:
+                self.read[consumer.choice].append(w)
+
+    def only(self, choice: int, source: Wire) -> bool:
+        """Whether a choice makes one wire and reads one alone, whose producer makes no other and reads nothing."""
+        given = source.producer
+        alone = len(self.read[choice]) == len(source.consumers) == 1
+        return alone and self.made[choice] == self.made[given] == 1 and not self.read[given]
+
+
+def _alike(problem: Problem, picks: Sequence[int], choice: int) -> list[int]:
+    """The candidates that cost what the pick costs, the least `tie` first."""
+    found = problem.choices[choice]
+    same = np.flatnonzero(np.isclose(found.seconds, found.seconds[picks[choice]], rtol=SAME, atol=0.0))
+    return [int(c) for c in same[np.argsort(found.tie[same], kind="stable")]]
