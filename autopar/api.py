@@ -8,8 +8,9 @@ from torch import fx, nn
 
 from autopar.build import build
 from autopar.mesh import Bytes, Device
+from autopar.options import Options
 from autopar.plan import Plan
-from autopar.planner import Options, make_plan
+from autopar.planner import make_plan
 from autopar.rules.discover import discover_rule
 from autopar.rules.register import check_rule, register_rule
 from autopar.runtime.initialize import initialize

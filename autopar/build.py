@@ -20,11 +20,13 @@ from autopar.errors import PlanError
 from autopar.ir import Program
 from autopar.layout import I
 from autopar.mesh import Mesh
+from autopar.optimum import sharded
+from autopar.options import Options
 from autopar.passes import normalise
 from autopar.passes.candidates import INVARIANT, candidate
 from autopar.passes.without_dropout import switched, without_training
 from autopar.plan import Plan, as_planned, resolve
-from autopar.planner import Options, knowing, located, plan_program, read_program, sharded
+from autopar.planner import knowing, located, plan_program, read_program
 from autopar.resize import Resizer
 from autopar.runtime.agreement import check_program, from_rank_0
 from autopar.runtime.random import agreed_seed

@@ -33,8 +33,9 @@ from autopar.explain.target import built
 from autopar.ir import Op, Program, writes
 from autopar.layout import local_shape
 from autopar.mesh import Device, Link, Mesh
+from autopar.options import Options
 from autopar.plan import resolve
-from autopar.planner import Options, located, plan_program, read_program
+from autopar.planner import located, plan_program, read_program
 from autopar.rules import Fitted, localise, view_of
 from autopar.runtime.operators import Operators
 from autopar.runtime.stopwatch import KINDS, Call, Job, Times

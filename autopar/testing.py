@@ -16,10 +16,12 @@ from autopar.cost_models import optimizers
 from autopar.decisions import Again, Decisions
 from autopar.live import Live, Peak
 from autopar.mesh import Mesh
+from autopar.optimum import Solved, sharded
+from autopar.options import Options
 from autopar.passes.again import aliases
 from autopar.passes.microbatches import microbatches as parts
 from autopar.plan import Plan
-from autopar.planner import Options, Solved, finish, knowing, located, read_program, sharded
+from autopar.planner import finish, knowing, located, read_program
 from autopar.runtime.storage import local
 from autopar.sizes import Dims, Dynamic, declared
 from autopar.solver.analysis import Analysis, analyse

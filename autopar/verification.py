@@ -26,12 +26,13 @@ from autopar.errors import InputError
 from autopar.ir import Program, overload, writes
 from autopar.layout import I
 from autopar.mesh import Mesh
+from autopar.options import Options
 from autopar.passes.arguments import bound
 from autopar.passes.candidates import INVARIANT, candidate
 from autopar.passes.promote import promote, wide
 from autopar.passes.without_dropout import without_dropout
 from autopar.plan import Collective, Plan, as_planned, resolve
-from autopar.planner import Options, collectives_of, knowing, located, plan_program, read_program
+from autopar.planner import collectives_of, knowing, located, plan_program, read_program
 from autopar.resize import Resizer
 from autopar.runtime.operators import Operators
 from autopar.runtime.recorder import Issued, recorded

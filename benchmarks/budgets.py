@@ -31,7 +31,9 @@ from autopar.cost_models import optimizers
 from autopar.decisions import Again
 from autopar.errors import BudgetError
 from autopar.explain.sweep import MARGIN, SHARES
-from autopar.planner import PLENTY, Options, Solved, analysed, finish, located, read_program, solved
+from autopar.optimum import Solved, analysed, solved
+from autopar.options import PLENTY, Options
+from autopar.planner import finish, located, read_program
 from autopar.solver.formulate import Formulated, decisions
 from autopar.solver.memory import Ledger
 from autopar.solver.within import smallest, within

@@ -31,7 +31,8 @@ from steps import OPTIMIZERS, Job, Times
 
 import autopar
 from autopar.cost_models.measured import save
-from autopar.planner import Options, located, read_program
+from autopar.options import Options
+from autopar.planner import located, read_program
 from autopar.profile import profile
 from autopar.runtime.workers import WorkerPool
 from autopar.testing import random_plan

@@ -37,8 +37,9 @@ from autopar.cost_models import catalog
 from autopar.cost_models.compute import pricer
 from autopar.ir import Program, writes
 from autopar.mesh import Mesh
+from autopar.options import Options
 from autopar.plan import Plan
-from autopar.planner import Options, plan_program, read_program
+from autopar.planner import plan_program, read_program
 from autopar.rules import fit
 from autopar.runtime.workers import WorkerPool
 from autopar.verification import verify

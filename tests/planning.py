@@ -19,9 +19,10 @@ from autopar.cost_models import catalog
 from autopar.errors import BudgetError
 from autopar.ir import Output
 from autopar.mesh import Device, Link, Mesh
+from autopar.options import Options
 from autopar.passes.classes import OUTPUT
 from autopar.plan import Collective, Plan, resolve
-from autopar.planner import Options, plan_program, read_program
+from autopar.planner import plan_program, read_program
 from autopar.solver.formulate import Formulated
 
 GIB = 2**30

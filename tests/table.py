@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import autopar
 from autopar.cost_models import catalog
 from autopar.mesh import Link, Mesh
-from autopar.planner import Options
+from autopar.options import Options
 from autopar.runtime.workers import WorkerPool
 from autopar.verification import Report, verify
 from tests.models import MODELS, make

@@ -20,9 +20,10 @@ from autopar.decisions import Again, Decisions
 from autopar.errors import PlanError
 from autopar.layout import I
 from autopar.mesh import Mesh
+from autopar.options import Options
 from autopar.passes.again import lies, may_run, may_run_again
 from autopar.plan import Plan, describe, resolve
-from autopar.planner import Options, located, plan_program, read_program
+from autopar.planner import located, plan_program, read_program
 from autopar.rules import fit
 from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 import autopar
 from autopar.errors import CaptureError, ConstraintError, InputError, PlanError
 from autopar.explain import report
+from autopar.options import Options
 from autopar.plan import Plan
-from autopar.planner import Options, read_program
+from autopar.planner import read_program
 from autopar.resize import Resizer
 from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool

@@ -12,9 +12,11 @@ from autopar.evidence import Evidence
 from autopar.explain import report
 from autopar.ir import Program
 from autopar.mesh import Mesh
+from autopar.optimum import analysed, solved
+from autopar.options import Options
 from autopar.passes.strategies import STRATEGIES
 from autopar.plan import Plan
-from autopar.planner import Options, analysed, located, solved
+from autopar.planner import located
 from autopar.rules.roles import Sample
 from autopar.solver.account import told
 from autopar.solver.analysis import analyse

@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar.cost_models.compute import pricer
+from autopar.options import Options
 from autopar.plan import Plan
-from autopar.planner import Options, located, plan_program, read_program
+from autopar.planner import located, plan_program, read_program
 from autopar.testing import peak
 from tests import models
 from tests.planning import smallest

@@ -15,8 +15,9 @@ import autopar
 from autopar.explain.words import runs
 from autopar.live import Live
 from autopar.mesh import Mesh
+from autopar.options import Options
 from autopar.plan import Plan, resolve
-from autopar.planner import Options, collectives_of, read_program
+from autopar.planner import collectives_of, read_program
 from autopar.runtime.workers import WorkerPool
 from autopar.solver.analysis import analyse
 from autopar.verification import verify

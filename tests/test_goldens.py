@@ -15,8 +15,9 @@ from torch import fx
 import autopar
 from autopar.codegen import emit
 from autopar.mesh import Mesh
+from autopar.options import Options
 from autopar.plan import resolve
-from autopar.planner import Options, Planned, make_plan
+from autopar.planner import Planned, make_plan
 from autopar.runtime.world import Axis, Context
 from autopar.solver.analysis import analyse
 from tests.golden import Golden

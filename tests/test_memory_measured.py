@@ -12,8 +12,9 @@ import autopar
 from autopar.cost_models import catalog
 from autopar.explain.report import memory
 from autopar.mesh import Link
+from autopar.options import Options
 from autopar.plan import Plan
-from autopar.planner import Options, located
+from autopar.planner import located
 from autopar.runtime.workers import WorkerPool
 from autopar.tables import plain
 from autopar.testing import peak, random_plan

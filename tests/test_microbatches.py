@@ -15,9 +15,11 @@ import autopar
 from autopar.errors import BudgetError, ConstraintError, InputError
 from autopar.explain import report
 from autopar.live import Live
+from autopar.optimum import analysed, solved
+from autopar.options import Options
 from autopar.passes.microbatches import microbatches
 from autopar.plan import Plan
-from autopar.planner import Options, analysed, finish, solved
+from autopar.planner import finish
 from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool
 from autopar.tables import plain

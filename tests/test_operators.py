@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.planner import Options, read_program
+from autopar.options import Options
+from autopar.planner import read_program
 from autopar.rules import fit
 from autopar.runtime.workers import WorkerPool
 from autopar.verification import verify

@@ -19,7 +19,8 @@ from autopar.cost_models import catalog
 from autopar.cost_models.compute import pricer
 from autopar.cost_models.saved import saved
 from autopar.errors import CaptureError, InputError, PlanError, RuleError
-from autopar.planner import Options, read_program
+from autopar.options import Options
+from autopar.planner import read_program
 from autopar.rules.table import REGISTERED
 from autopar.runtime.operators import Operators
 from autopar.runtime.workers import WorkerPool

@@ -22,10 +22,11 @@ import autopar
 from autopar.build import tensors_of
 from autopar.errors import ConstraintError, PlanError
 from autopar.mesh import Mesh
+from autopar.options import Options
 from autopar.passes.promote import promote
 from autopar.passes.without_dropout import without_dropout
 from autopar.plan import Plan
-from autopar.planner import Options, located, plan_program, read_program
+from autopar.planner import located, plan_program, read_program
 from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool
 from autopar.testing import peak

@@ -16,9 +16,10 @@ from autopar.capture import Captured
 from autopar.errors import PlanError
 from autopar.layout import I
 from autopar.mesh import Mesh
+from autopar.options import Options
 from autopar.passes.strategies import STRATEGIES
 from autopar.plan import Collective, Plan, describe, form_text, resolve
-from autopar.planner import Options, located, plan_program, read_program
+from autopar.planner import located, plan_program, read_program
 from autopar.rules import fit
 from autopar.solver.analysis import Analysis, analyse
 from autopar.tables import folded, size_text

@@ -17,9 +17,10 @@ from autopar.capture import Captured
 from autopar.codegen import ParallelModule
 from autopar.errors import ConstraintError, PlanError
 from autopar.explain import command
+from autopar.options import Options
 from autopar.passes.without_dropout import without_dropout
 from autopar.plan import Plan
-from autopar.planner import Options, make_plan, read_program
+from autopar.planner import make_plan, read_program
 from autopar.runtime.recorder import Issued, recorded
 from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool

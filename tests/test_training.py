@@ -16,10 +16,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import autopar
 from autopar.build import assemble, tensors_of
 from autopar.capture import Captured
+from autopar.options import Options
 from autopar.passes.promote import promote
 from autopar.passes.without_dropout import without_dropout
 from autopar.plan import Plan
-from autopar.planner import Options, located, plan_program, read_program
+from autopar.planner import located, plan_program, read_program
 from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect

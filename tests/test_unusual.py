@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.planner import Options, read_program
+from autopar.options import Options
+from autopar.planner import read_program
 from autopar.runtime.workers import WorkerPool
 from autopar.verification import Report, verify
 from tests import planning, table

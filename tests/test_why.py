@@ -16,8 +16,9 @@ from autopar.explain import Explanation, comparison, explain
 from autopar.explain.difference import difference
 from autopar.explain.why import why_parts
 from autopar.explain.whynot import why_not_parts
+from autopar.options import Options
 from autopar.passes.strategies import STRATEGIES
-from autopar.planner import Options, located, make_plan, plan_program
+from autopar.planner import located, make_plan, plan_program
 from autopar.solver.problem import price
 from autopar.solver.routes import tree
 from autopar.tables import plain

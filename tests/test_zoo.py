@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 import autopar
-from autopar.planner import Options
+from autopar.options import Options
 from autopar.runtime.workers import WorkerPool
 from autopar.verification import verify
 from examples.zoo_models import make

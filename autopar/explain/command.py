@@ -26,10 +26,11 @@ from autopar.explain.difference import difference
 from autopar.explain.explanation import Explanation
 from autopar.explain.progress import progress
 from autopar.explain.target import HOW, UsageError, built, parse_constraint, parse_dynamic, parse_mesh
+from autopar.options import Options
 from autopar.passes.precision import PRECISIONS
 from autopar.passes.strategies import STRATEGIES
 from autopar.plan import Plan
-from autopar.planner import Options, Planned, make_plan
+from autopar.planner import Planned, make_plan
 from autopar.tables import plain
 
 OPTIONS = ("device", "budget", "strategy", "optimizer", "precision", "reduce", "microbatches")

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError, BudgetError
 from autopar.explain.report import Part, grid
+from autopar.optimum import solved
+from autopar.options import Options
 from autopar.passes.strategies import STRATEGIES
 from autopar.plan import Plan
-from autopar.planner import Options, Planned, finish, solved
+from autopar.planner import Planned, finish
 from autopar.solver.search import SolverError
 from autopar.tables import size_text
 

@@ -14,8 +14,9 @@ from autopar.explain.comparison import Compared, compare, comparison
 from autopar.explain.report import Part, report
 from autopar.explain.why import Why, why
 from autopar.explain.whynot import WhyNot, why_not
+from autopar.options import Options
 from autopar.plan import Plan
-from autopar.planner import Options, Planned, make_plan
+from autopar.planner import Planned, make_plan
 from autopar.tables import plain
 
 

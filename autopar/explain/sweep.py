@@ -9,8 +9,9 @@ from autopar.errors import BudgetError
 from autopar.explain.report import Part, grid
 from autopar.explain.words import milliseconds
 from autopar.mesh import Bytes, Seconds
+from autopar.options import PLENTY, Options
 from autopar.plan import Plan
-from autopar.planner import PLENTY, Options, Planned, plan_program
+from autopar.planner import Planned, plan_program
 from autopar.solver.within import smallest
 from autopar.tables import size_text
 

@@ -17,8 +17,8 @@ from autopar.explain.report import Part, grid
 from autopar.explain.words import runs, stored
 from autopar.layout import text
 from autopar.mesh import Bytes, Seconds
+from autopar.optimum import Solved
 from autopar.passes.candidates import Candidate
-from autopar.planner import Solved
 from autopar.rules.roles import Sample, kind_of
 from autopar.solver.account import stored_words, words
 from autopar.solver.problem import Solution, Toll, gone, paid, route_price

@@ -9,9 +9,10 @@ from autopar.errors import AutoparError, ConstraintError
 from autopar.explain.difference import difference
 from autopar.explain.report import Part
 from autopar.explain.words import milliseconds
+from autopar.options import Options
 from autopar.passes.strategies import Demands, constrained
 from autopar.plan import Plan
-from autopar.planner import Options, Planned, plan_program
+from autopar.planner import Planned, plan_program
 from autopar.solver.formulate import decisions
 
 

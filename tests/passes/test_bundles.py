@@ -15,10 +15,11 @@ from torch.nn import functional as F
 from autopar.capture import Captured, capture
 from autopar.conversion import Conversion
 from autopar.ir import Program
+from autopar.options import Options
 from autopar.passes.bundles import LIMIT, bundled, bundles
 from autopar.passes.weights import copies
 from autopar.plan import resolve
-from autopar.planner import Options, read_program
+from autopar.planner import read_program
 from autopar.rules import fit
 from autopar.testing import random_plan_of
 from tests import models, planning
