@@ -1,4 +1,4 @@
-"""The pytest plugin, in runs of pytest of their own."""
+"""The pytest plugin, in runs of pytest within this one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+import autopar
 
 pytest_plugins = ["pytester"]
 
@@ -39,8 +43,17 @@ def test_model(plan_cost, mesh):
 """
 
 
+RUN = ("-p", "pytest_autopar", "-p", "no:cacheprovider")
+
+
 def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    return pytester.runpytest_subprocess("-p", "pytest_autopar", "-p", "no:cacheprovider", *arguments)
+    return pytester.runpytest_inprocess(*RUN, *arguments)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported() -> None:
+    """All of torch that planning imports: a run within this process forgets what it was the first to import."""
+    autopar.plan(nn.Linear(8, 8).to("meta"), torch.empty(8, 8, device="meta"), (2,), device="h100")
 
 
 @pytest.fixture(autouse=True)
@@ -123,4 +136,4 @@ def test_what_cannot_be_compared_fails_with_a_message(pytester: pytest.Pytester)
 
 def test_a_run_without_the_fixture_does_not_import_torch(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import sys\ndef test_it():\n    assert 'pytest_autopar' in sys.modules and 'torch' not in sys.modules")
-    run(pytester).assert_outcomes(passed=1)
+    pytester.runpytest_subprocess(*RUN).assert_outcomes(passed=1)

@@ -23,7 +23,6 @@ from autopar.solver.problem import price
 from autopar.solver.routes import tree
 from autopar.tables import plain
 from tests.models import make
-from tests.planning import smallest
 
 MESH: Mapping[str, int] = {"dp": 2, "tp": 4}
 LAYER = "transformer.h.0"
@@ -121,8 +120,9 @@ def test_what_the_plan_does_already_changes_nothing() -> None:
 
 def test_what_is_impossible_says_why() -> None:
     loose = explained()
-    least = smallest(loose.planned.captured, loose.planned.solved.formulated.mesh)
-    found = explained(budget=int(1.01 * least))
+    on = loose.planned.solved.formulated.mesh
+    whole = plan_program(loose.planned.captured.program, on, replace(loose.options, strategy="fsdp")).peak_memory
+    found = explained(budget=whole)
     for forced, kind in (({"*.ln_1": "S(2), S(2)"}, ConstraintError), ({"transformer.*.weight": "I, I"}, BudgetError)):
         other = found.why_not(forced)
         assert isinstance(other.error, kind)

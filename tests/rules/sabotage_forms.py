@@ -1,6 +1,7 @@
 """Distributed forms made wrong, one at a time, to see that the law notices.
 
     python -m tests.rules.sabotage_forms            every change of every form; exit code 1 if nothing catches one
+    python -m tests.rules.sabotage_forms --every 3  of the changes of each form the first, the fourth, ...
 
 A form is told wrongly what it splits, or in which state operands come and results go; or its ranks do not hear each other, or
 every one takes itself for the first. Changes that say something true are left out.
@@ -8,7 +9,9 @@ every one takes itself for the first. Changes that say something true are left o
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -182,8 +185,13 @@ MESSAGES: tuple[tuple[ModuleType, str, str, Callable[..., object]], ...] = (
 
 def main() -> int:
     """Print what was caught how; returns the exit code."""
-    count = missed = 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="try every Nth change of each form")
+    every, count, missed, seen = parser.parse_args().every, 0, 0, Counter[str]()
     for mutant in mutants():
+        seen[mutant.form] += 1
+        if (seen[mutant.form] - 1) % every:
+            continue
         found = mutant.caught()
         count, missed = count + 1, missed + (not found)
         print(f"{mutant.form} of {mutant.target}: {mutant.what}: {found.splitlines()[0] if found else 'NOTHING'}", flush=True)
