@@ -9,7 +9,8 @@
     blocks       the same layouts, and every block is computed again whole, its collectives too: one point, whatever the budget
 
 Times and peaks are predicted, for H100s; weights are bfloat16 on meta. Budgets divide the way from the peak of the best plan to
-the least memory of any.
+the least memory of any. "half" is a budget of what is alive when that plan's step begins (weights, the optimizer's state) and
+half of what its step adds, for a plan of as many micro-batches as are best then.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from autopar.decisions import Again
 from autopar.errors import BudgetError
 from autopar.explain.sweep import MARGIN, SHARES
 from autopar.optimum import Solved, analysed, solved
-from autopar.options import PLENTY, Options
+from autopar.options import AUTO, PLENTY, Options
 from autopar.planner import finish, located, read_program
 from autopar.solver.formulate import Formulated, decisions
 from autopar.solver.memory import Ledger
 from autopar.solver.within import smallest, within
 from autopar.tables import size_text
+from autopar.variants import best_variant
 
 RESULTS = Path(__file__).with_name("results")
 DEVICE = "h100"
@@ -89,6 +91,16 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Half:
+    """What is alive when a step begins, the budget with half of what it adds, the plan and its micro-batches."""
+
+    begin: int
+    budget: int
+    plan: Point
+    runs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
     """One model on one mesh: per budget the joint plan and the one of two stages, None where there is none."""
 
@@ -96,6 +108,7 @@ class Sweep:
     mesh: tuple[int, ...]
     blocks: Point
     beside: Point | None  # the joint plan in the memory of the blocks
+    half: Half
     rows: Sequence[tuple[int, Point | None, Point | None]]
 
 
@@ -122,14 +135,19 @@ def swept(name: str, mesh: tuple[int, ...]) -> Sweep:
 
     least = smallest(free.formulated, free.ledger)
     assert least is not None
-    most, fewest = float(free.ledger.walk(free.solution).max()), MARGIN * float(free.ledger.walk(least).max())
+    alive = free.ledger.walk(free.solution)
+    begin, most, fewest = round(alive[0]), float(alive.max()), MARGIN * float(free.ledger.walk(least).max())
     rows = []
     for share in SHARES:
         budget = round(fewest + share * (most - fewest))
         rows.append((budget, _timed(joint, budget), _timed(staged, budget)))
         print(_line(*rows[-1]), flush=True)
-    blocks = _blocks(free, options, at)
-    return Sweep(model=name, mesh=mesh, blocks=blocks, beside=joint(blocks.peak), rows=rows)
+    blocks, half = _blocks(free, options, at), round((begin + most) / 2)
+    under_half = best_variant(program, on, replace(options, budget=half, microbatches=AUTO), lambda phase: None)
+    return Sweep(
+        model=name, mesh=mesh, blocks=blocks, beside=joint(blocks.peak), rows=rows,
+        half=Half(begin=begin, budget=half, plan=_point(under_half, options), runs=under_half.formulated.program.runs),
+    )  # fmt: skip
 
 
 def _timed(find: Callable[[int], Point | None], budget: int) -> Point | None:
@@ -197,6 +215,11 @@ def table(sweep: Sweep) -> str:
             f"joint within that: {1e3 * best.seconds:.3f} ms, {1e3 * best.again:.3f} ms of it again: "
             f"{1 - best.seconds / blocks.seconds:.1%} faster"
         )
+    half = sweep.half
+    said.append(
+        f"half: {size_text(half.begin)} when a step begins, budget {size_text(half.budget)}: {1e3 * half.plan.seconds:.3f} ms, "
+        f"peak {size_text(half.plan.peak)}, micro-batches: {half.runs}"
+    )
     return "\n".join(said)
 
 
