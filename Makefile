@@ -13,7 +13,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup lint types unit unit-stages unit-a-to-l unit-m-to-z cost test demo verify-all zoo bench clean
+.PHONY: setup lint types unit unit-stages unit-a-to-l unit-m-to-p unit-q-to-z cost test demo verify-all zoo bench clean
 
 setup: $(STAMP)
 
@@ -31,7 +31,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 # Side by side: many tests keep one core busy, others wait for processes of their own.
-PARTS := unit-stages unit-a-to-l unit-m-to-z
+PARTS := unit-stages unit-a-to-l unit-m-to-p unit-q-to-z
 unit: $(STAMP)
 	$(MAKE) --jobs=3 --output-sync=target $(PARTS)
 
@@ -41,8 +41,11 @@ unit-stages: $(STAMP)
 unit-a-to-l: $(STAMP)
 	$(BIN)/python -m pytest -q $(wildcard tests/test_[a-l]*.py)
 
-unit-m-to-z: $(STAMP)
-	$(BIN)/python -m pytest -q $(wildcard tests/test_[m-z]*.py)
+unit-m-to-p: $(STAMP)
+	$(BIN)/python -m pytest -q $(wildcard tests/test_[m-p]*.py)
+
+unit-q-to-z: $(STAMP)
+	$(BIN)/python -m pytest -q $(wildcard tests/test_[q-z]*.py)
 
 cost: $(STAMP)
 	$(BIN)/python -m autopar.explain --check baselines/
