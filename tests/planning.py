@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -120,6 +120,16 @@ def of(plan: Plan, *values: str) -> list[Collective]:
 def names(collective: Collective) -> tuple[str, ...]:
     """The values that travel in a collective."""
     return (collective.value, *collective.more)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A program with its plan, its weights, and batches, as they are sent to workers."""
+
+    captured: Captured
+    plan: Plan
+    tensors: dict[str, torch.Tensor]
+    batches: list[list[torch.Tensor]]
 
 
 def smallest(captured: Captured, on: Mesh) -> int:

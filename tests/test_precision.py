@@ -27,6 +27,7 @@ from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
 from autopar.verification import sequential, verify
 from tests import models, planning, table
+from tests.planning import Run
 
 MIXED = "bf16-mixed"
 ROUNDING = 2**-8  # of one bfloat16
@@ -55,16 +56,6 @@ def test_numbers_are_those_of_the_same_casts_done_sequentially(pool: WorkerPool,
     model, sample = models.make(name)
     report = verify(model, sample, table.mesh(SIZES), made(name, how, precision=MIXED), Options(), pool)
     assert report.ok, report
-
-
-@dataclass(frozen=True)
-class Run:
-    """A program in its own dtypes with its plan, its weights, and a batch per step."""
-
-    captured: Captured
-    plan: Plan
-    tensors: dict[str, torch.Tensor]
-    batches: list[list[torch.Tensor]]
 
 
 def run_of(name: str, how: str | int, *, reduce: str | None = None, steps: int = 1) -> Run:

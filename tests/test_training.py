@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import autopar
 from autopar.build import assemble, tensors_of
-from autopar.capture import Captured
 from autopar.options import Options
 from autopar.passes.promote import promote
 from autopar.passes.without_dropout import without_dropout
-from autopar.plan import Plan
 from autopar.planner import located, plan_program, read_program
 from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
 from autopar.verification import sequential
 from tests import models
+from tests.planning import Run
 
 LEFT = {"*.weight": "S(0), *"}  # stored split on the outer axis too
 PLANS = [
@@ -34,16 +33,6 @@ PLANS = [
     ("gpt2", "fsdp", {}),
     ("llama", "auto", {"*.mlp.*.weight": "S(1), S(0)"}),
 ]
-
-
-@dataclass(frozen=True)
-class Run:
-    """A program in float64 with its plan, its weights, and three batches."""
-
-    captured: Captured
-    plan: Plan
-    tensors: dict[str, torch.Tensor]
-    batches: list[list[torch.Tensor]]
 
 
 def double(tensor: torch.Tensor) -> torch.Tensor:
