@@ -230,12 +230,17 @@ def as_planned(plan: Plan, program: Program) -> Program:
     """
     program = microbatches(program, plan.microbatches)
     try:
-        rooms = {name: tuple(map(int, line.partition(" -> ")[2].split(" x "))) for name, line in plan.padded.items()}
-        made = padded(program, rooms)
+        made = padded(program, {name: _room(line, program.values[name].shape) for name, line in plan.padded.items()})
     except (KeyError, ValueError, LayoutError) as error:
         check_program(plan, program)
         raise PlanError("the plan is damaged", error=f"it pads what cannot be: {error}", fix="make the plan again") from error
     return made
+
+
+def _room(line: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape with the padding that a line of a plan adds to it; the dims that it does not pad may have other sizes."""
+    true, wide = ([int(size) for size in part.split(" x ")] for part in line.split(" -> "))
+    return tuple(size if a == b else b for size, a, b in zip(shape, true, wide, strict=True))
 
 
 def check_program(plan: Plan, program: Program) -> None:

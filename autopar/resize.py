@@ -18,8 +18,7 @@ from autopar.errors import CaptureError, InputError
 from autopar.ir import Argument, Op, Program, Value
 from autopar.layout import Layout, State, split, valid
 from autopar.passes.candidates import Form, candidate
-from autopar.passes.microbatches import microbatches
-from autopar.plan import Plan, describe, resolve
+from autopar.plan import Plan, as_planned, describe, paddings, resolve
 from autopar.rules import Fitted
 from autopar.sizes import Place, Size, placed
 from autopar.solver.analysis import Analysis, analyse
@@ -30,7 +29,7 @@ class Resizer:
 
     def __init__(self, plan: Plan, program: Program) -> None:
         self.plan, self.mesh = plan, plan.mesh
-        self.program = microbatches(program, plan.microbatches)
+        self.program = as_planned(plan, program)
         self.fits = analyse(self.program, self.mesh).fits
         self.decisions = resolve(plan, self.program, self.fits)
 
@@ -43,7 +42,10 @@ class Resizer:
         strides = {digit: self._whole(digit, stride, called) for digit, stride in self._strides(new, called).items()}
         made = _Carrier(self.decisions, new, strides, called).decisions()
         choices, layouts, routes, again = describe(new.program, made, new.fits, self.mesh.sizes)
-        return replace(self.plan, hash=new.program.hash, choices=choices, layouts=layouts, routes=routes, again=again)
+        return replace(
+            self.plan, hash=new.program.hash, choices=choices, layouts=layouts, routes=routes, again=again,
+            padded=paddings(new.program),
+        )  # fmt: skip
 
     def multiple(self, size: Size, program: Program, number: int) -> int:
         """What a size must be a multiple of, found by the program at another number of it."""
@@ -55,7 +57,7 @@ class Resizer:
         return part // math.gcd(part, *grown) * (size.sample // part)
 
     def _new(self, program: Program, called: str) -> Analysis:
-        new = microbatches(program, self.plan.microbatches)
+        new = as_planned(self.plan, program)
         same_structure(self.program, new, called)
         analysis = analyse(new, self.mesh)
         for op in new.ops:

@@ -89,7 +89,7 @@ def _best_padded(program: Program, mesh: Mesh, options: Options, stop: Stop) -> 
 def _paddings(program: Program, mesh: Mesh, options: Options) -> Iterator[Program]:
     """The program, the same with what can be stored in chunks padded, and with all that can be; what differs."""
     yield program
-    if options.strategy not in PADDED or options.dynamic:
+    if options.strategy not in PADDED:
         return
     light = rooms(program, mesh.sizes)
     if light:

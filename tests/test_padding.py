@@ -31,7 +31,8 @@ from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool
 from autopar.testing import peak
 from autopar.verification import verify
-from tests.test_training import Run, double
+from tests.planning import Run
+from tests.test_training import double
 
 WORDS, ROWS, LENGTH, WIDTH, HIDDEN = 101, 8, 8, 16, 30
 TABLE = "transformer.wte.weight"
@@ -257,6 +258,43 @@ def test_six_heads_are_split_over_four_ranks_where_that_is_asked_for(pool: Worke
     assert plan.padded == {":scaled_dot_product_attention#0": f"{ROWS} x 6 x {LENGTH} x 4 -> {ROWS} x 8 x {LENGTH} x 4"}
     report = verify(model, sample, Mesh.of(sizes), plan, Options(), pool)
     assert report.ok, report
+
+
+VARYING: dict[str, tuple[Callable[[], Built], dict[str, str]]] = {
+    **MODELS, "heads": (heads, {":scaled_dot_product_attention": "S(1)"}),
+}  # fmt: skip
+
+
+def twice(sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([tensor, tensor]) for name, tensor in sample.items()}
+
+
+def both_sizes(asked: tuple[str, Plan]) -> float:
+    """One module over one set of weights at the sample's size, at twice that and back; the largest error of its losses."""
+    name, plan = asked
+    model, sample = VARYING[name][0]()
+    model.eval()
+    parallel = autopar.parallelize(model, sample, plan.mesh, plan=plan)
+    errors = []
+    for batch in (sample, twice(sample), sample):
+        ours, theirs = (made(**batch) for made in (parallel, model))
+        ours, theirs = (found if isinstance(found, torch.Tensor) else found.loss for found in (ours, theirs))
+        errors.append(float((whole(ours) - theirs).abs() / (1 + theirs.abs())))
+    return max(errors)
+
+
+@pytest.mark.parametrize("name", VARYING)
+def test_sizes_may_vary_beside_padding(pool: WorkerPool, name: str) -> None:
+    build, asked = VARYING[name]
+    model, sample = build()
+    dims = {"batch": 0, "length": 1} if name == "gpt2" else {"batch": 0}
+    plan = autopar.plan(model, sample, (4,), device="h100", constraints=asked, dynamic=dims)
+    assert plan.padded
+    other = {key: tensor[:, :4] if "length" in dims else tensor for key, tensor in twice(sample).items()}
+    report = verify(model, other, Mesh.of((4,)), plan, Options(), pool)
+    assert report.ok, report
+    plan = autopar.plan(model.eval(), sample, (4,), device="h100", constraints=asked, dynamic=dims)
+    assert max(pool.run(f"{__name__}:both_sizes", (name, plan), ranks=4)) < 1e-5
 
 
 def test_the_price_leaves_heads_out_where_the_batch_can_be_split() -> None:
