@@ -135,6 +135,31 @@ def test_a_cross_entropy_with_weights_and_smoothing_is_split_over_its_classes(
     assert report.ok, report
 
 
+class Likely(nn.Module):
+    """Logarithms of probabilities, and how unlikely the targets are."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scores = nn.Linear(8, width)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.nll_loss(self.scores(x).log_softmax(-1), target, reduction="sum")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_negative_log_likelihood_of_split_classes_sends_nothing_of_its_own(pool: WorkerPool, ranks: int) -> None:
+    torch.manual_seed(0)
+    rows, width, on = 8, 512, table.mesh((ranks,))
+    sample = {"x": torch.randn(rows, 8), "target": torch.randint(width, (rows,)).masked_fill(torch.rand(rows) < 0.3, -100)}
+    plan = autopar.plan(Likely(width), sample, on)
+    assert form(plan, "log_softmax") == "log_softmax"
+    assert form(plan, "nll_loss") == "chosen"
+    sent = Counter((c.kind, c.where, c.bytes) for c in plan.collectives if "nll_loss" in c.value)
+    assert sent == {("all_reduce", "forward", 4): 1}  # the loss itself, in addends
+    report = verify(Likely(width), sample, on, plan, Options(), pool)
+    assert report.ok, report
+
+
 def many() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """A model that knows many words, with a batch."""
     torch.manual_seed(0)
@@ -170,6 +195,18 @@ class Normal(nn.Module):
         return self.down(self.between(self.up(x))).square().sum()
 
 
+class Over(nn.Module):
+    """A norm over the last dims, which the features make up."""
+
+    def __init__(self, norm: type[nn.LayerNorm] | type[nn.RMSNorm], *dims: int) -> None:
+        super().__init__()
+        self.dims, self.norm = dims, norm(dims)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.norm(x.unflatten(-1, self.dims)).flatten(1)
+        return found
+
+
 BETWEEN = {
     "layer_norm": nn.LayerNorm,
     "rms_norm": nn.RMSNorm,
@@ -203,6 +240,24 @@ def test_a_norm_over_a_split_dim_gives_equal_numbers_and_sends_statistics_only(p
     report = verify(model, x, on, plan, Options(), pool)
     assert report.ok, report
     assert ("buffer" in {row.what for row in report.rows}) == (name == "batch_norm")
+
+
+@pytest.mark.parametrize("name, norm", [("layer_norm", nn.LayerNorm), ("rms_norm", nn.RMSNorm)])
+def test_a_norm_over_several_dims_sends_what_one_over_one_does(
+    pool: WorkerPool, name: str, norm: type[nn.LayerNorm] | type[nn.RMSNorm]
+) -> None:
+    torch.manual_seed(0)
+    rows, on = 8, table.mesh((4,))
+    model, x = Normal(256, Over(norm, 32, 8)), torch.randn(rows, 8)
+    plan = autopar.plan(model, x, on)
+    assert form(plan, name) == name
+    forward, backward = SENT[name](rows, 256, 4)
+    sent = Counter((c.where, c.kind, c.bytes) for c in plan.collectives if c.value == f"between.norm:{name}#0")
+    assert sent == Counter(
+        (where, kind, 4 * size) for where, found in (("forward", forward), ("backward", backward)) for kind, size in found
+    )
+    report = verify(model, x, on, plan, Options(), pool)
+    assert report.ok, report
 
 
 class Planes(nn.Module):
