@@ -60,8 +60,6 @@ def solved(
 
     Raises ConstraintError, MeshError or BudgetError if there is none, SolverError after about `patience` without an answer.
     """
-    if options.strategy != "replicate":
-        useless_axes(analysis, mesh)
     optimizer, limit = optimizers.optimizer(options.optimizer), parse_bytes(options.budget, mesh)
     ledger = _ledger(analysis, mesh, optimizer, options)
     stop("formulate")
@@ -111,9 +109,11 @@ def sharded(program: Program, outputs: str | None) -> Callable[[Output], bool]:
 def _ledger(analysis: Analysis, mesh: Mesh, optimizer: Optimizer, options: Options) -> Ledger:
     """The problem that the options pose.
 
-    Raises ConstraintError if they leave no way to run the program.
+    Raises ConstraintError if they leave no way to run the program, MeshError if an axis is of no use to it.
     """
     wanted = demands(analysis.program, mesh, options.strategy, options.constraints, analysis.fits)
+    if options.strategy != "replicate":
+        useless_axes(analysis, mesh)
     outputs = sharded(analysis.program, options.outputs)
     return Ledger(formulate(analysis, mesh, optimizer, demands=wanted, sharded_outputs=outputs), optimizer)
 
