@@ -2,7 +2,8 @@
 
 An `autograd.Function` is traced through its forward only, a tensor hook leaves no trace at all, and `torch.tensor([1, 2])` or
 `x[[1, 2]]` on the meta device has no numbers. The first two are refused; the others are made of operators that carry them.
-What only looks at values to refuse them, or to find out what a mask is, looks away: `autopar.capture.checks`.
+What only looks at values to refuse them, or to find out what a mask is, looks away: `autopar.capture.checks`. Bags of
+embeddings are spelt out: `autopar.capture.bags`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import nn
 from torch.autograd.function import Function
 from torch.distributions import Distribution
 
-from autopar.capture import blame, checks
+from autopar.capture import bags, blame, checks
 from autopar.errors import CaptureError
 
 LITERAL_LIMIT = 1024  # elements of a literal tensor that may be written out as operators
@@ -33,6 +34,7 @@ def watched() -> Iterator[None]:
         _replaced(torch.autograd, "grad", _refuse_grad),
         _replaced(nn.utils.rnn, "pack_padded_sequence", _refuse_packing),
         _replaced(torch, "autocast", _Autocast),
+        _replaced(nn.functional, "embedding_bag", bags.spelt(nn.functional.embedding_bag)),
         _replaced(torch, "tensor", _literal(torch.tensor)),
         _replaced(torch, "as_tensor", _as_literal(torch.as_tensor)),
         _replaced(torch, "from_numpy", _as_literal(torch.from_numpy)),
