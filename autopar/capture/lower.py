@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
 
-from autopar.capture import autocast, memory, nodes
+from autopar.capture import autocast, buffers, memory, nodes
 from autopar.capture.memory import Handle, Storage, View
 from autopar.capture.signature import Call
 from autopar.capture.skeleton import Skeleton
@@ -21,7 +21,6 @@ from autopar.passes.builder import Builder, Keywords
 from autopar.passes.infer import Kind
 
 _COUNTER = "num_batches_tracked"  # counts where it stands, as batch_norm itself writes
-_BUFFER = "the buffer "
 Held = Handle | tuple["Held", ...] | Argument
 
 
@@ -48,7 +47,7 @@ def lower(traced: Traced, skeleton: Skeleton, call: Call) -> Program:
     lowering = Lowering(builder=builder, mutates=any(map(nodes.writes_in_place, nodes.graphs(exported.graph_module))))
     given = list(_given(traced, skeleton, call))
     results = lowering.run(exported.graph_module, given, Region())
-    lowering.keep(given)
+    buffers.keep(builder, [held for held in given if isinstance(held, Handle)])
     values = [memory.read(result) for result in results if isinstance(result, Handle)]
     program = builder.program(
         Output(value=ref.name, path=path) for ref, path in zip(values, traced.returned.paths, strict=True)
@@ -71,7 +70,7 @@ def _given(traced: Traced, skeleton: Skeleton, call: Call) -> Iterator[Held]:
             at = next((nodes.source(user) for user in place.users), "")
             fix = "register it as a buffer of the module, so that it can be placed on the devices"
             raise CaptureError("forward makes a tensor of numbers that the graph cannot hold", at=at, fix=fix)
-        owner = "the parameter " if spec.kind is InputKind.PARAMETER else _BUFFER
+        owner = "the parameter " if spec.kind is InputKind.PARAMETER else buffers.OWNER
         yield Handle(ref=Ref(name), storage=Storage(f"{owner}{name}"))
 
 
@@ -254,7 +253,7 @@ class Lowering:
         if place.storage.owner.endswith(_COUNTER):
             self.emit(node, str(node.target), now, keywords, region)
             return place
-        buffer = place.storage.owner.startswith(_BUFFER)
+        buffer = place.storage.owner.startswith(buffers.OWNER)
         if place.storage.owner and not buffer:
             fix = "compute a new tensor instead of writing in place"
             raise CaptureError(f"{node.target} changes {place.storage.owner}", at=nodes.source(node), fix=fix)
@@ -308,13 +307,6 @@ class Lowering:
         if self.builder.values[new.name].shape != old.shape:
             ((new,), _) = self.emit(node, "aten.expand.default", (new, old.shape), (), region)
         return new
-
-    def keep(self, given: Sequence[Held]) -> None:
-        """Store what the buffers have become."""
-        for held in given:
-            if isinstance(held, Handle) and held.storage.version and held.storage.owner.startswith(_BUFFER):
-                buffer = Ref(held.storage.owner.removeprefix(_BUFFER))
-                self.builder.emit("aten.copy_.default", (buffer, memory.read(held)), module=buffer.name.rpartition(".")[0])
 
     def apart(self, program: Program) -> Program:
         """Beside a scalar that is differentiated, every other output with a gradient becomes a value of its own (an alias)."""

@@ -182,22 +182,24 @@ def test_batch_norm_stays_whole_and_counts_its_batches() -> None:
 
 
 class Remembers(nn.Module):
-    """A running mean, read before and after it is written, a count of calls, and a table of which one row is written."""
+    """A running mean, a scale that the backward needs as it was, a count of calls, and a table of which one row is written."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(6, 6)
         self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("scale", torch.linspace(1, 2, 6))
         self.register_buffer("calls", torch.tensor(2))
         self.register_buffer("table", torch.ones(3, 6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        before = self.mean.clone()
+        before = self.lin(x).sin() * self.scale
+        self.scale = 0.5 * self.scale[:1] + self.scale
         with torch.no_grad():
             self.mean.mul_(0.9).add_(self.lin(x).mean(0), alpha=0.1)
             torch.mul(self.mean, 2, out=self.table[1])
         self.calls += 1
-        return self.lin(x - self.mean + before) * self.calls + self.table.sum()
+        return self.lin(x - self.mean) * self.calls + self.table.sum() + before
 
 
 def test_buffers_keep_what_is_written_into_them() -> None:
@@ -206,7 +208,12 @@ def test_buffers_keep_what_is_written_into_them() -> None:
     for program in (captured.program, normalise(captured.program)):
         for _ in range(2):
             (found,) = interpreter.outputs(program, model, [X])
-            torch.testing.assert_close(found, other(X))
+            expected = other(X)
+            torch.testing.assert_close(found, expected)
+            for total, held in ((found, model), (expected, other)):
+                total.sin().sum().backward()  # type: ignore[no-untyped-call]
+                assert held.lin.weight.grad is not None
+            torch.testing.assert_close(model.lin.weight.grad, other.lin.weight.grad)
             for one, another in zip(model.buffers(), other.buffers(), strict=True):
                 torch.testing.assert_close(one, another)
 
