@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
@@ -46,6 +47,18 @@ def number(self: Does, x: torch.Tensor) -> torch.Tensor:
 
 def selected(self: Does, x: torch.Tensor) -> torch.Tensor:
     return x[x > 0]
+
+
+def loss_of_some(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(self.lin(x)[x[:, 0] > 0], x[:, 0].long()[x[:, 0] > 0])
+
+
+def flexible(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return flex_attention(x[None, None], x[None, None], x[None, None])  # type: ignore[return-value]
+
+
+def data(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return x * self.lin.weight.data.clamp_(-1, 1).sum()
 
 
 def places(self: Does, x: torch.Tensor) -> torch.Tensor:
@@ -115,12 +128,19 @@ def broken(self: Does, x: torch.Tensor) -> torch.Tensor:
     raise ValueError("no such thing")
 
 
+def test_a_tensor_from_nowhere_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"a tensor that it neither is given nor makes: .* the \.data of another"):
+        capture(Does(data), X)
+
+
 @pytest.mark.parametrize(
     "body, said, fix",
     [
         (branch, "the control flow of Does depends on the values of a tensor", "torch.where"),
         (number, "a number depends on the values of a tensor", "torch.where"),
         (selected, "the shape of a result of aten.index.Tensor depends on the values", "keep every size fixed"),
+        (loss_of_some, "a shape in Does depends on the values of a tensor", "keep every size fixed"),
+        (flexible, "flex_attention is no operator", "scaled_dot_product_attention"),
         (places, "the shape of a result of aten.nonzero.default depends on the values", "keep every size fixed"),
         (function, "the backward of Tripled would be lost: it is an autograd.Function", "torch.library.custom_op"),
         (hook, r"a hook on a tensor of shape \(8, 4\) would be lost", "torch.library.custom_op"),
