@@ -185,7 +185,7 @@ class _Carrier:
             if kind == "S":
                 return kind, which, self.strides[Digit("op", name, which, axis, stride)]
             if kind == "D" and fitted:
-                return kind, which, fitted.factors[fitted.spread(fitted.distributed[which])[0]].size // self.new.sizes[axis]
+                return kind, which, fitted.factors[fitted.spread(fitted.distributed[which])[-1]].size // self.new.sizes[axis]
             return old
 
         return tuple(form(axis, old) for axis, old in enumerate(self.old.ops[name].forms))

@@ -30,7 +30,7 @@ from autopar.options import Options
 from autopar.passes.arguments import bound
 from autopar.passes.candidates import INVARIANT, candidate
 from autopar.passes.promote import promote, wide
-from autopar.passes.without_dropout import without_dropout
+from autopar.passes.without_dropout import DRAWS, HALF, drawn, without_dropout
 from autopar.plan import Collective, Plan, as_planned, resolve
 from autopar.planner import collectives_of, knowing, located, plan_program, read_program
 from autopar.resize import Resizer
@@ -138,8 +138,11 @@ def _at_sample(plan: Plan, model: nn.Module, sample_input: object, captured: Cap
 def _notes(program: Program) -> Iterator[str]:
     """What a reader should know of the comparison: what was made certain, and what draws in spite of it."""
     certain = without_dropout(program)
-    if certain != program:
+    fixed = [before != after for before, after in zip(program.ops, certain.ops, strict=True) if not drawn(before)]
+    if any(fixed):
         yield "dropout was 0 on both sides"
+    if any(map(drawn, program.ops)):
+        yield f"what is drawn at random was {HALF} on both sides"
     for op in certain.ops:
         named = dict(bound(op))
         idle = named.get("p") == 0 or named.get("dropout_p") == 0 or named.get("dropout") == 0 or named.get("training") is False
@@ -301,7 +304,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Dropout with probability 0, also where a function is called with its own probability."""
+    """Dropout with probability 0, also where a function is called with its own probability, and what is drawn as fixed."""
 
     def __torch_function__(
         self, func: object, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
@@ -321,7 +324,9 @@ class _NoDropout(TorchFunctionMode):
             args = tuple(0.0 if isinstance(argument, float) else argument for argument in args)
         if name == "rrelu":
             args, given = args[:3], {n: a for n, a in given.items() if n != "training"}
-        return func(*args, **given)  # type: ignore[operator]
+        found: object = func(*args, **given)  # type: ignore[operator]
+        fixed = name.removesuffix("_") in DRAWS and isinstance(found, torch.Tensor) and found.is_floating_point()
+        return found.fill_(HALF) if fixed and isinstance(found, torch.Tensor) else found
 
 
 def _against_module(

@@ -1,6 +1,6 @@
 """The architectures of the zoo: small, with random weights, in train mode, and with their loss.
 
-Most are built from the configurations of Hugging Face's transformers, nothing is downloaded; two are written in plain torch.
+Most are built from the configurations of Hugging Face's transformers, nothing is downloaded; three are in plain torch.
 Batches, heads, widths and vocabularies are multiples of 8. The first six are those of the tests.
 """
 
@@ -66,6 +66,25 @@ def whisper() -> Built:
     return transformers.WhisperForConditionalGeneration(config), sample
 
 
+def mamba2() -> Built:
+    """No attention: states that decay along the words, chunk by chunk, and short convolutions."""
+    config = transformers.Mamba2Config(
+        vocab_size=VOCABULARY, hidden_size=32, state_size=8, num_hidden_layers=2, num_heads=8, head_dim=8, n_groups=2,
+        chunk_size=8, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.Mamba2ForCausalLM(config), words()
+
+
+def deepseek() -> Built:
+    """Keys and values out of a narrow latent, experts chosen by group, and one that all tokens share."""
+    config = transformers.DeepseekV3Config(
+        **BLOCKS, **WORDS, num_key_value_heads=8, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
+        moe_intermediate_size=16, n_shared_experts=1, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+        v_head_dim=8, first_k_dense_replace=1, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.DeepseekV3ForCausalLM(config), words()
+
+
 def clip() -> Built:
     """Images beside texts: every pair of the batch is compared."""
     config = transformers.CLIPConfig(
@@ -123,6 +142,30 @@ def unet() -> Built:
     return UNet(), images(16, LABELS) | {"labels": torch.randint(LABELS, (BATCH, 16, 16))}
 
 
+class Recommender(nn.Module):
+    """A bag of choices for each of three features, products of every two of them, and a dense layer on top."""
+
+    def __init__(self, rows: int = 64, width: int = 16) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(rows, width, mode=mode) for mode in ("sum", "mean", "max"))
+        self.dense = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, width))
+        self.top = nn.Sequential(nn.Linear(width + 6, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, numbers: torch.Tensor, choices: torch.Tensor, clicked: torch.Tensor) -> dict[str, torch.Tensor]:
+        dense = self.dense(numbers)
+        features = torch.stack([dense, *(bag(choices[:, i]) for i, bag in enumerate(self.bags))], dim=1)
+        row, column = torch.tril_indices(4, 4, -1, device=dense.device)
+        pairs = (features @ features.mT)[:, row, column]
+        logits = self.top(torch.cat([dense, pairs], dim=1)).squeeze(1)
+        return {"loss": nn.functional.binary_cross_entropy_with_logits(logits, clicked), "logits": logits}
+
+
+def recommender() -> Built:
+    """Tables of which few rows are read."""
+    choices = torch.randint(64, (BATCH, 3, 5))
+    return Recommender(), {"numbers": torch.randn(BATCH, 8), "choices": choices, "clicked": torch.rand(BATCH).round()}
+
+
 class LanguageModel(nn.Module):
     """Two layers of an LSTM over words, the next word predicted."""
 
@@ -146,7 +189,8 @@ def lstm() -> Built:
 MODELS: dict[str, Callable[[], Built]] = {
     one.__name__: one
     for one in (
-        gpt2, llama, mistral, qwen3, opt, bert, roberta, t5, vit, clip, whisper, mixtral, mixtral_batched, resnet, unet, lstm,
+        gpt2, llama, mistral, qwen3, opt, bert, roberta, t5, vit, clip, whisper, mixtral, mixtral_batched, deepseek, mamba2,
+        resnet, unet, lstm, recommender,
     )
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ from autopar.sizes import Dims, Dynamic, placed
 from autopar.tables import plain
 from autopar.verification import verify
 from tests import models, planning, table
-from tests.test_forms import Looking, form
+from tests.test_forms import Looking, form, mixture
 
 WORDS: dict[str, Dims | Dynamic] = {"batch": 0, "sequence": Dynamic(1, least=8, most=24)}
 IMAGES: dict[str, Dims | Dynamic] = {"batch": {"pixel_values": 0, "labels": 0}}
@@ -104,6 +104,14 @@ def test_so_they_are_where_keys_and_values_go_round(pool: WorkerPool) -> None:
     assert form(plan, "attention") == "ring"
     assert plan.dynamic[0].multiple == 4
     found = verify(model, torch.randn(1, 100, 8), on, plan, Options(), pool)
+    assert found.ok, str(found)
+
+
+def test_so_they_are_where_tokens_go_to_their_experts(pool: WorkerPool) -> None:
+    (model, sample), on = mixture(), table.mesh((4,))
+    plan = autopar.plan(model, sample, on, dynamic={"batch": 0})
+    assert form(plan, "grouped_mm_fallback#0") == "experts"
+    found = verify(model, at(sample, 16), on, plan, Options(), pool)
     assert found.ok, str(found)
 
 

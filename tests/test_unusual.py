@@ -239,6 +239,20 @@ def spectral() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
 
 
+def remembered(m: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    """A running mean that the backward needs as it was, and is written twice."""
+    before = y * m.mean
+    m.mean = 0.9 * m.mean + 0.1 * y.detach().mean(0)  # type: ignore[operator]
+    with torch.no_grad():
+        m.mean.clamp_(-0.1, 0.1)
+    return (before - m.mean).square().sum()
+
+
+def thinned(_: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    """Stochastic depth: some rows are left out, the others grow."""
+    return (y + y.sin() * y.new_empty(len(y), 1).bernoulli_(0.5).div_(0.5)).square().sum()
+
+
 def recurrent(kind: type[nn.RNNBase]) -> nn.Module:
     torch.manual_seed(0)
     return Recurrent(kind(8, 8, 2, dropout=0.5, batch_first=True))
@@ -267,6 +281,8 @@ MODELS: dict[str, Callable[[], Made]] = {
     "an input with a gradient": lambda: (nn.Sequential(nn.Linear(8, 8)), X.clone().requires_grad_()),
     "counted embedding": lambda: (nn.Embedding(16, 8, scale_grad_by_freq=True), torch.arange(32).reshape(8, 4) % 16),
     "spectral norm": lambda: (spectral(), X),
+    "a buffer that is written": lambda: (Layer(remembered, mean=torch.linspace(-1, 1, 8)), X),
+    "stochastic depth": lambda: (Layer(thinned), X),
     "LSTM": lambda: (recurrent(nn.LSTM), X.reshape(4, 2, 8)),
     "GRU": lambda: (recurrent(nn.GRU), X.reshape(4, 2, 8)),
     "random slopes": lambda: (nn.Sequential(nn.Linear(8, 8), nn.RReLU()), X),
@@ -311,6 +327,16 @@ def test_a_mean_loss_in_a_narrow_dtype_takes_weights_and_probabilities(
     assert report.ok, str(report)
 
 
+def test_steps_of_a_model_that_writes_a_buffer_are_those_of_the_model() -> None:
+    model = MODELS["a buffer that is written"]()[0]
+    parallel = autopar.parallelize(model, X, (1,), device="h100")
+    for _ in range(3):
+        for one in (model, parallel):
+            one(X).backward()
+        torch.testing.assert_close(parallel.mean, model.mean)
+        torch.testing.assert_close(parallel.layer.weight.grad, model.layer.weight.grad)  # type: ignore[union-attr]
+
+
 # --- modes and copies -------------------------------------------------------------------------------------------------------
 
 
@@ -349,6 +375,9 @@ def test_verify_says_what_was_made_certain_and_what_draws_in_spite_of_it() -> No
     certain = autopar.verify(*MODELS["dropout that stays on"](), on)
     assert certain.ok
     assert certain.notes == ("dropout was 0 on both sides",)
-    drawing = autopar.verify(Layer(lambda _, y: (y * torch.bernoulli(torch.full_like(y, 0.5))).sum()), X, on)
+    fixed = autopar.verify(Layer(lambda _, y: (y * torch.empty_like(y).bernoulli_(0.9) * torch.rand(8, 1)).sum()), X, on)
+    assert fixed.ok, str(fixed)
+    assert fixed.notes == ("what is drawn at random was 0.5 on both sides",)
+    drawing = autopar.verify(Layer(lambda _, y: (y * torch.randperm(8)[:, None]).sum()), X, on)
     assert not drawing.ok
-    assert "aten.bernoulli.default draws random numbers of its own at " in drawing.notes[0]
+    assert "aten.randperm.default draws random numbers of its own at " in drawing.notes[0]

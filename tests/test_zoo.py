@@ -13,7 +13,7 @@ from autopar.verification import verify
 from examples.zoo_models import make
 from tests import table
 
-NAMES = "mistral qwen3 roberta clip whisper mixtral_batched resnet unet lstm".split()
+NAMES = "mistral qwen3 roberta clip whisper mixtral_batched resnet unet lstm recommender".split()
 
 
 @pytest.mark.parametrize("name", NAMES)

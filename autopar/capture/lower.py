@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,18 +10,17 @@ import torch
 from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
 
-from autopar.capture import autocast, memory, nodes
+from autopar.capture import autocast, buffers, memory, nodes
 from autopar.capture.memory import Handle, Storage, View
 from autopar.capture.signature import Call
 from autopar.capture.skeleton import Skeleton
 from autopar.capture.trace import Traced, varying
 from autopar.errors import CaptureError
-from autopar.ir import Argument, Output, Parameter, Program, Ref, Value, aten, overload, refs, substitute
+from autopar.ir import Argument, Output, Parameter, Program, Ref, Value, aten, refs, substitute
 from autopar.passes.builder import Builder, Keywords
 from autopar.passes.infer import Kind
 
-_CHECKS = re.compile(r"aten\.(_assert\w*|sym_constrain\w*|_functional_assert\w*)\.")
-_COUNTER = "num_batches_tracked"  # the one buffer, beside those of batch_norm itself, that may be written
+_COUNTER = "num_batches_tracked"  # counts where it stands, as batch_norm itself writes
 Held = Handle | tuple["Held", ...] | Argument
 
 
@@ -47,7 +45,9 @@ def lower(traced: Traced, skeleton: Skeleton, call: Call) -> Program:
     ]
     builder = Builder(inputs, skeleton.parameters, skeleton.buffers)
     lowering = Lowering(builder=builder, mutates=any(map(nodes.writes_in_place, nodes.graphs(exported.graph_module))))
-    results = lowering.run(exported.graph_module, list(_given(traced, skeleton, call)), Region())
+    given = list(_given(traced, skeleton, call))
+    results = lowering.run(exported.graph_module, given, Region())
+    buffers.keep(builder, [held for held in given if isinstance(held, Handle)])
     values = [memory.read(result) for result in results if isinstance(result, Handle)]
     program = builder.program(
         Output(value=ref.name, path=path) for ref, path in zip(values, traced.returned.paths, strict=True)
@@ -70,7 +70,8 @@ def _given(traced: Traced, skeleton: Skeleton, call: Call) -> Iterator[Held]:
             at = next((nodes.source(user) for user in place.users), "")
             fix = "register it as a buffer of the module, so that it can be placed on the devices"
             raise CaptureError("forward makes a tensor of numbers that the graph cannot hold", at=at, fix=fix)
-        yield Handle(ref=Ref(name), storage=Storage(f"the buffer {name}"))
+        owner = "the parameter " if spec.kind is InputKind.PARAMETER else buffers.OWNER
+        yield Handle(ref=Ref(name), storage=Storage(f"{owner}{name}"))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,14 +86,14 @@ class Lowering:
     def run(self, module: fx.GraphModule, given: Sequence[Held], region: Region) -> tuple[Held, ...]:
         """Lower one graph whose placeholders are `given`; returns its results."""
         env: dict[fx.Node, Held] = {}
-        places = iter(given)
+        places, needed = iter(given), nodes.needed(module.graph)
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 env[node] = next(places)
             elif node.op == "output":
                 results = _leaf(node.args[0], env, node)
                 return results if isinstance(results, tuple) else (results,)
-            elif node.op == "call_function":
+            elif node.op == "call_function" and node in needed:
                 env[node] = self.call(node, module, env, region)
         raise AssertionError("a graph without output")
 
@@ -107,8 +108,6 @@ class Lowering:
             return self.inline(node, module, env, region)
         if not isinstance(node.target, torch._ops.OpOverload):
             raise varying("a number", nodes.source(node))
-        if _CHECKS.match(str(node.target)):
-            return None
         nodes.refuse_varying(node)
         args = tuple(_leaf(argument, env, node) for argument in node.args)
         kwargs = tuple((name, _leaf(argument, env, node)) for name, argument in node.kwargs.items())
@@ -189,6 +188,8 @@ class Lowering:
         try:
             return self.builder.infer(target, args, kwargs)
         except Exception:
+            if target != str(node.target):  # the trace knows of another op
+                raise
             grad = any(self.builder.values[ref.name].requires_grad for ref in refs((*args, *(a for _, a in kwargs))))
             traced = node.meta.get("val")
             if isinstance(traced, torch.Tensor):
@@ -235,8 +236,11 @@ class Lowering:
         return tuple(substitute(a, change) for a in args), tuple((name, substitute(a, change)) for name, a in kwargs)
 
     def mutate(self, node: fx.Node, args: tuple[Held, ...], kwargs: tuple[tuple[str, Held], ...], region: Region) -> Held:
-        """Lower a write in place: compute the new value, and give it to the tensor and all that share its memory."""
-        place = args[0] if args else None
+        """Lower a write in place: compute the new value, and give it to the tensor and all that share its memory.
+
+        A buffer keeps its last value when the program ends.
+        """
+        place = dict(kwargs).get("out", args[0] if args else None)
         if not aten(str(node.target)):
             fix = "make it an operator that returns what it computes (mutates_args=())"
             raise CaptureError(f"{node.target} writes into an argument", at=nodes.source(node), fix=fix)
@@ -249,7 +253,8 @@ class Lowering:
         if place.storage.owner.endswith(_COUNTER):
             self.emit(node, str(node.target), now, keywords, region)
             return place
-        if place.storage.owner:
+        buffer = place.storage.owner.startswith(buffers.OWNER)
+        if place.storage.owner and not buffer:
             fix = "compute a new tensor instead of writing in place"
             raise CaptureError(f"{node.target} changes {place.storage.owner}", at=nodes.source(node), fix=fix)
         old = self.builder.values[memory.read(place).name]
@@ -263,6 +268,11 @@ class Lowering:
             return self.emit(node, target, arguments, (), region)[0][0]
 
         new = self.result_in_place(node, now, keywords, region, old)
+        if buffer and self.builder.values[new.name].requires_grad:
+            fix = "write it under torch.no_grad(), or what was detached"
+            raise CaptureError(
+                f"{node.target} writes what has a gradient into {place.storage.owner}", at=nodes.source(node), fix=fix
+            )
         try:
             memory.write(place, new, emit, lambda ref: self.builder.values[ref.name])
         except LookupError as view:
@@ -272,7 +282,7 @@ class Lowering:
 
     def result_in_place(self, node: fx.Node, args: tuple[Argument, ...], kwargs: Keywords, region: Region, old: Value) -> Ref:
         """The value that a write in place leaves behind, in the shape and dtype of the tensor written."""
-        _, name, variant = str(node.target).split(".")
+        name = aten(str(node.target))
         source = args[1] if len(args) > 1 else None
         match name, source:
             case "copy_", Ref():
@@ -282,13 +292,15 @@ class Lowering:
             case (("fill_" | "zero_"), _):
                 number = 0 if name == "zero_" else source
                 ((new,), _) = self.emit(node, "aten.full_like.default", (args[0], number), (), region)
+            case "fill_diagonal_", _ if len(old.shape) == 2:
+                ((line,), _) = self.emit(node, "aten.diagonal.default", args[:1], (), region)
+                ((full,), _) = self.emit(node, "aten.full_like.default", (line, source), (), region)
+                ((new,), _) = self.emit(node, "aten.diagonal_scatter.default", (args[0], full), (), region)
+            case "bernoulli_", None:
+                ((new,), _) = self.emit(node, "aten.bernoulli.p", (*args, 0.5), (), region)
             case _:
-                target = f"aten.{re.sub(r'^__i', '__', name) if name.endswith('__') else name.removesuffix('_')}.{variant}"
-                try:
-                    overload(target)
-                except AttributeError:
-                    fix = f"use the form of {name} that returns its result"
-                    raise CaptureError(f"{node.target} has no form without writing", at=nodes.source(node), fix=fix) from None
+                target = nodes.returning(node)
+                kwargs = tuple((name, held) for name, held in kwargs if name != "out")
                 ((new,), _) = self.emit(node, target, args, kwargs, region)
         if self.builder.values[new.name].dtype != old.dtype:
             ((new,), _) = self.emit(node, "aten.to.dtype", (new, old.dtype), (), region)

@@ -77,6 +77,8 @@ def scatter(view: View, parent: Ref, new: Ref, emit: Emit, value: Callable[[Ref]
     name = aten(view.target)
     whole = value(parent).shape
     match name, view.rest:
+        case (("slice" | "select" | "diagonal"), rest) if value(new).dtype.is_complex:
+            return _complex(name, parent, new, rest, emit, len(whole))
         case (("slice" | "select" | "diagonal"), rest):
             return emit(f"aten.{name}_scatter.default", (parent, new, *rest))
         case (("transpose" | "t"), rest):
@@ -95,3 +97,17 @@ def scatter(view: View, parent: Ref, new: Ref, emit: Emit, value: Callable[[Ref]
         case _ if name in _SAME and value(new).shape == whole:
             return new
     raise LookupError(name or view.target)
+
+
+def _complex(name: str, parent: Ref, new: Ref, rest: tuple[Argument, ...], emit: Emit, rank: int) -> Ref:
+    """A part of a complex tensor written in terms of real ones, since torch does not differentiate the other way.
+
+    Their real and imaginary parts stand in a last dim, so that dims that are counted from the end are one further.
+    """
+    dims = 2 if name == "diagonal" else 1
+    first = 1 if name == "diagonal" else 0  # the diagonal's offset comes before its dims
+    rest = tuple(
+        dim % rank if isinstance(dim, int) and first <= place < first + dims else dim for place, dim in enumerate(rest)
+    )
+    real, part = (emit("aten.view_as_real.default", (one,)) for one in (parent, new))
+    return emit("aten.view_as_complex.default", (emit(f"aten.{name}_scatter.default", (real, part, *rest)),))

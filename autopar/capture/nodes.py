@@ -10,7 +10,11 @@ from torch import fx
 
 from autopar.capture import blame
 from autopar.capture.trace import varying
+from autopar.errors import CaptureError
+from autopar.ir import BATCH_NORM, overload
 from autopar.passes.infer import Kind
+
+_FORMS = {"aten.bernoulli_.float": "aten.bernoulli.p", "aten.normal_.default": "aten.normal_functional.default"}
 
 
 def refuse_varying(node: fx.Node) -> None:
@@ -36,6 +40,43 @@ def writes_in_place(graph: fx.Graph) -> bool:
 def writes(target: torch._ops.OpOverload) -> bool:
     """Whether an operator writes in place, by its schema (batch_norm, which does not say so, does not count)."""
     return bool(target._schema.is_mutable)
+
+
+def needed(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The nodes from which results come and that write; not those that only checks of values look at."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in found or node.op == "output" or _acts(node):
+            found.update((node, *node.all_input_nodes))
+    return frozenset(found)
+
+
+def _acts(node: fx.Node) -> bool:
+    """Whether a node does more than to return its results."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return writes(node.target) or str(node.target) == BATCH_NORM
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def returning(node: fx.Node) -> str:
+    """The operator that returns what that of a node writes: add.Tensor for add_.Tensor, and for add.out."""
+    _, name, variant = str(node.target).split(".")
+    target = f"aten.{re.sub(r'^__i', '__', name) if name.endswith('__') else name.removesuffix('_')}.{variant}"
+    if str(node.target) in _FORMS:
+        return _FORMS[str(node.target)]
+    assert isinstance(node.target, torch._ops.OpOverload)
+    if "out" in node.kwargs:
+        taken = [(a.name, str(a.type)) for a in node.target._schema.arguments if not a.is_out]
+        packet = node.target.overloadpacket
+        forms = {o: getattr(packet, o)._schema.arguments for o in packet.overloads()}
+        alike = (o for o, arguments in forms.items() if [(a.name, str(a.type)) for a in arguments] == taken)
+        target = f"aten.{name}.{next(alike, '')}"
+    try:
+        overload(target)
+    except AttributeError:
+        fix = f"use the form of {name} that returns its result"
+        raise CaptureError(f"{node.target} has no form without writing", at=source(node), fix=fix) from None
+    return target
 
 
 def traced_kind(tensor: torch.Tensor, grad: bool) -> Kind:

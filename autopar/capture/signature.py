@@ -5,6 +5,7 @@ This is the one place that knows pytrees.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -173,6 +174,7 @@ def read_call(model: nn.Module, sample_input: object) -> Call:
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}", fix="give a torch.nn.Module")
+    known(sample_input)
     args, kwargs = _split(sample_input)
     taken = inspect.signature(model.forward)
     defaults = {p.name: p.default for p in taken.parameters.values() if isinstance(p.default, _STATIC)}
@@ -210,6 +212,7 @@ def read_call(model: nn.Module, sample_input: object) -> Call:
 
 def read_result(result: object) -> tuple[tuple[torch.Tensor, ...], Returned, tuple[str, ...]]:
     """The tensors in what a model returned, how to put them back, and the paths of what is left out."""
+    known(result)
     spec = pytree.tree_structure(result)
     tensors: list[torch.Tensor] = []
     paths: list[str] = []
@@ -227,7 +230,7 @@ def read_result(result: object) -> tuple[tuple[torch.Tensor, ...], Returned, tup
     if not tensors:
         raise CaptureError(
             f"forward returns no tensor but a {type(result).__name__}",
-            fix="return tensors, or register the class with torch.utils._pytree.register_dataclass",
+            fix="return tensors, containers or a dataclass of them",
         )
     return tuple(tensors), Returned(spec=spec, paths=tuple(paths), leaves=tuple(leaves)), tuple(lost)
 
@@ -241,6 +244,19 @@ def named(names: Sequence[str], rest: str, args: Sequence[object], kwargs: Mappi
         if name in arguments:
             raise InputError(f"argument {name} is given twice", fix="give it by position or by name")
     return arguments | ({rest: tuple(args[len(names) :])} if len(args) > len(names) else {}) | dict(kwargs)
+
+
+def known(value: object) -> None:
+    """Have pytrees know the dataclasses in what a model takes or returns: each is its fields.
+
+    One that cannot be made of its fields stays as it is.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)]
+    made_of_fields = [leaf for leaf in leaves if all(one.init for one in dataclasses.fields(leaf))]
+    for kind in dict.fromkeys(map(type, made_of_fields)):
+        pytree.register_dataclass(kind)
+    if made_of_fields:
+        known(value)
 
 
 def on_meta(sample: object) -> object:
@@ -283,6 +299,8 @@ def _walk(path: str, value: object) -> Iterator[tuple[str, object]]:
         names = value.keys()
     elif isinstance(value, tuple):
         names = getattr(type(value), "_fields", names)  # a named tuple
+    elif dataclasses.is_dataclass(value):
+        names = [one.name for one in dataclasses.fields(value) if getattr(value, one.name) is not None]  # as pytree does
     for name, child in zip(names, children, strict=True):
         yield from _walk(f"{path}.{name}" if path else str(name), child)
 

@@ -62,10 +62,19 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None) -> Skeleton:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied: {error}", fix="keep what cannot be copied outside the module"
         ) from error
+    _forget_caches(hollow)
     persistent = set(model.state_dict(keep_vars=True))
     known = _grouped(parameters, memo, persistent), _grouped(buffers, memo, persistent)
     first = {name: held.value.name for held in (*known[0], *known[1]) for name in held.names}
     return Skeleton(module=hollow, parameters=known[0], buffers=known[1], first=first)
+
+
+def _forget_caches(hollow: nn.Module) -> None:
+    """Have no model inside return a cache, whatever its configuration says: it is no tensor, and grows as text is written."""
+    for module in hollow.modules():
+        config = vars(module).get("config")
+        if getattr(config, "use_cache", False) is True:
+            vars(config)["use_cache"] = False
 
 
 def _refuse_shared(parameters: list[tuple[str, torch.Tensor]]) -> None:

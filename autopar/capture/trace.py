@@ -27,6 +27,17 @@ _NO_FAKE = re.compile(  # in what torch says of an operator of another library t
     r"|Could not run '(?!aten)([\w:.]+)' with arguments from the 'Meta' backend"
 )
 _SIZE = "keep every size fixed: torch.where, masked_fill or padding instead of selecting a varying number of elements"
+_NUMBER = re.compile(r"Size-like symbols: u")  # in what torch says of a choice by a number of elements
+_SAID = {  # what torch says: what it means, and the way out
+    "fake tensor in the exported program constant's list": (
+        "forward uses a tensor that it neither is given nor makes: one kept from elsewhere, or the .data of another",
+        "register it as a buffer, and take x.detach() instead of x.data",
+    ),
+    "FlexAttention is only supported on": (
+        "flex_attention is no operator that can be planned",
+        "call scaled_dot_product_attention with a mask",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +79,13 @@ def explained(error: Exception, model: str) -> AutoparError:
     at = blame.from_error(error)
     kinds = {type(link).__name__ for link in blame.chain(error)}
     said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    for part, (what, fix) in _SAID.items():
+        if part in said:
+            return CaptureError(what, at=at, fix=fix)
+    if kinds & {"DynamicOutputShapeException"} or _NUMBER.search(str(error)):
+        return CaptureError(f"a shape in {model} depends on the values of a tensor", at=at, fix=_SIZE)
     if kinds & {"GuardOnDataDependentSymNode", "DataDependentOutputException"} or "data-dependent" in str(error).lower():
         return CaptureError(f"the control flow of {model} depends on the values of a tensor", at=at, fix=_BRANCH)
-    if kinds & {"DynamicOutputShapeException"}:
-        return CaptureError(f"a shape in {model} depends on the values of a tensor", at=at, fix=_SIZE)
     if unknown := next((found for link in blame.chain(error) if (found := _NO_FAKE.search(str(link)))), None):
         name = next(filter(None, unknown.groups()))
         return CaptureError(f"{name} has no fake implementation: what it returns is not known before it runs", at=at, fix=_FAKE)

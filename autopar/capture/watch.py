@@ -1,18 +1,24 @@
-"""What tracing would lose without a word: watched while a model is traced.
+"""What tracing would lose without a word, or stop at: watched while a model is traced.
 
 An `autograd.Function` is traced through its forward only, a tensor hook leaves no trace at all, and `torch.tensor([1, 2])` or
 `x[[1, 2]]` on the meta device has no numbers. The first two are refused; the others are made of operators that carry them.
+What only looks at values to refuse them, or to find out what a mask is, looks away: `autopar.capture.checks`. Bags of
+embeddings are spelt out: `autopar.capture.bags`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 from torch.autograd.function import Function
+from torch.distributions import Distribution
 
-from autopar.capture import blame
+from autopar.capture import bags, blame, checks
 from autopar.errors import CaptureError
 
 LITERAL_LIMIT = 1024  # elements of a literal tensor that may be written out as operators
@@ -25,9 +31,18 @@ def watched() -> Iterator[None]:
         _replaced(Function, "apply", classmethod(_apply(vars(Function)["apply"]))),
         _replaced(torch.Tensor, "register_hook", _refuse_hook),
         _replaced(torch.Tensor, "register_post_accumulate_grad_hook", _refuse_hook),
+        _replaced(torch.autograd, "grad", _refuse_grad),
+        _replaced(nn.utils.rnn, "pack_padded_sequence", _refuse_packing),
+        _replaced(torch, "autocast", _Autocast),
+        _replaced(nn.functional, "embedding_bag", bags.spelt(nn.functional.embedding_bag)),
         _replaced(torch, "tensor", _literal(torch.tensor)),
+        _replaced(torch, "as_tensor", _as_literal(torch.as_tensor)),
+        _replaced(torch, "from_numpy", _as_literal(torch.from_numpy)),
         _replaced(torch.Tensor, "__getitem__", _indexed(torch.Tensor.__getitem__)),
         _replaced(torch.Tensor, "__setitem__", _indexed(torch.Tensor.__setitem__)),
+        _replaced(torch.Tensor, "__bool__", checks.passed(torch.Tensor.__bool__)),
+        _replaced(Distribution, "_validate_args", False),
+        _replaced(nn.modules.transformer, "_detect_is_causal_mask", _said_causal),
     ):
         yield
 
@@ -71,13 +86,50 @@ def _refuse_hook(tensor: torch.Tensor, *_: object) -> None:
     )
 
 
+def _refuse_grad(*_: object, **__: object) -> None:
+    raise CaptureError(
+        "torch.autograd.grad inside of forward would be lost: only the forward is traced",
+        at=blame.here(),
+        fix="write the gradient out in forward, or leave its penalty out of the parallel model",
+    )
+
+
+def _refuse_packing(*_: object, **__: object) -> None:
+    raise CaptureError(
+        "pack_padded_sequence makes a shape that depends on the values of a tensor",
+        at=blame.here(),
+        fix="run the recurrent layer over the padded batch, and select or mask what it returns",
+    )
+
+
+class _Autocast(torch.autocast):
+    """`torch.autocast(x.device.type)` where x is on the meta device: cast as on the CPU, where the graph says what is cast."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+
+def _said_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Whether nn.Transformer is told that a mask is causal; what the mask is, the graph shows (`autopar.passes.causal`)."""
+    return is_causal is True
+
+
+def _as_literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def as_tensor(data: object, dtype: torch.dtype | None = None, **rest: object) -> torch.Tensor:
+        return original(data, dtype=dtype, **rest) if _numbers(data) is None else torch.tensor(data, dtype=dtype)
+
+    return as_tensor
+
+
 def _literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def tensor(data: object, *, dtype: torch.dtype | None = None, device: object = None, **rest: object) -> torch.Tensor:
         found = _numbers(data)
-        if found is None or not 0 < len(found[1]) <= LITERAL_LIMIT:
+        if found is None or len(found[1]) > LITERAL_LIMIT:
             return original(data, dtype=dtype, device=device, **rest)
         shape, numbers = found
-        common = dtype or _dtype(numbers)
+        common = dtype or _dtype(data, numbers)
+        if not numbers:
+            return torch.zeros(shape, dtype=common, device="meta")
         if not shape:
             return torch.full((), numbers[0], dtype=common, device="meta")
         return torch.cat([torch.full((1,), number, dtype=common, device="meta") for number in numbers]).reshape(shape)
@@ -106,20 +158,26 @@ def _spelt(index: object) -> object:
 
 
 def _numbers(data: object) -> tuple[tuple[int, ...], list[bool | int | float]] | None:
-    """Shape and numbers of nested lists of Python numbers; None for anything else."""
+    """Shape and numbers of an array or of nested lists of Python numbers; None for anything else."""
+    if isinstance(data, (np.ndarray, np.generic)):
+        return _numbers(data.tolist())
     if isinstance(data, (bool, int, float)):
         return (), [data]
     if not isinstance(data, (list, tuple)):
         return None
+    if not data:
+        return (0,), []
     parts = [_numbers(part) for part in data]
     known = [part for part in parts if part is not None]
-    if not known or len(known) != len(parts) or any(part[0] != known[0][0] for part in known):
+    if len(known) != len(parts) or any(part[0] != known[0][0] for part in known):
         return None
     return (len(known), *known[0][0]), [number for _, numbers in known for number in numbers]
 
 
-def _dtype(numbers: list[bool | int | float]) -> torch.dtype:
+def _dtype(data: object, numbers: list[bool | int | float]) -> torch.dtype:
     """What `torch.tensor` makes of them."""
-    if any(isinstance(number, float) for number in numbers):
+    if isinstance(data, (np.ndarray, np.generic)):
+        return getattr(torch, data.dtype.name)  # type: ignore[no-any-return]
+    if not numbers or any(isinstance(number, float) for number in numbers):
         return torch.get_default_dtype()
     return torch.bool if all(isinstance(number, bool) for number in numbers) else torch.int64

@@ -1,10 +1,10 @@
-"""The program without its random zeros."""
+"""The program without its random zeros, and without other random numbers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.ir import Argument, Op, Program, aten
+from autopar.ir import Argument, Op, Program, Ref, aten
 from autopar.passes.arguments import bound, packed
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -18,20 +18,37 @@ _CHANCE = {
     "scaled_dot_product_attention": "dropout_p",
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), "dropout"),
 }
+HALF = 0.5  # what is drawn of every distribution
+DRAWS = frozenset("rand randn rand_like randn_like bernoulli normal normal_functional uniform exponential log_normal".split())
 
 
 def without_dropout(program: Program) -> Program:
-    """Every dropout drops nothing. The ops stay, so that a plan of the program is a plan of the result.
+    """Every dropout drops nothing, and what is drawn is one half. The ops keep their names and factors, so that a plan of the
+    program is a plan of the result.
 
     a = dropout(x, 0.1, True)                         a = dropout(x, 0.0, True)
     b = attention(q, k, v, None, 0.1, True)    ->     b = attention(q, k, v, None, 0.0, True)
     c = rrelu(x, 0.1, 0.3, True)                      c = rrelu(x, 0.1, 0.3, False)
+    d = rand([4, 8])                                  d = full([4, 8], 0.5)
+    e = bernoulli(x, 0.9)                             e = full_like(x, 0.5)
     """
     return replace(program, ops=tuple(map(_certain, program.ops)))
 
 
+def drawn(op: Op) -> bool:
+    """Whether an op only draws numbers that `without_dropout` can fix: from no or one tensor, whose gradient ends there."""
+    return aten(op.target) in DRAWS and len(op.operands) < 2 and not op.requires_grad
+
+
 def _certain(op: Op) -> Op:
     name = aten(op.target)
+    if drawn(op):
+        named = bound(op)
+        target = "aten.full_like.default" if op.operands else "aten.full.default"
+        shape = {"self": Ref(op.operands[0])} if op.operands else {"size": named["size"]}
+        dtype = {"dtype": op.results[0].dtype, "device": named.get("device")}
+        args, kwargs = packed(target, shape | {"fill_value": HALF} | dtype)
+        return replace(op, target=target, args=args, kwargs=kwargs)
     sure: dict[str, Argument] = {_CHANCE[name]: 0.0} if name in _CHANCE else {"training": False} if name == "rrelu" else {}
     if not sure:
         return op

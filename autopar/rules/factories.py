@@ -41,6 +41,8 @@ TABLE: dict[str, Rule] = {
     **{f"aten.{name}": POSITIONS for name in COUNTED},
     "aten.eye.default": rule("-> _ _"),
     "aten.eye.m": rule("-> _ _"),
+    "aten.tril_indices.default": rule("-> _ _"),
+    "aten.triu_indices.default": rule("-> _ _"),
     "aten.scalar_tensor.default": rule("-> ()"),
     **{f"aten.{name}": SIZED for name in ("zeros.default", "ones.default", "full.default")},
     **{f"aten.{name}": rule("-> ...", local=result_size("size"), random=True) for name in DRAWN},

@@ -43,7 +43,7 @@ VIEWS = ("aten.alias.default", "aten.detach.default", "aten.lift_fresh.default")
 
 DRAWS = """
     bernoulli bernoulli.p poisson exponential uniform log_normal cauchy geometric random random.from random.to
-    normal.Tensor_float normal.float_Tensor rand_like randn_like randint_like randint_like.low_dtype
+    normal.Tensor_float normal.float_Tensor normal_functional rand_like randn_like randint_like randint_like.low_dtype
 """
 DRAWS_OF_TWO = "bernoulli.Tensor binomial normal.Tensor_Tensor"
 

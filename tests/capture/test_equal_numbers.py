@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from autopar.capture import capture
 from autopar.ir import Program
@@ -52,3 +53,21 @@ def test_a_promoted_program_computes_in_double_and_agrees_with_the_single_one(na
     for a, b in zip(single, double, strict=True):
         assert b.dtype is torch.float64
         torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode, padded", [("sum", None), ("mean", None), ("max", None), ("sum", 1), ("mean", -9)])
+def test_a_bag_of_embeddings_is_its_rows(mode: str, padded: int | None) -> None:
+    torch.manual_seed(0)
+    places = torch.randint(10, (4, 5))
+    places[0, 2:], places[1] = 1, 1  # some are padding, or all of them
+    program = interpreter.check(nn.EmbeddingBag(10, 6, mode=mode, padding_idx=padded), places).program
+    assert not [op for op in program.ops if "embedding_bag" in op.target]
+
+
+def test_a_bag_may_have_weights() -> None:
+    interpreter.check(nn.EmbeddingBag(10, 6, mode="sum"), torch.randint(10, (4, 5)), None, torch.rand(4, 5))
+
+
+def test_bags_of_any_length_stay_as_they_are() -> None:
+    program = capture(nn.EmbeddingBag(10, 6), (torch.randint(10, (7,)), torch.tensor([0, 3, 3]))).program
+    assert [op.target for op in program.ops] == ["aten.embedding_bag.padding_idx"]

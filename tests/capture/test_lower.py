@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import capture
+from autopar.passes import normalise
 from tests.capture import interpreter
 
 
@@ -80,7 +83,28 @@ def diagonal(y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-WRITES = (through_a_slice, through_views_of_views, through_splits, shift_right, before_and_after, other_dtype, diagonal)
+def whole_diagonal(y: torch.Tensor) -> torch.Tensor:
+    square = y @ y.T
+    return square.fill_diagonal_(3)
+
+
+def into_another(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    x, new = y.detach(), torch.empty_like(y)
+    torch.add(x, 1, out=new)
+    new += 1
+    return x * y, new
+
+
+def complex_part(y: torch.Tensor) -> torch.Tensor:
+    waves = torch.zeros(4, 6, dtype=torch.complex64, device=y.device)
+    waves[:2, -3:] = torch.view_as_complex(y[:2].reshape(2, 3, 2))
+    return torch.view_as_real(waves)
+
+
+WRITES = (
+    through_a_slice, through_views_of_views, through_splits, shift_right, before_and_after, other_dtype, diagonal,
+    whole_diagonal, into_another, complex_part,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("body", WRITES)
@@ -116,7 +140,12 @@ def lists(y: torch.Tensor) -> torch.Tensor:
     return y[:, [-2, 1]] + z[..., [[0, 1]]].sum((1, 2))[:, None] + y[[True, False, True, True], :1].sum()
 
 
-@pytest.mark.parametrize("body", [no_grad, detached, checkpointed, literals, lists])
+def arrays(y: torch.Tensor) -> torch.Tensor:
+    rows = torch.as_tensor(np.array([2, 0])), torch.as_tensor([1.0, 2.0])
+    return y[rows[0]] * rows[1][:, None] + torch.from_numpy(np.arange(6.0)) + torch.cat([torch.tensor([]), y.detach()[0]])
+
+
+@pytest.mark.parametrize("body", [no_grad, detached, checkpointed, literals, lists, arrays])
 def test_gradients_stop_where_they_stop_in_the_module(body: Callable[[torch.Tensor], object]) -> None:
     interpreter.check(Does(body), X)
 
@@ -150,6 +179,59 @@ def test_batch_norm_stays_whole_and_counts_its_batches() -> None:
     program = interpreter.check(model, X).program
     assert [op.target for op in program.ops] == ["aten.linear.default", "aten.add_.Tensor", "aten.batch_norm.default"]
     assert program.ops[1].operands == ("1.num_batches_tracked",)
+
+
+class Remembers(nn.Module):
+    """A running mean, a scale that the backward needs as it was, a count of calls, and a table of which one row is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("scale", torch.linspace(1, 2, 6))
+        self.register_buffer("calls", torch.tensor(2))
+        self.register_buffer("table", torch.ones(3, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.lin(x).sin() * self.scale
+        self.scale = 0.5 * self.scale[:1] + self.scale
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(self.lin(x).mean(0), alpha=0.1)
+            torch.mul(self.mean, 2, out=self.table[1])
+        self.calls += 1
+        return self.lin(x - self.mean) * self.calls + self.table.sum() + before
+
+
+def test_buffers_keep_what_is_written_into_them() -> None:
+    model = Remembers()
+    captured, other = capture(model, X), copy.deepcopy(model)
+    for program in (captured.program, normalise(captured.program)):
+        for _ in range(2):
+            (found,) = interpreter.outputs(program, model, [X])
+            expected = other(X)
+            torch.testing.assert_close(found, expected)
+            for total, held in ((found, model), (expected, other)):
+                total.sin().sum().backward()  # type: ignore[no-untyped-call]
+                assert held.lin.weight.grad is not None
+            torch.testing.assert_close(model.lin.weight.grad, other.lin.weight.grad)
+            for one, another in zip(model.buffers(), other.buffers(), strict=True):
+                torch.testing.assert_close(one, another)
+
+
+class Draws(nn.Module):
+    """Numbers that are drawn into memory that nothing was written to."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ones = x.new_empty(x.shape).bernoulli_(1.0) + torch.empty_like(x).normal_(1.0, 0.0)
+        return ones, torch.empty_like(x).bernoulli_(), torch.empty_like(x).uniform_(2, 3)
+
+
+def test_drawing_in_place_is_drawing() -> None:
+    program = capture(Draws(), X).program
+    twos, bits, parts = interpreter.outputs(program, Draws(), [X])
+    assert torch.equal(twos, torch.full_like(X, 2))
+    assert set(bits.unique().tolist()) <= {0.0, 1.0}
+    assert ((parts >= 2) & (parts < 3)).all()
 
 
 def test_ops_are_named_by_module_and_count() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
@@ -48,6 +49,18 @@ def selected(self: Does, x: torch.Tensor) -> torch.Tensor:
     return x[x > 0]
 
 
+def loss_of_some(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(self.lin(x)[x[:, 0] > 0], x[:, 0].long()[x[:, 0] > 0])
+
+
+def flexible(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return flex_attention(x[None, None], x[None, None], x[None, None])  # type: ignore[return-value]
+
+
+def data(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return x * self.lin.weight.data.clamp_(-1, 1).sum()
+
+
 def places(self: Does, x: torch.Tensor) -> torch.Tensor:
     return x.nonzero()
 
@@ -66,14 +79,24 @@ def changed_input(self: Does, x: torch.Tensor) -> torch.Tensor:
     return x.add_(1)
 
 
-def changed_buffer(self: Does, x: torch.Tensor) -> torch.Tensor:
-    self.kept.mul_(0.9)
+def changed_weight(self: Does, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        self.lin.weight.clamp_(-1, 1)
+    return self.lin(x)
+
+
+def differentiable_buffer(self: Does, x: torch.Tensor) -> torch.Tensor:
+    self.kept = self.kept * self.lin(x).mean(0)
     return x + self.kept
 
 
-def replaced_buffer(self: Does, x: torch.Tensor) -> torch.Tensor:
-    self.kept = self.kept * 0.9
-    return x + self.kept
+def gradient(self: Does, x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(self.lin(x).sum(), x, create_graph=True)[0]
+
+
+def packed(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return nn.utils.rnn.pack_padded_sequence(x[..., None], x[:, 0].long(), batch_first=True).data
 
 
 def strided(self: Does, x: torch.Tensor) -> torch.Tensor:
@@ -105,18 +128,27 @@ def broken(self: Does, x: torch.Tensor) -> torch.Tensor:
     raise ValueError("no such thing")
 
 
+def test_a_tensor_from_nowhere_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"a tensor that it neither is given nor makes: .* the \.data of another"):
+        capture(Does(data), X)
+
+
 @pytest.mark.parametrize(
     "body, said, fix",
     [
         (branch, "the control flow of Does depends on the values of a tensor", "torch.where"),
         (number, "a number depends on the values of a tensor", "torch.where"),
         (selected, "the shape of a result of aten.index.Tensor depends on the values", "keep every size fixed"),
+        (loss_of_some, "a shape in Does depends on the values of a tensor", "keep every size fixed"),
+        (flexible, "flex_attention is no operator", "scaled_dot_product_attention"),
         (places, "the shape of a result of aten.nonzero.default depends on the values", "keep every size fixed"),
         (function, "the backward of Tripled would be lost: it is an autograd.Function", "torch.library.custom_op"),
         (hook, r"a hook on a tensor of shape \(8, 4\) would be lost", "torch.library.custom_op"),
         (changed_input, "aten.add_.Tensor changes the input x", "compute a new tensor"),
-        (changed_buffer, "aten.mul_.Tensor changes the buffer kept", "compute a new tensor"),
-        (replaced_buffer, "aten.copy_.default changes the buffer kept", "compute a new tensor"),
+        (changed_weight, "aten.clamp_.default changes the parameter lin.weight", "compute a new tensor"),
+        (differentiable_buffer, "aten.copy_.default writes what has a gradient into the buffer kept", "torch.no_grad"),
+        (gradient, "torch.autograd.grad inside of forward would be lost", "write the gradient out"),
+        (packed, "pack_padded_sequence makes a shape that depends on the values", "the padded batch"),
         (strided, "aten.zero_.default writes through a view by as_strided", "torch.where, cat or stack"),
         (under_no_grad, "aten.clamp_.default writes under no_grad into a tensor with a gradient", "outside of no_grad"),
         (conditional, "cond holds a graph of its own", "without torch.cond"),

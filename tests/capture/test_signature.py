@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import pickle
 import warnings
 from typing import NamedTuple
@@ -48,6 +49,35 @@ def test_the_program_does_not_depend_on_the_order_of_keywords() -> None:
     second = capture(Two(), {"a": Y, "b": X, "x": X})
     assert first.program.hash == second.program.hash
     assert [value.name for value in first.program.inputs] == ["x", "a", "b"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    more: dict[str, torch.Tensor]
+    scale: float = 2.0
+
+
+@dataclasses.dataclass
+class Scored:
+    batch: Batch
+    loss: torch.Tensor
+    rest: torch.Tensor | None = None
+
+
+class Scores(nn.Module):
+    def forward(self, batch: Batch) -> Scored:
+        return Scored(batch=batch, loss=(batch.x * batch.scale + batch.more["y"]).sum())
+
+
+def test_dataclasses_are_their_fields() -> None:
+    planned = capture(Scores(), {"batch": Batch(x=X, more={"y": Y})}).signature
+    assert [one.path for one in planned.tensors] == ["batch.x", "batch.more.y"]
+    assert planned.bind((Batch(x=X, more={"y": Y}),), {})[1] is Y
+    with pytest.raises(InputError, match=r"argument batch\.scale is not the planned one"):
+        planned.bind((Batch(x=X, more={"y": Y}, scale=3.0),), {})
+    assert planned.returned.paths == ("batch.x", "batch.more.y", "loss")
+    assert planned.rebuild([X, Y, X.sum()]) == Scored(batch=Batch(x=X, more={"y": Y}), loss=X.sum())
 
 
 @pytest.mark.parametrize(

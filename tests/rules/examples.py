@@ -533,6 +533,8 @@ TABLE: dict[str, list[Example]] = {
     "aten.linspace.default": [ex(0, 1, 6)],
     "aten.eye.default": [ex(6)],
     "aten.eye.m": [ex(4, 6)],
+    "aten.tril_indices.default": [ex(4, 6, -1)],
+    "aten.triu_indices.default": [ex(4, 6)],
     "aten.scalar_tensor.default": [ex(2.0)],
     "aten.zeros.default": [ex((4, 6), dtype=torch.float64)],
     "aten.ones.default": [ex((4, 6))],

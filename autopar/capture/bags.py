@@ -1,0 +1,52 @@
+"""Bags of embeddings: `embedding_bag` of rows of equal length, said in operators that may be split over the rows.
+
+The operator itself takes one long list of places and says where bags begin: no part of it is a list of whole bags by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+
+def spelt(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`F.embedding_bag` of a matrix of places as embeddings that are summed, averaged, or of which the largest is taken.
+
+    embedding_bag(x, w, mode="sum")    ->    embedding(x, w).sum(1)
+
+    The original where bags differ in length, for gradients that are counted or sparse, where rows are renormalised, and for the
+    largest of rows some of which are padding.
+    """
+
+    def embedding_bag(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        per_sample_weights: torch.Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+    ) -> torch.Tensor:
+        special = max_norm is not None or scale_grad_by_freq or sparse or (padding_idx is not None and mode == "max")
+        if input.dim() != 2 or not input.shape[1] or special or (per_sample_weights is not None and mode != "sum"):
+            given = offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights
+            return original(input, weight, *given, include_last_offset, padding_idx)
+        found = functional.embedding(input, weight)
+        if mode == "max":
+            return found.max(1).values
+        if per_sample_weights is not None:
+            found = found * per_sample_weights[..., None]
+        if padding_idx is None:
+            return found.sum(1) if mode == "sum" else found.mean(1)
+        there = (input != padding_idx % weight.shape[0]).to(weight.dtype)
+        total = (found * there[..., None]).sum(1)
+        return total if mode == "sum" else total / there.sum(1, keepdim=True).clamp(min=1)
+
+
+    return embedding_bag

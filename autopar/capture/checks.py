@@ -1,0 +1,89 @@
+"""Conditions on values that only refuse them: `assert (x >= 0).all()`, or `if (x < 0).any(): raise ...`.
+
+A graph has no branches, but nothing follows from these as long as what they ask holds, so tracing takes it for granted.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import itertools
+import linecache
+import sys
+from collections.abc import Callable
+from types import CodeType
+
+import torch
+
+Span = tuple[int, int, int, int]  # first and last line, first and last column, of a piece of source
+Check = ast.Assert | ast.If
+
+
+def passed(original: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
+    """`bool(tensor)` that says of a meta tensor what lets the check around it pass; anywhere else the original."""
+
+    def truth(tensor: torch.Tensor) -> bool:
+        frame = sys._getframe(1)
+        wanted = _wanted(frame.f_code, frame.f_lasti) if tensor.device.type == "meta" else None
+        return original(tensor) if wanted is None else wanted
+
+    return truth
+
+
+@functools.lru_cache(maxsize=4096)
+def _wanted(code: CodeType, instruction: int) -> bool | None:
+    """What a condition asked by this instruction must be so that nothing is raised; None if it decides anything else."""
+    at = _asked(code, instruction)
+    check = next((check for check in _checks(code.co_filename) if at and _holds(check.test, at)), None)
+    return _outcome(check.test, isinstance(check, ast.Assert), at) if check and at else None
+
+
+def _asked(code: CodeType, instruction: int) -> Span | None:
+    """Where the condition stands: bool(...) is a call of its own, else it was computed right before the jump."""
+    place = instruction // 2
+    if not dis.opname[code.co_code[instruction]].startswith("CALL"):
+        place -= 1
+        while dis.opname[code.co_code[2 * place]] == "EXTENDED_ARG":
+            place -= 1
+    first, last, left, right = next(itertools.islice(code.co_positions(), place, None))
+    return None if first is None or last is None or left is None or right is None else (first, last, left, right)
+
+
+@functools.lru_cache(maxsize=64)
+def _checks(file: str) -> tuple[Check, ...]:
+    """The checks in a file: what asserts, and what does nothing but raise."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # what was typed, or is no Python
+        return ()
+    return tuple(
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert)
+        or (isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], ast.Raise))
+    )
+
+
+def _outcome(test: ast.expr, wanted: bool, at: Span) -> bool | None:
+    """What the part of a condition at this place must be for the whole to be as wanted; None where that is not sure.
+
+        not x               the opposite of x
+        x or y, x and y     every part as the whole
+    """
+    match test:
+        case ast.UnaryOp(op=ast.Not(), operand=inner):
+            return _outcome(inner, not wanted, at)
+        case ast.BoolOp(values=parts):
+            return next((_outcome(part, wanted, at) for part in parts if _holds(part, at)), wanted)
+    return wanted if _span(test) == at else None
+
+
+def _holds(node: ast.expr, at: Span) -> bool:
+    """Whether a place lies in a piece of source."""
+    first, last, left, right = _span(node)
+    return (first, left) <= (at[0], at[2]) and (at[1], at[3]) <= (last, right)
+
+
+def _span(node: ast.expr) -> Span:
+    return node.lineno, node.end_lineno or node.lineno, node.col_offset, node.end_col_offset or node.col_offset
