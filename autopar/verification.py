@@ -7,6 +7,7 @@ captured program, own dtype                    against the user's module itself
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -332,23 +333,47 @@ class _NoDropout(TorchFunctionMode):
 def _against_module(
     model: nn.Module, sample: object, captured: Captured, tensors: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[Row]:
-    """The captured program against the user's module, outputs only, in the module's own dtype."""
+    """The captured program against the user's module, in its own dtype: outputs, what is written, and the worst gradient."""
     program = without_dropout(captured.program)
-    ours = sequential(replace(captured, program=program), tensors).run(inputs)
-    args, kwargs = _arguments(sample)
-    if any(name == "use_cache" for name, _ in captured.signature.defaults):
-        kwargs.setdefault("use_cache", False)  # as it was captured
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with torch.no_grad(), _NoDropout():
-        theirs = read_result(model(*args, **kwargs))[0]
-        for name, buffer in model.named_buffers():  # batch norm has written its statistics
-            buffer.copy_(before[name])
+    ours = _results(sequential(replace(captured, program=program), tensors), program, [one.detach() for one in inputs])
+    theirs = _module_results(model, sample, captured)
     coarse = [torch.finfo(v.dtype).eps for v in program.values.values() if v.dtype.is_floating_point]
     tolerance = max(SINGLE, ROUNDINGS * max(coarse, default=0.0))
-    return [
-        Row(what="capture", name=o.path, error=_error(a.detach(), b), tolerance=tolerance)
-        for o, a, b in zip(program.outputs, ours, theirs, strict=True)
-    ]
+    for what, name in theirs.keys() - ours.keys():
+        ours[what, name] = tensors[name] if what == "buffer" else torch.zeros_like(theirs[what, name])
+    errors = {key: _error(ours[key].detach(), expected) for key, expected in theirs.items()}
+    rows = [(name if what == "output" else f"{what} {name}", e) for (what, name), e in errors.items() if what != "gradient"]
+    gradients = {name: error for (what, name), error in errors.items() if what == "gradient"}
+    if gradients:
+        worst = max(gradients, key=lambda name: (math.isnan(gradients[name]), gradients[name]))
+        rows.append((f"gradients, the worst {worst}", gradients[worst]))
+    return [Row(what="capture", name=name, error=error, tolerance=tolerance) for name, error in rows]
+
+
+def _module_results(model: nn.Module, sample: object, captured: Captured) -> dict[tuple[str, str], torch.Tensor]:
+    """Outputs, gradients and written buffers of the user's module, which stays as it is."""
+    program, (args, kwargs) = captured.program, _arguments(sample)
+    if any(name == "use_cache" for name, _ in captured.signature.defaults):
+        kwargs.setdefault("use_cache", False)  # as it was captured
+    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    held = {p.names[0]: parameters[p.names[0]] for p in program.parameters if p.used and parameters[p.names[0]].requires_grad}
+    with torch.enable_grad(), _NoDropout():
+        outputs = read_result(model(*args, **kwargs))[0]
+        loss = _loss(outputs)
+        found = torch.autograd.grad(loss, [*held.values()], materialize_grads=True) if loss is not None and held else ()
+    result = {("output", end.path): output.detach() for end, output in zip(program.outputs, outputs, strict=True)}
+    result |= {("gradient", name): gradient for name, gradient in zip(held, found, strict=True)}
+    written = {name for op in program.ops for name in writes(op)}
+    for name, buffer in model.named_buffers():
+        if name in written or not torch.equal(buffer, before[name]):
+            result["buffer", name] = buffer.clone()
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, buffer)
+            buffer.copy_(before[name])
+    return result
 
 
 def _arguments(sample: object) -> tuple[tuple[object, ...], dict[str, object]]:
