@@ -9,7 +9,7 @@ branch    the whole integer program, from the settled solution on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import highspy
@@ -22,8 +22,14 @@ from autopar.solver.problem import Floats, Ints, Row
 
 SURE = 0.9  # of a choice, from which on diving makes it
 LARGE = 100_000  # rows from which on the last basis helps more than presolving
-BACK, LONG = 2, 15.0  # steps that a dive takes back, and the seconds after which it is given up
+BACK = 2  # steps that a dive takes back
+LONG = 10_000  # iterations of the simplex method after which what would only be better is given up
 INTEGRAL = 1e-6  # how far from 0 or 1 a pick may be
+NOTHING = (
+    highspy.HighsModelStatus.kInfeasible,
+    highspy.HighsModelStatus.kObjectiveBound,
+    highspy.HighsModelStatus.kIterationLimit,
+)  # of a relaxation: there is no solution, or none that counts
 INTEGER = np.uint8(1)  # highspy.HighsVarType.kInteger
 
 
@@ -100,8 +106,13 @@ class Search:
             len(part.lower), part.lower, part.upper, len(part.value), part.start[:-1], part.column, part.value
         )
 
-    def relax(self) -> Found | None:
-        """The optimum of the linear relaxation; None if it is infeasible."""
+    def relax(self, cutoff: float = math.inf) -> Found | None:
+        """The optimum of the linear relaxation; None if there is none below `cutoff` (in the unit of an objective).
+
+        With a finite `cutoff` there is something already: it is None too if finding less takes long.
+        """
+        self._relaxation.setOptionValue("objective_bound", cutoff * MICROSECONDS)
+        self._relaxation.setOptionValue("simplex_iteration_limit", LONG if cutoff < math.inf else highspy.kHighsIInf)
         self._relaxation.run()
         status = self._relaxation.getModelStatus()
         if status in (highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError):
@@ -110,14 +121,14 @@ class Search:
             self._relaxation.run()
             self._relaxation.setOptionValue("solver", "choose")
             status = self._relaxation.getModelStatus()
-        if status == highspy.HighsModelStatus.kInfeasible:
+        if status in NOTHING:
             return None
         if status == highspy.HighsModelStatus.kTimeLimit:
             raise SolverError(f"no plan was found in {self.patience:.0f} s")
         if status != highspy.HighsModelStatus.kOptimal:
             raise SolverError(f"the relaxation was not solved: {self._relaxation.modelStatusToString(status)}")
         objective = self._relaxation.getInfo().objective_function_value / MICROSECONDS
-        return Found(values=_values(self._relaxation), objective=objective, bound=objective)
+        return None if objective >= cutoff else Found(values=_values(self._relaxation), objective=objective, bound=objective)
 
     def reduced(self) -> tuple[list[Floats], list[Floats]]:
         """By how much a solution that takes it is dearer than the relaxation at least: each candidate, each arc; in seconds."""
@@ -160,19 +171,19 @@ class Search:
         many steps were taken back.
         """
         solver, values = load(self.model.part()), relaxed.values
-        solver.setOptionValue("time_limit", min(self.time_limit, LONG))
+        solver.setOptionValue("time_limit", self.time_limit)
         made: set[int] = set()
-        back = 0
+        back, left = 0, LONG
         while open_choices := [(first, picks) for first, picks in self._picks(values) if first not in made]:
             surest = max(float(picks.max()) for _, picks in open_choices)
             step = [(first, picks) for first, picks in open_choices if picks.max() >= min(surest, SURE)]
-            while not _without(solver, [first + _others(picks) for first, picks in step]):
+            while not _without(solver, [first + _others(picks) for first, picks in step], left):
                 back += 1
                 if back > BACK or len(step) == 1:
                     return None
                 step = [max(step, key=lambda entry: float(entry[1].max()))]
             made |= {first for first, _ in step}
-            values = _values(solver)
+            values, left = _values(solver), left - solver.getInfo().simplex_iteration_count
         info = solver.getInfo()
         objective = info.objective_function_value / MICROSECONDS if made else relaxed.objective
         return Found(values=values, objective=objective, bound=relaxed.bound)
@@ -184,15 +195,6 @@ class Search:
         except SolverError:
             return None
         return None if found is None else Found(values=found.values, objective=found.objective, bound=relaxed.bound)
-
-    def at(self, picks: Sequence[int], bound: float) -> Found | None:
-        """The best solution with these picks; None if there is none."""
-        solver, numbers = load(self.model.part()), [len(choice.seconds) for choice in self.model.problem.choices]
-        firsts = zip(self.model.columns.pick, numbers, picks, strict=True)
-        closed = [first + np.delete(np.arange(number), pick) for first, number, pick in firsts]
-        if not _without(solver, closed):
-            return None
-        return Found(values=_values(solver), objective=solver.getInfo().objective_function_value / MICROSECONDS, bound=bound)
 
     def branch(self, start: Found | None, *, uses: bool, patience: float = math.inf) -> Found | None:
         """The optimum of the integer program within the gap; None if it is infeasible.
@@ -256,12 +258,13 @@ def _others(picks: Floats) -> Ints:
     return np.flatnonzero(np.arange(len(picks)) != picks.argmax())
 
 
-def _without(solver: highspy.Highs, columns: list[Ints]) -> bool:
-    """Solve with columns fixed to 0; False, with them as they were, if that has no solution."""
+def _without(solver: highspy.Highs, columns: list[Ints], iterations: int) -> bool:
+    """Solve with columns fixed to 0; False, with them as they were, if that has no solution, or takes more iterations."""
     fixed = np.concatenate(columns).astype(np.int32)
     zeros = np.zeros(len(fixed))
     *_, upper, _ = solver.getCols(len(fixed), fixed)
     solver.changeColsBounds(len(fixed), fixed, zeros, zeros)
+    solver.setOptionValue("simplex_iteration_limit", max(0, iterations))
     solver.run()
     if solver.getModelStatus() == highspy.HighsModelStatus.kOptimal:
         return True

@@ -40,7 +40,7 @@ def within(
     merged = merge_followers(formulated.problem)
 
     def last() -> Solution | None:
-        if near:
+        if near or cutoff < math.inf:  # what takes the least memory is hardly ever fast
             return None
         least = _smallest(merged, ledger, patience)
         return None if least is None or ledger.walk(merged.expand(least)).max() > limit else least
