@@ -23,13 +23,14 @@ from autopar.solver.problem import Floats, Ints, Row
 SURE = 0.9  # of a choice, from which on diving makes it
 LARGE = 100_000  # rows from which on the last basis helps more than presolving
 BACK = 2  # steps that a dive takes back
-LONG = 10_000  # iterations of the simplex method after which what would only be better is given up
+LONG, AGAIN = 10_000, 1_000  # iterations of the simplex method, and from a basis, after which what may fail is given up
 INTEGRAL = 1e-6  # how far from 0 or 1 a pick may be
 NOTHING = (
     highspy.HighsModelStatus.kInfeasible,
     highspy.HighsModelStatus.kObjectiveBound,
     highspy.HighsModelStatus.kIterationLimit,
 )  # of a relaxation: there is no solution, or none that counts
+TROUBLE = (highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError)
 INTEGER = np.uint8(1)  # highspy.HighsVarType.kInteger
 
 
@@ -52,7 +53,7 @@ class Search:
 
     def __init__(self, model: Model, *, time_limit: float, gap: float, patience: float = math.inf) -> None:
         self.model, self.time_limit, self.gap, self.patience = model, min(time_limit, patience), gap, patience
-        self.treated = False
+        self.treated, self._solved = False, False  # `_solved`: with these rows
         self._load()
 
     def levy(self) -> None:
@@ -79,6 +80,7 @@ class Search:
             else:
                 self._relaxation.changeRowBounds(tightened[0], -highspy.kHighsInf, tightened[1])
         if self.model.rows > entries:
+            self._solved = False
             if self.model.rows < LARGE if first else self.model.rows > LARGE / 5:
                 self._load()
             else:
@@ -112,16 +114,18 @@ class Search:
         With a finite `cutoff` there is something already: it is None too if finding less takes long.
         """
         self._relaxation.setOptionValue("objective_bound", cutoff * MICROSECONDS)
-        self._relaxation.setOptionValue("simplex_iteration_limit", LONG if cutoff < math.inf else highspy.kHighsIInf)
+        limit = highspy.kHighsIInf if cutoff == math.inf else AGAIN if self._solved else LONG
+        self._relaxation.setOptionValue("simplex_iteration_limit", limit)
         self._relaxation.run()
+        self._solved = True
         status = self._relaxation.getModelStatus()
-        if status in (highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError):
+        if status in TROUBLE and cutoff == math.inf:
             self._relaxation.clearSolver()  # the simplex method is in numerical trouble: interior points are not
             self._relaxation.setOptionValue("solver", "ipm")
             self._relaxation.run()
             self._relaxation.setOptionValue("solver", "choose")
             status = self._relaxation.getModelStatus()
-        if status in NOTHING:
+        if status in NOTHING or (status in TROUBLE and cutoff < math.inf):
             return None
         if status == highspy.HighsModelStatus.kTimeLimit:
             raise SolverError(f"no plan was found in {self.patience:.0f} s")

@@ -19,7 +19,8 @@ from autopar.solver.window import Window, whole, window
 
 PROVEN = 1e-3  # the relative gap at which branching stops
 FEW = 0.2  # the share of choices up to which those that the relaxation left open are settled by themselves first
-NEAR, POLISH = 1e-2, 4.0  # the gap beyond which a dive is followed by branching, and for how many seconds
+NEAR, POLISH = 1e-2, 2.0  # the gap beyond which a dive is followed by branching, and for how many seconds
+DEAR = 10.0  # times the relaxation: so dear a solution is sought only if there is no other
 CLOSE = 5e-3  # of the least memory, by which an answer may exceed it
 ROUNDS = 12  # in which the least memory is sought
 WINDOWS = (0.005, 0.02, 0.08, 0.3)  # of the relaxation, by which a solution within a budget may be dearer; tried in turn
@@ -66,7 +67,7 @@ def solve(
     best: Solution | None = None
     for most, part in _windows(search, relaxed, windows if asked else ()):
         rows, smaller = [part.row(row) for row in asked], effort.search(part.problem)
-        below = cutoff if best is None else best.seconds
+        below = min(cutoff, DEAR * relaxed.bound) if best is None else best.seconds
         found = _solved(smaller, part.judge(judge, asked), rows, lambda: None, below, effort)
         best = best if found is None or found.seconds >= below else part.expand(found)
         if best is not None and best.seconds <= most:
@@ -74,12 +75,14 @@ def solve(
         if most >= below:
             break
     if best is None:
-        return _solved(search, judge, asked, last, cutoff, effort)
+        found = _solved(search, judge, asked, last, cutoff, effort)
+        return found and replace(found, bound=max(found.bound, min(found.seconds, relaxed.bound)))
     search.bound(replace(row, constant=0.0) for row in asked)
     whole = search.relax()
     proven = relaxed.bound if whole is None else whole.bound
     if best.seconds > (1 + WIDE) * proven:
-        best = _solved(search, judge, asked, lambda: None, best.seconds, effort) or best
+        found = _solved(search, judge, asked, lambda: None, best.seconds, replace(effort, polish=0.0))
+        best = best if found is None or found.seconds >= best.seconds else found
     return replace(best, bound=min(best.seconds, proven), status="feasible")
 
 

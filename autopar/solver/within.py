@@ -14,11 +14,11 @@ from autopar.solver.formulate import Formulated
 from autopar.solver.memory import Ledger
 from autopar.solver.problem import Floats, Row, Solution, row_bytes
 from autopar.solver.search import SolverError
-from autopar.solver.solve import POLISH, least_memory, solve
+from autopar.solver.solve import DEAR, POLISH, least_memory, solve
 
 LITTLE = 1e-4  # of the limit: the least by which a row that was kept but did not suffice is tightened
 PART = 1 / 8  # of what exceeds it, by which it is tightened first: plans are few, and one just below may be next
-FINE, REFINE = 0.01, 5.0  # of the least memory, by which less is tried, and for how many seconds
+FINE = 0.01  # of the least memory, by which less is tried
 
 _FOUND: MutableMapping[Ledger, Solution] = WeakKeyDictionary()  # the solutions of least memory: often asked for twice
 
@@ -106,7 +106,9 @@ def _smallest(merged: Merged, ledger: Ledger, patience: float) -> Solution | Non
         least = better
         limit = math.floor((1 - FINE) * ledger.walk(merged.expand(least)).max())
         try:
-            better = _within(merged, ledger, limit, lambda: None, patience=min(patience, REFINE), polish=0.0)
+            better = _within(
+                merged, ledger, limit, lambda: None, cutoff=DEAR * least.seconds, patience=patience, polish=0.0
+            )
         except SolverError:
             better = None
     if least is not None:
