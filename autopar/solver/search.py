@@ -23,7 +23,8 @@ from autopar.solver.problem import Floats, Ints, Row
 SURE = 0.9  # of a choice, from which on diving makes it
 LARGE = 100_000  # rows from which on the last basis helps more than presolving
 BACK = 2  # steps that a dive takes back
-LONG, AGAIN = 10_000, 1_000  # iterations of the simplex method, and from a basis, after which what may fail is given up
+LONG = 10_000  # iterations of the simplex method after which a dive is given up
+FRESH, AGAIN = 5_000, 1_000  # the same of a relaxation that may only better what there is: the first with new rows, and later
 INTEGRAL = 1e-6  # how far from 0 or 1 a pick may be
 NOTHING = (
     highspy.HighsModelStatus.kInfeasible,
@@ -114,7 +115,7 @@ class Search:
         With a finite `cutoff` there is something already: it is None too if finding less takes long.
         """
         self._relaxation.setOptionValue("objective_bound", cutoff * MICROSECONDS)
-        limit = highspy.kHighsIInf if cutoff == math.inf else AGAIN if self._solved else LONG
+        limit = highspy.kHighsIInf if cutoff == math.inf else AGAIN if self._solved else FRESH
         self._relaxation.setOptionValue("simplex_iteration_limit", limit)
         self._relaxation.run()
         self._solved = True

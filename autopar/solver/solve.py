@@ -24,6 +24,7 @@ DEAR = 10.0  # times the relaxation: so dear a solution is sought only if there 
 CLOSE = 5e-3  # of the least memory, by which an answer may exceed it
 ROUNDS = 12  # in which the least memory is sought
 WINDOWS = (0.005, 0.02, 0.08, 0.3)  # of the relaxation, by which a solution within a budget may be dearer; tried in turn
+LEAN = (0.002, *WINDOWS)  # the same where memory is all that counts
 WIDE = 0.05  # the gap up to which a solution found in a window is as good as those that diving in the whole finds
 
 
@@ -55,8 +56,9 @@ def solve(
     not. `last()` is a solution that keeps to all rows, asked for where none is found near the relaxation; without it there
     is branching until one is found. `time_limit` is in seconds, `gap` the relative gap at which branching stops,
     `polish` the seconds of branching after a dive that stayed far from its bound. Where there are rows, it is looked for within
-    `windows` of the relaxation without rows first, shares of its price. Unless it `branches`, only solutions near a relaxation
-    are found. Raises SolverError after about `patience` seconds without an answer.
+    `windows` of the relaxation without rows first, shares of its price; where one is found there, the whole gives the bound, and
+    is searched only if that is far. Unless it `branches`, only solutions near a relaxation are found; with a `cutoff` only
+    those that are found soon. Raises SolverError after about `patience` seconds without an answer.
     """
     effort = _Effort(time_limit=time_limit, gap=gap, patience=patience, polish=polish, branches=branches)
     search, asked = effort.search(problem), list(rows)
@@ -217,7 +219,7 @@ def _kept(problem: Problem, solution: Solution, rows: Iterable[Row]) -> bool:
 
 def least_memory(
     problem: Problem,
-    judge: Callable[[Solution], tuple[float, list[Row]]],
+    judge: Callable[[Solution, dict[int, float]], tuple[float, list[Row]]],
     first: Solution,
     *,
     time_limit: float = 300.0,
@@ -225,18 +227,19 @@ def least_memory(
 ) -> Solution:
     """A solution of about least peak memory, whatever it costs.
 
-    `judge(solution)` returns the peak of a solution in bytes, and rows of moments at which much is alive. `first` is any
-    solution, `patience` as for `solve`. It is looked for within `WINDOWS` of the relaxation first: most of the memory that can
+    `judge(solution, beyond)` returns the peak of a solution in bytes, and rows of moments at which much is alive; `beyond` is
+    its notebook, by moment: what rows that the program has do not see. `first` is any solution, `patience` as for `solve`. It is looked for within `LEAN` of the relaxation first: most of the memory that can
     be saved is saved there, soon.
     """
     effort = _Effort(time_limit=time_limit, gap=PROVEN, patience=patience, polish=0.0, branches=False)
     search = effort.search(problem)
     relaxed = search.relax()
     assert relaxed is not None, "there is a solution"
-    scale, asked = judge(first)
+    scale, _ = judge(first, {})
     best, least = first, scale
-    for part in (*(part for _, part in _windows(search, relaxed, WINDOWS)), whole(problem)):
-        model, rows = Model(part.problem), asked
+    for part in (*(part for _, part in _windows(search, relaxed, LEAN)), whole(problem)):
+        model, beyond = Model(part.problem), dict[int, float]()
+        _, rows = judge(best, beyond)
         model.minimise_peak(scale, first.seconds)
         assert model.peak is not None
         lean = Search(model, time_limit=time_limit, gap=PROVEN, patience=patience)
@@ -251,8 +254,7 @@ def least_memory(
                 solution = part.expand(_read(model, found))
             except NoRouteError:
                 break
-            peak, rows = judge(solution)
-            asked = asked + rows
+            peak, rows = judge(solution, beyond)
             if peak < least:
                 best, least = solution, peak
             if not rows or least <= found.values[model.peak[0]] * scale * (1 + CLOSE):

@@ -121,9 +121,8 @@ def _least(merged: Merged, ledger: Ledger, patience: float) -> Solution | None:
     cheapest = solve(merged.problem, patience=patience)
     if cheapest is None:
         return None
-    beyond: dict[int, float] = {}
 
-    def judge(solution: Solution) -> tuple[float, list[Row]]:
+    def judge(solution: Solution, beyond: dict[int, float]) -> tuple[float, list[Row]]:
         whole = merged.expand(solution)
         alive = ledger.walk(whole)
         peak, rows = float(alive.max()), []
