@@ -56,16 +56,16 @@ def solve(
     not. `last()` is a solution that keeps to all rows, asked for where none is found near the relaxation; without it there
     is branching until one is found. `time_limit` is in seconds, `gap` the relative gap at which branching stops,
     `polish` the seconds of branching after a dive that stayed far from its bound. Where there are rows, it is looked for within
-    `windows` of the relaxation without rows first, shares of its price; where one is found there, the whole gives the bound, and
-    is searched only if that is far. Unless it `branches`, only solutions near a relaxation are found; with a `cutoff` only
+    `windows` of the relaxation without rows first, shares of its price; where one is found there, the whole gives the bound,
+    and is searched only if that is far. Unless it `branches`, only solutions near a relaxation are found; with a `cutoff` only
     those that are found soon. Raises SolverError after about `patience` seconds without an answer.
     """
     effort = _Effort(time_limit=time_limit, gap=gap, patience=patience, polish=polish, branches=branches)
-    search, asked = effort.search(problem), list(rows)
+    search, given = effort.search(problem), list(rows)
     relaxed = search.relax(cutoff)
     if relaxed is None:
         return None
-    asked = asked or _rounded(search, relaxed, judge)
+    asked = [*given] or _rounded(search, relaxed, judge)
     best: Solution | None = None
     for most, part in _windows(search, relaxed, windows if asked else ()):
         rows, smaller = [part.row(row) for row in asked], effort.search(part.problem)
@@ -74,12 +74,13 @@ def solve(
         best = best if found is None or found.seconds >= below else part.expand(found)
         if best is not None and best.seconds <= most:
             return best
-        if most >= below:
-            break
+        if most >= cutoff:
+            return None
+    seen = given or [replace(row, constant=0.0) for row in asked]
     if best is None:
-        found = _solved(search, judge, asked, last, cutoff, effort)
+        found = _solved(search, judge, seen, last, cutoff, effort)
         return found and replace(found, bound=max(found.bound, min(found.seconds, relaxed.bound)))
-    search.bound(replace(row, constant=0.0) for row in asked)
+    search.bound(seen)
     whole = search.relax()
     proven = relaxed.bound if whole is None else whole.bound
     if best.seconds > (1 + WIDE) * proven:
@@ -228,8 +229,8 @@ def least_memory(
     """A solution of about least peak memory, whatever it costs.
 
     `judge(solution, beyond)` returns the peak of a solution in bytes, and rows of moments at which much is alive; `beyond` is
-    its notebook, by moment: what rows that the program has do not see. `first` is any solution, `patience` as for `solve`. It is looked for within `LEAN` of the relaxation first: most of the memory that can
-    be saved is saved there, soon.
+    its notebook, by moment: what rows that the program has do not see. `first` is any solution, `patience` as for `solve`. It
+    is looked for within `LEAN` of the relaxation first: most of the memory that can be saved is saved there, soon.
     """
     effort = _Effort(time_limit=time_limit, gap=PROVEN, patience=patience, polish=0.0, branches=False)
     search = effort.search(problem)
