@@ -109,24 +109,25 @@ class Search:
             len(part.lower), part.lower, part.upper, len(part.value), part.start[:-1], part.column, part.value
         )
 
-    def relax(self, cutoff: float = math.inf) -> Found | None:
+    def relax(self, cutoff: float = math.inf, *, soon: bool = False) -> Found | None:
         """The optimum of the linear relaxation; None if there is none below `cutoff` (in the unit of an objective).
 
-        With a finite `cutoff` there is something already: it is None too if finding less takes long.
+        With a finite `cutoff` there is something already: it is None too if finding less takes long; and so it is with `soon`.
         """
+        soon = soon or cutoff < math.inf
         self._relaxation.setOptionValue("objective_bound", cutoff * MICROSECONDS)
-        limit = highspy.kHighsIInf if cutoff == math.inf else AGAIN if self._solved else FRESH
+        limit = highspy.kHighsIInf if not soon else AGAIN if self._solved else FRESH
         self._relaxation.setOptionValue("simplex_iteration_limit", limit)
         self._relaxation.run()
         self._solved = True
         status = self._relaxation.getModelStatus()
-        if status in TROUBLE and cutoff == math.inf:
+        if status in TROUBLE and not soon:
             self._relaxation.clearSolver()  # the simplex method is in numerical trouble: interior points are not
             self._relaxation.setOptionValue("solver", "ipm")
             self._relaxation.run()
             self._relaxation.setOptionValue("solver", "choose")
             status = self._relaxation.getModelStatus()
-        if status in NOTHING or (status in TROUBLE and cutoff < math.inf):
+        if status in NOTHING or (status in TROUBLE and soon):
             return None
         if status == highspy.HighsModelStatus.kTimeLimit:
             raise SolverError(f"no plan was found in {self.patience:.0f} s")

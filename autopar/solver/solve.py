@@ -132,7 +132,7 @@ def _solved(
             search.bound(broken)
             known += broken
         tight = any(row.constant for row in known)  # what a row asks for beyond what it sees proves nothing
-        relaxed = search.relax(cutoff)
+        relaxed = search.relax(cutoff, soon=tight and last is not None)
         if relaxed is None and cutoff < math.inf:
             return None
         if relaxed is not None and not tight:
