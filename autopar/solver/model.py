@@ -158,7 +158,8 @@ class Model:
         paid = self._columns(np.array([toll.seconds]))
         for way in toll.ways:
             if way.consumers is None:
-                firsts, each = [self.columns.resent[way.wire]], -1.0 / self.problem.wires[way.wire].count
+                resent = self.columns.resent.get(way.wire)  # none where a wire has no arc
+                firsts, each = [] if resent is None else [resent], -1.0 / self.problem.wires[way.wire].count
             else:
                 firsts, each = [self.flows[way.wire][place] for place in sorted(way.consumers)], -1.0
             for first in firsts:

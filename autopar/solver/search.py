@@ -9,7 +9,7 @@ branch    the whole integer program, from the settled solution on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import highspy
@@ -22,8 +22,16 @@ from autopar.solver.problem import Floats, Ints, Row
 
 SURE = 0.9  # of a choice, from which on diving makes it
 LARGE = 100_000  # rows from which on the last basis helps more than presolving
-BACK, LONG = 2, 15.0  # steps that a dive takes back, and the seconds after which it is given up
+BACK = 2  # steps that a dive takes back
+LONG = 10_000  # iterations of the simplex method after which a dive is given up
+FRESH, AGAIN = 5_000, 1_000  # the same of a relaxation that may only better what there is: the first with new rows, and later
 INTEGRAL = 1e-6  # how far from 0 or 1 a pick may be
+NOTHING = (
+    highspy.HighsModelStatus.kInfeasible,
+    highspy.HighsModelStatus.kObjectiveBound,
+    highspy.HighsModelStatus.kIterationLimit,
+)  # of a relaxation: there is no solution, or none that counts
+TROUBLE = (highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError)
 INTEGER = np.uint8(1)  # highspy.HighsVarType.kInteger
 
 
@@ -46,7 +54,7 @@ class Search:
 
     def __init__(self, model: Model, *, time_limit: float, gap: float, patience: float = math.inf) -> None:
         self.model, self.time_limit, self.gap, self.patience = model, min(time_limit, patience), gap, patience
-        self.treated = False
+        self.treated, self._solved = False, False  # `_solved`: with these rows
         self._load()
 
     def levy(self) -> None:
@@ -73,6 +81,7 @@ class Search:
             else:
                 self._relaxation.changeRowBounds(tightened[0], -highspy.kHighsInf, tightened[1])
         if self.model.rows > entries:
+            self._solved = False
             if self.model.rows < LARGE if first else self.model.rows > LARGE / 5:
                 self._load()
             else:
@@ -100,24 +109,32 @@ class Search:
             len(part.lower), part.lower, part.upper, len(part.value), part.start[:-1], part.column, part.value
         )
 
-    def relax(self) -> Found | None:
-        """The optimum of the linear relaxation; None if it is infeasible."""
+    def relax(self, cutoff: float = math.inf, *, soon: bool = False) -> Found | None:
+        """The optimum of the linear relaxation; None if there is none below `cutoff` (in the unit of an objective).
+
+        With a finite `cutoff` there is something already: it is None too if finding less takes long; and so it is with `soon`.
+        """
+        soon = soon or cutoff < math.inf
+        self._relaxation.setOptionValue("objective_bound", cutoff * MICROSECONDS)
+        limit = highspy.kHighsIInf if not soon else AGAIN if self._solved else FRESH
+        self._relaxation.setOptionValue("simplex_iteration_limit", limit)
         self._relaxation.run()
+        self._solved = True
         status = self._relaxation.getModelStatus()
-        if status in (highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError):
+        if status in TROUBLE and not soon:
             self._relaxation.clearSolver()  # the simplex method is in numerical trouble: interior points are not
             self._relaxation.setOptionValue("solver", "ipm")
             self._relaxation.run()
             self._relaxation.setOptionValue("solver", "choose")
             status = self._relaxation.getModelStatus()
-        if status == highspy.HighsModelStatus.kInfeasible:
+        if status in NOTHING or (status in TROUBLE and soon):
             return None
         if status == highspy.HighsModelStatus.kTimeLimit:
             raise SolverError(f"no plan was found in {self.patience:.0f} s")
         if status != highspy.HighsModelStatus.kOptimal:
             raise SolverError(f"the relaxation was not solved: {self._relaxation.modelStatusToString(status)}")
         objective = self._relaxation.getInfo().objective_function_value / MICROSECONDS
-        return Found(values=_values(self._relaxation), objective=objective, bound=objective)
+        return None if objective >= cutoff else Found(values=_values(self._relaxation), objective=objective, bound=objective)
 
     def reduced(self) -> tuple[list[Floats], list[Floats]]:
         """By how much a solution that takes it is dearer than the relaxation at least: each candidate, each arc; in seconds."""
@@ -160,19 +177,19 @@ class Search:
         many steps were taken back.
         """
         solver, values = load(self.model.part()), relaxed.values
-        solver.setOptionValue("time_limit", min(self.time_limit, LONG))
+        solver.setOptionValue("time_limit", self.time_limit)
         made: set[int] = set()
-        back = 0
+        back, left = 0, LONG
         while open_choices := [(first, picks) for first, picks in self._picks(values) if first not in made]:
             surest = max(float(picks.max()) for _, picks in open_choices)
             step = [(first, picks) for first, picks in open_choices if picks.max() >= min(surest, SURE)]
-            while not _without(solver, [first + _others(picks) for first, picks in step]):
+            while not _without(solver, [first + _others(picks) for first, picks in step], left):
                 back += 1
                 if back > BACK or len(step) == 1:
                     return None
                 step = [max(step, key=lambda entry: float(entry[1].max()))]
             made |= {first for first, _ in step}
-            values = _values(solver)
+            values, left = _values(solver), left - solver.getInfo().simplex_iteration_count
         info = solver.getInfo()
         objective = info.objective_function_value / MICROSECONDS if made else relaxed.objective
         return Found(values=values, objective=objective, bound=relaxed.bound)
@@ -184,15 +201,6 @@ class Search:
         except SolverError:
             return None
         return None if found is None else Found(values=found.values, objective=found.objective, bound=relaxed.bound)
-
-    def at(self, picks: Sequence[int], bound: float) -> Found | None:
-        """The best solution with these picks; None if there is none."""
-        solver, numbers = load(self.model.part()), [len(choice.seconds) for choice in self.model.problem.choices]
-        firsts = zip(self.model.columns.pick, numbers, picks, strict=True)
-        closed = [first + np.delete(np.arange(number), pick) for first, number, pick in firsts]
-        if not _without(solver, closed):
-            return None
-        return Found(values=_values(solver), objective=solver.getInfo().objective_function_value / MICROSECONDS, bound=bound)
 
     def branch(self, start: Found | None, *, uses: bool, patience: float = math.inf) -> Found | None:
         """The optimum of the integer program within the gap; None if it is infeasible.
@@ -256,12 +264,13 @@ def _others(picks: Floats) -> Ints:
     return np.flatnonzero(np.arange(len(picks)) != picks.argmax())
 
 
-def _without(solver: highspy.Highs, columns: list[Ints]) -> bool:
-    """Solve with columns fixed to 0; False, with them as they were, if that has no solution."""
+def _without(solver: highspy.Highs, columns: list[Ints], iterations: int) -> bool:
+    """Solve with columns fixed to 0; False, with them as they were, if that has no solution, or takes more iterations."""
     fixed = np.concatenate(columns).astype(np.int32)
     zeros = np.zeros(len(fixed))
     *_, upper, _ = solver.getCols(len(fixed), fixed)
     solver.changeColsBounds(len(fixed), fixed, zeros, zeros)
+    solver.setOptionValue("simplex_iteration_limit", max(0, iterations))
     solver.run()
     if solver.getModelStatus() == highspy.HighsModelStatus.kOptimal:
         return True

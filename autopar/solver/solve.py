@@ -11,18 +11,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solver.model import Model
+from autopar.solver.model import HEAVY, MICROSECONDS, Model
 from autopar.solver.problem import Again, Problem, Row, Solution, homes, price, row_bytes
 from autopar.solver.routes import SAME, together, tree
 from autopar.solver.search import INTEGRAL, Found, Search
-from autopar.solver.window import window
+from autopar.solver.window import Window, whole, window
 
 PROVEN = 1e-3  # the relative gap at which branching stops
 FEW = 0.2  # the share of choices up to which those that the relaxation left open are settled by themselves first
-NEAR, POLISH = 1e-2, 15.0  # the gap beyond which a dive is followed by branching, and for how many seconds
+NEAR, POLISH = 1e-2, 2.0  # the gap beyond which a dive is followed by branching, and for how many seconds
+DEAR = 10.0  # times the relaxation: so dear a solution is sought only if there is no other
 CLOSE = 5e-3  # of the least memory, by which an answer may exceed it
 ROUNDS = 12  # in which the least memory is sought
-WINDOWS = (0.01, 0.04, 0.16, 0.6)  # of the relaxation, by which a solution within a budget may be dearer; tried in turn
+WINDOWS = (0.005, 0.02, 0.08, 0.3)  # of the relaxation, by which a solution within a budget may be dearer; tried in turn
+LEAN = (0.002, *WINDOWS)  # the same where memory is all that counts
+WIDE = 0.05  # the gap up to which a solution found in a window is as good as those that diving in the whole finds
 
 
 class NoRouteError(Exception):
@@ -53,28 +56,47 @@ def solve(
     not. `last()` is a solution that keeps to all rows, asked for where none is found near the relaxation; without it there
     is branching until one is found. `time_limit` is in seconds, `gap` the relative gap at which branching stops,
     `polish` the seconds of branching after a dive that stayed far from its bound. Where there are rows, it is looked for within
-    `windows` of the relaxation without rows first, shares of its price. Unless it `branches`, only solutions near a relaxation
-    are found. Raises SolverError after about `patience` seconds without an answer.
+    `windows` of the relaxation without rows first, shares of its price; where one is found there, the whole gives the bound,
+    and is searched only if that is far. Unless it `branches`, only solutions near a relaxation are found; with a `cutoff` only
+    those that are found soon. Raises SolverError after about `patience` seconds without an answer.
     """
     effort = _Effort(time_limit=time_limit, gap=gap, patience=patience, polish=polish, branches=branches)
-    search, asked = effort.search(problem), list(rows)
-    relaxed = search.relax()
-    if relaxed is None or relaxed.bound >= cutoff:
+    search, given = effort.search(problem), list(rows)
+    relaxed = search.relax(cutoff)
+    if relaxed is None:
         return None
-    asked = asked or _rounded(search, relaxed, judge)
-    reduced = search.reduced()
-    for share in windows if asked else ():
-        most = min(cutoff, (1 + share) * relaxed.bound)
-        part = window(problem, *reduced, most - relaxed.bound)
-        if part is None:
-            break
+    asked = [*given] or _rounded(search, relaxed, judge)
+    best: Solution | None = None
+    for most, part in _windows(search, relaxed, windows if asked else ()):
         rows, smaller = [part.row(row) for row in asked], effort.search(part.problem)
-        found = _solved(smaller, part.judge(judge, asked), rows, lambda: None, most, effort)
-        if found is not None and found.seconds <= most:
-            return part.expand(found)
-        if most == cutoff:
+        below = min(cutoff, DEAR * relaxed.bound) if best is None else best.seconds
+        found = _solved(smaller, part.judge(judge, asked), rows, lambda: None, below, effort)
+        best = best if found is None or found.seconds >= below else part.expand(found)
+        if best is not None and best.seconds <= most:
+            return best
+        if most >= cutoff:
             return None
-    return _solved(search, judge, asked, last, cutoff, effort)
+    seen = given or [replace(row, constant=0.0) for row in asked]
+    if best is None:
+        found = _solved(search, judge, seen, last, cutoff, effort)
+        return found and replace(found, bound=max(found.bound, min(found.seconds, relaxed.bound)))
+    search.bound(seen)
+    whole = search.relax()
+    proven = relaxed.bound if whole is None else whole.bound
+    if best.seconds > (1 + WIDE) * proven:
+        found = _solved(search, judge, asked, lambda: None, best.seconds, replace(effort, polish=0.0))
+        best = best if found is None or found.seconds >= best.seconds else found
+    return replace(best, bound=min(best.seconds, proven), status="feasible")
+
+
+def _windows(search: Search, relaxed: Found, shares: Iterable[float]) -> Iterator[tuple[float, Window]]:
+    """Ever larger parts of a problem, and the seconds up to which every solution lies in each."""
+    reduced = search.reduced()
+    for share in shares:
+        part = window(search.model.problem, *reduced, share * relaxed.bound)
+        if part is None:
+            return
+        yield (1 + share) * relaxed.bound, part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +132,11 @@ def _solved(
             search.bound(broken)
             known += broken
         tight = any(row.constant for row in known)  # what a row asks for beyond what it sees proves nothing
-        relaxed = search.relax()
+        relaxed = search.relax(cutoff, soon=tight and last is not None)
+        if relaxed is None and cutoff < math.inf:
+            return None
         if relaxed is not None and not tight:
             proven = relaxed.bound
-        if relaxed is not None and relaxed.bound >= cutoff:
-            return None
         if relaxed is not None and search.fractional(relaxed):
             broken = _rounded(search, relaxed, judge)
             if broken:
@@ -198,39 +220,46 @@ def _kept(problem: Problem, solution: Solution, rows: Iterable[Row]) -> bool:
 
 def least_memory(
     problem: Problem,
-    judge: Callable[[Solution], tuple[float, Iterable[Row]]],
+    judge: Callable[[Solution, dict[int, float]], tuple[float, list[Row]]],
     first: Solution,
     *,
     time_limit: float = 300.0,
     patience: float = math.inf,
-) -> Solution | None:
-    """A solution of least peak memory, whatever it costs; None if there is none at all.
+) -> Solution:
+    """A solution of about least peak memory, whatever it costs.
 
-    `judge(solution)` returns the peak of a solution in bytes, and rows of moments at which much is alive. `first` is any
-    solution, `patience` as for `solve`. The least is meant to within `CLOSE`, or as close as `ROUNDS` rounds come.
+    `judge(solution, beyond)` returns the peak of a solution in bytes, and rows of moments at which much is alive; `beyond` is
+    its notebook, by moment: what rows that the program has do not see. `first` is any solution, `patience` as for `solve`. It
+    is looked for within `LEAN` of the relaxation first: most of the memory that can be saved is saved there, soon.
     """
-    least, rows = judge(first)
-    model, best, scale = Model(problem), first, least
-    model.minimise_peak(scale, first.seconds)
-    search = Search(model, time_limit=time_limit, gap=PROVEN, patience=patience)
-    for _ in range(ROUNDS):
-        search.bound(rows)
-        relaxed = search.relax()
-        if relaxed is None:
-            return None
-        found = relaxed
-        if search.fractional(relaxed):
-            found = search.dive(relaxed) or relaxed
-        try:
-            solution = _read(model, found)
-        except NoRouteError:
-            break
-        peak, rows = judge(solution)
-        if peak < least:
-            best, least = solution, peak
+    effort = _Effort(time_limit=time_limit, gap=PROVEN, patience=patience, polish=0.0, branches=False)
+    search = effort.search(problem)
+    relaxed = search.relax()
+    assert relaxed is not None, "there is a solution"
+    scale, _ = judge(first, {})
+    best, least = first, scale
+    for part in (*(part for _, part in _windows(search, relaxed, LEAN)), whole(problem)):
+        model, beyond = Model(part.problem), dict[int, float]()
+        _, rows = judge(best, beyond)
+        model.minimise_peak(scale, first.seconds)
         assert model.peak is not None
-        if not rows or least <= found.values[model.peak[0]] * scale * (1 + CLOSE):
-            break
+        lean = Search(model, time_limit=time_limit, gap=PROVEN, patience=patience)
+        for _ in range(ROUNDS):
+            lean.bound(part.row(row) for row in rows)
+            found = lean.relax(math.inf if best is first else HEAVY / MICROSECONDS * least / scale)
+            if found is None:
+                break
+            if lean.fractional(found):
+                found = lean.dive(found) or found
+            try:
+                solution = part.expand(_read(model, found))
+            except NoRouteError:
+                break
+            peak, rows = judge(solution, beyond)
+            if peak < least:
+                best, least = solution, peak
+            if not rows or least <= found.values[model.peak[0]] * scale * (1 + CLOSE):
+                break
     return best
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from autopar.solver.problem import Again, Bools, Floats, Ints, Kept, Problem, Row, Solution, Wire
 
-MUCH = 0.7  # the share of columns from which on leaving out the others does not pay
+MUCH = 0.5  # the share of columns from which on leaving out the others does not pay
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -66,6 +66,16 @@ class Window:
     def _kept(self, kept: Kept) -> Kept:
         nodes = self.nodes[kept.wire]
         return replace(kept, bytes=kept.bytes[nodes], homes=_first(kept.home(nodes)))
+
+
+def whole(problem: Problem) -> Window:
+    """All that there is."""
+    return Window(
+        problem=problem,
+        picks=[np.arange(len(choice.seconds)) for choice in problem.choices],
+        arcs=[np.arange(len(wire.seconds)) for wire in problem.wires],
+        nodes=[np.arange(wire.nodes) for wire in problem.wires],
+    )
 
 
 def window(problem: Problem, candidates: Sequence[Floats], arcs: Sequence[Floats], width: float) -> Window | None:

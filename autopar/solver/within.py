@@ -14,11 +14,11 @@ from autopar.solver.formulate import Formulated
 from autopar.solver.memory import Ledger
 from autopar.solver.problem import Floats, Row, Solution, row_bytes
 from autopar.solver.search import SolverError
-from autopar.solver.solve import POLISH, least_memory, solve
+from autopar.solver.solve import DEAR, POLISH, least_memory, solve
 
 LITTLE = 1e-4  # of the limit: the least by which a row that was kept but did not suffice is tightened
 PART = 1 / 8  # of what exceeds it, by which it is tightened first: plans are few, and one just below may be next
-FINE, REFINE = 0.01, 5.0  # of the least memory, by which less is tried, and for how many seconds
+FINE = 0.01  # of the least memory, by which less is tried
 
 _FOUND: MutableMapping[Ledger, Solution] = WeakKeyDictionary()  # the solutions of least memory: often asked for twice
 
@@ -40,7 +40,7 @@ def within(
     merged = merge_followers(formulated.problem)
 
     def last() -> Solution | None:
-        if near:
+        if near or cutoff < math.inf:  # what takes the least memory is hardly ever fast
             return None
         least = _smallest(merged, ledger, patience)
         return None if least is None or ledger.walk(merged.expand(least)).max() > limit else least
@@ -106,7 +106,9 @@ def _smallest(merged: Merged, ledger: Ledger, patience: float) -> Solution | Non
         least = better
         limit = math.floor((1 - FINE) * ledger.walk(merged.expand(least)).max())
         try:
-            better = _within(merged, ledger, limit, lambda: None, patience=min(patience, REFINE), polish=0.0)
+            better = _within(
+                merged, ledger, limit, lambda: None, cutoff=DEAR * least.seconds, patience=patience, polish=0.0
+            )
         except SolverError:
             better = None
     if least is not None:
@@ -119,9 +121,8 @@ def _least(merged: Merged, ledger: Ledger, patience: float) -> Solution | None:
     cheapest = solve(merged.problem, patience=patience)
     if cheapest is None:
         return None
-    beyond: dict[int, float] = {}
 
-    def judge(solution: Solution) -> tuple[float, list[Row]]:
+    def judge(solution: Solution, beyond: dict[int, float]) -> tuple[float, list[Row]]:
         whole = merged.expand(solution)
         alive = ledger.walk(whole)
         peak, rows = float(alive.max()), []
