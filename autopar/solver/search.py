@@ -25,6 +25,7 @@ LARGE = 100_000  # rows from which on the last basis helps more than presolving
 BACK = 2  # steps that a dive takes back
 LONG = 10_000  # iterations of the simplex method after which a dive is given up
 FRESH, AGAIN = 5_000, 1_000  # the same of a relaxation that may only better what there is: the first with new rows, and later
+PART = 1 / 5  # of the rows of a program, if that is more
 INTEGRAL = 1e-6  # how far from 0 or 1 a pick may be
 NOTHING = (
     highspy.HighsModelStatus.kInfeasible,
@@ -54,7 +55,8 @@ class Search:
 
     def __init__(self, model: Model, *, time_limit: float, gap: float, patience: float = math.inf) -> None:
         self.model, self.time_limit, self.gap, self.patience = model, min(time_limit, patience), gap, patience
-        self.treated, self._solved = False, False  # `_solved`: with these rows
+        self.treated = False
+        self._solved, self._ended = False, True  # with these rows; and whether to the end
         self._load()
 
     def levy(self) -> None:
@@ -116,11 +118,12 @@ class Search:
         """
         soon = soon or cutoff < math.inf
         self._relaxation.setOptionValue("objective_bound", cutoff * MICROSECONDS)
-        limit = highspy.kHighsIInf if not soon else AGAIN if self._solved else FRESH
-        self._relaxation.setOptionValue("simplex_iteration_limit", limit)
+        limit = AGAIN if self._solved else max(FRESH, round(PART * self.model.rows))
+        self._relaxation.setOptionValue("simplex_iteration_limit", limit if soon else highspy.kHighsIInf)
         self._relaxation.run()
         self._solved = True
         status = self._relaxation.getModelStatus()
+        self._ended = status != highspy.HighsModelStatus.kIterationLimit and (status not in TROUBLE or not soon)
         if status in TROUBLE and not soon:
             self._relaxation.clearSolver()  # the simplex method is in numerical trouble: interior points are not
             self._relaxation.setOptionValue("solver", "ipm")
@@ -135,6 +138,10 @@ class Search:
             raise SolverError(f"the relaxation was not solved: {self._relaxation.modelStatusToString(status)}")
         objective = self._relaxation.getInfo().objective_function_value / MICROSECONDS
         return None if objective >= cutoff else Found(values=_values(self._relaxation), objective=objective, bound=objective)
+
+    def proven(self, relaxed: Found | None, cutoff: float) -> float:
+        """What every solution costs at least, by what the last relaxation found below a cutoff."""
+        return relaxed.bound if relaxed is not None else cutoff if self._ended else 0.0
 
     def reduced(self) -> tuple[list[Floats], list[Floats]]:
         """By how much a solution that takes it is dearer than the relaxation at least: each candidate, each arc; in seconds."""

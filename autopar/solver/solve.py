@@ -15,7 +15,7 @@ from autopar.solver.model import HEAVY, MICROSECONDS, Model
 from autopar.solver.problem import Again, Problem, Row, Solution, homes, price, row_bytes
 from autopar.solver.routes import SAME, together, tree
 from autopar.solver.search import INTEGRAL, Found, Search
-from autopar.solver.window import Window, whole, window
+from autopar.solver.window import whole, window
 
 PROVEN = 1e-3  # the relative gap at which branching stops
 FEW = 0.2  # the share of choices up to which those that the relaxation left open are settled by themselves first
@@ -23,7 +23,7 @@ NEAR, POLISH = 1e-2, 2.0  # the gap beyond which a dive is followed by branching
 DEAR = 10.0  # times the relaxation: so dear a solution is sought only if there is no other
 CLOSE = 5e-3  # of the least memory, by which an answer may exceed it
 ROUNDS = 12  # in which the least memory is sought
-WINDOWS = (0.005, 0.02, 0.08, 0.3)  # of the relaxation, by which a solution within a budget may be dearer; tried in turn
+WINDOWS = (0.01, 0.03, 0.1, 0.3)  # of the relaxation, by which a solution within a budget may be dearer; tried in turn
 LEAN = (0.002, *WINDOWS)  # the same where memory is all that counts
 WIDE = 0.05  # the gap up to which a solution found in a window is as good as those that diving in the whole finds
 
@@ -61,42 +61,43 @@ def solve(
     those that are found soon. Raises SolverError after about `patience` seconds without an answer.
     """
     effort = _Effort(time_limit=time_limit, gap=gap, patience=patience, polish=polish, branches=branches)
-    search, given = effort.search(problem), list(rows)
+    search, asked = effort.search(problem), list(rows)
     relaxed = search.relax(cutoff)
     if relaxed is None:
         return None
-    asked = [*given] or _rounded(search, relaxed, judge)
-    best: Solution | None = None
-    for most, part in _windows(search, relaxed, windows if asked else ()):
+    asked = asked or _rounded(search, relaxed, judge)
+    best, proven, reduced = None, relaxed.bound, search.reduced()
+    for share in windows if asked else ():
+        most = (1 + share) * relaxed.bound if best is None else min((1 + share) * relaxed.bound, best.seconds)
+        part = window(problem, *reduced, most - relaxed.bound)
+        if part is None:
+            break
         rows, smaller = [part.row(row) for row in asked], effort.search(part.problem)
         below = min(cutoff, DEAR * relaxed.bound) if best is None else best.seconds
-        found = _solved(smaller, part.judge(judge, asked), rows, lambda: None, below, effort)
+        found, bound = _solved(smaller, part.judge(judge, asked), rows, lambda: None, below, effort)
+        proven = max(proven, min(most, bound))
         best = best if found is None or found.seconds >= below else part.expand(found)
         if best is not None and best.seconds <= most:
-            return best
+            return _bounded(best, proven)
         if most >= cutoff:
             return None
-    seen = given or [replace(row, constant=0.0) for row in asked]
     if best is None:
-        found = _solved(search, judge, seen, last, cutoff, effort)
-        return found and replace(found, bound=max(found.bound, min(found.seconds, relaxed.bound)))
-    search.bound(seen)
+        found, bound = _solved(search, judge, asked, last, cutoff, effort)
+        return found and _bounded(found, max(proven, bound))
+    search.bound(replace(row, constant=0.0) for row in asked)
     whole = search.relax()
-    proven = relaxed.bound if whole is None else whole.bound
+    proven = proven if whole is None else max(proven, whole.bound)
     if best.seconds > (1 + WIDE) * proven:
-        found = _solved(search, judge, asked, lambda: None, best.seconds, replace(effort, polish=0.0))
+        found, _ = _solved(search, judge, asked, lambda: None, best.seconds, replace(effort, polish=0.0))
         best = best if found is None or found.seconds >= best.seconds else found
-    return replace(best, bound=min(best.seconds, proven), status="feasible")
+    return _bounded(best, proven)
 
 
-def _windows(search: Search, relaxed: Found, shares: Iterable[float]) -> Iterator[tuple[float, Window]]:
-    """Ever larger parts of a problem, and the seconds up to which every solution lies in each."""
-    reduced = search.reduced()
-    for share in shares:
-        part = window(search.model.problem, *reduced, share * relaxed.bound)
-        if part is None:
-            return
-        yield (1 + share) * relaxed.bound, part
+def _bounded(solution: Solution, proven: float) -> Solution:
+    """A solution with the bound that is proven."""
+    bound = min(solution.seconds, proven)
+    same = solution.seconds - bound <= SAME * solution.seconds
+    return replace(solution, bound=bound, status="optimal" if same else "feasible")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,20 +124,28 @@ def _solved(
     last: Callable[[], Solution | None] | None,
     cutoff: float,
     effort: _Effort,
-) -> Solution | None:
-    """See `solve`, of the problem of a search, all of it."""
+) -> tuple[Solution | None, float]:
+    """See `solve`, of the problem of a search, all of it; with what every solution of it costs at least.
+
+    What a row asks for beyond what it sees proves nothing: the bound is that of the rows without.
+    """
     problem, polish = search.model.problem, effort.polish
     broken, known, proven = rows, list[Row](), 0.0
+    if any(row.constant for row in rows):
+        search.bound(replace(row, constant=0.0) for row in rows)
+        relaxed = search.relax(cutoff)
+        proven = search.proven(relaxed, cutoff)
+        if relaxed is None and cutoff < math.inf:
+            return None, proven
     while True:
         if broken:
             search.bound(broken)
             known += broken
-        tight = any(row.constant for row in known)  # what a row asks for beyond what it sees proves nothing
+        tight = any(row.constant for row in known)
         relaxed = search.relax(cutoff, soon=tight and last is not None)
+        proven = proven if tight else max(proven, search.proven(relaxed, cutoff))
         if relaxed is None and cutoff < math.inf:
-            return None
-        if relaxed is not None and not tight:
-            proven = relaxed.bound
+            return None, proven
         if relaxed is not None and search.fractional(relaxed):
             broken = _rounded(search, relaxed, judge)
             if broken:
@@ -146,8 +155,7 @@ def _solved(
         if relaxed is not None:
             found = _whole(search, relaxed, known, effort.gap, last is not None, more, effort.branches)
         if found is None:
-            solution = None if last is None else last()
-            return solution and replace(solution, bound=min(solution.seconds, proven), status="feasible")
+            return None if last is None else last(), proven
         solution, near = found
         broken = list(judge(solution, True))
         if broken:
@@ -156,7 +164,7 @@ def _solved(
             cheap = better.seconds <= solution.seconds * (1 + SAME)
             if cheap and _kept(problem, better, known) and not list(judge(better, True)):
                 solution = better
-        return replace(solution, bound=min(solution.bound, proven)) if tight else solution
+        return solution, proven if tight else max(proven, solution.bound)
 
 
 def _rounded(search: Search, relaxed: Found, judge: Judge) -> list[Row]:
@@ -237,8 +245,9 @@ def least_memory(
     relaxed = search.relax()
     assert relaxed is not None, "there is a solution"
     scale, _ = judge(first, {})
-    best, least = first, scale
-    for part in (*(part for _, part in _windows(search, relaxed, LEAN)), whole(problem)):
+    best, least, reduced = first, scale, search.reduced()
+    narrow = [window(problem, *reduced, share * relaxed.bound) for share in LEAN]
+    for part in (*(part for part in narrow if part), whole(problem)):
         model, beyond = Model(part.problem), dict[int, float]()
         _, rows = judge(best, beyond)
         model.minimise_peak(scale, first.seconds)
