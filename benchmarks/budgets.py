@@ -9,7 +9,7 @@
     blocks       the same layouts, and every block is computed again whole, its collectives too: one point, whatever the budget
 
 Times and peaks are predicted, for H100s; weights are bfloat16 on meta. Budgets divide the way from the peak of the best plan to
-the least memory of any. "half" is a budget of what is alive when that plan's step begins (weights, the optimizer's state) and
+the least memory of any; "found in" are CPU seconds of the joint plan. "half" is a budget of what is alive when that plan's step begins (weights, the optimizer's state) and
 half of what its step adds, for a plan of as many micro-batches as are best then.
 """
 
@@ -81,7 +81,7 @@ MODELS: Mapping[str, Callable[[], Made]] = {"gpt2": gpt2, "llama": llama, "vit":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A plan: seconds of a step, of them computing again and going to the host and back, bytes at the peak; how long it took"""
+    """A plan: seconds of a step, of them computing again and going to the host and back, bytes at the peak; CPU seconds it took"""
 
     seconds: float
     again: float
@@ -151,9 +151,9 @@ def swept(name: str, mesh: tuple[int, ...]) -> Sweep:
 
 
 def _timed(find: Callable[[int], Point | None], budget: int) -> Point | None:
-    start = time.perf_counter()
+    start = time.process_time()
     found = find(budget)
-    return found and replace(found, took=time.perf_counter() - start)
+    return found and replace(found, took=time.process_time() - start)
 
 
 def _point(found: Solved, options: Options) -> Point:

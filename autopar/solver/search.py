@@ -51,11 +51,16 @@ class Found:
 
 
 class Search:
-    """One model in HiGHS. `time_limit` (seconds) and `gap` (relative) end the branching, `patience` (seconds) either."""
+    """One model in HiGHS. `time_limit` (seconds) and `gap` (relative) end the branching, `patience` (seconds) either.
 
-    def __init__(self, model: Model, *, time_limit: float, gap: float, patience: float = math.inf) -> None:
+    `quick`: for a first look, after which there are others.
+    """
+
+    def __init__(
+        self, model: Model, *, time_limit: float, gap: float, patience: float = math.inf, quick: bool = False
+    ) -> None:
         self.model, self.time_limit, self.gap, self.patience = model, min(time_limit, patience), gap, patience
-        self.treated = False
+        self.treated, self._part = False, 0.0 if quick else PART
         self._solved, self._ended = False, True  # with these rows; and whether to the end
         self._load()
 
@@ -118,7 +123,7 @@ class Search:
         """
         soon = soon or cutoff < math.inf
         self._relaxation.setOptionValue("objective_bound", cutoff * MICROSECONDS)
-        limit = AGAIN if self._solved else max(FRESH, round(PART * self.model.rows))
+        limit = AGAIN if self._solved else max(FRESH, round(self._part * self.model.rows))
         self._relaxation.setOptionValue("simplex_iteration_limit", limit if soon else highspy.kHighsIInf)
         self._relaxation.run()
         self._solved = True

@@ -23,7 +23,7 @@ NEAR, POLISH = 1e-2, 2.0  # the gap beyond which a dive is followed by branching
 DEAR = 10.0  # times the relaxation: so dear a solution is sought only if there is no other
 CLOSE = 5e-3  # of the least memory, by which an answer may exceed it
 ROUNDS = 12  # in which the least memory is sought
-WINDOWS = (0.01, 0.03, 0.1, 0.3)  # of the relaxation, by which a solution within a budget may be dearer; tried in turn
+WINDOWS = (0.005, 0.01, 0.04, 0.16)  # of the relaxation, by which a solution within a budget may be dearer; tried in turn
 LEAN = (0.002, *WINDOWS)  # the same where memory is all that counts
 WIDE = 0.05  # the gap up to which a solution found in a window is as good as those that diving in the whole finds
 
@@ -56,9 +56,10 @@ def solve(
     not. `last()` is a solution that keeps to all rows, asked for where none is found near the relaxation; without it there
     is branching until one is found. `time_limit` is in seconds, `gap` the relative gap at which branching stops,
     `polish` the seconds of branching after a dive that stayed far from its bound. Where there are rows, it is looked for within
-    `windows` of the relaxation without rows first, shares of its price; where one is found there, the whole gives the bound,
-    and is searched only if that is far. Unless it `branches`, only solutions near a relaxation are found; with a `cutoff` only
-    those that are found soon. Raises SolverError after about `patience` seconds without an answer.
+    `windows` of the relaxation without rows first, shares of its price. What is found there is best if the window is as wide as
+    it is dear; where that is too wide, the whole gives the bound, and is searched only if that is far. Unless it `branches`,
+    only solutions near a relaxation are found; with a `cutoff` only those that are found soon. Raises SolverError after about
+    `patience` seconds without an answer.
     """
     effort = _Effort(time_limit=time_limit, gap=gap, patience=patience, polish=polish, branches=branches)
     search, asked = effort.search(problem), list(rows)
@@ -68,11 +69,11 @@ def solve(
     asked = asked or _rounded(search, relaxed, judge)
     best, proven, reduced = None, relaxed.bound, search.reduced()
     for share in windows if asked else ():
-        most = (1 + share) * relaxed.bound if best is None else min((1 + share) * relaxed.bound, best.seconds)
+        most = (1 + share) * relaxed.bound if best is None else best.seconds
         part = window(problem, *reduced, most - relaxed.bound)
         if part is None:
             break
-        rows, smaller = [part.row(row) for row in asked], effort.search(part.problem)
+        rows, smaller = [part.row(row) for row in asked], effort.search(part.problem, quick=share == windows[0])
         below = min(cutoff, DEAR * relaxed.bound) if best is None else best.seconds
         found, bound = _solved(smaller, part.judge(judge, asked), rows, lambda: None, below, effort)
         proven = max(proven, min(most, bound))
@@ -110,9 +111,10 @@ class _Effort:
     polish: float
     branches: bool
 
-    def search(self, problem: Problem) -> Search:
+    def search(self, problem: Problem, *, quick: bool = False) -> Search:
         """The search for a problem's solution, with its tolls."""
-        found = Search(Model(problem, tolls=False), time_limit=self.time_limit, gap=self.gap, patience=self.patience)
+        limits = {"time_limit": self.time_limit, "gap": self.gap, "patience": self.patience}
+        found = Search(Model(problem, tolls=False), **limits, quick=quick)
         found.levy()
         return found
 
