@@ -9,8 +9,9 @@
     blocks       the same layouts, and every block is computed again whole, its collectives too: one point, whatever the budget
 
 Times and peaks are predicted, for H100s; weights are bfloat16 on meta. Budgets divide the way from the peak of the best plan to
-the least memory of any; "found in" are CPU seconds of the joint plan. "half" is a budget of what is alive when that plan's step begins (weights, the optimizer's state) and
-half of what its step adds, for a plan of as many micro-batches as are best then.
+the least memory of any; "found in" are the CPU seconds in which the joint plan was. "half" is a budget of what is alive when the
+step of the best plan begins (weights, the optimizer's state) and half of what its step adds, for a plan of as many micro-batches
+as are best then.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ MODELS: Mapping[str, Callable[[], Made]] = {"gpt2": gpt2, "llama": llama, "vit":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A plan: seconds of a step, of them computing again and going to the host and back, bytes at the peak; CPU seconds it took"""
+    """A plan: seconds of a step, of them computing again and going to the host and back; bytes at the peak; its CPU seconds."""
 
     seconds: float
     again: float
