@@ -9,9 +9,9 @@
     blocks       the same layouts, and every block is computed again whole, its collectives too: one point, whatever the budget
 
 Times and peaks are predicted, for H100s; weights are bfloat16 on meta. Budgets divide the way from the peak of the best plan to
-the least memory of any; "found in" are the CPU seconds in which the joint plan was. "half" is a budget of what is alive when the
-step of the best plan begins (weights, the optimizer's state) and half of what its step adds, for a plan of as many micro-batches
-as are best then.
+the least memory of any; "found in" are the CPU seconds in which the joint plan was. "half" is a budget of what is alive when a
+step of the best plan begins (weights, the optimizer's state) and half of what the step adds, for a plan of as many
+micro-batches as are best then.
 """
 
 from __future__ import annotations
