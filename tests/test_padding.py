@@ -39,11 +39,11 @@ TABLE = "transformer.wte.weight"
 Built = tuple[nn.Module, dict[str, torch.Tensor]]
 
 
-def gpt2(words: int = WORDS, *, width: int = WIDTH, dropout: float = 0.1) -> Built:
+def gpt2(words: int = WORDS, *, width: int = WIDTH, heads: int = 4, dropout: float = 0.1) -> Built:
     """GPT-2 with a vocabulary that no mesh divides, which its head shares; some targets are ignored."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_layer=1, n_embd=width, n_head=4, vocab_size=words, n_positions=LENGTH, bos_token_id=0, eos_token_id=0,
+        n_layer=1, n_embd=width, n_head=heads, vocab_size=words, n_positions=LENGTH, bos_token_id=0, eos_token_id=0,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
     )  # fmt: skip
     model = transformers.GPT2LMHeadModel(config)
@@ -257,6 +257,15 @@ def test_six_heads_are_split_over_four_ranks_where_that_is_asked_for(pool: Worke
     plan = autopar.plan(model, sample, sizes, device="h100", constraints={":scaled_dot_product_attention": asked})
     assert plan.padded == {":scaled_dot_product_attention#0": f"{ROWS} x 6 x {LENGTH} x 4 -> {ROWS} x 8 x {LENGTH} x 4"}
     report = verify(model, sample, Mesh.of(sizes), plan, Options(), pool)
+    assert report.ok, report
+
+
+def test_so_are_heads_of_one_projection_to_queries_keys_and_values(pool: WorkerPool) -> None:
+    model, sample = gpt2(width=24, heads=6)
+    plan = autopar.plan(model, sample, (4,), device="h100", constraints={"*:scaled_dot_product_attention": "S(1)"})
+    attention = "transformer.h.0.attn:scaled_dot_product_attention#0"
+    assert plan.padded[attention] == f"{ROWS} x 6 x {LENGTH} x 4 -> {ROWS} x 8 x {LENGTH} x 4"
+    report = verify(model, sample, Mesh.of((4,)), plan, Options(), pool)
     assert report.ok, report
 
 
