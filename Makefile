@@ -33,7 +33,7 @@ types: $(STAMP)
 # Side by side: many tests keep one core busy, others wait for processes of their own.
 PARTS := unit-stages unit-a-to-l unit-m-to-p unit-q-to-z
 unit: $(STAMP)
-	$(MAKE) --jobs=3 --output-sync=target $(PARTS)
+	$(MAKE) --jobs=4 --output-sync=target $(PARTS)
 
 unit-stages: $(STAMP)
 	$(BIN)/python -m pytest -q $(wildcard tests/*/)
