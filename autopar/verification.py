@@ -16,13 +16,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from autopar.build import assemble, check_mesh, tensors_of
 from autopar.capture import Captured, Signature
-from autopar.capture.signature import read_result
 from autopar.codegen import ParallelModule, Returned, State, emit
 from autopar.decisions import Decisions
+from autopar.eager import arguments, differentiated_sum, module_results
 from autopar.errors import InputError
 from autopar.ir import Program, overload, writes
 from autopar.layout import I
@@ -31,13 +30,13 @@ from autopar.options import Options
 from autopar.passes.arguments import bound
 from autopar.passes.candidates import INVARIANT, candidate
 from autopar.passes.promote import promote, wide
-from autopar.passes.without_dropout import DRAWS, HALF, drawn, without_dropout
+from autopar.passes.without_dropout import HALF, drawn, without_dropout
 from autopar.plan import Collective, Plan, as_planned, resolve
 from autopar.planner import collectives_of, knowing, located, plan_program, read_program
 from autopar.resize import Resizer
 from autopar.runtime.operators import Operators
 from autopar.runtime.recorder import Issued, recorded
-from autopar.runtime.storage import local, part_like, typed, whole
+from autopar.runtime.storage import typed, whole
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
 from autopar.sizes import declared, numbers, placed, said
@@ -114,7 +113,7 @@ def verify(
     plan = _at_sample(plan, model, sample_input, captured, options)
     program = as_planned(plan, captured.program)
     resolve(plan, program, analyse(program, place).fits)
-    inputs = captured.signature.bind(*_arguments(sample_input))
+    inputs = captured.signature.bind(*arguments(sample_input))
     rows, surplus, missing = compare(captured, tensors, inputs, plan, place, pool)
     rows += _against_module(model, sample_input, captured, tensors, inputs)
     notes = (*_notes(captured.program), *(f"may vary: {size}" for size in plan.dynamic))
@@ -249,7 +248,7 @@ def _stepped(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> Sequence
     """The outputs of a forward, after its backward; of several where a step has micro-batches."""
     if module.autopar.steps is None:
         outputs = module.run(inputs)
-        loss = _loss(outputs)
+        loss = differentiated_sum(outputs)
         if loss is not None:
             loss.backward()  # type: ignore[no-untyped-call]
         return outputs
@@ -257,27 +256,10 @@ def _stepped(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> Sequence
 
     def differentiated(outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
         found.append([output.detach() for output in outputs])
-        return _loss(outputs)
+        return differentiated_sum(outputs)
 
     module.accumulate(inputs, differentiated)
     return module.joined(found)
-
-
-def _loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The scalars, or without one the outputs, added with fixed weights."""
-    differentiable = [o for o in outputs if o.requires_grad]
-    scalars = [o for o in differentiable if not o.ndim]
-    if not differentiable:
-        return None
-    return torch.stack([_weighed(o, place + 1) for place, o in enumerate(scalars or differentiable)]).sum()
-
-
-def _weighed(output: torch.Tensor, factor: int) -> torch.Tensor:
-    """The sum of an output under fixed weights; of one that is split, this rank's part of it."""
-    count = torch.arange(factor, factor + output.numel(), dtype=torch.float64).reshape(output.shape)
-    weights = torch.complex(count.cos(), count.sin()) if output.is_complex() else count.cos()
-    total = (local(output) * part_like(weights, output)).sum()
-    return total.real if total.is_complex() else total
 
 
 def sequential(captured: Captured, tensors: Mapping[str, torch.Tensor]) -> ParallelModule:
@@ -304,39 +286,13 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 
-class _NoDropout(TorchFunctionMode):
-    """Dropout with probability 0, also where a function is called with its own probability, and what is drawn as fixed."""
-
-    def __torch_function__(
-        self, func: object, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> object:
-        given = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-            return args[0] if args else given["input"]
-        if name == "multi_head_attention_forward":  # a function of torch's own, inside which nothing is seen
-            args = (*args[:10], 0.0, *args[11:])
-        if name == "scaled_dot_product_attention":
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                given["dropout_p"] = 0.0
-        if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # the only number with a point among its arguments
-            args = tuple(0.0 if isinstance(argument, float) else argument for argument in args)
-        if name == "rrelu":
-            args, given = args[:3], {n: a for n, a in given.items() if n != "training"}
-        found: object = func(*args, **given)  # type: ignore[operator]
-        fixed = name.removesuffix("_") in DRAWS and isinstance(found, torch.Tensor) and found.is_floating_point()
-        return found.fill_(HALF) if fixed and isinstance(found, torch.Tensor) else found
-
-
 def _against_module(
     model: nn.Module, sample: object, captured: Captured, tensors: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[Row]:
     """The captured program against the user's module, in its own dtype: outputs, what is written, and the worst gradient."""
     program = without_dropout(captured.program)
     ours = _results(sequential(replace(captured, program=program), tensors), program, [one.detach() for one in inputs])
-    theirs = _module_results(model, sample, captured)
+    theirs = module_results(model, sample, captured)
     coarse = [torch.finfo(v.dtype).eps for v in program.values.values() if v.dtype.is_floating_point]
     tolerance = max(SINGLE, ROUNDINGS * max(coarse, default=0.0))
     for what, name in theirs.keys() - ours.keys():
@@ -348,38 +304,6 @@ def _against_module(
         worst = max(gradients, key=lambda name: (math.isnan(gradients[name]), gradients[name]))
         rows.append((f"gradients, the worst {worst}", gradients[worst]))
     return [Row(what="capture", name=name, error=error, tolerance=tolerance) for name, error in rows]
-
-
-def _module_results(model: nn.Module, sample: object, captured: Captured) -> dict[tuple[str, str], torch.Tensor]:
-    """Outputs, gradients and written buffers of the user's module, which stays as it is."""
-    program, (args, kwargs) = captured.program, _arguments(sample)
-    if any(name == "use_cache" for name, _ in captured.signature.defaults):
-        kwargs.setdefault("use_cache", False)  # as it was captured
-    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
-    before = {name: buffer.clone() for name, buffer in buffers.items()}
-    held = {p.names[0]: parameters[p.names[0]] for p in program.parameters if p.used and parameters[p.names[0]].requires_grad}
-    with torch.enable_grad(), _NoDropout():
-        outputs = read_result(model(*args, **kwargs))[0]
-        loss = _loss(outputs)
-        found = torch.autograd.grad(loss, [*held.values()], materialize_grads=True) if loss is not None and held else ()
-    result = {("output", end.path): output.detach() for end, output in zip(program.outputs, outputs, strict=True)}
-    result |= {("gradient", name): gradient for name, gradient in zip(held, found, strict=True)}
-    written = {name for op in program.ops for name in writes(op)}
-    for name, buffer in model.named_buffers():
-        if name in written or not torch.equal(buffer, before[name]):
-            result["buffer", name] = buffer.clone()
-    with torch.no_grad():
-        for name, buffer in buffers.items():
-            owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, buffer)
-            buffer.copy_(before[name])
-    return result
-
-
-def _arguments(sample: object) -> tuple[tuple[object, ...], dict[str, object]]:
-    if isinstance(sample, Mapping):
-        return (), {str(name): value for name, value in sample.items()}
-    return (tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)), {}
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ LAYERS = (
     ("variants",),
     ("planner",),
     ("codegen", "runtime"),
-    ("build",),
+    ("build", "eager"),
     ("verification", "testing"),
     ("api", "explain"),
     ("profile",),

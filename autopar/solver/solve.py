@@ -85,9 +85,16 @@ def solve(
     if best is None:
         found, bound = _solved(search, judge, asked, last, cutoff, effort)
         return found and _bounded(found, max(proven, bound))
+    return _beside_whole(best, proven, search, judge, asked, effort)
+
+
+def _beside_whole(
+    best: Solution, proven: float, search: Search, judge: Judge, asked: list[Row], effort: _Effort
+) -> Solution:
+    """A solution of a window with the bound of the whole, or where that is far what a search of the whole betters."""
     search.bound(replace(row, constant=0.0) for row in asked)
-    whole = search.relax()
-    proven = proven if whole is None else max(proven, whole.bound)
+    relaxed = search.relax()
+    proven = proven if relaxed is None else max(proven, relaxed.bound)
     if best.seconds > (1 + WIDE) * proven:
         found, _ = _solved(search, judge, asked, lambda: None, best.seconds, replace(effort, polish=0.0))
         best = best if found is None or found.seconds >= best.seconds else found
