@@ -3,13 +3,14 @@
 parallel = autopar.parallelize(model, sample_input, mesh=(2, 4))
 """
 
-from autopar import explain, testing
+from autopar import explain
 from autopar.api import check_rule, discover_rule, initialize, parallelize, plan, register_rule, verify
 from autopar.errors import AutoparError
-from autopar.mesh import Device, Link, Mesh
-from autopar.plan import Plan
-from autopar.sizes import Dynamic
-from autopar.verification import Report
+from autopar.ir.dynamic_dims import Dynamic
+from autopar.ir.mesh import Device, Link, Mesh
+from autopar.plan.plan import Plan
+from autopar.verify import testing
+from autopar.verify.verification import Report
 
 __all__ = [
     "AutoparError", "Device", "Dynamic", "Link", "Mesh", "Plan", "Report", "check_rule", "discover_rule", "explain",

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 
 from torch import fx, nn
 
-from autopar.build import build
-from autopar.mesh import Bytes, Device
-from autopar.options import Options
-from autopar.plan import Plan
-from autopar.planner import make_plan
-from autopar.rules.discover import discover_rule
-from autopar.rules.register import check_rule, register_rule
+from autopar.ir.dynamic_dims import Dims, Dynamic
+from autopar.ir.mesh import Bytes, Device
+from autopar.operators.checking.discover import discover_rule
+from autopar.operators.checking.register import check_rule, register_rule
+from autopar.parallelize import build
+from autopar.plan.options import Options
+from autopar.plan.plan import Plan
+from autopar.planning.planner import make_plan
 from autopar.runtime.initialize import initialize
-from autopar.sizes import Dims, Dynamic
-from autopar.verification import Report
-from autopar.verification import verify as _verify
+from autopar.verify.verification import Report
+from autopar.verify.verification import verify as _verify
 
 
 def plan(

@@ -23,24 +23,24 @@ from datetime import date
 import numpy as np
 import torch
 
+from autopar.analysis.analysis import analyse
 from autopar.cost_models import catalog
 from autopar.cost_models.compute import pricer
-from autopar.cost_models.measured import measured_link, save
 from autopar.cost_models.optimizers import optimizer
-from autopar.decisions import Decisions
+from autopar.cost_models.profile_file import measured_link, save
 from autopar.errors import AutoparError
-from autopar.explain.target import built
-from autopar.ir import Op, Program, writes
-from autopar.layout import local_shape
-from autopar.mesh import Device, Link, Mesh
-from autopar.options import Options
-from autopar.plan import resolve
-from autopar.planner import located, plan_program, read_program
-from autopar.rules import Fitted, localise, view_of
-from autopar.runtime.operators import Operators
-from autopar.runtime.stopwatch import KINDS, Call, Job, Times
+from autopar.explain.cli_arguments import built
+from autopar.ir.layout import local_shape
+from autopar.ir.mesh import Device, Link, Mesh
+from autopar.ir.program import Op, Program, writes
+from autopar.operators import Fitted, localise, view_of
+from autopar.plan.options import Options
+from autopar.plan.plan import resolve
+from autopar.planning.planner import located, plan_program, read_program
+from autopar.runtime.benchmark import KINDS, Call, Job, Times
+from autopar.runtime.custom_ops import Operators
 from autopar.runtime.workers import WorkerPool
-from autopar.solver.analysis import analyse
+from autopar.search_space.assignment import Decisions
 
 BYTES = tuple(1 << power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
 OPTIMIZERS = ("adamw", "sgd")
@@ -81,8 +81,8 @@ def profile(programs: Sequence[Program], processes: int) -> Device:
         operators=Operators.of(one.call.target for one in timed), calls=tuple(one.call for one in timed), groups=groups,
         bytes=BYTES, optimizers=OPTIMIZERS, parameters=tuple(shapes),
     )  # fmt: skip
-    with WorkerPool(processes, preload=["autopar.runtime.stopwatch"]) as pool:
-        found = [one for one in pool.run("autopar.runtime.stopwatch:times", job, timeout=1800) if isinstance(one, Times)]
+    with WorkerPool(processes, preload=["autopar.runtime.benchmark"]) as pool:
+        found = [one for one in pool.run("autopar.runtime.benchmark:times", job, timeout=1800) if isinstance(one, Times)]
     return _device(timed, job, found)
 
 

@@ -30,17 +30,17 @@ import transformers
 from torch import nn
 
 from autopar.cost_models import optimizers
-from autopar.decisions import Again
 from autopar.errors import BudgetError
-from autopar.explain.sweep import MARGIN, SHARES
-from autopar.optimum import Solved, analysed, solved
-from autopar.options import AUTO, PLENTY, Options
-from autopar.planner import finish, located, read_program
-from autopar.solver.formulate import Formulated, decisions
-from autopar.solver.memory import Ledger
-from autopar.solver.within import smallest, within
-from autopar.tables import size_text
-from autopar.variants import best_variant
+from autopar.explain.budget_sweep import MARGIN, SHARES
+from autopar.formulation.budget_loop import smallest, within
+from autopar.formulation.formulate import Formulated, decisions
+from autopar.formulation.memory_model import Ledger
+from autopar.plan.options import AUTO, PLENTY, Options
+from autopar.plan.text import size_text
+from autopar.planning.optimize import Solved, analysed, solved
+from autopar.planning.plan_search import best_variant
+from autopar.planning.planner import finish, located, read_program
+from autopar.search_space.assignment import Again
 
 RESULTS = Path(__file__).with_name("results")
 DEVICE = "h100"

@@ -19,7 +19,7 @@ from steps import Job
 from training import MIB, machine, plan_of
 
 import autopar
-from autopar.live import Peak
+from autopar.runtime.memory_tracker import Peak
 from autopar.runtime.workers import WorkerPool
 
 RESULTS = Path(__file__).with_name("results") / "memory.txt"

@@ -77,8 +77,8 @@ def run(name: str) -> None:
     import torch
     import transformers
 
-    from autopar.options import Options
-    from autopar.planner import located, plan_program, read_program
+    from autopar.plan.options import Options
+    from autopar.planning.planner import located, plan_program, read_program
 
     phases.done("import")
     config = getattr(transformers, case.config)(**case.arguments)

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.live import Peak
-from autopar.testing import peak
+from autopar.runtime.memory_tracker import Peak
+from autopar.verify.testing import peak
 
 RATE = 1e-4  # the learning rate
 WARM = 3  # steps before anything is measured

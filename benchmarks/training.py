@@ -30,12 +30,12 @@ from models import MODELS, make
 from steps import OPTIMIZERS, Job, Times
 
 import autopar
-from autopar.cost_models.measured import save
-from autopar.options import Options
-from autopar.planner import located, read_program
+from autopar.cost_models.profile_file import save
+from autopar.plan.options import Options
+from autopar.planning.planner import located, read_program
 from autopar.profile import profile
 from autopar.runtime.workers import WorkerPool
-from autopar.testing import random_plan
+from autopar.verify.testing import random_plan
 
 RESULTS = Path(__file__).with_name("results") / "training.txt"
 PAIRS = {"ddp": "torch-ddp", "torch-ddp-whole": "torch-ddp", "fsdp": "torch-fsdp", "megatron": "torch-tp"}

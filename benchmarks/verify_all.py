@@ -18,8 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the models are those of the tests
 
 from autopar.runtime.workers import WorkerPool
-from tests.models import MODELS
-from tests.table import MESHES, Case, cases, rows, verified
+from tests.support.models import MODELS
+from tests.support.table import MESHES, Case, cases, rows, verified
 
 LINE = "{:<8}{:<12}{:>8}{:>14}{:>10}"
 
@@ -30,7 +30,7 @@ def main() -> int:
     wanted = [row for row in rows() if row[0] in (options.model or MODELS) and row[1] in (options.mesh or MESHES)]
     print(LINE.format("model", "mesh", "plans", "max error", "seconds"), flush=True)
     begin, count, worst, failed = time.perf_counter(), 0, 0.0, 0
-    with WorkerPool(8, preload=["autopar.verification"]) as pool:
+    with WorkerPool(8, preload=["autopar.verify.verification"]) as pool:
         for model, sizes in wanted:
             equal, error, wrong = row(model, sizes, pool)
             count, worst, failed = count + equal, max(worst, error), failed + wrong

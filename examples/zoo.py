@@ -35,14 +35,14 @@ from zoo_models import MODELS, Built, make
 import autopar
 from autopar.cost_models import catalog
 from autopar.cost_models.compute import pricer
-from autopar.ir import Program, writes
-from autopar.mesh import Mesh
-from autopar.options import Options
-from autopar.plan import Plan
-from autopar.planner import plan_program, read_program
-from autopar.rules import fit
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program, writes
+from autopar.operators import fit
+from autopar.plan.options import Options
+from autopar.plan.plan import Plan
+from autopar.planning.planner import plan_program, read_program
 from autopar.runtime.workers import WorkerPool
-from autopar.verification import verify
+from autopar.verify.verification import verify
 
 STRATEGIES = ("auto", "fsdp", "megatron")
 SEEDS = range(5)
@@ -76,7 +76,7 @@ def main() -> int:
     on, rows = mesh(options.mesh), []
     warnings.filterwarnings("ignore", message="no sharding rule")  # the table says it
     with contextlib.ExitStack() as stack:
-        pool = None if options.plan_only else stack.enter_context(WorkerPool(on.size, preload=["autopar.verification"]))
+        pool = None if options.plan_only else stack.enter_context(WorkerPool(on.size, preload=["autopar.verify.verification"]))
         for name in options.only or MODELS:
             rows.append(row(name, on, pool))
             print(name, *rows[-1].cells.values(), sep="  ", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.models import BATCH, BLOCKS, LENGTHS, VOCABULARY, WORDS, bert, gpt2, images, llama, mask, opt, t5, vit, words
+from tests.support.models import BATCH, BLOCKS, LENGTHS, VOCABULARY, WORDS, bert, gpt2, images, llama, mask, opt, t5, vit, words
 
 Built = tuple[nn.Module, dict[str, Any]]
 LABELS = 8

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from autopar.rules.table import REGISTERED
+from autopar.operators.registry import REGISTERED
 from autopar.runtime.workers import WorkerPool
-from tests.golden import Golden
+from tests.support.golden import Golden
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,7 +22,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """Eight gloo workers; `pool.run(f"{__name__}:function", payload, ranks=4)` uses fewer."""
-    with WorkerPool(8, preload=["autopar.verification", "tests.models"]) as workers:
+    with WorkerPool(8, preload=["autopar.verify.verification", "tests.support.models"]) as workers:
         yield workers
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from autopar.capture.lower import lower
+from autopar.capture.meta_copy import skeleton
 from autopar.capture.signature import Signature, read_call
-from autopar.capture.skeleton import skeleton
 from autopar.capture.trace import trace
 from autopar.errors import CaptureError
-from autopar.ir import Program
-from autopar.sizes import Place
+from autopar.ir.dynamic_dims import Place
+from autopar.ir.program import Program
 
 __all__ = ["Captured", "Signature", "capture"]
 

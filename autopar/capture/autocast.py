@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.ir import aten
+from autopar.ir.program import aten
 
 LOWER = frozenset(
     "linear matmul mm bmm addmm addbmm baddbmm addmv mv addr chain_matmul multi_dot einsum prelu conv1d conv2d conv3d conv_tbc "

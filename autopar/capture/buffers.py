@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from autopar.capture import memory
-from autopar.capture.memory import Handle
-from autopar.ir import Argument, Op, Ref, Static, substitute
-from autopar.passes.builder import Builder
+from autopar.capture import functionalize
+from autopar.capture.functionalize import Handle
+from autopar.ir.builder import Builder
+from autopar.ir.program import Argument, Op, Ref, Static, substitute
 
 OWNER = "the buffer "  # of the storage of a buffer, before its name
 
@@ -27,7 +27,7 @@ def keep(builder: Builder, given: Iterable[Handle]) -> None:
     for handle in given:
         if not handle.storage.version or not handle.storage.owner.startswith(OWNER):
             continue
-        buffer, last = Ref(handle.storage.owner.removeprefix(OWNER)), memory.read(handle)
+        buffer, last = Ref(handle.storage.owner.removeprefix(OWNER)), functionalize.read(handle)
         module = buffer.name.rpartition(".")[0]
         (before,) = builder.emit("aten.clone.default", (buffer,), module=module)
         *ops, clone = builder.ops

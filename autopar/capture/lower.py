@@ -10,15 +10,15 @@ import torch
 from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
 
-from autopar.capture import autocast, buffers, memory, nodes
-from autopar.capture.memory import Handle, Storage, View
+from autopar.capture import autocast, buffers, functionalize, nodes
+from autopar.capture.functionalize import Handle, Storage, View
+from autopar.capture.meta_copy import Skeleton
 from autopar.capture.signature import Call
-from autopar.capture.skeleton import Skeleton
 from autopar.capture.trace import Traced, varying
 from autopar.errors import CaptureError
-from autopar.ir import Argument, Output, Parameter, Program, Ref, Value, aten, refs, substitute
-from autopar.passes.builder import Builder, Keywords
-from autopar.passes.infer import Kind
+from autopar.ir.builder import Builder, Keywords
+from autopar.ir.program import Argument, Output, Parameter, Program, Ref, Value, aten, refs, substitute
+from autopar.ir.shape_inference import Kind
 
 _COUNTER = "num_batches_tracked"  # counts where it stands, as batch_norm itself writes
 Held = Handle | tuple["Held", ...] | Argument
@@ -48,7 +48,7 @@ def lower(traced: Traced, skeleton: Skeleton, call: Call) -> Program:
     given = list(_given(traced, skeleton, call))
     results = lowering.run(exported.graph_module, given, Region())
     buffers.keep(builder, [held for held in given if isinstance(held, Handle)])
-    values = [memory.read(result) for result in results if isinstance(result, Handle)]
+    values = [functionalize.read(result) for result in results if isinstance(result, Handle)]
     program = builder.program(
         Output(value=ref.name, path=path) for ref, path in zip(values, traced.returned.paths, strict=True)
     )
@@ -257,7 +257,7 @@ class Lowering:
         if place.storage.owner and not buffer:
             fix = "compute a new tensor instead of writing in place"
             raise CaptureError(f"{node.target} changes {place.storage.owner}", at=nodes.source(node), fix=fix)
-        old = self.builder.values[memory.read(place).name]
+        old = self.builder.values[functionalize.read(place).name]
         if not region.grad and old.requires_grad:
             fix = "write it outside of no_grad, or on a detached copy"
             raise CaptureError(
@@ -274,7 +274,7 @@ class Lowering:
                 f"{node.target} writes what has a gradient into {place.storage.owner}", at=nodes.source(node), fix=fix
             )
         try:
-            memory.write(place, new, emit, lambda ref: self.builder.values[ref.name])
+            functionalize.write(place, new, emit, lambda ref: self.builder.values[ref.name])
         except LookupError as view:
             fix = "write into the whole tensor, or build it with torch.where, cat or stack"
             raise CaptureError(f"{node.target} writes through a view by {view}", at=nodes.source(node), fix=fix) from None
@@ -347,7 +347,7 @@ def _leaf(argument: object, env: dict[fx.Node, Held], node: fx.Node) -> Held:
 
 def _now(held: Held) -> Argument:
     if isinstance(held, Handle):
-        return memory.read(held)
+        return functionalize.read(held)
     return tuple(map(_now, held)) if isinstance(held, tuple) else held
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from autopar.capture import blame
+from autopar.capture import source_location
 from autopar.capture.trace import varying
 from autopar.errors import CaptureError
-from autopar.ir import BATCH_NORM, overload
-from autopar.passes.infer import Kind
+from autopar.ir.program import BATCH_NORM, overload
+from autopar.ir.shape_inference import Kind
 
 _FORMS = {"aten.bernoulli_.float": "aten.bernoulli.p", "aten.normal_.default": "aten.normal_functional.default"}
 
@@ -94,4 +94,4 @@ def module(node: fx.Node) -> str:
 
 def source(node: fx.Node) -> str:
     """The line of the user's model that made the node."""
-    return blame.from_text(node.meta.get("stack_trace") or "")
+    return source_location.from_text(node.meta.get("stack_trace") or "")

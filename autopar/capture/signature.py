@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError, InputError
-from autopar.ir import Static
-from autopar.sizes import Place, Shape, Size, numbers
+from autopar.ir.dynamic_dims import Place, Shape, Size, numbers
+from autopar.ir.program import Static
 
 _STATIC = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 

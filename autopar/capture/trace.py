@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autopar.capture import blame
+from autopar.capture import source_location
 from autopar.capture.signature import Call, Returned, read_result
-from autopar.capture.watch import watched
+from autopar.capture.trace_guards import watched
 from autopar.errors import AutoparError, CaptureError
 
 _BRANCH = "express the choice with torch.where, or decide it outside of forward"
@@ -73,11 +73,11 @@ def trace(module: nn.Module, call: Call) -> Traced:
 
 def explained(error: Exception, model: str) -> AutoparError:
     """The CaptureError for what torch.export raised; our own errors inside it come out as they are."""
-    ours = next((link for link in blame.chain(error) if isinstance(link, AutoparError)), None)
+    ours = next((link for link in source_location.chain(error) if isinstance(link, AutoparError)), None)
     if ours is not None:
         return ours
-    at = blame.from_error(error)
-    kinds = {type(link).__name__ for link in blame.chain(error)}
+    at = source_location.from_error(error)
+    kinds = {type(link).__name__ for link in source_location.chain(error)}
     said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     for part, (what, fix) in _SAID.items():
         if part in said:
@@ -86,7 +86,7 @@ def explained(error: Exception, model: str) -> AutoparError:
         return CaptureError(f"a shape in {model} depends on the values of a tensor", at=at, fix=_SIZE)
     if kinds & {"GuardOnDataDependentSymNode", "DataDependentOutputException"} or "data-dependent" in str(error).lower():
         return CaptureError(f"the control flow of {model} depends on the values of a tensor", at=at, fix=_BRANCH)
-    if unknown := next((found for link in blame.chain(error) if (found := _NO_FAKE.search(str(link)))), None):
+    if unknown := next((found for link in source_location.chain(error) if (found := _NO_FAKE.search(str(link)))), None):
         name = next(filter(None, unknown.groups()))
         return CaptureError(f"{name} has no fake implementation: what it returns is not known before it runs", at=at, fix=_FAKE)
     fix = (

@@ -17,20 +17,23 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import fx, nn
 
+from autopar.analysis.recomputability import aliases, draws, lies, may_copy
+from autopar.analysis.weights import copies, summed
 from autopar.codegen.source import CodeGraph
-from autopar.conversion import SUMS, Conversion, arrival
-from autopar.decisions import Again, Decisions
-from autopar.departures import Departures
-from autopar.ir import Argument, Op, Output, Program, Ref, Value, overload
-from autopar.layout import I, Layout, digits, local_shape
-from autopar.passes.again import aliases, draws, lies, may_copy
-from autopar.passes.bundles import Bundle
-from autopar.passes.candidates import Candidate, distributed, parts_of
-from autopar.passes.weights import copies, summed
-from autopar.rules import Fitted, localise, scale
-from autopar.runtime import accumulate, again, bundle, collectives, random, storage
-from autopar.runtime.forms import FORMS
+from autopar.ir.conversion import SUMS, Conversion, arrival
+from autopar.ir.layout import I, Layout, digits, local_shape
+from autopar.ir.program import Argument, Op, Output, Program, Ref, Value, overload
+from autopar.memory.prefetch import Departures
+from autopar.operators import Fitted, localise, scale
+from autopar.runtime import bucketed_collectives as bundle
+from autopar.runtime import collectives, random, storage
+from autopar.runtime import gradient_accumulation as accumulate
+from autopar.runtime.parallel_ops import FORMS
+from autopar.runtime.rematerialize import manager as again
 from autopar.runtime.world import Context
+from autopar.search_space.assignment import Again, Decisions
+from autopar.search_space.buckets import Bundle
+from autopar.search_space.candidates import Candidate, distributed, parts_of
 
 Target = str | Callable[..., object]
 

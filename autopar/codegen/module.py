@@ -20,16 +20,16 @@ from autopar.capture import Signature
 from autopar.codegen.emit import identifier
 from autopar.codegen.steps import Steps
 from autopar.errors import InputError
-from autopar.ir import Program
-from autopar.layout import Layout
-from autopar.plan import Plan
-from autopar.runtime.accumulate import Sums
-from autopar.runtime.again import Anew
-from autopar.runtime.agreement import check_alike
+from autopar.ir.dynamic_dims import Size
+from autopar.ir.layout import Layout
+from autopar.ir.program import Program
+from autopar.plan.plan import Plan
+from autopar.runtime.gradient_accumulation import Sums
 from autopar.runtime.random import Draws
+from autopar.runtime.rank_consistency import check_alike
+from autopar.runtime.rematerialize.manager import Anew
 from autopar.runtime.storage import wrap
 from autopar.runtime.world import Context
-from autopar.sizes import Size
 
 HELD = ("_modules", "_parameters", "_buffers")  # what torch keeps of a module apart from its attributes
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from autopar.ir import Loop
-from autopar.layout import P, State, shard
+from autopar.ir.layout import P, State, shard
+from autopar.ir.program import Loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 
 from autopar.cost_models.links import LINKS
-from autopar.cost_models.measured import load
+from autopar.cost_models.profile_file import load
 from autopar.errors import MeshError
-from autopar.mesh import Bytes, Device, Seconds
+from autopar.ir.mesh import Bytes, Device, Seconds
 
 GIB = 2**30
 TERA = 1e12
@@ -132,7 +132,7 @@ def device(name: str | Device | None = None, processes: int = 1) -> Device:
         raise MeshError(
             f"no device is called {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""),
             devices=", ".join((*DEVICES, "cpu")),
-            fix="give one of these names, a profile.json of python -m autopar.profile, or an autopar.mesh.Device of your own",
+            fix="give one of these names, a profile.json of python -m autopar.profile, or an autopar.Device of your own",
         )
     return DEVICES[key]
 
@@ -162,7 +162,7 @@ def recognise(name: str, memory: Bytes) -> Device:
         f"this machine's device {name!r} is not in the catalog",
         memory=f"{memory / GIB:.1f} GiB",
         devices=", ".join(DEVICES),
-        fix='name the nearest one, device="...", or give an autopar.mesh.Device with your own numbers',
+        fix='name the nearest one, device="...", or give an autopar.Device with your own numbers',
     )
 
 

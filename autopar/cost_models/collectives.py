@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.mesh import Link
+from autopar.ir.mesh import Link
 
 Number = TypeVar("Number", float, NDArray[np.float64])
 

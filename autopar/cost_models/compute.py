@@ -24,11 +24,11 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from autopar.cost_models.saved import ATTENTION, DROPOUT, NOTHING, Saved, saved
-from autopar.ir import Op, Value, aten, filled, overload
-from autopar.mesh import Device, Seconds
-from autopar.rules import view_of
-from autopar.rules.call import Call
+from autopar.analysis.saved_tensors import ATTENTION, DROPOUT, NOTHING, Saved, saved
+from autopar.ir.mesh import Device, Seconds
+from autopar.ir.program import Op, Value, aten, filled, overload
+from autopar.operators import view_of
+from autopar.operators.call import Call
 
 Shape = tuple[int, ...]
 Shapes = Sequence[Shape]

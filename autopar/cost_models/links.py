@@ -11,7 +11,7 @@ import dataclasses
 import math
 
 from autopar.errors import MeshError
-from autopar.mesh import Device, Link, Mesh, Seconds
+from autopar.ir.mesh import Device, Link, Mesh, Seconds
 
 NVLINK: Seconds = 3.4e-6
 PCIE: Seconds = 5.7e-6

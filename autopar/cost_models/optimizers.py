@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.errors import InputError
-from autopar.mesh import Bytes, Device, Seconds
+from autopar.ir.mesh import Bytes, Device, Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,10 @@
 `python -m autopar.explain --help`.
 """
 
+from autopar.explain.cli_arguments import parse_mesh
 from autopar.explain.command import main
 from autopar.explain.difference import Difference, difference
 from autopar.explain.explanation import Explanation, explain
 from autopar.explain.report import report
-from autopar.explain.target import parse_mesh
 
 __all__ = ["Difference", "Explanation", "difference", "explain", "main", "parse_mesh", "report"]

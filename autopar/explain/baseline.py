@@ -16,8 +16,8 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.explain.summary import Summary
-from autopar.options import Options
-from autopar.plan import Plan
+from autopar.plan.options import Options
+from autopar.plan.plan import Plan
 
 FORMAT = 1
 ANEW = "delete it and write it anew: --update with its TARGET, or pytest --update-plan-costs"

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from autopar.errors import AutoparError
 from autopar.explain.baseline import Baseline, files, found_from, holds_plan, read, seen_from, write
+from autopar.explain.cli_arguments import UsageError, built
 from autopar.explain.difference import Difference, Total
 from autopar.explain.summary import Summary
-from autopar.explain.target import UsageError, built
-from autopar.ir import Program
-from autopar.mesh import Mesh
-from autopar.plan import Plan
-from autopar.planner import located, plan_program, read_program
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.plan.plan import Plan
+from autopar.planning.planner import located, plan_program, read_program
 
 TOLERANCE = 0.01
 OK, BETTER, WORSE, FAILED = "ok", "better", "WORSE", "FAILED"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from autopar.codegen import emit
-from autopar.plan import resolve
-from autopar.planner import Planned
+from autopar.plan.plan import resolve
+from autopar.planning.planner import Planned
 from autopar.runtime.world import Axis, Context
 
 

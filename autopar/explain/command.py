@@ -21,17 +21,17 @@ from rich.console import Console
 
 from autopar.errors import AutoparError
 from autopar.explain import check
-from autopar.explain.answer import Answer, of_difference, of_model, of_plan
+from autopar.explain.cli_arguments import HOW, UsageError, built, parse_constraint, parse_dynamic, parse_mesh
 from autopar.explain.difference import difference
 from autopar.explain.explanation import Explanation
+from autopar.explain.output import Answer, of_difference, of_model, of_plan
 from autopar.explain.progress import progress
-from autopar.explain.target import HOW, UsageError, built, parse_constraint, parse_dynamic, parse_mesh
-from autopar.options import Options
 from autopar.passes.precision import PRECISIONS
-from autopar.passes.strategies import STRATEGIES
-from autopar.plan import Plan
-from autopar.planner import Planned, make_plan
-from autopar.tables import plain
+from autopar.plan.options import Options
+from autopar.plan.plan import Plan
+from autopar.plan.text import plain
+from autopar.planning.planner import Planned, make_plan
+from autopar.search_space.strategies import STRATEGIES
 
 OPTIONS = ("device", "budget", "strategy", "optimizer", "precision", "reduce", "microbatches")
 PLANNING = ("mesh", *OPTIONS, "constraint", "dynamic")  # options that make another plan

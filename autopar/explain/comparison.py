@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError, BudgetError
 from autopar.explain.report import Part, grid
-from autopar.optimum import solved
-from autopar.options import Options
-from autopar.passes.strategies import STRATEGIES
-from autopar.plan import Plan
-from autopar.planner import Planned, finish
-from autopar.solver.search import SolverError
-from autopar.tables import size_text
+from autopar.plan.options import Options
+from autopar.plan.plan import Plan
+from autopar.plan.text import size_text
+from autopar.planning.optimize import solved
+from autopar.planning.planner import Planned, finish
+from autopar.search_space.strategies import STRATEGIES
+from autopar.solver.highs import SolverError
 
 AUTO = STRATEGIES[0]
 PATIENCE = 5.0  # seconds: enough for all but the largest models

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.explain.summary import Sent, Summary
-from autopar.plan import Plan
-from autopar.tables import folded, size_text, wild
+from autopar.plan.plan import Plan
+from autopar.plan.text import folded, size_text, wild
 
 ROWS = 6  # of one list
 TIMES = 10.0  # what grew by more is told as a multiple

@@ -14,10 +14,10 @@ from autopar.explain.comparison import Compared, compare, comparison
 from autopar.explain.report import Part, report
 from autopar.explain.why import Why, why
 from autopar.explain.whynot import WhyNot, why_not
-from autopar.options import Options
-from autopar.plan import Plan
-from autopar.planner import Planned, make_plan
-from autopar.tables import plain
+from autopar.plan.options import Options
+from autopar.plan.plan import Plan
+from autopar.plan.text import plain
+from autopar.planning.planner import Planned, make_plan
 
 
 @dataclass(frozen=True, kw_only=True)

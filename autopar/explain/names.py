@@ -6,11 +6,11 @@ import difflib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
+from autopar.analysis.analysis import Analysis
 from autopar.errors import InputError
-from autopar.ir import Op
-from autopar.passes.strategies import targets
-from autopar.solver.account import told
-from autopar.solver.analysis import Analysis
+from autopar.formulation.cost_breakdown import told
+from autopar.ir.program import Op
+from autopar.search_space.strategies import targets
 
 
 def choices_of(analysis: Analysis, glob: str) -> list[str]:

@@ -15,7 +15,7 @@ from autopar.errors import AutoparError
 from autopar.explain.baseline import Baseline, BaselineError, read, write
 from autopar.explain.check import BETTER, TOLERANCE, WORSE, Outcome
 from autopar.explain.summary import Summary
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
 
 UPDATE = "pytest --update-plan-costs"
 

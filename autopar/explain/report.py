@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 
 from rich.table import Table
 
-from autopar.evidence import BUDGET, DEVICE, INPUT, OPTIMIZER, OUTPUT, WHOLE, Figure
-from autopar.explain.words import COLLECTIVE, figure, held, milliseconds, proof, runs, stored, together, use
-from autopar.mesh import Seconds
-from autopar.plan import RUN, Collective, Plan
-from autopar.rules.roles import kind_of
-from autopar.tables import folded, paddings, size_text, wild
+from autopar.explain.phrases import COLLECTIVE, figure, held, milliseconds, proof, runs, stored, together, use
+from autopar.ir.mesh import Seconds
+from autopar.operators.dim_labels import kind_of
+from autopar.plan.evidence import BUDGET, DEVICE, INPUT, OPTIMIZER, OUTPUT, WHOLE, Figure
+from autopar.plan.plan import RUN, Collective, Plan
+from autopar.plan.text import folded, paddings, size_text, wild
 
 Part = str | Table
 Lines = tuple[tuple[str, str], ...]  # (an op or parameters, what is done)

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopar.mesh import Bytes, Seconds
-from autopar.plan import OUTPUT, Collective, Plan
-from autopar.tables import folded, wild
+from autopar.ir.mesh import Bytes, Seconds
+from autopar.plan.plan import OUTPUT, Collective, Plan
+from autopar.plan.text import folded, wild
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,17 +13,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.explain.names import choices_of
+from autopar.explain.phrases import runs, stored
 from autopar.explain.report import Part, grid
-from autopar.explain.words import runs, stored
-from autopar.layout import text
-from autopar.mesh import Bytes, Seconds
-from autopar.optimum import Solved
-from autopar.passes.candidates import Candidate
-from autopar.rules.roles import Sample, kind_of
-from autopar.solver.account import stored_words, words
+from autopar.formulation.cost_breakdown import stored_words, words
+from autopar.ir.layout import text
+from autopar.ir.mesh import Bytes, Seconds
+from autopar.operators.dim_labels import Sample, kind_of
+from autopar.plan.text import folded, size_text
+from autopar.planning.optimize import Solved
+from autopar.search_space.candidates import Candidate
 from autopar.solver.problem import Solution, Toll, gone, paid, route_price
 from autopar.solver.routes import tree
-from autopar.tables import folded, size_text
 
 MOST = 8  # candidates that are shown, and classes if a name means many
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError, ConstraintError
 from autopar.explain.difference import difference
+from autopar.explain.phrases import milliseconds
 from autopar.explain.report import Part
-from autopar.explain.words import milliseconds
-from autopar.options import Options
-from autopar.passes.strategies import Demands, constrained
-from autopar.plan import Plan
-from autopar.planner import Planned, plan_program
-from autopar.solver.formulate import decisions
+from autopar.formulation.formulate import decisions
+from autopar.plan.options import Options
+from autopar.plan.plan import Plan
+from autopar.planning.planner import Planned, plan_program
+from autopar.search_space.strategies import Demands, constrained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,13 +19,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from autopar.analysis.block_counts import block_counts
 from autopar.errors import ConstraintError
-from autopar.ir import BATCH_NORM, Argument, Loop, Op, Output, Program, Ref, Static, Value, elements, substitute, writes
-from autopar.layout import I, P, R, State, local_shape, split
-from autopar.passes.builder import Builder, kinds
-from autopar.passes.candidates import INVARIANT, Candidate, asked, candidate, candidates, parts_of
-from autopar.passes.dead import dead
-from autopar.rules import Fitted, fit, localise, scale
+from autopar.ir.builder import Builder, kinds
+from autopar.ir.layout import I, P, R, State, local_shape, split
+from autopar.ir.program import BATCH_NORM, Argument, Loop, Op, Output, Program, Ref, Static, Value, elements, substitute, writes
+from autopar.operators import Fitted, fit, localise, scale
+from autopar.passes.dead_code_elimination import dead
+from autopar.search_space.candidates import INVARIANT, Candidate, candidate, candidates, parts_of
 
 AHEAD = 1000.0  # what an element that is computed ahead takes, in conversions that a run does itself: nothing else helps
 
@@ -65,7 +66,7 @@ class _Cutter:
     def __init__(self, program: Program, runs: int) -> None:
         self.program, self.runs, self.sizes = program, runs, (runs,)
         self.fits = {op.name: _undistributed(fit(op, program.values)) for op in program.ops}
-        self.blocks = asked(program, self.fits)
+        self.blocks = block_counts(program, self.fits)
         self.reads = [name for op in program.ops for name in op.operands]
         self.states = dict.fromkeys(program.values, I)
         self.refs = {(name, I): Ref(name) for name in program.values if name not in program.producer}

@@ -22,13 +22,13 @@ from dataclasses import replace
 
 import torch
 
+from autopar.analysis.padding_groups import Place, Strand, Walk
 from autopar.errors import LayoutError
-from autopar.ir import Argument, Op, Program, Ref, aten
-from autopar.layout import chunk
-from autopar.passes.builder import Keywords, Rewriter
-from autopar.passes.infer import Kind
-from autopar.passes.strands import Place, Strand, Walk
-from autopar.rules import fit, localise
+from autopar.ir.builder import Keywords, Rewriter
+from autopar.ir.layout import chunk
+from autopar.ir.program import Argument, Op, Program, Ref, aten
+from autopar.ir.shape_inference import Kind
+from autopar.operators import fit, localise
 
 Shape = tuple[int, ...]
 Rooms = Mapping[str, Shape]  # the shapes of padded values: of every strand one, and every parameter of which it is a whole dim

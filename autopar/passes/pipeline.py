@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopar.ir import Program
-from autopar.passes.causal import causal
-from autopar.passes.dead import dead
-from autopar.passes.means import means
+from autopar.ir.program import Program
+from autopar.passes.causal_masks import causal
+from autopar.passes.dead_code_elimination import dead
+from autopar.passes.mean_losses import means
 from autopar.passes.simplify import simplify
 
 PASSES: tuple[Callable[[Program], Program], ...] = (simplify, causal, means, dead)

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import torch
 
+from autopar.analysis.weights import CAST
 from autopar.capture import autocast
 from autopar.errors import ConstraintError
-from autopar.ir import Argument, Op, Program, Ref, Static, Value, aten, refs, substitute, writes
-from autopar.passes.builder import Keywords, Rewriter, kinds
-from autopar.passes.weights import CAST
+from autopar.ir.builder import Keywords, Rewriter, kinds
+from autopar.ir.program import Argument, Op, Program, Ref, Static, Value, aten, refs, substitute, writes
 
 MIXED = "bf16-mixed"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -77,7 +77,7 @@ def mixed(program: Program, reduce: torch.dtype | None = None) -> Program:
     of rotary positions, is computed as it was. Outputs have the dtypes that they had.
 
     A parameter is cast once, before it is gathered; its gradient comes back through the cast and is stored in float32. Over
-    devices gradients are added up in float32 too, unless `reduce` names another dtype (`autopar.passes.weights.summed`).
+    devices gradients are added up in float32 too, unless `reduce` names another dtype (`autopar.analysis.weights.summed`).
 
     Raises ConstraintError if a parameter is floating and not float32.
     """

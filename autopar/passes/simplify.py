@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from autopar.ir import Argument, Op, Program, Ref, Value, aten, writes
-from autopar.passes.arguments import bound
-from autopar.passes.builder import Rewriter, kinds
+from autopar.ir.builder import Rewriter, kinds
+from autopar.ir.program import Argument, Op, Program, Ref, Value, aten, writes
+from autopar.ir.schema import bound
 
 _NOTHING = frozenset("contiguous clone lift_fresh lift_fresh_copy alias detach".split())
 _CASTS = frozenset("to _to_copy type_as".split())

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from autopar.layout import take
+from autopar.ir.layout import take
 
 Run = tuple[int, int, int]  # start in the whole, length, start in the part
 # torch's own methods are not annotated

@@ -1,4 +1,4 @@
-"""Conversions as functions that emitted code calls: one per (value, gradient) pair of `autopar.conversion.CONVERSIONS`.
+"""Conversions as functions that emitted code calls: one per (value, gradient) pair of `autopar.ir.conversion.CONVERSIONS`.
 
 A function is named after what happens to the value and then to its gradient:
 
@@ -18,9 +18,9 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed  # registers the operators of `_c10d_functional`
 
-from autopar.conversion import CONVERSIONS, Conversion
 from autopar.errors import LayoutError
-from autopar.layout import take
+from autopar.ir.conversion import CONVERSIONS, Conversion
+from autopar.ir.layout import take
 from autopar.runtime.world import Axis
 
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.errors import InputError
-from autopar.layout import I, Layout, shard
+from autopar.ir.layout import I, Layout, shard
 from autopar.runtime.random import agreed_seed, drawing
 from autopar.runtime.storage import layout_of, plain, store, stored_like, typed, whole, wrap
 from autopar.runtime.world import Context

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # the only placement for nested and blocked splits
 
 from autopar.errors import LayoutError
-from autopar.layout import I, Layout, blocks, chunk, each_split, shard, split, storable, take
+from autopar.ir.layout import I, Layout, blocks, chunk, each_split, shard, split, storable, take
 from autopar.runtime import checkpoint
 from autopar.runtime.collectives import PRIMITIVES, Place
 from autopar.runtime.world import Axis, Context

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import MeshError
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

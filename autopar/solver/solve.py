@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solver.model import HEAVY, MICROSECONDS, Model
+from autopar.solver.highs import INTEGRAL, Found, Search
+from autopar.solver.integer_program import HEAVY, MICROSECONDS, Model
 from autopar.solver.problem import Again, Problem, Row, Solution, homes, price, row_bytes
+from autopar.solver.reduced_cost_fixing import whole, window
 from autopar.solver.routes import SAME, together, tree
-from autopar.solver.search import INTEGRAL, Found, Search
-from autopar.solver.window import whole, window
 
 PROVEN = 1e-3  # the relative gap at which branching stops
 FEW = 0.2  # the share of choices up to which those that the relaxation left open are settled by themselves first

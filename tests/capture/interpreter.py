@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autopar.capture import Captured, capture
-from autopar.ir import Argument, Program, Ref, overload
+from autopar.ir.program import Argument, Program, Ref, overload
 from autopar.passes import normalise
 
 

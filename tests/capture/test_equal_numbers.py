@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
-from autopar.ir import Program
+from autopar.ir.program import Program
 from autopar.passes import normalise
-from autopar.passes.promote import promote
-from autopar.passes.without_dropout import without_dropout
+from autopar.passes.no_dropout import without_dropout
+from autopar.passes.to_float64 import promote
 from tests.capture import interpreter
 from tests.capture.models import MODELS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.capture import capture
 from autopar.passes import normalise
 from tests.capture.models import gpt2
-from tests.golden import Golden
+from tests.support.golden import Golden
 
 
 def test_the_program_of_gpt2_is_the_golden_one(golden: Golden) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from autopar.analysis.saved_tensors import Saved, saved
 from autopar.cost_models.compute import Pricer, pricer
-from autopar.cost_models.saved import Saved, saved
-from autopar.ir import Argument, Op, Ref, Value, filled, overload
-from autopar.mesh import Device
+from autopar.ir.mesh import Device
+from autopar.ir.program import Argument, Op, Ref, Value, filled, overload
 
 Shape = tuple[int, ...]
 

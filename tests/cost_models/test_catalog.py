@@ -9,7 +9,7 @@ import pytest
 from autopar.cost_models.catalog import DEVICES, DTYPES, GIB, LAUNCH_SOURCE, cpu, device, recognise
 from autopar.cost_models.links import LINKS
 from autopar.errors import MeshError
-from autopar.mesh import Device
+from autopar.ir.mesh import Device
 
 NAMES = ("v100-32gb", "a100-40gb", "a100-80gb", "h100", "h200", "l4", "rtx3090", "rtx3080-10gb", "rtx2060-6gb")
 

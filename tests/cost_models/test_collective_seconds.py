@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.conversion import COLLECTIVES
 from autopar.cost_models.collectives import messages, seconds
 from autopar.cost_models.links import LINKS
-from autopar.mesh import Link
+from autopar.ir.conversion import COLLECTIVES
+from autopar.ir.mesh import Link
 
 LINK = LINKS["nvlink4"]
 

@@ -9,7 +9,7 @@ import torch
 
 from autopar.cost_models.catalog import DEVICES
 from autopar.cost_models.compute import Work, peak, pricer, seconds
-from autopar.ir import Op, Value
+from autopar.ir.program import Op, Value
 from tests.cost_models.cost_ops import Built, index, op, x
 
 H100 = DEVICES["h100"]

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.analysis.saved_tensors import saved
 from autopar.cost_models import catalog
 from autopar.cost_models.compute import pricer
-from autopar.cost_models.saved import saved
-from autopar.ir import Op, Value
-from autopar.layout import local_shape
-from autopar.rules import fit
-from autopar.rules.law import trials
-from tests.rules.drawing import differentiable
-from tests.rules.examples import EXAMPLES
+from autopar.ir.layout import local_shape
+from autopar.ir.program import Op, Value
+from autopar.operators import fit
+from autopar.operators.checking.execution_check import trials
+from tests.operators.drawing import differentiable
+from tests.operators.examples import EXAMPLES
 
 
 def trained(target: str) -> Iterator[tuple[Op, dict[str, Value]]]:

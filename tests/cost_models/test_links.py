@@ -9,7 +9,7 @@ import pytest
 from autopar.cost_models.catalog import DEVICES, cpu
 from autopar.cost_models.links import LINKS, connect
 from autopar.errors import MeshError
-from autopar.mesh import Device, Link, Mesh
+from autopar.ir.mesh import Device, Link, Mesh
 
 H100 = DEVICES["h100"]
 

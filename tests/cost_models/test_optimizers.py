@@ -10,7 +10,7 @@ import torch
 from autopar.cost_models.catalog import DEVICES
 from autopar.cost_models.optimizers import OPTIMIZERS, Optimizer, optimizer, step_seconds
 from autopar.errors import InputError
-from autopar.live import Live
+from autopar.runtime.memory_tracker import Live
 
 TORCH: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

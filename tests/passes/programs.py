@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
-from autopar.ir import Program
+from autopar.ir.program import Program
 
 
 class Calls(nn.Module):

@@ -10,16 +10,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.errors import ConstraintError
-from autopar.ir import Program
-from autopar.layout import I, P, shard, split
+from autopar.ir.layout import I, P, shard, split
+from autopar.ir.program import Program
 from autopar.passes import normalise
 from autopar.passes.microbatches import counts, microbatches
-from autopar.passes.promote import promote
-from autopar.passes.without_dropout import without_dropout
-from autopar.planner import read_program
-from tests import models
+from autopar.passes.no_dropout import without_dropout
+from autopar.passes.to_float64 import promote
+from autopar.planning.planner import read_program
 from tests.capture import interpreter
 from tests.passes.programs import program, targets
+from tests.support import models
 
 torch.manual_seed(0)
 X, W, V = torch.randn(8, 6).double(), torch.randn(5, 6).double(), torch.rand(5).double()

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.build import tensors_of
 from autopar.errors import LayoutError
+from autopar.parallelize import tensors_of
 from autopar.passes.padding import padded, rooms
-from autopar.planner import read_program
-from autopar.verification import _results, sequential
+from autopar.planning.planner import read_program
+from autopar.verify.verification import _results, sequential
 
 WORDS, WIDTH, HIDDEN = 101, 8, 30
 

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.ir import Op, Program
+from autopar.analysis.weights import copies, summed, weights
+from autopar.ir.program import Op, Program
 from autopar.passes import normalise
 from autopar.passes.precision import mixed, received
-from autopar.passes.weights import copies, summed, weights
-from autopar.planner import read_program
-from tests import models
+from autopar.planning.planner import read_program
 from tests.capture import interpreter
 from tests.passes.programs import program
+from tests.support import models
 
 
 def dtypes(found: Program) -> dict[str, torch.dtype]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from autopar.conversion import Conversion
 from autopar.errors import LayoutError
-from autopar.layout import I, Layout, P, R, State, digits, join, shard, split, valid
-from autopar.mesh import Mesh
+from autopar.ir.conversion import Conversion
+from autopar.ir.layout import I, Layout, P, R, State, digits, join, shard, split, valid
+from autopar.ir.mesh import Mesh
 from autopar.runtime.collectives import all_gather__slice, all_to_all__all_to_all, call
 from autopar.runtime.recorder import Issued, recorded
 from autopar.runtime.workers import WorkerPool

@@ -8,13 +8,13 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from autopar.layout import I, Layout, shard, split
-from autopar.mesh import Mesh
+from autopar.ir.layout import I, Layout, shard, split
+from autopar.ir.mesh import Mesh
 from autopar.runtime import collectives
-from autopar.runtime.again import Anew
-from autopar.runtime.bundle import begin, finish
+from autopar.runtime.bucketed_collectives import begin, finish
 from autopar.runtime.random import Draws, seeded
 from autopar.runtime.recorder import Issued, recorded
+from autopar.runtime.rematerialize.manager import Anew
 from autopar.runtime.storage import local, store, whole
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import Context, connect

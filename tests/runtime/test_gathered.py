@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.runtime.again import Anew, call
+from autopar.runtime.rematerialize.manager import Anew, call
 
 
 class Counted:

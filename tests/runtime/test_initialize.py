@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from autopar.errors import InputError
-from autopar.layout import I, Layout, split
-from autopar.mesh import Mesh
+from autopar.ir.layout import I, Layout, split
+from autopar.ir.mesh import Mesh
 from autopar.runtime.initialize import initialize, initialized
 from autopar.runtime.random import drawing
 from autopar.runtime.storage import storable, store, whole

@@ -6,7 +6,7 @@ import itertools
 import torch
 from torch.nn import functional as F
 
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.runtime.random import Draws, agreed_seed, drawing, rate, seeded
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import Axis, connect

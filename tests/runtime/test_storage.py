@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.errors import LayoutError
-from autopar.layout import I, Layout, P, shard, split
-from autopar.mesh import Mesh
+from autopar.ir.layout import I, Layout, P, shard, split
+from autopar.ir.mesh import Mesh
 from autopar.runtime.storage import layout_of, local, placements, storable, store, whole
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import Context, connect

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import MeshError
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.runtime.workers import WorkerError, WorkerPool
 from autopar.runtime.world import connect
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pulp
 import pytest
 
-from autopar.solver.model import MICROSECONDS, Model
+from autopar.solver.integer_program import MICROSECONDS, Model
 from autopar.solver.problem import Solution, price
 from autopar.solver.routes import together
 from autopar.solver.solve import solve

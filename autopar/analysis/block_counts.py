@@ -1,0 +1,62 @@
+"""Block counts: into how many equal blocks a dim may be cut before it is split, so that a fused projection splits head by head.
+
+    c_attn  (768, 2304) -> split in 3 -> (768, 768) x 3          dim 1 of c_attn: 1 block, or 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.ir.program import Op, Program
+from autopar.operators import Fitted
+
+Blocks = tuple[tuple[int, ...], ...]  # per dim: into how many blocks it may be cut before it is split (always 1, and more)
+
+
+def block_counts(program: Program, fits: Mapping[str, Fitted | None]) -> dict[str, Blocks]:
+    """The block counts of every dim of every value: 1, and those for which a split, chunk or merge of dims asks, spread along
+    the factors to all values that they touch."""
+    known: dict[str, list[set[int]]] = {name: [{1} for _ in value.shape] for name, value in program.values.items()}
+    for op in program.ops:
+        fitted = fits[op.name]
+        for side, position, dim, factor in fitted.asks if fitted else ():
+            name = op.operands[position] if side == "operand" else op.results[position].name
+            dims = (fitted.operands if side == "operand" else fitted.results)[position]  # type: ignore[union-attr]
+            known[name][dim].add(left_blocks(fitted, dims[dim], factor))  # type: ignore[arg-type]
+    changed = True
+    while changed:
+        changed = sum(_spread(op, fits[op.name], known) for op in (*program.ops, *reversed(program.ops))) > 0
+    return {name: tuple(tuple(sorted(k)) for k in dims) for name, dims in known.items()}
+
+
+def _spread(op: Op, fitted: Fitted | None, known: dict[str, list[set[int]]]) -> bool:
+    """Carry block counts from the dims that have a factor to the others that have it."""
+    if fitted is None:
+        return False
+    names = (*op.operands, *(r.name for r in op.results))
+    places: dict[int, list[tuple[set[int], int]]] = {}
+    for name, dims in zip(names, (*fitted.operands, *fitted.results), strict=True):
+        for dim, parts in enumerate(dims):
+            for f in parts:
+                if not fitted.factors[f].whole:
+                    places.setdefault(f, []).append((known[name][dim], left_blocks(fitted, parts, f)))
+    changed = False
+    for f, spots in places.items():
+        size = fitted.factors[f].size
+        counts = {
+            k // left for have, left in spots for k in have if k % left == 0 and size % (k // left) == 0 and k // left < size
+        }
+        for have, left in spots:
+            fresh = {count * left for count in counts if count > 1 or left == 1} - have
+            if fresh:
+                have |= fresh
+                changed = True
+    return changed
+
+
+def left_blocks(fitted: Fitted, parts: tuple[int, ...], factor: int) -> int:
+    """Into how many blocks the factors left of this one cut their dim."""
+    left = 1
+    for other in parts[: parts.index(factor)]:
+        left *= fitted.factors[other].size
+    return left

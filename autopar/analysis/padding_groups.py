@@ -1,0 +1,166 @@
+"""Strands: dims of a program's values that are tied together by the rules of its operators, and may be padded together.
+
+    wte [n, 8], logits [4, 6, n]                     a vocabulary of n words
+    wq [(n 8), 16], q [4, 6, (n 8)], h [4, 6, n, 8]  n heads of width 8
+
+A strand begins at parameters, whose padding is zero, and ends where nothing sees the padding (`contents`): in sums over it, at
+a loss, or at an output. An operator that has it along two factors, or in a part of one that it shares with others, breaks it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.analysis.padding_values import ZERO, Content, content, numbered, scores
+from autopar.ir.program import Op, Program
+from autopar.operators import Fitted, fit
+
+Dims = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the padded elements of a value stand: its dim is `(left n right)`."""
+
+    dim: int
+    left: int = 1
+    right: int = 1
+
+    @property
+    def all(self) -> bool:
+        """Whether they are all of the dim."""
+        return self.left == self.right == 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strand:
+    """So many elements in each of these values; the linear layers of `masked` make scores of them."""
+
+    size: int
+    places: Mapping[str, Place]
+    masked: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """The same in an op: its factor is `(left n right)`."""
+
+    factor: int
+    left: int
+    right: int
+
+
+class Walk:
+    """Finds strands along the rules of a program's ops."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.place = {op.name: i for i, op in enumerate(program.ops)}
+        self.meets: dict[str, list[Op]] = {name: [] for name in program.values}  # the ops that read or make each value
+        for op in program.ops:
+            for name in dict.fromkeys((*op.operands, *(result.name for result in op.results))):
+                self.meets[name].append(op)
+        self.fit = functools.cache(lambda name: fit(program.op[name], program.values))
+
+    def places(self, name: str, dim: int) -> dict[str, Place]:
+        """What is tied to a dim: the values of a strand, if they are one."""
+        size = self.program.values[name].shape[dim]
+        found, waiting = {name: Place(dim)}, [name]
+        while waiting:
+            for op in self.meets[waiting.pop()]:
+                spot = self._spot(op, found, size)
+                for other, place in self._tied(op, spot) if spot else ():
+                    if other not in found:
+                        found[other] = place
+                        waiting.append(other)
+        return found
+
+    def strand(self, places: Mapping[str, Place], size: int) -> Strand | None:
+        """These places as a strand, None if they are none: what is true would change."""
+        parameters = {parameter.value.name for parameter in self.program.parameters}
+        if not all(name in parameters or name in self.program.producer for name in places):
+            return None
+        if any(output.value in places and places[output.value].left > 1 for output in self.program.outputs):
+            return None
+        names = {op.name for name in places for op in self.meets[name]}
+        ops = [self.program.op[name] for name in sorted(names, key=self.place.__getitem__)]
+        spots = {}
+        for op in ops:
+            spot = self._spot(op, places, size)
+            if spot is None or dict(self._tied(op, spot)).items() - places.items() or self._twice(op, spot):
+                return None
+            spots[op.name] = spot
+        for masked in (False, True):
+            held = self._contents(ops, spots, places, masked)
+            if held is not None:
+                made = (op.name for op in ops if masked and scores(op, [held.get(name) for name in op.operands]))
+                return Strand(size=size, places=places, masked=frozenset(made))
+        return None
+
+    def _contents(
+        self, ops: Sequence[Op], spots: Mapping[str, _Spot], places: Mapping[str, Place], masked: bool
+    ) -> dict[str, Content] | None:
+        """What stands in the padding of every value; None if it reaches what is true."""
+        held = {name: ZERO for name in places if name not in self.program.producer}
+        for op in ops:
+            fitted, spot = self.fit(op.name), spots[op.name]
+            inside = [held.get(name) for name in op.operands]
+            made_up = masked and scores(op, inside) and (spot.left, spot.right) != (1, 1)  # a mask is the end of a bias
+            if fitted is None or made_up or (numbered(op) and spot.left > 1):
+                return None
+            found = content(op, fitted, spot.factor, inside, masked=masked)
+            if found is None:
+                return None
+            held.update((result.name, found) for result in op.results if result.name in places)
+        return held
+
+    def _spot(self, op: Op, places: Mapping[str, Place], size: int) -> _Spot | None:
+        """The factor of an op in which the padded elements stand; None if they stand in several, or across some."""
+        fitted = self.fit(op.name)
+        found = {
+            _inside(dims[places[name].dim], places[name], size, fitted)
+            for name, dims in _tensors(op, fitted) if fitted and name in places
+        } if fitted else set()  # fmt: skip
+        return found.pop() if len(found) == 1 else None
+
+    def _tied(self, op: Op, spot: _Spot) -> Iterator[tuple[str, Place]]:
+        """Where they stand in every operand and result that has the factor."""
+        fitted = self.fit(op.name)
+        assert fitted is not None, "it has a factor"
+        for name, dims in _tensors(op, fitted):
+            for dim, parts in enumerate(dims):
+                if spot.factor in parts:
+                    place = parts.index(spot.factor)
+                    left, right = (_product(some, fitted) for some in (parts[:place], parts[place + 1 :]))
+                    yield name, Place(dim, left * spot.left, right * spot.right)
+
+    def _twice(self, op: Op, spot: _Spot) -> bool:
+        """Whether a tensor has the factor in several dims."""
+        return any(sum(spot.factor in parts for parts in dims) > 1 for _, dims in _tensors(op, self.fit(op.name)))
+
+
+def _inside(parts: tuple[int, ...], place: Place, size: int, fitted: Fitted) -> _Spot | None:
+    """Of a dim's factors the one in which so many elements stand at a place."""
+    for i, factor in enumerate(parts):
+        left, over = divmod(place.left, _product(parts[:i], fitted))
+        right, beyond = divmod(place.right, _product(parts[i + 1 :], fitted))
+        if not over and not beyond and left * size * right == fitted.factors[factor].size:
+            return _Spot(factor, left, right)
+    return None
+
+
+def _product(factors: Sequence[int], fitted: Fitted) -> int:
+    return math.prod(fitted.factors[f].size for f in factors)
+
+
+def _tensors(op: Op, fitted: Fitted | None) -> Iterator[tuple[str, Dims]]:
+    """Every operand and result with the factors of its dims."""
+    if fitted:
+        yield from zip(op.operands, fitted.operands, strict=True)
+        yield from zip((result.name for result in op.results), fitted.results, strict=True)
+
+
+__all__ = ["Place", "Strand", "Walk"]

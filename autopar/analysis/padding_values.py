@@ -1,0 +1,126 @@
+"""What stands in the padding of a value, and what an operator makes of it.
+
+    ZERO      zeros            the padding of a weight, and what products and gelu make of it
+    SOME      finite numbers   sigmoid(0), say: a sum over it needs zeros beside it
+    LOWEST    minus infinity   scores that no distribution sees
+
+An operator that is not in these tables takes no padding. One that has the factor in no result sums it away, or never looks at
+the padding: an embedding at rows that no index names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from autopar.ir.program import Op, Ref, aten
+from autopar.ir.schema import bound
+from autopar.operators import Fitted
+
+
+class Content(Enum):
+    """What stands in the padding."""
+
+    ZERO = "zeros"
+    SOME = "finite numbers"
+    LOWEST = "minus infinity"
+
+
+ZERO, SOME, LOWEST = Content
+ARRANGE = frozenset(
+    "alias clone contiguous to reshape transpose permute t unsqueeze squeeze expand slice select split split_with_sizes chunk "
+    "unbind cat stack flip embedding".split()
+)
+PRODUCTS = frozenset("linear addmm mm bmm matmul baddbmm".split())
+NORMS = frozenset("layer_norm rms_norm".split())
+ZERO_TO_ZERO = frozenset("relu gelu silu mish tanh leaky_relu elu selu celu hardtanh hardswish softsign neg dropout".split())
+NAMED = frozenset("embedding nll_loss nll_loss_nd".split())  # ops that see the rows or scores that indices name
+FINITE = frozenset("sigmoid softplus log_sigmoid hardsigmoid sin cos".split())
+
+
+def content(op: Op, fitted: Fitted, factor: int, inside: Sequence[Content | None], *, masked: bool) -> Content | None:
+    """What stands in the padding of an op's results if this factor of it is padded; None if the true results would change.
+
+    `inside` has what stands in that of each operand, None for one without the factor. Where the factor is in no result, any
+    content says that these are true. `masked`: the results of linear layers are given the scores that no distribution sees.
+    """
+    name, held = aten(op.target), {found for found in inside if found}
+    kept = [any(factor in dim for dim in dims) for dims in fitted.results]
+    if not held or (any(kept) and not all(kept)):
+        return None
+    if not kept[0]:
+        return ZERO if _unseen(op, name, fitted, inside) else None
+    if name in ("softmax", "log_softmax"):
+        return _distribution(name, fitted.factors[factor].whole, held)
+    if fitted.factors[factor].whole:  # it matters where an element stands
+        return None
+    if name in ARRANGE:
+        return held.pop() if len(held) == 1 and all(inside[: 1 if name == "embedding" else None]) else None
+    if name in PRODUCTS:
+        return LOWEST if masked and scores(op, inside) else _product(fitted, inside)
+    if name in NORMS:
+        return None if LOWEST in held else SOME
+    if name == "scaled_dot_product_attention":
+        return _attention(inside)
+    return _pointwise(op, name, inside)
+
+
+def numbered(op: Op) -> bool:
+    """Whether an op finds elements by their number, which padding must not change."""
+    return aten(op.target) in NAMED or aten(op.target) == "cross_entropy_loss"
+
+
+def scores(op: Op, inside: Sequence[Content | None]) -> bool:
+    """Whether an op is a linear layer whose features are padded."""
+    return aten(op.target) == "linear" and not inside[0] and bool(inside[1])
+
+
+def _unseen(op: Op, name: str, fitted: Fitted, inside: Sequence[Content | None]) -> bool:
+    """Whether results without the factor are what they are without padding."""
+    if name in PRODUCTS:
+        return LOWEST not in inside and ZERO in inside
+    if name in NAMED:
+        return bool(inside[0]) and not any(inside[1:])
+    if name == "cross_entropy_loss":
+        return inside[0] == LOWEST and not any(inside[1:]) and bound(op)["label_smoothing"] == 0
+    return (name == "logsumexp" and inside[0] == LOWEST) or (name == "sum" and inside[0] == ZERO)
+
+
+def _product(fitted: Fitted, inside: Sequence[Content | None]) -> Content | None:
+    if LOWEST in inside:
+        return None
+    added = {inside[position] for position in fitted.added}
+    multiplied = (found for position, found in enumerate(inside) if position not in fitted.added)
+    return ZERO if added <= {ZERO} and ZERO in multiplied else SOME
+
+
+def _distribution(name: str, over: bool, held: set[Content]) -> Content | None:
+    """Of a softmax over the factor, or of one for each of its elements."""
+    if not over:
+        return None if LOWEST in held else SOME
+    return None if held != {LOWEST} else ZERO if name == "softmax" else LOWEST
+
+
+def _attention(inside: Sequence[Content | None]) -> Content | None:
+    """Of heads; a mask of their own that is false throughout their padding would leave them without a number."""
+    return inside[2] if all(inside[:3]) and not any(inside[3:]) and LOWEST not in inside else None
+
+
+def _pointwise(op: Op, name: str, inside: Sequence[Content | None]) -> Content | None:
+    first, second = (*op.args, None)[:2]
+    if name in ("mul", "div") and isinstance(first, Ref) and isinstance(second, (int, float)):
+        return inside[0] if second > 0 or inside[0] != LOWEST else None
+    if name == "add" and LOWEST in inside:
+        return LOWEST
+    if LOWEST in inside:
+        return None
+    if name == "mul":
+        return ZERO if ZERO in inside else SOME
+    if name in ("add", "sub"):
+        return ZERO if len(inside) == 2 and set(inside) == {ZERO} else SOME
+    if name in ZERO_TO_ZERO or (op.target == "aten.pow.Tensor_Scalar" and isinstance(second, (int, float)) and second >= 1):
+        return inside[0]
+    return SOME if name in FINITE else None
+
+
+__all__ = ["LOWEST", "SOME", "ZERO", "Content", "content", "numbered", "scores"]

@@ -1,0 +1,48 @@
+"""Regions: stretches of a program within which something may be computed a second time.
+
+    h.0: ln attn add ln mlp add        a region
+    h.1: ln attn add ln mlp add        a region, whose backward may ask h.1's operators to run again, but none of h.0's
+
+What one region hands to another is kept if the backward needs it, so that a chain of values that are made again, all of them
+alive at once, ends where its region begins. A region is what stands under one index of a container ("h.0."), or as many of
+these in a row as hold two matrix products together.
+"""
+
+from __future__ import annotations
+
+from autopar.analysis.recomputability import lies
+from autopar.analysis.repeated_blocks import INDEX, PRODUCTS
+from autopar.ir.program import Program, aten
+
+
+def regions(program: Program) -> list[int]:
+    """For each op the place of the last op of its region."""
+    starts, products, before = [0], 0, ""
+    for i, op in enumerate(program.ops):
+        match = INDEX.match(op.name)
+        block = match[1] + match[2] if match else ""
+        if block != before and products >= 2:
+            starts.append(i)
+            products = 0
+        products += aten(op.target) in PRODUCTS
+        before = block
+    ends = [*starts[1:], len(program.ops)]
+    return [end - 1 for start, end in zip(starts, ends, strict=True) for _ in range(start, end)]
+
+
+def inner(program: Program) -> frozenset[str]:
+    """The ops whose results, with all that lies in their memory, stay within their region."""
+    ends = regions(program)
+    place = {op.name: i for i, op in enumerate(program.ops)}
+    leaves = {output.value for output in program.outputs}
+    for i in reversed(range(len(program.ops))):
+        op = program.ops[i]
+        across = any(r.name in leaves for r in op.results) and lies(op, program.values)
+        for position, name in enumerate(op.operands):
+            maker = program.producer.get(name)
+            if maker is not None and (ends[place[maker.name]] != ends[i] or (across and position == 0)):
+                leaves.add(name)
+    return frozenset(op.name for op in program.ops if not any(result.name in leaves for result in op.results))
+
+
+__all__ = ["inner", "regions"]

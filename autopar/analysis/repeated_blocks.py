@@ -1,0 +1,134 @@
+"""Repeated blocks: ops and parameters that stand at the same place of equal blocks share one decision.
+
+    h.0: ln attn mlp                      class  h.*: ln attn mlp    members h.0, h.1, h.2
+    h.1: ln attn mlp        ->
+    h.2: ln attn mlp
+
+A block is everything under one index of a container ("h.3."). Two siblings are equal if their ops agree one by one in target,
+static arguments, shapes and dtypes. Only blocks with at least two matrix products are folded: in a row of single linear layers
+each must be free to choose its own side of a column-row pair. Nothing is dropped: the values between classes are grouped apart,
+by producer and by every consumer (`value_classes`), and each group is priced as often as it occurs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from autopar.ir.program import Op, Program, Ref, Static, Value, aten, substitute, text
+
+INDEX = re.compile(r"^(.*?(?:^|\.))(\d+)((?:\.|:).*|)$")
+PRODUCTS = frozenset({"linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "conv1d", "conv2d", "conv3d", "convolution"})
+OUTPUT = "output:"  # prefix of the pseudo-consumer that stands for an output of the model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueClass:
+    """Values with the same producer class and the same consumers; `consumers` are (op class or output, operand position)."""
+
+    producer: str
+    result: int
+    consumers: tuple[tuple[str, int], ...]
+    members: tuple[str, ...]
+
+    @property
+    def example(self) -> str:
+        return self.members[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Classes:
+    """`of[name]` is the class of an op, input, parameter, buffer or output: the name of its first member."""
+
+    of: Mapping[str, str]
+    members: Mapping[str, tuple[str, ...]]
+    values: tuple[ValueClass, ...]
+
+
+def fold(program: Program, *, apart: Callable[[str], str] = lambda value: "", repeated: bool = True) -> Classes:
+    """Group the ops, given tensors and values of a program by repeated blocks.
+
+    Values of which `apart` says different things are never in one class; with `repeated=False` every op is a class of its own.
+    """
+    folded = _folded_prefixes(program, apart) if repeated else {}
+    first: dict[tuple[str, str], str] = {}
+    of: dict[str, str] = {}
+    members: dict[str, list[str]] = defaultdict(list)
+
+    def assign(name: str, signature: str) -> None:
+        of[name] = first.setdefault((_wild(name, folded), signature), name)
+        members[of[name]].append(name)
+
+    for given in (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers))):
+        assign(given.name, _kind(given) + apart(given.name))
+    for op in program.ops:
+        assign(op.name, _row(op, program, apart))
+    for output in program.outputs:
+        assign(OUTPUT + output.path, "")
+    return Classes(of=of, members={name: tuple(m) for name, m in members.items()}, values=_value_classes(program, of))
+
+
+def _value_classes(program: Program, of: Mapping[str, str]) -> tuple[ValueClass, ...]:
+    consumers: dict[str, list[tuple[str, int]]] = {name: [] for name in program.values}
+    for op in program.ops:
+        for position, operand in enumerate(op.operands):
+            consumers[operand].append((of[op.name], position))
+    for output in program.outputs:
+        consumers[output.value].append((of[OUTPUT + output.path], 0))
+    groups: dict[tuple[str, int, tuple[tuple[str, int], ...]], list[str]] = defaultdict(list)
+    for name in program.values:
+        producer = program.producer.get(name)
+        place = 0 if producer is None else [r.name for r in producer.results].index(name)
+        groups[of[name if producer is None else producer.name], place, tuple(consumers[name])].append(name)
+    return tuple(
+        ValueClass(producer=producer, result=result, consumers=uses, members=tuple(names))
+        for (producer, result, uses), names in groups.items()
+    )
+
+
+def _row(op: Op, program: Program, apart: Callable[[str], str]) -> str:
+    names = (*op.operands, *(r.name for r in op.results))
+    return signature(op, program.values) + "".join(map(apart, names))
+
+
+def _folded_prefixes(program: Program, apart: Callable[[str], str]) -> dict[str, str]:
+    """`"h.3"` -> `"h.*/1"` for every block that has an equal sibling."""
+    blocks: dict[str, list[Op]] = defaultdict(list)
+    for op in program.ops:
+        if match := INDEX.match(op.name):
+            blocks[match[1] + match[2]].append(op)
+    kinds: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for prefix, ops in blocks.items():
+        if sum(aten(op.target) in PRODUCTS for op in ops) >= 2:
+            container = prefix[: prefix.rindex(".") + 1] if "." in prefix else ""
+            rows = (op.name.removeprefix(prefix) + _row(op, program, apart) for op in ops)
+            kinds[container, *rows].append(prefix)
+    wild: dict[str, str] = {}
+    for number, prefixes in enumerate(kinds.values()):
+        if len(prefixes) > 1:
+            wild |= dict.fromkeys(prefixes, f"{prefixes[0]}*{number}")
+    return wild
+
+
+def _wild(name: str, folded: Mapping[str, str]) -> str:
+    match = INDEX.match(name)
+    if match and match[1] + match[2] in folded:
+        return folded[match[1] + match[2]] + match[3]
+    return name
+
+
+def signature(op: Op, values: Mapping[str, Value]) -> str:
+    """What decides the candidates of an op and their prices: target, static arguments, operand and result kinds."""
+
+    def describe(leaf: Ref | Static) -> str:
+        return _kind(values[leaf.name]) if isinstance(leaf, Ref) else text(leaf)
+
+    arguments = [text(substitute(a, describe)) for a in op.args]
+    arguments += [f"{name}={text(substitute(a, describe))}" for name, a in op.kwargs]
+    return f"{op.target}({', '.join(arguments)}) -> {', '.join(map(_kind, op.results))}"
+
+
+def _kind(value: Value) -> str:
+    return f"{value.dtype}{list(value.shape)}{'+' if value.requires_grad else ''}"

@@ -1,0 +1,285 @@
+"""What autograd keeps for the backward of an operator.
+
+The operator is run once on meta tensors of its global shapes, and torch's saved-tensor hooks tell what it keeps. A kept tensor
+that shares its storage with an operand or a result is that operand or result (a linear keeps a transposed view of its weight,
+say); what shares none is internal: statistics, masks, the log-softmax of a loss. Operands count as contiguous. The same run,
+and its backward, tell what the operator takes for itself while it runs, and which gradients are only passed on.
+
+Two operators are told by formula, since on meta tensors they take another path than on the device:
+
+    attention    the fused kernels keep q, k, v, the mask, the result and one logarithm per row of scores
+                 (T. Dao, FlashAttention-2, 2023; torch's CPU kernel likewise); where no fused kernel serves, the run decides
+    dropout      the fused kernel keeps a mask of one byte per element; on the CPU one element of the operand's dtype
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from autopar.ir.mesh import Bytes
+from autopar.ir.program import Argument, Op, Ref, Static, Value, elements, filled, overload, substitute, text
+from autopar.operators.call import Call
+from autopar.runtime.memory_tracker import Live
+
+Shape = tuple[int, ...]
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+RECURRENT = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
+DROPOUT = ("aten.dropout.default", "aten.feature_dropout.default", "aten.native_dropout.default")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Bytes at the global shapes, of which a rank has its share: as of the tensor that they are proportional to."""
+
+    bytes: Bytes
+    follows: int  # that tensor, counted through operands then results
+    elements: int  # of it, global
+
+    def local(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
+        """The bytes on one rank, whose local shapes are given."""
+        return self.bytes * math.prod((*operands, *results)[self.follows]) // max(1, self.elements)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What one op keeps: positions of its operands and results, and what is internal.
+
+    `forward` is what it takes at most while it runs, beside operands, results and what is internal; `backward` is what its
+    backward takes beside these and all gradients, less than nothing where they are never there together.
+    """
+
+    operands: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    internal: tuple[Share, ...] = ()
+    forward: Share | None = None
+    backward: Share | None = None
+    through: tuple[int, ...] = ()  # positions of the operands whose gradient lies in the memory of a result's
+
+    @property
+    def internal_bytes(self) -> Bytes:
+        """What is internal, at the global shapes."""
+        return sum(share.bytes for share in self.internal)
+
+    def local_internal(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
+        """The internal bytes on one rank, whose local shapes are given."""
+        return sum(share.local(operands, results) for share in self.internal)
+
+    def local_forward(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
+        """The same of what it takes while it runs."""
+        return self.forward.local(operands, results) if self.forward else 0
+
+    def local_backward(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
+        """The same of what its backward takes."""
+        return self.backward.local(operands, results) if self.backward else 0
+
+
+NOTHING = Saved()
+
+
+def saved(op: Op, values: Mapping[str, Value], *, cpu: bool = False) -> Saved:
+    """What autograd keeps of `op` when it runs on an accelerator, or on the CPU.
+
+    Nothing is kept by an op whose results need no gradient. An operator that does not run on meta tensors is taken to keep all
+    its operands and results.
+    """
+    if not op.requires_grad:
+        return NOTHING
+    operands = tuple(values[name] for name in op.operands)
+    tensors = [_empty(value.shape, value) for value in operands]
+    return _formula(op, operands, cpu) or _copied(op, _ran(op, tensors)[0], tensors, cpu)
+
+
+def saved_here(
+    op: Op, values: Mapping[str, Value], tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], *, cpu: bool
+) -> tuple[Saved, list[torch.Tensor]]:
+    """What autograd keeps of an op on one rank, and its results; operands are meta tensors as they lie there, like the results.
+
+    A kernel may copy an operand that does not lie in one piece, and autograd keeps the copy instead: so the strides matter. The
+    arguments of `op` are those for the local shapes; `shapes` are the results'.
+    """
+    fused = _formula(op, [values[name] for name in op.operands], cpu)
+    if fused and op.target == ATTENTION and tensors[0].shape == shapes[0]:  # a fused kernel lays the result out like the query
+        return fused if op.requires_grad else NOTHING, [torch.empty_like(tensors[0]).requires_grad_(op.requires_grad)]
+    found, kinds = _ran(op, tensors)
+    if not kinds:  # perhaps only its distributed form can do with such parts: it keeps of them what is kept of the whole
+        found, _ = _ran(op, [_empty(values[name].shape, values[name]) for name in op.operands])
+    as_given = [shape for shape, _ in kinds] == list(shapes)
+    results = [
+        torch.empty_strided(*kind, dtype=r.dtype, device="meta") for kind, r in zip(kinds, op.results, strict=True)
+    ] if as_given else [_empty(shape, result) for shape, result in zip(shapes, op.results, strict=True)]  # fmt: skip
+    if not op.requires_grad:
+        return NOTHING, results
+    return fused or _copied(op, found, tensors, cpu), [
+        tensor.detach().requires_grad_(result.requires_grad) for tensor, result in zip(results, op.results, strict=True)
+    ]
+
+
+def _empty(shape: Shape, value: Value) -> torch.Tensor:
+    return torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
+
+
+def _ran(op: Op, tensors: Sequence[torch.Tensor]) -> Ran:
+    """Run an op, or remember."""
+    args, kwargs = _numbered(op)
+    specs = tuple((tuple(x.shape), x.stride(), x.dtype, x.requires_grad) for x in tensors)
+    # 1, 1.0 and True are equal as keys but not as arguments, so that the text stands in the key too.
+    return _run(op.target, args, kwargs, f"{text(args)}{kwargs}", specs)
+
+
+def _numbered(op: Op) -> tuple[tuple[Argument, ...], Keywords]:
+    """The op's arguments with operands named by position and devices left out: equal for ops that differ in names only."""
+    positions = iter(range(len(op.operands)))
+
+    def number(leaf: Ref | Static) -> Argument:
+        if isinstance(leaf, torch.device):
+            return torch.device("meta")
+        return Ref(str(next(positions))) if isinstance(leaf, Ref) else leaf
+
+    args = tuple(substitute(argument, number) for argument in op.args)
+    return args, tuple((name, substitute(argument, number)) for name, argument in op.kwargs)
+
+
+Spec = tuple[Shape, Shape, torch.dtype, bool]  # shape, strides, dtype, requires_grad
+Ran = tuple["Saved", tuple[tuple[Shape, Shape], ...]]  # what is kept; shape and strides of every result
+Keywords = tuple[tuple[str, Argument], ...]
+
+
+@functools.cache
+def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, specs: tuple[Spec, ...]) -> Ran:
+    """Run the operator on meta tensors and look at what autograd keeps."""
+    operands = [
+        torch.empty_strided(shape, strides, dtype=dtype, device="meta", requires_grad=grad)
+        for shape, strides, dtype, grad in specs
+    ]
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    given, named = filled(args, kwargs, lambda ref: operands[int(ref.name)])
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with torch.enable_grad(), hooks, sdpa_kernel(SDPBackend.MATH), Live(operands, "meta") as live:
+        try:
+            out = overload(target)(*given, **named)
+        except Exception:  # it has no meta kernel, or cannot do with these shapes
+            return Saved(operands=tuple(range(len(operands))), results=(0,)), ()
+        forward = live.peak().bytes - live.now
+    results = list(_tensors(out))
+    found = replace(_sort(kept, operands, results), forward=_share(forward, 0, operands, results))
+    strides = tuple((tuple(x.shape), x.stride()) for x in results)
+    return _with_backward(found, kept, operands, results), strides
+
+
+def _with_backward(found: Saved, kept: list[torch.Tensor], operands: list[torch.Tensor], results: list[torch.Tensor]) -> Saved:
+    """What the backward takes, and which gradients it passes on; what is kept goes as the backward goes on."""
+    wanted = [place for place, operand in enumerate(operands) if operand.requires_grad]
+    differentiable = [result for result in results if result.requires_grad]
+    if not differentiable:
+        return found
+    given = [torch.empty_like(result) for result in differentiable]
+    with warnings.catch_warnings(), Live([*operands, *results, *given, *kept], "meta") as live:
+        kept.clear()
+        before = live.now
+        try:
+            warnings.simplefilter("ignore")  # of an operator that has no autograd kernel torch says so when its backward runs
+            made = torch.autograd.grad(differentiable, [operands[place] for place in wanted], given, allow_unused=True)
+        except (NotImplementedError, RuntimeError):  # the backward has no meta kernel
+            return found
+        most = live.peak().bytes
+    gradients = {place: gradient for place, gradient in zip(wanted, made, strict=True) if gradient is not None}
+    passed = {_storage(gradient) for gradient in given}
+    fresh = {_storage(gradient): gradient.untyped_storage().nbytes() for gradient in gradients.values()}
+    new = sum(size for storage, size in fresh.items() if storage not in passed)
+    through = tuple(place for place, gradient in gradients.items() if _storage(gradient) in passed)
+    return replace(found, backward=_share(most - before - new, 0, operands, results), through=through)
+
+
+def _tensors(out: object) -> Iterator[torch.Tensor]:
+    """Every tensor among an operator's results, in order."""
+    if isinstance(out, torch.Tensor):
+        yield out
+    elif isinstance(out, (tuple, list)):
+        for part in out:
+            yield from _tensors(part)
+
+
+def _sort(kept: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Saved:
+    """Which of the kept tensors are operands, results, or neither."""
+    home = {_storage(tensor): place for place, tensor in reversed(list(enumerate((*operands, *results))))}
+    places = sorted({home[_storage(tensor)] for tensor in kept if _storage(tensor) in home})
+    internal = {_storage(tensor): tensor for tensor in kept if _storage(tensor) not in home}
+    shares = (_share(t.untyped_storage().nbytes(), t.numel(), operands, results) for t in internal.values())
+    return Saved(
+        operands=tuple(place for place in places if place < len(operands)),
+        results=tuple(place - len(operands) for place in places if place >= len(operands)),
+        internal=tuple(share for share in shares if share),
+    )
+
+
+def _share(count: Bytes, numel: int, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Share | None:
+    """The share of bytes that follow a tensor of as many elements, if there is one, else the largest."""
+    sizes = [tensor.numel() for tensor in (*operands, *results)]
+    if not count or not sizes:
+        return None
+    follows = sizes.index(numel if numel in sizes else max(sizes))
+    return Share(bytes=count, follows=follows, elements=sizes[follows])
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _formula(op: Op, operands: Sequence[Value], cpu: bool) -> Saved | None:
+    """What is kept where the device takes another path than meta tensors do; None where it does not."""
+    if op.target == ATTENTION:
+        return _attention(op, operands, cpu)
+    if op.target in DROPOUT and not cpu:
+        arguments = Call.of(op).arguments
+        if arguments.get("train") is False or arguments.get("p") == 0:
+            return NOTHING
+        count = elements(operands[0].shape)
+        return Saved(internal=(Share(bytes=count, follows=0, elements=count),))
+    return None
+
+
+def _copied(op: Op, found: Saved, tensors: Sequence[torch.Tensor], cpu: bool) -> Saved:
+    """A recurrent network on the CPU multiplies all steps at once: of steps that do not lie in their order it keeps a copy."""
+    if not cpu or op.target not in RECURRENT or 0 not in found.operands:
+        return found
+    steps = tensors[0].transpose(0, 1) if Call.of(op).arguments["batch_first"] else tensors[0]
+    if steps.is_contiguous():
+        return found
+    copy = Share(bytes=steps.numel() * steps.element_size(), follows=0, elements=steps.numel())
+    return replace(found, operands=tuple(p for p in found.operands if p), internal=(*found.internal, copy))
+
+
+def _attention(op: Op, operands: Sequence[Value], cpu: bool) -> Saved | None:
+    """What a fused attention kernel keeps; None where none serves."""
+    call = Call.of(op)
+    query, value = operands[0], operands[2]
+    masks = [operands[position] for position in call.positions("attn_mask")]
+    if cpu and (call.arguments["dropout_p"] or query.shape[-1] != value.shape[-1] or any(mask.requires_grad for mask in masks)):
+        return None
+    if not cpu and query.dtype == torch.float64:
+        return None
+    result, scalar = op.results[0], 8 if query.dtype == torch.float64 else 4
+    rows = Share(bytes=elements(result.shape[:-1]) * scalar, follows=len(operands), elements=elements(result.shape))
+    boolean = [p for p in call.positions("attn_mask") if operands[p].dtype == torch.bool]  # as addends, kept in its stead
+    addends = (
+        Share(bytes=elements(operands[p].shape) * query.dtype.itemsize, follows=p, elements=elements(operands[p].shape))
+        for p in boolean
+    )
+    return Saved(
+        operands=(0, 1, 2, *(p for p in call.positions("attn_mask") if p not in boolean)),
+        results=(0,),
+        internal=(rows, *addends),
+    )

@@ -1,0 +1,64 @@
+"""Weight buckets: which weights travel together, known before any layout is chosen.
+
+    h.0.ln.weight  h.0.ln.bias  h.0.fc.weight  h.0.fc.bias      one bucket
+    h.1.ln.weight  h.1.ln.bias  h.1.fc.weight  h.1.fc.bias      one bucket
+    ln.weight  ln.bias  head.weight                             one bucket
+
+A bucket holds at most `LIMIT` bytes; a larger weight travels alone. What is gathered takes memory from the first use of a bucket
+to its last, so a bucket stays within a block: everything under one index of a container ("h.0"), or the ops between two of them.
+Where only gradients travel, blocks share a bucket.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+
+from autopar.analysis.repeated_blocks import INDEX
+from autopar.analysis.weights import copies, summed
+from autopar.ir.mesh import Bytes
+from autopar.ir.program import Op, Program, Value, remembered
+
+LIMIT: Bytes = 25 * 2**20  # of whole weights: the bucket of torch's DistributedDataParallel (bucket_cap_mb)
+
+
+@remembered
+def weight_buckets(program: Program, *, moved: bool) -> tuple[tuple[str, ...], ...]:
+    """The parameters, and copies of them in other dtypes, that ops read: by their first use, those of one bundle together.
+
+    `moved` if the weights themselves are sent, not only their gradients.
+    """
+    cast, sums = copies(program), summed(program)
+    weights = {name: program.values[name] for name in (*(p.value.name for p in program.parameters), *cast)}
+    seen: set[str] = set()
+    found: list[list[str]] = []
+    for _, ops in itertools.groupby(program.ops, _block if moved else lambda op: ""):
+        read = dict.fromkeys(name for op in ops for name in op.operands if name in weights and name not in seen)
+        seen |= read.keys()
+        alike: dict[object, list[Value]] = defaultdict(list)
+        for name in read:
+            value = weights[name]
+            alike[value.dtype, value.requires_grad, sums.get(name), name in cast].append(value)
+        found += [part for values in alike.values() for part in _filled(values)]
+    return tuple(map(tuple, found))
+
+
+def _block(op: Op) -> str:
+    """The outermost indexed module in which an op stands; empty outside of them."""
+    match = INDEX.match(op.name)
+    return match[1] + match[2] if match else ""
+
+
+def _filled(values: list[Value]) -> Iterator[list[str]]:
+    """The values in order, cut where a bundle is full."""
+    held: list[str] = []
+    size = 0
+    for value in values:
+        if held and size + value.bytes > LIMIT:
+            yield held
+            held, size = [], 0
+        held.append(value.name)
+        size += value.bytes
+    if held:
+        yield held

@@ -1,0 +1,113 @@
+"""Tensors that share memory, told apart by version: how writes in place become values.
+
+A tensor of the traced graph is a handle. Handles that are views of one another share a storage. A write replaces the value of
+the root of the storage and raises its version; a view that is read later finds its version stale and is taken anew.
+
+    y = x[:, 1:]            y = slice(x, 1, 1)
+    y.copy_(z)       ->     x' = slice_scatter(x, z, 1, 1)
+    use(x)                  use(x')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from autopar.ir.program import Argument, Ref, Value, aten
+
+Emit = Callable[[str, tuple[Argument, ...]], Ref]
+_RESHAPES = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as")
+_SAME = ("alias", "detach", "contiguous", "to", "dropout", "view_of", "clone", "expand")
+
+
+@dataclass(slots=True)
+class Storage:
+    """Memory that one or several tensors lie in; `owner` says whose it is if it is not the graph's own."""
+
+    owner: str = ""
+    version: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class View:
+    """How a tensor lies in another one: `target(parent, *rest)`, result number `index` of the results with these shapes."""
+
+    parent: Handle
+    target: str
+    rest: tuple[Argument, ...]
+    index: int
+    shapes: tuple[tuple[int, ...], ...]
+    take: Callable[[Ref], Ref]
+
+
+@dataclass(slots=True, kw_only=True)
+class Handle:
+    """A tensor of the traced graph: the value it had when its storage had version `seen`."""
+
+    ref: Ref
+    storage: Storage = field(default_factory=Storage)
+    view: View | None = None
+    seen: int = 0
+
+
+def read(handle: Handle) -> Ref:
+    """The value of a tensor now."""
+    if handle.seen != handle.storage.version and handle.view is not None:
+        handle.ref = handle.view.take(read(handle.view.parent))
+        handle.seen = handle.storage.version
+    return handle.ref
+
+
+def write(handle: Handle, new: Ref, emit: Emit, value: Callable[[Ref], Value]) -> None:
+    """Give a tensor a new value, and with it every tensor that shares its memory.
+
+    Raises LookupError for a view whose inverse is not known.
+    """
+    if handle.view is None:
+        handle.storage.version += 1
+    else:
+        parent = handle.view.parent
+        write(parent, scatter(handle.view, read(parent), new, emit, value), emit, value)
+    handle.ref = new
+    handle.seen = handle.storage.version
+
+
+def scatter(view: View, parent: Ref, new: Ref, emit: Emit, value: Callable[[Ref], Value]) -> Ref:
+    """The parent of a view after the view was given the value `new`."""
+    name = aten(view.target)
+    whole = value(parent).shape
+    match name, view.rest:
+        case (("slice" | "select" | "diagonal"), rest) if value(new).dtype.is_complex:
+            return _complex(name, parent, new, rest, emit, len(whole))
+        case (("slice" | "select" | "diagonal"), rest):
+            return emit(f"aten.{name}_scatter.default", (parent, new, *rest))
+        case (("transpose" | "t"), rest):
+            return emit(view.target, (new, *rest))
+        case "permute", (tuple() as order,):
+            dims = [dim % len(whole) for dim in order if isinstance(dim, int)]
+            return emit(view.target, (new, tuple(dims.index(dim) for dim in range(len(dims)))))
+        case "unbind", rest:
+            return emit("aten.select_scatter.default", (parent, new, rest[0] if rest else 0, view.index))
+        case (("split" | "chunk" | "split_with_sizes" | "tensor_split"), rest):
+            dim = rest[1] if len(rest) > 1 and isinstance(rest[1], int) else 0
+            start = sum(shape[dim] for shape in view.shapes[: view.index])
+            return emit("aten.slice_scatter.default", (parent, new, dim, start, start + view.shapes[view.index][dim]))
+        case _ if name in _RESHAPES:
+            return emit("aten.reshape.default", (new, whole))
+        case _ if name in _SAME and value(new).shape == whole:
+            return new
+    raise LookupError(name or view.target)
+
+
+def _complex(name: str, parent: Ref, new: Ref, rest: tuple[Argument, ...], emit: Emit, rank: int) -> Ref:
+    """A part of a complex tensor written in terms of real ones, since torch does not differentiate the other way.
+
+    Their real and imaginary parts stand in a last dim, so that dims that are counted from the end are one further.
+    """
+    dims = 2 if name == "diagonal" else 1
+    first = 1 if name == "diagonal" else 0  # the diagonal's offset comes before its dims
+    rest = tuple(
+        dim % rank if isinstance(dim, int) and first <= place < first + dims else dim for place, dim in enumerate(rest)
+    )
+    real, part = (emit("aten.view_as_real.default", (one,)) for one in (parent, new))
+    return emit("aten.view_as_complex.default", (emit(f"aten.{name}_scatter.default", (real, part, *rest)),))

@@ -1,0 +1,121 @@
+"""The model without its weights: a copy on the meta device, and the list of its parameters and buffers.
+
+The copy is traced in place of the user's module, which is left untouched and whose weights are never copied. A tensor that the
+module holds under several names stays one tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autopar.errors import CaptureError
+from autopar.ir.program import Parameter, Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skeleton:
+    """A model on the meta device, what it holds, and the first name of each name."""
+
+    module: nn.Module
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Parameter, ...]
+    first: dict[str, str]
+
+
+def skeleton(model: nn.Module, dtype: torch.dtype | None = None) -> Skeleton:
+    """Copy `model` without its weights, and list its parameters and buffers in the order in which it names them.
+
+    Tensors that are plain attributes count as buffers outside the state dict. What is floating is copied in `dtype`, if one is
+    given. Raises CaptureError if the module cannot be copied or a parameter has a hook.
+    """
+    parameters: list[tuple[str, torch.Tensor]] = list(model.named_parameters(remove_duplicate=False))
+    buffers = [*model.named_buffers(remove_duplicate=False), *attributes(model)]
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f"the backward hook on module {path or type(model).__name__} would be lost",
+                fix="change the gradient in an operator of your own: torch.library.custom_op",
+            )
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None and module.training:
+            raise CaptureError(
+                f"{path or type(module).__name__} has momentum=None: what it averages depends on the number of calls before",
+                fix="give it a momentum, such as 0.1, or put it into evaluation mode",
+            )
+    memo: dict[int, torch.Tensor] = {}
+    for name, tensor in (*parameters, *buffers):
+        if nn.parameter.is_lazy(tensor):
+            raise CaptureError(f"{name} has no shape yet: its module is lazy", fix="call the model once before it is captured")
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            fix = "add the hook to the parallel model's parameter instead"
+            raise CaptureError(f"the hook on {name} would be lost", fix=fix)
+        memo.setdefault(id(tensor), _hollow(tensor, dtype))
+    _refuse_shared(parameters)
+    try:
+        hollow = copy.deepcopy(model, dict[int, object](memo))
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied: {error}", fix="keep what cannot be copied outside the module"
+        ) from error
+    _forget_caches(hollow)
+    persistent = set(model.state_dict(keep_vars=True))
+    known = _grouped(parameters, memo, persistent), _grouped(buffers, memo, persistent)
+    first = {name: held.value.name for held in (*known[0], *known[1]) for name in held.names}
+    return Skeleton(module=hollow, parameters=known[0], buffers=known[1], first=first)
+
+
+def _forget_caches(hollow: nn.Module) -> None:
+    """Have no model inside return a cache, whatever its configuration says: it is no tensor, and grows as text is written."""
+    for module in hollow.modules():
+        config = vars(module).get("config")
+        if getattr(config, "use_cache", False) is True:
+            vars(config)["use_cache"] = False
+
+
+def _refuse_shared(parameters: list[tuple[str, torch.Tensor]]) -> None:
+    """Raise CaptureError for parameters one of which lies in the memory of another: a step of one would change both."""
+    spans = []
+    for place, (name, tensor) in enumerate({id(tensor): (name, tensor) for name, tensor in parameters}.values()):
+        if not tensor.is_meta and tensor.numel() and tensor.requires_grad:
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            spans.append((tensor.data_ptr(), place, tensor.data_ptr() + extent * tensor.element_size(), name))
+    spans.sort()
+    for (_, _, end, first), (start, _, _, second) in itertools.pairwise(spans):
+        if start < end:
+            fix = "hold one parameter, and take the view of it in forward"
+            raise CaptureError(f"{first} and {second} are parameters that share memory without being the same", fix=fix)
+
+
+def _hollow(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    empty = tensor.detach().to("meta", dtype if dtype and tensor.is_floating_point() else tensor.dtype)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty.requires_grad_(tensor.requires_grad)
+
+
+def attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that a module holds as plain attributes, by dotted name."""
+    for prefix, module in model.named_modules():
+        for name, held in vars(module).items():
+            if isinstance(held, torch.Tensor):
+                yield f"{prefix}.{name}" if prefix else name, held
+
+
+def _grouped(
+    named: list[tuple[str, torch.Tensor]], hollow: dict[int, torch.Tensor], persistent: set[str]
+) -> tuple[Parameter, ...]:
+    """One Parameter per tensor, with all of its names."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in named:
+        groups.setdefault(id(tensor), []).append(name)
+    return tuple(_held(tuple(names), hollow[key], persistent) for key, names in groups.items())
+
+
+def _held(names: tuple[str, ...], tensor: torch.Tensor, persistent: set[str]) -> Parameter:
+    value = Value(name=names[0], shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    return Parameter(value=value, names=names, persistent=any(name in persistent for name in names))

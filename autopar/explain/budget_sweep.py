@@ -1,0 +1,80 @@
+"""Time against memory: the plan within one budget after the other, from all the memory that it would like down to the least."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from autopar.errors import BudgetError
+from autopar.explain.phrases import milliseconds
+from autopar.explain.report import Part, grid
+from autopar.formulation.budget_loop import smallest
+from autopar.ir.mesh import Bytes, Seconds
+from autopar.plan.options import PLENTY, Options
+from autopar.plan.plan import Plan
+from autopar.plan.text import size_text
+from autopar.planning.planner import Planned, plan_program
+
+SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
+MARGIN = 1.01  # of the least memory: the smallest budget that is tried
+BAR = 40  # characters of the longest bar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The plan within a budget: seconds of a step, of computing again in it, bytes at its peak."""
+
+    budget: Bytes
+    step_time: Seconds
+    recomputed: Seconds
+    peak_memory: Bytes
+    gap: float
+
+
+def budget_sweep(planned: Planned, options: Options) -> list[Step]:
+    """The fastest plans between the memory that the best plan takes and the least that any plan needs.
+
+    Budgets divide the way evenly; the last is the least memory and a hundredth more.
+    """
+    solved = planned.solved
+    least = smallest(solved.formulated, solved.ledger)
+    assert least is not None, "there is a plan"
+    mesh, program = solved.formulated.mesh, planned.captured.program
+    free = plan_program(program, mesh, replace(options, budget=PLENTY))
+    low, high = MARGIN * float(solved.ledger.walk(least).max()), float(free.peak_memory)
+    found = []
+    for share in SHARES:
+        budget = round(low + share * max(0.0, high - low))
+        try:
+            plan = free if share == 1.0 else plan_program(program, mesh, replace(options, budget=budget))
+        except BudgetError:
+            continue
+        found.append(_step(budget, plan))
+    for place in reversed(range(len(found) - 1)):  # what fits into less fits into more
+        if found[place + 1].step_time < found[place].step_time:
+            found[place] = replace(found[place + 1], budget=found[place].budget)
+    return found
+
+
+def _step(budget: Bytes, plan: Plan) -> Step:
+    return Step(
+        budget=budget, step_time=plan.step_time, recomputed=plan.evidence.recomputed, peak_memory=plan.peak_memory, gap=plan.gap
+    )
+
+
+def sweep_parts(found: list[Step]) -> Iterator[Part]:
+    """The sweep as it is printed."""
+    table = grid("budget", "peak", "a step", "more", "computing again", "gap", "", right=(0, 1, 2, 3, 4, 5))
+    first, longest = found[0].step_time, max(step.step_time for step in found)
+    for step in found:
+        table.add_row(
+            size_text(step.budget),
+            size_text(step.peak_memory),
+            milliseconds(step.step_time),
+            f"{step.step_time / first - 1:+.1%}" if first else "",
+            milliseconds(step.recomputed),
+            f"{step.gap:.1%}",
+            "#" * round(BAR * step.step_time / longest) if longest else "",
+        )
+    yield table
+    yield "budget and peak: bytes on one device; gap: the most by which a faster plan within the budget may exist"

@@ -1,0 +1,141 @@
+"""What a command line names: the model and the sample that a function makes, a mesh, a constraint."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from autopar.errors import AutoparError, MeshError
+from autopar.ir.dynamic_dims import Dims
+from autopar.ir.mesh import Mesh
+
+HOW = "file.py:function or package.module:function, a function that returns (model, sample_input), or a saved plan.json"
+
+
+class UsageError(AutoparError):
+    """The command line says something that cannot be done."""
+
+
+def parse_mesh(text: str) -> Mesh:
+    """The mesh that a text such as "2,4" or "dp=2,tp=4" denotes; raises UsageError if it denotes none.
+
+    >>> parse_mesh("dp=2,tp=4")
+    Mesh(dp=2, tp=4)
+    """
+    entries = [re.fullmatch(r"\s*(?:([^=\s]+)\s*=)?\s*(\d+)\s*", entry) for entry in text.split(",")]
+    found = [(entry[1], int(entry[2])) for entry in entries if entry]
+    named = {name: size for name, size in found if name}
+    if len(found) < len(entries) or len(named) not in (0, len(found)):
+        raise UsageError(f"{text!r} is no mesh", fix="the size of every axis: 2,4; or a different name for each: dp=2,tp=4")
+    try:
+        return Mesh.of(named or tuple(size for _, size in found))
+    except MeshError as error:
+        raise UsageError(error.what, **error.details) from error
+
+
+def parse_constraint(text: str) -> tuple[str, str]:
+    """The name and the layout of a text such as "*.wte.weight=I, S(0)"; raises UsageError if it has none."""
+    name, equals, layout = text.rpartition("=")
+    if not equals or not name.strip():
+        raise UsageError(f"{text!r} is no constraint", fix='NAME=LAYOUT, such as --constraint "*.wte.weight=I, S(0)"')
+    return name.strip(), layout.strip()
+
+
+def parse_dynamic(text: str) -> tuple[str, Dims]:
+    """The name and the dims of a text such as "batch=0" or "batch=input_ids:0,labels:0"; raises UsageError if it has none.
+
+    >>> parse_dynamic("sequence=input_ids:1,labels:1")
+    ('sequence', {'input_ids': 1, 'labels': 1})
+    """
+    name, equals, said = (part.strip() for part in text.partition("="))
+    if name and equals and said.isdecimal():
+        return name, int(said)
+    pairs = [re.fullmatch(r"\s*(.+?)\s*:\s*(\d+)\s*", entry) for entry in said.split(",")]
+    dims = {pair[1]: int(pair[2]) for pair in pairs if pair}
+    if not name or not equals or len(dims) < len(pairs):
+        raise UsageError(f"{text!r} names no size", fix="NAME=DIM, or NAME=INPUT:DIM,INPUT:DIM: --dynamic batch=0")
+    return name, dims
+
+
+def built(target: str) -> tuple[nn.Module, object]:
+    """The model and the sample that a TARGET makes, on the meta device; raises UsageError if it does not make them."""
+    function = _function(target)
+    try:
+        with torch.device("meta"):
+            made = function()
+    except Exception as error:
+        raise UsageError(f"{target} failed: {_said(error)}", at=_place(error)) from error
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
+        raise UsageError(
+            f"{target} returned no (model, sample_input)",
+            returned=kinds,
+            fix="return a tuple of an nn.Module and its sample batch",
+        )
+    return made[0], made[1]
+
+
+def _function(target: str) -> Callable[[], object]:
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise UsageError(f"{target!r} names no function", fix=HOW)
+    module = _file(Path(place), target) if place.endswith(".py") else _module(place, target)
+    found = getattr(module, name, None)
+    if not callable(found):
+        own = [n for n, held in vars(module).items() if callable(held) and getattr(held, "__module__", "") == module.__name__]
+        raise UsageError(f"{place} has no function {name!r}", functions=", ".join(own), fix=HOW)
+    return found  # type: ignore[no-any-return]
+
+
+def _file(path: Path, target: str) -> ModuleType:
+    """The module of a file, which may import its neighbours, as a script may."""
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}", target=target, fix=HOW)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules.setdefault(path.stem, module)
+    _run(lambda: spec.loader.exec_module(module), target)  # type: ignore[union-attr]
+    return module
+
+
+def _module(name: str, target: str) -> ModuleType:
+    """An importable module, also one in the present directory."""
+    sys.path.insert(0, str(Path.cwd()))
+    found: list[ModuleType] = []
+    try:
+        _run(lambda: found.append(importlib.import_module(name)), target)
+    except UsageError as error:
+        missing = error.__cause__
+        if isinstance(missing, ModuleNotFoundError) and missing.name and f"{name}.".startswith(f"{missing.name}."):
+            raise UsageError(f"there is no module {name}", target=target, fix=HOW) from missing
+        raise
+    return found[0]
+
+
+def _run(load: Callable[[], object], target: str) -> None:
+    try:
+        load()
+    except Exception as error:
+        raise UsageError(f"{target} cannot be imported: {_said(error)}", at=_place(error)) from error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _place(error: Exception) -> str:
+    """The last line of a failure."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{last.filename}:{last.lineno} in {last.name}"

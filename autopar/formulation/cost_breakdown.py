@@ -1,0 +1,243 @@
+"""The account of a plan's decisions: where its seconds and bytes go, as the evidence that a plan keeps.
+
+Nothing is decided here and nothing priced anew: what is added up is what the integer program paid.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from autopar.analysis.analysis import Analysis
+from autopar.cost_models.compute import dtype_of, peak, pricer
+from autopar.cost_models.links import host_seconds
+from autopar.cost_models.optimizers import Optimizer, step_seconds
+from autopar.formulation.memory_model import Ledger
+from autopar.formulation.prices import WHOLE_SUM, arrival_seconds, primitive_seconds, rounding_seconds, work
+from autopar.ir.conversion import COLLECTIVES
+from autopar.ir.layout import Layout, blocks, local_shape
+from autopar.ir.mesh import Bytes, Mesh, Seconds
+from autopar.ir.program import Op, Program, Value, aten, elements
+from autopar.memory.recompute_closure import reruns
+from autopar.operators import Distributed, Fitted
+from autopar.operators.dim_labels import ROLES, Sample, role, role_of_dim
+from autopar.plan.evidence import ADDENDS, DEVICE, INPUT, OPTIMIZER, OUTPUT, REPEATED, WHOLE, Evidence, Figure, Held
+from autopar.search_space.assignment import Again, Decisions, due
+from autopar.search_space.candidates import Candidate, Form
+
+SAVED, AGAIN, USED = "saved for the backward", "computed again", "in use at the moment"
+# What memory is for, in the order in which a person asks; and the ledger's kinds of what is not stored for the whole step.
+PURPOSES = ("parameters", "gradients", "optimizer state", SAVED, AGAIN, USED, "inputs", "buffers")
+PURPOSE = {
+    "gradient": "gradients", "kept": SAVED, "internal": SAVED, "again": AGAIN, "produced": USED, "converted": USED,
+    "flowing": USED, "flight": USED, "transient": USED,
+}  # fmt: skip
+
+
+def account(ledger: Ledger, chosen: Decisions, optimizer: Optimizer, limit: Figure) -> Evidence:
+    """The evidence for decisions; `limit` is the budget."""
+    analysis, mesh = ledger.formulated.analysis, ledger.formulated.mesh
+    moment = int(ledger.timeline.walk(chosen).argmax())
+    run = reruns(analysis, chosen)
+    compute = dict(_compute(analysis, chosen, mesh))
+    held, away = ledger.held(chosen, moment), _away(analysis, run, mesh)
+    return Evidence(
+        figures=(*_figures(analysis.program, mesh, optimizer, bool(away)), limit),
+        compute=compute,
+        again={op.name: compute[op.name][0] for op in analysis.program.ops if op.name in run.ops and op.name in compute},
+        conversions=_arrivals(analysis.program, chosen, mesh) + conversions(analysis, chosen, mesh),
+        optimizer=_optimizer(analysis.program, chosen, optimizer, mesh),
+        memory=_memory(analysis.program, held, optimizer),
+        moment=_moment(analysis.program, moment),
+        fullest=tuple(held[:5]),
+        runs=dict(_runs(analysis, chosen)),
+        stored=dict(_stored(analysis, chosen)),
+        tied={name: p.value.name for p in analysis.program.parameters for name in p.names if name != p.value.name},
+        copies=analysis.copies,
+        away=away,
+    )
+
+
+def _away(analysis: Analysis, again: Again, mesh: Mesh) -> dict[str, Seconds]:
+    """Seconds of what goes to the host and comes back."""
+    found: dict[str, Seconds] = {}
+    assert mesh.device is not None
+    for name, layout in again.away:
+        size = _bytes(analysis.program.values[name], layout, mesh.sizes)
+        found[name] = found.get(name, 0.0) + analysis.program.runs * host_seconds(size, mesh.device)
+    return found
+
+
+def _figures(program: Program, mesh: Mesh, optimizer: Optimizer, away: bool) -> Iterator[Figure]:
+    """The numbers that the prices of a program rest on."""
+    device = mesh.device
+    assert device is not None, "a mesh is priced with its device"
+    source = device.source
+    for dtype in dict.fromkeys(dtype_of(op, [program.values[n] for n in op.operands]) for op in program.ops):
+        if dtype.is_floating_point:
+            name = str(dtype).removeprefix("torch.")
+            yield Figure(of=DEVICE, name=name, value=peak(dtype, device), unit="op/s", source=source)
+    yield Figure(of=DEVICE, name="memory", value=device.memory, unit="B", source=source)
+    yield Figure(of=DEVICE, name="memory bandwidth", value=device.bandwidth, unit="B/s", source=source)
+    yield Figure(of=DEVICE, name="kernel launch", value=device.launch, unit="s", source=source)
+    if away and device.host:
+        yield Figure(of=DEVICE, name="host bandwidth", value=device.host.bandwidth, unit="B/s", source=device.host.source)
+    for axis, link in zip(mesh.axes, mesh.links, strict=True):
+        yield Figure(of=axis, name="bandwidth", value=link.bandwidth, unit="B/s", source=link.source)
+        yield Figure(of=axis, name="latency", value=link.latency, unit="s", source=link.source)
+    yield Figure(of=OPTIMIZER, name=optimizer.name, value=optimizer.states, unit="", source=optimizer.source)
+
+
+def _compute(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[tuple[str, tuple[Seconds, Seconds]]]:
+    """Forward and backward seconds of every op that takes time."""
+    program, sizes, of = analysis.program, mesh.sizes, analysis.classes.of
+    assert mesh.device is not None
+    known: dict[str, tuple[Seconds, Seconds]] = {}
+    for op in program.ops:
+        if of[op.name] not in known:
+            candidate, price = chosen.ops[op.name], pricer(op, program.values, mesh.device)
+            shapes = [program.values[name].shape for name in op.operands]
+            inside = [local_shape(s, x, sizes) for s, x in zip(shapes, candidate.operands, strict=True)]
+            outside = [local_shape(r.shape, x, sizes) for r, x in zip(op.results, candidate.results, strict=True)]
+            there, back = price.forward_seconds(inside, outside), price.backward_seconds(inside, outside)
+            times = program.runs * work(analysis.fits[op.name], candidate, sizes)
+            known[of[op.name]] = times * there, times * back
+        if any(known[of[op.name]]):
+            yield op.name, known[of[op.name]]
+
+
+def _arrivals(program: Program, chosen: Decisions, mesh: Mesh) -> Seconds:
+    """Slices of the inputs, with what is computed ahead."""
+    device, given = mesh.device, chosen.given
+    assert device is not None
+    return sum(arrival_seconds(program, value, given[value.name], mesh.sizes, device) for value in program.inputs)
+
+
+def conversions(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Seconds:
+    """Seconds of slices, pads and copies on the way of values that no collective does, those done again too."""
+    program, sizes, run, total = analysis.program, mesh.sizes, reruns(analysis, chosen), 0.0
+    for name, steps in chosen.routes.items():
+        back, dtype = due(analysis, chosen, name), program.values[name].dtype
+        wider = analysis.summed.get(name, dtype).itemsize // dtype.itemsize
+        for step in steps:
+            sides = [_bytes(program.values[name], layout, sizes) for layout in (step.source, step.target)]
+            large, small = np.array([max(sides)]), np.array([min(sides)])
+            if wider > 1 and step in back and step.primitives[1] == WHOLE_SUM:
+                total += float(rounding_seconds(large, wider, mesh)[0])
+            again = (name, step) in run.steps and name not in analysis.weights
+            for primitive in (*step.primitives[: 1 + (step in back)], *step.primitives[:again]):
+                if primitive not in COLLECTIVES:
+                    total += program.runs * float(primitive_seconds(primitive, large, small, step.axis, mesh)[0])
+    return total
+
+
+def _optimizer(program: Program, chosen: Decisions, optimizer: Optimizer, mesh: Mesh) -> Seconds:
+    assert mesh.device is not None
+    trained = [p.value for p in program.parameters if p.value.requires_grad]
+    local = sum(_bytes(value, chosen.given[value.name], mesh.sizes) for value in trained)
+    return step_seconds(float(local), optimizer, mesh.device)
+
+
+def _bytes(value: Value, layout: Layout, sizes: tuple[int, ...]) -> Bytes:
+    """The size of one rank's part."""
+    return elements(local_shape(value.shape, layout, sizes)) * value.dtype.itemsize
+
+
+def _memory(program: Program, held: list[Held], optimizer: Optimizer) -> dict[str, Bytes]:
+    """Bytes by what they are for."""
+    trained = {p.value.name for p in program.parameters if p.value.requires_grad}
+    parameters = {p.value.name for p in program.parameters}
+    found = dict.fromkeys(PURPOSES, 0)
+    for entry in held:
+        if entry.kind != "stored":
+            found[PURPOSE[entry.kind]] += entry.bytes
+        elif entry.name in parameters:
+            own = entry.bytes // (1 + optimizer.states) if entry.name in trained else entry.bytes
+            found["parameters"] += own
+            found["optimizer state"] += entry.bytes - own
+        else:
+            found["inputs" if program.values[entry.name] in program.inputs else "buffers"] += entry.bytes
+    return {kind: size for kind, size in found.items() if size}
+
+
+def _moment(program: Program, moment: int) -> str:
+    """When a moment of the ledger is."""
+    count = len(program.ops)
+    if moment == 2 * count:
+        return "the optimizer's step"
+    name = program.ops[moment if moment < count else 2 * count - 1 - moment].name
+    return f"the {'forward' if moment < count else 'backward'} of {name}"
+
+
+def _runs(analysis: Analysis, chosen: Decisions) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What is split of every op that uses a parameter or is well known, per axis."""
+    program, sample = analysis.program, Sample.of(analysis.program)
+    for op in program.ops:
+        if told(analysis, op):
+            yield op.name, words(op, analysis.fits[op.name], chosen.ops[op.name], program, sample)
+
+
+def told(analysis: Analysis, op: Op) -> bool:
+    """Whether a person wants to know how an op runs: it uses a parameter, or is well known."""
+    read = any(name in analysis.weights for name in op.operands) and op.results[0].name not in analysis.copies
+    return aten(op.target) in ROLES or read
+
+
+def words(op: Op, fitted: Fitted | None, candidate: Candidate, program: Program, sample: Sample) -> tuple[str, ...]:
+    """What a candidate splits on each axis, as a person says it."""
+
+    def word(form: Form) -> str:
+        kind, which, stride = form
+        if kind == "D" and fitted is not None:
+            first, *_ = fitted.spread(fitted.distributed[which])
+            return role(op, fitted, first, stride, program.values, sample) + sent(fitted.distributed[which])
+        if kind != "S" or fitted is None:
+            return {"I": WHOLE, "R": REPEATED, "P": ADDENDS}[kind]
+        return role(op, fitted, which, stride, program.values, sample)
+
+    return tuple(map(word, candidate.forms))
+
+
+def sent(form: Distributed) -> str:
+    """What a distributed form sends, in words: " with 2 all-reduces inside"."""
+    counts = Counter(message.kind.replace("_", "-") for message in (*form.forward, *form.backward))
+    said = " and ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items())
+    return f" with {said} inside" if said else ""
+
+
+def _stored(analysis: Analysis, chosen: Decisions) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What is split of every parameter, argument and result, per axis."""
+    program, sample = analysis.program, Sample.of(analysis.program)
+    for parameter in program.parameters:
+        name = parameter.value.name
+        yield name, stored_words(analysis, name, chosen.given[name])
+    passed = [(INPUT + value.name, value, chosen.given[value.name]) for value in program.inputs if value not in program.ahead]
+    passed += [(OUTPUT + o.path, program.values[o.value], chosen.outputs[o.path]) for o in program.outputs]
+    for name, value, layout in passed:
+        yield name, tuple(sample.role(value, s.dim, s.stride) if s.kind == "S" else WHOLE for s in layout)
+
+
+def stored_words(analysis: Analysis, name: str, layout: Layout) -> tuple[str, ...]:
+    """What a stored layout of a parameter splits on each axis: its dims are named by an op that uses it."""
+    names = [name, *(copy for copy, of in analysis.copies.items() if of == name)]
+    readers = [(op, used) for used in names for op in analysis.readers[used]]
+    known = [(op, used) for op, used in readers if aten(op.target) in ROLES]
+    op, used = (known or readers)[0] if readers else (None, name)
+    fitted = analysis.fits[op.name] if op else None
+    if op is None or fitted is None:
+        return tuple(f"dim {s.dim}" if s.kind == "S" else WHOLE for s in layout)
+    position, shape = op.operands.index(used), analysis.program.values[name].shape
+
+    def word(axis: int) -> str:
+        if layout[axis].kind != "S":
+            return WHOLE
+        found = role_of_dim(op, fitted, position, layout[axis].dim, analysis.program.values)
+        count = blocks(layout, axis, shape, analysis.sizes)
+        return found if count == 1 else f"{found} of each of {count} blocks"
+
+    return tuple(map(word, range(len(layout))))
+
+
+__all__ = ["account", "stored_words", "told", "words"]

@@ -1,0 +1,363 @@
+"""From a program to a planning problem, and from the solver's answer back to decisions about the program.
+
+ops, given tensors, outputs  ->  choices    candidates priced at their local shapes, repeated blocks as one
+values                       ->  wires      the layout graph between the layouts that are produced and wanted
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.analysis.analysis import Analysis, has_gradient, saves
+from autopar.analysis.recomputability import lies
+from autopar.analysis.regions import inner
+from autopar.analysis.repeated_blocks import OUTPUT, ValueClass
+from autopar.analysis.weight_buckets import weight_buckets
+from autopar.cost_models.links import host_seconds
+from autopar.cost_models.optimizers import Optimizer
+from autopar.formulation.fixed_charges import tolls
+from autopar.formulation.prices import again_seconds, arc_seconds, choice_seconds, ties
+from autopar.formulation.step_collectives import inside, returns
+from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, Conversion
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Device, Mesh
+from autopar.ir.program import Output, Program, Value
+from autopar.search_space.assignment import Again, Decisions
+from autopar.search_space.candidates import Candidate, distributed
+from autopar.search_space.domains import offers
+from autopar.search_space.layout_graph import Space, space
+from autopar.search_space.strategies import Demands
+from autopar.solver.problem import Bools, Choice, Consumer, Floats, Ints, Problem, Solution, Surcharge, Wire, homes
+
+FREE = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if forward == "identity"]
+ANEW = [  # what may be converted again but weights: a change of dims takes as much as what it is made from
+    number for number, (forward, _) in enumerate(CONVERSIONS.values())
+    if forward in ("all_gather", "all_reduce", "reduce_scatter", "slice")
+]  # fmt: skip
+TO_INVARIANT = [number for number, (_, target) in enumerate(CONVERSIONS) if target == "I"]
+NO_DEMANDS = Demands()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Formulated:
+    """A problem with what each choice and wire stands for."""
+
+    analysis: Analysis
+    mesh: Mesh
+    problem: Problem
+    names: tuple[str, ...]  # class of each choice
+    candidates: tuple[tuple[Candidate, ...], ...]
+    wires: tuple[ValueClass, ...]
+    spaces: tuple[Space, ...]
+    reruns: frozenset[str]  # ops that may run again, or that come back with what does
+    dropped: bool  # whether gathered weights are dropped after their use, whatever that costs
+    once: bool  # whether they are gathered once for all micro-batches
+
+    @functools.cached_property
+    def given(self) -> frozenset[str]:
+        """Inputs, parameters and buffers."""
+        program = self.program
+        return frozenset(value.name for value in (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers))))
+
+    @property
+    def program(self) -> Program:
+        return self.analysis.program
+
+    def only(self, solution: Solution) -> Formulated:
+        """The same with the layouts of a solution alone; what is made again, and the routes, are still to choose."""
+        picks = [np.array([pick]) for pick in solution.picks]
+        return replace(
+            self,
+            problem=replace(
+                self.problem,
+                choices=tuple(
+                    replace(
+                        choice, seconds=choice.seconds[pick], tie=choice.tie[pick],
+                        again=None if choice.again is None else choice.again[pick],
+                    )
+                    for choice, pick in zip(self.problem.choices, picks, strict=True)
+                ),
+                wires=tuple(
+                    replace(
+                        wire, produced=wire.produced[picks[wire.producer]],
+                        consumers=tuple(replace(end, wants=end.wants[picks[end.choice]]) for end in wire.consumers),
+                    )
+                    for wire in self.problem.wires
+                ),
+            ),
+            candidates=tuple((found[pick],) for found, pick in zip(self.candidates, solution.picks, strict=True)),
+        )  # fmt: skip
+
+
+def formulate(
+    analysis: Analysis,
+    mesh: Mesh,
+    optimizer: Optimizer,
+    *,
+    demands: Demands = NO_DEMANDS,
+    sharded_outputs: Callable[[Output], bool] = lambda output: False,
+) -> Formulated:
+    """The planning problem of an analysed program.
+
+    `demands` limits candidates and conversions, `sharded_outputs` says which outputs may leave split. `mesh` must have links
+    and a device. Raises ConstraintError where nothing is left to choose.
+    """
+    device = mesh.device
+    assert device is not None, "a mesh is priced with its device"
+    assert mesh.links, "a mesh is priced with its links"
+    lists = dict(offers(analysis, demands, sharded_outputs))
+    place = {name: i for i, name in enumerate(lists)}
+    reruns = _reruns(analysis)
+    recast = _recast(analysis) if demands.dropped else frozenset[str]()
+    choices = tuple(
+        Choice(
+            name=name,
+            seconds=choice_seconds(analysis, name, found, optimizer, device)
+            + _returning(analysis, name, found, mesh)
+            + _inside(analysis, name, found, mesh, "forward", "backward")
+            + (again_seconds(analysis, name, found, device) if name in recast else 0.0),
+            tie=ties(analysis, name, found),
+            count=len(analysis.classes.members[name]),
+            again=again_seconds(analysis, name, found, device) + _inside(analysis, name, found, mesh, "forward")
+            if name in reruns - recast
+            else None,
+        )
+        for name, found in lists.items()
+    )
+    wires, values, spaces = [], [], []
+    for value_class in analysis.classes.values:
+        if value_class.consumers:
+            graph, wire = _wire(analysis, mesh, value_class, lists, place, demands)
+            wires.append(wire)
+            values.append(value_class)
+            spaces.append(graph)
+    found = tuple(tolls(analysis, mesh, wires, values, spaces, demands))
+    return Formulated(
+        analysis=analysis, mesh=mesh, problem=Problem(choices=choices, wires=tuple(wires), tolls=found), names=tuple(lists),
+        candidates=tuple(map(tuple, lists.values())), wires=tuple(values), spaces=tuple(spaces), reruns=reruns,
+        dropped=demands.dropped, once=demands.once,
+    )  # fmt: skip
+
+
+def _reruns(analysis: Analysis) -> frozenset[str]:
+    """The ops that may run again for the backward, and those whose results come back with their operand's.
+
+    A weight is cast again wherever its copy is needed; everything else stays within its region.
+    """
+    program = analysis.program
+    lying = (op.name for op in program.ops if op.requires_grad and lies(op, program.values))
+    return analysis.may_run.union(lying) & (inner(program) | analysis.casts)
+
+
+def _recast(analysis: Analysis) -> frozenset[str]:
+    """The classes of ops that cast weights which the backward needs: these run again where gathered weights are dropped."""
+    of = analysis.classes.of
+    runs = analysis.may_run & analysis.casts
+    return frozenset(of[name] for name in runs if saves(analysis, of[name], 0))
+
+
+def _returning(analysis: Analysis, name: str, found: Sequence[Candidate], mesh: Mesh) -> float:
+    """Seconds in which the gradient of an input comes back; there is one way to take an input."""
+    value = next((value for value in analysis.program.inputs if value.name == name), None)
+    back = returns(analysis, value, found[0].results[0], mesh) if value else ()
+    return analysis.program.runs * sum(message.seconds for message in back)
+
+
+def _inside(analysis: Analysis, name: str, found: Sequence[Candidate], mesh: Mesh, *passes: str) -> Floats | float:
+    """Seconds of what the candidates of an op class send inside in these passes, all members together."""
+    program, op = analysis.program, analysis.program.op.get(name)
+    if op is None or not any(distributed(analysis.fits[name], candidate) for candidate in found):
+        return 0.0
+    differentiated = any(result.name in analysis.backward for result in op.results)
+    times = program.runs * len(analysis.classes.members[name])
+    return times * np.array(
+        [
+            sum(
+                message.seconds
+                for where in passes
+                if where == "forward" or differentiated
+                for message in inside(op, analysis.fits[name], candidate, program.values, mesh, where)
+            )
+            for candidate in found
+        ]
+    )
+
+
+def _wire(
+    analysis: Analysis,
+    mesh: Mesh,
+    values: ValueClass,
+    lists: Mapping[str, list[Candidate]],
+    place: Mapping[str, int],
+    demands: Demands,
+) -> tuple[Space, Wire]:
+    program = analysis.program
+    value = program.values[values.example]
+    made = [c.results[values.result] for c in lists[values.producer]]
+    wanted = [[c.operands[position] for c in lists[name]] for name, position in values.consumers]
+    allowed = tuple(
+        tuple(sorted({layout[axis] for layouts in (made, *wanted) for layout in layouts})) for axis in range(len(mesh.sizes))
+    )
+    graph = space(value.shape, mesh.sizes, allowed, analysis.blocks[value.name])
+    weight = value.name in analysis.weights
+    summed, bundled = analysis.summed.get(value.name), value.name in analysis.bundled
+    runs = 1 if demands.once and bundled else program.runs
+    there, back, rerun = arc_seconds(graph, value, mesh, bundled=bundled, summed=summed, runs=runs)
+    arcs = _arcs(analysis, value, graph, demands)
+    count, free = len(values.members), np.isin(graph.pair[arcs], FREE)
+    anew = _anew(graph, arcs, weight=weight)
+    again = np.where(anew, count * (rerun if weight else there)[arcs], np.inf)
+    wire = Wire(
+        name=value.name,
+        producer=place[values.producer],
+        produced=np.array([graph.index[layout] for layout in made], dtype=np.int64),
+        consumers=tuple(
+            Consumer(choice=place[name], wants=np.array([graph.index[layout] for layout in layouts], dtype=np.int64))
+            for (name, _), layouts in zip(values.consumers, wanted, strict=True)
+        ),
+        nodes=len(graph.nodes),
+        source=graph.source[arcs],
+        target=graph.target[arcs],
+        seconds=count * there[arcs],
+        surcharges=(
+            Surcharge(
+                seconds=count * back[arcs],
+                consumers=_where(values, lambda name, _: has_gradient(analysis, value.name, name)),
+            ),
+            Surcharge(
+                seconds=count * rerun[arcs],
+                consumers=_where(values, lambda *end: weight and demands.dropped and saves(analysis, *end)),
+            ),
+        ),
+        free=free,
+        count=count,
+        again=again if value.requires_grad and not (weight and demands.held) else None,
+        away=_away(value, graph, program.runs * count, mesh.device) if _may_leave(analysis, value) else None,
+    )  # fmt: skip
+    if wire.away is not None:  # said of the memory in which several layouts may lie
+        wire = replace(wire, away=np.where(homes(wire) == np.arange(wire.nodes), wire.away, np.inf))
+    return graph, wire
+
+
+def _arcs(analysis: Analysis, value: Value, graph: Space, demands: Demands) -> Ints:
+    """The conversions of a value's layout graph that a plan may use."""
+    arcs, axes = np.arange(len(graph.source)), len(graph.nodes[0])
+    if value.name in analysis.written:  # what is written in place is used as it is stored
+        arcs = arcs[:0]
+    if value.name in analysis.bundled and value.requires_grad and analysis.program.runs > 1:
+        arcs = arcs[~np.isin(graph.pair[arcs], TO_INVARIANT)]  # what is I is so because it is stored so: see `added_up`
+    if demands.weights:
+        allowed = np.array([[demands.allow(value.name, axis, *pair) for pair in CONVERSIONS] for axis in range(axes)])
+        arcs = arcs[allowed[graph.axis[arcs], graph.pair[arcs]]]
+    return arcs
+
+
+def _anew(graph: Space, arcs: Ints, *, weight: bool) -> Bools:
+    """Which conversions may be done again for the backward: of weights those after which there is more than before."""
+    if weight:
+        return graph.elements[graph.target[arcs]] > graph.elements[graph.source[arcs]]
+    return np.isin(graph.pair[arcs], ANEW)
+
+
+def _may_leave(analysis: Analysis, value: Value) -> bool:
+    """Whether a value may be moved to the host: results that the backward may ask for."""
+    return value.requires_grad and value.name in analysis.program.producer and value.name not in analysis.weights
+
+
+def _away(value: Value, graph: Space, count: int, device: Device | None) -> Floats | None:
+    """Seconds of moving so many members to the host and back, by layout; only where a layout has memory of its own."""
+    if device is None or device.host is None:
+        return None
+    sizes = (value.dtype.itemsize * graph.elements).tolist()
+    return count * np.array([host_seconds(size, device) for size in sizes])
+
+
+def _where(values: ValueClass, true: Callable[[str, int], bool]) -> frozenset[int]:
+    """The places of the consumers for which something is true."""
+    return frozenset(place for place, end in enumerate(values.consumers) if true(*end))
+
+
+def decisions(formulated: Formulated, solution: Solution) -> Decisions:
+    """What a solution says about every member of every class."""
+    program, of = formulated.program, formulated.analysis.classes.of
+    picked = {
+        name: found[pick] for name, found, pick in zip(formulated.names, formulated.candidates, solution.picks, strict=True)
+    }
+    routes: dict[str, tuple[Conversion, ...]] = {}
+    for values, graph, wire, arcs in zip(
+        formulated.wires, formulated.spaces, formulated.problem.wires, solution.arcs, strict=True
+    ):
+        nodes = graph.nodes
+        steps = tuple(_step(nodes[int(wire.source[a])], nodes[int(wire.target[a])]) for a in arcs)
+        routes |= {member: steps for member in values.members if steps}
+    return Decisions(
+        ops={op.name: picked[of[op.name]] for op in program.ops},
+        given={
+            value.name: picked[of[value.name]].results[0]
+            for value in (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers)))
+        },
+        outputs={o.path: picked[OUTPUT + o.path].operands[0] for o in program.outputs},
+        routes=routes,
+        again=_again(formulated, solution, routes),
+        once=formulated.once,
+    )
+
+
+def _again(formulated: Formulated, solution: Solution, routes: Mapping[str, tuple[Conversion, ...]]) -> Again:
+    """What a solution makes again: the first members of classes and values; gathered weights and casts if all are dropped."""
+    analysis, ops, steps = formulated.analysis, set[str](), set[tuple[str, Conversion]]()
+    for choice, count in solution.again.choices.items():
+        ops.update(analysis.classes.members[formulated.names[choice]][:count])
+    for (w, arc), count in solution.again.arcs.items():
+        if arc in solution.arcs[w] and not formulated.problem.wires[w].free[arc]:
+            place = solution.arcs[w].index(arc)
+            steps.update((member, routes[member][place]) for member in formulated.wires[w].members[:count])
+    away = frozenset(_absent(formulated, solution))
+    for name in analysis.weights & routes.keys() if formulated.dropped else ():
+        view = name in analysis.program.producer
+        steps.update((name, step) for step in routes[name] if view or _gathered(routes[name], step))
+    beside = list(_beside(analysis, routes, steps)) if steps else []
+    steps.update(beside)
+    ops.update(analysis.casts if formulated.dropped else ())
+    ops.update(analysis.program.producer[name].name for name, _ in beside if name in analysis.copies)
+    return Again(ops=frozenset(ops) & analysis.may_run, steps=frozenset(steps), away=away)
+
+
+def _absent(formulated: Formulated, solution: Solution) -> Iterator[tuple[str, Layout]]:
+    """What a solution moves to the host: the members after those that are made again."""
+    for (w, node), count in solution.again.away.items():
+        wire, values = formulated.problem.wires[w], formulated.wires[w]
+        lies = homes(wire)
+        made = [(int(wire.produced[solution.picks[wire.producer]]), solution.again.choices.get(wire.producer, 0))]
+        made += [(int(wire.target[arc]), solution.again.arcs.get((w, arc), 0)) for arc in solution.arcs[w]]
+        there = [(layout, members) for layout, members in made if lies[layout] == lies[node]]
+        first, layout = max(members for _, members in there), formulated.spaces[w].nodes[there[0][0]]
+        yield from ((member, layout) for member in values.members[first : first + count])
+
+
+def _beside(
+    analysis: Analysis, routes: Mapping[str, tuple[Conversion, ...]], steps: Set[tuple[str, Conversion]]
+) -> Iterator[tuple[str, Conversion]]:
+    """The conversions of weights that the backward does not need, where others of their bundle are done again: they travel with
+    these, and are dropped like them."""
+    for names in weight_buckets(analysis.program, moved=True):
+        kinds = {(step.axis, step.primitives) for name in names for step in routes.get(name, ()) if (name, step) in steps}
+        for name in names if kinds else ():
+            uses = ((o, place) for o in analysis.readers[name] for place, n in enumerate(o.operands) if n == name)
+            if not any(saves(analysis, analysis.classes.of[o.name], place) for o, place in uses):
+                yield from ((name, step) for step in routes.get(name, ()) if (step.axis, step.primitives) in kinds)
+
+
+def _gathered(route: tuple[Conversion, ...], step: Conversion) -> bool:
+    """Whether a step of a weight's route moves it between ranks, or follows one that does: it is dropped and gathered again."""
+    before = [other for other in route if other.target == step.source]
+    return step.primitives[0] in COLLECTIVES or any(_gathered(route, other) for other in before)
+
+
+def _step(source: Layout, target: Layout) -> Conversion:
+    axis = next(a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t)
+    return Conversion(axis=axis, source=source, target=target)

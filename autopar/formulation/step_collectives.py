@@ -1,0 +1,142 @@
+"""The messages of a step: every collective that is issued, with the weights of a bundle together in one.
+
+Those between ops belong to conversions; those inside are sent by ops in a distributed form.
+
+Each micro-batch issues its own, but that gradients which have been added up are sent once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import torch
+
+from autopar.analysis.analysis import Analysis
+from autopar.cost_models.collectives import seconds as collective_seconds
+from autopar.ir.conversion import COLLECTIVES, SUMS, Conversion, arrival
+from autopar.ir.layout import Layout, local_shape
+from autopar.ir.mesh import Bytes, Mesh, Seconds
+from autopar.ir.program import Op, Value
+from autopar.memory.recompute_closure import reruns
+from autopar.operators import Fitted
+from autopar.operators.call import Call, Local
+from autopar.search_space.assignment import Again, Decisions, due
+from autopar.search_space.buckets import TOGETHER, Bundle, bundled
+from autopar.search_space.candidates import Candidate, distributed, parts_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One collective on a mesh axis for one or several values; `bytes` is its larger buffer on one rank.
+
+    `where` is "forward" or "backward".
+    """
+
+    values: tuple[str, ...]
+    axis: int
+    kind: str
+    where: str
+    bytes: Bytes
+    seconds: Seconds
+
+
+def messages(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Message]:
+    """Every collective of one step, forward and backward."""
+    rerun = reruns(analysis, chosen)
+    yield from _between(analysis, chosen, mesh, rerun)
+    yield from _own(analysis, chosen, mesh, rerun)
+
+
+def between(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Message]:
+    """Those of conversions, which no candidate pays."""
+    return _between(analysis, chosen, mesh, reruns(analysis, chosen))
+
+
+def _between(analysis: Analysis, chosen: Decisions, mesh: Mesh, rerun: Again) -> Iterator[Message]:
+    runs = analysis.program.runs
+    alone = [
+        Bundle(level=0, steps=((name, step),))
+        for name, steps in chosen.routes.items()
+        if name not in analysis.bundled
+        for step in steps
+    ]
+    for bundle in (*bundled(analysis.program, chosen.routes, chosen.again.steps), *alone):
+        back = [(name, step) for name, step in bundle.steps if step in due(analysis, chosen, name)]
+        again = [pair for pair in bundle.steps if pair in rerun.steps]
+        forward, backward = bundle.primitives
+        once = not bundle.moved or (chosen.once and bundle not in alone)
+        for where, kind, steps, kinds, gradient in (
+            ("forward", forward, bundle.steps, TOGETHER[0], False),
+            ("backward", backward, back, TOGETHER[1], True),
+            ("backward", forward, again, TOGETHER[0], False),
+        ):
+            together = [steps] if kind in kinds and steps else [[one] for one in steps]
+            for sent in together if kind in COLLECTIVES else ():
+                message = _message(analysis, mesh, kind, where, sent, gradient=gradient)
+                yield from repeat(message, 1 if once else runs)
+
+
+def _own(analysis: Analysis, chosen: Decisions, mesh: Mesh, rerun: Again) -> Iterator[Message]:
+    """Those for which candidates pay: of ops in a distributed form, and of the gradients of inputs."""
+    program = analysis.program
+    for op in program.ops:
+        candidate = chosen.ops[op.name]
+        differentiated = any(result.name in analysis.backward for result in op.results)
+        passes = [("forward", False), *[("backward", False)] * differentiated, *[("backward", True)] * (op.name in rerun.ops)]
+        for where, again in passes:
+            for message in inside(op, analysis.fits[op.name], candidate, program.values, mesh, where, again=again):
+                yield from repeat(message, program.runs)
+    for value in program.inputs:
+        for message in returns(analysis, value, chosen.given[value.name], mesh):
+            yield from repeat(message, program.runs)
+
+
+def inside(
+    op: Op,
+    fitted: Fitted | None,
+    candidate: Candidate,
+    values: Mapping[str, Value],
+    mesh: Mesh,
+    where: str,
+    *,
+    again: bool = False,
+) -> Iterator[Message]:
+    """The collectives that an op sends in one run in the forward or the backward; there those of its forward, if `again`."""
+    own = distributed(fitted, candidate)
+    if own is None or fitted is None:
+        return
+    axis, form = own
+    operands = [local_shape(values[name].shape, x, mesh.sizes) for name, x in zip(op.operands, candidate.operands, strict=True)]
+    results = [local_shape(r.shape, x, mesh.sizes) for r, x in zip(op.results, candidate.results, strict=True)]
+    call, dtype = Call.of(op), values[op.operands[0]].dtype
+    local = Local(fitted=fitted, operands=operands, results=results, parts=parts_of(fitted, candidate, mesh.sizes))
+    for sent in form.forward if where == "forward" or again else form.backward:
+        size = sent.elements(call, local) * max(dtype.itemsize, torch.float32.itemsize if sent.wide else 1)
+        seconds = float(collective_seconds(sent.kind, float(size), mesh.sizes[axis], mesh.links[axis]))
+        message = Message(values=(op.results[0].name,), axis=axis, kind=sent.kind, where=where, bytes=size, seconds=seconds)
+        yield from repeat(message, sent.times(call, local, mesh.sizes[axis]))
+
+
+def returns(analysis: Analysis, value: Value, layout: Layout, mesh: Mesh) -> Iterator[Message]:
+    """The collectives that make the gradient of an input whole again in one run, if the user wants one and takes it split."""
+    if value.name in analysis.backward:
+        for step in arrival(layout):
+            yield _message(analysis, mesh, step.primitives[1], "backward", [(value.name, step)])
+
+
+def _message(
+    analysis: Analysis, mesh: Mesh, kind: str, where: str, sent: Sequence[tuple[str, Conversion]], *, gradient: bool = True
+) -> Message:
+    names, steps = zip(*sent, strict=True)
+    axis = steps[0].axis
+    values = [analysis.program.values[name] for name in names]
+    sums = analysis.summed if gradient and kind in SUMS else {}
+    dtypes = [sums.get(value.name, value.dtype) for value in values]
+    size = sum(
+        step.collective_bytes(value.shape, dtype.itemsize, mesh.sizes)
+        for value, dtype, step in zip(values, dtypes, steps, strict=True)
+    )
+    seconds = float(collective_seconds(kind, float(size), mesh.sizes[axis], mesh.links[axis]))
+    return Message(values=names, axis=axis, kind=kind, where=where, bytes=size, seconds=seconds)

@@ -1,0 +1,145 @@
+"""Building programs op by op, and rewriting them.
+
+Names are given in one place: the results of an op are called `module.path:op#n`, n counting the ops of this short name in this
+module from 0, and `module.path:op#n.0`, `.1`, ... when the op returns several tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autopar.ir.program import Argument, Op, Output, Parameter, Program, Ref, Static, Value, substitute, text
+from autopar.ir.shape_inference import Kind, infer, kind
+
+Keywords = tuple[tuple[str, Argument], ...]
+
+
+class Builder:
+    """Collects the ops of a program in order, names them and infers what they return."""
+
+    def __init__(self, inputs: Iterable[Value], parameters: Iterable[Parameter], buffers: Iterable[Parameter]) -> None:
+        self.inputs = tuple(inputs)
+        self.parameters = tuple(parameters)
+        self.buffers = tuple(buffers)
+        self.ops: list[Op] = []
+        given = (*self.inputs, *(p.value for p in self.parameters), *(b.value for b in self.buffers))
+        self.values = {value.name: value for value in given}
+        self._count: Counter[str] = Counter()
+        self._known: dict[str, Kind | tuple[Kind, ...]] = {}
+
+    def emit(
+        self,
+        target: str,
+        args: tuple[Argument, ...],
+        kwargs: Keywords = (),
+        *,
+        module: str = "",
+        source: str = "",
+        results: Kind | tuple[Kind, ...] | None = None,
+    ) -> tuple[Ref, ...]:
+        """Append an op and return its results; what they are is inferred on the meta device unless it is given."""
+        if results is None:
+            results = self.infer(target, args, kwargs)
+        stem = f"{module}:{short(target)}"
+        name = f"{stem}#{self._count[stem]}"
+        self._count[stem] += 1
+        if isinstance(results, Kind):
+            values: tuple[Value, ...] = (_value(name, results),)
+        else:
+            values = tuple(_value(f"{name}.{i}", result) for i, result in enumerate(results))
+        self.values.update((value.name, value) for value in values)
+        self.ops.append(Op(name=name, target=target, args=args, kwargs=kwargs, results=values, module=module, source=source))
+        return tuple(Ref(value.name) for value in values)
+
+    def infer(self, target: str, args: tuple[Argument, ...], kwargs: Keywords = ()) -> Kind | tuple[Kind, ...]:
+        """What `target` returns for these operands; asked once for all calls that look alike."""
+        key = f"{target}({', '.join(self._alike(a) for a in args)}; {', '.join(f'{k}={self._alike(a)}' for k, a in kwargs)})"
+        if key not in self._known:
+            self._known[key] = infer(target, args, kwargs, self.values.__getitem__)
+        return self._known[key]
+
+    def _alike(self, argument: Argument) -> str:
+        if isinstance(argument, Ref):
+            return str(kind(self.values[argument.name]))
+        if isinstance(argument, tuple):
+            return f"[{', '.join(map(self._alike, argument))}]"
+        return text(argument)
+
+    def program(self, outputs: Iterable[Output]) -> Program:
+        """The finished program."""
+        return Program(
+            ops=tuple(self.ops),
+            inputs=self.inputs,
+            parameters=self.parameters,
+            buffers=self.buffers,
+            outputs=tuple(outputs),
+        )
+
+
+class Rewriter(Builder):
+    """Builds a program from another one, op by op: each old op is kept, replaced or forwarded to a value that exists."""
+
+    def __init__(self, old: Program) -> None:
+        super().__init__(old.inputs, old.parameters, old.buffers)
+        self.old = old
+        self._now = {name: name for name in self.values}
+
+    def new(self, argument: Argument) -> Argument:
+        """An argument of the old program in terms of the new one."""
+
+        def change(leaf: Ref | Static) -> Argument:
+            return Ref(self._now[leaf.name]) if isinstance(leaf, Ref) else leaf
+
+        return substitute(argument, change)
+
+    def keep(
+        self, op: Op, *, target: str = "", args: tuple[Argument, ...] | None = None, kwargs: Keywords | None = None
+    ) -> None:
+        """Copy an op, perhaps with another target or arguments (which name old values); its results stay what they were."""
+        self.put(
+            op,
+            target or op.target,
+            tuple(self.new(a) for a in (op.args if args is None else args)),
+            tuple((name, self.new(a)) for name, a in (op.kwargs if kwargs is None else kwargs)),
+            kinds(op),
+        )
+
+    def put(
+        self, op: Op, target: str, args: tuple[Argument, ...], kwargs: Keywords, results: Kind | tuple[Kind, ...]
+    ) -> None:
+        """An op in the place of an old one, with as many results; its arguments name new values."""
+        refs = self.emit(target, args, kwargs, module=op.module, source=op.source, results=results)
+        for result, ref in zip(op.results, refs, strict=True):
+            self._now[result.name] = ref.name
+
+    def beside(self, op: Op, target: str, args: tuple[Argument, ...], kwargs: Keywords = ()) -> Ref:
+        """A further op at the place of `op`, with one result; its arguments name new values."""
+        (ref,) = self.emit(target, args, kwargs, module=op.module, source=op.source)
+        return ref
+
+    def forward(self, old: str, new: Ref) -> None:
+        """From here on the old value is this new one."""
+        self._now[old] = new.name
+
+    def finish(self) -> Program:
+        """The new program, with the old one's outputs."""
+        made = self.program(Output(value=self._now[o.value], path=o.path) for o in self.old.outputs)
+        return replace(made, loop=self.old.loop)
+
+
+def kinds(op: Op) -> Kind | tuple[Kind, ...]:
+    """What an op returns, as `infer` says it."""
+    several = len(op.results) != 1 or op.results[0].name != op.name
+    return tuple(map(kind, op.results)) if several else kind(op.results[0])
+
+
+def short(target: str) -> str:
+    """The short name of an operator: `aten.__and__.Tensor` is `and`."""
+    return re.sub(r"^_+|_+$", "", target.split(".")[1])
+
+
+def _value(name: str, found: Kind) -> Value:
+    return Value(name=name, shape=found.shape, dtype=found.dtype, requires_grad=found.requires_grad)

@@ -1,0 +1,96 @@
+"""Conversions: how a value goes from one layout to another, one mesh axis at a time, and what its gradient does then.
+
+A conversion is a pair of primitives, one for the value and one for the gradient on its way back. Four primitives are
+collectives, four are local:
+
+    all_reduce      add the addends of all ranks                     identity   nothing
+    all_gather      join the chunks of all ranks                     keep       keep on coordinate 0, zeros elsewhere
+    reduce_scatter  add, and keep one's own chunk                    slice      keep one's own chunk
+    all_to_all      cut along one dim, join along another            pad        own chunk in its place, zeros around it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.layout import I, Layout, State, blocks, each_split, local_shape
+from autopar.ir.mesh import Bytes
+from autopar.ir.program import Value, elements
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+SUMS = ("all_reduce", "reduce_scatter")  # those that add
+
+# (from, to) -> (forward, backward)
+CONVERSIONS: dict[tuple[str, str], tuple[str, str]] = {
+    ("I", "R"): ("identity", "all_reduce"),
+    ("I", "S"): ("slice", "all_gather"),
+    ("I", "P"): ("keep", "identity"),
+    ("R", "S"): ("slice", "pad"),
+    ("R", "I"): ("identity", "keep"),
+    ("R", "P"): ("keep", "keep"),
+    ("S", "R"): ("all_gather", "reduce_scatter"),
+    ("S", "I"): ("all_gather", "slice"),
+    ("S", "P"): ("pad", "slice"),
+    ("S", "S"): ("all_to_all", "all_to_all"),
+    ("P", "R"): ("all_reduce", "all_reduce"),
+    ("P", "I"): ("all_reduce", "identity"),
+    ("P", "S"): ("reduce_scatter", "all_gather"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """One value changes its state on one axis; `source` and `target` are whole layouts that differ there only."""
+
+    axis: int
+    source: Layout
+    target: Layout
+
+    @property
+    def primitives(self) -> tuple[str, str]:
+        """What happens to the value, and to the gradient on its way back."""
+        return CONVERSIONS[self.source[self.axis].kind, self.target[self.axis].kind]
+
+    def collective_bytes(self, shape: tuple[int, ...], itemsize: int, sizes: tuple[int, ...]) -> int:
+        """Bytes of the largest buffer of this conversion's collectives on one rank (the gathered side of a gather)."""
+        layouts = (self.source, self.target)
+        local = (local_shape(shape, layout, sizes) for layout in layouts)
+        return max(elements(s) for s in local) * itemsize
+
+    def place(self, state: State, layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, int]:
+        """`(dim, blocks)` of this axis's split on the local tensor: where to gather, slice, pad or scatter it.
+
+        The other axes' digits are gone from the local tensor on both sides, so the count is the same before and after.
+        """
+        return state.dim, blocks(layout, self.axis, shape, sizes)
+
+
+def beside(step: Conversion, value: Value, sizes: tuple[int, ...], *, back: bool = False) -> Bytes:
+    """What a primitive takes while it runs beside the tensor that it is given and the one that it gives.
+
+    Collectives send and receive chunks one after the other: a dim that lies otherwise is copied before it is cut, or when it is
+    joined. `back` asks for the gradient's primitive.
+    """
+    ends = (step.target, step.source) if back else (step.source, step.target)
+    sizes_of = [elements(local_shape(value.shape, layout, sizes)) * value.dtype.itemsize for layout in ends]
+    copied = [
+        layout[step.axis].kind == "S" and step.place(layout[step.axis], layout, value.shape, sizes) != (0, 1) for layout in ends
+    ]
+    match step.primitives[back]:
+        case "all_gather":
+            return sizes_of[1] * copied[0]
+        case "reduce_scatter":
+            return sizes_of[0] * copied[1]
+        case "all_to_all":
+            return sizes_of[0] * sum(copied)
+    return 0
+
+
+def arrival(layout: Layout) -> tuple[Conversion, ...]:
+    """How an input, which arrives whole on every rank, comes to a layout of I and S: it is sliced axis by axis."""
+    steps, before = [], (I,) * len(layout)
+    for axis, state in each_split(layout):
+        after = (*before[:axis], state, *before[axis + 1 :])
+        steps.append(Conversion(axis=axis, source=before, target=after))
+        before = after
+    return tuple(steps)

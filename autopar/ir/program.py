@@ -1,0 +1,311 @@
+"""The intermediate representation: a model as a straight line of operators over named tensors.
+
+    program  := inputs, parameters, buffers, ops, outputs
+    op       := results = target(arguments)          target is an overload, "aten.linear.default"
+    argument := Ref(value name) | static | (argument, ...)
+    static   := None | bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
+
+A program with a `loop` is for one micro-batch: a step runs it several times, on one part of the batch after the other.
+
+Everything is frozen and compares by value. `Program.hash` depends on structure only: neither devices, nor source lines, nor
+versions change it, so that every rank can check that it has the program of the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass, field
+from typing import Concatenate, ParamSpec, TypeVar, Union
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autopar.ir.layout import I, State
+
+T = TypeVar("T")
+P = ParamSpec("P")
+Static = Union[None, bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format]
+Argument = Union["Ref", Static, tuple["Argument", ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of the value with this name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A tensor that the program computes or is given; `shape` is global."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole tensor."""
+        return elements(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.name}: {kind}[{', '.join(map(str, self.shape))}]{' grad' if self.requires_grad else ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operator: `results = target(*args, **kwargs)`; `module` and `source` say where it stands in the user's model."""
+
+    name: str
+    target: str
+    args: tuple[Argument, ...] = ()
+    kwargs: tuple[tuple[str, Argument], ...] = ()
+    results: tuple[Value, ...]
+    module: str = field(default="", compare=False)
+    source: str = field(default="", compare=False)
+    # Names of the tensors it reads, in argument order (a list of tensors counts one by one).
+    operands: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        read = refs((*self.args, *(argument for _, argument in self.kwargs)))
+        object.__setattr__(self, "operands", tuple(ref.name for ref in read))
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(value.requires_grad for value in self.results)
+
+    def __str__(self) -> str:
+        arguments = [text(a) for a in self.args] + [f"{name}={text(a)}" for name, a in self.kwargs]
+        return f"{', '.join(map(str, self.results))} = {self.target}({', '.join(arguments)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter or buffer; `names` are all the names under which the model knows it (several when it is tied).
+
+    `reduce` is the dtype in which the gradients of its copies in narrower dtypes are added up; None for its own.
+    """
+
+    value: Value
+    names: tuple[str, ...]
+    persistent: bool = True
+    used: bool = True
+    reduce: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """One result of the model: the value's name, and its place in what `forward` returns ("loss", "logits", "0", ...)."""
+
+    value: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """How a step of several micro-batches is made of the runs of a program: a mesh axis of `runs` devices, run in time.
+
+    `ahead` computes once, from the inputs of the whole batch, what every run needs of it (the number of targets, say): the
+    program's last inputs. Over time an input is split, or whole (I); an output is split, addends (P), or the same (I).
+    """
+
+    runs: int
+    ahead: Program | None
+    inputs: tuple[State, ...]
+    outputs: tuple[State, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A captured model. Values are defined before they are used; inputs are in the order of `forward`'s flat arguments.
+
+    `padded` has values that are longer than in the model, with their true shapes: parameters, outputs, and what else tells it.
+    """
+
+    ops: tuple[Op, ...]
+    inputs: tuple[Value, ...]
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Parameter, ...]
+    outputs: tuple[Output, ...]
+    loop: Loop | None = None
+    padded: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def runs(self) -> int:
+        """How often a step runs the program."""
+        return self.loop.runs if self.loop else 1
+
+    @functools.cached_property
+    def values(self) -> dict[str, Value]:
+        """Every value by name: inputs, parameters, buffers, then results in program order."""
+        given = (*self.inputs, *(p.value for p in self.parameters), *(b.value for b in self.buffers))
+        return {value.name: value for value in (*given, *(r for op in self.ops for r in op.results))}
+
+    @functools.cached_property
+    def op(self) -> dict[str, Op]:
+        """Every op by name."""
+        return {op.name: op for op in self.ops}
+
+    @functools.cached_property
+    def producer(self) -> dict[str, Op]:
+        """The op that computes a value; inputs, parameters and buffers have none."""
+        return {result.name: op for op in self.ops for result in op.results}
+
+    @property
+    def ahead(self) -> tuple[Value, ...]:
+        """The inputs that are computed ahead."""
+        ahead = self.loop.ahead if self.loop else None
+        return self.inputs[len(ahead.inputs) :] if ahead else ()
+
+    @functools.cached_property
+    def over_time(self) -> dict[str, State]:
+        """The state over time of every input and output, by value."""
+        given = [*(value.name for value in self.inputs), *(output.value for output in self.outputs)]
+        states = (*self.loop.inputs, *self.loop.outputs) if self.loop else (I,) * len(given)
+        return dict(zip(given, states, strict=True))
+
+    @functools.cached_property
+    def true(self) -> dict[str, tuple[int, ...]]:
+        """The true shapes of padded values."""
+        return dict(self.padded)
+
+    def whole(self, name: str) -> tuple[int, ...]:
+        """The shape of an input or output for the whole batch, without padding."""
+        shape, state = self.true.get(name, self.values[name].shape), self.over_time[name]
+        return tuple(size * (self.runs if (state.kind, dim) == ("S", state.dim) else 1) for dim, size in enumerate(shape))
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Hex digest of the structure."""
+        return hashlib.sha256(self._structure().encode()).hexdigest()[:16]
+
+    def _structure(self) -> str:
+        held = (*self.parameters, *self.buffers)
+        ties = "\n".join(f"{p.names} {p.persistent} {p.used}{f' {p.reduce}' if p.reduce else ''}" for p in held)
+        ties += f"\n{self.padded}" if self.padded else ""
+        loop, ahead = self.loop, self.loop.ahead if self.loop else None
+        over = f"\n{loop.runs} {loop.inputs} {loop.outputs} {ahead.hash if ahead else ''}" if loop else ""
+        return f"{self._text(devices=False)}\n{ties}{over}"
+
+    def _text(self, *, devices: bool) -> str:
+        def rows() -> Iterator[str]:
+            yield from (f"input {value}" for value in self.inputs)
+            yield from (f"parameter {p.value}" for p in self.parameters)
+            yield from (f"buffer {b.value}" for b in self.buffers)
+            yield from (str(op if devices else without_devices(op)) for op in self.ops)
+            yield from (f"output {o.path} = {o.value}" for o in self.outputs)
+
+        return "\n".join(rows())
+
+    def __str__(self) -> str:
+        return self._text(devices=True)
+
+
+def remembered(function: Callable[Concatenate[Program, P], T]) -> Callable[Concatenate[Program, P], T]:
+    """A function of a program whose results are kept as long as the program lives; nobody may change them."""
+    known: MutableMapping[Program, dict[object, T]] = WeakIdKeyDictionary()
+
+    @functools.wraps(function)
+    def found(program: Program, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        of, key = known.setdefault(program, {}), (args, *kwargs.items())
+        if key not in of:
+            of[key] = function(program, *args, **kwargs)
+        return of[key]
+
+    return found
+
+
+def elements(shape: tuple[int, ...]) -> int:
+    """The number of elements of a tensor of this shape."""
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def refs(argument: Argument) -> Iterator[Ref]:
+    """Every use of a value inside an argument, left to right."""
+    if isinstance(argument, Ref):
+        yield argument
+    elif isinstance(argument, tuple):
+        for part in argument:
+            yield from refs(part)
+
+
+def substitute(argument: Argument, change: Callable[[Ref | Static], Argument]) -> Argument:
+    """The argument with every leaf replaced by what `change` makes of it."""
+    if isinstance(argument, tuple):
+        return tuple(substitute(part, change) for part in argument)
+    return change(argument)
+
+
+def filled(
+    args: Iterable[Argument], kwargs: Iterable[tuple[str, Argument]], operand: Callable[[Ref], object]
+) -> tuple[list[object], dict[str, object]]:
+    """Arguments as torch takes them: `operand` gives what stands for a tensor, and tuples are lists."""
+
+    def fill(argument: Argument) -> object:
+        if isinstance(argument, tuple):
+            return [fill(part) for part in argument]
+        return operand(argument) if isinstance(argument, Ref) else argument
+
+    return [fill(argument) for argument in args], {name: fill(argument) for name, argument in kwargs}
+
+
+def without_devices(op: Op) -> Op:
+    """The op with its devices left out: they say where it runs, not what it computes."""
+
+    def drop(leaf: Ref | Static) -> Argument:
+        return None if isinstance(leaf, torch.device) else leaf
+
+    return Op(
+        name=op.name,
+        target=op.target,
+        args=tuple(substitute(a, drop) for a in op.args),
+        kwargs=tuple((name, substitute(a, drop)) for name, a in op.kwargs),
+        results=op.results,
+    )
+
+
+def text(argument: Argument) -> str:
+    """How an argument is printed."""
+    if isinstance(argument, Ref):
+        return f"%{argument.name}"
+    if isinstance(argument, tuple):
+        return f"[{', '.join(map(text, argument))}]"
+    return repr(argument) if isinstance(argument, str) else str(argument)
+
+
+BATCH_NORM = "aten.batch_norm.default"  # its schema does not say that it writes its running statistics in training
+
+
+def writes(op: Op) -> tuple[str, ...]:
+    """The values that an op changes in place."""
+    if op.target == BATCH_NORM:
+        return tuple(ref.name for ref in refs((*op.args[3:5],)))
+    arguments = dict(zip((a.name for a in overload(op.target)._schema.arguments), op.args, strict=False)) | dict(op.kwargs)
+    changed = (a.name for a in overload(op.target)._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tuple(ref.name for name in changed if name in arguments for ref in refs(arguments[name]))
+
+
+def aten(target: str) -> str:
+    """The name of an operator of ATen, `linear` of "aten.linear.default"; empty for an operator of another library."""
+    library, name, *_ = target.split(".")
+    return name if library == "aten" else ""
+
+
+def qualified(target: str) -> str:
+    """A target as torch.library names operators: "mylib::op", or "mylib::op.overload" where it is not the default one."""
+    library, name, variant = target.split(".")
+    return f"{library}::{name}{'' if variant == 'default' else f'.{variant}'}"
+
+
+@functools.cache
+def overload(target: str) -> torch._ops.OpOverload:
+    """The torch operator of a target: `overload("aten.linear.default")` is `torch.ops.aten.linear.default`."""
+    namespace, name, variant = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), variant)  # type: ignore[no-any-return]

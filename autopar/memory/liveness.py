@@ -1,0 +1,251 @@
+"""The timeline of a training step: what is alive when, for given decisions. The plan's peak memory is read off it.
+
+Times are those of `solver.schedule`. Alive are
+
+    stored       parameters and buffers with their optimizer state, inputs       the whole step
+    produced     a value as its producer leaves it                              until its last use
+    converted    its other layouts                                              from its conversion to its last use
+    kept         either of them, for the backward                               from its last use until nobody asks any more
+    internal     what autograd saves beside operands and results                until that backward
+    again        what was not kept, but made again                              from the first backward that asks to the last
+    flight       what is sent and arrives for a bundle of weights               from its beginning until it is there
+    transient    what an op or a conversion takes for itself                    while it runs
+    gradient, flowing and others are those of `solver.gradients`
+
+What lies in the memory of something else (a view; what a conversion leaves where it is) takes none of its own, and
+lengthens the life of that: its *home*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.analysis.analysis import Analysis
+from autopar.analysis.recomputability import aliases, lies
+from autopar.analysis.saved_tensors import NOTHING, Saved
+from autopar.analysis.view_or_copy import copied
+from autopar.cost_models.optimizers import Optimizer
+from autopar.ir.conversion import beside
+from autopar.ir.layout import local_shape
+from autopar.ir.mesh import Bytes
+from autopar.ir.program import Op, elements
+from autopar.memory.gradients import Gradients
+from autopar.memory.prefetch import Node
+from autopar.memory.rematerialization import Remaking
+from autopar.memory.schedule import SPAN, Done, Life, Schedule, Step, at
+from autopar.plan.evidence import OPTIMIZER
+from autopar.search_space.assignment import Decisions
+from autopar.search_space.candidates import Candidate
+from autopar.solver.problem import Floats, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What an op takes for itself on one rank: what autograd keeps inside, and more while it runs and in its backward."""
+
+    internal: Bytes
+    forward: Bytes
+    backward: Bytes
+
+
+class Timeline:
+    """The lives of a program's steps; what does not depend on decisions is found out once."""
+
+    def __init__(self, analysis: Analysis, optimizer: Optimizer) -> None:
+        self.analysis, self.optimizer = analysis, optimizer
+        program, of = analysis.program, analysis.classes.of
+        self.program, self.sizes, self.count = program, analysis.sizes, len(program.ops)
+        self.copied = copied(analysis)
+        self.lying = frozenset(op.name for op in program.ops if lies(op, program.values)) - self.copied
+        runs = (op for op in program.ops if any(result.name in analysis.backward for result in op.results))
+        self.saved: dict[str, Saved] = {op.name: analysis.saved[of[op.name]] for op in runs if of[op.name] in analysis.saved}
+        self.gradients = Gradients(program, analysis.sizes, self.saved, analysis.backward, self.bytes)
+        self._bytes: dict[Node, Bytes] = {}
+        self._own: dict[tuple[str, Candidate], Own] = {}
+
+    def walk(self, chosen: Decisions) -> Floats:
+        """The most bytes alive at every moment of the step."""
+        times, alive = _run(self.lives(chosen))
+        most = np.zeros(2 * self.count + 1)
+        np.maximum.at(most, times // SPAN, alive)
+        return most
+
+    def alive(self, chosen: Decisions, moment: int) -> list[Life]:
+        """What is alive when it is most in a moment."""
+        lives = self.lives(chosen)
+        times, alive = _run(lives)
+        within = times // SPAN == moment
+        now = int(times[within][alive[within].argmax()])
+        return [life for life in lives if life.start <= now <= life.stop]
+
+    def lives(self, chosen: Decisions) -> list[Life]:
+        """Everything that takes memory at some moment."""
+        return list(_Step(self, chosen).lives())
+
+    def bytes(self, node: Node) -> Bytes:
+        """The size of one rank's part."""
+        if node not in self._bytes:
+            value = self.program.values[node[0]]
+            self._bytes[node] = elements(local_shape(value.shape, node[1], self.sizes)) * value.dtype.itemsize
+        return self._bytes[node]
+
+    def own(self, op: Op, candidate: Candidate) -> Own:
+        """What an op takes for itself."""
+        key = self.analysis.classes.of[op.name], candidate
+        if key not in self._own:
+            kept, values, sizes = self.saved.get(op.name, NOTHING), self.program.values, self.sizes
+            inside = [local_shape(values[n].shape, s, sizes) for n, s in zip(op.operands, candidate.operands, strict=True)]
+            outside = [local_shape(r.shape, s, sizes) for r, s in zip(op.results, candidate.results, strict=True)]
+            self._own[key] = Own(
+                kept.local_internal(inside, outside), kept.local_forward(inside, outside), kept.local_backward(inside, outside)
+            )
+        return self._own[key]
+
+
+def _run(lives: Sequence[Life]) -> tuple[Ints, Floats]:
+    """All times at which something changes, and at the beginning of moments, with the bytes that are alive then."""
+    starts = np.array([life.start for life in lives], dtype=np.int64)
+    stops = np.array([life.stop for life in lives], dtype=np.int64) + 1
+    sizes = np.array([life.bytes for life in lives], dtype=np.float64)
+    moments = np.arange(0, int(stops.max()), SPAN, dtype=np.int64)
+    times, places = np.unique(np.concatenate([starts, stops, moments]), return_inverse=True)
+    change = np.zeros(len(times))
+    np.add.at(change, places, np.concatenate([sizes, -sizes, np.zeros(len(moments))]))
+    return times[:-1], np.cumsum(change)[:-1]
+
+
+class _Step:
+    """One step under one set of decisions."""
+
+    def __init__(self, of: Timeline, chosen: Decisions) -> None:
+        self.of, self.program, self.chosen, self.n = of, of.program, chosen, of.count
+        self.schedule = Schedule(of.program, chosen)
+        self._homes: dict[Node, Node] = {}
+        self._first: dict[Node, int] = {}  # forward: when something comes to be, and its last use, by home
+        self._last: dict[Node, int] = {}
+        for time, event in self.schedule.events:
+            for node in _touched(event, chosen):
+                self._touch(node, time)
+        for output in of.program.outputs:
+            self._touch((output.value, chosen.outputs[output.path]), at(self.n, 0) - 1)
+        self.remaking = Remaking(of.program, of.saved, chosen, self.schedule, self.home, of.copied)
+        for home, until in list(self.remaking.holds(self._last)):
+            self._last[home] = max(self._last[home], until)
+
+    def lives(self) -> Iterator[Life]:
+        """See `Timeline.lives`."""
+        yield from self._given()
+        yield from self._values()
+        yield from self._inside()
+        yield from self._converting()
+        yield from self.of.gradients.lives(self.chosen, self.schedule)
+
+    def home(self, node: Node) -> Node:
+        """Where a value lies in memory."""
+        found = self._homes.get(node)
+        if found is None:
+            name = node[0]
+            step, op = self.schedule.departures.into.get(node), self.program.producer.get(name)
+            found = node
+            if step is not None:
+                if aliases(step):
+                    found = self.home((name, step.source))
+            elif op is not None and op.name in self.of.lying:
+                found = self.home((op.operands[0], self.chosen.ops[op.name].operands[0]))
+            self._homes[node] = found
+        return found
+
+    def shared(self, home: Node) -> bool:
+        """Whether micro-batches share what lies here: weights that are gathered once for all of them."""
+        return self.chosen.once and self.program.runs > 1 and home in self.schedule.departures.arrives
+
+    def _touch(self, node: Node, now: int) -> None:
+        home = self.home(node)
+        self._first.setdefault(home, now)
+        self._last[home] = now
+
+    def _given(self) -> Iterator[Life]:
+        states, end, stepped = self.of.optimizer.states, self.schedule.end + SPAN - 1, []
+        for parameter in (*self.program.parameters, *self.program.buffers):
+            name = parameter.value.name
+            size = self.of.bytes((name, self.chosen.given[name]))
+            trained = name in self.of.analysis.backward
+            stepped += [size] * trained
+            yield Life("stored", name, 0, end, size * (1 + states * trained))
+        step = at(2 * self.n)
+        yield Life("transient", OPTIMIZER, step, step, self.of.optimizer.scratch(stepped, cpu=self.of.analysis.cpu))
+        for value in self.program.inputs:
+            local = self.of.bytes((value.name, self.chosen.given[value.name]))
+            cut = local < value.bytes  # the caller holds the whole beside the part that is cut
+            whole = elements(self.program.whole(value.name)) * value.dtype.itemsize  # of all micro-batches
+            yield Life("stored", value.name, 0, end, whole + local * cut)
+
+    def _values(self) -> Iterator[Life]:
+        """What lies in memory of values."""
+        for home, first in self._first.items():
+            if home[0] in self.chosen.given and home[1] == self.chosen.given[home[0]]:
+                continue
+            size, last = self.of.bytes(home), self._last[home]
+            if self.shared(home):
+                yield Life("converted", home[0], 0, self.schedule.end + SPAN - 1, size)
+                continue
+            yield Life("converted" if home in self.schedule.departures.into else "produced", home[0], first, last, size)
+            again = self.remaking.again(home)
+            if again:
+                yield Life("again", home[0], *again, size)
+            elif (stop := self.remaking.kept(home)) > last:
+                yield Life("kept", home[0], last + 1, stop, size)
+
+    def _inside(self) -> Iterator[Life]:
+        """What ops take for themselves."""
+        for time, op in self.schedule.events:
+            if not isinstance(op, Op) or op.name not in self.of.saved:
+                continue
+            own, back = self.of.own(op, self.chosen.ops[op.name]), self.schedule.mirror(time)
+            again = self.remaking.made(op.name)
+            for now in (time, again) if own.forward else ():
+                if now is not None:
+                    yield Life("transient", op.name, now, now, own.forward)
+            yield Life("transient", op.name, back, back, own.backward)
+            if own.internal:
+                span = self.remaking.again(op.name)
+                kind, start, stop = ("again", *span) if span else ("internal", time, back)
+                yield Life(kind, op.name, start, stop, own.internal)
+
+    def _converting(self) -> Iterator[Life]:
+        """What conversions take for themselves, and bundles on their way."""
+        for _, done in self.schedule.events:
+            if isinstance(done, Op):
+                continue
+            if done.gathers:
+                yield from self._flight(done.steps, done.begun, done.time)
+                wanted, sent, arrived = self.remaking.flight(done)
+                if wanted:
+                    yield from self._flight(wanted, sent, arrived)
+                continue
+            for name, step in done.steps:
+                aside, again = beside(step, self.program.values[name], self.of.sizes), self.remaking.made(done)
+                yield from (Life("transient", name, now, now, aside) for now in (done.time, again) if aside and now is not None)
+
+    def _flight(self, steps: Sequence[Step], begun: int, arrived: int) -> Iterator[Life]:
+        """A bundle of gathered weights on its way: what is sent, and where it arrives until it is copied from there."""
+        (first, step), size = steps[0], sum(self.of.bytes((name, step.target)) for name, step in steps)
+        sent = sum(self.of.bytes((name, step.source)) for name, step in steps) if len(steps) > 1 else 0
+        copied = len(steps) > 1 or beside(step, self.program.values[first], self.of.sizes) > 0
+        yield Life("flight", first, begun, arrived if copied else arrived - 1, size + sent)
+
+
+def _touched(event: Op | Done, chosen: Decisions) -> Iterator[Node]:
+    """What an event reads and makes."""
+    if isinstance(event, Op):
+        candidate = chosen.ops[event.name]
+        yield from zip(event.operands, candidate.operands, strict=True)
+        yield from zip((result.name for result in event.results), candidate.results, strict=True)
+    else:
+        yield from ((name, layout) for name, step in event.steps for layout in (step.source, step.target))
+
+
+__all__ = ["Life", "Timeline"]

@@ -1,0 +1,135 @@
+"""What the backward of a plan runs again: of what its decisions would make again, that which something asks for.
+
+The program is walked on meta tensors as one rank has them, strides and all, to see what autograd keeps of each op there. That
+is asked for, and what is made again asks for what it is made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from dataclasses import replace
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autopar.analysis.analysis import Analysis
+from autopar.analysis.recomputability import aliases, lies, may_copy
+from autopar.analysis.saved_tensors import Saved, saved_here
+from autopar.analysis.view_or_copy import is_view
+from autopar.ir.conversion import Conversion
+from autopar.ir.layout import Layout, local_shape
+from autopar.ir.program import Op
+from autopar.operators import localise
+from autopar.search_space.assignment import Again, Decisions
+from autopar.search_space.candidates import parts_of
+
+Use = tuple[str, Layout]  # a value in one of its layouts
+
+
+_FOUND: MutableMapping[Decisions, Again] = WeakIdKeyDictionary()  # asked for by prices, messages and memory alike
+
+
+def reruns(analysis: Analysis, chosen: Decisions) -> Again:
+    """The ops and conversions that run again, and what comes back from the host."""
+    if chosen.again == Again():
+        return chosen.again
+    if chosen not in _FOUND:
+        _FOUND[chosen] = _Walk(analysis, chosen).asked()
+    return _FOUND[chosen]
+
+
+class _Walk:
+    """One walk; `tensors` are the values that there are, on meta."""
+
+    def __init__(self, analysis: Analysis, chosen: Decisions) -> None:
+        self.analysis, self.chosen, self.program = analysis, chosen, analysis.program
+        self.into = {(name, step.target): step for name, route in chosen.routes.items() for step in route}
+        self.tensors: dict[Use, torch.Tensor] = {}
+
+    def asked(self) -> Again:
+        """What is asked for."""
+        again, program = self.chosen.again, self.program
+        ops: set[str] = set()
+        steps: set[tuple[str, Conversion]] = set()
+        away: set[Use] = set()
+        known: set[Use] = set()
+        asked: list[Use] = []
+        for op in program.ops:
+            kept = self._kept(op)
+            if any(result.name in self.analysis.backward for result in op.results):
+                asked += self._saved(op, kept)
+                if kept.internal_bytes and op.name in again.ops:
+                    asked.append((op.results[0].name, self.chosen.ops[op.name].results[0]))
+        while asked:
+            use = asked.pop()
+            if use in known:
+                continue
+            known.add(use)
+            step, maker = self.into.get(use), program.producer.get(use[0])
+            if use in again.away and not self._made_again(use):
+                away.add(use)
+            elif step is not None:
+                if (use[0], step) in again.steps:
+                    steps.add((use[0], step))
+                if (use[0], step) in again.steps or aliases(step):
+                    asked.append((use[0], step.source))
+            elif maker is not None and maker.name in again.ops:
+                ops.add(maker.name)
+                asked += self._read(maker)
+            elif maker is not None and lies(maker, program.values):
+                asked += self._read(maker)[:1]
+        return Again(ops=frozenset(ops), steps=frozenset(steps), away=frozenset(away))
+
+    def _made_again(self, use: Use) -> bool:
+        """Whether a value in a layout is made again, or comes back with what it lies in: the host need not hold it."""
+        step, maker, again = self.into.get(use), self.program.producer.get(use[0]), self.chosen.again
+        if step is not None:
+            return (use[0], step) in again.steps or (aliases(step) and self._comes_back((use[0], step.source)))
+        if maker is None:
+            return False
+        if lies(maker, self.program.values):
+            source = self._read(maker)[0]
+            copied = may_copy(maker) and not is_view(self._tensor(source), tuple(self.tensors[use].shape))
+            return self._comes_back(source) or (copied and maker.name in again.ops)
+        return maker.name in again.ops
+
+    def _comes_back(self, use: Use) -> bool:
+        return use in self.chosen.again.away or self._made_again(use)
+
+    def _read(self, op: Op) -> list[Use]:
+        return list(zip(op.operands, self.chosen.ops[op.name].operands, strict=True))
+
+    def _saved(self, op: Op, kept: Saved) -> Iterator[Use]:
+        """What autograd keeps of values."""
+        read = self._read(op)
+        yield from (read[place] for place in kept.operands)
+        yield from ((op.results[place].name, self.chosen.ops[op.name].results[place]) for place in kept.results)
+
+    def _kept(self, op: Op) -> Saved:
+        """What autograd keeps of an op that runs on one rank."""
+        values, sizes, candidate = self.program.values, self.analysis.sizes, self.chosen.ops[op.name]
+        fitted = self.analysis.fits[op.name]
+        inside = [local_shape(values[name].shape, layout, sizes) for name, layout in self._read(op)]
+        outside = [local_shape(r.shape, x, sizes) for r, x in zip(op.results, candidate.results, strict=True)]
+        if fitted:
+            args, kwargs = localise(op, fitted, inside, outside, parts_of(fitted, candidate, sizes))
+            op = replace(op, args=args, kwargs=kwargs)
+        operands = [self._tensor(use) for use in self._read(op)]
+        kept, results = saved_here(op, values, operands, outside, cpu=self.analysis.cpu)
+        for result, layout, tensor in zip(op.results, candidate.results, results, strict=True):
+            self.tensors[result.name, layout] = tensor
+        return kept
+
+    def _tensor(self, use: Use) -> torch.Tensor:
+        """A value as one rank has it: what is converted lies in one piece, unless it was only shared or kept."""
+        if use not in self.tensors:
+            name, layout = use
+            step, value = self.into.get(use), self.program.values[name]
+            if step is not None and aliases(step):
+                self.tensors[use] = self._tensor((name, step.source))
+            elif step is not None and step.primitives[0] == "keep":
+                self.tensors[use] = torch.empty_like(self._tensor((name, step.source)), requires_grad=value.requires_grad)
+            else:
+                shape = local_shape(value.shape, layout, self.analysis.sizes)
+                self.tensors[use] = torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
+        return self.tensors[use]

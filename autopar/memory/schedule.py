@@ -1,0 +1,121 @@
+"""When a step does what: the order of `codegen.emit`, told by the program and the decisions alone.
+
+A moment is an op: op i runs forward at moment i and backward at moment 2n-1-i, the optimizer steps at 2n. Within a moment time
+ticks: first operands are converted, then the op runs (`DURING`), and the backward is the mirror of that. Before an op's
+backward there is time to make things again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.analysis.weights import copies
+from autopar.ir.conversion import Conversion
+from autopar.ir.mesh import Bytes
+from autopar.ir.program import Op, Program
+from autopar.memory.prefetch import Departures, Node
+from autopar.search_space.assignment import Decisions
+from autopar.search_space.buckets import Bundle
+
+Step = tuple[str, Conversion]  # a conversion of a value
+
+DURING = 1 << 16
+SPAN = 2 * DURING + 1  # ticks of a moment, so that its middle is the mirror's
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """Something takes `bytes` from `start` to `stop` (both included); `name` is a value, or an op for what is internal."""
+
+    kind: str
+    name: str
+    start: int
+    stop: int
+    bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Done:
+    """Conversions that are done together, and when their message was sent; `gathers` a bundle of weights."""
+
+    steps: tuple[Step, ...]
+    time: int
+    begun: int
+    bundled: bool
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it brings a bundle of weights in one message."""
+        return self.bundled and self.steps[0][1].primitives[0] == "all_gather"
+
+
+def at(moment: int, tick: int = DURING) -> int:
+    """A time; by default that of a moment's op."""
+    return SPAN * moment + tick
+
+
+class Schedule:
+    """A forward: ops by number and conversions, each with its time."""
+
+    def __init__(self, program: Program, chosen: Decisions) -> None:
+        self.program, self.chosen, self.copies = program, chosen, copies(program)
+        self.end = at(2 * len(program.ops), 0)
+        self.events: list[tuple[int, Op | Done]] = []
+        self.departures = Departures(program, chosen)
+        self._begun: dict[Bundle, int] = {}
+        self._there: set[Node] = set(chosen.given.items())
+        self._now = 0
+        for one in self.departures.first:
+            self._begin(one)
+        for i, op in enumerate(program.ops):
+            if op.results[0].name not in self.copies:  # copies are made when they are wanted
+                self._now = max(self._now, at(i, 0))
+                self._run(op, at(i))
+        for output in program.outputs:
+            self._reach((output.value, chosen.outputs[output.path]))
+
+    def mirror(self, time: int) -> int:
+        """When the backward of something runs."""
+        return self.end - 1 - time
+
+    def _run(self, op: Op, now: int | None = None) -> None:
+        """Run an op at a time, by default as soon as it has its operands."""
+        candidate = self.chosen.ops[op.name]
+        for node in zip(op.operands, candidate.operands, strict=True):
+            self._reach(node)
+        self._now = self._now + 1 if now is None else now
+        self.events.append((self._now, op))
+        self._there.update(zip((r.name for r in op.results), candidate.results, strict=True))
+
+    def _reach(self, node: Node) -> None:
+        """Have a value in a layout."""
+        if node in self._there:
+            return
+        if node[0] in self.copies and node[1] == self.chosen.produced(node[0], self.program):
+            self._run(self.program.producer[node[0]])
+            return
+        if node in self.departures.arrives:
+            self._finish(self.departures.arrives[node])
+            return
+        step = self.departures.into[node]
+        self._reach((node[0], step.source))
+        self._convert(((node[0], step),), self._now + 1, bundled=False)
+
+    def _begin(self, one: Bundle) -> None:
+        for name, step in one.steps:
+            self._reach((name, step.source))
+        self._now += 1
+        self._begun.setdefault(one, self._now)
+
+    def _finish(self, one: Bundle) -> None:
+        self._begin(one)
+        if all((name, step.target) in self._there for name, step in one.steps):
+            return
+        self._convert(one.steps, self._begun[one], bundled=True)
+        for following in self.departures.after.get(one, ()):
+            self._begin(following)
+
+    def _convert(self, steps: tuple[Step, ...], begun: int, *, bundled: bool) -> None:
+        self._now += 1
+        self.events.append((self._now, Done(steps=steps, time=self._now, begun=begun, bundled=bundled)))
+        self._there.update((name, step.target) for name, step in steps)

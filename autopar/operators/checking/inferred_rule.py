@@ -1,0 +1,227 @@
+"""Which dims of an operator have which factors, as far as running it on other sizes tells: on the way to a rule.
+
+    x (4, 6), w (10, 6) -> (4, 10)   ->   a b, c b -> a c
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from autopar.errors import RuleError
+from autopar.operators.checking.execution_check import check
+from autopar.operators.checking.probe import Class, Place, Probe
+from autopar.operators.checking.sample_call import Example
+from autopar.operators.checking.uneven_check import joins_unevenly
+from autopar.operators.registry import fit
+from autopar.operators.rule import Rule, always, rule
+
+DRAWS = 3  # of numbers, for every question
+ORDERS = 24  # of the factors of merged dims, among which the right one is looked for
+MERGED = 3  # classes that are taken as one, before all of one size are
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A factor of a dim: that of a class, by its number; or a constant one, by the dim in which it stands."""
+
+    number: int
+    constant: str = ""
+
+
+Words = tuple[Word, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Form:
+    """The classes of an operator's dims, the factors of every dim of operands and results, and the classes that split."""
+
+    probe: Probe
+    members: tuple[Class, ...]
+    operands: Mapping[Place, Words]
+    results: Mapping[Place, Words]
+    able: frozenset[int] = frozenset()
+    added: frozenset[int] = frozenset()  # operands that are added once
+    averages: bool = False
+
+    def size(self, number: int) -> int:
+        """The size of the dims of a class."""
+        return self.probe.size(min(self.members[number]))
+
+    def __str__(self) -> str:
+        names: dict[Word, str] = {}
+
+        def name(word: Word) -> str:
+            names.setdefault(word, string.ascii_letters[len(names)])
+            return f"{names[word]}{'' if able(word) else '!'}"
+
+        def able(word: Word) -> bool:
+            return word.number in self.able and not word.constant
+
+        def dim(words: Words) -> str:
+            if not any(map(able, words)):  # what stays whole needs no name, and no size
+                return "_"
+            return f"({' '.join(map(name, words))})" if len(words) > 1 else name(words[0])
+
+        def term(known: Mapping[Place, Words], position: int, rank: int) -> str:
+            return " ".join(dim(known.get((position, d), ())) for d in range(rank)) or "()"
+
+        example = self.probe.example
+        ranks = [tensor.ndim for tensor in example.tensors.values()]
+        inside = [f"{'+' if i in self.added else ''}{term(self.operands, i, rank)}" for i, rank in enumerate(ranks)]
+        outside = [term(self.results, i, result.ndim) for i, result in enumerate(example.results)]
+        return f"{', '.join(inside)} -> {', '.join(outside)}"
+
+    def rule(self, groups: Sequence[str] = (), text: str = "") -> Rule:
+        """The form as a rule, these groups of arguments linear; perhaps with a shorter text."""
+        return rule(text or str(self), linear=", ".join(groups), averages=always if self.averages else None)
+
+    def holds(self, groups: Sequence[str] = ()) -> bool:
+        """Whether the law holds on several draws, for equal parts and for unequal ones."""
+        drawn = [self.probe.run() for _ in range(DRAWS)]
+        return all(one is not None and obeys(one, self.rule(groups)) for one in drawn)
+
+    def alone(self, number: int) -> Form:
+        """The form with one class that splits."""
+        return replace(self, able=frozenset({number}))
+
+    def splits(self) -> Form:
+        """The form with every class that can be split alone, the factors of merged dims in the right order."""
+        form = self
+        for number in range(len(self.members)):
+            found = next((attempt for attempt in form.attempts(number) if attempt.alone(number).holds()), None)
+            if found is not None:
+                form = replace(found, able=form.able | {number})
+        return form
+
+    def attempts(self, number: int) -> Iterator[Form]:
+        """The form with what is open about a class filled in: the order of factors, how addends come about, what is added."""
+        dims = [("operand", place, words) for place, words in self.operands.items()]
+        dims += [("result", place, words) for place, words in self.results.items()]
+        orders = itertools.product(*(self._orders(words, number) for _, _, words in dims))
+        for order in itertools.islice(orders, ORDERS):
+            found = [(side, place, words) for (side, place, _), words in zip(dims, order, strict=True)]
+            operands = {place: words for side, place, words in found if side == "operand"}
+            results = {place: words for side, place, words in found if side == "result"}
+            form = replace(self, operands=operands, results=results)
+            yield form
+            if not any(Word(number) in words for words in results.values()):
+                yield replace(form, averages=True)
+                lacking = [
+                    i for i, tensor in enumerate(self.probe.example.tensors.values())
+                    if tensor.dtype.is_floating_point and all(i != place[0] for place in self.members[number])
+                ]  # fmt: skip
+                for count in (1, 2):
+                    for more in itertools.combinations(lacking, count):
+                        yield replace(form, added=self.added | set(more))
+
+    def _orders(self, words: Words, number: int) -> list[Words]:
+        """The orders in which the factors of a dim may stand; that of one which splits already is known."""
+        open_ = Word(number) in words and not any(word.number in self.able for word in words)
+        return list(itertools.permutations(words)) if open_ else [words]
+
+    def merged(self) -> Form:
+        """The form with classes of one size taken as one, where these split together and not alone."""
+        given = [tuple(tensor.shape) for tensor in self.probe.example.tensors.values()]
+        whole = [number for number in range(len(self.members)) if number not in self.able]
+        sizes = {number: {given[i][d] for i, d in self.members[number]} for number in whole}
+        counts = dict.fromkeys((*range(2, min(MERGED, len(whole)) + 1), len(whole)))
+        for group in itertools.chain.from_iterable(itertools.combinations(whole, count) for count in counts if count > 1):
+            if len(set.union(*(sizes[number] for number in group))) == 1:
+                one = frozenset.union(*(self.members[number] for number in group))
+                if _square(one):
+                    continue
+                probe = self.probe.resized(dict.fromkeys(one, self.size(group[0])))
+                if probe.run() is not None:
+                    kept = [members for number, members in enumerate(self.members) if number not in group]
+                    form = surveyed(probe, [*kept, one]).splits()
+                    if len(form.able) > len(self.able):
+                        return form.merged()
+        return self
+
+
+def surveyed(probe: Probe, classes: Sequence[Class]) -> Form:
+    """What each class is in the results: every class has a size of its own, and is given others to see which dims change."""
+    probe = probe.spread(classes)
+    base = probe.run()
+    assert base is not None, "every size was tried"
+    square = {number for number, one in enumerate(classes) if _square(one)}
+    operands: dict[Place, Words] = {
+        place: (Word(number),) for number, one in enumerate(classes) for place in one if number not in square
+    }
+    growth = _growth(probe, classes, base)
+    form = Form(probe=probe, members=tuple(classes), operands=operands, results={})
+    sizes = [form.size(number) for number in range(len(classes))]
+    parts: dict[Place, Fraction] = {}  # what a dim is beside the product of its classes
+    units = [1] * len(classes)  # how many pieces of a class there are, of which the results have one
+    for place, numbers in growth.items():
+        parts[place] = Fraction(base.results[place[0]].shape[place[1]], math.prod(sizes[n] for n in numbers))
+        if len(numbers) == 1:
+            units[numbers[0]] = math.lcm(units[numbers[0]], parts[place].denominator)
+    for number, one in enumerate(classes):
+        if units[number] > 1 and number not in square:
+            operands |= {place: (Word(number, f"in{place}"), Word(number)) for place in one}
+    results: dict[Place, Words] = {}
+    for place, numbers in growth.items():
+        rest = parts[place] * math.prod(units[n] for n in numbers)
+        twice = any(other[0] == place[0] and other != place and set(n) & set(numbers) for other, n in growth.items())
+        if rest.denominator == 1 and not twice and square.isdisjoint(numbers):
+            constant = (Word(numbers[0], f"out{place}"),) if rest > 1 else ()
+            results[place] = (*constant, *map(Word, numbers))
+    full = replace(form, operands=operands, results=results)
+    return full if _fits(full, base) else replace(form, results={p: w for p, w in results.items() if parts[p] == 1 == len(w)})
+
+
+def _square(one: Class) -> bool:
+    """Whether a class has two dims of one tensor: a square matrix, which no factor can describe."""
+    return len({position for position, _ in one}) < len(one)
+
+
+def _growth(probe: Probe, classes: Sequence[Class], base: Example) -> dict[Place, list[int]]:
+    """The classes in proportion to which each dim of a result grows; one that grows otherwise with some is left out."""
+    growth: dict[Place, list[int]] = {}
+    crooked: set[Place] = set()
+    shapes = [tuple(result.shape) for result in base.results]
+    for number, one in enumerate(classes):
+        size, taken = probe.size(min(one)), {probe.size(place) for place in probe.places()}
+        for _ in range(2):
+            other = probe.other(one, taken)
+            grown = probe.run(dict.fromkeys(one, other)) if other else None
+            if other is None or grown is None:
+                break
+            taken.add(other)
+            now = [tuple(result.shape) for result in grown.results]
+            if list(map(len, now)) != list(map(len, shapes)):
+                continue
+            for place in ((r, d) for r, shape in enumerate(shapes) for d in range(len(shape))):
+                before, after = shapes[place[0]][place[1]], now[place[0]][place[1]]
+                if before != after and number not in growth.setdefault(place, []):
+                    growth[place].append(number)
+                if after * size != before * other and before != after:
+                    crooked.add(place)
+    return {place: numbers for place, numbers in sorted(growth.items()) if numbers and place not in crooked}
+
+
+def _fits(form: Form, example: Example) -> bool:
+    able = frozenset(range(len(form.members)))
+    try:
+        return fit(example.op, example.values, rule=replace(form, able=able).rule()) is not None
+    except RuleError:
+        return False
+
+
+def obeys(example: Example, made: Rule) -> bool:
+    """Whether a rule holds for a call, for equal parts and for unequal ones."""
+    try:
+        fitted = fit(example.op, example.values, rule=made)
+        check(example.op, example.values, example.tensors, rule=made)
+        return fitted is not None and joins_unevenly(example, fitted, averages=made.averages is not None)
+    except RuleError:
+        return False
+
+
+__all__ = ["Form", "Word", "obeys", "surveyed"]

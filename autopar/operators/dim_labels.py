@@ -1,0 +1,96 @@
+"""What the factors of well-known operators mean to a person: "out-features" of a linear, "heads" of attention.
+
+    addmm  n/512   ->   out-features          layer_norm  ...1/4   ->   batch
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.ir.program import Op, Program, Value, aten
+from autopar.operators.rule import Fitted
+
+PRODUCT = {"k": "in-features", "n": "out-features"}
+CONVOLUTION = {"b": "batch", "i": "in-channels", "o": "out-channels", "g": "groups of channels"}
+SCORES = {"c": "classes"}
+
+# operator: (what a person calls it, the meaning of its factors); what is not named here is named after its dim
+ROLES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "linear": ("linear", PRODUCT),
+    "addmm": ("linear", PRODUCT),
+    "mm": ("linear", PRODUCT),
+    "matmul": ("matrix product", {"k": "inner dim"}),
+    "bmm": ("matrix product", {"k": "inner dim"}),
+    "baddbmm": ("matrix product", {"k": "inner dim"}),
+    "embedding": ("embedding", {"v": "vocabulary", "h": "width"}),
+    "scaled_dot_product_attention": ("attention", {"...0": "heads", "h": "heads", "q": "sequence"}),
+    "cross_entropy_loss": ("loss", SCORES),
+    "nll_loss": ("loss", SCORES),
+    "nll_loss_nd": ("loss", SCORES),
+    "mse_loss": ("loss", {}),
+    "layer_norm": ("norm", {}),
+    "rms_norm": ("norm", {}),
+    "group_norm": ("norm", {"b": "batch", "g": "groups of channels"}),
+    "batch_norm": ("norm", {"b": "batch", "c": "channels"}),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), ("convolution", CONVOLUTION)),
+    **{f"conv_transpose{d}d": ("convolution", CONVOLUTION) for d in (1, 2, 3)},
+}
+
+
+def kind_of(op: str) -> str:
+    """What a person calls the operator of an op ("h.0.attn.c_attn:addmm#0" is a linear)."""
+    target = op.rpartition(":")[2].partition("#")[0]
+    return ROLES[target][0] if target in ROLES else target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The sizes by which the dims of activations are told: rows of the batch, and the length of a sequence (1 if there is
+    none)."""
+
+    batch: int
+    length: int
+
+    @staticmethod
+    def of(program: Program) -> Sample:
+        """Dim 0 of the first input is the batch; dim 1 is a sequence if the input holds whole numbers."""
+        shape = program.inputs[0].shape if program.inputs else ()
+        words = len(shape) == 2 and not program.inputs[0].dtype.is_floating_point
+        return Sample(batch=shape[0] if shape else 1, length=shape[1] if words else 1)
+
+    def role(self, value: Value, dim: int, stride: int) -> str:
+        """What a split of this stride cuts of an activation: batch, sequence, features, or a dim by number."""
+        shape = value.shape
+        inner, rest = divmod(shape[dim], self.batch)
+        if dim == 0 and self.batch > 1 and not rest and (inner in (1, self.length) or len(shape) == 2):
+            return "batch" if stride >= inner else "sequence" if inner == self.length else "rows"
+        if len(shape) == 3 and shape[0] == self.batch and dim:
+            return "sequence" if dim == 1 else "features"
+        return f"dim {dim} (size {shape[dim]})"
+
+
+def role(op: Op, fitted: Fitted, factor: int, stride: int, values: Mapping[str, Value], sample: Sample) -> str:
+    """What a person calls a factor of an op that is split with this stride."""
+    named = ROLES.get(aten(op.target), ("", {}))[1].get(fitted.factors[factor].name)
+    if named:
+        return named
+    tensors = [*zip(op.results, fitted.results, strict=True)]
+    tensors += [(values[name], dims) for name, dims in zip(op.operands, fitted.operands, strict=True)]
+    value, dim, right = next(
+        (value, dim, parts[parts.index(factor) + 1 :])
+        for value, dims in tensors
+        for dim, parts in enumerate(dims)
+        if factor in parts
+    )
+    return sample.role(value, dim, stride * math.prod(fitted.factors[f].size for f in right))
+
+
+def role_of_dim(op: Op, fitted: Fitted, position: int, dim: int, values: Mapping[str, Value]) -> str:
+    """What a person calls a dim of the operand at this position, a parameter, say: by the factor that it is made of."""
+    value = values[op.operands[position]]
+    parts = fitted.operands[position][dim]
+    named = ROLES.get(aten(op.target), ("", {}))[1]
+    found = next((named[fitted.factors[f].name] for f in parts if fitted.factors[f].name in named), "")
+    return found or (f"dim {dim}" if len(value.shape) > 1 else "features")

@@ -1,0 +1,75 @@
+"""Rules of attention: every query needs all keys that it may see."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.operators.call import Call, Local
+from autopar.operators.rule import Distributed, Fitted, Rule, Sent, rule
+
+
+def attention(call: Call) -> Fitted:
+    """... q d!, ... k! d!, ... k! e!, ... q m! -> ... q e!; q! when causal, heads are (h g) over h when grouped"""
+    q = "q!" if call.arguments["is_causal"] else "q"
+    query, key, value = (call.shape(name) for name in ("query", "key", "value"))
+    random = call.arguments["dropout_p"] != 0.0
+    if not call.arguments["enable_gqa"] or query[-3] == key[-3] == value[-3]:
+        return call.fit(f"... {q} d!, ... k! d!, ... k! e!, ... {q} m! -> ... {q} e!", random=random)
+    heads, held, sizes = ("(h g)", "h", {"h": key[-3]}) if key[-3] == value[-3] else ("_", "_", {})
+    text = f"... {heads} {q} d!, ... {held} k! d!, ... {held} k! e!, {mask(call, heads, q)} -> ... {heads} {q} e!"
+    return call.fit(text, sizes=sizes, random=random)
+
+
+def fused(call: Call) -> bool:
+    """Whether attention has the form that fused kernels know: batch, heads, sequence, width."""
+    query, value = call.shape("query"), call.shape("value")
+    return len(query) == 4 and query[-1] == value[-1]
+
+
+def looking_back(call: Call) -> bool:
+    """Whether such attention is causal."""
+    return fused(call) and bool(call.arguments["is_causal"]) and call.shape("query")[-2] == call.shape("key")[-2]
+
+
+def looking_around(call: Call) -> bool:
+    """Whether in such attention every query sees every key, but for what a mask hides that needs no gradient."""
+    learnt = any(call.operands[p].requires_grad for p in call.positions("attn_mask"))
+    return fused(call) and not call.arguments["is_causal"] and not learnt
+
+
+def keys_and_values(call: Call, local: Local) -> int:
+    """The chunk of both that a rank holds."""
+    _, key, value, *_ = local.operands
+    return math.prod(key) + math.prod(value)
+
+
+def others(call: Call, local: Local, ranks: int) -> int:
+    """All ranks but this one."""
+    return ranks - 1
+
+
+# More ranks than heads of keys and values: each takes a part of the queries that read one of them.
+GROUPED = Distributed(name="grouped", factors=("h", "g"), nested=True)
+QUERIES = Distributed(name="queries", factors=("q",), able=looking_back, work=lambda ranks: 2 - 1 / ranks)
+RINGS = [  # the last rank sees all chunks, its own by half
+    Distributed(
+        name="ring", factors=("q", "k"), able=able, work=work,
+        forward=(Sent("all_to_all", keys_and_values, others, wide=False),),
+        backward=(
+            Sent("all_to_all", keys_and_values, others, wide=False),
+            Sent("all_to_all", keys_and_values, lambda call, local, ranks: ranks),  # their gradients come home
+        ),
+    )
+    for able, work in ((looking_back, lambda ranks: 2 * ranks - 1), (looking_around, lambda ranks: ranks))
+]  # fmt: skip
+
+
+def mask(call: Call, heads: str, q: str) -> str:
+    """The dims of an attention mask, which may lack leading ones; it knows all keys, also of queries that get them in turn."""
+    rank = call.rank("attn_mask")
+    return {2: f"{q} m!", 3: f"{heads} {q} m!"}.get(rank, f"... {heads} {q} m!")
+
+
+TABLE: dict[str, Rule] = {
+    "aten.scaled_dot_product_attention.default": rule(attention, linear="value", distributed=[GROUPED, QUERIES, *RINGS]),
+}

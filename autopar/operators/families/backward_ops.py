@@ -1,0 +1,77 @@
+"""Rules of backward operators, which models call themselves at times: a parameter's gradient adds up over the batch."""
+
+from __future__ import annotations
+
+from autopar.ir.program import Argument
+from autopar.operators.call import Call, Local
+from autopar.operators.families.losses import SUM
+from autopar.operators.families.normalization import native_groups
+from autopar.operators.families.pointwise import TWO
+from autopar.operators.families.reductions import along
+from autopar.operators.families.views import term
+from autopar.operators.rule import Fitted, Rule, rule
+
+
+def convolution(call: Call) -> Fitted:
+    """b o y! x!, b i! v! u!, o i! s! r! -> b i! v! u!, o i! s! r!, o; of several groups the groups split, not the channels"""
+    space = " ".join("_" for _ in range(call.rank("weight") - 2))
+    count = call.number("groups", 1)
+    inside, outside = ("(g i!)", "(g o!)") if count > 1 else ("i!", "o")
+    turned = f"{inside} {'o!' if count > 1 else 'o'} {space}"
+    weight = turned if call.arguments["transposed"] else f"{outside} i! {space}"
+    given, source = f"b {outside} {space}", f"b {inside} {space}"
+    return call.fit(f"{given}, {source}, {weight} -> {source}, {weight}, {outside}", sizes={"g": count})
+
+
+def convolution_local(call: Call, local: Local) -> dict[str, Argument]:
+    """The groups that one rank holds, and the size of its bias."""
+    return {"groups": call.number("groups", 1) // local.split("g"), "bias_sizes": tuple(local.results[2])}
+
+
+def layer_norm(call: Call) -> Fitted:
+    """... n!, ... n!, ... 1, ... 1, n!, n! -> ... n!, n!, n!"""
+    n = term(f"n{i}!" for i in range(len(call.numbers("normalized_shape"))))
+    ones = n.replace("n", "s")
+    parameters = "".join(f", {n}" for name in ("weight", "bias") if call.positions(name))
+    return call.fit(f"... {n}, ... {n}, ... {ones}, ... {ones}{parameters} -> ... {n}, {n}, {n}")
+
+
+def group_norm(call: Call) -> Fitted:
+    """b (g c!) ...!, b (g c!) ...!, b g, b g, (g c!) -> b (g c!) ...!, (g c!), (g c!)"""
+    weight = ", (g c!)" if call.positions("weight") else ""
+    plane = "b (g c!) ...!"
+    return call.fit(f"{plane}, {plane}, b g, b g{weight} -> {plane}, (g c!), (g c!)", sizes={"g": call.number("group")})
+
+
+def batch_norm(call: Call) -> Fitted:
+    """b! c ...!, b! c ...!, c, c, c, c, c -> b! c ...!, c, c in training; in evaluation all splits"""
+    whole = "!" if call.arguments["train"] else ""
+    plane, channels = f"b{whole} c ...{whole}", call.shape("input")[1:2]
+    held = "".join(f", {'c' if value.shape == channels else '_'}" for value in call.operands[2:])  # no statistics are empty
+    return call.fit(f"{plane}, {plane}{held} -> {plane}, c, c")
+
+
+def loss(call: Call) -> Fitted:
+    """..., ..., ... -> ...; the mean's count is that of the whole, so that all stays whole there"""
+    whole = "" if call.number("reduction") in (0, SUM) else "!"
+    terms = ", ".join(f"...{whole}" for _ in call.operands[1:])
+    return call.fit(f"{'()' if not call.rank('grad_output') else f'...{whole}'}, {terms} -> ...{whole}")
+
+
+BINARY = """
+    gelu silu sigmoid tanh threshold elu leaky_relu hardtanh hardswish hardsigmoid mish softplus hardshrink softshrink logit
+    native_dropout
+"""
+LOSSES = "mse_loss smooth_l1_loss huber_loss binary_cross_entropy"
+
+TABLE: dict[str, Rule] = {
+    **{f"aten.{name}_backward.default": rule(TWO, linear="grad_output grad_out") for name in BINARY.split()},
+    **{f"aten.{name}_backward.default": rule(loss, linear="grad_output, weight") for name in LOSSES.split()},
+    "aten.glu_backward.default": rule(along, linear="grad_output"),
+    "aten._softmax_backward_data.default": rule(along, linear="grad_output"),
+    "aten._log_softmax_backward_data.default": rule(along, linear="grad_output"),
+    "aten.convolution_backward.default": rule(convolution, linear="grad_output", local=convolution_local),
+    "aten.native_layer_norm_backward.default": rule(layer_norm, linear="grad_out"),
+    "aten.native_group_norm_backward.default": rule(group_norm, linear="grad_out", local=native_groups),
+    "aten.native_batch_norm_backward.default": rule(batch_norm, linear="grad_out"),
+}

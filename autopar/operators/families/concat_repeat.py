@@ -1,0 +1,118 @@
+"""Rules of operators that join, repeat and turn: what they place by position stays whole there."""
+
+from __future__ import annotations
+
+from autopar.ir.program import Argument
+from autopar.operators.call import Call, Local
+from autopar.operators.families.views import dims, term, without
+from autopar.operators.rule import Fitted, Rule, rule
+
+
+def cat(call: Call) -> Fitted:
+    """... c ..., k times -> ... (k! c) ...; unequal pieces keep the dim whole"""
+    return joined(call, call.number("dim") % len(call.result))
+
+
+def joined(call: Call, dim: int) -> Fitted:
+    """Tensors joined along a dim."""
+    shapes = [value.shape for value in call.operands]
+    count = len(shapes)
+    words = without(len(call.result), dim)
+    if any(shape != shapes[0] for shape in shapes):  # an operand of shape (0,) is allowed anywhere
+        held = [term(words) if len(shape) == len(words) else "_" for shape in shapes]
+        return call.fit(f"{', '.join(held)} -> {term(words)}")
+    whole, piece = list(words), list(words)
+    whole[dim], piece[dim] = ("(k! c)", "c") if count > 1 else ("c", "c")
+    text = f"{', '.join(term(piece) for _ in range(count))} -> {term(whole)}"
+    return call.fit(text, sizes={"k": count}, asks="result")
+
+
+def stack(call: Call) -> Fitted:
+    """the new dim stays whole"""
+    words = without(len(call.result), call.number("dim"))
+    piece = term(word for word in words if word != "_")
+    return call.fit(f"{', '.join(piece for _ in call.operands)} -> {term(words)}")
+
+
+def repeat(call: Call) -> Fitted:
+    """... d ... -> ... (r d) ...; the repeats r are the outer factor"""
+    repeats, rank = call.numbers("repeats") or call.numbers("dims"), call.rank("self")
+    words = dims(rank)
+    repeats = (1,) * (rank - len(repeats)) + repeats
+    lead = len(repeats) - rank
+    sizes = {f"r{i}": n for i, n in enumerate(repeats)} | {f"d{i}": n for i, n in enumerate(call.shape("self"))}
+    result = [f"(r{i} d{i - lead})" if i >= lead else f"r{i}" for i in range(len(repeats))]
+    return call.fit(f"{term(words)} -> {term(result)}", sizes=sizes)
+
+
+def repeats(call: Call, local: Local) -> dict[str, Argument]:
+    """How often one rank repeats."""
+    name = "repeats" if "repeats" in call.arguments else "dims"
+    given = call.numbers(name)
+    lead = len(local.results[0]) - len(given)
+    return {name: tuple(n // local.split(f"r{i + lead}") for i, n in enumerate(given))}
+
+
+def repeat_interleave(call: Call) -> Fitted:
+    """... d ... -> ... (d r) ...; the repeats r are the inner factor"""
+    words, sizes = dims(call.rank("self")), {"r": call.number("repeats")}
+    if not isinstance(call.arguments["dim"], int):  # over all elements
+        return call.fit(f"{term('_' for _ in words)} -> _")
+    dim = call.number("dim") % len(words)
+    result = [f"({word} r)" if d == dim else word for d, word in enumerate(words)]
+    return call.fit(f"{term(words)} -> {term(result)}", sizes=sizes)
+
+
+def interleaves(call: Call, local: Local) -> dict[str, Argument]:
+    """How often one rank repeats each row; the size of its output, if given, is dropped."""
+    return {"repeats": call.number("repeats") // local.split("r"), "output_size": None}
+
+
+def meshgrid(call: Call) -> Fitted:
+    """a, b, c -> a b c, each; "xy" swaps the first two"""
+    words = dims(len(call.operands))
+    swapped = [words[1], words[0], *words[2:]] if call.arguments.get("indexing") == "xy" and len(words) > 1 else words
+    held = ", ".join(word if value.shape else "()" for word, value in zip(words, call.operands, strict=True))
+    return call.fit(f"{held} -> {', '.join(term(swapped) for _ in words)}")
+
+
+def rot90(call: Call) -> Fitted:
+    """both dims of the plane that turns stay whole"""
+    words = term(without(call.rank("self"), *call.numbers("dims")))
+    return call.fit(f"{words} -> {words}")
+
+
+def unfold(call: Call) -> Fitted:
+    """the dim over which a window moves stays whole, the window is a new last dim"""
+    words = without(call.rank("self"), call.number("dimension"))
+    return call.fit(f"{term(words)} -> {term([*words, '_'])}")
+
+
+def side_by_side(call: Call) -> Fitted:
+    """tensors of one or more dims are joined along dim 1, vectors along their only dim"""
+    return joined(call, min(len(call.result) - 1, 1))
+
+
+def one_below_the_other(call: Call) -> Fitted:
+    """tensors of two or more dims are joined along dim 0; vectors become rows, which stay whole"""
+    if len(call.operands[0].shape) < 2:
+        return call.fit(f"{', '.join('d1' if value.shape else '()' for value in call.operands)} -> _ d1")
+    return joined(call, 0)
+
+
+TABLE: dict[str, Rule] = {
+    "aten.cat.default": rule(cat, linear="tensors"),
+    "aten.hstack.default": rule(side_by_side, linear="tensors"),
+    "aten.vstack.default": rule(one_below_the_other, linear="tensors"),
+    "aten.row_stack.default": rule(one_below_the_other, linear="tensors"),
+    "aten.stack.default": rule(stack, linear="tensors"),
+    "aten.repeat.default": rule(repeat, linear="self", local=repeats),
+    "aten.tile.default": rule(repeat, linear="self", local=repeats),
+    "aten.repeat_interleave.self_int": rule(repeat_interleave, linear="self", local=interleaves),
+    "aten.meshgrid.default": rule(meshgrid, view=True),
+    "aten.meshgrid.indexing": rule(meshgrid, view=True),
+    "aten.unfold.default": rule(unfold, linear="self", view=True),
+    "aten.rot90.default": rule(rot90, linear="self"),
+    "aten.flipud.default": rule("_ ... -> _ ...", linear="self"),
+    "aten.fliplr.default": rule("d _ ... -> d _ ...", linear="self"),
+}

@@ -1,0 +1,242 @@
+"""Rules of products that sum over a factor: linear layers, matrix products, convolutions, embeddings."""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.ir.program import Argument
+from autopar.operators.call import Call, Local
+from autopar.operators.families.views import dims, term, without
+from autopar.operators.rule import Distributed, Fitted, Rule, Sent, rule
+
+
+def linear(call: Call) -> Fitted:
+    """... k, n k, +n -> ... n"""
+    return call.fit("... k, n k, +n -> ... n" if call.rank("weight") == 2 else "... k, k, +() -> ...")
+
+
+def matmul(call: Call) -> Fitted:
+    """... m k, ... k n -> ... m n; a vector lacks m or n"""
+    left = "k" if call.rank("self") == 1 else "... m k"
+    right = "k" if call.rank("other") == 1 else "... k n"
+    result = " ".join(w for w, there in (("...", left != right), ("m", left != "k"), ("n", right != "k")) if there)
+    return call.fit(f"{left}, {right} -> {result or '()'}")
+
+
+def added_to(result: str, product: str, arguments: tuple[str, str]) -> Rule:
+    """A product of two arguments with a tensor added that broadcasts against the result."""
+
+    def shapes(call: Call) -> Fitted:
+        words = result.split()
+        held = words[len(words) - call.rank("self") :]
+        return call.fit(f"+{' '.join(held) or '()'}, {product} -> {result}")
+
+    shapes.__doc__ = f"+{result}, {product} -> {result}; what is added may lack dims"
+    return rule(shapes, linear=", ".join(f"self {argument}" for argument in arguments))
+
+
+def einsum(call: Call) -> Fitted:
+    """as its equation says; a letter that stands twice in one tensor takes a diagonal, and stays whole"""
+    equation = str(call.arguments["equation"]).replace(" ", "").replace("...", "*")
+    sources, _, result = equation.partition("->")
+    letters = [c for c in string.ascii_uppercase + string.ascii_lowercase if sources.count(c) == 1]
+    result = result if "->" in equation else ("*" if "*" in sources else "") + "".join(letters)
+
+    whole = {c for term in sources.split(",") for c in term if term.count(c) > 1}
+
+    def dims(term: str) -> str:
+        return " ".join("..." if c == "*" else "_" if c in whole else c for c in term) or "()"
+
+    fitted = call.fit(f"{', '.join(map(dims, sources.split(',')))} -> {dims(result)}")
+    each = tuple(frozenset({position}) for position in call.positions("tensors"))  # linear in each tensor
+    return replace(fitted, linear=each if call.continuous else ())
+
+
+def multi_dot(call: Call) -> Fitted:
+    """a b, b c, c d -> a d; the first and the last may be vectors"""
+    ends = [len(value.shape) for value in call.operands]
+    words = [[f"d{i}", f"d{i + 1}"] for i in range(len(ends))]
+    words[0], words[-1] = words[0][2 - ends[0] :], words[-1][: ends[-1]]
+    result = [*words[0][:-1], *words[-1][1:]]
+    fitted = call.fit(f"{', '.join(map(term, words))} -> {term(result)}")
+    return replace(fitted, linear=tuple(frozenset({p}) for p in range(len(ends))) if call.continuous else ())
+
+
+def inner(call: Call) -> Fitted:
+    """a k, b k -> a b, for any number of dims a and b; a scalar multiplies"""
+    a, b = [f"a{d}" for d in range(call.rank("self"))], [f"b{d}" for d in range(call.rank("other"))]
+    if not a or not b:
+        return call.fit(f"{term(a)}, {term(b)} -> {term(a + b)}")
+    return call.fit(f"{term([*a[:-1], 'k'])}, {term([*b[:-1], 'k'])} -> {term(a[:-1] + b[:-1])}")
+
+
+def tensordot(call: Call) -> Fitted:
+    """a k, k b -> a b, for any number of dims a, b and k"""
+    left, right = (call.numbers(name) for name in ("dims_self", "dims_other"))
+    a, b = [f"a{d}" for d in range(call.rank("self"))], [f"b{d}" for d in range(call.rank("other"))]
+    for number, (one, other) in enumerate(zip(left, right, strict=True)):
+        a[one] = b[other] = f"k{number}"
+    return call.fit(f"{term(a)}, {term(b)} -> {term(word for word in a + b if word[0] != 'k')}")
+
+
+def kron(call: Call) -> Fitted:
+    """a b, c d -> (a c) (b d), for any number of dims"""
+    ranks = call.rank("self"), call.rank("other")
+    first, second = ([f"{letter}{d}" for d in range(rank)] for letter, rank in zip("ab", ranks, strict=True))
+    short = max(ranks)
+    padded = zip(["" for _ in range(short - ranks[0])] + first, ["" for _ in range(short - ranks[1])] + second, strict=True)
+    return call.fit(f"{term(first)}, {term(second)} -> {term(f'({a} {b})' if a and b else a or b for a, b in padded)}")
+
+
+def vecdot(call: Call) -> Fitted:
+    """... k, ... k -> ..."""
+    rank = max(len(value.shape) for value in call.operands)
+    words = dims(rank)
+    held = ", ".join(term(words[rank - len(value.shape) :]) for value in call.operands)
+    del words[call.number("dim")]
+    return call.fit(f"{held} -> {term(words)}")
+
+
+def distances(call: Call) -> Fitted:
+    """... p k, ... r k -> ... p r; k stays whole but for sums of absolute values, p = 1"""
+    k = "k" if call.arguments["p"] == 1 else "k!"
+    return call.fit(f"... p {k}, ... r {k} -> ... p r")
+
+
+def own_distances(call: Call) -> Fitted:
+    """n! k -> p!; k stays whole but for sums of absolute values, p = 1"""
+    return call.fit(f"_ {'k' if call.arguments['p'] == 1 else 'k!'} -> _")
+
+
+def row_distances(call: Call) -> Fitted:
+    """... k!, ... k! -> ..."""
+    return call.fit(f"... k!, ... k! -> ...{' _' if call.arguments['keepdim'] else ''}")
+
+
+def cross(call: Call) -> Fitted:
+    """the dim of size 3 stays whole"""
+    words = term(without(len(call.result), three(call, call.result)))
+    return call.fit(f"{words}, {words} -> {words}")
+
+
+def three(call: Call, shape: tuple[int, ...]) -> int:
+    """The dim of a cross product: the named one, else the first of size 3."""
+    dim = call.arguments["dim"]
+    return dim if isinstance(dim, int) else shape.index(3)
+
+
+def crossed_dim(call: Call, local: Local) -> dict[str, Argument]:
+    """The dim by number: another may be of size 3 on one rank."""
+    return {"dim": three(call, call.result)}
+
+
+def embedding(call: Call) -> Fitted:
+    """v! h, ... -> ... h; the rows looked up stay on one device when gradients are counted or sparse"""
+    return call.fit("v! h, ... -> ... h" if plain_rows(call) else "v! h, ...! -> ...! h")
+
+
+def plain_rows(call: Call) -> bool:
+    """Whether the gradient of a table is the sum over the rows looked up."""
+    return not call.arguments["scale_grad_by_freq"] and not call.arguments["sparse"]
+
+
+VOCABULARY = Distributed(name="vocabulary", factors=("v",), able=plain_rows)  # a rank adds nothing for rows that lie elsewhere
+
+
+def convolution(call: Call) -> Fitted:
+    """b i space!, o i window!, +o -> b o space!; groups split instead of channels where there are several"""
+    space = " ".join("_" for _ in range(call.rank("weight") - 2))
+    batch = "b " if call.rank("input") == call.rank("weight") else ""
+    groups = call.number("groups", 1)
+    transposed = "transpose" in call.op.target or bool(call.arguments.get("transposed"))
+    weight = "i o" if transposed else "o i"
+    if groups == 1:
+        return call.fit(f"{batch}i {space}, {weight} {space}, +o -> {batch}o {space}")
+    weight = "(g i!) o!" if transposed else "(g o!) i!"
+    text = f"{batch}(g i!) {space}, {weight} {space}, +(g o!) -> {batch}(g o!) {space}"
+    return call.fit(text, sizes={"g": groups})
+
+
+def convolution_groups(call: Call, local: Local) -> dict[str, Argument]:
+    """The groups that one rank holds."""
+    groups = call.number("groups", 1)
+    return {"groups": groups // local.split("g")} if groups > 1 else {}
+
+
+def astray(rows: int) -> int:
+    """How many of its rows a rank exchanges if each of all these, sorted by expert, has chosen one at random.
+
+    Where the rows of one rank's experts end is binomially distributed, and in the mean sqrt(2 rows p (1 - p) / pi) off, p being
+    the share of the rows before it; half of that at both of a rank's ends is its own, and p = 1 / 2 the worst.
+    """
+    return math.ceil(math.sqrt(rows / (2 * math.pi)))
+
+
+def moved(operand: bool) -> Callable[[Call, Local], int]:
+    """These rows, as they are given or as they result."""
+
+    def elements(call: Call, local: Local) -> int:
+        own, width = local.operands[0][0], local.operands[0][1] if operand else local.results[0][1]
+        return astray(local.split("t") * own) * width
+
+    return elements
+
+
+# Rows go to the rank that has their matrix, and what results comes back; for the backward rows go once more.
+GIVEN, MADE = (Sent("all_to_all", moved(operand), wide=False) for operand in (True, False))
+EXPERTS = Distributed(name="experts", factors=("t", "e"), whole=(2,), forward=(GIVEN, MADE), backward=(GIVEN, MADE, GIVEN))
+# One matrix for each group of rows; the third operand says where groups end.
+GROUPED_PRODUCT = rule("t! k, e! k n, e! -> t! n", linear="input, weight", distributed=[EXPERTS])
+CONVOLUTION = rule(convolution, linear="input bias, weight bias", local=convolution_groups)
+
+TABLE: dict[str, Rule] = {
+    "aten.linear.default": rule(linear, linear="input bias, weight bias"),
+    "aten.matmul.default": rule(matmul, linear="self, other"),
+    "aten.mm.default": rule("m k, k n -> m n", linear="self, mat2"),
+    "aten.bmm.default": rule("b m k, b k n -> b m n", linear="self, mat2"),
+    "aten.mv.default": rule("m k, k -> m", linear="self, vec"),
+    "aten.dot.default": rule("k, k -> ()", linear="self, tensor"),
+    "aten.outer.default": rule("m, n -> m n", linear="self, vec2"),
+    "aten.ger.default": rule("m, n -> m n", linear="self, vec2"),
+    "aten.vdot.default": rule("k, k -> ()", linear="self, other"),
+    "aten.inner.default": rule(inner, linear="self, other"),
+    "aten.tensordot.default": rule(tensordot, linear="self, other"),
+    "aten.kron.default": rule(kron, linear="self, other"),
+    "aten.linalg_multi_dot.default": rule(multi_dot),
+    "aten.chain_matmul.default": rule(multi_dot),
+    "aten.linalg_matmul.default": rule(matmul, linear="self, other"),
+    "aten.linalg_vecdot.default": rule(vecdot, linear="x, y"),
+    "aten.linalg_cross.default": rule(cross, linear="self, other"),
+    "aten.cross.default": rule(cross, linear="self, other", local=crossed_dim),
+    "aten.cdist.default": rule(distances),
+    "aten._cdist_forward.default": rule(distances),
+    "aten.pdist.default": rule(own_distances),
+    "aten._pdist_forward.default": rule(own_distances),
+    "aten.pairwise_distance.default": rule(row_distances),
+    "aten.addr.default": added_to("m n", "m, n", ("vec1", "vec2")),
+    "aten.addmm.default": added_to("m n", "m k, k n", ("mat1", "mat2")),
+    "aten.addmv.default": added_to("m", "m k, k", ("mat", "vec")),
+    "aten.addbmm.default": added_to("m n", "b m k, b k n", ("batch1", "batch2")),
+    "aten.baddbmm.default": added_to("b m n", "b m k, b k n", ("batch1", "batch2")),
+    "aten.bilinear.default": rule("... i, ... j, o i j, +o -> ... o", linear="input1 bias, input2 bias, weight bias"),
+    "aten.einsum.default": rule(einsum),
+    "aten.embedding.default": rule(embedding, linear="weight", distributed=[VOCABULARY]),
+    **{
+        f"aten.{name}": CONVOLUTION
+        for name in (
+            "conv1d.default",
+            "conv2d.default",
+            "conv3d.default",
+            "conv1d.padding",
+            "conv2d.padding",
+            "conv3d.padding",
+            "conv_transpose1d.default",
+            "conv_transpose2d.input",
+            "conv_transpose3d.input",
+            "convolution.default",
+        )
+    },
+}

@@ -1,0 +1,254 @@
+"""Rules of operators that read and write at given places: the dim they count stays whole; what is added there adds up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from autopar.ir.program import Argument, Ref
+from autopar.operators.call import Call, Local
+from autopar.operators.families.pointwise import unread
+from autopar.operators.families.views import term, without
+from autopar.operators.rule import Distributed, Fitted, Rule, Sent, rule
+
+
+def index(call: Call) -> Fitted | None:
+    """indexed dims stay whole, the indices' dims stand in their place: first if the indices are not neighbours"""
+    if masked(call):
+        return None  # a mask: the number of rows depends on the data
+    source, picked, indices = indexed(call, ["..."])
+    source = ["v!", *source[1:]] if one_row_each(call) else source
+    return call.fit(f"{term(source)}, {indices} -> {term(picked)}")
+
+
+def one_row_each(call: Call) -> bool:
+    """Whether one index, of one dim, picks from the first."""
+    indices = call.arguments["indices"]
+    return isinstance(indices, tuple) and len(indices) == 1 and call.rank("indices") == 1 and not masked(call)
+
+
+def rows_picked(call: Call, local: Local) -> int:
+    """What a rank picks: every row of the source as often as any other, it is assumed, so that as much comes as goes."""
+    return math.prod(local.results[0])
+
+
+# The index stays whole: every rank knows who needs its rows, and sends them.
+FETCHED = Distributed(
+    name="fetched", factors=("v", "...0"), whole=(1,), able=one_row_each,
+    forward=(Sent("all_to_all", rows_picked, wide=False),), backward=(Sent("all_to_all", rows_picked, wide=False),),
+)  # fmt: skip
+
+
+def index_put(call: Call) -> Fitted | None:
+    """as a choice for a mask; indexed dims stay whole, and what is accumulated there may be split over the indices"""
+    if masked(call):
+        return masked_put(call)
+    rank = max(len(call.operands[p].shape) for p in call.positions("indices"))
+    adding = bool(call.arguments["accumulate"])
+    source, picked, indices = indexed(call, [f"i{d}" if adding else "_" for d in range(rank)])
+    values = term(picked[len(picked) - call.rank("values") :])
+    return call.fit(f"{'+' if adding else ''}{term(source)}, {indices}, {values} -> {term(source)}")
+
+
+def masked(call: Call) -> bool:
+    """Whether an index is a mask."""
+    return any(call.operands[p].dtype in (torch.bool, torch.uint8) for p in call.positions("indices"))
+
+
+def indexed(call: Call, places: list[str]) -> tuple[list[str], list[str], str]:
+    """The words of the tensor, of what is picked from it, and of the indices; `places` are those of the indices' dims."""
+    indices = call.arguments["indices"]
+    assert isinstance(indices, tuple)
+    taken = [d for d, part in enumerate(indices) if isinstance(part, Ref)]
+    words = without(call.rank("self"), *taken)
+    first = taken[0] if taken == list(range(taken[0], taken[-1] + 1)) else 0
+    before, after = ([word for word in part if word != "_"] for part in (words[:first], words[first:]))
+    shapes = (call.operands[p].shape for p in call.positions("indices"))
+    return words, [*before, *places, *after], ", ".join(term(places[len(places) - len(shape) :]) for shape in shapes)
+
+
+def masked_put(call: Call) -> Fitted | None:
+    """One mask over neighbouring dims, and values that do not depend on how many places it has."""
+    indices = call.arguments["indices"]
+    assert isinstance(indices, tuple)
+    first = next(d for d, part in enumerate(indices) if isinstance(part, Ref))
+    words, dims = without(call.rank("self")), call.rank("indices")
+    free = words[first + dims :]
+    one = len(call.positions("indices")) == 1 and call.operands[call.positions("indices")[0]].dtype == torch.bool
+    if not one or call.rank("values") > len(free):
+        return None
+    values = term(free[len(free) - call.rank("values") :])
+    return call.fit(f"{term(words)}, {term(words[first : first + dims])}, {values} -> {term(words)}")
+
+
+def index_select(call: Call) -> Fitted:
+    """the dim stays whole, the index stands in its place"""
+    words = without(call.rank("self"), call.number("dim"))
+    result = ["i" if word == "_" else word for word in words]
+    return call.fit(f"{term(words)}, {'i' if call.rank('index') else '()'} -> {term(result)}")
+
+
+def gather(call: Call) -> Fitted | None:
+    """the dim stays whole in the source and may be split in the index; other dims go together where they are equal"""
+    if not isinstance(call.arguments["dim"], int):
+        return None  # over all elements
+    shape, picked = (call.operands[p].shape for _, p in call.slots if p is not None)
+    dim = call.number("dim") % max(len(shape), 1)
+    together = [d for d in range(len(shape)) if d != dim and shape[d] == picked[d]]
+    source = term(f"d{d}" if d in together else "_" for d in range(len(shape)))
+    free = [f"d{d}" if d in together or d == dim else "_" for d in range(len(shape))]
+    # an index shorter than its source there is taken from the front: both stay whole
+    return call.fit(f"{source}, {term(free)} -> {term(free)}")
+
+
+def scatter(call: Call) -> Fitted:
+    """the dim stays whole; other dims go together where all are equal"""
+    return scattered(call, "_")
+
+
+def scatter_add(call: Call) -> Fitted:
+    """the dim stays whole in what is added to and may be split in what is added; other dims go together where all are equal"""
+    index, source, dim = call.shape("index"), call.shape("src"), call.number("dim")
+    return scattered(call, "n" if index and index[dim] == source[dim] else "_")
+
+
+def scatter_reduce(call: Call) -> Fitted:
+    """as scatter_add for a sum with what is there, else as scatter; sums and means are linear"""
+    sums = call.arguments["reduce"] == "sum" and call.arguments["include_self"]
+    fitted = scatter_add(call) if sums else scatter(call)
+    linear = [("self", "src")] if call.arguments["reduce"] in ("sum", "mean") else []
+    return replace(fitted, linear=call.linear(linear))
+
+
+def scattered(call: Call, along: str) -> Fitted:
+    """What is written lies along the dim as the factor `along`; where it may be split the tensor below it is added once."""
+    shapes = [value.shape for value in call.operands]
+    rank = len(shapes[0])
+    dim = call.number("dim") % max(rank, 1)
+    words = [f"d{d}" if d != dim and len({shape[d] for shape in shapes}) == 1 else "_" for d in range(rank)]
+    written = term(along if d == dim else word for d, word in enumerate(words))
+    given = ", ".join(written for _ in shapes[1:])
+    return call.fit(f"{'' if along == '_' else '+'}{term(words)}, {given} -> {term(words)}")
+
+
+def index_add(call: Call) -> Fitted:
+    """the dim stays whole in what is added to and may be split in what is added"""
+    words = without(call.rank("self"), call.number("dim"))
+    rows, source = ("n", ["n" if word == "_" else word for word in words]) if call.rank("index") else ("()", words)
+    return call.fit(f"+{term(words)}, {rows}, {term(source)} -> {term(words)}")
+
+
+def index_copy(call: Call) -> Fitted:
+    """the dim stays whole in all three tensors"""
+    words = term(without(call.rank("self"), call.number("dim")))
+    return call.fit(f"{words}, {unread(call.rank('index'))}, {words} -> {words}")
+
+
+def index_fill(call: Call) -> Fitted:
+    """the dim stays whole"""
+    words = term(without(call.rank("self"), call.number("dim")))
+    value = ", ()" if call.positions("value") else ""
+    return call.fit(f"{words}, {unread(call.rank('index'))}{value} -> {words}")
+
+
+def slice_scatter(call: Call) -> Fitted:
+    """the written dim stays whole"""
+    words = term(without(call.rank("self"), call.number("dim")))
+    return call.fit(f"{words}, {words} -> {words}")
+
+
+def select_scatter(call: Call) -> Fitted:
+    """the written dim stays whole"""
+    words = without(call.rank("self"), call.number("dim"))
+    return call.fit(f"{term(words)}, {term(word for word in words if word != '_')} -> {term(words)}")
+
+
+def diagonal(call: Call) -> Fitted:
+    """both dims of the diagonal stay whole"""
+    words, line = crossed(call, call.rank("self"))
+    return call.fit(f"{words} -> {line}")
+
+
+def diagonal_scatter(call: Call) -> Fitted:
+    """both dims of the diagonal stay whole"""
+    words, line = crossed(call, call.rank("self"))
+    return call.fit(f"{words}, {line} -> {words}")
+
+
+def diag_embed(call: Call) -> Fitted:
+    """both dims of the diagonal stay whole"""
+    words, line = crossed(call, len(call.result))
+    return call.fit(f"{line} -> {words}")
+
+
+def crossed(call: Call, rank: int) -> tuple[str, str]:
+    """The words of a tensor with a diagonal, and of the diagonal."""
+    words = without(rank, call.number("dim1", 0), call.number("dim2", 1))
+    return term(words), term([*(word for word in words if word != "_"), "_"])
+
+
+def masked_scatter(call: Call) -> Fitted:
+    """elements are taken in their order, so that all stays whole"""
+    return call.fit(f"...!, ...!, {unread(call.rank('source'))} -> ...!")
+
+
+def take(call: Call) -> Fitted:
+    """the source stays whole, the index may be split"""
+    return call.fit(f"{unread(call.rank('self'))}, ... -> ...")
+
+
+def embedding_backward(call: Call) -> Fitted:
+    """... h, ... -> v! h; rows that are counted stay together"""
+    mark = "!" if call.arguments["scale_grad_by_freq"] else ""
+    return call.fit(f"...{mark} h, ...{mark} -> _ h")
+
+
+def spread_select(call: Call) -> Fitted:
+    """the dim that was selected from stays whole"""
+    words = without(len(call.result), call.number("dim"))
+    return call.fit(f"{term(word for word in words if word != '_')} -> {term(words)}")
+
+
+def spread_slice(call: Call) -> Fitted:
+    """the dim that was sliced stays whole"""
+    words = term(without(len(call.result), call.number("dim")))
+    return call.fit(f"{words} -> {words}")
+
+
+def input_sizes(call: Call, local: Local) -> dict[str, Argument]:
+    """The shape of the local gradient."""
+    return {"input_sizes": tuple(local.results[0])}
+
+
+TABLE: dict[str, Rule] = {
+    "aten.index.Tensor": rule(index, linear="self", distributed=[FETCHED]),
+    "aten._unsafe_index.Tensor": rule(index, linear="self"),
+    "aten.index_put.default": rule(index_put, linear="self values"),
+    "aten._unsafe_index_put.default": rule(index_put, linear="self values"),
+    "aten.index_select.default": rule(index_select, linear="self"),
+    "aten.gather.default": rule(gather, linear="self"),
+    "aten.take_along_dim.default": rule(gather, linear="self"),
+    "aten.take.default": rule(take, linear="self"),
+    "aten.scatter.src": rule(scatter, linear="self src"),
+    "aten.scatter.value": rule(scatter, linear="self value"),
+    "aten.scatter.reduce": rule(scatter),
+    "aten.scatter.value_reduce": rule(scatter),
+    "aten.scatter_add.default": rule(scatter_add, linear="self src"),
+    "aten.scatter_reduce.two": rule(scatter_reduce),
+    "aten.index_add.default": rule(index_add, linear="self source"),
+    "aten.index_copy.default": rule(index_copy, linear="self source"),
+    "aten.index_reduce.default": rule(index_copy),
+    "aten.index_fill.int_Scalar": rule(index_fill, linear="self value"),
+    "aten.index_fill.int_Tensor": rule(index_fill, linear="self value"),
+    "aten.slice_scatter.default": rule(slice_scatter, linear="self src"),
+    "aten.select_scatter.default": rule(select_scatter, linear="self src"),
+    "aten.diagonal_scatter.default": rule(diagonal_scatter, linear="self src"),
+    "aten.masked_scatter.default": rule(masked_scatter, linear="self source"),
+    "aten.diagonal.default": rule(diagonal, linear="self", view=True),
+    "aten.diag_embed.default": rule(diag_embed, linear="self"),
+    "aten.embedding_dense_backward.default": rule(embedding_backward, linear="grad_output"),
+    "aten.select_backward.default": rule(spread_select, linear="grad_output", local=input_sizes),
+    "aten.slice_backward.default": rule(spread_slice, linear="grad_output", local=input_sizes),
+}

@@ -1,0 +1,102 @@
+"""Rules of losses: what is compared over all classes needs all of them; sums over the rest leave addends."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.operators.call import Call, Local
+from autopar.operators.families.views import dims, term
+from autopar.operators.rule import Distributed, Fitted, Rule, Sent, rule
+
+MEAN, SUM = 1, 2  # the reductions of ATen's losses; 0 is none
+
+
+def loss(call: Call) -> Fitted:
+    """..., ... -> () or, without reduction, -> ..."""
+    terms = ", ".join("..." for _ in call.operands)
+    return call.fit(f"{terms} -> {'...' if call.number('reduction') == 0 else '()'}")
+
+
+def is_mean(call: Call) -> bool:
+    """Whether a loss is a mean over a count that the shapes tell."""
+    return call.number("reduction") == MEAN
+
+
+def classified(call: Call) -> Fitted:
+    """n c! space, n space, c! -> () or, without reduction, -> n space; the mean over what is not ignored stays whole"""
+    rank, reduction = call.rank("self"), call.number("reduction")
+    batch, space = ("n", dims(rank - 2)) if rank > 1 else ("", [])
+    soft = call.rank("target") == rank and call.operands[call.positions("target")[0]].dtype.is_floating_point
+    if reduction == MEAN and not soft:
+        batch, space = f"{batch}!" if batch else "", [f"{d}!" for d in space]
+    scores, targets = term([batch, "c!", *space]).strip(), term([batch, *space]).strip() or "()"
+    weight = ", c!" if call.positions("weight") else ""
+    return call.fit(f"{scores}, {scores if soft else targets}{weight} -> {targets if reduction == 0 else '()'}")
+
+
+def rowwise(call: Call) -> Fitted:
+    """... c!, ... c!, ..., c! -> () or, without reduction, -> ...; rows are compared over all of c"""
+    first = call.operands[0].shape
+
+    def words(name: str, shape: tuple[int, ...]) -> str:
+        if name == "weight":
+            return "c!"
+        return "... c!" if len(shape) == len(first) and shape[-1:] == first[-1:] else "..."
+
+    terms = ", ".join(words(name, call.operands[p].shape) for name, p in call.slots if p is not None)
+    return call.fit(f"{terms} -> {'...' if call.number('reduction') == 0 else '()'}")
+
+
+def aligned(call: Call) -> Fitted | None:
+    """t! n c!, n s!, n, n -> () or, without reduction, -> n"""
+    if (call.rank("log_probs"), call.rank("targets"), call.rank("target_lengths")) != (3, 2, 1):
+        return None  # targets one after the other are found by the lengths of those before them
+    return call.fit(f"_ n _, n _, n, n -> {'n' if call.number('reduction') == 0 else '()'}")
+
+
+def chosen(call: Call) -> bool:
+    """Whether a loss is a sum over targets that are classes, or one number for each (`passes.means` makes sums of means)."""
+    return call.number("reduction") != MEAN and not call.operands[call.positions("target")[0]].dtype.is_floating_point
+
+
+def alone(call: Call) -> bool:
+    """Whether the shares of the classes add up to one for every target: it is a class, and all weigh the same."""
+    return chosen(call) and not call.positions("weight")
+
+
+def shared(call: Call) -> bool:
+    """Whether targets are weighed, or probabilities, in sums or one by one; weights get no gradient."""
+    constant = not any(call.operands[p].requires_grad for p in call.positions("weight"))
+    return call.number("reduction") != MEAN and not alone(call) and constant
+
+
+def targets(call: Call, local: Local) -> int:
+    """A number for each target."""
+    scores = local.operands[0]
+    return math.prod(scores) // scores[min(1, len(scores) - 1)]
+
+
+# The largest score of all ranks; then the sum of exponentials, the scores of what is wanted, and how much that is if not one.
+CLASSES = [
+    Distributed(
+        name="classes", factors=("c",), operands="I", results="I", able=able,
+        forward=(Sent("all_reduce", targets), Sent("all_reduce", sums)),
+    )
+    for able, sums in (
+        (alone, lambda call, local: 2 * targets(call, local)), (shared, lambda call, local: 3 * targets(call, local))
+    )
+]  # fmt: skip
+CHOSEN = Distributed(name="chosen", factors=("c",), able=chosen)  # a rank adds nothing for targets that lie elsewhere
+
+ROWWISE = ("cosine_embedding_loss", "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss")
+LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+MORE_LOSSES = ("kl_div", "soft_margin_loss", "margin_ranking_loss", "hinge_embedding_loss", "poisson_nll_loss")
+
+TABLE: dict[str, Rule] = {
+    **{f"aten.{name}.default": rule(loss, averages=is_mean) for name in (*LOSSES, *MORE_LOSSES)},
+    **{f"aten.{name}.default": rule(rowwise, linear="weight", averages=is_mean) for name in ROWWISE},
+    "aten.ctc_loss.Tensor": rule(aligned, averages=is_mean),
+    "aten.cross_entropy_loss.default": rule(classified, averages=is_mean, distributed=CLASSES),
+    "aten.nll_loss.default": rule(classified, averages=is_mean, distributed=[CHOSEN]),
+    "aten.nll_loss_nd.default": rule(classified, averages=is_mean, distributed=[CHOSEN]),
+}

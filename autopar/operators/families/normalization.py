@@ -1,0 +1,212 @@
+"""Rules of softmax and norms: what is normalised over a dim needs all of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from autopar.ir.program import Argument
+from autopar.operators.call import Call, Local
+from autopar.operators.families.views import dims, term
+from autopar.operators.rule import Distributed, Fitted, Rule, Sent, always, rule
+
+Elements = Callable[[Call, Local], int]
+
+
+def normalised_here(call: Call, local: Local) -> dict[str, Argument]:
+    """The sizes of what one rank normalises."""
+    return {"normalized_shape": tuple(local.operands[0][-len(call.numbers("normalized_shape")) :])}
+
+
+def vectors(call: Call, local: Local) -> int:
+    """A number for each vector that is normalised."""
+    return math.prod(local.operands[0][: -len(call.numbers("normalized_shape"))])
+
+
+def both(call: Call, local: Local) -> int:
+    """Two of them."""
+    return 2 * vectors(call, local)
+
+
+def of_all(factor: str, own: Elements) -> Elements:
+    """What all ranks give that split a factor."""
+    return lambda call, local: local.split(factor) * own(call, local)
+
+
+# Mean and variance of every chunk, put together; in the backward the gradient's sum, plain and times the normalised value.
+LAYER_NORM = Distributed(
+    name="layer_norm", factors=("n0",),
+    forward=(Sent("all_gather", of_all("n0", both)),), backward=(Sent("all_reduce", both),),
+)  # fmt: skip
+RMS_NORM = Distributed(
+    name="rms_norm", factors=("n0",), forward=(Sent("all_reduce", vectors),), backward=(Sent("all_reduce", vectors),)
+)
+
+
+def normalised(call: Call) -> Fitted:
+    """... n!, n!, n! -> ... n!; n stands for all the normalised dims"""
+    n = term(f"n{i}!" for i in range(len(call.numbers("normalized_shape"))))
+    parameters = "".join(f", {n}" for name in ("weight", "bias") if call.positions(name))
+    statistics = f", ... {n.replace('n', 's')}" * (len(call.op.results) - 1)  # native_layer_norm's mean and rstd, of size 1
+    return call.fit(f"... {n}{parameters} -> ... {n}{statistics}")
+
+
+def planes(call: Call, mark: str) -> str:
+    """The words of the dims after rows and channels."""
+    return "".join(f" {word}{mark}" for word in dims(call.rank("input") - 2))
+
+
+def grouped(call: Call) -> Fitted:
+    """b (g c!) ...!, (g c!), (g c!) -> b (g c!) ...!"""
+    parameters = "".join(", (g c!)" for name in ("weight", "bias") if call.positions(name))
+    statistics = ", b g" * (len(call.op.results) - 1)  # native_group_norm's mean and rstd
+    count = call.number("num_groups") or call.number("group")
+    whole = f"b (g c!){planes(call, '!')}"
+    return call.fit(f"{whole}{parameters} -> {whole}{statistics}", sizes={"g": count})
+
+
+def in_one(call: Call) -> bool:
+    """Whether all channels are one group: only then a chunk of them is a part of every group."""
+    return call.number("num_groups") == 1
+
+
+def moments(call: Call, local: Local) -> int:
+    """A mean and a variance for each group of each row; the same of the gradient."""
+    rows, held = local.operands[0][:2]
+    groups = call.number("num_groups")
+    return 2 * rows * (groups // local.split("g") if groups else held)  # every channel is a group of instance norm
+
+
+def instances(call: Call) -> bool:
+    """Whether an instance norm takes its statistics from what it is given, and keeps none."""
+    return bool(call.arguments["use_input_stats"]) and not call.positions("running_mean")
+
+
+GROUP_NORM, GROUP_NORM_CHANNELS, INSTANCE_NORM = (
+    Distributed(
+        name=name, factors=(factor,), able=able, forward=(Sent("all_gather", of_all(factor, moments)),),
+        backward=(Sent("all_reduce", moments),),
+    )
+    for name, factor, able in (
+        ("group_norm", "d0", always), ("group_norm_channels", "c", in_one), ("instance_norm", "d0", instances)
+    )
+)  # fmt: skip
+
+
+def groups(call: Call, local: Local) -> dict[str, Argument]:
+    """The groups that one rank holds."""
+    return {"num_groups": call.number("num_groups") // local.split("g")}
+
+
+def native_groups(call: Call, local: Local) -> dict[str, Argument]:
+    """The rows, channels and groups that one rank holds; the first result has the shape of the input."""
+    rows, channels = local.results[0][:2]
+    return {"N": rows, "C": channels, "group": call.number("group") // local.split("g")}
+
+
+def batch_norm(call: Call) -> Fitted:
+    """b! c ...!, c, c, c, c -> b! c ...! in training; in evaluation all splits"""
+    whole = "!" if call.arguments.get("training") else ""
+    plane = f"b{whole} c{planes(call, whole)}"
+    given = ", c" * (len(call.operands) - 1)
+    channels = call.shape("input")[1:2]
+    statistics = (", c" if value.shape == channels else ", _" for value in call.op.results[1:])  # empty in evaluation
+    return call.fit(f"{plane}{given} -> {plane}{''.join(statistics)}")
+
+
+def trains(call: Call) -> bool:
+    """Whether a batch norm takes its statistics from the batch."""
+    return bool(call.arguments["training"])
+
+
+def channels(call: Call, local: Local) -> int:
+    """A mean and a variance for each channel; the same of the gradient."""
+    return 2 * local.operands[0][1]
+
+
+# The statistics are those of the whole batch, and so are the gradients of weight and bias, which the backward needs anyway.
+BATCH_NORM, BATCH_NORM_PLANES = (
+    Distributed(
+        name=name, factors=(factor,), operands="I", able=trains,
+        forward=(Sent("all_gather", of_all(factor, channels)),), backward=(Sent("all_reduce", channels),),
+    )
+    for name, factor in (("batch_norm", "b"), ("batch_norm_planes", "d0"))
+)  # fmt: skip
+
+
+def instance_norm(call: Call) -> Fitted:
+    """b c ...!, c, c, c, c -> b c ...!"""
+    batch = "b!" if call.positions("running_mean") else "b"  # running statistics are the means over the batch
+    return call.fit(f"{batch} c{planes(call, '!')}, c, c, c, c -> {batch} c{planes(call, '!')}")
+
+
+def softmax(call: Call) -> Fitted:
+    """the normalised dim stays whole"""
+    rank = call.rank("self")
+    words = term("n!" if d == call.number("dim") % rank else word for d, word in enumerate(dims(rank))) if rank else "()"
+    return call.fit(f"{words} -> {words}")
+
+
+def rows(call: Call, local: Local) -> int:
+    """A number for each distribution."""
+    shape = local.operands[0]
+    return math.prod(shape) // shape[call.number("dim")]
+
+
+def same_dtype(call: Call) -> bool:
+    """Whether a distribution has the dtype of what it is made of, or one that is named."""
+    return call.arguments.get("half_to_float") is not True
+
+
+# The largest number of all ranks, then the sum of exponentials; the backward subtracts a sum, too.
+SOFTMAX, LOG_SOFTMAX, SAFE_SOFTMAX = (
+    Distributed(
+        name=name, factors=("n",), able=same_dtype, forward=(Sent("all_reduce", rows), Sent("all_reduce", rows)),
+        backward=(Sent("all_reduce", rows),),
+    )
+    for name in ("softmax", "log_softmax", "safe_softmax")
+)  # fmt: skip
+
+
+def weight_norm(call: Call) -> Fitted:
+    """each slice along the dim has its own norm: the other dims stay whole"""
+    words = sliced(call.rank("v"), call.number("dim"))  # -1 names none
+    held = words if call.rank("g") else "()"
+    return call.fit(f"{words}, {held} -> {', '.join([words, held][: len(call.op.results)])}")
+
+
+def renorm(call: Call) -> Fitted:
+    """each slice along the dim has its own norm: the other dims stay whole"""
+    words = sliced(call.rank("self"), call.number("dim") % call.rank("self"))
+    return call.fit(f"{words} -> {words}")
+
+
+def sliced(rank: int, kept: int) -> str:
+    """The words of a tensor whose dims stay whole but for one."""
+    return term(f"d{d}{'' if d == kept else '!'}" for d in range(rank))
+
+
+SOFTMAXES = {
+    "softmax.int special_softmax.default _softmax.default": SOFTMAX,
+    "log_softmax.int special_log_softmax.default _log_softmax.default": LOG_SOFTMAX,
+    "_safe_softmax.default": SAFE_SOFTMAX,
+}
+BATCH_NORMS = """
+    batch_norm.default native_batch_norm.default
+    _native_batch_norm_legit.default _native_batch_norm_legit.no_stats _native_batch_norm_legit_no_training.default
+"""
+TABLE: dict[str, Rule] = {
+    **{f"aten.{name}": rule(softmax, distributed=[form]) for names, form in SOFTMAXES.items() for name in names.split()},
+    "aten.layer_norm.default": rule(normalised, local=normalised_here, distributed=[LAYER_NORM]),
+    "aten.native_layer_norm.default": rule(normalised),
+    "aten.rms_norm.default": rule(normalised, local=normalised_here, distributed=[RMS_NORM]),
+    "aten._fused_rms_norm.default": rule(normalised),
+    "aten.group_norm.default": rule(grouped, local=groups, distributed=[GROUP_NORM, GROUP_NORM_CHANNELS]),
+    "aten.native_group_norm.default": rule(grouped, local=native_groups),
+    **{f"aten.{name}": rule(batch_norm) for name in BATCH_NORMS.split()},
+    "aten.batch_norm.default": rule(batch_norm, distributed=[BATCH_NORM, BATCH_NORM_PLANES]),
+    "aten.instance_norm.default": rule(instance_norm, distributed=[INSTANCE_NORM]),
+    "aten._weight_norm.default": rule(weight_norm, linear="g"),
+    "aten._weight_norm_interface.default": rule(weight_norm),
+    "aten.renorm.default": rule(renorm),
+}

@@ -1,0 +1,82 @@
+"""Rules of recurrent layers: a step needs all of the last one's state, so only the batch splits; or all gates at every step."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.operators.call import Call, Local
+from autopar.operators.families.pointwise import unread
+from autopar.operators.rule import Distributed, Fitted, Rule, Sent, rule
+
+
+def recurrent(call: Call) -> Fitted:
+    """_ b _, (_ b _ per state), g! _ and g! per weight -> _ b _, (_ b _ per state); b _ _ if the batch comes first"""
+    sequence = "b _ _" if call.arguments["batch_first"] else "_ b _"
+    held = {"input": sequence, "hx": "_ b _"}
+    ranks = {position: len(value.shape) for position, value in enumerate(call.operands)}
+    weights = unread if projected(call) else (lambda rank: " ".join(["g!", *"_" * (rank - 1)]))
+    operands = (held.get(name) or weights(ranks[position]) for name, position in call.slots if position is not None)
+    draws = bool(call.arguments["train"]) and call.arguments["dropout"] != 0 and call.number("num_layers") > 1
+    return call.fit(f"{', '.join(operands)} -> {', '.join([sequence, *('_ b _' for _ in call.op.results[1:])])}", random=draws)
+
+
+def projected(call: Call) -> bool:
+    """Whether the state is narrower than the memory, by one more matrix for each layer."""
+    return len(call.positions("params")) > ways(call) * (4 if call.arguments["has_biases"] else 2)
+
+
+def ways(call: Call) -> int:
+    """Each layer in each direction."""
+    return call.number("num_layers") * (2 if call.arguments["bidirectional"] else 1)
+
+
+def steps(call: Call, local: Local) -> int:
+    """The length of the sequence."""
+    return local.operands[0][1 if call.arguments["batch_first"] else 0]
+
+
+def gates(call: Call, local: Local) -> int:
+    """Those of one step of one layer in one direction, of all ranks."""
+    rows = local.operands[call.positions("params")[0]][0]
+    return local.operands[1][1] * rows * local.split("g")
+
+
+def states(call: Call, local: Local) -> int:
+    """Those of one step in one direction."""
+    return local.operands[1][1] * local.operands[1][2]
+
+
+def between(call: Call, local: Local, ranks: int) -> int:
+    """The layers that read what another one gives."""
+    return call.number("num_layers") - 1
+
+
+# All gates of the input at once, then those of the state at every step; the backward adds up the gradients of states.
+GATES = {
+    name: Distributed(
+        name=f"{name}_gates", factors=("g",), results="I", able=lambda call: not projected(call),
+        forward=(
+            Sent("all_gather", lambda call, local: steps(call, local) * gates(call, local), lambda call, *_: ways(call), False),
+            Sent("all_gather", gates, lambda call, local, _: steps(call, local) * ways(call), False),
+        ),
+        backward=(
+            Sent("all_reduce", states, lambda call, local, _: (steps(call, local) - 1) * ways(call), False),
+            Sent("all_reduce", lambda call, local: math.prod(local.results[0]), between, False),
+        ),
+    )
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+}  # fmt: skip
+
+
+def cell(call: Call) -> Fitted:
+    """... i!, ... h! -> ... h!; weights stay whole"""
+    names = (name for name, position in call.slots if position is not None)
+    ranks = (len(value.shape) for value in call.operands)
+    held = ("... _" if name in ("input", "hx") else unread(rank) for name, rank in zip(names, ranks, strict=True))
+    return call.fit(f"{', '.join(held)} -> {', '.join('... _' for _ in call.op.results)}")
+
+
+TABLE: dict[str, Rule] = {
+    **{f"aten.{name}.input": rule(recurrent, distributed=[form]) for name, form in GATES.items()},
+    **{f"aten.{name}_cell.default": rule(cell) for name in GATES},
+}

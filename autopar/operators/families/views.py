@@ -1,0 +1,255 @@
+"""Rules of operators that rearrange: reshapes by a gcd walk, permutations, broadcasts, cuts, joins."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from autopar.ir.program import Argument, overload
+from autopar.operators.call import Call, Local, Shape
+from autopar.operators.rule import Fitted, Rule, rule
+
+Group = list[tuple[int, bool]]  # (factor number, whole)
+
+
+def regroup(before: Shape, after: Shape) -> tuple[list[Group], list[Group], list[int]]:
+    """The factors of two shapes of one sequence of elements, and their sizes.
+
+    Both shapes are walked from the left. The greatest common divisor of what is left of the two dims at hand is a factor of
+    both: the outermost digit of the rest. Coprime rests are walked together until their products agree; they stay whole.
+
+    >>> regroup((6, 4), (4, 6))
+    ([[(0, False), (1, True)], [(2, True)]], [[(0, False), (3, True)], [(4, True)]], [2, 3, 4, 2, 6])
+    """
+    left, right = list(before), list(after)
+    old: list[Group] = [[] for _ in left]
+    new: list[Group] = [[] for _ in right]
+    sizes: list[int] = []
+    i = j = 0
+    while True:
+        while i < len(left) and left[i] == 1:
+            i += 1
+        while j < len(right) and right[j] == 1:
+            j += 1
+        if i == len(left) or j == len(right):
+            return old, new, sizes
+        common = math.gcd(left[i], right[j])
+        if common > 1:
+            old[i].append((len(sizes), False))
+            new[j].append((len(sizes), False))
+            sizes.append(common)
+            left[i] //= common
+            right[j] //= common
+            continue
+        m, n = _meet(left[i:], right[j:])
+        for groups, rests, start, count in ((old, left, i, m), (new, right, j, n)):
+            for k in range(start, start + count):
+                if rests[k] > 1:
+                    groups[k].append((len(sizes), True))
+                    sizes.append(rests[k])
+        i, j = i + m, j + n
+
+
+def _meet(left: Sequence[int], right: Sequence[int]) -> tuple[int, int]:
+    """How many dims of either side it takes until their products agree."""
+    m, n, a, b = 1, 1, left[0], right[0]
+    while a != b:
+        if a < b:
+            a, m = a * left[m], m + 1
+        else:
+            b, n = b * right[n], n + 1
+    return m, n
+
+
+def reshape(call: Call) -> Fitted:
+    """by a gcd walk over both shapes; merged dims may be split in blocks"""
+    shape = call.operands[0].shape
+    old, new, sizes = regroup(shape, call.result) if 0 not in shape else (blank(shape), blank(call.result), [])
+
+    def text(groups: list[Group]) -> str:
+        words = [" ".join(f"f{number}{'!' if whole else ''}" for number, whole in group) for group in groups]
+        return term(f"({w})" if len(g) > 1 else w or "_" for w, g in zip(words, groups, strict=True))
+
+    like = f", {text(new)}" if len(call.operands) > 1 else ""  # view_as: the shape of another tensor
+    return call.fit(f"{text(old)}{like} -> {text(new)}", sizes={f"f{i}": s for i, s in enumerate(sizes)}, asks="result")
+
+
+def blank(shape: Shape) -> list[Group]:
+    """Dims without factors."""
+    return [[] for _ in shape]
+
+
+def term(words: Iterable[str]) -> str:
+    """The dims of one tensor as text."""
+    return " ".join(words) or "()"
+
+
+def dims(rank: int) -> list[str]:
+    """A name for each dim."""
+    return [f"d{i}" for i in range(rank)]
+
+
+def result_size(argument: str) -> Callable[[Call, Local], dict[str, Argument]]:
+    """The argument is the shape of the result."""
+    return lambda call, local: {argument: tuple(local.results[0])}
+
+
+def unflattened(call: Call, local: Local) -> dict[str, Argument]:
+    """The sizes into which a dim is cut."""
+    dim = call.number("dim") % len(local.operands[0])
+    return {"sizes": tuple(local.results[0][dim : dim + len(local.results[0]) - len(local.operands[0]) + 1])}
+
+
+def squeeze(call: Call) -> Fitted:
+    """dims of size 1 go; a longer dim stays whole if it would go when split to size 1"""
+    shape = call.shape("self")
+    asked = {d % max(len(shape), 1) for d in call.numbers("dim")} if "dim" in call.arguments else set(range(len(shape)))
+    kept = {d: f"d{d}{'!' if d in asked else ''}" for d in range(len(shape)) if shape[d] != 1 or d not in asked}
+    return call.fit(f"{term(kept.get(d, '_') for d in range(len(shape)))} -> {term(kept.values())}")
+
+
+def permute(call: Call) -> Fitted:
+    """dims change places"""
+    rank = call.rank("self")
+    marked = torch.empty(tuple(range(2, rank + 2)), device="meta")  # each dim known by its size
+    moved = overload(call.op.target)(marked, *call.op.args[1:], **dict(call.op.kwargs)).shape
+    return call.fit(f"{term(dims(rank))} -> {term(f'd{size - 2}' for size in moved)}")
+
+
+def expand(call: Call) -> Fitted:
+    """new dims and dims of size 1 grow"""
+    words = dims(len(call.result))
+    held = term(words[len(words) - call.rank("self") :])
+    return call.fit(f"{held}{f', {term(words)}' if len(call.operands) > 1 else ''} -> {term(words)}")
+
+
+def without(rank: int, *gone: int) -> list[str]:
+    """A name for each dim, `_` for those that stay whole."""
+    return ["_" if d in {g % rank for g in gone} else f"d{d}" for d in range(rank)]
+
+
+def slice_(call: Call) -> Fitted:
+    """the sliced dim stays whole, unless the slice takes all of it"""
+    words = without(call.rank("self"), call.number("dim")) if call.result != call.shape("self") else dims(call.rank("self"))
+    return call.fit(f"{term(words)} -> {term(words)}")
+
+
+def slice_bounds(call: Call, local: Local) -> dict[str, Argument]:
+    """A slice that takes all takes all of the local dim."""
+    if call.op.results[0].shape[call.number("dim")] == local.results[0][call.number("dim")]:
+        return {}
+    return {"start": 0, "end": local.results[0][call.number("dim")]}
+
+
+def narrow(call: Call) -> Fitted:
+    """the narrowed dim stays whole"""
+    words = term(without(call.rank("self"), call.number("dim")))
+    return call.fit(f"{words} -> {words}")
+
+
+def select(call: Call) -> Fitted:
+    """the dim stays whole and goes"""
+    words = without(call.rank("self"), call.number("dim"))
+    kept = term(word for word in words if word != "_")
+    return call.fit(f"{term(words)} -> {', '.join(kept for _ in call.op.results)}")
+
+
+def cut(call: Call) -> Fitted:
+    """... (k! c) ... -> ... c ..., k times; unequal pieces keep the dim whole"""
+    return cut_along(call, call.number("dim") % call.rank("self"))
+
+
+def cut_side_by_side(call: Call) -> Fitted:
+    """as split, along dim 1, a vector along its only dim"""
+    return cut_along(call, min(call.rank("self") - 1, 1))
+
+
+def cut_along(call: Call, dim: int) -> Fitted:
+    """A tensor cut along a dim."""
+    count = len(call.op.results)
+    words = without(call.rank("self"), dim)
+    if len({result.shape for result in call.op.results}) > 1:
+        return call.fit(f"{term(words)} -> {', '.join(term(words) for _ in range(count))}")
+    whole, piece = list(words), list(words)
+    whole[dim], piece[dim] = ("(k! c)", "c") if count > 1 else ("c", "c")
+    text = f"{term(whole)} -> {', '.join(term(piece) for _ in range(count))}"
+    return call.fit(text, sizes={"k": count}, asks="operand")
+
+
+def cut_sizes(argument: str) -> Callable[[Call, Local], dict[str, Argument]]:
+    """The size or sizes of the local pieces."""
+
+    def sizes(call: Call, local: Local) -> dict[str, Argument]:
+        pieces = tuple(shape[call.number("dim")] for shape in local.results)
+        return {argument: pieces if isinstance(call.arguments[argument], tuple) else pieces[0]}
+
+    return sizes
+
+
+def places(call: Call, local: Local) -> dict[str, Argument]:
+    """Where the local pieces begin, but for the first."""
+    sizes = [shape[call.number("dim")] for shape in local.results]
+    return {"indices": tuple(itertools.accumulate(sizes))[:-1]}
+
+
+def bits(call: Call) -> Fitted:
+    """... -> ... between dtypes of one size, else ... d! -> ... e!"""
+    same = call.operands[0].dtype.itemsize == call.op.results[0].dtype.itemsize
+    return call.fit("... -> ..." if same else "... _ -> ... _")
+
+
+RESHAPE = rule(reshape, linear="self", view=True)
+PERMUTE = rule(permute, linear="self", view=True)
+SQUEEZE = rule(squeeze, linear="self", view=True)
+
+TABLE: dict[str, Rule] = {
+    "aten.reshape.default": rule(reshape, linear="self", view=True, local=result_size("shape")),
+    "aten.view.default": rule(reshape, linear="self", view=True, local=result_size("size")),
+    "aten._unsafe_view.default": rule(reshape, linear="self", view=True, local=result_size("size")),
+    "aten.unflatten.int": rule(reshape, linear="self", view=True, local=unflattened),
+    "aten.flatten.using_ints": RESHAPE,
+    "aten.ravel.default": RESHAPE,
+    "aten.unsqueeze.default": RESHAPE,
+    "aten.view_as.default": RESHAPE,
+    **{f"aten.atleast_{n}d.default": RESHAPE for n in (1, 2, 3)},
+    "aten.view.dtype": rule(bits, view=True),
+    "aten.reshape_as.default": RESHAPE,
+    "aten.squeeze.default": SQUEEZE,
+    "aten.squeeze.dim": SQUEEZE,
+    "aten.squeeze.dims": SQUEEZE,
+    "aten.permute.default": PERMUTE,
+    "aten.transpose.int": PERMUTE,
+    "aten.t.default": PERMUTE,
+    "aten.numpy_T.default": PERMUTE,
+    "aten.mT.default": PERMUTE,
+    "aten.movedim.int": PERMUTE,
+    "aten.movedim.intlist": PERMUTE,
+    "aten.moveaxis.int": PERMUTE,
+    "aten.moveaxis.intlist": PERMUTE,
+    "aten.adjoint.default": PERMUTE,
+    "aten.mH.default": PERMUTE,
+    "aten.matrix_H.default": PERMUTE,
+    "aten.swapaxes.default": PERMUTE,
+    "aten.swapdims.default": PERMUTE,
+    "aten.expand.default": rule(expand, linear="self", view=True, local=result_size("size")),
+    "aten.broadcast_to.default": rule(expand, linear="self", view=True, local=result_size("size")),
+    "aten.expand_as.default": rule(expand, linear="self", view=True),
+    "aten.slice.Tensor": rule(slice_, linear="self", view=True, local=slice_bounds),
+    "aten.narrow.default": rule(narrow, linear="self", view=True),
+    "aten.select.int": rule(select, linear="self", view=True),
+    "aten.unbind.int": rule(select, linear="self", view=True),
+    "aten.split.Tensor": rule(cut, linear="self", view=True, local=cut_sizes("split_size")),
+    "aten.split.sizes": rule(cut, linear="self", view=True, local=cut_sizes("split_size")),
+    "aten.split_with_sizes.default": rule(cut, linear="self", view=True, local=cut_sizes("split_sizes")),
+    "aten.chunk.default": rule(cut, linear="self", view=True),
+    "aten.tensor_split.sections": rule(cut, linear="self", view=True),
+    "aten.tensor_split.indices": rule(cut, linear="self", view=True, local=places),
+    "aten.unsafe_split.Tensor": rule(cut, linear="self", view=True, local=cut_sizes("split_size")),
+    "aten.unsafe_split_with_sizes.default": rule(cut, linear="self", view=True, local=cut_sizes("split_sizes")),
+    "aten.unsafe_chunk.default": rule(cut, linear="self", view=True),
+    "aten.hsplit.int": rule(cut_side_by_side, linear="self", view=True),
+    "aten.vsplit.int": rule(cut, linear="self", view=True),
+}

@@ -1,0 +1,182 @@
+"""Rules: which dims of an operator's operands and results belong together, so that they may be split together.
+
+A `Rule` is a row of the table: a line of text (see `autopar.operators.notation`), or a function where shapes and arguments decide.
+A `Fitted` is what it says about one op, with sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autopar.operators.notation import parse
+
+if TYPE_CHECKING:
+    from autopar.ir.program import Argument
+    from autopar.operators.call import Call, Local
+
+Dims = tuple[tuple[int, ...], ...]  # per dim of one tensor: its factors, outer to inner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factor:
+    """One factor of an op's dims; a `whole` factor may not be split."""
+
+    name: str
+    size: int
+    whole: bool = False
+
+    def __str__(self) -> str:
+        return self.name if self.name == "_" or not self.whole else f"{self.name}!"
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One collective inside an op: its kind, and the elements of its larger buffer on one rank; `times` on so many ranks.
+
+    They are of the first operand's dtype, or of float32 if that is narrower: sums and statistics are `wide`.
+    """
+
+    kind: str
+    elements: Callable[[Call, Local], int]
+    times: Callable[[Call, Local, int], int] = lambda call, local, ranks: 1
+    wide: bool = True
+
+
+def always(call: Call) -> bool:
+    """In every use of an operator."""
+    return True
+
+
+def evenly(ranks: int) -> float:
+    """A rank computes its part, as the local shapes have it."""
+    return 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distributed:
+    """A form of an op that splits factors which are otherwise whole, on one axis: messages inside, or a rank's knowledge of its
+    place, make up for it. Operands and results that have one of the factors are S there.
+    """
+
+    name: str  # of the function in `runtime.forms` that carries it out
+    factors: tuple[str, ...]  # their names in the rule's text
+    nested: bool = False  # there are two, parts of one dim, of which a rank's chunk lies within one part of the outer
+    whole: tuple[int, ...] = ()  # positions of operands that stay whole though they have one of the factors
+    operands: str = "R"  # the state of operands without the factors: I if their gradient comes out complete
+    results: str = "P"  # the state of results without them: I if they come out complete
+    able: Callable[[Call], bool] = always  # whether the form serves this use
+    work: Callable[[int], float] = evenly  # what the busiest of so many ranks computes, in ops of the local shapes
+    forward: tuple[Sent, ...] = ()
+    backward: tuple[Sent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """A rule fitted to one op: every dim of every tensor as a product of factors.
+
+    Splitting factor f cuts every dim that has f (contiguously where f is the leftmost factor, else in blocks); operands
+    that lack f are replicated, or partial where f is summed away and the operand is `added`; results that lack f are partial.
+    """
+
+    factors: tuple[Factor, ...]
+    operands: tuple[Dims, ...]  # in the order of Op.operands; a broadcast dim of size 1 has no factors
+    results: tuple[Dims, ...]
+    added: frozenset[int] = frozenset()  # operand positions that are added once
+    linear: tuple[frozenset[int], ...] = ()  # groups of operand positions in which the op is jointly linear
+    asks: tuple[tuple[str, int, int, int], ...] = ()  # ("operand"|"result", position, dim, factor): wants a blocked split
+    random: bool = False  # draws random numbers
+    distributed: tuple[Distributed, ...] = ()
+
+    def spread(self, form: Distributed) -> tuple[int, ...]:
+        """The factors that a distributed form splits."""
+        return tuple(f for f, factor in enumerate(self.factors) if factor.name in form.factors)
+
+    def parts(self, form: Distributed, ranks: int) -> dict[int, int]:
+        """Into how many parts so many ranks split each factor of a distributed form; empty if they cannot."""
+        factors = self.spread(form)
+        counts = [ranks] * len(factors)
+        if form.nested:
+            outer = self.factors[factors[0]].size
+            counts = [outer, ranks // outer if ranks > outer and ranks % outer == 0 else 0]
+        fitting = all(count and self.factors[f].size % count == 0 for f, count in zip(factors, counts, strict=True))
+        return dict(zip(factors, counts, strict=True)) if fitting else {}
+
+    def chunks(self, form: Distributed, ranks: int) -> dict[int, int]:
+        """The factors along which a form cuts dims on so many ranks, and the stride within each."""
+        parts = self.parts(form, ranks)
+        return {f: self.factors[f].size // parts[f] for f in (*parts,)[1 if form.nested else 0 :]}
+
+    @property
+    def summed(self) -> tuple[int, ...]:
+        """The factors that appear in no result."""
+        kept = {f for dims in self.results for dim in dims for f in dim}
+        return tuple(f for f in range(len(self.factors)) if f not in kept)
+
+    def __str__(self) -> str:
+        operands = ", ".join(f"{'+' if i in self.added else ''}{self._text(d)}" for i, d in enumerate(self.operands))
+        return f"{operands} -> {', '.join(map(self._text, self.results))}".lstrip()
+
+    def _text(self, dims: Dims) -> str:
+        def word(dim: tuple[int, ...]) -> str:
+            words = [str(self.factors[f]) for f in dim]
+            return words[0] if len(words) == 1 else f"({' '.join(words)})" if words else "_"
+
+        return " ".join(map(word, dims)) or "()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One row of the table; make it with `rule`."""
+
+    text: str  # the pattern, or what the function says of itself
+    shapes: Callable[[Call], Fitted | None] | None = None  # decides where a text cannot; None: this use has no rule
+    linear: tuple[tuple[str, ...], ...] = ()  # groups of argument names in which the op is jointly linear
+    local: Callable[[Call, Local], dict[str, Argument]] | None = None  # static arguments for local shapes, by name
+    averages: Callable[[Call], bool] | None = None  # whether what is summed away is then divided by its global count
+    random: bool = False
+    view: bool = False  # the result shares the memory of the first operand
+    when: tuple[tuple[str, Argument], ...] = ()  # static arguments that a call must have; other calls have no rule
+    distributed: tuple[Distributed, ...] = ()  # other ways to split it
+
+    def fit(self, call: Call) -> Fitted | None:
+        """The factors of one op."""
+        if any(call.arguments.get(name) != value for name, value in self.when):
+            return None
+        if self.shapes:
+            return self.shapes(call)
+        return call.fit(self.text, random=self.random)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def rule(
+    form: str | Callable[[Call], Fitted | None],
+    *,
+    linear: str = "",
+    local: Callable[[Call, Local], dict[str, Argument]] | None = None,
+    averages: Callable[[Call], bool] | None = None,
+    random: bool = False,
+    view: bool = False,
+    when: Mapping[str, Argument] | None = None,
+    distributed: Sequence[Distributed] = (),
+) -> Rule:
+    """A row of the table: a pattern or a function that decides, and `linear` groups of argument names.
+
+    >>> print(rule("m k, n k, +n -> m n", linear="input bias, weight bias"))
+    m k, n k, +n -> m n
+    """
+    text = str(parse(form)) if isinstance(form, str) else (form.__doc__ or form.__name__).strip().splitlines()[0]
+    return Rule(
+        text=text,
+        shapes=None if isinstance(form, str) else form,
+        linear=tuple(tuple(group.split()) for group in linear.split(",") if group.strip()),
+        local=local,
+        averages=averages,
+        random=random,
+        view=view,
+        when=tuple((when or {}).items()),
+        distributed=tuple(distributed),
+    )

@@ -1,0 +1,225 @@
+"""Building: from a plan to this rank's module."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from glob import escape
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.analysis.analysis import Analysis, analyse
+from autopar.capture import Captured
+from autopar.capture.meta_copy import attributes, skeleton
+from autopar.capture.signature import on_meta
+from autopar.codegen import ParallelModule, Returned, State, Steps, emit
+from autopar.errors import PlanError
+from autopar.ir.dynamic_dims import Place, Size, declared, placed, said
+from autopar.ir.layout import I
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.passes import normalise
+from autopar.passes.no_dropout import switched, without_training
+from autopar.plan.options import Options
+from autopar.plan.plan import Plan, as_planned, resolve
+from autopar.planning.optimize import sharded
+from autopar.planning.planner import knowing, located, plan_program, read_program
+from autopar.planning.respecialize import Resizer
+from autopar.runtime.random import agreed_seed
+from autopar.runtime.rank_consistency import check_program, from_rank_0
+from autopar.runtime.storage import store, typed
+from autopar.runtime.world import Context, connect
+from autopar.search_space.assignment import Decisions
+from autopar.search_space.candidates import INVARIANT, candidate
+
+
+def build(model: nn.Module, sample_input: object, mesh: object, plan: Plan | None, options: Options) -> ParallelModule:
+    """See `autopar.parallelize`."""
+    device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
+    if plan is not None:
+        check_mesh(plan, Mesh.of(mesh))
+    options = options.under(plan)
+    context = connect(Mesh.of(mesh), device_mesh=device_mesh)
+    captured = read_program(model, sample_input, options.precision, options.reduce, placed(plan.dynamic) if plan else None)
+    sizes = _sizes(plan, options, captured)
+    check_program(captured.program.hash, context)
+    place, source = located(mesh, options), _Source(skeleton(model).module, on_meta(sample_input), options)
+    made = Plan.from_json(from_rank_0(lambda: (plan or source.plan(captured, place, sizes)).to_json(), context))
+    parallel = assemble(captured, tensors_of(model), made, context)
+    parallel.autopar.mode = model.training
+    parallel.autopar.vary(_Sized(source, captured, made), made.dynamic)
+    parallel.autopar.other = _Other(source, captured, place, made)
+    return parallel.train(model.training)
+
+
+def _sizes(plan: Plan | None, options: Options, captured: Captured) -> tuple[Size, ...]:
+    """The sizes that may vary; raises PlanError if a plan knows others than are asked for."""
+    asked = declared(options.dynamic, captured.signature.shapes)
+    if plan is None:
+        return asked
+    if asked and [(s.name, s.places) for s in asked] != [(s.name, s.places) for s in plan.dynamic]:
+        raise PlanError(
+            f"the plan was made for other sizes than dynamic={dict(options.dynamic)} says",
+            plan="; ".join(map(str, plan.dynamic)) or "fixed sizes",
+            fix="autopar.plan(..., dynamic=...): the plan keeps the declaration",
+        )
+    return plan.dynamic
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a module was made from: the model without its weights, the sample, and what was asked for."""
+
+    model: nn.Module
+    sample: object
+    options: Options
+
+    def read(self, places: Mapping[Place, int]) -> Captured:
+        """The model captured with these sizes at dims of its sample."""
+        return read_program(self.model, self.sample, self.options.precision, self.options.reduce, places)
+
+    def plan(self, captured: Captured, mesh: Mesh, sizes: Sequence[Size]) -> Plan:
+        """The plan of what was captured, for sizes that vary."""
+        return knowing(plan_program(captured.program, mesh, self.options), sizes, captured.program, self.model, self.sample)
+
+
+class _Sized:
+    """The same model at other sizes, under the same plan and over the parameters as they are stored."""
+
+    def __init__(self, source: _Source, captured: Captured, plan: Plan) -> None:
+        self.source, self.captured, self.plan = source, captured, plan
+
+    @functools.cached_property
+    def resizer(self) -> Resizer:
+        return Resizer(self.plan, self.captured.program)
+
+    def __call__(self, parallel: ParallelModule, numbers: tuple[int, ...]) -> ParallelModule:
+        """The module for these numbers of the plan's sizes."""
+        state, sizes = parallel.autopar, self.plan.dynamic
+        captured = self.source.read(placed(sizes, numbers))
+        plan = self.resizer.plan_for(captured.program, said(sizes, numbers))
+        made = put_together(captured, _held(parallel, captured.program), plan, state.context, state.draws.seed)
+        made.autopar.draws = state.draws
+        return made
+
+
+class _Other:
+    """The same model in the other mode: captured and planned when first needed, over the parameters as they are stored."""
+
+    def __init__(self, source: _Source, captured: Captured, mesh: Mesh, plan: Plan) -> None:
+        self.source, self.captured, self.mesh, self.plan = source, captured, mesh, plan
+
+    def __call__(self, parallel: ParallelModule) -> ParallelModule | None:
+        """The module for `parallel`'s present mode; None if its own graph serves, because its flags are all that differs."""
+        source = replace(self.source, model=skeleton(self.source.model).module.train(parallel.training))
+        captured = source.read(placed(self.plan.dynamic))
+        live = any(map(switched, captured.program.ops))
+        if not parallel.training and not live and _quiet(captured.program) == _quiet(self.captured.program):
+            return None
+        state, program = parallel.autopar, captured.program
+        held = _held(parallel, program)
+        options = replace(
+            source.options,
+            strategy="auto",
+            budget=None,
+            constraints={escape(name): self.plan.layouts[name] for name in held},
+            microbatches=self.plan.microbatches,
+        )
+        source = replace(source, options=options)
+        sizes = [replace(size, multiple=1) for size in self.plan.dynamic]
+        made = Plan.from_json(from_rank_0(lambda: source.plan(captured, self.mesh, sizes).to_json(), state.context))
+        twin = put_together(captured, held, made, state.context, state.draws.seed)
+        twin.autopar.vary(_Sized(source, captured, made), made.dynamic)
+        return twin
+
+
+def _held(parallel: ParallelModule, program: Program) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a program as a module has them."""
+    tensors = tensors_of(parallel)
+    return {p.value.name: tensors[p.value.name] for p in (*program.parameters, *program.buffers)}
+
+
+def _quiet(program: Program) -> str:
+    """The hash of a program as evaluation runs it."""
+    return normalise(without_training(program)).hash
+
+
+def assemble(captured: Captured, tensors: Mapping[str, torch.Tensor], plan: Plan, context: Context) -> ParallelModule:
+    """The module of a captured program under a plan; `tensors` holds the whole parameters and buffers by name."""
+    check_mesh(plan, context.mesh)
+    captured = replace(captured, program=as_planned(plan, captured.program))
+    program = captured.program
+    analysis = analyse(program, context.mesh)
+    decisions = resolve(plan, program, analysis.fits)
+    held = [p.value.name for p in (*program.parameters, *program.buffers)]
+    cast = {name: typed(tensors[name], program.values[name].dtype) for name in held}
+    stored = store(cast, {name: decisions.given[name] for name in held}, context)
+    return _emitted(captured, decisions, analysis, stored, plan, context, agreed_seed(context))
+
+
+def put_together(
+    captured: Captured, stored: Mapping[str, torch.Tensor], plan: Plan, context: Context, seed: int
+) -> ParallelModule:
+    """A module over tensors that are stored already as the plan says."""
+    captured = replace(captured, program=as_planned(plan, captured.program))
+    analysis = analyse(captured.program, context.mesh)
+    decisions = resolve(plan, captured.program, analysis.fits)
+    return _emitted(captured, decisions, analysis, stored, plan, context, seed)
+
+
+def _emitted(
+    captured: Captured,
+    decisions: Decisions,
+    analysis: Analysis,
+    stored: Mapping[str, torch.Tensor],
+    plan: Plan,
+    context: Context,
+    seed: int,
+) -> ParallelModule:
+    program = captured.program
+    split = sharded(program, plan.options.get("outputs") or None)
+    outputs = [
+        Returned(shape=program.whole(o.value), layout=decisions.outputs[o.path], split=split(o)) for o in program.outputs
+    ]
+    steps = _steps(program, decisions, context) if program.loop else None
+    state = State(plan=plan, signature=captured.signature, context=context, seed=seed, outputs=outputs, steps=steps)
+    graph = emit(program, decisions, dict(analysis.fits), context, training=captured.training)
+    return ParallelModule(graph, program, stored, state)
+
+
+def _steps(program: Program, decisions: Decisions, context: Context) -> Steps:
+    """The loop of a program, with the graph of what it computes ahead: every rank does so for the whole batch."""
+    assert program.loop is not None
+    ahead, size = program.loop.ahead, len(context.mesh.sizes)
+    if ahead is None:
+        return Steps(loop=program.loop, ahead=None)
+    whole = Decisions(
+        ops={op.name: candidate(op, None, ahead.values, (INVARIANT,) * size) for op in ahead.ops},
+        given={**decisions.given, **{value.name: (I,) * size for value in ahead.inputs}},
+        outputs={output.path: (I,) * size for output in ahead.outputs},
+        routes={},
+    )
+    return Steps(loop=program.loop, ahead=emit(ahead, whole, dict.fromkeys((op.name for op in ahead.ops), None), context))
+
+
+def check_mesh(plan: Plan, mesh: Mesh) -> None:
+    """Raise PlanError if a plan is none or was made for another mesh."""
+    if not isinstance(plan, Plan):
+        fix = "autopar.plan(...), or autopar.Plan.load(path) for a saved one"
+        raise PlanError(f"plan is a {type(plan).__name__}", fix=fix)
+    if (plan.axes, plan.sizes) != (mesh.axes, mesh.sizes):
+        raise PlanError(
+            "the plan was made for another mesh",
+            plan=plan.mesh,
+            mesh=mesh,
+            fix="plan again for this mesh; a plan holds the size of every axis",
+        )
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer under every name that it has."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return found | dict(model.named_buffers(remove_duplicate=False)) | dict(attributes(model))

@@ -1,0 +1,54 @@
+"""What values hold at each of their coordinates, found without computing any of them.
+
+Three tables, one line per operator, say which facts follow from which; an operator without a line ends what is known.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from autopar.ir.program import Program, Value, aten
+from autopar.ir.schema import bound
+from autopar.passes.index_analysis import affine
+from autopar.passes.index_analysis.affine import Affine, Choice, Fact
+from autopar.passes.index_analysis.call import Call, formula, number
+from autopar.passes.index_analysis.integers import NUMBERS
+from autopar.passes.index_analysis.predicates import TRUTHS
+from autopar.passes.index_analysis.views import VIEWS
+
+TABLE = VIEWS | NUMBERS | TRUTHS
+
+
+def facts(program: Program) -> dict[str, Fact]:
+    """What is known of the values of a program, without computing any of them."""
+    known: dict[str, Fact] = {}
+    for op in program.ops:
+        result = op.results[0]
+        rule = TABLE.get(aten(op.target))
+        if rule is None or len(op.results) != 1 or 0 in result.shape:
+            continue
+        fact = rule(Call(op=op, values=program.values, known=known, named=bound(op)))
+        fact = None if fact is None else _typed(fact, result)
+        if fact is not None:
+            known[result.name] = fact
+    return known
+
+
+def _typed(fact: Fact, result: Value) -> Fact | None:
+    """The fact as the result's dtype holds it: truth values as formulas, integers in range, floats only if they are few."""
+    if result.dtype is torch.bool:
+        return formula(fact, result.shape)
+    held = number(fact, result.shape)
+    if result.dtype.is_floating_point or held is None:
+        return None if isinstance(held, Affine) and not held.constant else held
+    if result.dtype.is_complex:
+        return None
+    limits = torch.iinfo(result.dtype)
+    few = [held.yes, held.no] if isinstance(held, Choice) else [*affine.bounds(held, result.shape)]
+    if not all(math.isfinite(one) and limits.min <= one <= limits.max for one in few):
+        return None
+    if isinstance(held, Choice):
+        return affine.chosen(held.when, int(held.yes), int(held.no), len(result.shape))
+    return Affine(held.scale, int(held.base))

@@ -1,0 +1,65 @@
+"""The program in double precision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from autopar.ir.program import Argument, Op, Parameter, Program, Ref, Static, Value, overload, substitute
+from autopar.ir.shape_inference import Kind, infer
+
+WIDE = {
+    torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64,
+    torch.complex32: torch.complex128, torch.complex64: torch.complex128,
+}  # fmt: skip
+
+
+def promote(program: Program) -> Program:
+    """Every float32, bfloat16 and float16 becomes float64, complex numbers likewise, in values and in arguments; names stay.
+
+        x: float32[3]                               x: float64[3]
+        y: bfloat16[3] = to.dtype(x, bfloat16)  ->  y: float64[3] = to.dtype(x, float64)
+        z: float32[] = full([], -3.4e38)            z: float64[] = full([], -3.4e38, dtype=float64)
+
+    Fill constants stay: they only say "very small". Where an op makes floats of integers by itself, its result has torch's
+    default dtype as before, and becomes double where it meets one.
+    """
+    values: dict[str, Value] = {value.name: _wide(value) for value in program.inputs}
+    parameters, buffers = _held(program.parameters), _held(program.buffers)
+    values |= {held.value.name: held.value for held in (*parameters, *buffers)}
+    ops = []
+    for op in program.ops:
+        ops.append(_promoted(op, values))
+        values |= {result.name: result for result in ops[-1].results}
+    inputs = tuple(values[value.name] for value in program.inputs)
+    return replace(program, ops=tuple(ops), inputs=inputs, parameters=parameters, buffers=buffers)
+
+
+def _promoted(op: Op, values: dict[str, Value]) -> Op:
+    args = tuple(substitute(a, _leaf) for a in op.args)
+    kwargs = tuple((name, substitute(a, _leaf)) for name, a in op.kwargs)
+    takes = {formal.name for formal in overload(op.target)._schema.arguments}
+    if not op.operands and op.results[0].dtype in WIDE and "dtype" in takes:
+        kwargs = (*((name, a) for name, a in kwargs if name != "dtype"), ("dtype", WIDE[op.results[0].dtype]))
+    found = infer(op.target, args, kwargs, values.__getitem__)
+    kinds = (found,) if isinstance(found, Kind) else found
+    results = tuple(replace(result, dtype=kind.dtype) for result, kind in zip(op.results, kinds, strict=True))
+    return replace(op, args=args, kwargs=kwargs, results=results)
+
+
+def _held(held: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    return tuple(replace(one, value=_wide(one.value), reduce=one.reduce and wide(one.reduce)) for one in held)
+
+
+def _wide(value: Value) -> Value:
+    return replace(value, dtype=wide(value.dtype))
+
+
+def _leaf(leaf: Ref | Static) -> Argument:
+    return wide(leaf) if isinstance(leaf, torch.dtype) else leaf
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in double precision."""
+    return WIDE.get(dtype, dtype)

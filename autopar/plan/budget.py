@@ -1,0 +1,39 @@
+"""The memory budget of a device."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from autopar.errors import BudgetError
+from autopar.ir.mesh import Bytes, Mesh
+
+GIB = 2**30
+SHARE = 0.9  # of the device's memory, if no budget is given: the rest is for the allocator, the libraries and fragments
+UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
+    **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
+}
+
+
+def parse_bytes(budget: Bytes | str | None, mesh: Mesh) -> Bytes:
+    """Bytes per device: a number, a text such as "80GB" or "24GiB", or by default 90% of the mesh's device.
+
+    Raises BudgetError for anything else.
+    """
+    if budget is None:
+        assert mesh.device is not None
+        return int(SHARE * mesh.device.memory)
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]?i?B?)\s*", budget)
+        size = int(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
+    else:
+        number = isinstance(budget, (int, float)) and not isinstance(budget, bool) and math.isfinite(budget)
+        size = int(budget) if number else 0
+    if size > 0:
+        return size
+    raise BudgetError(
+        f"{budget!r} is no memory budget", fix='bytes per device as a number, or a text such as "80GB" or "24GiB"'
+    )

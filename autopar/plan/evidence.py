@@ -1,0 +1,117 @@
+"""The evidence of a plan: the figures that it was priced with, and where its seconds and bytes go.
+
+    step_time    =  compute (forward and backward of every op) + conversions + optimizer + the plan's collectives
+    peak_memory  =  the sum of `memory`, at `moment`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.ir.mesh import Bytes, Seconds
+
+INPUT, OUTPUT = "input:", "output:"  # before the names of arguments and results in `stored`
+DEVICE, OPTIMIZER, BUDGET = "device", "optimizer", "budget"
+WHOLE, REPEATED, ADDENDS = "whole", "repeated", "addends"  # what is not split on an axis: states I, R and P
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A number that prices rest on, in `unit`: "B", "B/s", "s", "op/s" or none.
+
+    `of` is "device", "optimizer", "budget" or a mesh axis.
+    """
+
+    of: str
+    name: str
+    value: float
+    unit: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What takes memory at a moment: a value, or an op for what autograd keeps inside it; `count` of its like together."""
+
+    kind: str
+    name: str
+    count: int
+    bytes: Bytes
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}" + (f" (x{self.count})" if self.count > 1 else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a plan's totals are made of, in seconds of one step and bytes on one device.
+
+    `compute` is op -> (forward, backward) for ops that take time, `again` op -> its forward once more, for the backward;
+    `away` value -> its way to the host and back; `conversions` counts slices, pads and copies that are no collectives, and
+    what is computed ahead of micro-batches. `runs` and `stored` say in words what is split, one entry per axis: what a person
+    calls the dim ("out-features"), else "whole", "repeated" (its gradient in addends) or "addends". `runs` has the ops that
+    use parameters and the well-known ones; `stored` the parameters, "input:" and the name of an argument, "output:" and the
+    name of a result. `tied` is every other name of a parameter -> its own, `copies` a copy of a parameter in another dtype ->
+    that parameter.
+    """
+
+    figures: tuple[Figure, ...]
+    compute: Mapping[str, tuple[Seconds, Seconds]]
+    again: Mapping[str, Seconds]
+    conversions: Seconds
+    optimizer: Seconds
+    memory: Mapping[str, Bytes]
+    moment: str
+    fullest: tuple[Held, ...]
+    runs: Mapping[str, tuple[str, ...]]
+    stored: Mapping[str, tuple[str, ...]]
+    tied: Mapping[str, str]
+    copies: Mapping[str, str] = field(default_factory=dict)
+    away: Mapping[str, Seconds] = field(default_factory=dict)
+
+    @property
+    def forward(self) -> Seconds:
+        """Computing in the forward."""
+        return sum(there for there, _ in self.compute.values())
+
+    @property
+    def backward(self) -> Seconds:
+        """Computing in the backward."""
+        return sum(back for _, back in self.compute.values())
+
+    @property
+    def recomputed(self) -> Seconds:
+        """Computing again in the backward what was not kept."""
+        return sum(self.again.values())
+
+    @property
+    def offloaded(self) -> Seconds:
+        """Moving to the host what the backward needs, and back."""
+        return sum(self.away.values())
+
+    @property
+    def local(self) -> Seconds:
+        """All that is not a collective."""
+        return self.forward + self.backward + self.recomputed + self.offloaded + self.conversions + self.optimizer
+
+    @staticmethod
+    def of(data: object) -> Evidence:
+        """The evidence that JSON data denote; raises what indexing and calling raise where they denote none."""
+        found: Any = data
+        return Evidence(
+            figures=tuple(Figure(**entry) for entry in found["figures"]),
+            compute={str(op): (float(there), float(back)) for op, (there, back) in found["compute"].items()},
+            again={str(op): float(seconds) for op, seconds in found["again"].items()},
+            conversions=float(found["conversions"]),
+            optimizer=float(found["optimizer"]),
+            memory={str(kind): int(size) for kind, size in found["memory"].items()},
+            moment=str(found["moment"]),
+            fullest=tuple(Held(**entry) for entry in found["fullest"]),
+            runs={str(op): tuple(map(str, words)) for op, words in found["runs"].items()},
+            stored={str(name): tuple(map(str, words)) for name, words in found["stored"].items()},
+            tied={str(name): str(own) for name, own in found["tied"].items()},
+            copies={str(name): str(own) for name, own in found.get("copies", {}).items()},
+            away={str(name): float(seconds) for name, seconds in found.get("away", {}).items()},
+        )

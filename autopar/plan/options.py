@@ -1,0 +1,57 @@
+"""What the user may ask of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from autopar.ir.dynamic_dims import Dims, Dynamic
+from autopar.ir.mesh import Bytes, Device
+from autopar.plan.plan import Plan
+
+AUTO = "auto"  # as many micro-batches as are best
+PLENTY: Bytes = 1 << 60  # a budget that never binds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the user may ask of a plan; `budget` is bytes per device, a text like "80GB", or None for 90% of the device.
+
+    `microbatches` is their number in a step, or "auto".
+    """
+
+    device: str | Device | None = None
+    budget: Bytes | str | None = None
+    strategy: str = "auto"
+    optimizer: str = "adamw"
+    constraints: Mapping[str, str] = field(default_factory=dict)
+    outputs: str | None = None
+    precision: str | None = None
+    reduce: str | None = None
+    strict: bool = False
+    microbatches: int | str = 1
+    offload: bool = True
+    dynamic: Mapping[str, Dims | Dynamic] = field(default_factory=dict)
+
+    def text(self) -> dict[str, str]:
+        """The options as a plan keeps them; what was left to default is empty."""
+        return {
+            "strategy": self.strategy,
+            "optimizer": self.optimizer,
+            "budget": "" if self.budget is None else str(self.budget),
+            "outputs": self.outputs or "",
+            "precision": self.precision or "",
+            "reduce": self.reduce or "",
+            "constraints": "; ".join(f"{name}: {layout}" for name, layout in self.constraints.items()),
+            "microbatches": "" if self.microbatches == 1 else str(self.microbatches),
+            **({} if self.offload else {"offload": "no"}),
+        }
+
+    def under(self, plan: Plan | None) -> Options:
+        """The options with the precision of a plan that was made before; another one that is asked for will not fit it."""
+        found = plan.options if plan else {}
+        return replace(
+            self,
+            precision=self.precision or found.get("precision") or None,
+            reduce=self.reduce or found.get("reduce") or None,
+        )

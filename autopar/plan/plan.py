@@ -1,0 +1,359 @@
+"""Plans: decisions as data, with what they cost. A plan is text through and through: it is validated, never executed.
+
+    choices   op -> one form per axis: "I", "R", "P 0" (the rule's first linear group), "n/512" (factor n, stride 512),
+              "vocabulary/512" (a distributed form, stride of its last factor)
+    layouts   value or parameter -> its layout as produced or stored; "output:loss" -> that output
+    routes    value -> its conversions, "I, S(0) -> R, S(0)"
+    again     what the backward makes again instead of keeping it: op -> "run"; value -> these of its conversions, or
+              "host: I, S(0)": in this layout it comes back from the host's memory
+    once      whether weights are gathered at the top, once for all micro-batches
+    padded    value or parameter -> its true shape, and the one in which the program has it: "101 x 8 -> 104 x 8"
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from rich.table import Table
+
+from autopar.analysis.recomputability import may_run
+from autopar.errors import AutoparError, LayoutError, PlanError
+from autopar.ir.conversion import CONVERSIONS, Conversion
+from autopar.ir.dynamic_dims import Size
+from autopar.ir.layout import I, Layout, parse, text
+from autopar.ir.mesh import Bytes, Mesh, Seconds
+from autopar.ir.program import Op, Program
+from autopar.operators import Fitted
+from autopar.passes.microbatches import microbatches
+from autopar.passes.padding import padded
+from autopar.plan.evidence import Evidence
+from autopar.plan.text import plain, tables
+from autopar.search_space.assignment import Again, Decisions
+from autopar.search_space.candidates import Candidate, Form, candidate
+
+VERSION = 4
+OUTPUT = "output:"
+RUN = "run"
+HOST = "host: "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective of a step: `bytes` is its larger buffer on one rank, `where` the forward or the backward pass.
+
+    `more` names the weights that travel with the value.
+    """
+
+    value: str
+    more: tuple[str, ...] = ()
+    axis: str
+    kind: str
+    bytes: Bytes
+    where: str
+    seconds: Seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a program runs on a mesh, in so many micro-batches a step.
+
+    `step_time` is in seconds, `peak_memory` in bytes per device; `status` is "optimal" or "feasible", `gap` the relative
+    distance of `step_time` from the proven bound.
+    """
+
+    hash: str
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    links: tuple[str, ...]
+    device: str
+    options: Mapping[str, str]
+    microbatches: int
+    status: str
+    gap: float
+    step_time: Seconds
+    peak_memory: Bytes
+    choices: Mapping[str, str]
+    layouts: Mapping[str, str]
+    routes: Mapping[str, tuple[str, ...]]
+    again: Mapping[str, tuple[str, ...]]
+    padded: Mapping[str, str]
+    collectives: tuple[Collective, ...]
+    evidence: Evidence
+    once: bool = False
+    dynamic: tuple[Size, ...] = ()  # the sizes that may be others in a call; `step_time` and the like are for the sample's
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh, without its links."""
+        return Mesh(axes=self.axes, sizes=self.sizes)
+
+    def to_json(self) -> str:
+        """The plan as a JSON text."""
+        data = {"version": VERSION, **asdict(self)}
+        data["mesh"] = {"axes": data.pop("axes"), "sizes": data.pop("sizes"), "links": data.pop("links")}
+        for entry in data["collectives"]:
+            entry["pass"] = entry.pop("where")
+        return json.dumps(data, indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a saved plan. Raises PlanError if the file is no plan or is damaged."""
+        try:
+            return Plan.from_json(Path(path).read_text(), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"cannot read the plan {path}", error=error) from error
+
+    @staticmethod
+    def from_json(line: str, name: str = "the plan") -> Plan:
+        """The plan that a JSON text denotes. Raises PlanError if it denotes none."""
+        fix = "make the plan again with autopar.plan(...).save(path)"
+        try:
+            data = json.loads(line)
+            if data["version"] != VERSION:
+                raise PlanError(f"{name} has version {data['version']}, this autopar reads {VERSION}", fix=fix)
+            mesh = data["mesh"]
+            entries = [
+                {**entry, "where": entry["pass"], "more": tuple(map(str, entry["more"]))} for entry in data["collectives"]
+            ]
+            known = {f.name for f in fields(Collective)}
+            return Plan(
+                axes=tuple(map(str, mesh["axes"])), sizes=tuple(map(int, mesh["sizes"])), links=tuple(map(str, mesh["links"])),
+                hash=str(data["hash"]), device=str(data["device"]), status=str(data["status"]), gap=float(data["gap"]),
+                step_time=float(data["step_time"]), peak_memory=int(data["peak_memory"]),
+                options={str(k): str(v) for k, v in data["options"].items()}, microbatches=int(data["microbatches"]),
+                choices={str(k): str(v) for k, v in data["choices"].items()},
+                layouts={str(k): str(v) for k, v in data["layouts"].items()},
+                routes={str(k): tuple(map(str, v)) for k, v in data["routes"].items()},
+                again={str(k): tuple(map(str, v)) for k, v in data["again"].items()},
+                padded={str(k): str(v) for k, v in data["padded"].items()},
+                collectives=tuple(Collective(**{k: v for k, v in entry.items() if k in known}) for entry in entries),
+                evidence=Evidence.of(data["evidence"]), once=bool(data["once"]),
+                dynamic=tuple(Size.of(entry) for entry in data["dynamic"]),
+            )  # fmt: skip
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"{name} is damaged", error=f"{type(error).__name__}: {error}", fix=fix) from error
+
+    def __str__(self) -> str:
+        return plain(self.tables())
+
+    def tables(self) -> Iterator[str | Table]:
+        """What is printed of a plan: totals, layouts of what is stored and returned, collectives by kind, axis and pass."""
+        return tables(self)
+
+
+def _entries(layout: str) -> list[str]:
+    return [entry.strip() for entry in layout.split(",")]
+
+
+def form_text(form: Form, fitted: Fitted | None) -> str:
+    """One form of a candidate as text."""
+    kind, which, stride = form
+    if kind == "S":
+        assert fitted is not None
+        return f"{fitted.factors[which].name}/{stride}"
+    if kind == "D":
+        assert fitted is not None
+        return f"{fitted.distributed[which].name}/{stride}"
+    return f"P {which}" if kind == "P" else kind
+
+
+def _form(entry: str, fitted: Fitted | None) -> Form:
+    if entry in ("I", "R"):
+        return entry, 0, 0
+    if fitted is None:
+        raise ValueError(f"{entry!r} is no choice of an operator without a sharding rule: register its rule before")
+    if entry.startswith("P "):
+        return "P", range(len(fitted.linear))[int(entry[2:])], 0
+    name, _, stride = entry.rpartition("/")
+    names = [factor.name for factor in fitted.factors]
+    forms = [form.name for form in fitted.distributed]
+    if name in forms:
+        return "D", forms.index(name), int(stride)
+    if name not in names:
+        known = ", ".join(f"{name}/stride" for name in (*names, *forms))
+        raise ValueError(f"{entry!r} is no choice: I, R, P and a number, or one of {known}")
+    return "S", names.index(name), int(stride)
+
+
+def describe(
+    program: Program, decisions: Decisions, fits: Mapping[str, Fitted | None], sizes: tuple[int, ...]
+) -> tuple[dict[str, str], dict[str, str], dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
+    """The decisions as text: `choices`, `layouts`, `routes` and `again` of a plan."""
+    choices = {
+        op.name: ", ".join(form_text(form, fits[op.name]) for form in decisions.ops[op.name].forms) for op in program.ops
+    }
+    layouts = {
+        name: text(decisions.produced(name, program), value.shape, sizes) for name, value in program.values.items()
+    }
+    for output in program.outputs:
+        shape = program.values[output.value].shape
+        layouts[OUTPUT + output.path] = text(decisions.outputs[output.path], shape, sizes)
+
+    def step_text(name: str, step: Conversion) -> str:
+        shape = program.values[name].shape
+        return f"{text(step.source, shape, sizes)} -> {text(step.target, shape, sizes)}"
+
+    routes = {name: tuple(step_text(name, step) for step in steps) for name, steps in decisions.routes.items()}
+    again: dict[str, tuple[str, ...]] = {op.name: (RUN,) for op in program.ops if op.name in decisions.again.ops}
+    for name, steps in decisions.routes.items():
+        if chosen := tuple(step_text(name, step) for step in steps if (name, step) in decisions.again.steps):
+            again[name] = (*again.get(name, ()), *chosen)
+    for name, layout in sorted(decisions.again.away, key=str):
+        again[name] = (*again.get(name, ()), HOST + text(layout, program.values[name].shape, sizes))
+    return choices, layouts, routes, again
+
+
+def paddings(program: Program) -> dict[str, str]:
+    """What is padded of a program, as a plan has it."""
+
+    def shape_text(shape: tuple[int, ...]) -> str:
+        return " x ".join(map(str, shape))
+
+    returned = {output.value for output in program.outputs}
+    return {
+        name: f"{shape_text(true)} -> {shape_text(program.values[name].shape)}"
+        for name, true in program.padded if name not in returned
+    }  # fmt: skip
+
+
+def as_planned(plan: Plan, program: Program) -> Program:
+    """A captured program as the plan has it: for one of its micro-batches, and padded.
+
+    Raises PlanError if the plan pads what cannot be padded so.
+    """
+    program = microbatches(program, plan.microbatches)
+    try:
+        made = padded(program, {name: _room(line, program.values[name].shape) for name, line in plan.padded.items()})
+    except (KeyError, ValueError, LayoutError) as error:
+        check_program(plan, program)
+        raise PlanError("the plan is damaged", error=f"it pads what cannot be: {error}", fix="make the plan again") from error
+    return made
+
+
+def _room(line: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape with the padding that a line of a plan adds to it; the dims that it does not pad may have other sizes."""
+    true, wide = ([int(size) for size in part.split(" x ")] for part in line.split(" -> "))
+    return tuple(size if a == b else b for size, a, b in zip(shape, true, wide, strict=True))
+
+
+def check_program(plan: Plan, program: Program) -> None:
+    """Raise PlanError if a plan was made for another program."""
+    if plan.hash != program.hash:
+        raise PlanError(
+            "the plan was made for another model or sample",
+            plan=plan.hash,
+            model=program.hash,
+            fix="plan again with this model, sample shapes and mode (train or eval)",
+        )
+
+
+def resolve(plan: Plan, program: Program, fits: Mapping[str, Fitted | None]) -> Decisions:
+    """The decisions that a plan's text denotes for a program.
+
+    Raises PlanError if the plan was made for another program, or if an entry of it does not fit.
+    """
+    check_program(plan, program)
+    reader = _Reader(plan, program)
+    try:
+        decisions = Decisions(
+            ops={op.name: reader.candidate(op, fits[op.name]) for op in program.ops},
+            given={
+                value.name: reader.stored(value.name, value.shape, plan.layouts[value.name])
+                for value in (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers)))
+            },
+            outputs={
+                o.path: reader.stored(o.path, program.values[o.value].shape, plan.layouts[OUTPUT + o.path])
+                for o in program.outputs
+            },
+            routes={name: tuple(reader.steps(name, lines)) for name, lines in plan.routes.items()},
+            again=reader.again(may_run(program, fits)),
+            once=plan.once,
+        )
+        _check(program, decisions)
+    except (KeyError, ValueError, IndexError, LayoutError) as error:
+        missing = isinstance(error, KeyError)
+        what = error.what if isinstance(error, AutoparError) else f"there is no entry for {error}" if missing else str(error)
+        raise PlanError("the plan is damaged", error=what, fix="make the plan again") from error
+    return decisions
+
+
+class _Reader:
+    """Reads the texts of one plan."""
+
+    def __init__(self, plan: Plan, program: Program) -> None:
+        self.plan, self.program = plan, program
+
+    def candidate(self, op: Op, fitted: Fitted | None) -> Candidate:
+        forms = tuple(_form(entry, fitted) for entry in _entries(self.plan.choices[op.name]))
+        if len(forms) != len(self.plan.sizes):
+            raise ValueError(f"choices[{op.name!r}] has {len(forms)} entries, the mesh {len(self.plan.sizes)} axes")
+        return candidate(op, fitted, self.program.values, forms)
+
+    def layout(self, name: str, shape: tuple[int, ...], line: str) -> Layout:
+        states = parse(line, shape, self.plan.sizes, name)
+        return tuple(state or I for state in states)
+
+    def stored(self, name: str, shape: tuple[int, ...], line: str) -> Layout:
+        """The layout of what is given or returned: I and S."""
+        layout = self.layout(name, shape, line)
+        if any(state.kind not in "IS" for state in layout):
+            raise ValueError(f"layouts[{name!r}] is {line!r}, but what is stored, given or returned is I or S on every axis")
+        return layout
+
+    def steps(self, name: str, lines: tuple[str, ...]) -> Iterator[Conversion]:
+        shape = self.program.values[name].shape
+        for line in lines:
+            source, target = (self.layout(name, shape, part) for part in line.split(" -> "))
+            changed = [axis for axis, (s, t) in enumerate(zip(source, target, strict=True)) if s != t]
+            if len(changed) != 1 or (source[changed[0]].kind, target[changed[0]].kind) not in CONVERSIONS:
+                raise ValueError(f"routes[{name!r}]: {line!r} is no conversion on one axis")
+            yield Conversion(axis=changed[0], source=source, target=target)
+
+    def again(self, allowed: Set[str]) -> Again:
+        """What is made again: of the ops those that are `allowed` to, of the conversions those that are on a route."""
+        ops: set[str] = set()
+        steps: set[tuple[str, Conversion]] = set()
+        away: set[tuple[str, Layout]] = set()
+        for name, lines in self.plan.again.items():
+            if RUN in lines:
+                ops.add(name)
+            shape = self.program.values[name].shape if name in self.program.values else ()
+            away |= {(name, self.layout(name, shape, x.removeprefix(HOST))) for x in lines if x.startswith(HOST)}
+            moved = tuple(line for line in lines if line != RUN and not line.startswith(HOST))
+            if lost := [line for line in moved if line not in self.plan.routes.get(name, ())]:
+                raise ValueError(f"again[{name!r}]: {lost[0]!r} is not on the route of {name}")
+            if moved:
+                steps |= {(name, step) for step in self.steps(name, moved)}
+        if wrong := sorted(ops - allowed):
+            raise ValueError(f"again[{wrong[0]!r}]: {wrong[0]} is no op that may run again")
+        if lost := sorted(name for name, _ in away if name not in self.program.producer):
+            raise ValueError(f"again[{lost[0]!r}]: {lost[0]} is no result of an op, which the host may hold")
+        return Again(ops=frozenset(ops), steps=frozenset(steps), away=frozenset(away))
+
+
+def _check(program: Program, decisions: Decisions) -> None:
+    """Every layout that is wanted is produced or reached by a route."""
+    wants: dict[str, list[tuple[str, Layout]]] = {name: [] for name in program.values}
+    for op in program.ops:
+        for operand, layout in zip(op.operands, decisions.ops[op.name].operands, strict=True):
+            wants[operand].append((op.name, layout))
+    for output in program.outputs:
+        wants[output.value].append((output.path, decisions.outputs[output.path]))
+    for name in program.values:
+        reached = {decisions.produced(name, program)}
+        for step in decisions.routes.get(name, ()):
+            if step.source not in reached:
+                raise ValueError(f"routes[{name!r}] starts from a layout that {name} does not have")
+            reached.add(step.target)
+        for consumer, layout in wants[name]:
+            if layout not in reached:
+                raise ValueError(f"{consumer} wants {name} in a layout that no route reaches")
+
+

@@ -1,0 +1,56 @@
+"""What is said of a model before it is planned: axes that are of no use to it, operators without a rule."""
+
+from __future__ import annotations
+
+import warnings
+
+from autopar.analysis.analysis import Analysis
+from autopar.errors import MeshError, RuleError
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Op, qualified, text, writes
+from autopar.operators import rule_of
+
+
+def useless_axes(analysis: Analysis, mesh: Mesh) -> None:
+    """Raise MeshError for an axis over which nothing of the model can be split."""
+    fits = [fitted for fitted in analysis.fits.values() if fitted]
+    dims = {factor.size for fitted in fits for factor in fitted.factors if not factor.whole and factor.size > 1}
+    dims |= {fitted.factors[f].size for fitted in fits for form in fitted.distributed for f in fitted.spread(form)}
+    for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
+        if size > 1 and all(dim % size for dim in dims):
+            raise MeshError(
+                f"no dim of the model can be split over the {size} devices of mesh axis {axis!r}",
+                mesh=mesh,
+                dims=", ".join(map(str, sorted(dims)[:12])),
+                fix=f"axes whose sizes divide the dims of the model, or a batch that is a multiple of {size}",
+            )
+
+
+def without_rule(analysis: Analysis, *, strict: bool) -> None:
+    """Say which operators have no rule: once as a warning, or as an error in strict mode."""
+    missing: dict[str, Op] = {}
+    for op in analysis.program.ops:
+        if analysis.fits[op.name] is None and not writes(op):  # what writes a buffer is whole on purpose
+            missing.setdefault(op.target, op)
+    if not missing:
+        return
+    op = next(iter(missing.values()))
+    error = RuleError(
+        f"no sharding rule for {', '.join(missing)}" + ("" if strict else ": planned whole on every device"),
+        module=op.module,
+        at=op.source,
+        fix=_to_register(op),
+    )
+    if strict:
+        raise error
+    warnings.warn(str(error), stacklevel=4)
+
+
+def _to_register(op: Op) -> str:
+    """How an operator gets a rule, or why this call of it has none."""
+    name, known = qualified(op.target), rule_of(op.target)
+    if known is None:
+        return f'autopar.register_rule("{name}", "..."): autopar.discover_rule("{name}", arguments) finds the line'
+    if known.when:
+        return f"its rule was registered for calls with {', '.join(f'{key}={text(value)}' for key, value in known.when)}"
+    return f"its rule is not for calls like this one: {known}"

@@ -1,0 +1,173 @@
+"""The best solution for a program as it is: of all layouts, and of the named strategies where that one is not proven.
+
+analyse -> formulate -> merge followers -> solve, walk the memory, bound it, solve again
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.analysis.analysis import Analysis, analyse
+from autopar.cost_models import optimizers
+from autopar.cost_models.optimizers import Optimizer
+from autopar.errors import AutoparError, BudgetError, ConstraintError
+from autopar.formulation.budget_loop import smallest, within
+from autopar.formulation.cost_breakdown import conversions
+from autopar.formulation.formulate import Formulated, decisions, formulate
+from autopar.formulation.memory_model import Ledger
+from autopar.formulation.step_collectives import between
+from autopar.ir.mesh import Bytes, Mesh, Seconds
+from autopar.ir.program import Output, Program
+from autopar.plan.budget import parse_bytes
+from autopar.plan.options import AUTO, PLENTY, Options
+from autopar.plan.text import size_text
+from autopar.planning.model_checks import useless_axes
+from autopar.search_space.strategies import constrained, demands
+from autopar.solver.problem import Solution, away_price, local_price
+from autopar.solver.solve import PROVEN
+
+SMALLEST = "smallest"  # what a BudgetError calls the smallest budget that works
+ONCE = "zero1"
+NAMED = ("ddp", ONCE, "zero2", "fsdp", "megatron", "replicate")
+Stop = Callable[[str], None]  # called with the name of each phase when it ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """A planning problem with its solution; the ledger holds both the problem and its memory."""
+
+    ledger: Ledger
+    solution: Solution
+    optimizer: Optimizer
+
+    @property
+    def formulated(self) -> Formulated:
+        return self.ledger.formulated
+
+
+def analysed(program: Program, mesh: Mesh, options: Options) -> Analysis:
+    """What is known of a program before any choice, where the constraints keep apart what they treat differently."""
+    user = constrained(program, mesh, options.constraints)
+    return analyse(program, mesh, apart=lambda name: str(user.get(name, "")))
+
+
+def solved(
+    analysis: Analysis, mesh: Mesh, options: Options, stop: Stop = lambda phase: None, *, patience: Seconds = math.inf
+) -> Solved:
+    """The solution for an analysed program.
+
+    Raises ConstraintError, MeshError or BudgetError if there is none, SolverError after about `patience` without an answer.
+    """
+    optimizer, limit = optimizers.optimizer(options.optimizer), parse_bytes(options.budget, mesh)
+    ledger = _ledger(analysis, mesh, optimizer, options)
+    stop("formulate")
+    solution = within(ledger.formulated, ledger, limit, patience=patience)
+    if solution is None:
+        raise _impossible(ledger, limit, options, patience)
+    best = Solved(ledger=ledger, solution=solution, optimizer=optimizer)
+    if options.strategy == "auto" and solution.gap > PROVEN:
+        best = _with_free_layouts(best, limit)
+    if options.strategy == "auto":
+        shared = (ONCE,) if analysis.program.runs > 1 else ()  # micro-batches that share weights are a program of their own
+        best = _best_named(best, analysis, options, limit, NAMED if solution.gap > 0 else shared)
+    stop("solve")
+    return best
+
+
+def cheaper(best: Solved, analysis: Analysis, mesh: Mesh, options: Options, *, by: float) -> Solved:
+    """The better of a solution and that of another form of its program, if that wins this share and is found soon.
+
+    Raises ConstraintError if the other form cannot run as is asked for.
+    """
+    ledger, seconds = _ledger(analysis, mesh, best.optimizer, options), step_time(best.formulated, best.solution)
+    found = within(ledger.formulated, ledger, parse_bytes(options.budget, mesh), cutoff=(1 - by) * seconds, near=True)
+    if found is None or step_time(ledger.formulated, found) >= seconds:
+        return best
+    return replace(best, ledger=ledger, solution=found)
+
+
+def step_time(formulated: Formulated, solution: Solution) -> Seconds:
+    """Seconds of a step: the solver's price with the messages of conversions as they are sent, where it may miss a few."""
+    analysis, chosen, mesh = formulated.analysis, decisions(formulated, solution), formulated.mesh
+    sent = sum(message.seconds for message in between(analysis, chosen, mesh))
+    own = local_price(formulated.problem, solution.picks, solution.again) + away_price(formulated.problem, solution.again)
+    return own + conversions(analysis, chosen, mesh) + sent
+
+
+def sharded(program: Program, outputs: str | None) -> Callable[[Output], bool]:
+    """Which outputs may leave split: by default those that stand beside a scalar."""
+    if outputs not in (None, "whole", "sharded"):
+        raise ConstraintError(f"outputs={outputs!r} is unknown", fix='None, "whole" or "sharded"')
+    ends = [program.values[o.value] for o in program.outputs]
+    scalar = any(not value.shape and value.requires_grad for value in ends)
+    split = outputs == "sharded" or (outputs is None and scalar)
+    return lambda output: split and bool(program.values[output.value].shape)
+
+
+def _ledger(analysis: Analysis, mesh: Mesh, optimizer: Optimizer, options: Options) -> Ledger:
+    """The problem that the options pose.
+
+    Raises ConstraintError if they leave no way to run the program, MeshError if an axis is of no use to it.
+    """
+    wanted = demands(analysis.program, mesh, options.strategy, options.constraints, analysis.fits)
+    if options.strategy != "replicate":
+        useless_axes(analysis, mesh)
+    outputs = sharded(analysis.program, options.outputs)
+    return Ledger(formulate(analysis, mesh, optimizer, demands=wanted, sharded_outputs=outputs), optimizer)
+
+
+def _impossible(ledger: Ledger, limit: Bytes, options: Options, patience: Seconds) -> AutoparError:
+    """Why there is no plan: the constraints leave none, or none fits into the limit."""
+    formulated = ledger.formulated
+    least = smallest(formulated, ledger, patience=patience)
+    if least is None:
+        return ConstraintError(
+            f"the strategy {options.strategy!r} and the constraints leave no way to run the model",
+            constraints=options.text()["constraints"],
+            fix="drop a constraint, or use strategy='auto'",
+        )
+    alive, runs = ledger.walk(least), formulated.program.runs
+    peak, full = math.ceil(alive.max()), ledger.held(decisions(formulated, least), int(alive.argmax()))[:5]
+    more = "" if options.microbatches == AUTO else f"microbatches={AUTO!r}, "
+    return BudgetError(
+        f"no plan fits into {size_text(limit)} per device; the smallest budget that works is {size_text(peak)}",
+        strategy=options.strategy,
+        microbatches=runs if runs > 1 else "",
+        **{SMALLEST: f"budget={peak}"},
+        filled="; ".join(f"{size_text(held.bytes)} {held}" for held in full),
+        fix=f"more devices, {more}a smaller batch, a narrower dtype, or a budget above 90% of the device",
+    )
+
+
+def _with_free_layouts(best: Solved, limit: Bytes) -> Solved:
+    """The better of a solution and of the layouts that are best where memory is plenty, with what must be made again then."""
+    formulated, solution = best.formulated, best.solution
+    free = within(formulated, best.ledger, PLENTY)
+    if free is None:
+        return best
+    other = formulated.only(free)
+    found = within(other, Ledger(other, best.optimizer), limit, cutoff=step_time(formulated, solution))
+    if found is None:
+        return best
+    found = replace(found, picks=free.picks, bound=min(solution.bound, found.seconds), status="feasible")
+    return min(best, replace(best, solution=found), key=lambda one: step_time(one.formulated, one.solution))
+
+
+def _best_named(best: Solved, analysis: Analysis, options: Options, limit: Bytes, named: Sequence[str]) -> Solved:
+    """The best of a solution and of named strategies, by what they really send."""
+    bound = best.solution.bound
+    for strategy in named:
+        try:
+            ledger = _ledger(analysis, best.formulated.mesh, best.optimizer, replace(options, strategy=strategy))
+        except ConstraintError:
+            continue
+        seconds = step_time(best.formulated, best.solution)
+        found = within(ledger.formulated, ledger, limit, cutoff=seconds)
+        if found is not None and step_time(ledger.formulated, found) < seconds:
+            best = replace(best, ledger=ledger, solution=replace(found, bound=min(bound, found.seconds), status="feasible"))
+    return best
+
+
+__all__ = ["Solved", "analysed", "cheaper", "sharded", "solved", "step_time"]

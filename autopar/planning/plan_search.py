@@ -1,0 +1,119 @@
+"""The best of the forms that a program may run in: so many micro-batches, and dims padded that the mesh does not divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError
+from autopar.ir.mesh import Mesh, Seconds
+from autopar.ir.program import Program
+from autopar.passes.microbatches import counts, microbatches
+from autopar.passes.padding import padded, rooms
+from autopar.plan.options import AUTO, Options
+from autopar.planning.model_checks import without_rule
+from autopar.planning.optimize import SMALLEST, Solved, Stop, analysed, cheaper, solved
+
+PADDED = ("auto", "megatron")  # the strategies that try to pad dims: the others split the batch, and parameters as they are
+WORTH = 5e-3  # of a step: the least that padding must win
+
+
+def best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
+    """The best solution in the number of micro-batches that is asked for; a program with a loop keeps its own."""
+    if program.loop is None and options.microbatches == AUTO:
+        return _best_number(program, mesh, options, stop)
+    if program.loop is None:
+        program = microbatches(program, _number(options.microbatches))
+    return _best_padded(program, mesh, options, stop)
+
+
+def _number(asked: int | str) -> int:
+    if isinstance(asked, bool) or not isinstance(asked, int):
+        raise ConstraintError(f"microbatches={asked!r} is no number", fix=f"how many a step has, or {AUTO!r}")
+    return asked
+
+
+def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
+    """The fastest solution over the numbers of micro-batches, each at least twice the last, until one that fits is slower."""
+    best: Solved | None = None
+    refused: list[BudgetError] = []
+    last = 0
+    for runs in counts(program):
+        if runs < 2 * last:
+            continue
+        try:
+            part = microbatches(program, runs)
+        except ConstraintError:  # it cannot be cut
+            break
+        try:
+            found = _best_padded(part, mesh, options, stop)
+        except BudgetError as error:
+            if SMALLEST not in error.details:
+                raise
+            refused.append(error)
+        except (ConstraintError, MeshError):  # a part of the batch cannot be split as it must be
+            if runs == 1:
+                raise
+            continue
+        else:
+            if best is not None and found.solution.seconds >= best.solution.seconds:
+                break
+            best = found
+        last = runs
+    if best is None:
+        raise _nearest(refused)
+    return best
+
+
+def _best_padded(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
+    """The solution for a program whose number of micro-batches is settled, padded where that is better or the only way."""
+    best: Solved | None = None
+    refused: list[AutoparError] = []
+    for wide in _paddings(program, mesh, options):
+        try:
+            analysis = analysed(wide, mesh, options)
+            if best is None:
+                without_rule(analysis, strict=options.strict)
+                stop("analyse")
+                best = solved(analysis, mesh, options, stop)
+            elif _spent(best, wide) > WORTH * best.solution.seconds:
+                best = cheaper(best, analysis, mesh, options, by=WORTH)
+                stop("pad")
+        except (BudgetError, ConstraintError) as error:
+            refused.append(error)
+    if best is None:
+        short = [error for error in refused if isinstance(error, BudgetError) and SMALLEST in error.details]
+        raise _nearest(short) if short else refused[0]
+    return best
+
+
+def _paddings(program: Program, mesh: Mesh, options: Options) -> Iterator[Program]:
+    """The program, the same with what can be stored in chunks padded, and with all that can be; what differs."""
+    yield program
+    if options.strategy not in PADDED:
+        return
+    light = rooms(program, mesh.sizes)
+    if light:
+        yield padded(program, light)
+    heavy = rooms(program, mesh.sizes, parts=True)
+    if heavy != light:
+        yield padded(program, heavy)
+
+
+def _spent(best: Solved, wide: Program) -> Seconds:
+    """What a solution spends on the values that are wider in another program, which is about all that this could save."""
+    problem, solution, program = best.formulated.problem, best.solution, best.formulated.program
+    both = program.values.keys() & wide.values.keys()
+    wider = {name for name in both if program.values[name].shape != wide.values[name].shape}
+    touching = {op.name for op in program.ops if not wider.isdisjoint((*op.operands, *(result.name for result in op.results)))}
+    picks, arcs = zip(problem.choices, solution.picks, strict=True), zip(problem.wires, solution.arcs, strict=True)
+    computed = [float(choice.seconds[pick]) for choice, pick in picks if choice.name in touching]
+    sent = [float(wire.seconds[list(used)].sum()) for wire, used in arcs if wire.name in wider]
+    return sum(computed) + sum(sent)
+
+
+def _nearest(refused: Sequence[BudgetError]) -> BudgetError:
+    """The one that asks for the smallest budget."""
+    return min(refused, key=lambda error: int(error.details[SMALLEST].removeprefix("budget=")))
+
+
+__all__ = ["best_variant"]

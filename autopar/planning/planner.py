@@ -1,0 +1,162 @@
+"""Planning: from a model and a mesh to a `Plan`.
+
+capture -> passes -> the best variant of the program (`variants`), solved as it is (`optimum`) -> plan
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from autopar.analysis.analysis import Analysis
+from autopar.capture import Captured, capture
+from autopar.cost_models import catalog
+from autopar.cost_models.links import connect
+from autopar.formulation.cost_breakdown import account
+from autopar.formulation.formulate import decisions
+from autopar.formulation.step_collectives import Message, messages
+from autopar.ir.dynamic_dims import Place, Size, declared
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.passes import normalise
+from autopar.passes.precision import DTYPES, MIXED, mixed, received, stored
+from autopar.plan.budget import parse_bytes
+from autopar.plan.evidence import BUDGET, Figure
+from autopar.plan.options import Options
+from autopar.plan.plan import Collective, Plan, describe, paddings
+from autopar.planning.optimize import Solved, Stop
+from autopar.planning.plan_search import best_variant
+from autopar.planning.respecialize import varied
+from autopar.search_space.assignment import Decisions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan with the program that it is for, the solution that it was made from, and how long each phase took (seconds)."""
+
+    plan: Plan
+    captured: Captured
+    solved: Solved
+    phases: Mapping[str, float]
+
+
+class _Clock:
+    """Seconds per phase; `tell` hears of the end of each."""
+
+    def __init__(self, tell: Stop) -> None:
+        self.phases: dict[str, float] = {}
+        self._tell = tell
+        self._last = time.perf_counter()
+
+    def stop(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._last
+        self._last = now
+        self._tell(phase)
+
+
+def make_plan(
+    model: nn.Module, sample_input: object, mesh: object, options: Options, stop: Stop = lambda phase: None
+) -> Planned:
+    """Capture a model and plan it; see `autopar.plan`. `stop` is called at the end of each phase."""
+    clock = _Clock(stop)
+    captured = read_program(model, sample_input, options.precision, options.reduce)
+    sizes = declared(options.dynamic, captured.signature.shapes)
+    clock.stop("capture")
+    found = best_variant(captured.program, located(mesh, options), options, clock.stop)
+    plan = knowing(finish(found, options), sizes, captured.program, model, sample_input)
+    clock.stop("write")
+    captured = replace(captured, program=found.formulated.program)
+    return Planned(plan=plan, captured=captured, solved=found, phases=clock.phases)
+
+
+def read_program(
+    model: nn.Module,
+    sample_input: object,
+    precision: str | None = None,
+    reduce: str | None = None,
+    places: Mapping[Place, int] | None = None,
+) -> Captured:
+    """Capture a model and bring its program into the form in which it is planned, and into the precision in which it runs.
+
+    `places` are dims of the sample that get another size.
+    """
+    dtype = stored(precision, reduce)
+    captured = capture(model, sample_input, dtype, places)
+    program = normalise(captured.program)
+    if dtype is not None:
+        program = received(program, {planned.path: planned.dtype for planned in captured.signature.tensors})
+    if precision == MIXED:
+        program = mixed(program, DTYPES[reduce] if reduce else None)
+    return replace(captured, program=program)
+
+
+def knowing(plan: Plan, sizes: Sequence[Size], program: Program, model: nn.Module, sample_input: object) -> Plan:
+    """The plan of a model's program with the sizes that may vary; raises CaptureError if the model is another one at others."""
+    precision, reduce = plan.options["precision"] or None, plan.options["reduce"] or None
+    return varied(plan, program, sizes, lambda places: read_program(model, sample_input, precision, reduce, places).program)
+
+
+def located(mesh: object, options: Options) -> Mesh:
+    """The mesh with its device and links: the mesh's own where it has them."""
+    found = Mesh.of(mesh)
+    wanted = options.device if options.device is not None else found.device
+    device = catalog.device(wanted, processes=found.size)
+    return connect(found, device if options.offload else replace(device, host=None))
+
+
+def plan_program(program: Program, mesh: Mesh, options: Options, stop: Stop = lambda phase: None) -> Plan:
+    """The plan of a captured program on a mesh with device and links."""
+    plan = finish(best_variant(program, mesh, options, stop), options)
+    stop("write")
+    return plan
+
+
+def finish(found: Solved, options: Options, chosen: Decisions | None = None) -> Plan:
+    """The plan that a solution stands for, with its evidence; or that of `chosen`, which makes other things again."""
+    formulated, solution = found.formulated, found.solution
+    program, mesh, analysis = formulated.program, formulated.mesh, formulated.analysis
+    chosen = chosen or decisions(formulated, solution)
+    choices, layouts, routes, again = describe(program, chosen, analysis.fits, mesh.sizes)
+    sent = list(messages(analysis, chosen, mesh))
+    said = "90% of the device's memory" if options.budget is None else "asked for"
+    limit = Figure(of=BUDGET, name="memory", value=parse_bytes(options.budget, mesh), unit="B", source=said)
+    evidence = account(found.ledger, chosen, found.optimizer, limit)
+    seconds = evidence.local + sum(message.seconds for message in sent)
+    return Plan(
+        hash=program.hash,
+        axes=mesh.axes,
+        sizes=mesh.sizes,
+        links=tuple(link.name for link in mesh.links),
+        device=mesh.device.name if mesh.device else "",
+        options=options.text(),
+        microbatches=program.runs,
+        status=solution.status,
+        gap=max(0.0, seconds - solution.bound) / seconds if seconds else 0.0,
+        step_time=seconds,
+        peak_memory=round(float(found.ledger.timeline.walk(chosen).max())),
+        collectives=tuple(_collective(message, mesh) for message in sent),
+        choices=choices,
+        layouts=layouts,
+        routes=routes,
+        again=again,
+        once=chosen.once,
+        padded=paddings(program),
+        evidence=evidence,
+    )
+
+
+def collectives_of(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Collective]:
+    """Every collective of one step, forward and backward; the weights of a bundle travel in one."""
+    return (_collective(message, mesh) for message in messages(analysis, chosen, mesh))
+
+
+def _collective(message: Message, mesh: Mesh) -> Collective:
+    name, *more = message.values
+    return Collective(
+        value=name, more=tuple(more), axis=mesh.axes[message.axis], kind=message.kind, bytes=message.bytes,
+        where=message.where, seconds=message.seconds,
+    )  # fmt: skip

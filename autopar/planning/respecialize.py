@@ -1,0 +1,210 @@
+"""A plan at other sizes: the same model, captured at these, under the same choices.
+
+The model itself says what it computes at a size: nothing is interpolated, so that floors, counts and masks are what they are
+there. What a plan says of an op by name holds at any size but for the strides of its splits: see `autopar.planning.stride_inference`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from autopar.analysis.analysis import Analysis, analyse
+from autopar.errors import CaptureError, InputError
+from autopar.ir.conversion import Conversion
+from autopar.ir.dynamic_dims import Place, Size, placed
+from autopar.ir.layout import Layout, State, split, valid
+from autopar.ir.program import Argument, Op, Program, Value
+from autopar.operators import Fitted
+from autopar.plan.plan import Plan, as_planned, describe, paddings, resolve
+from autopar.planning.stride_inference import Digit, Digits
+from autopar.search_space.assignment import Again, Decisions
+from autopar.search_space.candidates import Form, candidate
+
+
+class Resizer:
+    """Carries one plan over; `program` is the whole batch's at the sizes that the plan was made for."""
+
+    def __init__(self, plan: Plan, program: Program) -> None:
+        self.plan, self.mesh = plan, plan.mesh
+        self.program = as_planned(plan, program)
+        self.fits = analyse(self.program, self.mesh).fits
+        self.decisions = resolve(plan, self.program, self.fits)
+
+    def plan_for(self, program: Program, called: str) -> Plan:
+        """The plan for the whole batch's program at other sizes, `called` so in errors.
+
+        Raises CaptureError if it is another program, and InputError if the mesh does not divide it as the plan does.
+        """
+        new = self._new(program, called)
+        strides = {digit: self._whole(digit, stride, called) for digit, stride in self._strides(new, called).items()}
+        made = _Carrier(self.decisions, new, strides, called).decisions()
+        choices, layouts, routes, again = describe(new.program, made, new.fits, self.mesh.sizes)
+        return replace(
+            self.plan, hash=new.program.hash, choices=choices, layouts=layouts, routes=routes, again=again,
+            padded=paddings(new.program),
+        )  # fmt: skip
+
+    def multiple(self, size: Size, program: Program, number: int) -> int:
+        """What a size must be a multiple of, found by the program at another number of it."""
+        called = f"{size.name}={number}"
+        strides = self._strides(self._new(program, called), called)
+        path, dim = size.places[0]
+        part = self.program.values[path].shape[dim]  # of a micro-batch
+        grown = [digit.stride for digit, stride in strides.items() if stride / digit.stride == Fraction(number, size.sample)]
+        return part // math.gcd(part, *grown) * (size.sample // part)
+
+    def _new(self, program: Program, called: str) -> Analysis:
+        new = as_planned(self.plan, program)
+        same_structure(self.program, new, called)
+        analysis = analyse(new, self.mesh)
+        for op in new.ops:
+            if _shape_of(self.fits[op.name]) != _shape_of(analysis.fits[op.name]):
+                raise _other(op, called, f"{op.target} may be split in other ways")
+        return analysis
+
+    def _strides(self, new: Analysis, called: str) -> dict[Digit, Fraction]:
+        return Digits(self.program, self.fits, self.decisions, new, self.mesh.sizes, called).solve()
+
+    def _whole(self, digit: Digit, stride: Fraction, called: str) -> int:
+        if stride.denominator == 1:
+            return int(stride)
+        axis = f"the {self.mesh.sizes[digit.axis]} devices of mesh axis {self.mesh.axes[digit.axis]!r}"
+        raise InputError(
+            f"{called} cannot be split as the plan does over {axis}",
+            **{digit.kind: digit.name},
+            fix="a size that the plan's layouts divide, or a plan made for this one",
+        )
+
+
+def varied(plan: Plan, program: Program, sizes: Sequence[Size], at: Callable[[dict[Place, int]], Program]) -> Plan:
+    """A plan that knows which sizes may vary and in what steps; `at` gives the program with dims of other sizes.
+
+    Raises CaptureError if the model computes something else at another size.
+    """
+    if not sizes:
+        return plan
+    resizer = Resizer(plan, program)
+    found = []
+    for size in sizes:
+        number = _another(size)
+        other = at(placed(sizes, [number if one is size else one.sample for one in sizes]))
+        found.append(replace(size, multiple=resizer.multiple(size, other, number)))
+    return replace(plan, dynamic=tuple(found))
+
+
+def _another(size: Size) -> int:
+    """A number beside the sample's at which to look at the program: twice, half, or what the bounds leave."""
+    tried = (2 * size.sample, size.sample // 2, size.most or 0, size.least)
+    most = math.inf if size.most is None else size.most
+    return next(number for number in tried if number != size.sample and size.least <= number <= most)
+
+
+def same_structure(old: Program, new: Program, called: str) -> None:
+    """Raise CaptureError unless two programs differ in nothing but numbers."""
+    for one, other in zip(old.ops, new.ops, strict=False):
+        if _structure(one) != _structure(other):
+            raise _other(other, called, f"{other.target} where it was {one.target}" if one.target != other.target else "")
+    if len(old.ops) != len(new.ops):
+        longer = max(old.ops, new.ops, key=len)
+        raise _other(longer[min(len(old.ops), len(new.ops))], called, f"{len(new.ops)} operators, planned {len(old.ops)}")
+    if _ends(old) != _ends(new):
+        raise _other(new.ops[-1], called, "what it is given and returns, or what its micro-batches share")
+    if old.loop and new.loop and old.loop.ahead and new.loop.ahead:
+        same_structure(old.loop.ahead, new.loop.ahead, called)
+
+
+def _ends(program: Program) -> object:
+    """What must be the same of inputs and outputs, and of what they are over the micro-batches of a step."""
+    names = [value.name for value in program.inputs], [(output.path, output.value) for output in program.outputs]
+    return names, [(state.kind, state.dim) for state in program.over_time.values()]
+
+
+def _structure(op: Op) -> object:
+    """What must be the same at all sizes: all but numbers."""
+    results = [(r.name, len(r.shape), r.dtype, r.requires_grad) for r in op.results]
+    return op.name, op.target, [_kind(a) for a in op.args], [(name, _kind(a)) for name, a in op.kwargs], results
+
+
+def _kind(argument: Argument) -> object:
+    if isinstance(argument, tuple):
+        return [_kind(part) for part in argument]
+    return "number" if isinstance(argument, (int, float)) and not isinstance(argument, bool) else argument
+
+
+def _shape_of(fitted: Fitted | None) -> object:
+    """What must be the same of an op's rule at all sizes: all but the sizes of factors."""
+    if fitted is None:
+        return None
+    names = [(factor.name, factor.whole) for factor in fitted.factors]
+    forms = [form.name for form in fitted.distributed]
+    return names, fitted.operands, fitted.results, fitted.added, fitted.linear, forms
+
+
+def _other(op: Op, called: str, what: str = "") -> CaptureError:
+    return CaptureError(
+        f"the model computes something else at {called} than at the sample's size",
+        op=op.name,
+        differs=what,
+        at=op.source,
+        fix="bound the size where the model is the same (autopar.Dynamic(dims, least=..., most=...)), or plan for each",
+    )
+
+
+class _Carrier:
+    """Decisions with other strides."""
+
+    def __init__(self, old: Decisions, new: Analysis, strides: Mapping[Digit, int], called: str) -> None:
+        self.old, self.new, self.strides, self.called = old, new, strides, called
+
+    def decisions(self) -> Decisions:
+        old, program = self.old, self.new.program
+        path = {output.path: output.value for output in program.outputs}
+        return Decisions(
+            ops={
+                op.name: candidate(op, self.new.fits[op.name], program.values, self._forms(op.name)) for op in program.ops
+            },
+            given={name: self._layout(program.values[name], layout) for name, layout in old.given.items()},
+            outputs={name: self._layout(program.values[path[name]], layout) for name, layout in old.outputs.items()},
+            routes={name: tuple(self._step(name, step) for step in steps) for name, steps in old.routes.items()},
+            again=Again(
+                ops=old.again.ops,
+                steps=frozenset((name, self._step(name, step)) for name, step in old.again.steps),
+                away=frozenset((name, self._layout(program.values[name], layout)) for name, layout in old.again.away),
+            ),
+            once=old.once,
+        )
+
+    def _forms(self, name: str) -> tuple[Form, ...]:
+        fitted = self.new.fits[name]
+
+        def form(axis: int, old: Form) -> Form:
+            kind, which, stride = old
+            if kind == "S":
+                return kind, which, self.strides[Digit("op", name, which, axis, stride)]
+            if kind == "D" and fitted:
+                return kind, which, fitted.factors[fitted.spread(fitted.distributed[which])[-1]].size // self.new.sizes[axis]
+            return old
+
+        return tuple(form(axis, old) for axis, old in enumerate(self.old.ops[name].forms))
+
+    def _layout(self, value: Value, layout: Layout) -> Layout:
+        def state(axis: int, old: State) -> State:
+            if old.kind != "S":
+                return old
+            return split(old.dim, self.strides[Digit("value", value.name, old.dim, axis, old.stride)])
+
+        found = tuple(state(axis, old) for axis, old in enumerate(layout))
+        if not valid(found, value.shape, self.new.sizes):
+            fix = "a size that the plan's layouts divide, or a plan made for this one"
+            raise InputError(f"{self.called} cannot be split as the plan does: {value.name} is {list(value.shape)}", fix=fix)
+        return found
+
+    def _step(self, name: str, step: Conversion) -> Conversion:
+        value = self.new.program.values[name]
+        return replace(step, source=self._layout(value, step.source), target=self._layout(value, step.target))
+
+
+__all__ = ["Resizer", "same_structure", "varied"]

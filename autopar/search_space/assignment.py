@@ -1,0 +1,74 @@
+"""Decisions: everything that was chosen for a program, in terms of its ops and values.
+
+Enough to price a plan, to walk its memory and to emit its code. A `Plan` is the same as text, with what it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.analysis.analysis import Analysis, has_gradient
+from autopar.analysis.repeated_blocks import OUTPUT
+from autopar.ir.conversion import Conversion
+from autopar.ir.layout import Layout
+from autopar.ir.program import Program
+from autopar.search_space.candidates import Candidate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """What the backward makes again instead of keeping it from the forward.
+
+    `ops` run once more when the backward asks for one of their results or for what autograd keeps inside them; of a value's
+    conversions the `steps`. What they read is kept, or made again in its turn, and with it what lies in its memory. The values
+    `away` go to the host's memory in these layouts, and come back when they are asked for.
+    """
+
+    ops: frozenset[str] = frozenset()
+    steps: frozenset[tuple[str, Conversion]] = frozenset()
+    away: frozenset[tuple[str, Layout]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
+class Decisions:
+    """A candidate per op, a layout per given tensor and output, a route per value; and what is made again for the backward.
+
+    `routes` lists the conversions of a value, each after the one whose target it starts from. Everything that autograd saves
+    is kept, unless it is in `again`. If weights are gathered `once`, it is at the top, and micro-batches share them and add up
+    whole gradients; else they are gathered where they are first used, in each.
+    """
+
+    ops: Mapping[str, Candidate]
+    given: Mapping[str, Layout]  # inputs, parameters and buffers as they are taken or stored
+    outputs: Mapping[str, Layout]  # by output path
+    routes: Mapping[str, tuple[Conversion, ...]]
+    again: Again = Again()
+    once: bool = False
+
+    def produced(self, value: str, program: Program) -> Layout:
+        """The layout in which a value comes from its producer."""
+        op = program.producer.get(value)
+        if op is None:
+            return self.given[value]
+        return self.ops[op.name].results[[r.name for r in op.results].index(value)]
+
+
+def due(analysis: Analysis, chosen: Decisions, name: str) -> set[Conversion]:
+    """The conversions of a value whose gradient comes back."""
+    into = {step.target: step for step in chosen.routes.get(name, ())}
+    back: set[Conversion] = set()
+
+    def walk(node: Layout) -> None:
+        while node in into and into[node] not in back:
+            back.add(into[node])
+            node = into[node].source
+
+    for op in analysis.readers[name]:
+        for position, operand in enumerate(op.operands):
+            if operand == name and has_gradient(analysis, name, op.name):
+                walk(chosen.ops[op.name].operands[position])
+    for output in analysis.program.outputs:
+        if output.value == name and has_gradient(analysis, name, OUTPUT + output.path):
+            walk(chosen.outputs[output.path])
+    return back

@@ -1,0 +1,103 @@
+"""Bundles: weights, or their copies in another dtype, whose conversions travel in one message: its latency is paid once.
+
+    h.0.ln.weight  h.0.ln.bias  h.0.fc.weight  h.0.fc.bias      all_gather, 4 values
+    h.1.ln.weight  h.1.ln.bias  h.1.fc.weight  h.1.fc.bias      all_gather, 4 values
+    ln.weight  ln.bias  head.weight                             all_gather, 3 values
+
+A bundle holds at most `LIMIT` bytes; a weight larger than that travels alone. What is gathered takes memory from the first use
+of a bundle to its last, so a bundle stays within a block: everything under one index of a container ("h.0"), or the ops between
+two of them. Where only gradients travel, blocks share a bundle. What is gathered again for the backward and what is kept until
+then are apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+from autopar.analysis.weight_buckets import weight_buckets
+from autopar.ir.conversion import Conversion
+from autopar.ir.layout import Layout, R
+from autopar.ir.program import Program
+
+# What is one message for a whole bundle: of its values (gathered again too), and of their gradients.
+TOGETHER = (frozenset({"all_gather"}), frozenset({"all_reduce", "reduce_scatter"}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """One step of several weights: `steps` gives each weight's, all on one axis between the same two kinds of state.
+
+    A bundle begins after all those of the same weights with a lower `level`. Unless the weights have `moved`, their gradients
+    alone travel: micro-batches add them up first.
+    """
+
+    level: int
+    steps: tuple[tuple[str, Conversion], ...]
+    moved: bool = True
+
+    @property
+    def axis(self) -> int:
+        return self.steps[0][1].axis
+
+    @property
+    def primitives(self) -> tuple[str, str]:
+        """What happens to the values, and to their gradients."""
+        return self.steps[0][1].primitives
+
+
+def bundled(
+    program: Program, routes: Mapping[str, tuple[Conversion, ...]], again: Set[tuple[str, Conversion]]
+) -> tuple[Bundle, ...]:
+    """The conversions of weights as they travel, in the order of their weights' first use, each after those before it.
+
+    `again` are those that run again for the backward.
+    """
+    found: dict[tuple[int, bool, object], list[tuple[str, Conversion]]] = defaultdict(list)
+    for moved in (True, False):
+        for number, names in enumerate(weight_buckets(program, moved=moved)):
+            for name in names:
+                for step in routes.get(name, ()):
+                    if _moved(routes[name], step) == moved:
+                        level = _level(routes[name], step)
+                        key = level, moved, (number, step.axis, step.primitives, (name, step) in again)
+                        found[key].append((name, step))
+    first = {name: place for place, name in enumerate(name for names in weight_buckets(program, moved=True) for name in names)}
+    result = [Bundle(level=key[0], steps=tuple(steps), moved=key[1]) for key, steps in found.items()]
+    return tuple(sorted(result, key=lambda one: (first[one.steps[0][0]], one.level)))
+
+
+def shared(layout: Layout) -> int:
+    """On how many axes the ranks have the same, each with its part of the gradient."""
+    return layout.count(R)
+
+
+def moves(step: Conversion) -> bool:
+    """Whether the value itself changes on some rank, not only its gradient."""
+    return step.primitives[0] != "identity"
+
+
+def _moved(route: tuple[Conversion, ...], step: Conversion) -> bool:
+    """Whether a step of a route, or one that leads to it, moves the value."""
+    before = _before(route, step.source)
+    return moves(step) or (before is not None and _moved(route, before))
+
+
+def _level(route: tuple[Conversion, ...], step: Conversion) -> int:
+    """The axis of a step where gradients only travel, one axis after the other; else what follows, by the steps before it.
+
+    So weights meet on an axis, though one of them skips the axes before.
+    """
+    before, chain = _before(route, step.source), [step]
+    while before is not None:
+        chain.append(before)
+        before = _before(route, before.source)
+    if not any(map(moves, chain)) and all(later.axis > sooner.axis for later, sooner in itertools.pairwise(chain)):
+        return step.axis
+    return len(step.source) + len(chain)
+
+
+def _before(route: tuple[Conversion, ...], layout: Layout) -> Conversion | None:
+    return next((step for step in route if step.target == layout), None)

@@ -1,0 +1,112 @@
+"""What each class may choose from: candidates of ops, layouts of given tensors and of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from autopar.analysis.analysis import Analysis, representatives
+from autopar.analysis.block_counts import Blocks
+from autopar.analysis.repeated_blocks import OUTPUT
+from autopar.errors import ConstraintError
+from autopar.ir.layout import I, Layout, storable, text
+from autopar.ir.program import Output, Parameter
+from autopar.search_space.candidates import Candidate, candidates
+from autopar.search_space.layout_graph import placeable, space, states
+from autopar.search_space.strategies import Demands
+
+
+def offers(
+    analysis: Analysis, demands: Demands, sharded_outputs: Callable[[Output], bool]
+) -> Iterator[tuple[str, list[Candidate]]]:
+    """The candidates of every class that the demands allow. Raises ConstraintError where they allow none."""
+    return ((name, _accepted(analysis, name, found, demands)) for name, found in _all(analysis, demands, sharded_outputs))
+
+
+def _all(
+    analysis: Analysis, demands: Demands, sharded_outputs: Callable[[Output], bool]
+) -> Iterator[tuple[str, list[Candidate]]]:
+    program, sizes = analysis.program, analysis.sizes
+    whole = (I,) * len(sizes)
+    for value in program.inputs:
+        if analysis.classes.of[value.name] == value.name:
+            yield value.name, [Candidate(forms=(), operands=(), results=(demands.taken.get(value.name, whole),))]
+    for parameter in (*program.parameters, *program.buffers):
+        name = parameter.value.name
+        if analysis.classes.of[name] == name:
+            yield (
+                name,
+                [
+                    Candidate(forms=(), operands=(), results=(s,))
+                    for s in stored(parameter, sizes, analysis.blocks[name], program.true.get(name))
+                ],
+            )
+    memory: dict[tuple[object, ...], list[Candidate]] = {}
+    for name, op in representatives(program, analysis.classes).items():
+        names = (*op.operands, *(r.name for r in op.results))
+        kinds = tuple((program.values[n].shape, program.values[n].requires_grad, analysis.blocks[n]) for n in names)
+        key = (str(analysis.fits[name]), analysis.fits[name], kinds)
+        if key not in memory:
+            memory[key] = [
+                c
+                for c in candidates(op, analysis.fits[name], program.values, sizes, analysis.blocks)
+                if all(
+                    placeable(layout, shape, sizes, counts)
+                    for layout, (shape, _, counts) in zip((*c.operands, *c.results), kinds, strict=True)
+                )
+            ]
+        yield name, memory[key]
+    for output in program.outputs:
+        value = program.values[output.value]
+        if sharded_outputs(output):
+            yield (
+                OUTPUT + output.path,
+                [
+                    Candidate(forms=(), operands=(layout,), results=())
+                    for layout in invariant_or_split(value.shape, sizes, ((1,),) * len(value.shape))
+                    if storable(layout, program.whole(value.name), sizes)
+                ],
+            )
+        else:
+            yield OUTPUT + output.path, [Candidate(forms=(), operands=(whole,), results=())]
+
+
+def _accepted(analysis: Analysis, name: str, found: list[Candidate], demands: Demands) -> list[Candidate]:
+    """The candidates of a class that the demands allow."""
+    program = analysis.program
+    if name in demands.divided:
+        found = [c for c in found if c.results[0][-1].kind == "S"] or found
+    results = [name] if name not in program.op else [r.name for r in program.op[name].results]
+    if not any(result in demands.patterns for result in results):
+        if demands.invariant:
+            return [c for c in found if all(state == I for layout in (*c.operands, *c.results) for state in layout)]
+        return found
+    kept = [c for c in found if all(demands.accept(r, x) for r, x in zip(results, c.results, strict=True))]
+    if not kept:
+        value = next(program.values[r] for r in results if r in demands.patterns)
+        pattern = demands.patterns[value.name]
+        asked = text(tuple(state or I for state in pattern), value.shape, analysis.sizes).split(", ")
+        wanted = ", ".join("*" if state is None else entry for state, entry in zip(pattern, asked, strict=True))
+        raise ConstraintError(
+            f"{value.name} cannot be {'produced' if name in program.op else 'stored'} as {wanted!r}",
+            shape=value.shape,
+            known="; ".join(dict.fromkeys(text(c.results[0], value.shape, analysis.sizes) for c in found[:8])),
+            at=program.op[name].source if name in program.op else "",
+            fix="one of the layouts above, or * on an axis that may stay free",
+        )
+    return kept
+
+
+def stored(
+    parameter: Parameter, sizes: tuple[int, ...], blocks: Blocks, true: tuple[int, ...] | None = None
+) -> list[Layout]:
+    """The layouts in which a parameter or buffer may be stored, in its true shape if it is padded: every axis I or S."""
+    if not parameter.used:
+        return [(I,) * len(sizes)]
+    found = invariant_or_split(parameter.value.shape, sizes, blocks)
+    return [layout for layout in found if storable(layout, true, sizes)] if true else found
+
+
+def invariant_or_split(shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Blocks) -> list[Layout]:
+    """Every layout of a shape without R and P that a DTensor can have."""
+    allowed = tuple(tuple(s for s in axis if s.kind in "IS") for axis in states(shape, sizes, blocks, True))
+    return [layout for layout in space(shape, sizes, allowed, blocks).nodes if storable(layout, shape, sizes)]

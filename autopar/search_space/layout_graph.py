@@ -1,0 +1,114 @@
+"""The layouts that a value may take, and the conversions between them: the graph through which routes run.
+
+shape (8, 6), axis of 2   ->   nodes I, R, P, S(0), S(1);  arcs: every conversion of one axis
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.analysis.block_counts import Blocks
+from autopar.ir.conversion import CONVERSIONS
+from autopar.ir.layout import I, Layout, P, R, State, local_shape, split, valid
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Space:
+    """The layout graph of all values of one shape: nodes are layouts, arcs change the state of one axis.
+
+    `source`, `target`, `axis` hold one entry per arc; `elements` is the local size of each node.
+    """
+
+    nodes: tuple[Layout, ...]
+    index: dict[Layout, int]
+    elements: npt.NDArray[np.int64]
+    source: npt.NDArray[np.int64]
+    target: npt.NDArray[np.int64]
+    axis: npt.NDArray[np.int64]
+    pair: npt.NDArray[np.int64]  # place of (from kind, to kind) in CONVERSIONS
+
+
+PAIRS = {pair: i for i, pair in enumerate(CONVERSIONS)}
+
+
+def states(shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Blocks, differentiable: bool) -> list[list[State]]:
+    """Per axis, every state in which a value of this shape may be; an axis of one device knows only I."""
+    per_axis: list[list[State]] = []
+    for axis, size in enumerate(sizes):
+        plain = [I, R, P] if differentiable else [I, P]
+        found = plain if size > 1 else [I]
+        if size > 1:
+            others = [s for a, s in enumerate(sizes) if a != axis]
+            for dim, length in enumerate(shape):
+                found += [split(dim, stride) for stride in _strides(length, size, others, blocks[dim])]
+        per_axis.append(found)
+    return per_axis
+
+
+def _strides(length: int, size: int, others: list[int], blocks: tuple[int, ...]) -> list[int]:
+    """Strides of a digit of `size` in a dim: whole blocks, and nested inside any choice of the other axes."""
+    found: dict[int, None] = {}
+    for count in blocks:
+        for nest in range(len(others) + 1):
+            for outer in itertools.combinations(others, nest):
+                stride, rest = divmod(length, count * size * int(np.prod(outer, dtype=np.int64)))
+                if not rest and stride:
+                    found[stride] = None
+    return list(found)
+
+
+@functools.lru_cache(maxsize=1 << 18)
+def placeable(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Blocks) -> bool:
+    """Whether a layout is one of those that are generated for a value of this shape."""
+    return valid(layout, shape, sizes) and _nested_tightly(layout, shape, sizes, blocks)
+
+
+def _nested_tightly(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Blocks) -> bool:
+    """Whether the axes that share a dim nest without gaps inside its blocks: only such layouts are generated."""
+    for dim in {s.dim for s in layout if s.kind == "S"}:
+        owned = sorted(((s.stride, sizes[a]) for a, s in enumerate(layout) if s.kind == "S" and s.dim == dim), reverse=True)
+        starts = {shape[dim] // count for count in blocks[dim]}  # where the digits of a block begin
+        edge = 0
+        for stride, size in owned:
+            if stride * size != edge and stride * size not in starts:
+                return False
+            edge = stride
+    return True
+
+
+@functools.lru_cache(maxsize=4096)
+def space(shape: tuple[int, ...], sizes: tuple[int, ...], allowed: tuple[tuple[State, ...], ...], blocks: Blocks) -> Space:
+    """The layout graph over the given states per axis."""
+    nodes = tuple(layout for layout in itertools.product(*allowed) if placeable(layout, shape, sizes, blocks))
+    index = {layout: i for i, layout in enumerate(nodes)}
+    arcs = np.array([arc for i, layout in enumerate(nodes) for arc in _arcs(i, layout, index, allowed, sizes)], dtype=np.int64)
+    source, target, axis, pair = arcs.reshape(-1, 4).T
+    sizes_of = np.array([np.prod(local_shape(shape, layout, sizes), dtype=np.int64) for layout in nodes])
+    return Space(nodes=nodes, index=index, elements=sizes_of, source=source, target=target, axis=axis, pair=pair)
+
+
+def _arcs(
+    i: int, layout: Layout, index: dict[Layout, int], allowed: tuple[tuple[State, ...], ...], sizes: tuple[int, ...]
+) -> Iterator[tuple[int, int, int, int]]:
+    for axis, state in enumerate(layout):
+        for other in allowed[axis]:
+            pair = PAIRS.get((state.kind, other.kind))
+            if other == state or pair is None or not _apart(state, other, sizes[axis]):
+                continue
+            there = index.get((*layout[:axis], other, *layout[axis + 1 :]))
+            if there is not None:
+                yield i, there, axis, pair
+
+
+def _apart(state: State, other: State, size: int) -> bool:
+    """Whether a split can move by one all-to-all: to another dim, or to a digit of the same dim that does not overlap."""
+    if state.kind != other.kind or state.dim != other.dim:
+        return True
+    low, high = sorted((state.stride, other.stride))
+    return high % (low * size) == 0

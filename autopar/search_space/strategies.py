@@ -1,0 +1,306 @@
+"""Named strategies and constraints: what they ask of stored parameters, inputs and results. The solver fills the rest.
+
+ddp        parameters I, inputs S(0)
+zero1      every parameter S on its first dim that divides, gathered at the top, once for all micro-batches; inputs S(0)
+zero2      the same, gathered where it is first used in each
+fsdp       the same, gathered once more for the backward
+megatron   on the last axis no parameter is gathered, those of matrix products are split, and inputs are I; data parallel
+           on the others
+replicate  everything I
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from autopar.analysis.repeated_blocks import PRODUCTS
+from autopar.analysis.weights import copies
+from autopar.errors import ConstraintError, LayoutError
+from autopar.ir.conversion import CONVERSIONS
+from autopar.ir.layout import I, Layout, State, parse, split
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program, Value, aten
+from autopar.operators import Fitted
+
+STRATEGIES = ("auto", "ddp", "zero1", "zero2", "fsdp", "megatron", "replicate")
+SHARDED = ("zero1", "zero2", "fsdp")  # parameters are stored split on all axes, and gathered for use
+OTHER_NAMES = {"zero3": "fsdp"}
+Pattern = tuple[State | None, ...]  # a layout, None where an axis is free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demands:
+    """What a strategy and the user's constraints ask for.
+
+    `patterns` limits the layouts in which values are produced or stored, `taken` gives inputs that are sliced on arrival.
+    Weights are not gathered on the axes `ungathered`, and used unsplit with `weights_whole`; other values are neither gathered
+    nor exchanged on the `private` axes (what makes data parallelism), but for those in `gathered`: outputs, and what an op
+    needs whole. The weights `divided` are stored split on the last axis if they can be. `invariant`: everything is I. Gathered
+    weights are `dropped` after their use and gathered again for the backward, or `held` until then; else the solver decides.
+    They are gathered `once` for all micro-batches, or in each.
+    """
+
+    patterns: Mapping[str, Pattern] = field(default_factory=dict)
+    taken: Mapping[str, Layout] = field(default_factory=dict)
+    weights: frozenset[str] = frozenset()
+    gathered: frozenset[str] = frozenset()
+    ungathered: frozenset[int] = frozenset()
+    private: frozenset[int] = frozenset()
+    divided: frozenset[str] = frozenset()
+    weights_whole: bool = False
+    invariant: bool = False
+    dropped: bool = False
+    held: bool = False
+    once: bool = False
+
+    def accept(self, name: str, layout: Layout) -> bool:
+        """Whether a value may be produced or stored in this layout."""
+        pattern = self.patterns.get(name)
+        return pattern is None or all(want is None or want == got for want, got in zip(pattern, layout, strict=True))
+
+    def allow(self, value: str, axis: int, source: str, target: str) -> bool:
+        """Whether a value may be converted on an axis from one kind of state to another."""
+        forward = CONVERSIONS[source, target][0]
+        if value not in self.weights:
+            return axis not in self.private or value in self.gathered or forward in ("identity", "slice", "all_reduce")
+        if self.weights_whole and target not in "IR":
+            return False
+        return axis not in self.ungathered or forward in ("identity", "keep", "slice")
+
+
+def demands(
+    program: Program, mesh: Mesh, strategy: str, constraints: Mapping[str, str], fits: Mapping[str, Fitted | None]
+) -> Demands:
+    """The demands of a strategy, with the user's constraints on top; `fits` holds the rule of every op.
+
+    Raises ConstraintError for a strategy that does not exist or does not fit, for a constraint that matches nothing, and for
+    two that contradict each other.
+    """
+    strategy = OTHER_NAMES.get(strategy, strategy)
+    if strategy not in STRATEGIES:
+        raise ConstraintError(f"no strategy is called {strategy!r}", fix=f"one of {', '.join(STRATEGIES)}")
+    patterns = constrained(program, mesh, constraints)
+    sliced = {v.name: tuple(state or I for state in patterns[v.name]) for v in program.inputs if v.name in patterns}
+    if strategy == "auto":
+        return Demands(patterns=patterns, taken=sliced)
+    if strategy == "replicate":
+        return Demands(patterns=patterns, taken=sliced, invariant=True)
+    weights = {p.value.name: p.value for p in program.parameters if p.used}
+    last = len(mesh.sizes) - 1
+    data = range(last if strategy == "megatron" else last + 1)
+    whole: Pattern = (I,) * len(mesh.sizes)
+    stored: dict[str, Pattern] = dict.fromkeys(weights, whole)
+    if strategy in SHARDED:
+        stored = {name: _first_dim(program.true.get(name, value.shape), mesh) for name, value in weights.items()}
+    elif strategy == "megatron":
+        stored = dict.fromkeys(weights, (*whole[:last], None))
+    taken = _batch(program, mesh, strategy, data)
+    return Demands(
+        patterns=stored | patterns,
+        taken=taken | sliced,
+        weights=frozenset((*weights, *copies(program))),
+        gathered=frozenset(o.value for o in program.outputs) | _wanted_whole(program, fits) | _compared(program, fits, taken),
+        private=frozenset(data),
+        ungathered=frozenset({last}) if strategy == "megatron" else frozenset(),
+        divided=_multiplied(program, weights, fits, mesh.sizes[last]) if strategy == "megatron" else frozenset(),
+        weights_whole=strategy in ("ddp", *SHARDED),
+        dropped=strategy == "fsdp",
+        held=strategy in ("zero1", "zero2"),
+        once=strategy == "zero1",
+    )
+
+
+def _first_dim(shape: tuple[int, ...], mesh: Mesh) -> Layout:
+    """A shape split over all axes on its first dim that divides, in mesh order; whole if none does."""
+    for dim, size in enumerate(shape):
+        if size % mesh.size == 0 and size:
+            return _nested(dim, size, mesh, range(len(mesh.sizes)))
+    return (I,) * len(mesh.sizes)
+
+
+def _nested(dim: int, size: int, mesh: Mesh, axes: range) -> Layout:
+    states = [I] * len(mesh.sizes)
+    for axis in axes:
+        size //= mesh.sizes[axis]
+        if mesh.sizes[axis] > 1:
+            states[axis] = split(dim, size)
+    return tuple(states)
+
+
+def _batch(program: Program, mesh: Mesh, strategy: str, axes: range) -> dict[str, Layout]:
+    """The inputs that have the batch as dim 0, split over these axes."""
+    parts = 1
+    for axis in axes:
+        parts *= mesh.sizes[axis]
+    if parts == 1:
+        return {}
+    first = program.inputs[0]
+    if not first.shape:
+        raise ConstraintError(
+            f"strategy {strategy!r} splits the batch, but {first.name} has no dim",
+            fix="give the batch first, or strategy='auto'",
+        )
+    batch = first.shape[0]
+    if not batch or batch % parts:
+        what, fewer = ("micro-batch", "fewer micro-batches, ") if program.runs > 1 else ("batch", "")
+        raise ConstraintError(
+            f"strategy {strategy!r} cannot split a {what} of {batch} over {parts} devices",
+            mesh=mesh,
+            fix=f"{fewer}a global batch that is a multiple of {parts * program.runs}, or strategy='auto'",
+        )
+    return {value.name: _nested(0, batch, mesh, axes) for value in program.inputs if value.shape and value.shape[0] == batch}
+
+
+def targets(program: Program) -> Iterator[tuple[str, str]]:
+    """`(name that a constraint may use, value that it constrains)`: parameters, inputs, modules, ops and their results."""
+    for value in program.inputs:
+        yield value.name, value.name
+    for stored in (*program.parameters, *program.buffers):
+        for name in stored.names:
+            yield name, stored.value.name
+    for op in program.ops:
+        if len(op.results) > 1:
+            yield op.name, op.results[0].name
+        for result in op.results:
+            yield result.name, result.name
+            yield result.name.rpartition("#")[0], result.name
+    yield from _modules(program)
+
+
+def _modules(program: Program) -> Iterator[tuple[str, str]]:
+    """Every module path with its first result that is used outside the module."""
+    readers: dict[str, list[str]] = {name: [] for name in program.values}
+    for op in program.ops:
+        for operand in op.operands:
+            readers[operand].append(_path(op.name))
+    for output in program.outputs:
+        readers[output.value].append("")
+    seen: set[str] = set()
+    for op in program.ops:
+        parts = _path(op.name).split(".")
+        for depth in range(1, len(parts) + 1):
+            module = ".".join(parts[:depth])
+            leaves = [r.name for r in op.results if any(not _inside(reader, module) for reader in readers[r.name])]
+            if module and module not in seen and leaves:
+                seen.add(module)
+                yield module, leaves[0]
+
+
+def _path(name: str) -> str:
+    return name.partition(":")[0]
+
+
+def _inside(path: str, module: str) -> bool:
+    return path == module or path.startswith(module + ".")
+
+
+def _multiplied(
+    program: Program, weights: Mapping[str, Value], fits: Mapping[str, Fitted | None], parts: int
+) -> frozenset[str]:
+    """The matrices that only matrix products read, each of which takes them in so many parts (a grouped one may not)."""
+    read: dict[str, list[bool]] = {name: [] for name, value in weights.items() if len(value.shape) > 1}
+    of = copies(program)  # a copy is read for its parameter
+    for op in program.ops:
+        fitted = fits[op.name]
+        for position, name in enumerate(of.get(operand, operand) for operand in op.operands):
+            if name in read and op.results[0].name not in of:
+                factors = [fitted.factors[f] for dim in fitted.operands[position] for f in dim] if fitted else []
+                able = any(not factor.whole and factor.size % parts == 0 for factor in factors)
+                read[name].append(able and aten(op.target) in PRODUCTS)
+    return frozenset(name for name, able in read.items() if able and all(able))
+
+
+def _wanted_whole(program: Program, fits: Mapping[str, Fitted | None]) -> set[str]:
+    """The values whose first dim some op cannot split: batch norm wants the whole batch, an op without rule wants
+    everything."""
+    found = set()
+    for op in program.ops:
+        fitted = fits[op.name]
+        for position, name in enumerate(op.operands):
+            first = fitted.operands[position][:1] if fitted else ((),)
+            if not fitted or any(fitted.factors[f].whole for f in (first[0] if first else ())[:1]):
+                found.add(name)
+    return found
+
+
+def _compared(program: Program, fits: Mapping[str, Fitted | None], taken: Mapping[str, Layout]) -> set[str]:
+    """The values with which an op compares samples of the batch: it has them along two factors, as a contrastive loss has, or
+    along one that it needs whole."""
+    found: set[str] = set()
+    along = dict.fromkeys(taken, 0)  # the dim of each value along which the samples lie
+    for op in program.ops:
+        fitted = fits[op.name]
+        if fitted is None:
+            continue
+        met: dict[int, list[str]] = {}  # by factor, the outermost of its dim
+        for name, dims in zip(op.operands, fitted.operands, strict=True):
+            for factor in dims[along[name]][:1] if name in along else ():
+                met.setdefault(factor, []).append(name)
+        for factor, names in met.items():
+            if len(met) > 1 or fitted.factors[factor].whole:
+                found.update(names)
+        for result, dims in zip(op.results, fitted.results, strict=True):
+            if lies := [dim for dim, factors in enumerate(dims) if met.keys() & set(factors[:1])]:
+                along[result.name] = lies[0]
+    return found
+
+
+def constrained(program: Program, mesh: Mesh, constraints: Mapping[str, str]) -> dict[str, Pattern]:
+    """The layouts that constraints ask for, by value."""
+    if not isinstance(constraints, Mapping):
+        raise ConstraintError(
+            f"constraints is a {type(constraints).__name__}", fix='a dict name -> layout, {"*.weight": "I, S(0)"}'
+        )
+    found: dict[str, Pattern] = {}
+    origin: dict[str, str] = {}
+    known = list(targets(program)) if constraints else []
+    for glob, line in constraints.items():
+        if not isinstance(line, str):
+            raise ConstraintError(f"the constraint {glob!r} is {line!r}, no text", fix='a layout such as "I, S(1)"')
+        hits = [value for name, value in known if fnmatchcase(name, glob)]
+        if not hits:
+            close = [name for name, _ in known if glob.strip("*") and glob.strip("*") in name][:3]
+            raise ConstraintError(
+                f"the constraint {glob!r} names nothing in the model",
+                close=", ".join(close),
+                fix='a parameter, a module path, or "module.path:op#n"; * matches any part',
+            )
+        for value in dict.fromkeys(hits):
+            pattern = _pattern(program, program.values[value], mesh, glob, line)
+            if value in found and found[value] != pattern:
+                raise ConstraintError(
+                    f"two constraints contradict each other on {value}",
+                    first=f"{origin[value]!r}: {constraints[origin[value]]!r}",
+                    second=f"{glob!r}: {line!r}",
+                    fix="drop one of them, or make its name match less",
+                )
+            found[value], origin[value] = pattern, glob
+    return found | dict.fromkeys(_read_ahead(program, found), (I,) * len(mesh.sizes))
+
+
+def _read_ahead(program: Program, constrained: Mapping[str, Pattern]) -> Iterator[str]:
+    """The buffers that must be whole on every device, each of which computes ahead of micro-batches with them."""
+    ops = program.loop.ahead.ops if program.loop and program.loop.ahead else ()
+    read = {name for op in ops for name in op.operands}
+    for buffer in program.buffers:
+        if buffer.value.name in read:
+            if any(state not in (None, I) for state in constrained.get(buffer.value.name, ())):
+                what = f"{buffer.value.name} cannot be split: what micro-batches share is computed with all of it"
+                raise ConstraintError(what, fix="drop its constraint, or microbatches=1")
+            yield buffer.value.name
+
+
+def _pattern(program: Program, value: Value, mesh: Mesh, glob: str, line: str) -> Pattern:
+    try:
+        pattern = parse(line, value.shape, mesh.sizes, value.name)
+    except LayoutError as error:
+        raise ConstraintError(f"the constraint {glob!r} cannot be met: {error.what}", **error.details) from error
+    given = value.name not in program.producer
+    for state in pattern:
+        if state is not None and given and state.kind not in "IS":
+            raise ConstraintError(
+                f"the constraint {glob!r} stores {value.name} in state {state.kind}", fix="stored tensors are I or S"
+            )
+    return pattern

@@ -1,0 +1,94 @@
+"""The user's module itself, run as it was captured, for what verification compares with the program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture import Captured
+from autopar.capture.signature import read_result
+from autopar.ir.program import writes
+from autopar.passes.no_dropout import DRAWS, HALF
+from autopar.runtime.storage import local, part_like
+
+
+def module_results(model: nn.Module, sample: object, captured: Captured) -> dict[tuple[str, str], torch.Tensor]:
+    """Outputs, gradients and written buffers of the user's module, which stays as it is."""
+    program, (args, kwargs) = captured.program, arguments(sample)
+    if any(name == "use_cache" for name, _ in captured.signature.defaults):
+        kwargs.setdefault("use_cache", False)  # as it was captured
+    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    held = {p.names[0]: parameters[p.names[0]] for p in program.parameters if p.used and parameters[p.names[0]].requires_grad}
+    with torch.enable_grad(), _NoDropout():
+        outputs = read_result(model(*args, **kwargs))[0]
+        loss = differentiated_sum(outputs)
+        found = torch.autograd.grad(loss, [*held.values()], materialize_grads=True) if loss is not None and held else ()
+    result = {("output", end.path): output.detach() for end, output in zip(program.outputs, outputs, strict=True)}
+    result |= {("gradient", name): gradient for name, gradient in zip(held, found, strict=True)}
+    written = {name for op in program.ops for name in writes(op)}
+    for name, buffer in model.named_buffers():
+        if name in written or not torch.equal(buffer, before[name]):
+            result["buffer", name] = buffer.clone()
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, buffer)
+            buffer.copy_(before[name])
+    return result
+
+
+def arguments(sample: object) -> tuple[tuple[object, ...], dict[str, object]]:
+    """How a model is called with a sample: positions, and names."""
+    if isinstance(sample, Mapping):
+        return (), {str(name): value for name, value in sample.items()}
+    return (tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)), {}
+
+
+def differentiated_sum(outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The scalars, or without one the outputs, added with fixed weights."""
+    differentiable = [o for o in outputs if o.requires_grad]
+    scalars = [o for o in differentiable if not o.ndim]
+    if not differentiable:
+        return None
+    return torch.stack([_weighed(o, place + 1) for place, o in enumerate(scalars or differentiable)]).sum()
+
+
+def _weighed(output: torch.Tensor, factor: int) -> torch.Tensor:
+    """The sum of an output under fixed weights; of one that is split, this rank's part of it."""
+    count = torch.arange(factor, factor + output.numel(), dtype=torch.float64).reshape(output.shape)
+    weights = torch.complex(count.cos(), count.sin()) if output.is_complex() else count.cos()
+    total = (local(output) * part_like(weights, output)).sum()
+    return total.real if total.is_complex() else total
+
+
+class _NoDropout(TorchFunctionMode):
+    """Dropout with probability 0, also where a function is called with its own probability, and what is drawn as fixed."""
+
+    def __torch_function__(
+        self, func: object, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        given = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+            return args[0] if args else given["input"]
+        if name == "multi_head_attention_forward":  # a function of torch's own, inside which nothing is seen
+            args = (*args[:10], 0.0, *args[11:])
+        if name == "scaled_dot_product_attention":
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                given["dropout_p"] = 0.0
+        if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # the only number with a point among its arguments
+            args = tuple(0.0 if isinstance(argument, float) else argument for argument in args)
+        if name == "rrelu":
+            args, given = args[:3], {n: a for n, a in given.items() if n != "training"}
+        found: object = func(*args, **given)  # type: ignore[operator]
+        fixed = name.removesuffix("_") in DRAWS and isinstance(found, torch.Tensor) and found.is_floating_point()
+        return found.fill_(HALF) if fixed and isinstance(found, torch.Tensor) else found
+
+
+__all__ = ["arguments", "differentiated_sum", "module_results"]

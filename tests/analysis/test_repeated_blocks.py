@@ -1,0 +1,83 @@
+"""Repeated blocks: members are alike, everything is in one class, and nothing is dropped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from autopar.analysis.repeated_blocks import OUTPUT, fold, signature
+from autopar.capture import Captured
+from tests.support import planning
+
+Model = Callable[[], Captured]
+MODELS: dict[str, Model] = {
+    "layers": partial(planning.layers, 64, 32, 32, 32, 32),
+    "llama": partial(planning.llama, 8, 32, 128, depth=4),
+    "gpt2": partial(planning.gpt2, 8, 32, 64, depth=3),
+}
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_everything_is_in_one_class_and_the_members_are_alike(model: Model, repeated: bool) -> None:
+    program = model().program
+    classes = fold(program, repeated=repeated)
+    names = [*(op.name for op in program.ops), *(OUTPUT + o.path for o in program.outputs)]
+    names += [v.name for v in (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers)))]
+    assert Counter(member for members in classes.members.values() for member in members) == Counter(names)
+    for name, members in classes.members.items():
+        assert members[0] == name
+        assert all(classes.of[member] == name for member in members)
+        if name in program.op:
+            assert len({signature(program.op[member], program.values) for member in members}) == 1
+    if not repeated:
+        assert all(len(members) == 1 for members in classes.members.values())
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_every_use_of_every_value_is_in_its_class(model: Model) -> None:
+    program = model().program
+    classes = fold(program)
+    assert Counter(m for v in classes.values for m in v.members) == Counter(list(program.values))
+    uses: dict[str, Counter[tuple[str, int]]] = {name: Counter() for name in program.values}
+    for op in program.ops:
+        for position, operand in enumerate(op.operands):
+            uses[operand][classes.of[op.name], position] += 1
+    for output in program.outputs:
+        uses[output.value][classes.of[OUTPUT + output.path], 0] += 1
+    for value in classes.values:
+        for member in value.members:
+            assert Counter(value.consumers) == uses[member]
+            producer = program.producer.get(member)
+            assert value.producer == classes.of[member if producer is None else producer.name]
+
+
+def test_equal_blocks_are_one_class() -> None:
+    classes = fold(MODELS["llama"]().program)
+    weight = "model.layers.{}.mlp.up_proj.weight"
+    assert classes.members[weight.format(0)] == tuple(weight.format(i) for i in range(4))
+
+
+def test_single_layers_in_a_row_stay_apart() -> None:
+    """Each of a row of linear layers must be free to choose its side of a pair."""
+    classes = fold(MODELS["layers"]().program)
+    assert all(len(members) == 1 for members in classes.members.values())
+
+
+def test_what_is_said_to_be_apart_is_apart() -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    classes = fold(MODELS["llama"]().program, apart=lambda value: "other" if value == name else "")
+    assert classes.members[name] == (name,)
+    assert len(classes.members["model.layers.0.mlp.up_proj.weight"]) == 3
+
+
+def test_the_values_between_blocks_are_grouped_by_all_their_consumers() -> None:
+    """What the last block makes is read by the final norm, not by a block: a group of its own."""
+    program = MODELS["llama"]().program
+    groups = [
+        len(v.members) for v in fold(program).values if v.example.startswith("model.layers.0") and "down_proj:" in v.example
+    ]
+    assert sum(groups) == 4

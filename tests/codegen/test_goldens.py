@@ -1,0 +1,111 @@
+"""The printed plan and the emitted code of one GPT-2 layer under Megatron's scheme, as a reader sees them."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import re
+
+import pytest
+import torch
+import transformers
+from torch import fx
+
+import autopar
+from autopar.analysis.analysis import analyse
+from autopar.codegen import emit
+from autopar.ir.mesh import Mesh
+from autopar.plan.options import Options
+from autopar.plan.plan import resolve
+from autopar.planning.planner import Planned, make_plan
+from autopar.runtime.world import Axis, Context
+from tests.support.golden import Golden
+
+MESH = Mesh.of({"dp": 2, "tp": 4})
+
+
+@functools.cache
+def planned(strategy: str = "megatron") -> Planned:
+    """A layer wide enough, and a batch small enough, that Megatron's column-row pair is cheapest on tp."""
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=2048, n_head=16, n_positions=1024, vocab_size=50304, resid_pdrop=0.0, embd_pdrop=0.0
+    )
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config).bfloat16()
+        tokens = torch.empty(2 if strategy == "megatron" else 8, 1024, dtype=torch.long)
+    return make_plan(model, {"input_ids": tokens, "labels": tokens}, MESH, Options(device="h100", strategy=strategy))
+
+
+def emitted(strategy: str = "megatron") -> fx.Graph:
+    """The graph of rank 0, emitted without processes: the axes name groups that do not exist."""
+    axes = tuple(Axis(name=name, size=size, index=0, group=name) for name, size in zip(MESH.axes, MESH.sizes, strict=True))
+    context = Context(mesh=MESH, device_mesh=None, axes=axes, device=torch.device("cpu"))
+    made = planned(strategy)
+    program, analysis = made.captured.program, analyse(made.captured.program, MESH)
+    return emit(program, resolve(made.plan, program, analysis.fits), dict(analysis.fits), context)
+
+
+def code(strategy: str = "megatron") -> str:
+    return emitted(strategy).python_code("self").src
+
+
+def test_the_plan_of_a_megatron_layer_reads_as_the_golden_one(golden: Golden) -> None:
+    golden.check("plan_gpt2_megatron.txt", f"{planned().plan}\n")
+
+
+def test_the_code_of_a_megatron_layer_reads_as_the_golden_one(golden: Golden) -> None:
+    golden.check("code_gpt2_megatron.py.txt", code())
+
+
+def test_emission_repeats_itself_and_survives_a_copy() -> None:
+    graph = emitted()
+    assert graph.python_code("self").src == copy.deepcopy(graph).python_code("self").src == code()
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
+def test_emitted_code_imports_every_name_that_it_uses(strategy: str) -> None:
+    module = ast.parse(code(strategy))
+    imported = {a.asname or a.name for node in module.body if isinstance(node, ast.Import | ast.ImportFrom) for a in node.names}
+    (function,) = (node for node in module.body if isinstance(node, ast.FunctionDef))
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+    own = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {a.arg for a in function.args.args}
+    used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+    assert used - own - {"getattr"} == imported
+
+
+def test_a_gathered_weight_is_named_after_the_weight() -> None:
+    text = code("fsdp")
+    weight = "transformer_h_0_mlp_c_fc_weight"
+    found = re.search(rf"^ +{weight}_gathered = (bundle_\d+)\[(\d+)\]", text, re.MULTILINE)
+    assert found
+    bundle, place = found[1], int(found[2])
+    begun = re.search(rf"^ +{bundle}_begun = begin\('all_gather__reduce_scatter', \[(.*?)\], tp\)", text, re.MULTILINE)
+    assert begun
+    assert begun[1].split(", ").index(weight) == place
+    finish = rf"finish\(anew, 'all_gather__reduce_scatter', {bundle}_begun, tp, (\[.*?\])\)"
+    ended = re.search(rf"^ +{bundle} = {finish}", text, re.MULTILINE)
+    assert ended
+    assert ast.literal_eval(ended[1])[place] == (0,)
+    assert not re.search(r"^ +(begin|finish)\w* = ", text, re.MULTILINE)
+
+
+def test_every_module_that_computes_has_a_comment_above_its_lines() -> None:
+    program, text = planned().captured.program, code()
+    for module in {op.module for op in program.ops if op.module}:
+        assert re.search(rf"^ +# {re.escape(module)}$", text, re.MULTILINE), module
+
+
+def test_a_module_of_one_device_has_no_axes_in_its_code_and_can_be_copied() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    x = torch.randn(2, 4)
+    parallel = autopar.parallelize(model, x, (1,), device="h100")
+    assert "axis0" not in parallel.code
+    copied = copy.deepcopy(parallel)
+    assert copied.code == parallel.code
+    torch.testing.assert_close(copied(x), model(x))
+    with torch.no_grad():
+        copied.get_parameter("0.weight").zero_()
+    torch.testing.assert_close(parallel(x), model(x))
+    assert not torch.equal(copied(x), model(x))

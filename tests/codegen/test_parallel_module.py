@@ -1,0 +1,233 @@
+"""A parallel module is used like the original: its state, its modes, its random numbers, its errors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.errors import InputError
+from autopar.runtime.storage import whole
+from autopar.runtime.workers import WorkerPool
+from tests.support import models
+
+MESH = (2, 4)
+
+
+class Odd(nn.Module):
+    """What a state dict can hold: ties, unused and frozen parameters, buffers of both kinds, and names against the alphabet."""
+
+    def __init__(self, rate: float = 0.5) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.randn(3))
+        self.second = nn.Linear(8, 8)
+        self.middle = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU())
+        self.frozen = nn.Linear(16, 8).requires_grad_(False)
+        self.tied = nn.Linear(8, 8)
+        self.tied.weight = self.second.weight
+        self.drop = nn.Dropout(rate)
+        self.register_buffer("kept", torch.randn(8))
+        self.register_buffer("lost", torch.randn(8), persistent=False)
+        self.alone = torch.randn(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tied(self.second(x) + self.kept * self.lost + self.alone)
+        return self.drop(self.frozen(self.middle(x)))
+
+
+def odd() -> tuple[Odd, torch.Tensor]:
+    """The model with a batch of it: the same whatever came before."""
+    torch.manual_seed(0)
+    return Odd(), torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+
+
+def parallel_of(model: nn.Module, sample: object, mesh: object = MESH, **options: object) -> fx.GraphModule:
+    return autopar.parallelize(model, sample, mesh, device="h100", **options)
+
+
+def called(module: nn.Module, sample: object) -> torch.Tensor:
+    """The first output, whole."""
+    found = module(**sample) if isinstance(sample, Mapping) else module(sample)
+    return whole(found if isinstance(found, torch.Tensor) else found["logits"])
+
+
+def same_state(name: str) -> None:
+    model, sample = odd() if name == "odd" else models.make(name)
+    twin = copy.deepcopy(model)
+    parallel = parallel_of(model, sample, strategy="fsdp")
+    assert isinstance(parallel, fx.GraphModule)
+    state, original = parallel.state_dict(), model.state_dict()
+    assert set(state) == set(original)
+    assert [key for key, _ in parallel.named_parameters()] == [key for key, _ in model.named_parameters()]
+    for remove in (True, False):
+        names = {key for key, _ in model.named_buffers(remove_duplicate=remove)}
+        assert names <= {key for key, _ in parallel.named_buffers(remove_duplicate=remove)}
+    for key, tensor in state.items():
+        torch.testing.assert_close(whole(tensor), original[key])
+    for key, parameter in parallel.named_parameters():
+        assert isinstance(parameter, nn.Parameter)
+        assert isinstance(parameter.data, DTensor)
+        assert parameter.requires_grad == model.get_parameter(key).requires_grad
+    ours, theirs = (dict(m.named_parameters(remove_duplicate=False)) for m in (parallel, model))
+    assert set(ours) == set(theirs)
+    for one in ours:
+        assert [other for other in ours if ours[other] is ours[one]] == [o for o in theirs if theirs[o] is theirs[one]]
+    untouched(model, twin)
+
+
+def untouched(model: nn.Module, twin: nn.Module) -> None:
+    """The user's model has the tensors, gradients, mode and hooks that it had."""
+    assert model.training == twin.training
+    for (key, tensor), expected in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+        assert torch.equal(tensor, expected), key
+        assert type(tensor) is torch.Tensor
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("name", ["odd", "gpt2", "t5"])
+def test_names_order_ties_unused_parameters_and_buffers_are_the_originals(pool: WorkerPool, name: str) -> None:
+    pool.run(f"{__name__}:same_state", name)
+
+
+def modes(name: str) -> None:
+    torch.manual_seed(0)
+    model, sample = odd() if name == "odd" else models.make(name)
+    parallel = parallel_of(model, sample, strategy="megatron")
+    assert parallel.training
+    assert not torch.equal(called(parallel, sample), called(parallel, sample)), "two calls drop differently"
+    parallel.eval()
+    model.eval()
+    expected = called(model, sample).detach()
+    torch.testing.assert_close(called(parallel, sample), expected, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        found = called(parallel, sample)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    parallel.train()
+    assert not torch.equal(called(parallel, sample), found), "train mode drops again"
+
+
+@pytest.mark.parametrize("name", ["odd", "bert"])
+def test_dropout_ends_in_eval_mode_and_nothing_is_kept_without_gradients(pool: WorkerPool, name: str) -> None:
+    pool.run(f"{__name__}:modes", name)
+
+
+def seeded_by_rank(_: None) -> list[torch.Tensor]:
+    torch.manual_seed(torch.distributed.get_rank())
+    model, sample = odd()
+    parallel = parallel_of(model, sample, strategy="fsdp")
+    tensors = [*parallel.parameters(), *parallel.buffers()]
+    return [whole(tensor).detach().clone() for tensor in tensors] + [called(parallel.eval(), sample).detach()]
+
+
+def test_ranks_that_were_seeded_differently_get_the_weights_of_rank_0(pool: WorkerPool) -> None:
+    first, *others = pool.run(f"{__name__}:seeded_by_rank")
+    torch.manual_seed(0)
+    model, sample = odd()
+    held = dict(model.named_parameters()) | dict(model.named_buffers()) | {"alone": model.alone}
+    for found, expected in zip(first, [*held.values(), called(model.eval(), sample)], strict=True):  # type: ignore[call-overload]
+        torch.testing.assert_close(found, expected.detach())
+    for other in others:
+        assert all(map(torch.equal, first, other))  # type: ignore[call-overload]
+
+
+class Drop(nn.Module):
+    """Dropout of ones: what is left tells what was drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(x)
+
+
+def dropped(layout: str) -> torch.Tensor:
+    torch.manual_seed(torch.distributed.get_rank())
+    ones = torch.ones(64, 64)
+    parallel = parallel_of(Drop(), ones, constraints={"drop": layout}, outputs="whole")
+    return called(parallel, ones)
+
+
+@pytest.mark.parametrize("layout, parts", [("S(0), I", 2), ("I, S(0)", 4), ("S(0), S(0)", 8), ("I, I", 1)])
+def test_dropout_draws_alike_for_the_same_value_and_differently_for_its_parts(
+    pool: WorkerPool, layout: str, parts: int
+) -> None:
+    found = pool.run(f"{__name__}:dropped", layout)
+    assert all(torch.equal(mask, found[0]) for mask in found)  # type: ignore[arg-type]
+    chunks = found[0].chunk(parts)  # type: ignore[attr-defined]
+    for index, one in enumerate(chunks):
+        assert 0.4 < (one > 0).double().mean() < 0.6
+        assert all(0.4 < (one == other).double().mean() < 0.6 for other in chunks[:index]), "independent draws"
+
+
+def from_meta(_: None) -> None:
+    torch.manual_seed(0)
+    expected, sample = models.make("gpt2")
+    with torch.device("meta"):
+        model = models.MODELS["gpt2"]()[0]
+    parallel = parallel_of(model, sample, strategy="fsdp")
+    assert all(parameter.is_meta for parameter in parallel.parameters())
+    with pytest.raises(InputError, match=r"transformer\.wte\.weight.* on meta"):
+        parallel(**sample)
+    autopar.initialize(parallel, model)
+    assert torch.isfinite(parallel(**sample).loss)
+    parallel.load_state_dict(distributed(parallel, expected))
+    check = parallel.eval()
+    torch.testing.assert_close(called(check, sample), called(expected.eval(), sample).detach(), atol=1e-5, rtol=1e-5)
+
+    empty = parallel_of(model.train(), sample, strategy="megatron")
+    empty.load_state_dict(distributed(empty, expected), assign=True)
+    torch.testing.assert_close(called(empty.eval(), sample), called(expected, sample).detach(), atol=1e-5, rtol=1e-5)
+
+
+def distributed(parallel: nn.Module, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state dict, laid out as the parallel module's."""
+    given = model.state_dict()
+    return {
+        key: torch.distributed.tensor.distribute_tensor(given[key], like.device_mesh, like.placements)
+        for key, like in parallel.state_dict().items()
+    }
+
+
+def test_a_model_on_meta_is_parallelized_and_then_initialised_or_loaded(pool: WorkerPool) -> None:
+    pool.run(f"{__name__}:from_meta")
+
+
+def mistakes(_: None) -> None:
+    torch.manual_seed(0)
+    model, sample = odd()
+    parallel = parallel_of(model, sample)
+    with pytest.raises(InputError, match="the ranks were given different values for x") as caught:
+        parallel(sample + torch.distributed.get_rank() // 4)
+    assert "[4, 5, 6, 7] differ" in str(caught.value)
+    parallel(sample)
+    for wrong, message in ((sample[:8], "dim 0 is 8, planned 16"), (sample.double(), "another dtype")):
+        with pytest.raises(InputError, match=message):
+            parallel(wrong)
+
+
+def test_other_inputs_than_planned_or_than_the_other_ranks_is_an_error_on_every_rank(pool: WorkerPool) -> None:
+    pool.run(f"{__name__}:mistakes")
+
+
+def test_a_mesh_of_one_device_needs_no_processes() -> None:
+    torch.manual_seed(0)
+    model, sample = models.make("llama")
+    parallel = parallel_of(model, sample, {"dp": 1, "tp": 1})
+    assert isinstance(parallel, fx.GraphModule)
+    assert not torch.distributed.is_initialized()
+    assert not any(isinstance(parameter, DTensor) for parameter in parallel.parameters())
+    expected = model(**sample)
+    found = parallel(**sample)
+    torch.testing.assert_close(found.loss, expected.loss)
+    expected.loss.backward()
+    found.loss.backward()
+    for one, other in zip(parallel.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-6, rtol=1e-4)

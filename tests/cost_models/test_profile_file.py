@@ -1,0 +1,109 @@
+"""Measured profiles: written, read, and used instead of the data sheets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.cost_models import catalog
+from autopar.cost_models.collectives import seconds
+from autopar.cost_models.compute import pricer
+from autopar.cost_models.links import connect
+from autopar.cost_models.profile_file import load, measured_link, save
+from autopar.errors import MeshError
+from autopar.ir.mesh import Device, Mesh
+from autopar.ir.program import Op, Ref, Value
+from autopar.profile import main
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+LINE = (1e-4, 8e-9)
+LINK = measured_link(2, dict.fromkeys(KINDS, LINE), "made up")
+DEVICE = Device(
+    name="cpu, 2 processes measured", flops={"float32": 1e10}, memory=1 << 30, bandwidth=1e10, launch=1e-6, inner="gloo",
+    outer="gloo", per_node=2, source="made up", rates={"aten.linear.default": (2e9, 1e9), "optimizer.adamw": (1e9, 0.0)},
+    links={2: LINK},
+)  # fmt: skip
+
+
+def linear() -> tuple[Op, dict[str, Value]]:
+    def value(name: str, *shape: int) -> Value:
+        return Value(name=name, shape=shape, dtype=torch.float32, requires_grad=True)
+
+    operands = {v.name: v for v in (value("x", 64, 32), value("w", 16, 32))}
+    op = Op(
+        name=":linear#0", target="aten.linear.default", args=(Ref("x"), Ref("w")), results=(value("y", 64, 16),)
+    )  # fmt: skip
+    return op, operands
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    save(DEVICE, tmp_path / "machine.json")
+    assert load(tmp_path / "machine.json") == DEVICE
+    assert catalog.device(str(tmp_path / "machine.json")) == DEVICE
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "x", "source": "y", "device": 3, "links": {}, "rates": {}}'])
+def test_a_file_that_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "machine.json").write_text(text)
+    with pytest.raises(MeshError, match="is no profile of a machine"):
+        load(tmp_path / "machine.json")
+    with pytest.raises(MeshError, match="is no profile of a machine"):
+        load(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_measured_line_counts_instead_of_latency_and_bandwidth(kind: str) -> None:
+    assert seconds(kind, 0.0, 2, LINK) == 1e-4
+    assert seconds(kind, 1e6, 2, LINK) == pytest.approx(1e-4 + 8e-3)
+    assert seconds(kind, 1e6, 1, LINK) == 0.0, "nothing is sent on an axis of one"
+    sizes = np.linspace(0.0, 1e6, 500)
+    found = seconds(kind, sizes, 2, LINK)
+    assert (np.diff(found) > 0).all(), "more bytes take more"
+    assert found[7] == seconds(kind, float(sizes[7]), 2, LINK)
+
+
+def test_a_measured_operator_is_priced_by_its_work_and_rate() -> None:
+    op, values = linear()
+    price, shapes = pricer(op, values, DEVICE), ([(64, 32), (16, 32)], [(64, 16)])
+    flops = 2 * 64 * 32 * 16
+    assert price.forward_seconds(*shapes) == pytest.approx(flops / 2e9)
+    assert price.backward_seconds(*shapes) == pytest.approx(2 * flops / 1e9), "two products in the backward"
+
+
+def test_each_axis_gets_the_link_of_its_size() -> None:
+    assert connect(Mesh.of((2, 1)), DEVICE).links[0] == LINK
+    with pytest.raises(MeshError, match="knows no groups of 4 devices"):
+        connect(Mesh.of((2, 4)), DEVICE)
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), torch.empty(8, 16)
+"""
+
+
+def test_a_machine_is_measured_and_planned_for(tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(MODEL)
+    file = tmp_path / "machine.json"
+    assert main([f"{tmp_path}/small.py:build", "--processes", "2", "--save", str(file)]) == 0
+    data = json.loads(file.read_text())
+    assert {"aten.linear.default", "aten.gelu.default", "optimizer.adamw"} <= data["rates"].keys()
+    assert all(rate > 0 for name, rates in data["rates"].items() for rate in rates if not name.startswith("optimizer."))
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    plan = autopar.plan(model, torch.empty(8, 16), (2,), device=str(file))
+    assert plan.device == "cpu, 2 processes measured"
+    assert plan.step_time > 0
+
+
+def test_a_target_that_cannot_be_built_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{tmp_path}/none.py:build", "--save", str(tmp_path / "x.json")]) == 1
+    assert "there is no file" in capsys.readouterr().err

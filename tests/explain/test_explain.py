@@ -1,0 +1,213 @@
+"""The command line: an explanation on stdout, or an error on stderr and an exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar import Plan
+from autopar.explain import difference, main, parse_mesh
+from autopar.ir.mesh import Mesh
+from autopar.search_space.strategies import STRATEGIES
+
+SOURCE = '''
+import torch
+from torch import nn
+
+import neighbour
+
+def build():
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.empty(32, 64)
+
+def number():
+    return 3
+
+def pair():
+    return 3, 4
+
+def fails():
+    raise ValueError("no such thing")
+
+def on_meta():
+    model, sample = build()
+    assert sample.is_meta and model[0].weight.is_meta
+    return model, sample
+'''
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    """The path of a file with functions that build models, and fail to."""
+    (tmp_path / "neighbour.py").write_text("")
+    path = tmp_path / "build_model.py"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("neighbour", "build_model"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_a_plan_is_printed_and_saved_and_the_saved_one_prints_alike(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "plan.json")
+    asked = "--mesh dp=2,tp=4 --device h100 --budget 1GB --strategy ddp --optimizer sgd --dynamic batch=input:0 --save".split()
+    assert main([f"{target}:build", *asked, path]) == 0
+    printed = capsys.readouterr().out
+    assert main([path]) == 0
+    saved = capsys.readouterr().out
+    assert printed.startswith(saved)
+    assert re.search(r"^varies +batch \(dim 0 of input\): multiples of 8, planned at 32$", saved, re.M)
+    assert re.search(r"^step +[\d.]+ ms predicted; no plan is (more than [\d.]+% )?faster at these prices$", saved, re.M)
+    assert re.search(r"^memory +[\d.]+ KiB of 953.67 MiB per device \(asked for\)$", saved, re.MULTILINE)
+    assert re.search(r"^optimizer +sgd: no state \(torch.optim.SGD\)$", saved, re.MULTILINE)
+    assert "ddp (this plan)" in printed.removeprefix(saved)
+
+
+def test_the_model_is_built_on_meta_and_constraints_are_obeyed(target: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    constraints = ["--constraint", "0.weight=*, S(0)", "--constraint", "2.*=I, I"]
+    assert main([f"{target}:on_meta", "--mesh", "2,4", "--device", "h100", "--save", path, *constraints]) == 0
+    layouts = Plan.load(path).layouts
+    assert layouts["0.weight"].endswith(", S(0)")
+    assert layouts["2.weight"] == "I, I"
+
+
+def test_a_target_may_be_an_importable_module(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(target).parent)
+    assert main(["build_model:build", "--mesh", "2", "--device", "h100"]) == 0
+
+
+@pytest.mark.parametrize(
+    "place, arguments, code, said",
+    [
+        ("missing.py:build", ["--mesh", "2"], 2, "there is no file missing.py"),
+        ("missing.json", [], 2, "there is no file missing.json"),
+        ("missing.module:build", ["--mesh", "2"], 2, "there is no module missing.module"),
+        ("model", ["--mesh", "2"], 2, "'model' names no function"),
+        ("{}:biuld", ["--mesh", "2"], 2, "has no function 'biuld'\n  functions  build, number, pair, fails, on_meta"),
+        ("{}:number", ["--mesh", "2"], 2, "number returned no (model, sample_input)\n  returned  int"),
+        ("{}:pair", ["--mesh", "2"], 2, "pair returned no (model, sample_input)\n  returned  int, int"),
+        ("{}:fails", ["--mesh", "2"], 2, "fails failed: ValueError: no such thing\n  at  "),
+        ("{}:build", [], 2, "on which mesh? A plan is for one mesh\n  fix  --mesh 2,4 or --mesh dp=2,tp=4"),
+        ("{}:build", ["--mesh", "2x4"], 2, "'2x4' is no mesh"),
+        ("{}:build", ["--mesh", "dp=2,4"], 2, "'dp=2,4' is no mesh"),
+        ("{}:build", ["--mesh", "dp=2,dp=4"], 2, "'dp=2,dp=4' is no mesh"),
+        ("{}:build", ["--mesh", "0"], 2, "a mesh needs axes of at least one device each"),
+        ("{}:build", ["--mesh", "2", "--constraint", "0.weight"], 2, "'0.weight' is no constraint\n  fix  NAME=LAYOUT"),
+        ("{}:build", ["--mesh", "2", "--constraint", "a=I", "--constraint", "a=R"], 2, "one name has two constraints"),
+        ("{}:build", ["--mesh", "2", "--dynamic", "batch"], 2, "'batch' names no size\n  fix  NAME=DIM, or"),
+        ("{}:build", ["--mesh", "2", "--dynamic", "batch=input:x"], 2, "'batch=input:x' names no size"),
+        ("{}:build", ["--mesh", "2", "--dynamic", "batch=x:0"], 1, "ConstraintError: dynamic['batch'] names 'x', which is no"),
+        ("{}:build", ["--mesh", "2", "--device", "h100", "--save", "/missing/p.json"], 2, "cannot write /missing/p.json"),
+        ("{}:build", ["--mesh", "2", "--strategy", "fast"], 1, "ConstraintError: no strategy is called 'fast'"),
+        ("{}:build", ["--mesh", "2", "--device", "tpu"], 1, "MeshError: no device is called 'tpu'"),
+        ("{}:build", ["--mesh", "2", "--device", "h100", "--budget", "1KB"], 1, "BudgetError: no plan fits into 1000 B"),
+        ("{}:build", ["--mesh", "2", "--constraint", "7=I"], 1, "ConstraintError: the constraint '7' names nothing"),
+        ("{}:build", ["--mesh", "2", "--why", "0.wait"], 1, "InputError: nothing in the model is called '0.wait'\n  close"),
+        ("{}:build", ["--mesh", "2", "--why-not", "0.weight"], 2, "'0.weight' is no constraint\n  fix  NAME=LAYOUT"),
+        ("{}:build", ["--mesh", "2", "--why-not", "a=I", "--why-not", "a=R"], 2, "one name has two constraints"),
+        ("{}:build", ["--mesh", "2", "--why-not", "7=I"], 1, "ConstraintError: the constraint '7' names nothing"),
+        ("{}:build", ["--mesh", "2", "--diff", "a", "b"], 2, "two saved plans: --mesh, target do not go with it"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(
+    place: str, arguments: list[str], code: int, said: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([place.format(target), *arguments]) == code
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.out == ""
+
+
+def test_a_saved_plan_cannot_be_changed_by_options(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "plan.json")
+    assert main([f"{target}:build", "--mesh", "2", "--device", "h100", "--save", path]) == 0
+    assert main([path, "--mesh", "4", "--strategy", "ddp"]) == 2
+    assert "is a saved plan: --mesh, --strategy cannot change it" in capsys.readouterr().err
+    assert main([path, "--why", "0", "--code"]) == 2
+    assert "is a saved plan: --why, --code need the model" in capsys.readouterr().err
+    Path(path).write_text("{}")
+    assert main([path]) == 1
+    assert "PlanError: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text, mesh",
+    [("8", Mesh.of(8)), (" 2 , 4 ", Mesh.of((2, 4))), ("dp=2, tp=4", Mesh.of({"dp": 2, "tp": 4}))],
+)
+def test_a_mesh_is_written_as_sizes_or_as_names_with_sizes(text: str, mesh: Mesh) -> None:
+    assert parse_mesh(text) == mesh
+
+
+def test_without_a_target_there_is_nothing_to_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--mesh", "2"]) == 2
+    assert "what shall be explained?\n  fix  TARGET: file.py:function" in capsys.readouterr().err
+    assert main(["--diff", "missing.json", "other.json"]) == 2
+    assert "there is no file missing.json" in capsys.readouterr().err
+
+
+def test_json_holds_what_the_text_says(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--json", "--why", "0", "--why-not", "0.weight=*, S(1)", "--code"]
+    assert main([f"{target}:build", "--mesh", "2,4", "--device", "h100", *asked]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert set(data) == {"plan", "phases", "why", "why_not", "code"}
+    plan = Plan.from_json(json.dumps(data["plan"]))
+    assert [answer["name"] for answer in data["why"]] == ["0:linear#0"]
+    assert [entry["chosen"] for entry in data["why"][0]["alternatives"]].count(True) == 1
+    other = Plan.from_json(json.dumps(data["why_not"]["plan"]))
+    assert other.layouts["0.weight"].endswith(", S(1)")
+    assert other.step_time >= plan.step_time * (1 - plan.gap)
+    assert "torch.ops.aten.linear.default" in data["code"]
+    assert main([f"{target}:build", "--mesh", "2,4", "--device", "h100", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert set(data) == {"plan", "phases", "strategies"}
+    assert [entry["strategy"] for entry in data["strategies"]] == list(STRATEGIES)
+    assert data["strategies"][0]["plan"] == data["plan"]
+
+
+def test_two_saved_plans_are_compared(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(tmp_path / f"{strategy}.json") for strategy in ("ddp", "fsdp")]
+    for path in paths:
+        asked = ["--mesh", "2", "--device", "h100", "--strategy", Path(path).stem, "--save", path]
+        assert main([f"{target}:build", *asked]) == 0
+    capsys.readouterr()
+    assert main(["--diff", *paths]) == 0
+    printed = capsys.readouterr().out
+    assert printed == "\n".join(difference(*map(Plan.load, paths)).lines()) + "\n"
+    assert main(["--json", "--diff", *paths]) == 0
+    assert json.loads(capsys.readouterr().out) == {"difference": printed.splitlines()}
+
+
+def test_a_terminal_is_told_what_is_being_done(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main([f"{target}:build", "--mesh", "2", "--device", "h100"]) == 0
+    assert "planning the named strategies" in terminal.getvalue()
+
+
+class Terminal(io.StringIO):
+    """A text that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_module_runs_as_a_command(target: str) -> None:
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "autopar.explain"]
+    good = subprocess.run([*command, f"{target}:build", "--mesh", "2,4", "--device", "h100"], capture_output=True, text=True)
+    assert (good.returncode, good.stderr) == (0, "")
+    assert good.stdout.startswith("plan  ")
+    bad = subprocess.run([*command, f"{target}:build", "--mesh", "x"], capture_output=True, text=True)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr.startswith("UsageError: 'x' is no mesh\n")

@@ -1,0 +1,219 @@
+"""Memory: the walk and its rows say the same, and what the solver returns fits."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+
+from autopar.analysis.analysis import analyse
+from autopar.capture import Captured
+from autopar.cost_models import optimizers
+from autopar.errors import BudgetError
+from autopar.formulation.budget_loop import smallest, within
+from autopar.formulation.formulate import Formulated, formulate
+from autopar.formulation.memory_model import Ledger
+from autopar.solver.presolve import merge_followers
+from autopar.solver.problem import Choice, Consumer, Floats, Problem, Solution, Surcharge, Wire, price, row_bytes
+from autopar.solver.solve import solve
+from autopar.verify.testing import random_solution
+from tests.solver.random_problems import bytes_of, enumerate_all, random_problem, random_row
+from tests.support import planning
+from tests.support.planning import NETWORK, NVLINK, link, mesh
+
+Model = Callable[[], Captured]
+
+MODELS: dict[str, Model] = {
+    "layers": partial(planning.layers, 4096, 1024, 4096, 1024, 512),
+    "llama": partial(planning.llama, 16, 128, 512),
+    "gpt2": partial(planning.gpt2, 16, 128, 256),
+}
+MESHES = {"8": mesh((8,), link(100)), "2x4": mesh((2, 4), NETWORK, NVLINK)}
+ADAMW = optimizers.optimizer("adamw")
+
+
+@functools.cache
+def formulated(model: str, on: str, folded: bool = True) -> tuple[Formulated, Ledger]:
+    """The problem of a model on a mesh, and its ledger."""
+    analysis = analyse(MODELS[model]().program, MESHES[on], repeated=folded)
+    made = formulate(analysis, MESHES[on], ADAMW, sharded_outputs=lambda output: bool(output.path != "loss"))
+    return made, Ledger(made, ADAMW)
+
+
+CASES = [(model, on, folded) for model, on in itertools.product(MODELS, MESHES) for folded in (True, False)]
+
+
+@pytest.mark.parametrize("model, on, folded", CASES)
+def test_a_row_of_the_best_solution_is_nearly_the_walk_and_never_more(model: str, on: str, folded: bool) -> None:
+    made, ledger = formulated(model, on, folded)
+    free = within(made, ledger, 1 << 50)
+    assert free is not None
+    walk = ledger.walk(free)
+    rows = said(made, ledger, free)
+    assert (rows <= walk * (1 + 1e-9)).all()
+    assert rows[walk.argmax()] >= 0.99 * walk.max()
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("model, on, folded", CASES)
+def test_at_the_peak_of_any_solution_its_row_says_no_more_than_the_walk(model: str, on: str, folded: bool, seed: int) -> None:
+    made, ledger = formulated(model, on, folded)
+    solution = random_solution(made.problem, random.Random(seed))
+    walk = ledger.walk(solution)
+    moment = int(walk.argmax())
+    assert said(made, ledger, solution)[moment] <= walk[moment] * (1 + 1e-9)
+
+
+def said(made: Formulated, ledger: Ledger, solution: Solution) -> Floats:
+    """What the rows of all moments say of a solution."""
+    rows = (ledger.row(moment, 1.0) for moment in range(2 * ledger.timeline.count + 1))
+    return np.array([row_bytes(made.problem, row, solution.picks, solution.arcs, solution.again) for row in rows])
+
+
+@pytest.mark.parametrize("model, on, folded", CASES)
+def test_the_walk_never_falls_below_what_is_stored(model: str, on: str, folded: bool) -> None:
+    made, ledger = formulated(model, on, folded)
+    solution = random_solution(made.problem, random.Random(7))
+    walk = ledger.walk(solution)
+    assert walk.min() >= walk[0] * 0.0 + _stored(made, solution)
+    assert np.all(walk == np.round(walk))
+
+
+def _stored(made: Formulated, solution: Solution) -> float:
+    """Bytes of the parameters with their two moments, in the layouts that a solution stores them in."""
+    program, sizes = made.program, made.mesh.sizes
+    total = 0.0
+    for name, found, pick, choice in zip(made.names, made.candidates, solution.picks, made.problem.choices, strict=True):
+        if any(p.value.name == name for p in program.parameters):
+            parts = int(np.prod([n for n, state in zip(sizes, found[pick].results[0], strict=True) if state.kind == "S"]))
+            total += 3 * program.values[name].bytes / parts * len(made.analysis.classes.members[choice.name])
+    return total
+
+
+@pytest.mark.parametrize("model, share", [("layers", 0.0), ("layers", 0.3), ("layers", 0.7), ("llama", 0.0)])
+def test_the_walk_never_exceeds_the_budget(model: str, share: float) -> None:
+    made, ledger = formulated(model, "8")
+    free, least = within(made, ledger, 1 << 50), smallest(made, ledger)
+    assert free is not None
+    assert least is not None
+    most, fewest = ledger.walk(free).max(), ledger.walk(least).max()
+    assert fewest <= most
+    budget = int(np.ceil(1.01 * fewest + share * max(0.0, most - 1.01 * fewest)))
+    found = within(made, ledger, budget)
+    assert found is not None
+    assert ledger.walk(found).max() <= budget
+    assert found.seconds >= free.seconds * (1 - 2e-3)
+    assert found.seconds == pytest.approx(price(made.problem, found.picks, found.arcs, found.again))
+
+
+@pytest.mark.parametrize("model", ["layers", "llama"])
+def test_the_smallest_budget_that_is_reported_works_and_one_percent_less_does_not(model: str) -> None:
+    captured, on = MODELS[model](), MESHES["8"]
+    budget = planning.smallest(captured, on)
+    assert planning.plan(captured, on, budget=budget).peak_memory <= budget
+    with pytest.raises(BudgetError):
+        planning.plan(captured, on, budget=int(0.99 * budget))
+
+
+def test_more_memory_never_makes_a_slower_plan() -> None:
+    captured, on = MODELS["layers"](), MESHES["8"]
+    budget = planning.smallest(captured, on)
+    times = [planning.plan(captured, on, budget=int(budget * factor)).step_time for factor in (1.0, 1.1, 1.3, 2.0, 5.0)]
+    assert all(after <= before * (1 + 1e-3) for before, after in itertools.pairwise(times))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_solution_of_a_random_problem_keeps_to_its_rows_or_none_does(seed: int) -> None:
+    """Rows that a judge brings one by one, as the memory walk does, bind as those that are known from the start."""
+    problem = random_problem(seed)
+    rows = [random_row(problem, 100 * seed + i) for i in range(4)]
+
+    def judge(solution: Solution, final: bool) -> list:  # type: ignore[type-arg]
+        broken = [r for r in rows if bytes_of(problem, r, solution.picks, solution.arcs) > r.limit * (1 + 1e-6)]
+        return broken[:1] if final else []
+
+    late, best = solve(problem, judge, gap=0.0), enumerate_all(problem, tuple(rows))
+    assert (late is None) == (best is None)
+    if late is not None:
+        assert late.seconds == pytest.approx(best, rel=1e-6, abs=1e-9)
+
+
+def chained(seed: int) -> Problem:
+    """A random problem, one to three of its wires led through an operator without a price that follows its operand."""
+    draw, problem = random.Random(seed), random_problem(seed)
+    choices, wires = list(problem.choices), list(problem.wires)
+    for number in draw.sample(range(len(wires)), min(len(wires), draw.randint(1, 3))):
+        old = wires[number]
+        order = draw.sample(range(old.nodes), old.nodes)  # follower's candidate c reads node order[c]
+        rename = draw.sample(range(old.nodes), old.nodes)  # and makes of it what the consumers know as rename[order[c]]
+        place, keep = len(choices), draw.random() < 0.7
+        choices.append(Choice(name=f"f{number}", seconds=np.zeros(old.nodes), tie=np.zeros(old.nodes)))
+        back = np.argsort(rename)
+        dearer = old.seconds + sum((s.seconds for s in old.surcharges if s.consumers), np.zeros(len(old.seconds)))
+        before = dearer if keep else np.array([draw.uniform(0, 3) for _ in dearer])
+        wires[number] = Wire(
+            name=f"{old.name}a", producer=old.producer, produced=back[old.produced], nodes=old.nodes,
+            consumers=(Consumer(choice=place, wants=np.array(order)),), source=back[old.source], target=back[old.target],
+            seconds=before, surcharges=(Surcharge(seconds=np.zeros(len(before)), consumers=frozenset()),), free=old.free,
+        )  # fmt: skip
+        wires.append(
+            Wire(
+                name=f"{old.name}b", producer=place, produced=np.array(rename)[order], nodes=old.nodes, consumers=old.consumers,
+                source=old.source, target=old.target, seconds=old.seconds, surcharges=old.surcharges, free=old.free,
+            )
+        )  # fmt: skip
+    return Problem(choices=tuple(choices), wires=tuple(wires))
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_merging_followers_leaves_the_optimum(seed: int) -> None:
+    problem = chained(seed)
+    merged = merge_followers(problem)
+    found, whole = solve(merged.problem, gap=0.0), solve(problem, gap=0.0)
+    assert found is not None
+    assert whole is not None
+    assert found.seconds == pytest.approx(whole.seconds, rel=1e-6, abs=1e-9)
+    expanded = merged.expand(found)
+    assert price(problem, expanded.picks, expanded.arcs) == pytest.approx(found.seconds, rel=1e-9, abs=1e-12)
+
+
+def test_followers_are_merged_at_all() -> None:
+    sizes = [(len(chained(seed).choices), len(merge_followers(chained(seed)).problem.choices)) for seed in range(80)]
+    assert sum(before > after for before, after in sizes) > 30
+    assert sum(before == after for before, after in sizes) > 5
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_a_row_said_of_the_merged_problem_is_the_row_of_the_original(seed: int) -> None:
+    problem = chained(seed)
+    merged = merge_followers(problem)
+    row = random_row(problem, seed)
+    solution = random_solution(merged.problem, random.Random(seed))
+    expanded = merged.expand(solution)
+    expected = bytes_of(problem, row, expanded.picks, expanded.arcs)
+    assert bytes_of(merged.problem, merged.row(row), solution.picks, solution.arcs) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("model, on", [("llama", "8"), ("gpt2", "8"), ("gpt2", "2x4")])
+def test_merging_followers_leaves_the_optimum_of_a_model(model: str, on: str) -> None:
+    made, ledger = formulated(model, on)
+    merged = merge_followers(made.problem)
+    found, whole = solve(merged.problem), solve(made.problem)
+    assert found is not None
+    assert whole is not None
+    assert len(merged.problem.choices) < len(made.problem.choices)
+    assert found.bound <= whole.seconds * (1 + 1e-6)
+    assert whole.bound <= found.seconds * (1 + 1e-6)
+    solution = random_solution(merged.problem, random.Random(3))
+    expanded = merged.expand(solution)
+    moments = len(ledger.walk(expanded))
+    for moment in {0, moments // 2, moments // 3, moments - 1}:
+        row = ledger.row(moment, 1.0)
+        expected = row_bytes(made.problem, row, expanded.picks, expanded.arcs)
+        assert row_bytes(merged.problem, merged.row(row), solution.picks, solution.arcs) == pytest.approx(expected, rel=1e-12)
+    assert price(made.problem, expanded.picks, expanded.arcs) == pytest.approx(solution.seconds, rel=1e-9)

@@ -1,0 +1,274 @@
+"""Plans that make things again: nothing runs that they do not say, the memory is gone, and the numbers stay."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx
+
+from autopar.analysis.analysis import Analysis, analyse
+from autopar.analysis.recomputability import lies, may_run, may_run_again
+from autopar.capture import Captured
+from autopar.codegen import ParallelModule
+from autopar.codegen.emit import identifier
+from autopar.errors import PlanError
+from autopar.ir.layout import I
+from autopar.ir.mesh import Mesh
+from autopar.memory.recompute_closure import reruns
+from autopar.operators import fit
+from autopar.parallelize import assemble, tensors_of
+from autopar.plan.options import Options
+from autopar.plan.plan import Plan, describe, resolve
+from autopar.planning.planner import located, plan_program, read_program
+from autopar.runtime.storage import whole
+from autopar.runtime.workers import WorkerPool
+from autopar.runtime.world import connect
+from autopar.search_space.assignment import Again, Decisions
+from autopar.verify.testing import random_again, random_plan_of
+from tests.support import models
+from tests.support.ops import Ops
+
+ALONE = Mesh.of(1)
+OPTIONS = Options(device="h100")
+NAMES = ("gpt2", "llama", "vit")
+NOTHING = Again()
+
+
+@functools.cache
+def captured(name: str) -> Captured:
+    return read_program(*models.make(name))
+
+
+@functools.cache
+def analysed(name: str) -> Analysis:
+    return replace(analyse(captured(name).program, ALONE), cpu=True)
+
+
+@functools.cache
+def alone(name: str) -> Plan:
+    """The plan on one device, where everything is kept."""
+    return plan_program(captured(name).program, located(ALONE, OPTIONS), OPTIONS)
+
+
+def chosen(name: str) -> Decisions:
+    return resolve(alone(name), captured(name).program, analysed(name).fits)
+
+
+def every(name: str) -> Again:
+    """All ops that may run again do."""
+    return Again(ops=may_run(captured(name).program, analysed(name).fits))
+
+
+def some(name: str, seed: int) -> Again:
+    """A random part of them does."""
+    return random_again(analysed(name), chosen(name), random.Random(seed))
+
+
+def planned(name: str, again: Again) -> Plan:
+    texts = describe(captured(name).program, replace(chosen(name), again=again), analysed(name).fits, ALONE.sizes)
+    return replace(alone(name), again=texts[-1])
+
+
+def built(name: str, again: Again) -> tuple[ParallelModule, list[torch.Tensor]]:
+    """The module on one CPU with its batch; it draws the same every time."""
+    plan = planned(name, again)
+    model, sample = models.make(name)
+    torch.manual_seed(0)
+    module = assemble(captured(name), tensors_of(model), plan, connect(ALONE, device="cpu"))
+    return module, list(captured(name).signature.bind((), dict(sample)))
+
+
+def gradients(module: ParallelModule, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    module.run(inputs)[0].backward()  # type: ignore[no-untyped-call]
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradients_stay_what_they_are_and_dropout_drops_the_same(name: str) -> None:
+    expected = gradients(*built(name, NOTHING))
+    assert expected
+    for again in (every(name), some(name, 0), some(name, 1)):
+        assert all(map(torch.equal, gradients(*built(name, again)), expected))
+
+
+class PerNode(fx.Interpreter):
+    """Counts the operators that run for every node of a graph."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.counts: dict[str, Counter[str]] = {}
+
+    def run_node(self, n: fx.Node) -> object:
+        with Ops() as ops:
+            found = super().run_node(n)
+        self.counts[n.name] = ops.counts
+        return found
+
+
+def in_backward(name: str, again: Again) -> Counter[str]:
+    """What runs in the backward."""
+    module, inputs = built(name, again)
+    loss = module.run(inputs)[0]
+    with Ops() as ops:
+        loss.backward()  # type: ignore[no-untyped-call]
+    return ops.counts
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", NAMES)
+def test_the_backward_runs_again_what_the_plan_says_and_nothing_else(name: str, seed: int) -> None:
+    program, again = captured(name).program, some(name, seed)
+    module, inputs = built(name, NOTHING)
+    nodes = PerNode(module)
+    nodes.run(*inputs)
+    views = [op for op in program.ops if lies(op, program.values)]  # these come back with what they lie in, copied or not
+    loose = {"empty", "set_", "detach"}.union(*(nodes.counts[identifier(op.name)] for op in views))
+    rerun = reruns(analysed(name), replace(chosen(name), again=again))
+    assert rerun.ops < again.ops
+    fetched = {source(name, value) for value, _ in rerun.away}
+    expected = sum((nodes.counts[identifier(op)] for op in rerun.ops), Counter({"copy_": len(fetched)}))
+    extra = in_backward(name, again) - in_backward(name, NOTHING)
+    compared = (expected | extra).keys() - loose
+    assert compared
+    assert {ran: extra[ran] for ran in compared} == {ran: expected[ran] for ran in compared}
+
+
+def source(name: str, value: str) -> str:
+    """The value in whose memory one lies."""
+    program = captured(name).program
+    op = program.producer.get(value)
+    return source(name, op.operands[0]) if op is not None and lies(op, program.values) else value
+
+
+def left(name: str, again: Again) -> int:
+    """Bytes that a forward leaves behind, and what it returns."""
+    module, inputs = built(name, again)
+    with Ops() as ops:
+        results = module.run(inputs)
+        assert results
+        return ops.alive
+
+
+def test_the_memory_of_what_is_made_again_is_gone_after_the_forward() -> None:
+    program = captured("vit").program
+    gelus = [op for op in program.ops if op.target == "aten.gelu.default"]
+    assert len(gelus) == 2
+    saved = left("vit", NOTHING) - left("vit", Again(ops=frozenset(op.name for op in gelus)))
+    assert saved == sum(op.results[0].bytes for op in gelus)
+
+
+def test_the_host_holds_what_goes_there_and_the_device_does_not() -> None:
+    program = captured("vit").program
+    gelus = [op.results[0] for op in program.ops if op.target == "aten.gelu.default"]
+    layout = (I,) * len(ALONE.sizes)
+    there = Again(away=frozenset((gelu.name, layout) for gelu in gelus))
+    assert left("vit", NOTHING) - left("vit", there) == sum(gelu.bytes for gelu in gelus)
+    assert all(map(torch.equal, gradients(*built("vit", there)), gradients(*built("vit", NOTHING))))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hardly_anything_is_left_where_everything_is_made_again(name: str) -> None:
+    """But for dropout, what needs no gradient and the results."""
+    assert left(name, every(name)) < {"gpt2": 0.6, "llama": 0.2, "vit": 0.2}[name] * left(name, NOTHING)
+
+
+def test_a_second_backward_a_copy_and_a_forward_without_gradients_work() -> None:
+    expected = gradients(*built("gpt2", NOTHING))
+    module, inputs = built("gpt2", every("gpt2"))
+    copied = copy.deepcopy(module)
+    loss = module.run(inputs)[0]
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    loss.backward()  # type: ignore[no-untyped-call]
+    for parameter, once in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * once)
+    assert all(map(torch.equal, gradients(copied, inputs), expected))
+    with torch.no_grad():
+        assert not module.run(inputs)[0].requires_grad
+
+
+# --- plans ----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_draws_writes_or_is_a_view_may_not_run_again() -> None:
+    program = captured("gpt2").program
+    allowed = {op.target for op in program.ops if may_run_again(op, fit(op, program.values))}
+    assert allowed >= {"aten.add.Tensor", "aten.addmm.default", "aten.layer_norm.default", "aten.reshape.default"}
+    assert not {target.split(".")[1] for target in allowed} & {"dropout", "transpose", "split", "arange"}
+
+
+class Centred(torch.nn.Module):
+    """Batch norm, and a use of the mean that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = (y.exp() - self.norm.running_mean).exp()
+        return (self.norm(x) * z).sum()
+
+
+def test_what_reads_a_buffer_that_is_written_may_not_run_again() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    program = read_program(Centred(), (x, x)).program
+    fits = {op.name: fit(op, program.values) for op in program.ops}
+    able = {op.target for op in program.ops if may_run_again(op, fits[op.name])}
+    allowed = {program.op[name].target for name in may_run(program, fits)}
+    assert allowed >= {"aten.exp.default", "aten.mul.Tensor"}
+    assert able - allowed == {"aten.sub.Tensor"}
+
+
+@pytest.mark.parametrize(
+    "name, lines, message",
+    [
+        ("nothing", ("run",), "nothing is no op that may run again"),
+        ("nothing", ("I -> R",), "'I -> R' is not on the route of nothing"),
+        ("transformer.wte.weight", ("I -> R",), "'I -> R' is not on the route of transformer.wte.weight"),
+        ("transformer.wte.weight", ("host: I",), "transformer.wte.weight is no result of an op, which the host may hold"),
+    ],
+)
+def test_an_entry_that_means_nothing_is_refused(name: str, lines: tuple[str, ...], message: str) -> None:
+    wrong = replace(alone("gpt2"), again={name: lines})
+    with pytest.raises(PlanError, match="the plan is damaged") as caught:
+        resolve(wrong, captured("gpt2").program, analysed("gpt2").fits)
+    assert message in str(caught.value)
+
+
+def test_a_dropout_that_shall_run_again_is_refused() -> None:
+    program = captured("gpt2").program
+    dropout = next(op.name for op in program.ops if op.target == "aten.dropout.default")
+    with pytest.raises(PlanError, match="the plan is damaged"):
+        resolve(replace(alone("gpt2"), again={dropout: ("run",)}), program, analysed("gpt2").fits)
+
+
+def test_random_plans_make_ops_and_conversions_again_of_weights_and_of_others() -> None:
+    program = captured("llama").program
+    plan = random_plan_of(captured("llama"), located((2, 4), OPTIONS), 1, OPTIONS)
+    again = resolve(plan, program, analyse(program, Mesh.of((2, 4))).fits).again
+    assert again.ops
+    assert again.away
+    assert {name in program.producer for name, _ in again.steps} == {True, False}
+
+
+def dropped_alike(plan: Plan) -> list[torch.Tensor]:
+    """The gradients of a plan under dropout."""
+    torch.manual_seed(0)
+    model, sample = models.make("gpt2")
+    module = assemble(captured("gpt2"), tensors_of(model), plan, connect(plan.mesh, device="cpu"))
+    inputs = list(captured("gpt2").signature.bind((), dict(sample)))
+    return [whole(gradient) for gradient in gradients(module, inputs)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_on_four_devices_dropout_drops_the_same_whether_things_are_made_again_or_not(pool: WorkerPool, seed: int) -> None:
+    plan = random_plan_of(captured("gpt2"), located((2, 2), OPTIONS), seed, OPTIONS)
+    assert plan.again
+    found, expected = (pool.run(f"{__name__}:dropped_alike", one, ranks=4) for one in (plan, replace(plan, again={})))
+    for one, other in zip(found[0], expected[0], strict=True):  # type: ignore[call-overload]
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,42 @@
+"""How much of ATen the table covers, and that the page about it is up to date."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopar.operators import RULES
+from autopar.operators.registry import TABLE
+from tests.operators import coverage
+from tests.support.golden import Golden
+
+PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
+
+
+def test_most_operators_of_core_aten_split_along_a_factor() -> None:
+    assert len(coverage.core()) >= 185  # what torch calls core; a version of torch may change it a little
+    assert len(coverage.covered()) >= 165
+
+
+def test_every_operator_of_core_aten_that_does_not_split_has_a_reason() -> None:
+    rest = set(coverage.tensor_operators()) - set(coverage.covered())
+    assert sorted(target for target in rest if not coverage.reason(target, coverage.REASONS)) == []
+
+
+@pytest.mark.parametrize("name", sorted(coverage.REASONS))
+def test_every_reason_is_needed(name: str) -> None:
+    rest = set(coverage.tensor_operators()) - set(coverage.covered())
+    assert any(coverage.reason(target, {name: coverage.REASONS[name]}) for target in rest)
+
+
+def test_the_table_has_more_than_two_hundred_operators() -> None:
+    assert len({target.split(".")[1] for target in RULES}) > 200
+
+
+def test_every_table_is_a_family_of_the_page() -> None:
+    assert {target for module in coverage.FAMILIES.values() for target in module.TABLE} == set(TABLE)
+
+
+def test_the_page_of_operators_is_up_to_date(golden: Golden) -> None:
+    golden.check(str(PAGE), coverage.page())

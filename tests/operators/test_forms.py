@@ -1,0 +1,106 @@
+"""The law of rules on every distributed form: its ranks run at once, as threads; forms that are wrong are caught."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+import transformers.integrations.moe  # noqa: F401  (an operator)
+
+from autopar.formulation.step_collectives import inside
+from autopar.ir.program import Op, Value
+from autopar.operators import RULES, Fitted, fit
+from autopar.operators.checking.execution_check import Trial, check, distributed_trials
+from autopar.operators.checking.sample_call import Example as Called
+from autopar.operators.registry import OTHERS
+from autopar.runtime.parallel_ops import FORMS
+from autopar.runtime.recorder import recorded
+from autopar.runtime.threaded_ranks import ranks
+from autopar.search_space.candidates import Candidate
+from tests.operators.examples import EXAMPLES
+from tests.support import planning
+
+TARGETS = sorted(target for target, rule in RULES.items() if rule.distributed)
+T = TypeVar("T")
+Sent = Counter[tuple[str, str, int]]  # kind, pass and bytes
+
+
+def test_every_form_of_the_table_can_be_run_and_every_function_is_in_the_table() -> None:
+    rules = (*RULES.values(), *OTHERS.values())
+    assert {form.name for rule in rules for form in rule.distributed} == set(FORMS)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_ranks_of_a_form_together_give_the_whole_and_send_what_it_says(target: str) -> None:
+    tried = set()
+    for example in EXAMPLES[target]:
+        op, values, tensors = example.build(target)
+        fitted = fit(op, values)
+        assert fitted is not None
+        heard: list[Sent] = []
+        check(op, values, tensors, ranks=partial(overheard, heard))
+        trials = list(distributed_trials(fitted))
+        tried |= {form.name for form in fitted.distributed if trials}
+        assert heard == [said for trial in trials for said in [sent(op, fitted, values, trial)] * math.prod(trial.sizes)]
+    assert tried == {form.name for form in RULES[target].distributed}
+
+
+@pytest.mark.parametrize("ends", [(3, 6, 9, 12), (2, 7, 10, 12), (0, 0, 12, 12), (12, 12, 12, 12), (1, 2, 3, 9)], ids=str)
+def test_experts_get_their_rows_however_many_they_are(ends: tuple[int, ...]) -> None:
+    given = torch.randn(12, 5).double(), torch.randn(4, 5, 6).double(), torch.tensor(ends, dtype=torch.int32)
+    op, values, tensors = (made := Called.of("transformers::grouped_mm_fallback", given)).op, made.values, made.tensors
+    fitted = fit(op, values)
+    assert fitted is not None
+    assert str(fitted) == "t! k, e! k n, e! -> t! n"
+    trials = list(distributed_trials(fitted))
+    assert len(trials) == 6
+    assert check(op, values, tensors, ranks=ranks) == check(op, values, tensors) + len(trials)
+
+
+def overheard(heard: list[Sent], form: str, size: int, run: Callable[[int, Callable[..., object]], T]) -> list[T]:
+    """The ranks of a form, and what each of them sends."""
+
+    def one(rank: int, function: Callable[..., object]) -> tuple[T, Sent]:
+        with recorded(()) as log:
+            found = run(rank, function)
+        return found, Counter((message.kind, message.where, message.bytes) for message in log)
+
+    both = ranks(form, size, one)
+    heard += [log for _, log in both]
+    return [found for found, _ in both]
+
+
+def sent(op: Op, fitted: Fitted, values: dict[str, Value], trial: Trial) -> Sent:
+    """What every rank of a trial sends, as the form says it."""
+    operands, results = trial.layouts(fitted)
+    forms = []
+    for kind, which, stride in trial.forms:
+        own = fitted.chunks(fitted.distributed[which], stride) if kind == "distributed" else {}
+        forms.append(("D", which, [*own.values()][-1]) if own else ("S", which, stride))
+    candidate = Candidate(forms=tuple(forms), operands=tuple(operands), results=tuple(results))
+    on = planning.mesh(trial.sizes, planning.NVLINK)
+    said = (one for where in ("forward", "backward") for one in inside(op, fitted, candidate, values, on, where))
+    return Counter((one.kind, one.where, one.bytes) for one in said)
+
+
+def test_forms_that_are_made_wrong_are_caught() -> None:
+    """A third of what `sabotage_forms` tries, in a process of its own: a kernel may trust the sizes that it is given."""
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.operators.sabotage_forms", "--every", "3"], cwd=root,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    *lines, last = ran.stdout.splitlines()
+    assert last == f"all {len(lines)} were caught"
+    assert {line.partition(" ")[0] for line in lines} == set(FORMS)

@@ -1,0 +1,152 @@
+"""Plans as data: text that loses nothing, prints, and denotes the decisions that it was made from."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.table import Table
+
+import autopar
+from autopar.analysis.analysis import Analysis, analyse
+from autopar.capture import Captured
+from autopar.errors import PlanError
+from autopar.ir.layout import I
+from autopar.ir.mesh import Mesh
+from autopar.operators import fit
+from autopar.plan.options import Options
+from autopar.plan.plan import Collective, Plan, describe, form_text, resolve
+from autopar.plan.text import folded, size_text
+from autopar.planning.planner import located, plan_program, read_program
+from autopar.search_space.strategies import STRATEGIES
+from autopar.verify.testing import random_plan_of
+from tests.capture.models import MODELS
+from tests.operators.examples import EXAMPLES
+
+MESH = (2, 2)
+
+
+@functools.cache
+def captured(name: str) -> Captured:
+    torch.manual_seed(0)
+    return read_program(*MODELS[name]())
+
+
+@functools.cache
+def analysed(name: str) -> Analysis:
+    return analyse(captured(name).program, Mesh.of(MESH))
+
+
+@functools.cache
+def plan(name: str, strategy: str = "auto") -> Plan:
+    options = Options(device="h100", strategy=strategy)
+    return plan_program(captured(name).program, located(MESH, options), options)
+
+
+def check_round_trips(name: str, made: Plan) -> None:
+    """JSON gives back the plan; its texts give back decisions that have the same texts."""
+    assert Plan.from_json(made.to_json()) == made
+    program, fits = captured(name).program, analysed(name).fits
+    decisions = resolve(made, program, fits)
+    assert describe(program, decisions, fits, made.sizes) == (made.choices, made.layouts, made.routes, made.again)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "vit"])
+def test_a_plan_denotes_the_decisions_that_it_was_made_from(name: str, strategy: str) -> None:
+    check_round_trips(name, plan(name, strategy))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_so_does_a_random_plan(name: str, seed: int) -> None:
+    options = Options(device="h100", strategy="random")
+    check_round_trips(name, random_plan_of(captured(name), located(MESH, options), seed, options))
+
+
+@pytest.mark.parametrize("target", sorted(EXAMPLES))
+def test_the_factors_of_an_op_have_different_names_so_that_a_choice_can_name_one(target: str) -> None:
+    for example in EXAMPLES[target]:
+        op, values, _ = example.build(target)
+        fitted = fit(op, values)
+        assert fitted is not None
+        names = [factor.name for factor in fitted.factors if not factor.whole]
+        assert len(names) == len(set(names)), f"{fitted}"
+        assert not any("," in name or "/" in name for name in names)
+        texts = [form_text(("S", f, 1), fitted) for f, factor in enumerate(fitted.factors) if not factor.whole]
+        assert not {"I/1", "R/1"} & set(texts)
+
+
+def test_the_json_has_the_fields_that_others_may_rely_on(tmp_path: Path) -> None:
+    made = plan("gpt2", "ddp")
+    made.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == made
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert set(data) == {
+        "version", "hash", "mesh", "device", "options", "status", "gap", "step_time", "peak_memory", "once",
+        "choices", "layouts", "routes", "again", "padded", "collectives", "evidence", "microbatches", "dynamic",
+    }  # fmt: skip
+    assert data["mesh"] == {"axes": ["axis0", "axis1"], "sizes": [2, 2], "links": ["nvlink4", "nvlink4"]}
+    assert data["hash"] == captured("gpt2").program.hash
+    assert data["layouts"]["transformer.wte.weight"] == "I, I"
+    assert set(data["collectives"][0]) == {"value", "more", "axis", "kind", "bytes", "pass", "seconds"}
+    assert {entry["pass"] for entry in data["collectives"]} <= {"forward", "backward"}
+
+
+def test_a_plan_for_another_model_or_another_mesh_is_refused() -> None:
+    other = captured("llama").program
+    with pytest.raises(PlanError, match="the plan was made for another model or sample"):
+        resolve(plan("gpt2"), other, analysed("llama").fits)
+    short = replace(plan("gpt2"), axes=("axis0",), sizes=(4,))
+    with pytest.raises(PlanError, match="the plan is damaged"):
+        resolve(short, captured("gpt2").program, analysed("gpt2").fits)
+
+
+def test_replicate_keeps_everything_whole_and_sends_nothing() -> None:
+    made = plan("llama", "replicate")
+    decisions = resolve(made, captured("llama").program, analysed("llama").fits)
+    assert {state for layout in decisions.given.values() for state in layout} == {I}
+    assert made.collectives == ()
+    assert "sent" not in str(made)
+
+
+def test_the_printed_plan_has_totals_stored_layouts_and_what_is_sent() -> None:
+    made = plan("gpt2", "fsdp")
+    text = str(made)
+    sent = sum(entry.seconds for entry in made.collectives) * 1e3
+    assert f"plan {made.hash} for mesh axis0=2 (nvlink4), axis1=2 (nvlink4) on h100" in text
+    whole = made.step_time * 1e3
+    assert f"{whole:.3f} ms: {whole - sent:.3f} computing, {sent:.3f} sending; proven optimal" in text
+    assert f"{size_text(made.peak_memory)} per device at the peak" in text
+    assert "transformer.h.0-1.mlp.c_fc.weight S(0) S(0)" in " ".join(text.split())
+    assert "all_gather" in text
+    assert str(len(made.collectives)) in text.splitlines()[-1].split()
+    assert all(len(line) <= 128 and line == line.rstrip() for line in text.splitlines())
+    assert [type(part) for part in made.tables()].count(Table) == 2
+
+
+def test_blocks_are_folded_by_number_and_only_where_they_are_alike() -> None:
+    assert folded(["h.0.w", "h.1.w", "h.2.w", "h.7.w"]) == "h.0-2,7.w"
+    assert folded(["h.0.attn:split#0", "h.1.attn:split#0"]) == "h.0-1.attn:split#0"
+    assert folded(["layer1.w"]) == "layer1.w"
+    uneven = replace(plan("gpt2", "ddp"), layouts={"h.0.w": "I, I", "h.1.w": "S(0), I", "h.2.w": "I, I"})
+    rows = [line.split() for line in str(uneven).splitlines() if line.startswith("h.")]
+    assert rows == [["h.0,2.w", "I", "I"], ["h.1.w", "S(0)", "I"]]
+
+
+def test_a_gap_is_told() -> None:
+    assert "within 1.50% of the optimum" in str(replace(plan("gpt2"), status="feasible", gap=0.015))
+
+
+def test_the_fields_of_a_collective_are_those_of_its_row() -> None:
+    assert [f.name for f in fields(Collective)] == ["value", "more", "axis", "kind", "bytes", "where", "seconds"]
+
+
+def test_plan_of_the_public_api_is_the_same(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, sample = MODELS["gpt2"]()
+    assert autopar.plan(model, sample, MESH, device="h100") == plan("gpt2")

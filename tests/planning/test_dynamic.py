@@ -1,0 +1,335 @@
+"""Sizes that vary: a plan made for one batch runs on others, with the numbers of the sequential model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.errors import CaptureError, ConstraintError, InputError, PlanError
+from autopar.explain import report
+from autopar.ir.dynamic_dims import Dims, Dynamic, placed
+from autopar.plan.options import Options
+from autopar.plan.plan import Plan
+from autopar.plan.text import plain
+from autopar.planning.planner import read_program
+from autopar.planning.respecialize import Resizer
+from autopar.runtime.storage import whole
+from autopar.runtime.workers import WorkerPool
+from autopar.verify.verification import verify
+from tests.support import models, planning, table
+from tests.verify.test_parallel_forms import Looking, form, mixture
+
+WORDS: dict[str, Dims | Dynamic] = {"batch": 0, "sequence": Dynamic(1, least=8, most=24)}
+IMAGES: dict[str, Dims | Dynamic] = {"batch": {"pixel_values": 0, "labels": 0}}
+DYNAMIC = {"gpt2": WORDS, "llama": WORDS, "t5": WORDS, "bert": WORDS, "opt": WORDS, "cnn": IMAGES, "vit": IMAGES}
+
+
+def at(sample: models.Sample, batch: int, length: int = models.LENGTH) -> models.Sample:
+    """A sample of another size: rows and columns are repeated or left out."""
+    rows, columns = torch.arange(batch) % models.BATCH, torch.arange(length) % models.LENGTH
+    return {name: tensor[rows][:, columns] if tensor.ndim == 2 else tensor[rows] for name, tensor in sample.items()}
+
+
+def made(name: str, sizes: tuple[int, ...], strategy: str | int) -> Plan:
+    """A plan at the sample's size; a number stands for a random one."""
+    model, sample = models.make(name)
+    on, dynamic = table.mesh(sizes), DYNAMIC[name]
+    if isinstance(strategy, int):
+        return autopar.testing.random_plan(model, sample, on, seed=strategy, dynamic=dynamic)
+    return autopar.plan(model, sample, on, strategy=strategy, dynamic=dynamic)
+
+
+@pytest.mark.parametrize("sizes, strategy", [((4,), "auto"), ((4,), 1), ((2, 4), 0)], ids=str)
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_a_plan_carried_to_other_sizes_and_back_is_itself(name: str, sizes: tuple[int, ...], strategy: str | int) -> None:
+    model, sample = models.make(name)
+    plan = made(name, sizes, strategy)
+    here = read_program(model, sample).program
+    there = read_program(model, sample, places=placed(plan.dynamic, [16, 24][: len(plan.dynamic)])).program
+    carried = Resizer(plan, here).plan_for(there, "batch=16")
+    assert carried.hash == there.hash != plan.hash
+    assert Resizer(carried, there).plan_for(here, "batch=8") == plan
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp", 5])
+@pytest.mark.parametrize(
+    "name, batch, length",
+    [("gpt2", 4, 16), ("gpt2", 16, 8), ("llama", 4, 16), ("llama", 16, 24), ("t5", 16, 8), ("cnn", 4, 16), ("cnn", 16, 16)],
+)
+def test_loss_and_gradients_at_another_size_are_those_of_the_sequential_model(
+    pool: WorkerPool, name: str, batch: int, length: int, strategy: str | int
+) -> None:
+    model, sample = models.make(name)
+    plan = made(name, (4,), strategy)
+    found = verify(model, at(sample, batch, length), table.mesh((4,)), plan, Options(), pool)
+    assert found.ok, str(found)
+    assert found.max_error <= 1e-9
+    assert any(note.startswith("may vary: batch (dim 0 of") for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    "name, strategy, options",
+    [
+        ("gpt2", "fsdp", {"microbatches": 2}),
+        ("t5", "megatron", {"microbatches": 4}),
+        ("llama", "auto", {"precision": "bf16-mixed"}),
+        ("gpt2", "megatron", {"constraints": {"transformer.wte.weight": "I, S(0)"}}),
+    ],
+    ids=["accumulated", "many parts", "bf16", "vocabulary"],
+)
+def test_so_they_are_in_micro_batches_in_mixed_precision_and_over_a_split_vocabulary(
+    pool: WorkerPool, name: str, strategy: str, options: dict[str, object]
+) -> None:
+    model, sample = models.make(name)
+    on = table.mesh((2, 2))
+    plan = autopar.plan(model, sample, on, strategy=strategy, dynamic=DYNAMIC[name], **options)  # type: ignore[arg-type]
+    assert "constraints" not in options or form(plan, "wte:embedding") == "vocabulary"
+    found = verify(model, at(sample, 16, 24), on, plan, Options(), pool)
+    assert found.ok, str(found)
+
+
+def test_so_they_are_where_keys_and_values_go_round(pool: WorkerPool) -> None:
+    torch.manual_seed(0)
+    model, x, on = Looking(8, causal=True), torch.randn(1, 256, 8), table.mesh((4,))
+    budget = planning.smallest(read_program(model, x), on)
+    plan = autopar.plan(model, x, on, budget=budget, dynamic={"sequence": {"x": 1}})
+    assert form(plan, "attention") == "ring"
+    assert plan.dynamic[0].multiple == 4
+    found = verify(model, torch.randn(1, 100, 8), on, plan, Options(), pool)
+    assert found.ok, str(found)
+
+
+def test_so_they_are_where_tokens_go_to_their_experts(pool: WorkerPool) -> None:
+    (model, sample), on = mixture(), table.mesh((4,))
+    plan = autopar.plan(model, sample, on, dynamic={"batch": 0})
+    assert form(plan, "grouped_mm_fallback#0") == "experts"
+    found = verify(model, at(sample, 16), on, plan, Options(), pool)
+    assert found.ok, str(found)
+
+
+class Sentences(nn.Module):
+    """Causal attention over words at learned positions, a mean loss over the targets that count, twice that in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(32, 16), nn.Embedding(32, 16)
+        self.mixed, self.out, self.head = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 32)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.table(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        query, key, value = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.mixed(x).chunk(3, -1))
+        found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.drop(self.out(found.transpose(1, 2).flatten(2)))
+        scores = self.head(x)
+        loss = F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+        return {"loss": loss if self.training else 2 * loss, "scores": scores}
+
+
+BOTH: dict[str, Dims | Dynamic] = {"batch": 0, "sequence": Dynamic(1, most=32)}
+
+
+def sentences(batch: int, length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch, of which the first row has no targets."""
+    drawn = torch.Generator().manual_seed(seed)
+    tokens, targets = (torch.randint(32, (batch, length), generator=drawn) for _ in range(2))
+    return tokens, targets.index_fill(0, torch.tensor([0]), -100)
+
+
+def double() -> nn.Module:
+    """The model in float64, the same every time."""
+    torch.manual_seed(0)
+    return Sentences().double()
+
+
+@dataclass(frozen=True)
+class Run:
+    """How the model is planned, and the sizes of the batches that follow each other."""
+
+    plan: str
+    steps: tuple[tuple[int, int], ...]
+
+
+def three_steps(run: Run) -> tuple[float, list[tuple[int, ...]]]:
+    """Train side by side on batches of several sizes, evaluate between; the largest difference, and the sizes emitted."""
+    plan = Plan.from_json(run.plan)
+    model = double()
+    parallel = autopar.parallelize(model, sentences(8, 24), plan.mesh, plan=plan)
+    pair = [(module, torch.optim.AdamW(module.parameters(), lr=1e-2)) for module in (parallel, model)]
+    errors = []
+    for number, (batch, length) in enumerate(run.steps):
+        given = sentences(batch, length, number)
+        losses = []
+        for module, optimizer in pair:
+            module.train()
+            if plan.microbatches > 1 and module is parallel:
+                losses.append(parallel.step(*given))
+            else:
+                losses.append(module(*given)["loss"])
+                losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        errors.append(float(abs(losses[0] - losses[1]).detach()))
+        with torch.no_grad():
+            ours, theirs = (module.eval()(*given) for module, _ in pair)
+        errors += [float((whole(ours[name]) - theirs[name]).abs().max()) for name in theirs]
+    expected = dict(model.named_parameters())
+    errors += [float((whole(held) - expected[name]).abs().max().detach()) for name, held in parallel.named_parameters()]
+    return max(errors), list(parallel.autopar.variants)
+
+
+@pytest.mark.parametrize("strategy, microbatches", [("auto", 1), ("fsdp", 1), (3, 1), ("fsdp", 2)])
+def test_three_steps_of_adamw_with_a_smaller_last_batch_equal_the_sequential_ones(
+    pool: WorkerPool, strategy: str | int, microbatches: int
+) -> None:
+    on, sample = table.mesh((4,)), sentences(16, 16)
+    if isinstance(strategy, int):
+        plan = autopar.testing.random_plan(double(), sample, on, seed=strategy, dynamic=BOTH)
+    else:
+        plan = autopar.plan(double(), sample, on, strategy=strategy, dynamic=BOTH, microbatches=microbatches)
+    steps = ((16, 16), (24, 32), (16, 16), (8, 24), (24, 32))
+    for error, sizes in pool.run(f"{__name__}:three_steps", Run(plan.to_json(), steps), ranks=4):  # type: ignore[misc]
+        assert error < 1e-9
+        assert sizes == [(24, 32), (8, 24)]
+
+
+def test_a_saved_plan_keeps_what_may_vary_and_reports_say_so(tmp_path: Path) -> None:
+    plan = autopar.plan(double(), sentences(16, 16), (4,), device="h100", strategy="ddp", dynamic=BOTH)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    line = "batch (dim 0 of tokens, targets): multiples of 4, planned at 16"
+    assert line in str(plan)
+    assert line in plain(report(plan))
+    assert "sequence (dim 1 of tokens, targets): 2 to 32, planned at 16" in str(plan)
+
+
+def alone(dynamic: Mapping[str, Dims | Dynamic] = BOTH) -> nn.Module:
+    """The model on one device."""
+    return autopar.parallelize(double(), sentences(16, 16), (1,), device="h100", dynamic=dynamic)
+
+
+@pytest.mark.parametrize(
+    "call, first, details",
+    [
+        (lambda: sentences(16, 40), "sequence is 40 (dim 1 of tokens, targets), but the plan takes 2 to 32", "planned  16"),
+        (lambda: sentences(1, 16), "batch is 1 (dim 0 of tokens, targets), but the plan takes 2 or more", "drop_last=True"),
+        (
+            lambda: (sentences(8, 16)[0], sentences(4, 16)[1]),
+            "the arguments disagree on batch: dim 0 of tokens is 8, dim 0 of targets is 4",
+            "one size for all of them",
+        ),
+    ],
+)
+def test_a_size_that_was_not_declared_so_is_refused(
+    call: Callable[[], tuple[torch.Tensor, ...]], first: str, details: str
+) -> None:
+    module = alone()
+    with pytest.raises(InputError) as refusal:
+        module(*call())
+    assert str(refusal.value).startswith(first)
+    assert details in str(refusal.value)
+
+
+def test_an_undeclared_size_is_refused_and_the_error_says_how_to_declare_it() -> None:
+    with pytest.raises(InputError, match="argument tokens has another shape than planned: dim 1 is 8, planned 16") as refusal:
+        alone({"batch": 0})(*sentences(4, 8))
+    assert 'dynamic={"batch": 0}' in refusal.value.details["fix"]
+
+
+def test_parts_of_a_batch_are_divided_by_the_mesh_too() -> None:
+    model, sample = models.make("gpt2")
+    for runs in (1, 2):
+        plan = autopar.plan(model, sample, (2, 2), device="h100", strategy="fsdp", microbatches=runs, dynamic={"batch": 0})
+        assert plan.dynamic[0].multiple == 4 * runs
+
+
+def test_a_model_of_a_library_runs_at_other_sizes_in_both_modes() -> None:
+    """Dropout is drawn anew in every call, also in one at another size."""
+    model, sample = models.make("gpt2")
+    parallel = autopar.parallelize(model, sample, (1,), device="h100", dynamic=WORDS)
+    for batch, length in ((8, 16), (3, 24)):
+        given = at(sample, batch, length)
+        found, expected = (module.eval()(**given) for module in (parallel, model))
+        assert type(found) is type(expected)
+        assert found.logits.shape == (batch, length, models.VOCABULARY)
+        torch.testing.assert_close(found.loss, expected.loss)
+        torch.testing.assert_close(found.logits, expected.logits)
+        first, second = (parallel.train()(**given).loss for _ in range(2))
+        assert first != second
+
+
+def test_a_size_that_the_mesh_does_not_divide_is_refused() -> None:
+    plan = autopar.plan(double(), sentences(16, 16), (4,), device="h100", strategy="ddp", dynamic=BOTH)
+    with pytest.raises(InputError, match=r"batch is 10 \(dim 0 of tokens, targets\), but the plan takes multiples of 4"):
+        autopar.verify(double(), sentences(10, 16), (4,), plan=plan)
+
+
+@pytest.mark.parametrize(
+    "dynamic, first",
+    [
+        ({"batch": 5}, "dynamic['batch'] is no dim of any input"),
+        (["batch"], "dynamic=['batch'] names no sizes"),
+        ({"batch": "x"}, "dynamic['batch'] is 'x'"),
+        ({"batch": {"words": 0}}, "dynamic['batch'] names 'words', which is no tensor of the sample"),
+        ({"batch": {"tokens": 2}}, "dynamic['batch'] names dim 2 of tokens, which it does not have"),
+        ({"batch": 0, "rows": {"tokens": 0}}, "dim 0 of tokens is declared twice: as 'batch' and as 'rows'"),
+        ({"both": {"tokens": 0, "targets": 1}}, "'both' has several sizes in the sample: dim 0 of tokens is 16, dim 1 of "),
+        ({"batch": Dynamic(0, least=1)}, "'batch' is 16 in the sample, and may be 1 or more"),
+        ({"batch": Dynamic(0, most=8)}, "'batch' is 16 in the sample, and may be 2 to 8"),
+    ],
+)
+def test_a_declaration_that_does_not_fit_the_sample_is_refused(dynamic: dict[str, Dims | Dynamic], first: str) -> None:
+    with pytest.raises(ConstraintError) as refusal:
+        autopar.plan(double(), sentences(16, 20), (4,), device="h100", dynamic=dynamic)
+    assert str(refusal.value).startswith(first)
+
+
+class Branching(nn.Module):
+    """Another activation for long batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.up(x)
+        return (found.relu() if len(x) < 20 else found.tanh()).sum()
+
+
+def test_a_model_that_branches_on_its_size_is_refused_with_the_line() -> None:
+    with pytest.raises(CaptureError, match="the model computes something else at batch=32 than at the sample's") as refusal:
+        autopar.plan(Branching(), torch.randn(16, 8), (4,), device="h100", dynamic={"batch": 0})
+    details = refusal.value.details
+    assert details["differs"] == "aten.tanh.default where it was aten.relu.default"
+    assert "test_dynamic.py" in details["at"]
+    plan = autopar.plan(Branching(), torch.randn(16, 8), (4,), device="h100", dynamic={"batch": Dynamic(0, most=18)})
+    assert plan.dynamic[0].allowed == "2 to 18"
+
+
+def test_a_plan_for_other_sizes_than_are_asked_for_is_refused() -> None:
+    sample = sentences(16, 16)
+    plan = autopar.plan(double(), sample, (1,), device="h100", dynamic={"batch": 0})
+    with pytest.raises(PlanError, match="the plan was made for other sizes than dynamic=") as refusal:
+        autopar.parallelize(double(), sample, (1,), plan=plan, dynamic=BOTH)
+    assert refusal.value.details["plan"].startswith("batch (dim 0 of tokens, targets)")
+
+
+def test_a_copy_of_a_module_has_variants_over_its_own_parameters() -> None:
+    module = alone()
+    given = sentences(4, 8)
+    expected = double()(*given)["loss"]
+    assert torch.allclose(module(*given)["loss"], expected)
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert torch.allclose(other(*given)["loss"], torch.tensor(32.0, dtype=torch.float64).log())
+    assert torch.allclose(module(*given)["loss"], expected)

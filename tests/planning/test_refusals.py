@@ -1,0 +1,329 @@
+"""Every bad input is refused by an error that says what is wrong, with the values, and the way out."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import AutoparError, Plan
+from autopar.errors import BudgetError, CaptureError, ConstraintError, InputError, MeshError, PlanError, RuleError
+from autopar.plan.plan import VERSION
+
+X = torch.ones(32, 64)
+DEVICE: dict[str, Any] = {"device": "h100"}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+
+
+def plan(mesh: object = (2, 4), sample: object = X, **options: Any) -> Plan:
+    return autopar.plan(model(), sample, mesh, **(DEVICE | options))
+
+
+def single(**options: Any) -> nn.Module:
+    return autopar.parallelize(model(), X, (1,), **(DEVICE | options))
+
+
+def check(call: Callable[[], object], kind: type[AutoparError], first: str, fix: str) -> AutoparError:
+    """The error of a call: its kind, its first line, and a part of its fix."""
+    with pytest.raises(kind) as refusal:
+        call()
+    assert str(refusal.value).splitlines()[0] == refusal.value.what == first
+    assert fix in refusal.value.details.get("fix", "")
+    return refusal.value
+
+
+@pytest.mark.parametrize(
+    "mesh, first, fix",
+    [
+        ((7,), "no dim of the model can be split over the 7 devices of mesh axis 'axis0'", "a batch that is a multiple of 7"),
+        ({"dp": 2, "tp": 7}, "no dim of the model can be split over the 7 devices of mesh axis 'tp'", "divide the dims"),
+        ((2, 0), "a mesh needs axes of at least one device each, not (2, 0)", "mesh=(2, 4)"),
+        ((2, -1), "a mesh needs axes of at least one device each, not (2, -1)", "mesh=(2, 4)"),
+        ((2.0,), "a mesh needs axes of at least one device each, not (2.0,)", "mesh=(2, 4)"),
+        ((), "a mesh needs axes of at least one device each, not ()", "mesh=(2, 4)"),
+        ("2,4", "cannot make a mesh of '2,4'", "a tuple of sizes"),
+        (None, "cannot make a mesh of None", "a tuple of sizes"),
+    ],
+)
+def test_a_mesh_that_is_none_or_that_no_dim_can_use_is_refused(mesh: object, first: str, fix: str) -> None:
+    check(lambda: plan(mesh), MeshError, first, fix)
+
+
+def test_a_mesh_larger_than_the_world_is_refused() -> None:
+    first = "the mesh (axis0=2, axis1=4) has 8 devices, but 1 process runs"
+    check(lambda: autopar.parallelize(model(), X, (2, 4)), MeshError, first, "torchrun --nproc-per-node 8")
+
+
+@pytest.mark.parametrize(
+    "options, kind, first, fix",
+    [
+        ({"strategy": "fast"}, ConstraintError, "no strategy is called 'fast'", "auto, ddp, zero1, zero2, fsdp, "),
+        ({"device": "tpu"}, MeshError, "no device is called 'tpu'", "autopar.Device"),
+        ({"optimizer": "magic"}, InputError, "no optimizer is called 'magic'", "one of these names"),
+        ({"outputs": "all"}, ConstraintError, "outputs='all' is unknown", '"whole" or "sharded"'),
+        ({"budget": "lots"}, BudgetError, "'lots' is no memory budget", '"24GiB"'),
+        ({"budget": "0GB"}, BudgetError, "'0GB' is no memory budget", '"24GiB"'),
+        ({"budget": -1}, BudgetError, "-1 is no memory budget", '"24GiB"'),
+        ({"budget": True}, BudgetError, "True is no memory budget", '"24GiB"'),
+    ],
+)
+def test_an_option_that_does_not_exist_is_refused(
+    options: dict[str, object], kind: type[AutoparError], first: str, fix: str
+) -> None:
+    check(lambda: plan(**options), kind, first, fix)
+
+
+def test_an_unknown_keyword_is_a_type_error_as_everywhere_in_python() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stratgy'; the options are budget, "):
+        single(stratgy="auto")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stratgy'"):
+        autopar.verify(model(), X, (1,), stratgy="auto")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "megatron"])
+def test_a_batch_that_a_strategy_cannot_split_is_refused(strategy: str) -> None:
+    first = f"strategy {strategy!r} cannot split a batch of 9 over 4 devices"
+    check(lambda: plan((4, 1), X[:9], strategy=strategy), ConstraintError, first, "a multiple of 4, or strategy='auto'")
+
+
+MET = "the constraint '0.weight' cannot be met: "
+CONSTRAINTS: list[tuple[object, str, str]] = [
+    ({"7.weight": "I, I"}, "the constraint '7.weight' names nothing in the model", '"module.path:op#n"'),
+    ({"0.weight": "I, I", "*.weight": "S(0), I"}, "two constraints contradict each other on 0.weight", "drop one"),
+    ({"0.weight": "I"}, f"{MET}'I' is not a layout of 0.weight on a mesh of 2 axes", "one entry per axis"),
+    ({"0.weight": "I, Q"}, f"{MET}'I, Q' is not a layout of 0.weight on a mesh of 2 axes", "one entry per axis"),
+    ({"0.weight": "I, S(2)"}, f"{MET}'I, S(2)' splits dim 2, but 0.weight has 2 dims", "a dim that it has"),
+    ({"0.weight": "I, S(1/64)"}, f"{MET}cannot split dim 1 of 0.weight over mesh axis 1 as 'I, S(1/64)' says", "leave the dim"),
+    ({"0.weight": "I, P"}, "the constraint '0.weight' stores 0.weight in state P", "stored tensors are I or S"),
+    ({"1": "P, *"}, "1:relu#0 cannot be produced as 'P, *'", "one of the layouts above, or *"),
+    ({"0.weight": ("I", "I")}, "the constraint '0.weight' is ('I', 'I'), no text", '"I, S(1)"'),
+    (["0.weight"], "constraints is a list", '{"*.weight": "I, S(0)"}'),
+]
+
+
+@pytest.mark.parametrize("constraints, first, fix", CONSTRAINTS)
+def test_a_constraint_that_names_nothing_contradicts_another_or_cannot_be_met_is_refused(
+    constraints: object, first: str, fix: str
+) -> None:
+    check(lambda: plan(constraints=constraints), ConstraintError, first, fix)
+
+
+def test_a_constraint_with_a_typing_error_is_shown_what_is_close() -> None:
+    first = "the constraint '0.weigh' names nothing in the model"
+    error = check(lambda: plan(constraints={"0.weigh": "I, I"}), ConstraintError, first, "a parameter")
+    assert error.details["close"] == "0.weight"
+
+
+def test_constraints_that_a_strategy_cannot_obey_are_refused() -> None:
+    first = "the strategy 'ddp' and the constraints leave no way to run the model"
+    error = check(lambda: plan(strategy="ddp", constraints={"0": "I, I"}), ConstraintError, first, "strategy='auto'")
+    assert error.details["constraints"] == "0: I, I"
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp"])
+def test_an_infeasible_budget_names_the_smallest_that_works_and_what_fills_it(strategy: str) -> None:
+    first = r"no plan fits into 9\.77 KiB per device; the smallest budget that works is "
+    with pytest.raises(BudgetError, match=first) as refusal:
+        plan(budget="10KB", strategy=strategy)
+    details = refusal.value.details
+    assert "KiB stored 0.weight" in details["filled"]
+    assert "a smaller batch" in details["fix"]
+    smallest = int(details["smallest"].removeprefix("budget="))
+    assert plan(budget=smallest, strategy=strategy).peak_memory <= smallest
+    with pytest.raises(BudgetError):
+        plan(budget=int(smallest * 0.99), strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    "call, first, fix",
+    [
+        (lambda m: m(X[:16]), "argument input has another shape than planned: dim 0 is 16, planned 32", "drop_last=True"),
+        (lambda m: m(X[0]), "argument input has another shape than planned: 1 dims, planned 2", "plan again"),
+        (lambda m: m(X.double()), "argument input has another dtype than planned", "convert it"),
+        (lambda m: m(X.to("meta")), "argument input is on meta, but the model runs on cpu", "input.to('cpu')"),
+        (lambda m: m(), "argument input is missing", "as it was planned"),
+        (lambda m: m(3.0), "argument input is no tensor", "give a tensor"),
+        (lambda m: m([X]), "argument input is no tensor but holds others", "the tensor itself"),
+        (lambda m: m(X, X), "2 positional arguments, but forward takes 1", ""),
+        (lambda m: m(X, mask=X), "argument mask is not in the plan", "plan with a sample that has it"),
+    ],
+)
+def test_a_call_other_than_the_planned_one_is_refused(call: Callable[[nn.Module], object], first: str, fix: str) -> None:
+    check(lambda: call(single()), InputError, first, fix)
+
+
+def test_a_call_under_autocast_is_refused() -> None:
+    first = "a parallel module was called under torch.autocast, which its plan does not know"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check(lambda: single()(X), InputError, first, 'precision="bf16-mixed"')
+
+
+def test_models_and_samples_that_are_none_are_refused() -> None:
+    none: Any = lambda x: x  # noqa: E731
+    check(lambda: autopar.plan(none, X, (2,)), InputError, "the model is a function", "torch.nn.Module")
+    check(lambda: plan(sample="x"), InputError, "the sample holds no tensor but 'x'", "the global batch")
+    check(lambda: plan(sample=[1.0]), InputError, "the sample holds no tensor but [1.0]", "the global batch")
+    check(lambda: plan(sample=[object()]), InputError, "argument input is a object", "pass tensors")
+    first = "the sample does not fit Sequential.forward: missing a required argument: 'input'"
+    check(lambda: plan(sample={"y": X}), InputError, first, "")
+
+
+def test_a_sample_of_another_width_is_refused_without_noise(capfd: pytest.CaptureFixture[str]) -> None:
+    first = "Sequential cannot be captured: a and b must have same reduction dim, but got [3, 5] X [64, 256]."
+    check(lambda: plan(sample=torch.ones(3, 5)), CaptureError, first, "the error above")
+    assert capfd.readouterr().err == ""
+
+
+def test_numbers_that_are_not_there_cannot_be_verified() -> None:
+    meta = model().to("meta")
+    first = "0.weight is on meta: there are no numbers to compare"
+    check(lambda: autopar.verify(meta, X, (1,)), InputError, first, "with weights")
+    first = "argument input is on meta, but the model runs on cpu"
+    check(lambda: autopar.verify(model(), X.to("meta"), (1,), **DEVICE), InputError, first, "input.to('cpu')")
+
+
+class Doubled(nn.Module):
+    """A linear layer and an operator that has no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        doubled: torch.Tensor = torch.ops.refusals.doubled(self.layer(x))
+        return doubled
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _operator() -> Any:
+    with contextlib.ExitStack() as stack:
+        library = stack.enter_context(torch.library._scoped_library("refusals", "DEF"))
+        library.define("doubled(Tensor x) -> Tensor")
+        library.impl("doubled", lambda x: x * 2, "CompositeExplicitAutograd")
+        yield
+
+
+def test_an_operator_without_rule_is_a_warning_and_in_strict_mode_an_error() -> None:
+    first = "no sharding rule for refusals.doubled.default"
+    error = check(
+        lambda: autopar.plan(Doubled(), X, (2,), strict=True, **DEVICE), RuleError, first, 'register_rule("refusals::doubled"'
+    )
+    assert f"{__file__}:" in error.details["at"]
+    with pytest.warns(UserWarning, match=f"{first}: planned whole on every device"):
+        autopar.plan(Doubled(), X, (2,), **DEVICE)
+
+
+DAMAGE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda d: d.pop("layouts"), "KeyError: 'layouts'"),
+    (lambda d: d.update(step_time="soon"), "ValueError: could not convert"),
+    (lambda d: d["layouts"].update({"0.weight": "Z"}), "'Z' is not a layout of 0.weight"),
+    (lambda d: d["layouts"].update({"0.weight": "P"}), "what is stored, given or returned is I or S on every axis"),
+    (lambda d: d["layouts"].pop("0.weight"), "there is no entry for '0.weight'"),
+    (lambda d: d["choices"].pop("0:linear#0"), "there is no entry for '0:linear#0'"),
+    (lambda d: d["choices"].update({"0:linear#0": "q/3"}), "'q/3' is no choice: I, R, P and a number, or one of "),
+    (lambda d: d["choices"].update({"0:linear#0": "I, I"}), "choices['0:linear#0'] has 2 entries, the mesh 1 axes"),
+    (lambda d: d["routes"].update({"0.weight": ["I -> I"]}), "'I -> I' is no conversion on one axis"),
+]
+
+
+@pytest.mark.parametrize("damage, said", DAMAGE)
+def test_a_damaged_plan_is_refused(damage: Callable[[dict[str, Any]], object], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    data = json.loads(plan((1,)).to_json())
+    damage(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match=r"^the plan is damaged|plan\.json is damaged") as refusal:
+        single(plan=Plan.load(path))
+    assert said in refusal.value.details["error"]
+    assert "make the plan again" in refusal.value.details["fix"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"a": 1}', "not a plan"])
+def test_a_file_that_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    check(lambda: Plan.load(path), PlanError, f"{path} is damaged", "make the plan again")
+
+
+def test_a_plan_that_is_missing_of_another_version_or_no_plan_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    check(lambda: Plan.load(path), PlanError, f"cannot read the plan {path}", "")
+    data = json.loads(plan((1,)).to_json()) | {"version": 99}
+    path.write_text(json.dumps(data))
+    check(lambda: Plan.load(path), PlanError, f"{path} has version 99, this autopar reads {VERSION}", "make the plan again")
+    path.write_bytes(b"\xff\xfe\x00")
+    check(lambda: Plan.load(path), PlanError, f"cannot read the plan {path}", "")
+    wrong: Any = "plan.json"
+    check(lambda: single(plan=wrong), PlanError, "plan is a str", "autopar.Plan.load(path)")
+    check(lambda: autopar.verify(model(), X, (1,), plan=wrong, **DEVICE), PlanError, "plan is a str", "autopar.Plan.load(path)")
+
+
+def test_a_plan_for_another_model_batch_or_mesh_is_refused() -> None:
+    made = plan((1,))
+    first, fix = "the plan was made for another model or sample", "plan again with this model, sample shapes and mode"
+    check(lambda: autopar.parallelize(nn.Linear(64, 3), X, (1,), plan=made), PlanError, first, fix)
+    check(lambda: autopar.parallelize(model(), X[:16], (1,), plan=made), PlanError, first, fix)
+    check(lambda: autopar.verify(model(), X[:16], (1,), plan=made), PlanError, first, fix)
+    mesh = "the plan was made for another mesh"
+    check(lambda: single(plan=plan((2, 4))), PlanError, mesh, "plan again for this mesh")
+    check(lambda: single(plan=plan({"other": 1})), PlanError, mesh, "plan again for this mesh")
+    check(lambda: autopar.verify(model(), X, (2,), plan=plan((2, 4))), PlanError, mesh, "plan again for this mesh")
+
+
+def test_what_cannot_be_planned_captured_or_pickled_says_so() -> None:
+    first = "the gradient of weight is sparse, which cannot be sent between devices"
+    rows = torch.zeros(32, dtype=torch.long)
+    check(lambda: autopar.plan(nn.Embedding(64, 8, sparse=True), rows, (2,), **DEVICE), RuleError, first, "sparse=False")
+    autopar.parallelize(nn.Embedding(64, 8, sparse=True), rows, (1,), **DEVICE)
+    lazy = "0.weight has no shape yet: its module is lazy"
+    check(lambda: autopar.plan(nn.Sequential(nn.LazyLinear(8)), X, (2,), **DEVICE), CaptureError, lazy, "call the model once")
+    norm = nn.Sequential(nn.BatchNorm1d(64, momentum=None))
+    counted = "0 has momentum=None: what it averages depends on the number of calls before"
+    check(lambda: autopar.plan(norm, X, (2,), **DEVICE), CaptureError, counted, "give it a momentum")
+    autopar.plan(norm.eval(), X, (2,), **DEVICE)
+    wrong: Any = None
+    check(lambda: plan(optimizer=wrong), InputError, "no optimizer is called None", "give one of these names")
+    whole = "a parallel module cannot be pickled: it holds this rank's part and the groups of running processes"
+    parallel = single()
+    for save in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+        check(lambda save=save: save(parallel), InputError, whole, "state_dict")  # type: ignore[misc]
+
+
+def test_a_plan_that_stores_addends_is_refused_before_any_process_starts() -> None:
+    made = plan((2,))
+    for name in ("0.weight", "input", "output:0"):
+        bad = replace(made, layouts={**made.layouts, name: "P"})
+        refusal = check(lambda bad=bad: autopar.verify(model(), X, (2,), plan=bad), PlanError, "the plan is damaged", "again")  # type: ignore[misc]
+        assert "is I or S on every axis" in refusal.details["error"]
+
+
+def test_parameters_that_share_memory_are_refused_unless_they_are_one_or_lie_side_by_side() -> None:
+    shared = nn.ParameterDict({"a": nn.Parameter(torch.ones(64, 64))})
+    linear = nn.Linear(64, 64)
+    linear.register_module("held", shared)
+    shared["b"] = nn.Parameter(shared["a"].data[:8])
+    first = "held.a and held.b are parameters that share memory without being the same"
+    check(lambda: autopar.plan(linear, X, (2,), **DEVICE), CaptureError, first, "take the view of it in forward")
+    whole = torch.ones(2, 64)
+    shared["a"], shared["b"], shared["c"] = nn.Parameter(whole[0]), nn.Parameter(whole[1]), linear.bias
+    autopar.plan(linear, X, (2,), **DEVICE)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "megatron"])
+def test_a_strategy_that_splits_the_batch_is_refused_a_number(strategy: str) -> None:
+    first = f"strategy {strategy!r} splits the batch, but input has no dim"
+    check(lambda: autopar.plan(nn.ReLU(), torch.ones(()), (2, 2), strategy=strategy), ConstraintError, first, "strategy='auto'")

@@ -1,0 +1,160 @@
+"""Weights that travel together are converted as they are alone, forward and backward, in one message."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, Conversion
+from autopar.ir.layout import I, P, R, State, shard, split
+from autopar.ir.mesh import Mesh
+from autopar.runtime.bucketed_collectives import begin, finish
+from autopar.runtime.collectives import call, place_of
+from autopar.runtime.recorder import Issued, recorded
+from autopar.runtime.rematerialize.manager import Anew
+from autopar.runtime.workers import WorkerPool
+from autopar.runtime.world import Axis, connect
+
+RANKS = 4
+# The whole shape of each weight, how it is split on the one axis, and to what an all-to-all takes it.
+WEIGHTS = [
+    ((8, 12), split(0, 2), split(1, 3)),
+    ((3, 24, 4), split(1, 2), split(2, 1)),  # in three blocks
+    ((16,), split(0, 4), split(0, 1)),
+    ((8, 5, 8), split(2, 1), split(0, 2)),  # in two blocks
+    ((4, 16), split(1, 4), split(0, 1)),
+]
+PAIRS = [pair for pair in CONVERSIONS if pair[0] in "IS"]  # a weight is stored so
+USES = [(0, 1, 2, 3, 4), (1, 2, 4), (3,)]  # the weights that get a gradient
+TOGETHER = {"forward": {"all_gather"}, "again": {"all_gather"}, "backward": {"all_reduce", "reduce_scatter"}}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank has for a pair of states and some used weights: alone, and in a bundle."""
+
+    values: list[tuple[torch.Tensor, torch.Tensor]]
+    gradients: list[tuple[torch.Tensor | None, torch.Tensor | None]]
+    log: list[Issued]
+
+
+def conversion(pair: tuple[str, str], weight: int) -> Conversion:
+    _, here, there = WEIGHTS[weight]
+    states: dict[str, State] = {"I": I, "R": R, "P": P, "S": here}
+    target = there if pair == ("S", "S") else states[pair[1]]
+    return Conversion(axis=0, source=(states[pair[0]],), target=(target,))
+
+
+def stored(pair: tuple[str, str], rank: int) -> list[torch.Tensor]:
+    """This rank's part of every weight."""
+    generator = torch.Generator().manual_seed(0)
+    wholes = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape, _, _ in WEIGHTS]
+    parts = [shard(whole, conversion(pair, i).source, (RANKS,), (rank,)) for i, whole in enumerate(wholes)]
+    return [part.clone().requires_grad_() for part in parts]
+
+
+def loss(values: Sequence[torch.Tensor], used: tuple[int, ...], rank: int) -> torch.Tensor:
+    """Each value used is saved for the backward, and every rank has its own gradients."""
+    return torch.stack([(values[i] * values[i]).sum() * (1 + i + rank) for i in used]).sum()
+
+
+def together(
+    pair: tuple[str, str], weights: list[torch.Tensor], axis: Axis, used: tuple[int, ...], anew: Anew
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The values of a bundle and their loss."""
+    name, steps = "__".join(CONVERSIONS[pair]), [conversion(pair, i) for i in range(len(WEIGHTS))]
+    places = [tuple(place_of(s, shape, (RANKS,))) for s, (shape, _, _) in zip(steps, WEIGHTS, strict=True)]
+    again = anew if CONVERSIONS[pair][0] in COLLECTIVES else None
+    with anew.active():
+        values = finish(again, name, begin(name, weights, axis), axis, places if "S" in pair else None)
+        return [value.detach().clone() for value in values], loss(values, used, axis.index)
+
+
+def convert(cases: list[tuple[tuple[str, str], tuple[int, ...]]]) -> list[Found]:
+    context = connect(Mesh.of(RANKS))
+    (axis,) = context.axes
+    found = []
+    for pair, used in cases:
+        alone, bundle = stored(pair, axis.index), stored(pair, axis.index)
+        calls = [call(conversion(pair, i), shape, (RANKS,)) for i, (shape, _, _) in enumerate(WEIGHTS)]
+        expected = [function(w, axis, *places) for w, (function, places) in zip(alone, calls, strict=True)]
+        loss(expected, used, axis.index).backward()  # type: ignore[no-untyped-call]
+        with recorded(context.axes) as log:
+            values, total = together(pair, bundle, axis, used, Anew())
+            total.backward()  # type: ignore[no-untyped-call]
+        gradients = [(one.grad, other.grad) for one, other in zip(alone, bundle, strict=True)]
+        both = [(one.detach(), other) for one, other in zip(expected, values, strict=True)]
+        found.append(Found(values=both, gradients=gradients, log=log))
+    return found
+
+
+def messages(pair: tuple[str, str], used: tuple[int, ...]) -> Counter[Issued]:
+    """What a bundle sends: one message of all where that is possible, else one for each."""
+    forward, backward = CONVERSIONS[pair]
+    expected: Counter[Issued] = Counter()
+    every = tuple(range(len(WEIGHTS)))
+    for role, kind, which in (("forward", forward, every), ("backward", backward, used), ("again", forward, used)):
+        if kind in COLLECTIVES:
+            sizes = [conversion(pair, i).collective_bytes(WEIGHTS[i][0], 8, (RANKS,)) for i in which]
+            where = "forward" if role == "forward" else "backward"
+            for size in [sum(sizes)] if kind in TOGETHER[role] else sizes:
+                expected[Issued(kind=kind, axis="axis0", bytes=size, where=where)] += 1
+    return expected
+
+
+def test_a_bundle_converts_as_each_weight_alone_and_sends_one_message(pool: WorkerPool) -> None:
+    cases = list(itertools.product(PAIRS, USES))
+    for results in pool.run(f"{__name__}:convert", cases, ranks=RANKS):
+        assert isinstance(results, list)
+        for (pair, used), found in zip(cases, results, strict=True):
+            for weight, (alone, bundle) in enumerate(found.values):
+                torch.testing.assert_close(bundle, alone, msg=lambda text: f"{pair} weight {weight}\n{text}")  # noqa: B023
+            for weight, (alone, bundle) in enumerate(found.gradients):
+                assert (bundle is not None) == (alone is not None) == (weight in used), (pair, used, weight)
+                if alone is not None:
+                    torch.testing.assert_close(bundle, alone, msg=lambda text: f"{pair} weight {weight}\n{text}")  # noqa: B023
+            assert Counter(found.log) == messages(pair, used), (pair, used)
+
+
+def test_the_pairs_are_those_that_a_stored_weight_can_take() -> None:
+    assert len(PAIRS) == 7
+    assert {CONVERSIONS[pair][0] for pair in PAIRS} == {"identity", "slice", "keep", "all_gather", "pad", "all_to_all"}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_on_an_axis_of_one_device_nothing_happens(pair: tuple[str, str]) -> None:
+    axis, name = Axis(name="dp", size=1, index=0, group=""), "__".join(CONVERSIONS[pair])
+    weights = [torch.randn(2, 3, requires_grad=True), torch.randn(4)]
+    with recorded([axis]) as log:
+        found = finish(Anew(), name, begin(name, weights, axis), axis, [(0,), (0,)])
+    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in weights]
+    assert not log
+
+
+def add(summed: torch.dtype | None) -> tuple[torch.Tensor, torch.dtype, list[Issued]]:
+    """The gradient of a gathered weight in bfloat16 to which the ranks add 256, 1, 1 and 1, and what it took."""
+    context = connect(Mesh.of(RANKS))
+    (axis,) = context.axes
+    weight = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    with recorded(context.axes) as log:
+        begun = begin("all_gather__reduce_scatter", [weight], axis, summed)
+        (value,) = finish(Anew(), "all_gather__reduce_scatter", begun, axis, [(0,)])
+        (value * (256 if axis.index == 0 else 1)).sum().backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    return weight.grad, value.dtype, log
+
+
+@pytest.mark.parametrize("summed, size", [(None, 2), (torch.float32, 4)])
+def test_gradients_are_added_up_in_the_dtype_that_is_asked_for(pool: WorkerPool, summed: torch.dtype | None, size: int) -> None:
+    for found in pool.run(f"{__name__}:add", summed, ranks=RANKS):
+        assert isinstance(found, tuple)
+        gradient, value, log = found
+        assert gradient.dtype == value == torch.bfloat16
+        assert [(entry.kind, entry.bytes) for entry in log] == [("all_gather", 8 * 2), ("reduce_scatter", 8 * size)]
+        if summed:
+            assert gradient.tolist() == [260.0, 260.0], "259 rounded once; 256 + 1 is 256 in bfloat16"

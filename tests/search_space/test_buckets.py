@@ -1,0 +1,155 @@
+"""Bundles: every weight is in one, none is too large, blocks stay apart where weights move, and every step travels once."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autopar.analysis.weight_buckets import LIMIT, weight_buckets
+from autopar.analysis.weights import copies
+from autopar.capture import Captured, capture
+from autopar.ir.conversion import Conversion
+from autopar.ir.program import Program
+from autopar.operators import fit
+from autopar.plan.options import Options
+from autopar.plan.plan import resolve
+from autopar.planning.planner import read_program
+from autopar.search_space.buckets import bundled
+from autopar.verify.testing import random_plan_of
+from tests.support import models, planning
+from tests.support.planning import NETWORK, NVLINK, mesh
+
+Model = Callable[[], Captured]
+MODELS: dict[str, Model] = {
+    "layers": partial(planning.layers, 64, *[2048] * 8, 8192, 2048),
+    "llama": partial(planning.llama, 8, 32, 128, depth=4),
+    "tied llama": partial(planning.llama, 8, 32, 128, depth=2, tied=True),
+    "gpt2": partial(planning.gpt2, 8, 32, 64, depth=3),
+    "wide gpt2": partial(planning.gpt2, 1, 64, 4096),
+}
+Route = tuple[Conversion, ...]
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_every_parameter_that_is_read_is_in_one_bundle_in_the_order_of_first_use(model: Model, moved: bool) -> None:
+    program = model().program
+    weights = {p.value.name for p in program.parameters}
+    read = dict.fromkeys(name for op in program.ops for name in op.operands if name in weights)
+    assert [name for names in weight_buckets(program, moved=moved) for name in names] == list(read)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_bundle_is_full_or_the_last_of_its_block_and_never_too_large(model: Model, moved: bool) -> None:
+    program = model().program
+    found = [[program.values[name].bytes for name in names] for names in weight_buckets(program, moved=moved)]
+    assert all(sum(sizes) <= LIMIT or len(sizes) == 1 for sizes in found)
+    if not moved:
+        assert all(sum(one) + after[0] > LIMIT for one, after in itertools.pairwise(found))
+
+
+def test_blocks_share_a_bundle_unless_their_weights_move() -> None:
+    program = MODELS["llama"]().program
+    apart = weight_buckets(program, moved=True)
+    blocks = [tuple(dict.fromkeys(name.rpartition(".layers.")[2].partition(".")[0] for name in names)) for names in apart]
+    assert blocks == [("model",), ("0",), ("1",), ("2",), ("3",), ("model", "lm_head")]
+    assert weight_buckets(program, moved=False) == (tuple(itertools.chain(*apart)),)
+
+
+def test_copies_of_weights_travel_together_apart_from_what_stays_wide() -> None:
+    program = read_program(*models.make("gpt2"), "bf16-mixed").program
+    cast = copies(program)
+    apart = weight_buckets(program, moved=True)
+    assert {len({name in cast for name in names}) for names in apart} == {1}
+    first = next(names for names in apart if cast.get(names[0]) == "transformer.h.0.attn.c_attn.bias")
+    assert len(first) == 8, "a weight and a bias of each of the four products of a block"
+
+
+def test_layers_of_8_mib_are_alone_where_they_move_and_three_in_a_bundle_where_not() -> None:
+    program = MODELS["layers"]().program
+    assert [len(names) for names in weight_buckets(program, moved=True)] == [1] * 9
+    assert [len(names) for names in weight_buckets(program, moved=False)] == [3, 3, 1, 1, 1]
+
+
+class Mixed(nn.Module):
+    """Two types, and a weight that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Parameter(torch.zeros(4, 4)) for _ in range(4))
+        self.a.requires_grad_(False)
+        self.c.data = self.c.data.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(F.linear(F.linear(x, self.a), self.b).double(), self.c).float(), self.d).sum()
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_what_differs_in_type_or_in_having_a_gradient_is_apart(moved: bool) -> None:
+    program = capture(Mixed(), torch.zeros(2, 4)).program
+    assert weight_buckets(program, moved=moved) == (("a",), ("b", "d"), ("c",))
+
+
+def routes_of(model: str, strategy: str, seed: int) -> tuple[Program, dict[str, Route], frozenset[tuple[str, Conversion]]]:
+    """The routes of the weights in a plan on two axes, and the steps that run again."""
+    captured, on = MODELS[model](), mesh((2, 4), NETWORK, NVLINK)
+    options = Options(strategy=strategy)
+    made = random_plan_of if strategy == "random" else lambda *_: planning.plan(captured, on, strategy=strategy)
+    plan = made(captured, on, seed, options)
+    program = captured.program
+    decisions = resolve(plan, program, {op.name: fit(op, program.values) for op in program.ops})
+    weights = {p.value.name for p in program.parameters}
+    return program, {name: route for name, route in decisions.routes.items() if name in weights}, decisions.again.steps
+
+
+def path(route: Route, step: Conversion) -> list[Conversion]:
+    """A step and those that lead to it, the last one first."""
+    before = next((other for other in route if other.target == step.source), None)
+    return [step, *(path(route, before) if before else ())]
+
+
+PLANS = [(strategy, 0) for strategy in ("auto", "ddp", "fsdp", "megatron")] + [("random", seed) for seed in range(3)]
+
+
+@pytest.mark.parametrize("strategy, seed", PLANS)
+@pytest.mark.parametrize("model", ["llama", "gpt2", "layers"])
+def test_every_step_of_every_weight_travels_once_with_others_of_its_kind_level_and_bundle(
+    model: str, strategy: str, seed: int
+) -> None:
+    program, routes, again = routes_of(model, strategy, seed)
+    found = bundled(program, routes, again)
+    assert Counter(pair for one in found for pair in one.steps) == Counter((n, s) for n, route in routes.items() for s in route)
+    kinds = []
+    for one in found:
+        ways = {any(s.primitives[0] != "identity" for s in path(routes[name], step)) for name, step in one.steps}
+        assert len(ways) == 1
+        (moved,) = ways
+        (number,) = {i for i, names in enumerate(weight_buckets(program, moved=moved)) for name, _ in one.steps if name in names}
+        assert {(s.axis, s.primitives) for _, s in one.steps} == {(one.axis, one.primitives)}
+        (kept,) = {pair not in again for pair in one.steps}
+        for name, step in one.steps:
+            *before, last = (turn.axis for turn in reversed(path(routes[name], step)))
+            in_turn = not moved and [*before, last] == sorted({*before, last})
+            assert one.level == (last if in_turn else len(step.source) + len(before) + 1)
+        kinds.append((moved, number, one.level, one.axis, one.primitives, kept))
+    assert len(set(kinds)) == len(kinds), "what could travel together does"
+
+
+@pytest.mark.parametrize("strategy, seed", PLANS)
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_bundles_come_in_the_order_of_first_use_and_level(model: str, strategy: str, seed: int) -> None:
+    program, routes, again = routes_of(model, strategy, seed)
+    first = {name: place for place, name in enumerate(itertools.chain(*weight_buckets(program, moved=True)))}
+    order = [(first[one.steps[0][0]], one.level) for one in bundled(program, routes, again)]
+    assert order == sorted(order)
+    for one in bundled(program, routes, again):
+        places = [first[name] for name, _ in one.steps]
+        assert places == sorted(places)

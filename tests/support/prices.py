@@ -1,0 +1,279 @@
+"""A plan's price and collectives, worked out again from its text alone: op by op, value by value, nothing folded."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.analysis.recomputability import lies
+from autopar.analysis.saved_tensors import saved
+from autopar.capture import Captured
+from autopar.cost_models import optimizers
+from autopar.cost_models.collectives import seconds as collective_seconds
+from autopar.cost_models.compute import pricer
+from autopar.ir.conversion import COLLECTIVES, Conversion
+from autopar.ir.layout import Layout, each_split, local_shape
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Op, Value, elements
+from autopar.operators import fit
+from autopar.plan.plan import Plan, resolve
+from autopar.search_space.assignment import Decisions
+
+Issued = tuple[tuple[str, ...], str, str, str, int]
+BUCKET = 25 * 2**20  # bytes of whole weights that travel together
+TOGETHER = {("forward", "all_gather"), ("again", "all_gather"), ("gradient", "all_reduce"), ("gradient", "reduce_scatter")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bill:
+    """Seconds of one step by what they are spent on; `issued` lists (values, axis, kind, pass, bytes) of every collective."""
+
+    ops: float
+    optimizer: float
+    inputs: float
+    local: float
+    collectives: float
+    issued: tuple[Issued, ...]
+
+    @property
+    def total(self) -> float:
+        return self.ops + self.optimizer + self.inputs + self.local + self.collectives
+
+
+def bill(plan: Plan, captured: Captured, on: Mesh, optimizer: str = "adamw") -> Bill:
+    """What a plan costs on a mesh with device and links."""
+    return _Teller(plan, captured, on).bill(optimizer)
+
+
+Sends = list[tuple[str, int, bool]]  # kind, elements, whether in float32 at least
+Shapes = Sequence[tuple[int, ...]]
+
+
+def inside(form: str, operands: Shapes, ranks: int) -> tuple[Sends, Sends]:
+    """What a distributed form sends in the forward and in the backward; the normalised dim is the last."""
+    if form in ("vocabulary", "chosen", "queries", "grouped"):
+        return [], []
+    if form == "classes":
+        (count,) = operands[1]
+        return [("all_reduce", count, True), ("all_reduce", 2 * count, True)], []
+    if form == "ring":
+        both = math.prod(operands[1]) + math.prod(operands[2])
+        held, gradients = ("all_to_all", both, False), ("all_to_all", both, True)
+        return [held] * (ranks - 1), [held] * (ranks - 1) + [gradients] * ranks
+    if form == "fetched":
+        picked = operands[1][0] // ranks * math.prod(operands[0][1:])
+        return [("all_to_all", picked, False)], [("all_to_all", picked, False)]
+    if form in ("batch_norm", "batch_norm_planes"):
+        channels = operands[0][1]
+        return [("all_gather", 2 * channels * ranks, True)], [("all_reduce", 2 * channels, True)]
+    rows = math.prod(operands[0][:-1])
+    once: Sends = [("all_reduce", rows, True)]
+    if form == "layer_norm":
+        return [("all_gather", 2 * rows * ranks, True)], [("all_reduce", 2 * rows, True)]
+    return {"rms_norm": once, "softmax": 2 * once, "log_softmax": 2 * once, "safe_softmax": 2 * once}[form], once
+
+
+class _Teller:
+    def __init__(self, plan: Plan, captured: Captured, on: Mesh) -> None:
+        assert on.device is not None
+        self.program, self.mesh, self.device = captured.program, on, on.device
+        self.fits = {op.name: fit(op, self.program.values) for op in self.program.ops}
+        self.chosen: Decisions = resolve(plan, self.program, self.fits)
+        self.differentiated = self._differentiated()
+        self.reread = self._reread()
+        self.buckets = {blocks: self._buckets(blocks=blocks) for blocks in (False, True)}
+
+    def bill(self, optimizer: str) -> Bill:
+        program, values = self.program, self.program.values
+        sent: dict[object, list[tuple[str, Conversion]]] = defaultdict(list)
+        local = 0.0
+        for name in dict.fromkeys((*(n for op in program.ops for n in op.operands), *values)):  # in the order of first use
+            for step, primitive, role in self._work(name):
+                large, small = self._sides(values[name], step)
+                if primitive in COLLECTIVES:
+                    sent[primitive, role, self._bundle(name, step, primitive, role)].append((name, step))
+                elif primitive != "identity":
+                    moved = 2 * small if primitive == "slice" else small + large
+                    local += max(moved / self.device.bandwidth, self.device.launch)
+        messages = [self._message(str(primitive), str(role), steps) for (primitive, role, _), steps in sent.items()]
+        messages += itertools.chain(*map(self._inside, program.ops))
+        trained = [p.value for p in program.parameters if p.value.requires_grad]
+        stored = sum(self._bytes(value, self.chosen.given[value.name]) for value in trained)
+        return Bill(
+            ops=sum(map(self._op, program.ops)),
+            optimizer=optimizers.step_seconds(stored, optimizers.optimizer(optimizer), self.device),
+            inputs=sum(map(self._arrival, program.inputs)),
+            local=local,
+            collectives=sum(seconds for _, seconds in messages),
+            issued=tuple(issued for issued, _ in messages),
+        )
+
+    def _message(self, primitive: str, role: str, steps: list[tuple[str, Conversion]]) -> tuple[Issued, float]:
+        """A collective with what travels in it, and its seconds."""
+        axis = steps[0][1].axis
+        size = sum(self._sides(self.program.values[name], step)[0] for name, step in steps)
+        names = tuple(name for name, _ in steps)
+        seconds = collective_seconds(primitive, float(size), self.mesh.sizes[axis], self.mesh.links[axis])
+        return (names, self.mesh.axes[axis], primitive, "forward" if role == "forward" else "backward", size), seconds
+
+    def _inside(self, op: Op) -> Iterator[tuple[Issued, float]]:
+        """The collectives that an op sends itself."""
+        chosen, fitted = self.chosen.ops[op.name], self.fits[op.name]
+        values, sizes = self.program.values, self.mesh.sizes
+        shapes = [local_shape(values[n].shape, x, sizes) for n, x in zip(op.operands, chosen.operands, strict=True)]
+        for axis, (kind, number, _) in enumerate(chosen.forms):
+            if kind == "D" and fitted:
+                found = inside(fitted.distributed[number].name, shapes, sizes[axis])
+                back = any(r.name in self.differentiated for r in op.results)
+                for where, sends in (("forward", found[0]), *[("backward", found[1])] * back):
+                    for collective, count, wide in sends:
+                        itemsize = values[op.operands[0]].dtype.itemsize
+                        size = count * (max(4, itemsize) if wide else itemsize)
+                        seconds = collective_seconds(collective, float(size), sizes[axis], self.mesh.links[axis])
+                        yield ((op.results[0].name,), self.mesh.axes[axis], collective, where, size), seconds
+
+    def _bundle(self, name: str, step: Conversion, primitive: str, role: str) -> object:
+        """What two steps have in common that travel in one message; a step that travels alone has it with none."""
+        if name not in self.buckets[True] or (role, primitive) not in TOGETHER:
+            return name, step
+        into = {other.target: other for other in self.chosen.routes[name]}
+        path = [step]
+        while path[-1].source in into:
+            path.append(into[path[-1].source])
+        moved = any(other.primitives[0] != "identity" for other in path)
+        kinds = step.source[step.axis].kind, step.target[step.axis].kind
+        in_turn = not moved and all(later.axis > sooner.axis for later, sooner in itertools.pairwise(path))
+        again = (name, step) in self.chosen.again.steps
+        return moved, self.buckets[moved][name], step.axis, kinds, 0 if in_turn else len(path), again
+
+    def _buckets(self, *, blocks: bool) -> dict[str, tuple[int, object, int]]:
+        """The bucket of every weight: which run of ops reads it first, what it is like, and the how many-th of these it is.
+
+        With `blocks` a run ends where the outermost module with a number changes.
+        """
+        weights = {p.value.name: p.value for p in self.program.parameters}
+        found: dict[str, tuple[int, object, int]] = {}
+        runs = itertools.groupby(self.program.ops, key=lambda op: _block(op) if blocks else ())
+        for run, (_, ops) in enumerate(runs):
+            filled: dict[object, tuple[int, int]] = {}  # the present bucket of each kind and its bytes
+            for name in (n for op in ops for n in op.operands if n in weights):
+                if name not in found:
+                    kind = weights[name].dtype, weights[name].requires_grad
+                    bucket, size = filled.get(kind, (0, 0))
+                    if size and size + weights[name].bytes > BUCKET:
+                        bucket, size = bucket + 1, 0
+                    filled[kind] = bucket, size + weights[name].bytes
+                    found[name] = run, kind, bucket
+        return found
+
+    def _bytes(self, value: Value, layout: Layout) -> int:
+        return elements(local_shape(value.shape, layout, self.mesh.sizes)) * value.dtype.itemsize
+
+    def _sides(self, value: Value, step: Conversion) -> tuple[int, int]:
+        sides = self._bytes(value, step.source), self._bytes(value, step.target)
+        return max(sides), min(sides)
+
+    def _op(self, op: Op) -> float:
+        values, sizes, chosen = self.program.values, self.mesh.sizes, self.chosen.ops[op.name]
+        inside = [local_shape(values[n].shape, x, sizes) for n, x in zip(op.operands, chosen.operands, strict=True)]
+        outside = [local_shape(r.shape, x, sizes) for r, x in zip(op.results, chosen.results, strict=True)]
+        return self._busiest(op) * pricer(op, values, self.device)(tuple(inside), tuple(outside))
+
+    def _busiest(self, op: Op) -> float:
+        """What the last rank of a split sequence attends to, in what the local shapes alone would say."""
+        fitted = self.fits[op.name]
+        for size, (kind, number, _) in zip(self.mesh.sizes, self.chosen.ops[op.name].forms, strict=True):
+            form = fitted.distributed[number].name if kind == "D" and fitted else ""
+            if form == "queries":
+                return 2 - 1 / size
+            if form == "ring":
+                return 2 * size - 1 if True in op.args or ("is_causal", True) in op.kwargs else size
+        return 1.0
+
+    def _arrival(self, value: Value) -> float:
+        size, total = value.bytes, 0.0
+        for axis, _ in each_split(self.chosen.given[value.name]):
+            size //= self.mesh.sizes[axis]
+            total += max(2 * size / self.device.bandwidth, self.device.launch)
+        return total
+
+    def _differentiated(self) -> set[str]:
+        """The values that get a gradient when the scalar outputs (all, if there is none) are differentiated."""
+        values = self.program.values
+        ends = [o.value for o in self.program.outputs if values[o.value].requires_grad]
+        found = {name for name in ends if not values[name].shape} or set(ends)
+        for op in reversed(self.program.ops):
+            if found & {r.name for r in op.results}:
+                found |= {name for name in op.operands if values[name].requires_grad}
+        return found
+
+    def _work(self, name: str) -> Iterator[tuple[Conversion, str, str]]:
+        """Each primitive of a value's conversions: "forward", "gradient" where one returns, and what runs "again"."""
+        route = self.chosen.routes.get(name, ())
+        into = {step.target: step for step in route}
+        assert len(into) == len(route), f"{name} has two ways into one layout"
+        forward, backward = set(), set()
+        for layout, gradient in self._uses(name):
+            while layout in into:
+                forward.add(layout)
+                if gradient:
+                    backward.add(layout)
+                layout = into[layout].source
+        assert forward == set(into), f"{name} is converted for nobody"
+        for target, step in into.items():
+            yield step, step.primitives[0], "forward"
+            if target in backward:
+                yield step, step.primitives[1], "gradient"
+            if (name, target) in self.reread and (name, step) in self.chosen.again.steps and step.primitives[0] in COLLECTIVES:
+                yield step, step.primitives[0], "again"
+
+    def _uses(self, name: str) -> Iterator[tuple[Layout, bool]]:
+        """Per use of a value: the layout that is wanted, whether a gradient returns."""
+        for op in self.program.ops:
+            for position, operand in enumerate(op.operands):
+                if operand == name:
+                    gradient = name in self.differentiated and any(r.name in self.differentiated for r in op.results)
+                    yield self.chosen.ops[op.name].operands[position], gradient
+        for output in self.program.outputs:
+            if output.value == name:
+                yield self.chosen.outputs[output.path], name in self.differentiated
+
+    def _reread(self) -> set[tuple[str, Layout]]:
+        """The values in the layouts in which the backward reads them, or what is made of them again."""
+        found: set[tuple[str, Layout]] = set()
+        for op in self.program.ops:
+            if any(r.name in self.differentiated for r in op.results):
+                kept, chosen = saved(op, self.program.values, cpu=self.device.name == "cpu"), self.chosen.ops[op.name]
+                for position in kept.operands:
+                    self._read(op.operands[position], chosen.operands[position], found)
+                for position in kept.results:
+                    self._read(op.results[position].name, chosen.results[position], found)
+                if kept.internal_bytes and op.name in self.chosen.again.ops:
+                    self._read(op.results[0].name, chosen.results[0], found)
+        return found
+
+    def _read(self, name: str, layout: Layout, found: set[tuple[str, Layout]]) -> None:
+        """Read a value, and what it is made of if it is made again or shares the memory of something."""
+        if (name, layout) in found:
+            return
+        found.add((name, layout))
+        step = next((step for step in self.chosen.routes.get(name, ()) if step.target == layout), None)
+        op = self.program.producer.get(name)
+        again = self.chosen.again
+        if step:
+            if (name, step) in again.steps or step.primitives[0] == "identity":
+                self._read(name, step.source, found)
+        elif op and (op.name in again.ops or lies(op, self.program.values)):
+            operands = list(zip(op.operands, self.chosen.ops[op.name].operands, strict=True))
+            for operand in operands if op.name in again.ops else operands[:1]:
+                self._read(*operand, found)
+
+
+def _block(op: Op) -> tuple[str, ...]:
+    """The path of the outermost module with a number that an op stands in; empty if there is none."""
+    path = op.name.partition(":")[0].split(".")
+    numbered = [place for place, part in enumerate(path) if part.isdigit()]
+    return tuple(path[: numbered[0] + 1]) if numbered else ()

@@ -1,0 +1,72 @@
+"""The table of equal numbers: every model on every mesh, under every named strategy and under random plans."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import autopar
+from autopar.cost_models import catalog
+from autopar.ir.mesh import Link, Mesh
+from autopar.plan.options import Options
+from autopar.runtime.workers import WorkerPool
+from autopar.verify.verification import Report, verify
+from tests.support.models import MODELS, make
+
+MESHES = ((4,), (8,), (2, 4), (2, 2, 2))
+STRATEGIES = ("auto", "ddp", "fsdp", "megatron")
+SEEDS = range(10)  # of the random plans
+MADE_UP = "made up, so that small models are worth splitting"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One plan to verify: `plan` is a strategy or the seed of a random plan."""
+
+    model: str
+    sizes: tuple[int, ...]
+    plan: str | int
+
+    def __str__(self) -> str:
+        plan = f"random{self.plan}" if isinstance(self.plan, int) else self.plan
+        return f"{self.model}-{'x'.join(map(str, self.sizes))}-{plan}"
+
+
+def rows() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Models and meshes."""
+    return ((model, sizes) for model in MODELS for sizes in MESHES)
+
+
+def cases(model: str, sizes: tuple[int, ...]) -> Iterator[Case]:
+    """The plans of a row."""
+    return (Case(model, sizes, plan) for plan in (*STRATEGIES, *SEEDS))
+
+
+def sample() -> list[Case]:
+    """Forty cases, the same every time, half of them random plans, spread over models, meshes and strategies."""
+    names = list(MODELS)
+    plans = [STRATEGIES[(i + i // 4) % 4] for i in range(20)] + [SEEDS[i % 10] for i in range(20)]
+    return [Case(names[i % len(names)], MESHES[i % len(MESHES)], plan) for i, plan in enumerate(plans)]
+
+
+def mesh(sizes: tuple[int, ...]) -> Mesh:
+    """A mesh of slow devices and fast links, the fastest innermost, on which the best plan splits even these models."""
+    h100 = catalog.device("h100", processes=1)
+    host = Link(name="host", latency=0.0, bandwidth=1e8, source=MADE_UP)
+    flops = dict.fromkeys(h100.flops, 1e8)
+    device = replace(h100, name="slow", flops=flops, bandwidth=1e9, launch=0.0, source=MADE_UP, host=host)
+    links = [Link(name="fast", latency=1e-7, bandwidth=1e9 * 2**axis, source=MADE_UP) for axis in range(len(sizes))]
+    return replace(Mesh.of(sizes), links=tuple(links), device=device)
+
+
+@functools.cache
+def verified(case: Case, pool: WorkerPool) -> Report:
+    """The report of a case; run once, however often it is asked for."""
+    model, batch = make(case.model)
+    on = mesh(case.sizes)
+    if isinstance(case.plan, int):
+        plan = autopar.testing.random_plan(model, batch, on, seed=case.plan)
+    else:
+        plan = autopar.plan(model, batch, on, strategy=case.plan)
+    return verify(model, batch, on, plan, Options(), pool)

@@ -1,0 +1,28 @@
+"""Outputs, loss and every gradient equal the sequential ones: forty cases of the table (`make verify-all` runs all of it)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from autopar.runtime.workers import WorkerPool
+from tests.support import table
+from tests.support.table import Case
+
+
+@pytest.mark.parametrize("case", table.sample(), ids=str)
+def test_a_parallel_model_has_the_numbers_of_the_sequential_one(pool: WorkerPool, case: Case) -> None:
+    report = table.verified(case, pool)
+    assert report.ok, str(report)
+    assert report.max_error <= 1e-9
+    assert {row.what for row in report.rows} >= {"output", "gradient", "capture"}
+
+
+def test_the_sample_is_spread_over_models_meshes_and_strategies() -> None:
+    cases = table.sample()
+    assert len(set(cases)) == 40
+    assert sum(isinstance(case.plan, int) for case in cases) == 20
+    assert min(Counter(case.model for case in cases).values()) >= 5
+    assert set(Counter(case.sizes for case in cases).values()) == {10}
+    assert min(Counter(case.plan for case in cases if isinstance(case.plan, str)).values()) == 5

@@ -1,0 +1,76 @@
+"""Verification notices what capture would lose, and leaves the model as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.capture import Captured
+from autopar.ir.program import Parameter, Program
+from autopar.planning.planner import read_program
+from autopar.verify import verification
+
+
+class Running(nn.Module):
+    """A layer, and the mean of what it has seen in a buffer that every call replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.last(torch.tanh(self.first(x - self.mean))).sum()
+
+
+def without_gradient(program: Program) -> Program:
+    def changed(parameter: Parameter) -> Parameter:
+        lost = parameter.names[0] == "first.weight"
+        return replace(parameter, value=replace(parameter.value, requires_grad=False)) if lost else parameter
+
+    return replace(program, parameters=tuple(map(changed, program.parameters)))
+
+
+def another_operator(program: Program) -> Program:
+    return replace(
+        program, ops=tuple(replace(op, target=op.target.replace("aten.tanh.", "aten.sin.")) for op in program.ops)
+    )
+
+
+def unwritten(program: Program) -> Program:
+    return replace(program, ops=tuple(op for op in program.ops if not op.target.startswith("aten.copy_")))
+
+
+@pytest.mark.parametrize(
+    "wrong, name",
+    [(another_operator, "0"), (without_gradient, "gradients, the worst first.weight"), (unwritten, "buffer mean")],
+)
+def test_what_capture_loses_is_seen_beside_the_module(
+    monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Program], Program], name: str
+) -> None:
+    def read(*asked: object) -> Captured:
+        captured = read_program(*asked)  # type: ignore[arg-type]
+        return replace(captured, program=wrong(captured.program))
+
+    monkeypatch.setattr(verification, "read_program", read)
+    report = autopar.verify(Running(), torch.randn(4, 8), (1,))
+    assert not report.ok
+    assert name in [row.name for row in report.rows if not row.ok]
+    assert {row.what for row in report.rows if not row.ok} == {"capture"}
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model, x = Running(), torch.randn(4, 8)
+    buffer, before = model.mean, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    report = autopar.verify(model, x, (1,))
+    assert report.ok, report
+    assert [row.name for row in report.rows if row.what == "capture"][1:2] == ["buffer mean"]
+    assert model.mean is buffer
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,0 +1,27 @@
+"""The architectures of the zoo that no other test has: equal numbers where the batch is split, and under the best plan."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+import autopar
+from autopar.plan.options import Options
+from autopar.runtime.workers import WorkerPool
+from autopar.verify.verification import verify
+from examples.zoo_models import make
+from tests.support import table
+
+NAMES = "mistral qwen3 roberta clip whisper mixtral_batched resnet unet lstm recommender".split()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_architecture_has_equal_numbers(pool: WorkerPool, name: str) -> None:
+    made, on = make(name), table.mesh((2, 2))
+    for strategy in ("auto", "fsdp"):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="no sharding rule")
+            plan = autopar.plan(*made, on, strategy=strategy)
+            report = verify(*made, on, plan, Options(), pool)
+        assert report.ok, str(report)
