@@ -15,7 +15,7 @@ from autopar.analysis.analysis import Analysis, analyse
 from autopar.capture import Captured
 from autopar.capture.meta_copy import attributes, skeleton
 from autopar.capture.signature import on_meta
-from autopar.codegen import ParallelModule, Returned, State, Steps, emit
+from autopar.codegen import ModuleState, OutputLayout, ParallelModule, Steps, emit
 from autopar.errors import PlanError
 from autopar.ir.dynamic_dims import Place, Size, declared, placed, said
 from autopar.ir.layout import I
@@ -27,12 +27,12 @@ from autopar.plan.options import Options
 from autopar.plan.plan import Plan, as_planned, resolve
 from autopar.planning.optimize import sharded
 from autopar.planning.planner import knowing, located, plan_program, read_program
-from autopar.planning.respecialize import Resizer
+from autopar.planning.respecialize import Respecializer
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.rank_consistency import check_program, from_rank_0
 from autopar.runtime.storage import store, typed
 from autopar.runtime.world import Context, connect
-from autopar.search_space.assignment import Decisions
+from autopar.search_space.assignment import Assignment
 from autopar.search_space.candidates import INVARIANT, candidate
 
 
@@ -93,8 +93,8 @@ class _Sized:
         self.source, self.captured, self.plan = source, captured, plan
 
     @functools.cached_property
-    def resizer(self) -> Resizer:
-        return Resizer(self.plan, self.captured.program)
+    def resizer(self) -> Respecializer:
+        return Respecializer(self.plan, self.captured.program)
 
     def __call__(self, parallel: ParallelModule, numbers: tuple[int, ...]) -> ParallelModule:
         """The module for these numbers of the plan's sizes."""
@@ -153,11 +153,11 @@ def assemble(captured: Captured, tensors: Mapping[str, torch.Tensor], plan: Plan
     captured = replace(captured, program=as_planned(plan, captured.program))
     program = captured.program
     analysis = analyse(program, context.mesh)
-    decisions = resolve(plan, program, analysis.fits)
+    assignment = resolve(plan, program, analysis.fits)
     held = [p.value.name for p in (*program.parameters, *program.buffers)]
     cast = {name: typed(tensors[name], program.values[name].dtype) for name in held}
-    stored = store(cast, {name: decisions.given[name] for name in held}, context)
-    return _emitted(captured, decisions, analysis, stored, plan, context, agreed_seed(context))
+    stored = store(cast, {name: assignment.given[name] for name in held}, context)
+    return _emitted(captured, assignment, analysis, stored, plan, context, agreed_seed(context))
 
 
 def put_together(
@@ -166,13 +166,13 @@ def put_together(
     """A module over tensors that are stored already as the plan says."""
     captured = replace(captured, program=as_planned(plan, captured.program))
     analysis = analyse(captured.program, context.mesh)
-    decisions = resolve(plan, captured.program, analysis.fits)
-    return _emitted(captured, decisions, analysis, stored, plan, context, seed)
+    assignment = resolve(plan, captured.program, analysis.fits)
+    return _emitted(captured, assignment, analysis, stored, plan, context, seed)
 
 
 def _emitted(
     captured: Captured,
-    decisions: Decisions,
+    assignment: Assignment,
     analysis: Analysis,
     stored: Mapping[str, torch.Tensor],
     plan: Plan,
@@ -182,23 +182,23 @@ def _emitted(
     program = captured.program
     split = sharded(program, plan.options.get("outputs") or None)
     outputs = [
-        Returned(shape=program.whole(o.value), layout=decisions.outputs[o.path], split=split(o)) for o in program.outputs
+        OutputLayout(shape=program.whole(o.value), layout=assignment.outputs[o.path], split=split(o)) for o in program.outputs
     ]
-    steps = _steps(program, decisions, context) if program.loop else None
-    state = State(plan=plan, signature=captured.signature, context=context, seed=seed, outputs=outputs, steps=steps)
-    graph = emit(program, decisions, dict(analysis.fits), context, training=captured.training)
+    steps = _steps(program, assignment, context) if program.loop else None
+    state = ModuleState(plan=plan, signature=captured.signature, context=context, seed=seed, outputs=outputs, steps=steps)
+    graph = emit(program, assignment, dict(analysis.fits), context, training=captured.training)
     return ParallelModule(graph, program, stored, state)
 
 
-def _steps(program: Program, decisions: Decisions, context: Context) -> Steps:
+def _steps(program: Program, assignment: Assignment, context: Context) -> Steps:
     """The loop of a program, with the graph of what it computes ahead: every rank does so for the whole batch."""
     assert program.loop is not None
     ahead, size = program.loop.ahead, len(context.mesh.sizes)
     if ahead is None:
         return Steps(loop=program.loop, ahead=None)
-    whole = Decisions(
+    whole = Assignment(
         ops={op.name: candidate(op, None, ahead.values, (INVARIANT,) * size) for op in ahead.ops},
-        given={**decisions.given, **{value.name: (I,) * size for value in ahead.inputs}},
+        given={**assignment.given, **{value.name: (I,) * size for value in ahead.inputs}},
         outputs={output.path: (I,) * size for output in ahead.outputs},
         routes={},
     )

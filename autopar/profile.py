@@ -33,14 +33,14 @@ from autopar.explain.cli_arguments import built
 from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Device, Link, Mesh
 from autopar.ir.program import Op, Program, writes
-from autopar.operators import Fitted, localise, view_of
+from autopar.operators import OpSharding, localise, view_of
 from autopar.plan.options import Options
 from autopar.plan.plan import resolve
 from autopar.planning.planner import located, plan_program, read_program
-from autopar.runtime.benchmark import KINDS, Call, Job, Times
+from autopar.runtime.benchmark import KINDS, Job, TimedCall, Times
 from autopar.runtime.custom_ops import Operators
 from autopar.runtime.workers import WorkerPool
-from autopar.search_space.assignment import Decisions
+from autopar.search_space.assignment import Assignment
 
 BYTES = tuple(1 << power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
 OPTIMIZERS = ("adamw", "sgd")
@@ -50,7 +50,7 @@ OPTIMIZERS = ("adamw", "sgd")
 class Timed:
     """An operator to be timed with its work, forward and backward, in the unit of its rate."""
 
-    call: Call
+    call: TimedCall
     work: tuple[int, int]
 
 
@@ -98,7 +98,7 @@ def _operators(program: Program, processes: int) -> Iterator[Timed]:
             yield _local(op, analysis.fits[op.name], program, chosen, mesh)
 
 
-def _local(op: Op, fitted: Fitted | None, program: Program, chosen: Decisions, mesh: Mesh) -> Timed:
+def _local(op: Op, fitted: OpSharding | None, program: Program, chosen: Assignment, mesh: Mesh) -> Timed:
     candidate, values = chosen.ops[op.name], program.values
     inside = [local_shape(values[n].shape, x, mesh.sizes) for n, x in zip(op.operands, candidate.operands, strict=True)]
     outside = [local_shape(r.shape, x, mesh.sizes) for r, x in zip(op.results, candidate.results, strict=True)]
@@ -111,7 +111,7 @@ def _local(op: Op, fitted: Fitted | None, program: Program, chosen: Decisions, m
     assert mesh.device is not None
     price = pricer(op, values, mesh.device)
     work = price.amount(price.forward(inside, outside)), price.amount(price.gradient(inside, outside))
-    return Timed(call=Call(target=op.target, args=args, kwargs=kwargs, operands=specs), work=work)
+    return Timed(call=TimedCall(target=op.target, args=args, kwargs=kwargs, operands=specs), work=work)
 
 
 def _device(timed: Sequence[Timed], job: Job, found: Sequence[Times]) -> Device:

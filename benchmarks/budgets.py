@@ -33,14 +33,14 @@ from autopar.cost_models import optimizers
 from autopar.errors import BudgetError
 from autopar.explain.budget_sweep import MARGIN, SHARES
 from autopar.formulation.budget_loop import smallest, within
-from autopar.formulation.formulate import Formulated, decisions
-from autopar.formulation.memory_model import Ledger
+from autopar.formulation.formulate import PlanningProblem, assignment
+from autopar.formulation.memory_model import MemoryModel
 from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.plan.text import size_text
-from autopar.planning.optimize import Solved, analysed, solved
+from autopar.planning.optimize import Optimized, analysed, solved
 from autopar.planning.plan_search import best_variant
 from autopar.planning.planner import finish, located, read_program
-from autopar.search_space.assignment import Again
+from autopar.search_space.assignment import RecomputeChoice
 
 RESULTS = Path(__file__).with_name("results")
 DEVICE = "h100"
@@ -85,7 +85,7 @@ class Point:
     """A plan: seconds of a step, of them computing again and going to the host and back; bytes at the peak; its CPU seconds."""
 
     seconds: float
-    again: float
+    recompute: float
     host: float
     peak: int
     took: float = 0.0
@@ -122,7 +122,7 @@ def swept(name: str, mesh: tuple[int, ...]) -> Sweep:
     analysis = analysed(program, on, options)
     free = solved(analysis, on, options)
     optimizer = optimizers.optimizer(options.optimizer)
-    under = Ledger(free.formulated.only(free.solution), optimizer)
+    under = MemoryModel(free.formulated.only(free.solution), optimizer)
 
     def joint(budget: int) -> Point | None:
         try:
@@ -132,12 +132,12 @@ def swept(name: str, mesh: tuple[int, ...]) -> Sweep:
 
     def staged(budget: int) -> Point | None:
         found = within(under.formulated, under, budget)
-        return None if found is None else _point(Solved(ledger=under, solution=found, optimizer=optimizer), options)
+        return None if found is None else _point(Optimized(memory_model=under, solution=found, optimizer=optimizer), options)
 
-    least = smallest(free.formulated, free.ledger)
+    least = smallest(free.formulated, free.memory_model)
     assert least is not None
-    alive = free.ledger.walk(free.solution)
-    begin, most, fewest = round(alive[0]), float(alive.max()), MARGIN * float(free.ledger.walk(least).max())
+    alive = free.memory_model.walk(free.solution)
+    begin, most, fewest = round(alive[0]), float(alive.max()), MARGIN * float(free.memory_model.walk(least).max())
     rows = []
     for share in SHARES:
         budget = round(fewest + share * (most - fewest))
@@ -157,25 +157,25 @@ def _timed(find: Callable[[int], Point | None], budget: int) -> Point | None:
     return found and replace(found, took=time.process_time() - start)
 
 
-def _point(found: Solved, options: Options) -> Point:
+def _point(found: Optimized, options: Options) -> Point:
     plan = finish(found, options)
-    evidence = plan.evidence
-    again, host = evidence.recomputed, sum(evidence.away.values())
-    return Point(seconds=plan.step_time, again=again, host=host, peak=plan.peak_memory)
+    breakdown = plan.breakdown
+    recompute, host = breakdown.recomputed, sum(breakdown.offload.values())
+    return Point(seconds=plan.step_time, recompute=recompute, host=host, peak=plan.peak_memory)
 
 
-def _blocks(free: Solved, options: Options, at: str) -> Point:
+def _blocks(free: Optimized, options: Options, at: str) -> Point:
     """The best layouts with every block computed again."""
     formulated = free.formulated
-    chosen = decisions(formulated, free.solution)
+    chosen = assignment(formulated, free.solution)
     block = {op.name: _block(op.name, at) for op in formulated.program.ops}
     left = {name for op in formulated.program.ops for name in op.operands if _of(name, formulated, block) != block[op.name]}
     inside = [op for op in formulated.program.ops if block[op.name] and left.isdisjoint(r.name for r in op.results)]
     steps = {(r.name, step) for op in inside for r in op.results for step in chosen.routes.get(r.name, ())}
-    again = Again(ops=frozenset(op.name for op in inside) & formulated.reruns, steps=frozenset(steps))
-    chosen = replace(chosen, again=again)
-    plan, peak = finish(free, options, chosen), round(float(free.ledger.timeline.walk(chosen).max()))
-    return Point(seconds=plan.step_time, again=plan.evidence.recomputed, host=0.0, peak=peak)
+    recompute = RecomputeChoice(ops=frozenset(op.name for op in inside) & formulated.reruns, steps=frozenset(steps))
+    chosen = replace(chosen, recompute=recompute)
+    plan, peak = finish(free, options, chosen), round(float(free.memory_model.liveness.walk(chosen).max()))
+    return Point(seconds=plan.step_time, recompute=plan.breakdown.recomputed, host=0.0, peak=peak)
 
 
 def _block(name: str, at: str) -> str:
@@ -183,20 +183,31 @@ def _block(name: str, at: str) -> str:
     return name.removeprefix(at).split(".")[0].split(":")[0] if name.startswith(at) else ""
 
 
-def _of(value: str, formulated: Formulated, block: Mapping[str, str]) -> str:
+def _of(value: str, formulated: PlanningProblem, block: Mapping[str, str]) -> str:
     """The number of the block that a value comes from."""
     op = formulated.program.producer.get(value)
     return block[op.name] if op else ""
 
 
-WIDTHS = {"budget": 10, "joint ms": 10, "again": 8, "host": 8, "peak": 10, "found in": 9, "two stages ms": 15, "joint is": 13}
+WIDTHS = {
+    "budget": 10,
+    "joint ms": 10,
+    "recompute": 8,
+    "host": 8,
+    "peak": 10,
+    "found in": 9,
+    "two stages ms": 15,
+    "joint is": 13,
+}
 HEAD = " ".join(f"{name:>{width}}" for name, width in WIDTHS.items())
 
 
 def _line(budget: int, joint: Point | None, staged: Point | None) -> str:
     line = f"{size_text(budget):>10}"
     if joint:
-        line += f" {1e3 * joint.seconds:>10.3f} {1e3 * joint.again:>8.3f} {1e3 * joint.host:>8.3f} {size_text(joint.peak):>10}"
+        line += (
+            f" {1e3 * joint.seconds:>10.3f} {1e3 * joint.recompute:>8.3f} {1e3 * joint.host:>8.3f} {size_text(joint.peak):>10}"
+        )
         line += f" {joint.took:>7.1f} s"
     else:
         line += f" {'none':>10} {'':>37}"
@@ -210,10 +221,12 @@ def table(sweep: Sweep) -> str:
     """A sweep as text."""
     blocks = sweep.blocks
     said = [f"{sweep.model} on {'x'.join(map(str, sweep.mesh))}", HEAD, *(_line(*row) for row in sweep.rows)]
-    said.append(f"blocks: {1e3 * blocks.seconds:.3f} ms, {1e3 * blocks.again:.3f} of it again, peak {size_text(blocks.peak)}")
+    said.append(
+        f"blocks: {1e3 * blocks.seconds:.3f} ms, {1e3 * blocks.recompute:.3f} of it again, peak {size_text(blocks.peak)}"
+    )
     if best := sweep.beside:
         said.append(
-            f"joint within that: {1e3 * best.seconds:.3f} ms, {1e3 * best.again:.3f} ms of it again: "
+            f"joint within that: {1e3 * best.seconds:.3f} ms, {1e3 * best.recompute:.3f} ms of it again: "
             f"{1 - best.seconds / blocks.seconds:.1%} faster"
         )
     half = sweep.half

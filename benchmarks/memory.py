@@ -43,8 +43,8 @@ def off(plan: autopar.Plan, peaks: list[Peak]) -> float:
 
 def detail(plan: autopar.Plan, peak: Peak) -> Iterator[str]:
     """What the plan and a rank have alive at their peaks."""
-    yield f"  the plan, in {plan.evidence.moment}: " + ", ".join(f"{k} {_mib(v)}" for k, v in plan.evidence.memory.items())
-    yield from (f"    {_mib(held.bytes):>9}  {held}" for held in plan.evidence.fullest)
+    yield f"  the plan, in {plan.breakdown.moment}: " + ", ".join(f"{k} {_mib(v)}" for k, v in plan.breakdown.memory.items())
+    yield from (f"    {_mib(held.bytes):>9}  {held}" for held in plan.breakdown.fullest)
     yield f"  measured, in {peak.made}:"
     for alike, count, size in peak.alive[:40]:
         shape = "x".join(map(str, alike.shape)) or "scalar"

@@ -12,14 +12,14 @@ import torch
 from autopar.analysis.block_counts import Blocks, block_counts
 from autopar.analysis.recomputability import may_run
 from autopar.analysis.repeated_blocks import Classes, fold
-from autopar.analysis.saved_tensors import Saved, saved
+from autopar.analysis.saved_tensors import SavedTensors, saved
 from autopar.analysis.weight_buckets import weight_buckets
 from autopar.analysis.weights import copies, summed, views, weights
 from autopar.errors import RuleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Program, writes
 from autopar.ir.schema import bound
-from autopar.operators import Fitted, fit
+from autopar.operators import OpSharding, fit
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,12 +29,12 @@ class Analysis:
     program: Program
     sizes: tuple[int, ...]
     classes: Classes
-    fits: Mapping[str, Fitted | None]
+    fits: Mapping[str, OpSharding | None]
     blocks: Mapping[str, Blocks]
     cpu: bool  # whether the device is one: some operators save other things there
 
     @functools.cached_property
-    def saved(self) -> dict[str, Saved]:
+    def saved(self) -> dict[str, SavedTensors]:
         """What autograd saves for each op class."""
         ops = representatives(self.program, self.classes).items()
         return {name: saved(op, self.program.values, cpu=self.cpu) for name, op in ops if op.requires_grad}
@@ -65,7 +65,7 @@ class Analysis:
         return copies(self.program)
 
     @functools.cached_property
-    def bundled(self) -> frozenset[str]:
+    def bucketed(self) -> frozenset[str]:
         """The weights that travel with others."""
         return frozenset(itertools.chain(*weight_buckets(self.program, moved=True)))
 

@@ -1,6 +1,6 @@
 """Block counts: into how many equal blocks a dim may be cut before it is split, so that a fused projection splits head by head.
 
-    c_attn  (768, 2304) -> split in 3 -> (768, 768) x 3          dim 1 of c_attn: 1 block, or 3
+c_attn  (768, 2304) -> split in 3 -> (768, 768) x 3          dim 1 of c_attn: 1 block, or 3
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.ir.program import Op, Program
-from autopar.operators import Fitted
+from autopar.operators import OpSharding
 
 Blocks = tuple[tuple[int, ...], ...]  # per dim: into how many blocks it may be cut before it is split (always 1, and more)
 
 
-def block_counts(program: Program, fits: Mapping[str, Fitted | None]) -> dict[str, Blocks]:
+def block_counts(program: Program, fits: Mapping[str, OpSharding | None]) -> dict[str, Blocks]:
     """The block counts of every dim of every value: 1, and those for which a split, chunk or merge of dims asks, spread along
     the factors to all values that they touch."""
     known: dict[str, list[set[int]]] = {name: [{1} for _ in value.shape] for name, value in program.values.items()}
@@ -29,7 +29,7 @@ def block_counts(program: Program, fits: Mapping[str, Fitted | None]) -> dict[st
     return {name: tuple(tuple(sorted(k)) for k in dims) for name, dims in known.items()}
 
 
-def _spread(op: Op, fitted: Fitted | None, known: dict[str, list[set[int]]]) -> bool:
+def _spread(op: Op, fitted: OpSharding | None, known: dict[str, list[set[int]]]) -> bool:
     """Carry block counts from the dims that have a factor to the others that have it."""
     if fitted is None:
         return False
@@ -54,7 +54,7 @@ def _spread(op: Op, fitted: Fitted | None, known: dict[str, list[set[int]]]) -> 
     return changed
 
 
-def left_blocks(fitted: Fitted, parts: tuple[int, ...], factor: int) -> int:
+def left_blocks(fitted: OpSharding, parts: tuple[int, ...], factor: int) -> int:
     """Into how many blocks the factors left of this one cut their dim."""
     left = 1
     for other in parts[: parts.index(factor)]:

@@ -14,15 +14,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.analysis.padding_values import ZERO, Content, content, numbered, scores
+from autopar.analysis.padding_values import ZERO, PaddingValue, content, numbered, scores
 from autopar.ir.program import Op, Program
-from autopar.operators import Fitted, fit
+from autopar.operators import OpSharding, fit
 
 Dims = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PaddedDim:
     """Where the padded elements of a value stand: its dim is `(left n right)`."""
 
     dim: int
@@ -36,11 +36,11 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strand:
+class PaddingGroup:
     """So many elements in each of these values; the linear layers of `masked` make scores of them."""
 
     size: int
-    places: Mapping[str, Place]
+    places: Mapping[str, PaddedDim]
     masked: frozenset[str]
 
 
@@ -53,7 +53,7 @@ class _Spot:
     right: int
 
 
-class Walk:
+class GroupFinder:
     """Finds strands along the rules of a program's ops."""
 
     def __init__(self, program: Program) -> None:
@@ -65,10 +65,10 @@ class Walk:
                 self.meets[name].append(op)
         self.fit = functools.cache(lambda name: fit(program.op[name], program.values))
 
-    def places(self, name: str, dim: int) -> dict[str, Place]:
+    def places(self, name: str, dim: int) -> dict[str, PaddedDim]:
         """What is tied to a dim: the values of a strand, if they are one."""
         size = self.program.values[name].shape[dim]
-        found, waiting = {name: Place(dim)}, [name]
+        found, waiting = {name: PaddedDim(dim)}, [name]
         while waiting:
             for op in self.meets[waiting.pop()]:
                 spot = self._spot(op, found, size)
@@ -78,7 +78,7 @@ class Walk:
                         waiting.append(other)
         return found
 
-    def strand(self, places: Mapping[str, Place], size: int) -> Strand | None:
+    def strand(self, places: Mapping[str, PaddedDim], size: int) -> PaddingGroup | None:
         """These places as a strand, None if they are none: what is true would change."""
         parameters = {parameter.value.name for parameter in self.program.parameters}
         if not all(name in parameters or name in self.program.producer for name in places):
@@ -97,12 +97,12 @@ class Walk:
             held = self._contents(ops, spots, places, masked)
             if held is not None:
                 made = (op.name for op in ops if masked and scores(op, [held.get(name) for name in op.operands]))
-                return Strand(size=size, places=places, masked=frozenset(made))
+                return PaddingGroup(size=size, places=places, masked=frozenset(made))
         return None
 
     def _contents(
-        self, ops: Sequence[Op], spots: Mapping[str, _Spot], places: Mapping[str, Place], masked: bool
-    ) -> dict[str, Content] | None:
+        self, ops: Sequence[Op], spots: Mapping[str, _Spot], places: Mapping[str, PaddedDim], masked: bool
+    ) -> dict[str, PaddingValue] | None:
         """What stands in the padding of every value; None if it reaches what is true."""
         held = {name: ZERO for name in places if name not in self.program.producer}
         for op in ops:
@@ -117,7 +117,7 @@ class Walk:
             held.update((result.name, found) for result in op.results if result.name in places)
         return held
 
-    def _spot(self, op: Op, places: Mapping[str, Place], size: int) -> _Spot | None:
+    def _spot(self, op: Op, places: Mapping[str, PaddedDim], size: int) -> _Spot | None:
         """The factor of an op in which the padded elements stand; None if they stand in several, or across some."""
         fitted = self.fit(op.name)
         found = {
@@ -126,7 +126,7 @@ class Walk:
         } if fitted else set()  # fmt: skip
         return found.pop() if len(found) == 1 else None
 
-    def _tied(self, op: Op, spot: _Spot) -> Iterator[tuple[str, Place]]:
+    def _tied(self, op: Op, spot: _Spot) -> Iterator[tuple[str, PaddedDim]]:
         """Where they stand in every operand and result that has the factor."""
         fitted = self.fit(op.name)
         assert fitted is not None, "it has a factor"
@@ -135,14 +135,14 @@ class Walk:
                 if spot.factor in parts:
                     place = parts.index(spot.factor)
                     left, right = (_product(some, fitted) for some in (parts[:place], parts[place + 1 :]))
-                    yield name, Place(dim, left * spot.left, right * spot.right)
+                    yield name, PaddedDim(dim, left * spot.left, right * spot.right)
 
     def _twice(self, op: Op, spot: _Spot) -> bool:
         """Whether a tensor has the factor in several dims."""
         return any(sum(spot.factor in parts for parts in dims) > 1 for _, dims in _tensors(op, self.fit(op.name)))
 
 
-def _inside(parts: tuple[int, ...], place: Place, size: int, fitted: Fitted) -> _Spot | None:
+def _inside(parts: tuple[int, ...], place: PaddedDim, size: int, fitted: OpSharding) -> _Spot | None:
     """Of a dim's factors the one in which so many elements stand at a place."""
     for i, factor in enumerate(parts):
         left, over = divmod(place.left, _product(parts[:i], fitted))
@@ -152,15 +152,15 @@ def _inside(parts: tuple[int, ...], place: Place, size: int, fitted: Fitted) -> 
     return None
 
 
-def _product(factors: Sequence[int], fitted: Fitted) -> int:
+def _product(factors: Sequence[int], fitted: OpSharding) -> int:
     return math.prod(fitted.factors[f].size for f in factors)
 
 
-def _tensors(op: Op, fitted: Fitted | None) -> Iterator[tuple[str, Dims]]:
+def _tensors(op: Op, fitted: OpSharding | None) -> Iterator[tuple[str, Dims]]:
     """Every operand and result with the factors of its dims."""
     if fitted:
         yield from zip(op.operands, fitted.operands, strict=True)
         yield from zip((result.name for result in op.results), fitted.results, strict=True)
 
 
-__all__ = ["Place", "Strand", "Walk"]
+__all__ = ["GroupFinder", "PaddedDim", "PaddingGroup"]

@@ -15,10 +15,10 @@ from enum import Enum
 
 from autopar.ir.program import Op, Ref, aten
 from autopar.ir.schema import bound
-from autopar.operators import Fitted
+from autopar.operators import OpSharding
 
 
-class Content(Enum):
+class PaddingValue(Enum):
     """What stands in the padding."""
 
     ZERO = "zeros"
@@ -26,7 +26,7 @@ class Content(Enum):
     LOWEST = "minus infinity"
 
 
-ZERO, SOME, LOWEST = Content
+ZERO, SOME, LOWEST = PaddingValue
 ARRANGE = frozenset(
     "alias clone contiguous to reshape transpose permute t unsqueeze squeeze expand slice select split split_with_sizes chunk "
     "unbind cat stack flip embedding".split()
@@ -38,7 +38,9 @@ NAMED = frozenset("embedding nll_loss nll_loss_nd".split())  # ops that see the 
 FINITE = frozenset("sigmoid softplus log_sigmoid hardsigmoid sin cos".split())
 
 
-def content(op: Op, fitted: Fitted, factor: int, inside: Sequence[Content | None], *, masked: bool) -> Content | None:
+def content(
+    op: Op, fitted: OpSharding, factor: int, inside: Sequence[PaddingValue | None], *, masked: bool
+) -> PaddingValue | None:
     """What stands in the padding of an op's results if this factor of it is padded; None if the true results would change.
 
     `inside` has what stands in that of each operand, None for one without the factor. Where the factor is in no result, any
@@ -70,12 +72,12 @@ def numbered(op: Op) -> bool:
     return aten(op.target) in NAMED or aten(op.target) == "cross_entropy_loss"
 
 
-def scores(op: Op, inside: Sequence[Content | None]) -> bool:
+def scores(op: Op, inside: Sequence[PaddingValue | None]) -> bool:
     """Whether an op is a linear layer whose features are padded."""
     return aten(op.target) == "linear" and not inside[0] and bool(inside[1])
 
 
-def _unseen(op: Op, name: str, fitted: Fitted, inside: Sequence[Content | None]) -> bool:
+def _unseen(op: Op, name: str, fitted: OpSharding, inside: Sequence[PaddingValue | None]) -> bool:
     """Whether results without the factor are what they are without padding."""
     if name in PRODUCTS:
         return LOWEST not in inside and ZERO in inside
@@ -86,7 +88,7 @@ def _unseen(op: Op, name: str, fitted: Fitted, inside: Sequence[Content | None])
     return (name == "logsumexp" and inside[0] == LOWEST) or (name == "sum" and inside[0] == ZERO)
 
 
-def _product(fitted: Fitted, inside: Sequence[Content | None]) -> Content | None:
+def _product(fitted: OpSharding, inside: Sequence[PaddingValue | None]) -> PaddingValue | None:
     if LOWEST in inside:
         return None
     added = {inside[position] for position in fitted.added}
@@ -94,19 +96,19 @@ def _product(fitted: Fitted, inside: Sequence[Content | None]) -> Content | None
     return ZERO if added <= {ZERO} and ZERO in multiplied else SOME
 
 
-def _distribution(name: str, over: bool, held: set[Content]) -> Content | None:
+def _distribution(name: str, over: bool, held: set[PaddingValue]) -> PaddingValue | None:
     """Of a softmax over the factor, or of one for each of its elements."""
     if not over:
         return None if LOWEST in held else SOME
     return None if held != {LOWEST} else ZERO if name == "softmax" else LOWEST
 
 
-def _attention(inside: Sequence[Content | None]) -> Content | None:
+def _attention(inside: Sequence[PaddingValue | None]) -> PaddingValue | None:
     """Of heads; a mask of their own that is false throughout their padding would leave them without a number."""
     return inside[2] if all(inside[:3]) and not any(inside[3:]) and LOWEST not in inside else None
 
 
-def _pointwise(op: Op, name: str, inside: Sequence[Content | None]) -> Content | None:
+def _pointwise(op: Op, name: str, inside: Sequence[PaddingValue | None]) -> PaddingValue | None:
     first, second = (*op.args, None)[:2]
     if name in ("mul", "div") and isinstance(first, Ref) and isinstance(second, (int, float)):
         return inside[0] if second > 0 or inside[0] != LOWEST else None
@@ -123,4 +125,4 @@ def _pointwise(op: Op, name: str, inside: Sequence[Content | None]) -> Content |
     return SOME if name in FINITE else None
 
 
-__all__ = ["LOWEST", "SOME", "ZERO", "Content", "content", "numbered", "scores"]
+__all__ = ["LOWEST", "SOME", "ZERO", "PaddingValue", "content", "numbered", "scores"]

@@ -1,9 +1,9 @@
 """What may be computed a second time in the backward, and what comes back with something else because it lies in its memory.
 
-    y = gelu(x)              may run again
-    y = dropout(x, 0.1)      may not: it would draw anew
-    y = transpose(x, 0, 1)   need not: y lies in x, and comes back with it
-    y = reshape(x, [6])      may, for it copies what does not lie in one piece; it comes back with x, copied or not
+y = gelu(x)              may run again
+y = dropout(x, 0.1)      may not: it would draw anew
+y = transpose(x, 0, 1)   need not: y lies in x, and comes back with it
+y = reshape(x, [6])      may, for it copies what does not lie in one piece; it comes back with x, copied or not
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Mapping
 
 import torch
 
+from autopar.analysis.saved_tensors import ATTENTION
 from autopar.analysis.weights import views
 from autopar.ir.conversion import Conversion
 from autopar.ir.program import Op, Program, Value, aten, overload, writes
 from autopar.ir.schema import bound
-from autopar.operators import Fitted, view_of
-from autopar.passes.no_dropout import ATTENTION
+from autopar.operators import OpSharding, view_of
 
 # Operators that give a view where they can and a copy where they must.
 COPIES = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as", "resolve_conj", "resolve_neg"})
@@ -26,13 +26,13 @@ EINSUM = "aten.einsum.default"
 DROPOUT = ("aten.dropout.default", "aten.feature_dropout.default")
 
 
-def may_run_again(op: Op, fitted: Fitted | None) -> bool:
+def may_run_again(op: Op, fitted: OpSharding | None) -> bool:
     """Whether an op, with its rule, gives the same and changes nothing when it runs once more, and that can be of use."""
     always_lies = (views(op) or view_of(op)) and not may_copy(op)
     return op.requires_grad and not draws(op, fitted) and not writes(op) and not always_lies
 
 
-def may_run(program: Program, fits: Mapping[str, Fitted | None]) -> frozenset[str]:
+def may_run(program: Program, fits: Mapping[str, OpSharding | None]) -> frozenset[str]:
     """The ops that may run again: of those that can, all that read no buffer which an op writes, for it may have changed."""
     changing: set[str] = set()
     for op in program.ops:
@@ -42,7 +42,7 @@ def may_run(program: Program, fits: Mapping[str, Fitted | None]) -> frozenset[st
     return frozenset(op.name for op in program.ops if changing.isdisjoint(op.operands) and may_run_again(op, fits[op.name]))
 
 
-def draws(op: Op, fitted: Fitted | None) -> bool:
+def draws(op: Op, fitted: OpSharding | None) -> bool:
     """Whether an op draws random numbers; of one without a rule torch's own tag says it."""
     if fitted:
         return fitted.random

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from autopar.ir.mesh import Bytes
 from autopar.ir.program import Argument, Op, Ref, Static, Value, elements, filled, overload, substitute, text
 from autopar.operators.call import Call
-from autopar.runtime.memory_tracker import Live
+from autopar.runtime.memory_tracker import MemoryTracker
 
 Shape = tuple[int, ...]
 
@@ -49,7 +49,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SavedTensors:
     """What one op keeps: positions of its operands and results, and what is internal.
 
     `forward` is what it takes at most while it runs, beside operands, results and what is internal; `backward` is what its
@@ -81,10 +81,10 @@ class Saved:
         return self.backward.local(operands, results) if self.backward else 0
 
 
-NOTHING = Saved()
+NOTHING = SavedTensors()
 
 
-def saved(op: Op, values: Mapping[str, Value], *, cpu: bool = False) -> Saved:
+def saved(op: Op, values: Mapping[str, Value], *, cpu: bool = False) -> SavedTensors:
     """What autograd keeps of `op` when it runs on an accelerator, or on the CPU.
 
     Nothing is kept by an op whose results need no gradient. An operator that does not run on meta tensors is taken to keep all
@@ -99,7 +99,7 @@ def saved(op: Op, values: Mapping[str, Value], *, cpu: bool = False) -> Saved:
 
 def saved_here(
     op: Op, values: Mapping[str, Value], tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], *, cpu: bool
-) -> tuple[Saved, list[torch.Tensor]]:
+) -> tuple[SavedTensors, list[torch.Tensor]]:
     """What autograd keeps of an op on one rank, and its results; operands are meta tensors as they lie there, like the results.
 
     A kernel may copy an operand that does not lie in one piece, and autograd keeps the copy instead: so the strides matter. The
@@ -148,7 +148,7 @@ def _numbered(op: Op) -> tuple[tuple[Argument, ...], Keywords]:
 
 
 Spec = tuple[Shape, Shape, torch.dtype, bool]  # shape, strides, dtype, requires_grad
-Ran = tuple["Saved", tuple[tuple[Shape, Shape], ...]]  # what is kept; shape and strides of every result
+Ran = tuple["SavedTensors", tuple[tuple[Shape, Shape], ...]]  # what is kept; shape and strides of every result
 Keywords = tuple[tuple[str, Argument], ...]
 
 
@@ -167,11 +167,11 @@ def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, spec
 
     given, named = filled(args, kwargs, lambda ref: operands[int(ref.name)])
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with torch.enable_grad(), hooks, sdpa_kernel(SDPBackend.MATH), Live(operands, "meta") as live:
+    with torch.enable_grad(), hooks, sdpa_kernel(SDPBackend.MATH), MemoryTracker(operands, "meta") as live:
         try:
             out = overload(target)(*given, **named)
         except Exception:  # it has no meta kernel, or cannot do with these shapes
-            return Saved(operands=tuple(range(len(operands))), results=(0,)), ()
+            return SavedTensors(operands=tuple(range(len(operands))), results=(0,)), ()
         forward = live.peak().bytes - live.now
     results = list(_tensors(out))
     found = replace(_sort(kept, operands, results), forward=_share(forward, 0, operands, results))
@@ -179,14 +179,16 @@ def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, spec
     return _with_backward(found, kept, operands, results), strides
 
 
-def _with_backward(found: Saved, kept: list[torch.Tensor], operands: list[torch.Tensor], results: list[torch.Tensor]) -> Saved:
+def _with_backward(
+    found: SavedTensors, kept: list[torch.Tensor], operands: list[torch.Tensor], results: list[torch.Tensor]
+) -> SavedTensors:
     """What the backward takes, and which gradients it passes on; what is kept goes as the backward goes on."""
     wanted = [place for place, operand in enumerate(operands) if operand.requires_grad]
     differentiable = [result for result in results if result.requires_grad]
     if not differentiable:
         return found
     given = [torch.empty_like(result) for result in differentiable]
-    with warnings.catch_warnings(), Live([*operands, *results, *given, *kept], "meta") as live:
+    with warnings.catch_warnings(), MemoryTracker([*operands, *results, *given, *kept], "meta") as live:
         kept.clear()
         before = live.now
         try:
@@ -212,13 +214,13 @@ def _tensors(out: object) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _sort(kept: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Saved:
+def _sort(kept: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> SavedTensors:
     """Which of the kept tensors are operands, results, or neither."""
     home = {_storage(tensor): place for place, tensor in reversed(list(enumerate((*operands, *results))))}
     places = sorted({home[_storage(tensor)] for tensor in kept if _storage(tensor) in home})
     internal = {_storage(tensor): tensor for tensor in kept if _storage(tensor) not in home}
     shares = (_share(t.untyped_storage().nbytes(), t.numel(), operands, results) for t in internal.values())
-    return Saved(
+    return SavedTensors(
         operands=tuple(place for place in places if place < len(operands)),
         results=tuple(place - len(operands) for place in places if place >= len(operands)),
         internal=tuple(share for share in shares if share),
@@ -238,7 +240,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _formula(op: Op, operands: Sequence[Value], cpu: bool) -> Saved | None:
+def _formula(op: Op, operands: Sequence[Value], cpu: bool) -> SavedTensors | None:
     """What is kept where the device takes another path than meta tensors do; None where it does not."""
     if op.target == ATTENTION:
         return _attention(op, operands, cpu)
@@ -247,11 +249,11 @@ def _formula(op: Op, operands: Sequence[Value], cpu: bool) -> Saved | None:
         if arguments.get("train") is False or arguments.get("p") == 0:
             return NOTHING
         count = elements(operands[0].shape)
-        return Saved(internal=(Share(bytes=count, follows=0, elements=count),))
+        return SavedTensors(internal=(Share(bytes=count, follows=0, elements=count),))
     return None
 
 
-def _copied(op: Op, found: Saved, tensors: Sequence[torch.Tensor], cpu: bool) -> Saved:
+def _copied(op: Op, found: SavedTensors, tensors: Sequence[torch.Tensor], cpu: bool) -> SavedTensors:
     """A recurrent network on the CPU multiplies all steps at once: of steps that do not lie in their order it keeps a copy."""
     if not cpu or op.target not in RECURRENT or 0 not in found.operands:
         return found
@@ -262,7 +264,7 @@ def _copied(op: Op, found: Saved, tensors: Sequence[torch.Tensor], cpu: bool) ->
     return replace(found, operands=tuple(p for p in found.operands if p), internal=(*found.internal, copy))
 
 
-def _attention(op: Op, operands: Sequence[Value], cpu: bool) -> Saved | None:
+def _attention(op: Op, operands: Sequence[Value], cpu: bool) -> SavedTensors | None:
     """What a fused attention kernel keeps; None where none serves."""
     call = Call.of(op)
     query, value = operands[0], operands[2]
@@ -278,7 +280,7 @@ def _attention(op: Op, operands: Sequence[Value], cpu: bool) -> Saved | None:
         Share(bytes=elements(operands[p].shape) * query.dtype.itemsize, follows=p, elements=elements(operands[p].shape))
         for p in boolean
     )
-    return Saved(
+    return SavedTensors(
         operands=(0, 1, 2, *(p for p in call.positions("attn_mask") if p not in boolean)),
         results=(0,),
         internal=(rows, *addends),

@@ -4,9 +4,9 @@
     h.1.ln.weight  h.1.ln.bias  h.1.fc.weight  h.1.fc.bias      one bucket
     ln.weight  ln.bias  head.weight                             one bucket
 
-A bucket holds at most `LIMIT` bytes; a larger weight travels alone. What is gathered takes memory from the first use of a bucket
-to its last, so a bucket stays within a block: everything under one index of a container ("h.0"), or the ops between two of them.
-Where only gradients travel, blocks share a bucket.
+A bucket holds at most `LIMIT` bytes; a larger weight travels alone. What is gathered takes memory from the first use of a
+bucket to its last, so a bucket stays within a block: everything under one index of a container ("h.0"), or the ops between
+two of them. Where only gradients travel, blocks share a bucket.
 """
 
 from __future__ import annotations

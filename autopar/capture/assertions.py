@@ -68,8 +68,8 @@ def _checks(file: str) -> tuple[Check, ...]:
 def _outcome(test: ast.expr, wanted: bool, at: Span) -> bool | None:
     """What the part of a condition at this place must be for the whole to be as wanted; None where that is not sure.
 
-        not x               the opposite of x
-        x or y, x and y     every part as the whole
+    not x               the opposite of x
+    x or y, x and y     every part as the whole
     """
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=inner):

@@ -48,5 +48,4 @@ def spelt(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         total = (found * there[..., None]).sum(1)
         return total if mode == "sum" else total / there.sum(1, keepdim=True).clamp(min=1)
 
-
     return embedding_bag

@@ -12,8 +12,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from autopar.capture import autocast, buffers, functionalize, nodes
 from autopar.capture.functionalize import Handle, Storage, View
-from autopar.capture.meta_copy import Skeleton
-from autopar.capture.signature import Call
+from autopar.capture.meta_copy import MetaCopy
+from autopar.capture.signature import ModelCall
 from autopar.capture.trace import Traced, varying
 from autopar.errors import CaptureError
 from autopar.ir.builder import Builder, Keywords
@@ -32,7 +32,7 @@ class Region:
     cast: torch.dtype | None = None
 
 
-def lower(traced: Traced, skeleton: Skeleton, call: Call) -> Program:
+def lower(traced: Traced, skeleton: MetaCopy, call: ModelCall) -> Program:
     """The program of an exported model; raises CaptureError for what a program cannot say."""
     exported = traced.exported
     for spec in exported.graph_signature.output_specs:
@@ -55,7 +55,7 @@ def lower(traced: Traced, skeleton: Skeleton, call: Call) -> Program:
     return _marked(lowering.apart(program))
 
 
-def _given(traced: Traced, skeleton: Skeleton, call: Call) -> Iterator[Held]:
+def _given(traced: Traced, skeleton: MetaCopy, call: ModelCall) -> Iterator[Held]:
     """What the placeholders of the exported graph stand for, in order."""
     leaves = iter(call.leaves)
     places = [node for node in traced.exported.graph.nodes if node.op == "placeholder"]

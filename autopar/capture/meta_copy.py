@@ -19,7 +19,7 @@ from autopar.ir.program import Parameter, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skeleton:
+class MetaCopy:
     """A model on the meta device, what it holds, and the first name of each name."""
 
     module: nn.Module
@@ -28,7 +28,7 @@ class Skeleton:
     first: dict[str, str]
 
 
-def skeleton(model: nn.Module, dtype: torch.dtype | None = None) -> Skeleton:
+def skeleton(model: nn.Module, dtype: torch.dtype | None = None) -> MetaCopy:
     """Copy `model` without its weights, and list its parameters and buffers in the order in which it names them.
 
     Tensors that are plain attributes count as buffers outside the state dict. What is floating is copied in `dtype`, if one is
@@ -66,7 +66,7 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None) -> Skeleton:
     persistent = set(model.state_dict(keep_vars=True))
     known = _grouped(parameters, memo, persistent), _grouped(buffers, memo, persistent)
     first = {name: held.value.name for held in (*known[0], *known[1]) for name in held.names}
-    return Skeleton(module=hollow, parameters=known[0], buffers=known[1], first=first)
+    return MetaCopy(module=hollow, parameters=known[0], buffers=known[1], first=first)
 
 
 def _forget_caches(hollow: nn.Module) -> None:

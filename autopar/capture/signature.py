@@ -23,7 +23,7 @@ _STATIC = (type(None), bool, int, float, complex, str, torch.dtype, torch.device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class TensorSpec:
     """A tensor argument: its place among the arguments ("input_ids", "batch.0"), shape and dtype."""
 
     path: str
@@ -35,7 +35,7 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Returned:
+class ReturnSpec:
     """What the model returns: a structure whose leaves are tensors (`paths`, in order) or constants."""
 
     spec: pytree.TreeSpec
@@ -43,10 +43,10 @@ class Returned:
     leaves: tuple[int | tuple[Static], ...]  # the index of a tensor, or a constant in a tuple of one
 
     @property
-    def flat(self) -> Returned:
+    def flat(self) -> ReturnSpec:
         """The same tensors in a list, which needs no class of the user's."""
         places = tuple(range(len(self.paths)))
-        return Returned(spec=pytree.tree_structure(list(places)), paths=self.paths, leaves=places)
+        return ReturnSpec(spec=pytree.tree_structure(list(places)), paths=self.paths, leaves=places)
 
     def rebuild(self, tensors: Sequence[object]) -> object:
         """The structure with these tensors in it, one per path."""
@@ -64,10 +64,10 @@ class Signature:
 
     names: tuple[str, ...]
     rest: str
-    tensors: tuple[Planned, ...]
+    tensors: tuple[TensorSpec, ...]
     constants: tuple[tuple[str, Static], ...]
     defaults: tuple[tuple[str, Static], ...]
-    returned: Returned
+    returned: ReturnSpec
     sizes: tuple[Size, ...] = ()  # those that may be other ones than planned
 
     @property
@@ -116,7 +116,7 @@ class Signature:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class ModelCall:
     """A sample as `forward` takes it: `args` and `kwargs`, and its leaves by path in the order of `forward`'s parameters."""
 
     args: tuple[object, ...]
@@ -126,7 +126,7 @@ class Call:
     rest: str
     defaults: tuple[tuple[str, Static], ...]
 
-    def to(self, dtype: torch.dtype) -> Call:
+    def to(self, dtype: torch.dtype) -> ModelCall:
         """The same call with its floating tensors in this dtype."""
 
         def cast(leaf: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ class Call:
         args, kwargs, leaves = pytree.tree_map_only(torch.Tensor, cast, (self.args, self.kwargs, self.leaves))
         return replace(self, args=args, kwargs=kwargs, leaves=leaves)
 
-    def at(self, places: Mapping[Place, int]) -> Call:
+    def at(self, places: Mapping[Place, int]) -> ModelCall:
         """The same call with other sizes at some dims of its tensors."""
         tensors = {path: leaf for path, leaf in self.leaves if isinstance(leaf, torch.Tensor)}
         other: dict[int, torch.Tensor] = {}
@@ -150,13 +150,13 @@ class Call:
         args, kwargs, leaves = pytree.tree_map_only(torch.Tensor, change, (self.args, self.kwargs, self.leaves))
         return replace(self, args=args, kwargs=kwargs, leaves=leaves)
 
-    def signature(self, returned: Returned) -> Signature:
+    def signature(self, returned: ReturnSpec) -> Signature:
         """The signature of a model that returns this."""
         return Signature(
             names=self.names,
             rest=self.rest,
             tensors=tuple(
-                Planned(path=path, shape=tuple(leaf.shape), dtype=leaf.dtype)
+                TensorSpec(path=path, shape=tuple(leaf.shape), dtype=leaf.dtype)
                 for path, leaf in self.leaves
                 if isinstance(leaf, torch.Tensor)
             ),
@@ -166,7 +166,7 @@ class Call:
         )
 
 
-def read_call(model: nn.Module, sample_input: object) -> Call:
+def read_call(model: nn.Module, sample_input: object) -> ModelCall:
     """A sample (a tensor, a tuple or list of positional arguments, or a mapping of keywords) as a call on the meta device.
 
     `use_cache=False` is added where `forward` takes it and the sample does not say. Raises InputError for arguments that are
@@ -200,7 +200,7 @@ def read_call(model: nn.Module, sample_input: object) -> Call:
             fix="the global batch: a tensor, a tuple of arguments, or a mapping of keywords",
         )
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return Call(
+    return ModelCall(
         args=bound.args,
         kwargs={name: value for name, value in bound.kwargs.items() if name not in extra} | extra,
         leaves=leaves,
@@ -210,7 +210,7 @@ def read_call(model: nn.Module, sample_input: object) -> Call:
     )
 
 
-def read_result(result: object) -> tuple[tuple[torch.Tensor, ...], Returned, tuple[str, ...]]:
+def read_result(result: object) -> tuple[tuple[torch.Tensor, ...], ReturnSpec, tuple[str, ...]]:
     """The tensors in what a model returned, how to put them back, and the paths of what is left out."""
     known(result)
     spec = pytree.tree_structure(result)
@@ -232,7 +232,7 @@ def read_result(result: object) -> tuple[tuple[torch.Tensor, ...], Returned, tup
             f"forward returns no tensor but a {type(result).__name__}",
             fix="return tensors, containers or a dataclass of them",
         )
-    return tuple(tensors), Returned(spec=spec, paths=tuple(paths), leaves=tuple(leaves)), tuple(lost)
+    return tuple(tensors), ReturnSpec(spec=spec, paths=tuple(paths), leaves=tuple(leaves)), tuple(lost)
 
 
 def named(names: Sequence[str], rest: str, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
@@ -315,7 +315,7 @@ def _describe(value: object) -> str:
     return repr(value)
 
 
-def _checked(planned: Planned, given: object, varying: Set[Place]) -> torch.Tensor:
+def _checked(planned: TensorSpec, given: object, varying: Set[Place]) -> torch.Tensor:
     if given is None:
         raise InputError(f"argument {planned.path} is missing", planned=planned, fix="call the model as it was planned")
     if not isinstance(given, torch.Tensor):
@@ -331,7 +331,7 @@ def _checked(planned: Planned, given: object, varying: Set[Place]) -> torch.Tens
     return given
 
 
-def _other_shape(planned: Planned, given: torch.Tensor, wrong: Mapping[int, tuple[int, int]]) -> InputError:
+def _other_shape(planned: TensorSpec, given: torch.Tensor, wrong: Mapping[int, tuple[int, int]]) -> InputError:
     dims = [f"dim {dim} is {size}, planned {wanted}" for dim, (size, wanted) in wrong.items()]
     rank = f"{given.dim()} dims, planned {len(planned.shape)}" if given.dim() != len(planned.shape) else ""
     return InputError(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autopar.capture import source_location
-from autopar.capture.signature import Call, Returned, read_result
+from autopar.capture.signature import ModelCall, ReturnSpec, read_result
 from autopar.capture.trace_guards import watched
 from autopar.errors import AutoparError, CaptureError
 
@@ -45,12 +45,12 @@ class Traced:
     """The exported graph, whose flat outputs are the tensors of `returned`."""
 
     exported: torch.export.ExportedProgram
-    returned: Returned
+    returned: ReturnSpec
 
 
-def trace(module: nn.Module, call: Call) -> Traced:
+def trace(module: nn.Module, call: ModelCall) -> Traced:
     """Export a module on the meta device; warns once of results that are left out, raises CaptureError with the line."""
-    found: list[tuple[Returned, tuple[str, ...]]] = []
+    found: list[tuple[ReturnSpec, tuple[str, ...]]] = []
 
     def flatten(_module: nn.Module, _args: object, result: object) -> tuple[torch.Tensor, ...]:
         tensors, returned, lost = read_result(result)

@@ -6,7 +6,7 @@ steps     the parts of a batch that a step runs one after the other
 """
 
 from autopar.codegen.emit import emit
-from autopar.codegen.module import ParallelModule, Returned, State
+from autopar.codegen.module import ModuleState, OutputLayout, ParallelModule
 from autopar.codegen.steps import Steps
 
-__all__ = ["ParallelModule", "Returned", "State", "Steps", "emit"]
+__all__ = ["ModuleState", "OutputLayout", "ParallelModule", "Steps", "emit"]

@@ -23,16 +23,16 @@ from autopar.codegen.source import CodeGraph
 from autopar.ir.conversion import SUMS, Conversion, arrival
 from autopar.ir.layout import I, Layout, digits, local_shape
 from autopar.ir.program import Argument, Op, Output, Program, Ref, Value, overload
-from autopar.memory.prefetch import Departures
-from autopar.operators import Fitted, localise, scale
-from autopar.runtime import bucketed_collectives as bundle
+from autopar.memory.prefetch import PrefetchOrder
+from autopar.operators import OpSharding, localise, scale
+from autopar.runtime import bucketed_collectives as bucket
 from autopar.runtime import collectives, random, storage
 from autopar.runtime import gradient_accumulation as accumulate
 from autopar.runtime.parallel_ops import FORMS
-from autopar.runtime.rematerialize import manager as again
+from autopar.runtime.rematerialize import manager as recompute
 from autopar.runtime.world import Context
-from autopar.search_space.assignment import Again, Decisions
-from autopar.search_space.buckets import Bundle
+from autopar.search_space.assignment import Assignment, RecomputeChoice
+from autopar.search_space.buckets import Bucket
 from autopar.search_space.candidates import Candidate, distributed, parts_of
 
 Target = str | Callable[..., object]
@@ -50,31 +50,31 @@ ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 def emit(
-    program: Program, decisions: Decisions, fits: dict[str, Fitted | None], context: Context, *, training: bool = True
+    program: Program, assignment: Assignment, fits: dict[str, OpSharding | None], context: Context, *, training: bool = True
 ) -> fx.Graph:
     """The graph that one rank runs; its inputs are whole tensors, its outputs the local parts of the program's outputs.
 
     The flags of a program captured in `training` mode follow the module's; what is on in evaluation stays on.
     """
-    return _Emitter(program, decisions, fits, context, training).graph
+    return _Emitter(program, assignment, fits, context, training).graph
 
 
 class _Emitter:
     """Builds one graph; `values` holds the node of each value in each layout that it already has."""
 
     def __init__(
-        self, program: Program, decisions: Decisions, fits: dict[str, Fitted | None], context: Context, training: bool
+        self, program: Program, assignment: Assignment, fits: dict[str, OpSharding | None], context: Context, training: bool
     ) -> None:
-        self.program, self.decisions, self.fits, self.context = program, decisions, fits, context
+        self.program, self.assignment, self.fits, self.context = program, assignment, fits, context
         self.sizes = context.mesh.sizes
         self.graph: fx.Graph = CodeGraph()
         self.section = ""  # the comment under which nodes are made
         self.values: dict[tuple[str, Layout], fx.Node] = {}
-        self.departures = Departures(program, decisions)
-        self.begun: dict[Bundle, fx.Node] = {}
+        self.prefetch = PrefetchOrder(program, assignment)
+        self.begun: dict[Bucket, fx.Node] = {}
         self.copies, self.summed = copies(program), summed(program)
         held = (p.value.name for p in (*program.parameters, *program.buffers))
-        self.plain = storage.plain(decisions.given[name] for name in held) or context.device_mesh is None
+        self.plain = storage.plain(assignment.given[name] for name in held) or context.device_mesh is None
         self.draws = 0
         self._prelude(program, training)
         for op in program.ops:
@@ -97,15 +97,15 @@ class _Emitter:
         self.draw_state = self._state("draws") if drawn else None
         flagged = training and (drawn or any(op.target in TRAINING for op in program.ops))
         self.training = self._node("get_attr", "training", (), "training") if flagged else None
-        self.anew = self._state("anew") if self.decisions.again != Again() else None
+        self.anew = self._state("anew") if self.assignment.recompute != RecomputeChoice() else None
         self.sums = self._state("sums") if program.runs > 1 else None
-        self.once = self.decisions.once and program.runs > 1
+        self.once = self.assignment.once and program.runs > 1
         self.section = "the weights"
-        for one in self.departures.first:
+        for one in self.prefetch.first:
             self._begin(one)
         self.section = "the batch"
         for value in program.inputs:  # an input that a strategy takes split is sliced at once
-            for step in arrival(self.decisions.given[value.name]):
+            for step in arrival(self.assignment.given[value.name]):
                 self._convert(value, step)
                 del self.values[value.name, step.source]  # from here on it is split, as the plan has it
 
@@ -125,21 +125,21 @@ class _Emitter:
         """The value in this layout, converted from what there is along its route."""
         if (name, layout) not in self.values:
             value = self.program.values[name]
-            if name not in self.program.producer and layout == self.decisions.given[name]:
+            if name not in self.program.producer and layout == self.assignment.given[name]:
                 self._stored(value)
-            elif name in self.copies and layout == self.decisions.produced(name, self.program):
+            elif name in self.copies and layout == self.assignment.produced(name, self.program):
                 self._copy(name)
-            elif (name, layout) in self.departures.arrives:
-                self._finish(self.departures.arrives[name, layout])
+            elif (name, layout) in self.prefetch.arrives:
+                self._finish(self.prefetch.arrives[name, layout])
             else:
-                step = self.departures.into[name, layout]
+                step = self.prefetch.into[name, layout]
                 self._value(name, step.source)
                 self._convert(value, step)
         return self.values[name, layout]
 
     def _stored(self, value: Value) -> None:
         """The local part of a parameter or buffer."""
-        name, layout = identifier(value.name), self.decisions.given[value.name]
+        name, layout = identifier(value.name), self.assignment.given[value.name]
         room = (list(local_shape(value.shape, layout, self.sizes)),) if value.name in self.program.true else ()
         node = self._held(value.name, name if self.plain and not room else f"{name}_stored")
         if room or not self.plain:
@@ -148,7 +148,7 @@ class _Emitter:
 
     def _returned(self, output: Output) -> fx.Node:
         """The local part of an output, without padding."""
-        layout, shape = self.decisions.outputs[output.path], self.program.values[output.value].shape
+        layout, shape = self.assignment.outputs[output.path], self.program.values[output.value].shape
         node = self._value(output.value, layout)
         for dim, (size, true) in enumerate(zip(shape, self.program.true.get(output.value, shape), strict=True)):
             if size != true:
@@ -160,7 +160,7 @@ class _Emitter:
     def _copy(self, name: str) -> None:
         """The copy of a parameter in another dtype, under the comment of the op that casts."""
         op, section = self.program.producer[name], self.section
-        source, made = (*self.decisions.ops[op.name].operands, *self.decisions.ops[op.name].results)
+        source, made = (*self.assignment.ops[op.name].operands, *self.assignment.ops[op.name].results)
         self._value(op.operands[0], source)
         if (name, made) not in self.values:  # a bundle that was finished for the source may have made it
             self._op(op)
@@ -177,58 +177,58 @@ class _Emitter:
         return self._node("call_function", storage.named, (held, path), name)
 
     def _convert(self, value: Value, step: Conversion) -> None:
-        name, one = f"{identifier(value.name)}_{DEEDS[step.primitives[0]]}", Bundle(level=0, steps=((value.name, step),))
+        name, one = f"{identifier(value.name)}_{DEEDS[step.primitives[0]]}", Bucket(level=0, steps=((value.name, step),))
         function, places = collectives.call(step, value.shape, self.sizes)
         arguments = (self.values[value.name, step.source], self.axes[step.axis], *places)
         if self._sums(one):  # a bundle knows how to add up gradients in another dtype
             finished = self._finish_call(one, self._begin_call(one, f"{name}_begun"), f"{name}_finished")
             node = self._node("call_function", operator.getitem, (finished, 0), name)
-        elif (value.name, step) in self.decisions.again.steps:
-            node = self._node("call_function", again.convert, (self.anew, function.__name__, *arguments), name)
+        elif (value.name, step) in self.assignment.recompute.steps:
+            node = self._node("call_function", recompute.convert, (self.anew, function.__name__, *arguments), name)
         else:
             node = self._node("call_function", function, arguments, name)
         self._have(value.name, step.target, node)
 
-    def _begin(self, one: Bundle) -> fx.Node:
+    def _begin(self, one: Bucket) -> fx.Node:
         """Send for the weights of a bundle."""
         for name, step in one.steps:
             self._value(name, step.source)
         if one not in self.begun:  # finishing what a source comes from may have begun it
-            number = self.departures.bundles.index(one)
+            number = self.prefetch.buckets.index(one)
             self.begun[one] = self._begin_call(one, f"bundle_{number}_begun", *([self.sums, number] if self.once else []))
         return self.begun[one]
 
-    def _begin_call(self, one: Bundle, name: str, *shared: object) -> fx.Node:
+    def _begin_call(self, one: Bucket, name: str, *shared: object) -> fx.Node:
         sources = [self.values[weight, step.source] for weight, step in one.steps]
         arguments = ("__".join(one.primitives), sources, self.axes[one.axis], *self._sums(one))
-        return self._node("call_function", accumulate.begin if shared else bundle.begin, (*shared, *arguments), name)
+        return self._node("call_function", accumulate.begin if shared else bucket.begin, (*shared, *arguments), name)
 
-    def _finish(self, one: Bundle) -> None:
+    def _finish(self, one: Bucket) -> None:
         """Have the weights of a bundle, and send for the next one that is gathered."""
         begun = self._begin(one)
         if all((name, step.target) in self.values for name, step in one.steps):  # what came before it has sent for it already
             return
-        number = self.departures.bundles.index(one)
+        number = self.prefetch.buckets.index(one)
         node = self._finish_call(one, begun, f"bundle_{number}", *([self.sums, number] if self.once else []))
         if self.sums and not one.moved and not self.once:
             node = self._node("call_function", accumulate.held, (self.sums, number, node), f"bundle_{number}_held")
         for place, (name, step) in enumerate(one.steps):
             item = f"{identifier(name)}_{DEEDS[step.primitives[0]]}"
             self.values[name, step.target] = self._node("call_function", operator.getitem, (node, place), item)
-        for following in self.departures.after.get(one, ()):
+        for following in self.prefetch.after.get(one, ()):
             self._begin(following)
 
-    def _finish_call(self, one: Bundle, begun: fx.Node, name: str, *shared: object) -> fx.Node:
-        anew = self.anew if self.decisions.again.steps.issuperset(one.steps) else None
+    def _finish_call(self, one: Bucket, begun: fx.Node, name: str, *shared: object) -> fx.Node:
+        anew = self.anew if self.assignment.recompute.steps.issuperset(one.steps) else None
         arguments = (anew, "__".join(one.primitives), begun, self.axes[one.axis], *self._places(one))
-        return self._node("call_function", accumulate.finish if shared else bundle.finish, (*shared, *arguments), name)
+        return self._node("call_function", accumulate.finish if shared else bucket.finish, (*shared, *arguments), name)
 
-    def _sums(self, one: Bundle) -> tuple[torch.dtype, ...]:
+    def _sums(self, one: Bucket) -> tuple[torch.dtype, ...]:
         """The dtype in which the gradients of a bundle are added up, if it is not their own."""
         dtype = self.summed.get(one.steps[0][0])
         return (dtype,) if dtype and one.primitives[1] in SUMS else ()
 
-    def _places(self, one: Bundle) -> tuple[list[tuple[int, ...]], ...]:
+    def _places(self, one: Bucket) -> tuple[list[tuple[int, ...]], ...]:
         """Where each weight of a bundle is cut and joined, in a list of its own; entries that say nothing are left out."""
         places = [collectives.place_of(step, self.program.values[name].shape, self.sizes) for name, step in one.steps]
         states = [layout[one.axis].kind for layout in (one.steps[0][1].source, one.steps[0][1].target)]
@@ -236,7 +236,7 @@ class _Emitter:
         return ([tuple(place)[:count] for place in places],) if "S" in states else ()
 
     def _op(self, op: Op) -> None:
-        fitted, candidate = self.fits[op.name], self.decisions.ops[op.name]
+        fitted, candidate = self.fits[op.name], self.assignment.ops[op.name]
         values = self.program.values
         self.section = op.module or "the model"
         operands = [self._value(name, layout) for name, layout in zip(op.operands, candidate.operands, strict=True)]
@@ -275,28 +275,30 @@ class _Emitter:
 
     def _run(self, op: Op, target: Target, arguments: list[object], name: str, named: dict[str, object]) -> fx.Node:
         """Call what computes an op, or a part of it (a form by its name); once more for the backward if it is decided so."""
-        if op.name in self.decisions.again.ops or (may_copy(op) and lies(op, self.program.values) and self._comes_back(op)):
-            made = again.form if isinstance(target, str) else again.call
+        if op.name in self.assignment.recompute.ops or (
+            may_copy(op) and lies(op, self.program.values) and self._comes_back(op)
+        ):
+            made = recompute.form if isinstance(target, str) else recompute.call
             return self._node("call_function", made, (self.anew, target, *arguments), name, named)
         function = FORMS[target] if isinstance(target, str) else target
         return self._node("call_function", function, tuple(arguments), name, named)
 
     def _comes_back(self, op: Op) -> bool:
         """Whether the first operand of an op is made again for the backward."""
-        return self._made_again(op.operands[0], self.decisions.ops[op.name].operands[0])
+        return self._made_again(op.operands[0], self.assignment.ops[op.name].operands[0])
 
     def _made_again(self, name: str, layout: Layout) -> bool:
         """Whether a value is made again for the backward in a layout, or lies in the memory of one that is."""
-        if (name, layout) in self.decisions.again.away:
+        if (name, layout) in self.assignment.recompute.offload:
             return True
-        for step in self.decisions.routes.get(name, ()):
+        for step in self.assignment.routes.get(name, ()):
             if step.target == layout:
                 lying = aliases(step) and self._made_again(name, step.source)
-                return lying or (name, step) in self.decisions.again.steps
+                return lying or (name, step) in self.assignment.recompute.steps
         op = self.program.producer.get(name)
         if op is None:
             return False
-        return op.name in self.decisions.again.ops or (lies(op, self.program.values) and self._comes_back(op))
+        return op.name in self.assignment.recompute.ops or (lies(op, self.program.values) and self._comes_back(op))
 
     def _results(self, op: Op, candidate: Candidate, node: fx.Node) -> None:
         if len(op.results) == 1:
@@ -308,8 +310,8 @@ class _Emitter:
 
     def _have(self, name: str, layout: Layout, node: fx.Node) -> None:
         """There is a value in a layout; what the host is to hold for the backward goes there."""
-        if (name, layout) in self.decisions.again.away:
-            node = self._node("call_function", again.away, (self.anew, node), f"{node.name}_away")
+        if (name, layout) in self.assignment.recompute.offload:
+            node = self._node("call_function", recompute.offload, (self.anew, node), f"{node.name}_away")
         self.values[name, layout] = node
 
     def _argument(self, argument: Argument, feed: Iterable[fx.Node]) -> object:

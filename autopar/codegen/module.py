@@ -24,10 +24,10 @@ from autopar.ir.dynamic_dims import Size
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program
 from autopar.plan.plan import Plan
-from autopar.runtime.gradient_accumulation import Sums
-from autopar.runtime.random import Draws
+from autopar.runtime.gradient_accumulation import GradientAccumulator
+from autopar.runtime.random import RngState
 from autopar.runtime.rank_consistency import check_alike
-from autopar.runtime.rematerialize.manager import Anew
+from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.storage import wrap
 from autopar.runtime.world import Context
 
@@ -35,7 +35,7 @@ HELD = ("_modules", "_parameters", "_buffers")  # what torch keeps of a module a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Returned:
+class OutputLayout:
     """One output: its whole shape, how the graph leaves it, and whether the user gets it as a DTensor."""
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Returned:
     split: bool
 
 
-class State:
+class ModuleState:
     """What a parallel module keeps beside its parameters: `axes.NAME` for every mesh axis, random draws, what is made anew.
 
     And what micro-batches need, of which `steps` is None if there is only one.
@@ -55,11 +55,11 @@ class State:
         signature: Signature,
         context: Context,
         seed: int,
-        outputs: Sequence[Returned],
+        outputs: Sequence[OutputLayout],
         steps: Steps | None = None,
     ) -> None:
         self.plan, self.signature, self.context, self.outputs, self.steps = plan, signature, context, outputs, steps
-        self.draws, self.anew, self.sums = Draws(seed), Anew(), Sums()
+        self.draws, self.anew, self.sums = RngState(seed), Rematerializer(), GradientAccumulator()
         self.checked = False
         self.other: Callable[[ParallelModule], ParallelModule | None] | None = None  # makes the module of the other mode
         self.mode = True  # `training` when the model was captured
@@ -72,7 +72,7 @@ class State:
         """Let these sizes be others than in the sample; `sized` makes the module for them."""
         self.sized, self.signature = sized, replace(self.signature, sizes=sizes)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> State:
+    def __deepcopy__(self, memo: dict[int, object]) -> ModuleState:
         """A state with random draws of its own, and nothing of the forward that runs."""
         copied = copy.copy(self)
         copied.draws, copied.anew, copied.sums = copy.deepcopy((self.draws, self.anew, self.sums), memo)
@@ -83,9 +83,9 @@ class State:
 class ParallelModule(fx.GraphModule):
     """One rank's part of a parallel model; made by `autopar.parallelize`. All that is not the user's is in `autopar`."""
 
-    autopar: State
+    autopar: ModuleState
 
-    def __init__(self, graph: fx.Graph, program: Program, tensors: Mapping[str, torch.Tensor], state: State) -> None:
+    def __init__(self, graph: fx.Graph, program: Program, tensors: Mapping[str, torch.Tensor], state: ModuleState) -> None:
         super().__init__(nn.Module(), fx.Graph(), "ParallelModule")
         self.autopar = state
         self.graph = graph
@@ -152,9 +152,7 @@ class ParallelModule(fx.GraphModule):
             raise InputError(f"which result is the loss? There are {len(scalars)} scalars", results=", ".join(paths), fix=fix)
         return scalars["loss"] if "loss" in scalars else next(iter(scalars.values()))
 
-    def accumulate(
-        self, inputs: Sequence[torch.Tensor], loss: Callable[[Sequence[torch.Tensor]], torch.Tensor | None]
-    ) -> None:
+    def accumulate(self, inputs: Sequence[torch.Tensor], loss: Callable[[Sequence[torch.Tensor]], torch.Tensor | None]) -> None:
         """Forward and backward of one micro-batch after the other; `loss` makes of its outputs here what is differentiated."""
         serving = self._serving(inputs)
         if serving is not self:

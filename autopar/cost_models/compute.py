@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from autopar.analysis.saved_tensors import ATTENTION, DROPOUT, NOTHING, Saved, saved
+from autopar.analysis.saved_tensors import ATTENTION, DROPOUT, NOTHING, SavedTensors, saved
 from autopar.ir.mesh import Device, Seconds
 from autopar.ir.program import Op, Value, aten, filled, overload
 from autopar.operators import view_of
@@ -161,7 +161,7 @@ class Pricer:
     gradients: tuple[int, ...]  # operands that need a gradient
     results_with_gradient: tuple[int, ...]
     handed_on: frozenset[int]
-    saved: Saved
+    saved: SavedTensors
     rates: tuple[float, float] | None  # measured, of the forward and the backward
 
     def __call__(self, operands: Shapes, results: Shapes) -> Seconds:

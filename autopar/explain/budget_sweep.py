@@ -21,7 +21,7 @@ BAR = 40  # characters of the longest bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class SweepStep:
     """The plan within a budget: seconds of a step, of computing again in it, bytes at its peak."""
 
     budget: Bytes
@@ -31,17 +31,17 @@ class Step:
     gap: float
 
 
-def budget_sweep(planned: Planned, options: Options) -> list[Step]:
+def budget_sweep(planned: Planned, options: Options) -> list[SweepStep]:
     """The fastest plans between the memory that the best plan takes and the least that any plan needs.
 
     Budgets divide the way evenly; the last is the least memory and a hundredth more.
     """
     solved = planned.solved
-    least = smallest(solved.formulated, solved.ledger)
+    least = smallest(solved.formulated, solved.memory_model)
     assert least is not None, "there is a plan"
     mesh, program = solved.formulated.mesh, planned.captured.program
     free = plan_program(program, mesh, replace(options, budget=PLENTY))
-    low, high = MARGIN * float(solved.ledger.walk(least).max()), float(free.peak_memory)
+    low, high = MARGIN * float(solved.memory_model.walk(least).max()), float(free.peak_memory)
     found = []
     for share in SHARES:
         budget = round(low + share * max(0.0, high - low))
@@ -56,13 +56,17 @@ def budget_sweep(planned: Planned, options: Options) -> list[Step]:
     return found
 
 
-def _step(budget: Bytes, plan: Plan) -> Step:
-    return Step(
-        budget=budget, step_time=plan.step_time, recomputed=plan.evidence.recomputed, peak_memory=plan.peak_memory, gap=plan.gap
+def _step(budget: Bytes, plan: Plan) -> SweepStep:
+    return SweepStep(
+        budget=budget,
+        step_time=plan.step_time,
+        recomputed=plan.breakdown.recomputed,
+        peak_memory=plan.peak_memory,
+        gap=plan.gap,
     )
 
 
-def sweep_parts(found: list[Step]) -> Iterator[Part]:
+def sweep_parts(found: list[SweepStep]) -> Iterator[Part]:
     """The sweep as it is printed."""
     table = grid("budget", "peak", "a step", "more", "computing again", "gap", "", right=(0, 1, 2, 3, 4, 5))
     first, longest = found[0].step_time, max(step.step_time for step in found)

@@ -1,8 +1,8 @@
 """Does a plan cost more than before?
 
-    python -m autopar.explain --check baselines/                               every baseline of a folder, or of a file
-    python -m autopar.explain model.py:build --mesh 2,4 --check plan.json      one target against a saved plan
-    ... --update                                                               write what plans cost now
+python -m autopar.explain --check baselines/                               every baseline of a folder, or of a file
+python -m autopar.explain model.py:build --mesh 2,4 --check plan.json      one target against a saved plan
+... --update                                                               write what plans cost now
 """
 
 from __future__ import annotations
@@ -144,9 +144,7 @@ def _all(path: Path, tolerance: float, *, update: bool) -> int:
     return _verdict([outcome.status for outcome in outcomes.values()], update=update)
 
 
-def _outcomes(
-    target: str, precision: str, reduce: str, baselines: Sequence[Baseline], tolerance: float
-) -> Iterator[Outcome]:
+def _outcomes(target: str, precision: str, reduce: str, baselines: Sequence[Baseline], tolerance: float) -> Iterator[Outcome]:
     """The baselines of one target beside what its plans cost now."""
     program: Program | AutoparError
     try:

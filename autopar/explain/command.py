@@ -24,7 +24,7 @@ from autopar.explain import check
 from autopar.explain.cli_arguments import HOW, UsageError, built, parse_constraint, parse_dynamic, parse_mesh
 from autopar.explain.difference import difference
 from autopar.explain.explanation import Explanation
-from autopar.explain.output import Answer, of_difference, of_model, of_plan
+from autopar.explain.output import CommandOutput, of_difference, of_model, of_plan
 from autopar.explain.progress import progress
 from autopar.passes.precision import PRECISIONS
 from autopar.plan.options import Options
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _answer(options: argparse.Namespace) -> Answer:
+def _answer(options: argparse.Namespace) -> CommandOutput:
     if options.diff:
         _refuse(options, (*PLANNING, *MODEL, "target", "save"), "--diff compares two saved plans")
         return of_difference(difference(*map(_loaded, options.diff)))
@@ -131,7 +131,7 @@ def _loaded(path: str) -> Plan:
     return Plan.load(path)
 
 
-def _explained(options: argparse.Namespace) -> tuple[Plan, Answer]:
+def _explained(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
     """The plan of a model and the answer to what was asked about it."""
     forced = _constraints(options.why_not)
     with progress("building the model") as tell:

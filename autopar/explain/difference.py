@@ -1,9 +1,9 @@
 """Two plans compared: the totals, then what makes the difference.
 
-    step time   12.345 ms, was 11.111 ms (+11.1%)
-    ...
-    stored otherwise
-      h.0-11.mlp.c_fc.weight  I, I  (was I, S(1))
+step time   12.345 ms, was 11.111 ms (+11.1%)
+...
+stored otherwise
+  h.0-11.mlp.c_fc.weight  I, I  (was I, S(1))
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.explain.summary import Sent, Summary
+from autopar.explain.summary import CommunicationTotal, Summary
 from autopar.plan.plan import Plan
 from autopar.plan.text import folded, size_text, wild
 
@@ -102,10 +102,13 @@ class Difference:
         )
 
     @property
-    def sent(self) -> tuple[tuple[Sent, Sent], ...]:
+    def sent(self) -> tuple[tuple[CommunicationTotal, CommunicationTotal], ...]:
         """The collectives by kind, axis and pass whose number, bytes or time changed, old and new; the largest change first."""
         old, new = ({entry.key: entry for entry in summary.collectives} for summary in (self.old, self.new))
-        none = {key: Sent(kind=key[0], axis=key[1], where=key[2], number=0, bytes=0, seconds=0.0) for key in (*old, *new)}
+        none = {
+            key: CommunicationTotal(kind=key[0], axis=key[1], where=key[2], number=0, bytes=0, seconds=0.0)
+            for key in (*old, *new)
+        }
         pairs = [(old.get(key, none[key]), new.get(key, none[key])) for key in none]
         return tuple(sorted(filter(_differ, pairs), key=lambda pair: -abs(pair[1].seconds - pair[0].seconds)))
 
@@ -146,12 +149,12 @@ def difference(old: Plan, new: Plan) -> Difference:
     return Difference(old=Summary.of(old), new=Summary.of(new))
 
 
-def _differ(pair: tuple[Sent, Sent]) -> bool:
+def _differ(pair: tuple[CommunicationTotal, CommunicationTotal]) -> bool:
     old, new = pair
     return (old.number, old.bytes) != (new.number, new.bytes) or not math.isclose(old.seconds, new.seconds, rel_tol=SAME)
 
 
-def _sent_text(old: Sent, new: Sent) -> str:
+def _sent_text(old: CommunicationTotal, new: CommunicationTotal) -> str:
     if not old.number or not new.number:
         some = new if new.number else old
         text = f"{some.number}, {size_text(some.bytes)}, {some.seconds * 1e3:.3f} ms"

@@ -17,7 +17,7 @@ from autopar.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class CommandOutput:
     """Lines and tables for people, data for programs."""
 
     parts: tuple[Part, ...]
@@ -29,19 +29,19 @@ class Answer:
         return json.dumps(self.data, indent=1)
 
 
-def of_plan(plan: Plan) -> Answer:
+def of_plan(plan: Plan) -> CommandOutput:
     """What a plan says by itself."""
-    return Answer(parts=tuple(report(plan)), data={"plan": _plan(plan)})
+    return CommandOutput(parts=tuple(report(plan)), data={"plan": _plan(plan)})
 
 
-def of_difference(found: Difference) -> Answer:
+def of_difference(found: Difference) -> CommandOutput:
     """What differs between two plans."""
-    return Answer(parts=tuple(found.lines()), data={"difference": list(found.lines())})
+    return CommandOutput(parts=tuple(found.lines()), data={"difference": list(found.lines())})
 
 
 def of_model(
     found: Explanation, why: Sequence[str], why_not: Mapping[str, str], *, code: bool, sweep: bool = False
-) -> Answer:
+) -> CommandOutput:
     """The answers to what was asked about a model: the report if nothing was. The data always hold the plan."""
     sections: list[tuple[Part, ...]] = []
     data: dict[str, object] = {"plan": _plan(found.plan), "phases": dict(found.planned.phases)}
@@ -64,7 +64,7 @@ def of_model(
         sections.append((found.code.rstrip(),))
         data["code"] = found.code
     parts = [part for section in sections for part in ("", *section)]
-    return Answer(parts=tuple(parts[1:]), data=data)
+    return CommandOutput(parts=tuple(parts[1:]), data=data)
 
 
 def _plan(plan: Plan) -> object:

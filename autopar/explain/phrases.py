@@ -1,6 +1,6 @@
 """Sentences for people: what an operator splits, how a parameter is stored and used, how long and how much.
 
-    ("out-features", "batch") over (dp, tp)   ->   out-features split over dp, batch split over tp
+("out-features", "batch") over (dp, tp)   ->   out-features split over dp, batch split over tp
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.ir.conversion import CONVERSIONS
-from autopar.plan.evidence import ADDENDS, REPEATED, WHOLE, Figure, Held
+from autopar.plan.breakdown import ADDENDS, REPEATED, WHOLE, Allocation, CostParameter
 from autopar.plan.plan import Plan
 from autopar.plan.text import size_text
 
@@ -29,7 +29,7 @@ UNSPLIT = {
 HELD = {
     "stored": "stored", "gradient": "gradient of", "produced": "value", "converted": "another layout of", "kept": "saved value",
     "internal": "saved inside", "flowing": "gradient of", "transient": "gradient on its way to",
-    "again": "made again:", "flight": "on its way, with others:",
+    "recompute": "made again:", "flight": "on its way, with others:",
 }  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def use(plan: Plan, name: str, backward: Mapping[str, Sequence[tuple[str, str]]]
     """
     uses: dict[str, list[str]] = {}
     gradients: dict[str, list[str]] = {}
-    names = (name, *(copy for copy, of in plan.evidence.copies.items() if of == name))
+    names = (name, *(copy for copy, of in plan.breakdown.copies.items() if of == name))
     for used, step in ((each, step) for each in names for step in plan.routes.get(each, ())):
         sides = [[entry.strip() for entry in side.split(",")] for side in step.split("->")]
         axis = next(a for a, (s, t) in enumerate(zip(*sides, strict=True)) if s != t)
@@ -100,12 +100,12 @@ def use(plan: Plan, name: str, backward: Mapping[str, Sequence[tuple[str, str]]]
     return found + ([f"gradient {together(sums)}"] if sums else [])
 
 
-def held(entry: Held) -> str:
+def held(entry: Allocation) -> str:
     """What takes memory, in words."""
     return f"{HELD[entry.kind]} {entry.name}" + (f", {entry.count} of these" if entry.count > 1 else "")
 
 
-def figure(found: Figure) -> str:
+def figure(found: CostParameter) -> str:
     """A figure with its unit, as a person writes it.
 
     >>> figure(Figure(of="device", name="memory bandwidth", value=3.35e12, unit="B/s", source="data sheet"))

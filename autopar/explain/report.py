@@ -17,7 +17,7 @@ from rich.table import Table
 from autopar.explain.phrases import COLLECTIVE, figure, held, milliseconds, proof, runs, stored, together, use
 from autopar.ir.mesh import Seconds
 from autopar.operators.dim_labels import kind_of
-from autopar.plan.evidence import BUDGET, DEVICE, INPUT, OPTIMIZER, OUTPUT, WHOLE, Figure
+from autopar.plan.breakdown import BUDGET, DEVICE, INPUT, OPTIMIZER, OUTPUT, WHOLE, CostParameter
 from autopar.plan.plan import RUN, Collective, Plan
 from autopar.plan.text import folded, paddings, size_text, wild
 
@@ -35,9 +35,9 @@ def report(plan: Plan) -> Iterator[Part]:
 
 def assumptions(plan: Plan) -> Iterator[Part]:
     """What was planned for, the totals, and where each figure comes from."""
-    figures = plan.evidence.figures
-    of: dict[str, list[Figure]] = defaultdict(list)
-    for found in figures:
+    cost_parameters = plan.breakdown.cost_parameters
+    of: dict[str, list[CostParameter]] = defaultdict(list)
+    for found in cost_parameters:
         of[found.of].append(found)
     (limit,), (optimizer,) = of[BUDGET], of[OPTIMIZER]
     told = ("strategy", "optimizer", "budget", "microbatches")
@@ -63,7 +63,7 @@ def assumptions(plan: Plan) -> Iterator[Part]:
     yield table
 
 
-def _figures(found: list[Figure]) -> str:
+def _figures(found: list[CostParameter]) -> str:
     """Figures of one thing, with their source once."""
     sources = dict.fromkeys(entry.source for entry in found)
     return f"{', '.join(map(figure, found))} ({'; '.join(sources)})"
@@ -71,8 +71,8 @@ def _figures(found: list[Figure]) -> str:
 
 def layouts(plan: Plan) -> Iterator[Part]:
     """How every module runs and how its parameters are stored: one row for modules that are alike."""
-    evidence = plan.evidence
-    if all(word == WHOLE for words in (*evidence.runs.values(), *evidence.stored.values()) for word in words):
+    breakdown = plan.breakdown
+    if all(word == WHOLE for words in (*breakdown.runs.values(), *breakdown.stored.values()) for word in words):
         yield "nothing is split: every device holds everything and does all of the work"
         return
     table = grid("module", "part", "how it runs or is stored")
@@ -89,7 +89,7 @@ def layouts(plan: Plan) -> Iterator[Part]:
 
 def _named(plan: Plan, prefix: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The arguments or the results, and what is split of them."""
-    for name, words in plan.evidence.stored.items():
+    for name, words in plan.breakdown.stored.items():
         if name.startswith(prefix):
             yield name.removeprefix(prefix), words
 
@@ -107,7 +107,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, Lines]]:
 def _modules(plan: Plan) -> Mapping[str, list[tuple[str, str]]]:
     """Per module, in the order in which they run, lines of (op or parameters, what is done)."""
     found: dict[str, list[tuple[str, str]]] = {}
-    for op, words in plan.evidence.runs.items():
+    for op, words in plan.breakdown.runs.items():
         line = kind_of(op), runs(words, plan.axes)
         lines = found.setdefault(op.rpartition(":")[0], [])
         if line not in lines:
@@ -117,13 +117,13 @@ def _modules(plan: Plan) -> Mapping[str, list[tuple[str, str]]]:
         for name in (entry.value, *entry.more) if entry.where == "backward" else ():
             backward[name].append((entry.kind, entry.axis))
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, words in plan.evidence.stored.items():
+    for name, words in plan.breakdown.stored.items():
         if ":" in name:
             continue
         module, _, leaf = name.rpartition(".")
         text = "; ".join([f"stored {stored(words, plan.axes)}", *use(plan, name, backward)])
         alike[module, text].append(leaf)
-    for name, own in plan.evidence.tied.items():
+    for name, own in plan.breakdown.tied.items():
         module, _, leaf = name.rpartition(".")
         alike[module, f"the same tensor as {own}"].append(leaf)
     for (module, text), names in alike.items():
@@ -133,15 +133,15 @@ def _modules(plan: Plan) -> Mapping[str, list[tuple[str, str]]]:
 
 def time(plan: Plan) -> Iterator[Part]:
     """The predicted step, the longest parts first within computing and within sending."""
-    evidence = plan.evidence
+    breakdown = plan.breakdown
     table = grid("a step", "ms", "share", "number", "bytes", "mostly", right=(1, 2, 3, 4))
     parts = {
-        "computing, forward": evidence.forward,
-        "computing, backward": evidence.backward,
-        "computing again": evidence.recomputed,
-        "to the host and back": evidence.offloaded,
-        "optimizer": evidence.optimizer,
-        "slicing and padding": evidence.conversions,
+        "computing, forward": breakdown.forward,
+        "computing, backward": breakdown.backward,
+        "computing again": breakdown.recomputed,
+        "to the host and back": breakdown.offloaded,
+        "optimizer": breakdown.optimizer,
+        "slicing and padding": breakdown.conversions,
     }
 
     def row(name: str, seconds: float, *more: str) -> None:
@@ -180,23 +180,23 @@ def _mostly(entries: list[Collective]) -> str:
 
 def memory(plan: Plan) -> Iterator[Part]:
     """Bytes by what they are for when most are held, and what takes most of them."""
-    evidence = plan.evidence
+    breakdown = plan.breakdown
     table = grid("memory of a device", "bytes", "share", right=(1, 2))
-    for kind, size in evidence.memory.items():
+    for kind, size in breakdown.memory.items():
         table.add_row(kind, size_text(size), f"{size / plan.peak_memory:.1%}")
     table.add_row("together, at the peak", size_text(plan.peak_memory), "100.0%")
     yield table
-    yield f"the peak is in {evidence.moment}; most of it is"
-    for entry in evidence.fullest:
+    yield f"the peak is in {breakdown.moment}; most of it is"
+    for entry in breakdown.fullest:
         yield f"  {size_text(entry.bytes):>10}  {held(entry)}"
     yield from _again(plan)
 
 
 def _again(plan: Plan) -> Iterator[Part]:
     """What the backward computes again, or has from the host, instead of keeping it."""
-    rerun = {name: plan.evidence.again.get(name, 0.0) for name, lines in plan.again.items() if RUN in lines}
+    rerun = {name: plan.breakdown.recompute.get(name, 0.0) for name, lines in plan.recompute.items() if RUN in lines}
     yield from _dearest("computed again for the backward", rerun)
-    yield from _dearest("held by the host for the backward", plan.evidence.away)
+    yield from _dearest("held by the host for the backward", plan.breakdown.offload)
 
 
 def _dearest(title: str, seconds: Mapping[str, Seconds]) -> Iterator[Part]:

@@ -18,7 +18,7 @@ from autopar.plan.text import folded, wild
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class CommunicationTotal:
     """All collectives of one kind over one axis in one pass; `bytes` are of their larger buffers on one rank, together."""
 
     kind: str
@@ -49,7 +49,7 @@ class Summary:
     options: Mapping[str, str]
     step_time: Seconds
     peak_memory: Bytes
-    collectives: tuple[Sent, ...]
+    collectives: tuple[CommunicationTotal, ...]
     stored: Mapping[str, str]
     runs: Mapping[str, str]
 
@@ -75,7 +75,7 @@ class Summary:
         for entry in plan.collectives:
             groups[entry.kind, entry.axis, entry.where].append(entry)
         sent = tuple(
-            Sent(
+            CommunicationTotal(
                 kind=kind, axis=axis, where=where, number=len(group),
                 bytes=sum(entry.bytes for entry in group), seconds=sum(entry.seconds for entry in group),
             )
@@ -85,7 +85,7 @@ class Summary:
         return Summary(
             hash=plan.hash, axes=plan.axes, sizes=plan.sizes, links=plan.links, device=plan.device, options=plan.options,
             step_time=plan.step_time, peak_memory=plan.peak_memory, collectives=sent, stored=stored,
-            runs={op: ", ".join(words) for op, words in plan.evidence.runs.items()},
+            runs={op: ", ".join(words) for op, words in plan.breakdown.runs.items()},
         )  # fmt: skip
 
     def to_data(self) -> dict[str, object]:
@@ -105,7 +105,7 @@ class Summary:
             options={str(name): str(text) for name, text in found["options"].items()},
             step_time=float(found["step_time"]), peak_memory=int(found["peak_memory"]),
             collectives=tuple(
-                Sent(
+                CommunicationTotal(
                     kind=str(entry["kind"]), axis=str(entry["axis"]), where=str(entry["pass"]), number=int(entry["number"]),
                     bytes=int(entry["bytes"]), seconds=float(entry["seconds"]),
                 )

@@ -18,11 +18,11 @@ from autopar.explain.report import Part, grid
 from autopar.formulation.cost_breakdown import stored_words, words
 from autopar.ir.layout import text
 from autopar.ir.mesh import Bytes, Seconds
-from autopar.operators.dim_labels import Sample, kind_of
+from autopar.operators.dim_labels import LabelSample, kind_of
 from autopar.plan.text import folded, size_text
-from autopar.planning.optimize import Solved
+from autopar.planning.optimize import Optimized
 from autopar.search_space.candidates import Candidate
-from autopar.solver.problem import Solution, Toll, gone, paid, route_price
+from autopar.solver.problem import FixedCharge, Solution, gone, paid, route_price
 from autopar.solver.routes import tree
 
 MOST = 8  # candidates that are shown, and classes if a name means many
@@ -60,13 +60,13 @@ class Why:
     candidates: int
 
 
-def why(solved: Solved, glob: str, most: int = MOST) -> list[Why]:
+def why(solved: Optimized, glob: str, most: int = MOST) -> list[Why]:
     """The candidates of every operator and tensor that a name means; raises InputError if it means none."""
     names = choices_of(solved.formulated.analysis, glob)
     return [_why(solved, name, most) for name in names]
 
 
-def _why(solved: Solved, name: str, most: int) -> Why:
+def _why(solved: Optimized, name: str, most: int) -> Why:
     formulated = solved.formulated
     program = formulated.program
     choice = formulated.names.index(name)
@@ -98,20 +98,20 @@ def _why(solved: Solved, name: str, most: int) -> Why:
     )
 
 
-def _shape(solved: Solved, name: str) -> tuple[int, ...]:
+def _shape(solved: Optimized, name: str) -> tuple[int, ...]:
     program = solved.formulated.program
     return program.op[name].results[0].shape if name in program.op else program.values[name].shape
 
 
-def _words(solved: Solved, name: str, candidate: Candidate) -> tuple[str, ...]:
+def _words(solved: Optimized, name: str, candidate: Candidate) -> tuple[str, ...]:
     analysis = solved.formulated.analysis
     program = analysis.program
     if name in program.op:
-        return words(program.op[name], analysis.fits[name], candidate, program, Sample.of(program))
+        return words(program.op[name], analysis.fits[name], candidate, program, LabelSample.of(program))
     return stored_words(analysis, name, candidate.results[0])
 
 
-def _prices(solved: Solved, choice: int, most: int) -> dict[int, tuple[Seconds, Seconds]]:
+def _prices(solved: Optimized, choice: int, most: int) -> dict[int, tuple[Seconds, Seconds]]:
     """Own seconds and conversion seconds of the candidates that can be among the cheapest, and of the chosen one.
 
     They are taken in the order of their own seconds, until these alone exceed what the cheapest take with conversions.
@@ -120,7 +120,7 @@ def _prices(solved: Solved, choice: int, most: int) -> dict[int, tuple[Seconds, 
     own = problem.choices[choice].seconds
     picked = solution.picks[choice]
     around = _around(solved, choice)
-    tolls = _alone(solved, around)
+    fixed_charges = _alone(solved, around)
     prices: dict[int, tuple[Seconds, Seconds]] = {}
     for pick in sorted(range(len(own)), key=lambda pick: (pick != picked, own[pick])):
         totals = sorted(sum(price) for price in prices.values())
@@ -128,52 +128,54 @@ def _prices(solved: Solved, choice: int, most: int) -> dict[int, tuple[Seconds, 
             break
         moved = _moved(solved, choice, pick)
         if moved is not None:
-            seconds = sum(route_price(problem.wires[w], moved.picks, moved.arcs[w]) for w in around)
-            seconds += sum(toll.seconds for toll in tolls if paid(problem, toll, moved.picks, moved.arcs))
+            seconds = sum(route_price(problem.edges[w], moved.picks, moved.arcs[w]) for w in around)
+            seconds += sum(
+                fixed_charge.seconds for fixed_charge in fixed_charges if paid(problem, fixed_charge, moved.picks, moved.arcs)
+            )
             prices[pick] = float(own[pick]), seconds
     return prices
 
 
-def _around(solved: Solved, choice: int) -> list[int]:
+def _around(solved: Optimized, choice: int) -> list[int]:
     """The wires into and out of a choice."""
-    wires = enumerate(solved.formulated.problem.wires)
-    return [w for w, wire in wires if choice in (wire.producer, *(consumer.choice for consumer in wire.consumers))]
+    edges = enumerate(solved.formulated.problem.edges)
+    return [w for w, edge in edges if choice in (edge.producer, *(consumer.choice for consumer in edge.consumers))]
 
 
-def _alone(solved: Solved, around: Sequence[int]) -> list[Toll]:
+def _alone(solved: Optimized, around: Sequence[int]) -> list[FixedCharge]:
     """The tolls that only these wires may cause; what another wire pays anyway is not theirs."""
     problem, solution = solved.formulated.problem, solved.solution
     found = []
-    for toll in problem.tolls:
-        theirs = [way for way in toll.ways if way.wire in around]
-        others = [way for way in toll.ways if way.wire not in around]
+    for fixed_charge in problem.fixed_charges:
+        theirs = [way for way in fixed_charge.ways if way.edge in around]
+        others = [way for way in fixed_charge.ways if way.edge not in around]
         if theirs and not any(gone(problem, way, solution.picks, solution.arcs) for way in others):
-            found.append(toll)
+            found.append(fixed_charge)
     return found
 
 
-def _moved(solved: Solved, choice: int, pick: int) -> Solution | None:
+def _moved(solved: Optimized, choice: int, pick: int) -> Solution | None:
     """The solution with another candidate and the cheapest routes to it; None if there is no route."""
-    solution, wires = solved.solution, solved.formulated.problem.wires
+    solution, edges = solved.solution, solved.formulated.problem.edges
     if pick == solution.picks[choice]:
         return solution
     picks, arcs = list(solution.picks), list(solution.arcs)
     picks[choice] = pick
     for w in _around(solved, choice):
-        found = tree(wires[w], picks)
+        found = tree(edges[w], picks)
         if found is None:
             return None
         arcs[w] = found
     return replace(solution, picks=tuple(picks), arcs=tuple(arcs))
 
 
-def _peak(solved: Solved, choice: int, pick: int) -> Bytes:
+def _peak(solved: Optimized, choice: int, pick: int) -> Bytes:
     moved = _moved(solved, choice, pick)
     assert moved is not None, "only candidates that can be reached have a price"
-    return round(float(solved.ledger.walk(moved).max()))
+    return round(float(solved.memory_model.walk(moved).max()))
 
 
-def why_parts(solved: Solved, found: Sequence[Why]) -> Iterator[Part]:
+def why_parts(solved: Optimized, found: Sequence[Why]) -> Iterator[Part]:
     """The answer as it is printed."""
     for answer in found[:MOST]:
         yield from _answer(solved, answer)
@@ -185,7 +187,7 @@ def why_parts(solved: Solved, found: Sequence[Why]) -> Iterator[Part]:
     yield "the rest of the plan stays as chosen here; --why-not NAME=LAYOUT plans again, so that the rest may follow"
 
 
-def _answer(solved: Solved, answer: Why) -> Iterator[Part]:
+def _answer(solved: Optimized, answer: Why) -> Iterator[Part]:
     axes = solved.formulated.mesh.axes
     count = f", {len(answer.members)} alike, priced together" if len(answer.members) > 1 else ""
     yield f"{folded(answer.members)} ({answer.kind}{count}): {_shown(answer)}"

@@ -9,11 +9,11 @@ from autopar.errors import AutoparError, ConstraintError
 from autopar.explain.difference import difference
 from autopar.explain.phrases import milliseconds
 from autopar.explain.report import Part
-from autopar.formulation.formulate import decisions
+from autopar.formulation.formulate import assignment
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.planning.planner import Planned, plan_program
-from autopar.search_space.strategies import Demands, constrained
+from autopar.search_space.strategies import StrategyConstraints, constrained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +32,11 @@ def why_not(planned: Planned, options: Options, forced: Mapping[str, str]) -> Wh
     """
     formulated = planned.solved.formulated
     program, mesh = formulated.program, formulated.mesh
-    chosen = decisions(formulated, planned.solved.solution)
+    chosen = assignment(formulated, planned.solved.solution)
     both = replace(options, constraints={**options.constraints, **forced})
     unread: ConstraintError | None = None
     try:
-        patterns = Demands(patterns=constrained(program, mesh, forced))
+        patterns = StrategyConstraints(patterns=constrained(program, mesh, forced))
     except ConstraintError as error:  # perhaps it can be met with padding
         unread = error
     else:

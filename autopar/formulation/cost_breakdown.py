@@ -14,39 +14,50 @@ from autopar.analysis.analysis import Analysis
 from autopar.cost_models.compute import dtype_of, peak, pricer
 from autopar.cost_models.links import host_seconds
 from autopar.cost_models.optimizers import Optimizer, step_seconds
-from autopar.formulation.memory_model import Ledger
+from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.prices import WHOLE_SUM, arrival_seconds, primitive_seconds, rounding_seconds, work
 from autopar.ir.conversion import COLLECTIVES
 from autopar.ir.layout import Layout, blocks, local_shape
 from autopar.ir.mesh import Bytes, Mesh, Seconds
 from autopar.ir.program import Op, Program, Value, aten, elements
 from autopar.memory.recompute_closure import reruns
-from autopar.operators import Distributed, Fitted
-from autopar.operators.dim_labels import ROLES, Sample, role, role_of_dim
-from autopar.plan.evidence import ADDENDS, DEVICE, INPUT, OPTIMIZER, OUTPUT, REPEATED, WHOLE, Evidence, Figure, Held
-from autopar.search_space.assignment import Again, Decisions, due
+from autopar.operators import OpSharding, ParallelForm
+from autopar.operators.dim_labels import ROLES, LabelSample, role, role_of_dim
+from autopar.plan.breakdown import (
+    ADDENDS,
+    DEVICE,
+    INPUT,
+    OPTIMIZER,
+    OUTPUT,
+    REPEATED,
+    WHOLE,
+    Allocation,
+    CostBreakdown,
+    CostParameter,
+)
+from autopar.search_space.assignment import Assignment, RecomputeChoice, due
 from autopar.search_space.candidates import Candidate, Form
 
 SAVED, AGAIN, USED = "saved for the backward", "computed again", "in use at the moment"
 # What memory is for, in the order in which a person asks; and the ledger's kinds of what is not stored for the whole step.
 PURPOSES = ("parameters", "gradients", "optimizer state", SAVED, AGAIN, USED, "inputs", "buffers")
 PURPOSE = {
-    "gradient": "gradients", "kept": SAVED, "internal": SAVED, "again": AGAIN, "produced": USED, "converted": USED,
+    "gradient": "gradients", "kept": SAVED, "internal": SAVED, "recompute": AGAIN, "produced": USED, "converted": USED,
     "flowing": USED, "flight": USED, "transient": USED,
 }  # fmt: skip
 
 
-def account(ledger: Ledger, chosen: Decisions, optimizer: Optimizer, limit: Figure) -> Evidence:
+def account(memory_model: MemoryModel, chosen: Assignment, optimizer: Optimizer, limit: CostParameter) -> CostBreakdown:
     """The evidence for decisions; `limit` is the budget."""
-    analysis, mesh = ledger.formulated.analysis, ledger.formulated.mesh
-    moment = int(ledger.timeline.walk(chosen).argmax())
+    analysis, mesh = memory_model.formulated.analysis, memory_model.formulated.mesh
+    moment = int(memory_model.liveness.walk(chosen).argmax())
     run = reruns(analysis, chosen)
     compute = dict(_compute(analysis, chosen, mesh))
-    held, away = ledger.held(chosen, moment), _away(analysis, run, mesh)
-    return Evidence(
-        figures=(*_figures(analysis.program, mesh, optimizer, bool(away)), limit),
+    held, offload = memory_model.held(chosen, moment), _away(analysis, run, mesh)
+    return CostBreakdown(
+        cost_parameters=(*_figures(analysis.program, mesh, optimizer, bool(offload)), limit),
         compute=compute,
-        again={op.name: compute[op.name][0] for op in analysis.program.ops if op.name in run.ops and op.name in compute},
+        recompute={op.name: compute[op.name][0] for op in analysis.program.ops if op.name in run.ops and op.name in compute},
         conversions=_arrivals(analysis.program, chosen, mesh) + conversions(analysis, chosen, mesh),
         optimizer=_optimizer(analysis.program, chosen, optimizer, mesh),
         memory=_memory(analysis.program, held, optimizer),
@@ -56,21 +67,21 @@ def account(ledger: Ledger, chosen: Decisions, optimizer: Optimizer, limit: Figu
         stored=dict(_stored(analysis, chosen)),
         tied={name: p.value.name for p in analysis.program.parameters for name in p.names if name != p.value.name},
         copies=analysis.copies,
-        away=away,
+        offload=offload,
     )
 
 
-def _away(analysis: Analysis, again: Again, mesh: Mesh) -> dict[str, Seconds]:
+def _away(analysis: Analysis, recompute: RecomputeChoice, mesh: Mesh) -> dict[str, Seconds]:
     """Seconds of what goes to the host and comes back."""
     found: dict[str, Seconds] = {}
     assert mesh.device is not None
-    for name, layout in again.away:
+    for name, layout in recompute.offload:
         size = _bytes(analysis.program.values[name], layout, mesh.sizes)
         found[name] = found.get(name, 0.0) + analysis.program.runs * host_seconds(size, mesh.device)
     return found
 
 
-def _figures(program: Program, mesh: Mesh, optimizer: Optimizer, away: bool) -> Iterator[Figure]:
+def _figures(program: Program, mesh: Mesh, optimizer: Optimizer, offload: bool) -> Iterator[CostParameter]:
     """The numbers that the prices of a program rest on."""
     device = mesh.device
     assert device is not None, "a mesh is priced with its device"
@@ -78,19 +89,21 @@ def _figures(program: Program, mesh: Mesh, optimizer: Optimizer, away: bool) -> 
     for dtype in dict.fromkeys(dtype_of(op, [program.values[n] for n in op.operands]) for op in program.ops):
         if dtype.is_floating_point:
             name = str(dtype).removeprefix("torch.")
-            yield Figure(of=DEVICE, name=name, value=peak(dtype, device), unit="op/s", source=source)
-    yield Figure(of=DEVICE, name="memory", value=device.memory, unit="B", source=source)
-    yield Figure(of=DEVICE, name="memory bandwidth", value=device.bandwidth, unit="B/s", source=source)
-    yield Figure(of=DEVICE, name="kernel launch", value=device.launch, unit="s", source=source)
-    if away and device.host:
-        yield Figure(of=DEVICE, name="host bandwidth", value=device.host.bandwidth, unit="B/s", source=device.host.source)
+            yield CostParameter(of=DEVICE, name=name, value=peak(dtype, device), unit="op/s", source=source)
+    yield CostParameter(of=DEVICE, name="memory", value=device.memory, unit="B", source=source)
+    yield CostParameter(of=DEVICE, name="memory bandwidth", value=device.bandwidth, unit="B/s", source=source)
+    yield CostParameter(of=DEVICE, name="kernel launch", value=device.launch, unit="s", source=source)
+    if offload and device.host:
+        yield CostParameter(
+            of=DEVICE, name="host bandwidth", value=device.host.bandwidth, unit="B/s", source=device.host.source
+        )
     for axis, link in zip(mesh.axes, mesh.links, strict=True):
-        yield Figure(of=axis, name="bandwidth", value=link.bandwidth, unit="B/s", source=link.source)
-        yield Figure(of=axis, name="latency", value=link.latency, unit="s", source=link.source)
-    yield Figure(of=OPTIMIZER, name=optimizer.name, value=optimizer.states, unit="", source=optimizer.source)
+        yield CostParameter(of=axis, name="bandwidth", value=link.bandwidth, unit="B/s", source=link.source)
+        yield CostParameter(of=axis, name="latency", value=link.latency, unit="s", source=link.source)
+    yield CostParameter(of=OPTIMIZER, name=optimizer.name, value=optimizer.states, unit="", source=optimizer.source)
 
 
-def _compute(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[tuple[str, tuple[Seconds, Seconds]]]:
+def _compute(analysis: Analysis, chosen: Assignment, mesh: Mesh) -> Iterator[tuple[str, tuple[Seconds, Seconds]]]:
     """Forward and backward seconds of every op that takes time."""
     program, sizes, of = analysis.program, mesh.sizes, analysis.classes.of
     assert mesh.device is not None
@@ -108,14 +121,14 @@ def _compute(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[tupl
             yield op.name, known[of[op.name]]
 
 
-def _arrivals(program: Program, chosen: Decisions, mesh: Mesh) -> Seconds:
+def _arrivals(program: Program, chosen: Assignment, mesh: Mesh) -> Seconds:
     """Slices of the inputs, with what is computed ahead."""
     device, given = mesh.device, chosen.given
     assert device is not None
     return sum(arrival_seconds(program, value, given[value.name], mesh.sizes, device) for value in program.inputs)
 
 
-def conversions(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Seconds:
+def conversions(analysis: Analysis, chosen: Assignment, mesh: Mesh) -> Seconds:
     """Seconds of slices, pads and copies on the way of values that no collective does, those done again too."""
     program, sizes, run, total = analysis.program, mesh.sizes, reruns(analysis, chosen), 0.0
     for name, steps in chosen.routes.items():
@@ -126,14 +139,14 @@ def conversions(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Seconds:
             large, small = np.array([max(sides)]), np.array([min(sides)])
             if wider > 1 and step in back and step.primitives[1] == WHOLE_SUM:
                 total += float(rounding_seconds(large, wider, mesh)[0])
-            again = (name, step) in run.steps and name not in analysis.weights
-            for primitive in (*step.primitives[: 1 + (step in back)], *step.primitives[:again]):
+            recompute = (name, step) in run.steps and name not in analysis.weights
+            for primitive in (*step.primitives[: 1 + (step in back)], *step.primitives[:recompute]):
                 if primitive not in COLLECTIVES:
                     total += program.runs * float(primitive_seconds(primitive, large, small, step.axis, mesh)[0])
     return total
 
 
-def _optimizer(program: Program, chosen: Decisions, optimizer: Optimizer, mesh: Mesh) -> Seconds:
+def _optimizer(program: Program, chosen: Assignment, optimizer: Optimizer, mesh: Mesh) -> Seconds:
     assert mesh.device is not None
     trained = [p.value for p in program.parameters if p.value.requires_grad]
     local = sum(_bytes(value, chosen.given[value.name], mesh.sizes) for value in trained)
@@ -145,7 +158,7 @@ def _bytes(value: Value, layout: Layout, sizes: tuple[int, ...]) -> Bytes:
     return elements(local_shape(value.shape, layout, sizes)) * value.dtype.itemsize
 
 
-def _memory(program: Program, held: list[Held], optimizer: Optimizer) -> dict[str, Bytes]:
+def _memory(program: Program, held: list[Allocation], optimizer: Optimizer) -> dict[str, Bytes]:
     """Bytes by what they are for."""
     trained = {p.value.name for p in program.parameters if p.value.requires_grad}
     parameters = {p.value.name for p in program.parameters}
@@ -171,9 +184,9 @@ def _moment(program: Program, moment: int) -> str:
     return f"the {'forward' if moment < count else 'backward'} of {name}"
 
 
-def _runs(analysis: Analysis, chosen: Decisions) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _runs(analysis: Analysis, chosen: Assignment) -> Iterator[tuple[str, tuple[str, ...]]]:
     """What is split of every op that uses a parameter or is well known, per axis."""
-    program, sample = analysis.program, Sample.of(analysis.program)
+    program, sample = analysis.program, LabelSample.of(analysis.program)
     for op in program.ops:
         if told(analysis, op):
             yield op.name, words(op, analysis.fits[op.name], chosen.ops[op.name], program, sample)
@@ -185,7 +198,7 @@ def told(analysis: Analysis, op: Op) -> bool:
     return aten(op.target) in ROLES or read
 
 
-def words(op: Op, fitted: Fitted | None, candidate: Candidate, program: Program, sample: Sample) -> tuple[str, ...]:
+def words(op: Op, fitted: OpSharding | None, candidate: Candidate, program: Program, sample: LabelSample) -> tuple[str, ...]:
     """What a candidate splits on each axis, as a person says it."""
 
     def word(form: Form) -> str:
@@ -200,16 +213,16 @@ def words(op: Op, fitted: Fitted | None, candidate: Candidate, program: Program,
     return tuple(map(word, candidate.forms))
 
 
-def sent(form: Distributed) -> str:
+def sent(form: ParallelForm) -> str:
     """What a distributed form sends, in words: " with 2 all-reduces inside"."""
     counts = Counter(message.kind.replace("_", "-") for message in (*form.forward, *form.backward))
     said = " and ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items())
     return f" with {said} inside" if said else ""
 
 
-def _stored(analysis: Analysis, chosen: Decisions) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _stored(analysis: Analysis, chosen: Assignment) -> Iterator[tuple[str, tuple[str, ...]]]:
     """What is split of every parameter, argument and result, per axis."""
-    program, sample = analysis.program, Sample.of(analysis.program)
+    program, sample = analysis.program, LabelSample.of(analysis.program)
     for parameter in program.parameters:
         name = parameter.value.name
         yield name, stored_words(analysis, name, chosen.given[name])

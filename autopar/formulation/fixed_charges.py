@@ -15,21 +15,21 @@ from autopar.formulation.prices import added_up, latency
 from autopar.ir.conversion import CONVERSIONS
 from autopar.ir.mesh import Mesh
 from autopar.search_space.buckets import TOGETHER, shared
-from autopar.search_space.layout_graph import Space
-from autopar.search_space.strategies import Demands
-from autopar.solver.problem import Ints, Toll, Way, Wire
+from autopar.search_space.layout_graph import LayoutGraph
+from autopar.search_space.strategies import StrategyConstraints
+from autopar.solver.problem import ChargeTrigger, Edge, FixedCharge, Ints
 
 BACK, AGAIN = 0, 1  # the surcharges of a wire: gradients on their way back, weights that are gathered again
 
 
-def tolls(
+def fixed_charges(
     analysis: Analysis,
     mesh: Mesh,
-    wires: Sequence[Wire],
+    edges: Sequence[Edge],
     values: Sequence[ValueClass],
-    spaces: Sequence[Space],
-    demands: Demands,
-) -> Iterator[Toll]:
+    spaces: Sequence[LayoutGraph],
+    strategy_constraints: StrategyConstraints,
+) -> Iterator[FixedCharge]:
     """The latency of every message in which the weights of a bundle may travel, bundles of alike weights together.
 
     It is that of the large bundles wherever only gradients travel, though within a block if the weight has moved before. What
@@ -38,7 +38,7 @@ def tolls(
     gathered weights are dropped, else if the solver says so.
     """
     place = {member: i for i, found in enumerate(values) for member in found.members}
-    kinds = [_kinds(wire, graph) for wire, graph in zip(wires, spaces, strict=True)]
+    kinds = [_kinds(edge, graph) for edge, graph in zip(edges, spaces, strict=True)]
     groups = {
         moved: Counter(frozenset(place[name] for name in names) for names in weight_buckets(analysis.program, moved=moved))
         for moved in (False, True)
@@ -52,25 +52,25 @@ def tolls(
         for (group, count), (kind, surcharge) in itertools.product(groups[forward != "identity"].items(), due):
             ways = []
             for w in sorted(group):
-                wire, arcs = wires[w], (kinds[w][0] == axis) & (kinds[w][1] == number)
+                edge, arcs = edges[w], (kinds[w][0] == axis) & (kinds[w][1] == number)
                 if forward != "identity":
                     arcs &= kinds[w][2] == before
-                consumers: frozenset[int] | None = frozenset(range(len(wire.consumers)))
+                consumers: frozenset[int] | None = frozenset(range(len(edge.consumers)))
                 if surcharge is not None:
-                    consumers = wire.surcharges[surcharge].consumers
-                if surcharge == AGAIN and not demands.dropped:
-                    consumers = None if wire.again is not None else frozenset()
+                    consumers = edge.conditional_costs[surcharge].consumers
+                if surcharge == AGAIN and not strategy_constraints.dropped:
+                    consumers = None if edge.recompute is not None else frozenset()
                 if consumers != frozenset() and arcs.any():
-                    ways.append(Way(wire=w, consumers=consumers, arcs=arcs))
-            together = demands.once or (kind == backward and added_up(forward, backward))
+                    ways.append(ChargeTrigger(edge=w, consumers=consumers, arcs=arcs))
+            together = strategy_constraints.once or (kind == backward and added_up(forward, backward))
             runs = 1 if together else analysis.program.runs
             seconds = runs * count * latency(kind, axis, mesh)
             if ways and seconds > 0:
-                yield Toll(name=f"{kind} over {mesh.axes[axis]}", seconds=seconds, ways=tuple(ways))
+                yield FixedCharge(name=f"{kind} over {mesh.axes[axis]}", seconds=seconds, ways=tuple(ways))
 
 
-def _kinds(wire: Wire, graph: Space) -> tuple[Ints, Ints, Ints]:
+def _kinds(edge: Edge, graph: LayoutGraph) -> tuple[Ints, Ints, Ints]:
     """The axis and the pair of each arc of a wire, and on how many axes its source is shared."""
     of = {ends: i for i, ends in enumerate(zip(graph.source.tolist(), graph.target.tolist(), strict=True))}
-    arcs = [of[ends] for ends in zip(wire.source.tolist(), wire.target.tolist(), strict=True)]
-    return graph.axis[arcs], graph.pair[arcs], np.array([shared(layout) for layout in graph.nodes])[wire.source]
+    arcs = [of[ends] for ends in zip(edge.source.tolist(), edge.target.tolist(), strict=True)]
+    return graph.axis[arcs], graph.pair[arcs], np.array([shared(layout) for layout in graph.nodes])[edge.source]

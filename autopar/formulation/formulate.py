@@ -19,19 +19,19 @@ from autopar.analysis.repeated_blocks import OUTPUT, ValueClass
 from autopar.analysis.weight_buckets import weight_buckets
 from autopar.cost_models.links import host_seconds
 from autopar.cost_models.optimizers import Optimizer
-from autopar.formulation.fixed_charges import tolls
-from autopar.formulation.prices import again_seconds, arc_seconds, choice_seconds, ties
+from autopar.formulation.fixed_charges import fixed_charges
+from autopar.formulation.prices import arc_seconds, choice_seconds, recompute_seconds, ties
 from autopar.formulation.step_collectives import inside, returns
 from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, Conversion
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Device, Mesh
 from autopar.ir.program import Output, Program, Value
-from autopar.search_space.assignment import Again, Decisions
+from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.search_space.candidates import Candidate, distributed
 from autopar.search_space.domains import offers
-from autopar.search_space.layout_graph import Space, space
-from autopar.search_space.strategies import Demands
-from autopar.solver.problem import Bools, Choice, Consumer, Floats, Ints, Problem, Solution, Surcharge, Wire, homes
+from autopar.search_space.layout_graph import LayoutGraph, space
+from autopar.search_space.strategies import StrategyConstraints
+from autopar.solver.problem import Bools, Choice, ConditionalCost, Consumer, Edge, Floats, Ints, Problem, Solution, homes
 
 FREE = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if forward == "identity"]
 ANEW = [  # what may be converted again but weights: a change of dims takes as much as what it is made from
@@ -39,11 +39,11 @@ ANEW = [  # what may be converted again but weights: a change of dims takes as m
     if forward in ("all_gather", "all_reduce", "reduce_scatter", "slice")
 ]  # fmt: skip
 TO_INVARIANT = [number for number, (_, target) in enumerate(CONVERSIONS) if target == "I"]
-NO_DEMANDS = Demands()
+NO_DEMANDS = StrategyConstraints()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Formulated:
+class PlanningProblem:
     """A problem with what each choice and wire stands for."""
 
     analysis: Analysis
@@ -51,8 +51,8 @@ class Formulated:
     problem: Problem
     names: tuple[str, ...]  # class of each choice
     candidates: tuple[tuple[Candidate, ...], ...]
-    wires: tuple[ValueClass, ...]
-    spaces: tuple[Space, ...]
+    edges: tuple[ValueClass, ...]
+    spaces: tuple[LayoutGraph, ...]
     reruns: frozenset[str]  # ops that may run again, or that come back with what does
     dropped: bool  # whether gathered weights are dropped after their use, whatever that costs
     once: bool  # whether they are gathered once for all micro-batches
@@ -67,7 +67,7 @@ class Formulated:
     def program(self) -> Program:
         return self.analysis.program
 
-    def only(self, solution: Solution) -> Formulated:
+    def only(self, solution: Solution) -> PlanningProblem:
         """The same with the layouts of a solution alone; what is made again, and the routes, are still to choose."""
         picks = [np.array([pick]) for pick in solution.picks]
         return replace(
@@ -77,16 +77,16 @@ class Formulated:
                 choices=tuple(
                     replace(
                         choice, seconds=choice.seconds[pick], tie=choice.tie[pick],
-                        again=None if choice.again is None else choice.again[pick],
+                        recompute=None if choice.recompute is None else choice.recompute[pick],
                     )
                     for choice, pick in zip(self.problem.choices, picks, strict=True)
                 ),
-                wires=tuple(
+                edges=tuple(
                     replace(
-                        wire, produced=wire.produced[picks[wire.producer]],
-                        consumers=tuple(replace(end, wants=end.wants[picks[end.choice]]) for end in wire.consumers),
+                        edge, produced=edge.produced[picks[edge.producer]],
+                        consumers=tuple(replace(end, wants=end.wants[picks[end.choice]]) for end in edge.consumers),
                     )
-                    for wire in self.problem.wires
+                    for edge in self.problem.edges
                 ),
             ),
             candidates=tuple((found[pick],) for found, pick in zip(self.candidates, solution.picks, strict=True)),
@@ -98,49 +98,56 @@ def formulate(
     mesh: Mesh,
     optimizer: Optimizer,
     *,
-    demands: Demands = NO_DEMANDS,
+    strategy_constraints: StrategyConstraints = NO_DEMANDS,
     sharded_outputs: Callable[[Output], bool] = lambda output: False,
-) -> Formulated:
+) -> PlanningProblem:
     """The planning problem of an analysed program.
 
-    `demands` limits candidates and conversions, `sharded_outputs` says which outputs may leave split. `mesh` must have links
-    and a device. Raises ConstraintError where nothing is left to choose.
+    `strategy_constraints` limits candidates and conversions, `sharded_outputs` says which outputs may leave split. `mesh`
+    must have links and a device. Raises ConstraintError where nothing is left to choose.
     """
     device = mesh.device
     assert device is not None, "a mesh is priced with its device"
     assert mesh.links, "a mesh is priced with its links"
-    lists = dict(offers(analysis, demands, sharded_outputs))
+    lists = dict(offers(analysis, strategy_constraints, sharded_outputs))
     place = {name: i for i, name in enumerate(lists)}
     reruns = _reruns(analysis)
-    recast = _recast(analysis) if demands.dropped else frozenset[str]()
+    recast = _recast(analysis) if strategy_constraints.dropped else frozenset[str]()
     choices = tuple(
         Choice(
             name=name,
             seconds=choice_seconds(analysis, name, found, optimizer, device)
             + _returning(analysis, name, found, mesh)
             + _inside(analysis, name, found, mesh, "forward", "backward")
-            + (again_seconds(analysis, name, found, device) if name in recast else 0.0),
+            + (recompute_seconds(analysis, name, found, device) if name in recast else 0.0),
             tie=ties(analysis, name, found),
             count=len(analysis.classes.members[name]),
-            again=again_seconds(analysis, name, found, device) + _inside(analysis, name, found, mesh, "forward")
+            recompute=recompute_seconds(analysis, name, found, device) + _inside(analysis, name, found, mesh, "forward")
             if name in reruns - recast
             else None,
         )
         for name, found in lists.items()
     )
-    wires, values, spaces = [], [], []
+    edges, values, spaces = [], [], []
     for value_class in analysis.classes.values:
         if value_class.consumers:
-            graph, wire = _wire(analysis, mesh, value_class, lists, place, demands)
-            wires.append(wire)
+            graph, edge = _wire(analysis, mesh, value_class, lists, place, strategy_constraints)
+            edges.append(edge)
             values.append(value_class)
             spaces.append(graph)
-    found = tuple(tolls(analysis, mesh, wires, values, spaces, demands))
-    return Formulated(
-        analysis=analysis, mesh=mesh, problem=Problem(choices=choices, wires=tuple(wires), tolls=found), names=tuple(lists),
-        candidates=tuple(map(tuple, lists.values())), wires=tuple(values), spaces=tuple(spaces), reruns=reruns,
-        dropped=demands.dropped, once=demands.once,
-    )  # fmt: skip
+    found = tuple(fixed_charges(analysis, mesh, edges, values, spaces, strategy_constraints))
+    return PlanningProblem(
+        analysis=analysis,
+        mesh=mesh,
+        problem=Problem(choices=choices, edges=tuple(edges), fixed_charges=found),
+        names=tuple(lists),
+        candidates=tuple(map(tuple, lists.values())),
+        edges=tuple(values),
+        spaces=tuple(spaces),
+        reruns=reruns,
+        dropped=strategy_constraints.dropped,
+        once=strategy_constraints.once,
+    )
 
 
 def _reruns(analysis: Analysis) -> frozenset[str]:
@@ -193,8 +200,8 @@ def _wire(
     values: ValueClass,
     lists: Mapping[str, list[Candidate]],
     place: Mapping[str, int],
-    demands: Demands,
-) -> tuple[Space, Wire]:
+    strategy_constraints: StrategyConstraints,
+) -> tuple[LayoutGraph, Edge]:
     program = analysis.program
     value = program.values[values.example]
     made = [c.results[values.result] for c in lists[values.producer]]
@@ -204,14 +211,14 @@ def _wire(
     )
     graph = space(value.shape, mesh.sizes, allowed, analysis.blocks[value.name])
     weight = value.name in analysis.weights
-    summed, bundled = analysis.summed.get(value.name), value.name in analysis.bundled
-    runs = 1 if demands.once and bundled else program.runs
-    there, back, rerun = arc_seconds(graph, value, mesh, bundled=bundled, summed=summed, runs=runs)
-    arcs = _arcs(analysis, value, graph, demands)
+    summed, bucketed = analysis.summed.get(value.name), value.name in analysis.bucketed
+    runs = 1 if strategy_constraints.once and bucketed else program.runs
+    there, back, rerun = arc_seconds(graph, value, mesh, bucketed=bucketed, summed=summed, runs=runs)
+    arcs = _arcs(analysis, value, graph, strategy_constraints)
     count, free = len(values.members), np.isin(graph.pair[arcs], FREE)
     anew = _anew(graph, arcs, weight=weight)
-    again = np.where(anew, count * (rerun if weight else there)[arcs], np.inf)
-    wire = Wire(
+    recompute = np.where(anew, count * (rerun if weight else there)[arcs], np.inf)
+    edge = Edge(
         name=value.name,
         producer=place[values.producer],
         produced=np.array([graph.index[layout] for layout in made], dtype=np.int64),
@@ -223,40 +230,42 @@ def _wire(
         source=graph.source[arcs],
         target=graph.target[arcs],
         seconds=count * there[arcs],
-        surcharges=(
-            Surcharge(
+        conditional_costs=(
+            ConditionalCost(
                 seconds=count * back[arcs],
                 consumers=_where(values, lambda name, _: has_gradient(analysis, value.name, name)),
             ),
-            Surcharge(
+            ConditionalCost(
                 seconds=count * rerun[arcs],
-                consumers=_where(values, lambda *end: weight and demands.dropped and saves(analysis, *end)),
+                consumers=_where(values, lambda *end: weight and strategy_constraints.dropped and saves(analysis, *end)),
             ),
         ),
         free=free,
         count=count,
-        again=again if value.requires_grad and not (weight and demands.held) else None,
-        away=_away(value, graph, program.runs * count, mesh.device) if _may_leave(analysis, value) else None,
+        recompute=recompute if value.requires_grad and not (weight and strategy_constraints.held) else None,
+        offload=_away(value, graph, program.runs * count, mesh.device) if _may_leave(analysis, value) else None,
     )  # fmt: skip
-    if wire.away is not None:  # said of the memory in which several layouts may lie
-        wire = replace(wire, away=np.where(homes(wire) == np.arange(wire.nodes), wire.away, np.inf))
-    return graph, wire
+    if edge.offload is not None:  # said of the memory in which several layouts may lie
+        edge = replace(edge, offload=np.where(homes(edge) == np.arange(edge.nodes), edge.offload, np.inf))
+    return graph, edge
 
 
-def _arcs(analysis: Analysis, value: Value, graph: Space, demands: Demands) -> Ints:
+def _arcs(analysis: Analysis, value: Value, graph: LayoutGraph, strategy_constraints: StrategyConstraints) -> Ints:
     """The conversions of a value's layout graph that a plan may use."""
     arcs, axes = np.arange(len(graph.source)), len(graph.nodes[0])
     if value.name in analysis.written:  # what is written in place is used as it is stored
         arcs = arcs[:0]
-    if value.name in analysis.bundled and value.requires_grad and analysis.program.runs > 1:
+    if value.name in analysis.bucketed and value.requires_grad and analysis.program.runs > 1:
         arcs = arcs[~np.isin(graph.pair[arcs], TO_INVARIANT)]  # what is I is so because it is stored so: see `added_up`
-    if demands.weights:
-        allowed = np.array([[demands.allow(value.name, axis, *pair) for pair in CONVERSIONS] for axis in range(axes)])
+    if strategy_constraints.weights:
+        allowed = np.array(
+            [[strategy_constraints.allow(value.name, axis, *pair) for pair in CONVERSIONS] for axis in range(axes)]
+        )
         arcs = arcs[allowed[graph.axis[arcs], graph.pair[arcs]]]
     return arcs
 
 
-def _anew(graph: Space, arcs: Ints, *, weight: bool) -> Bools:
+def _anew(graph: LayoutGraph, arcs: Ints, *, weight: bool) -> Bools:
     """Which conversions may be done again for the backward: of weights those after which there is more than before."""
     if weight:
         return graph.elements[graph.target[arcs]] > graph.elements[graph.source[arcs]]
@@ -268,7 +277,7 @@ def _may_leave(analysis: Analysis, value: Value) -> bool:
     return value.requires_grad and value.name in analysis.program.producer and value.name not in analysis.weights
 
 
-def _away(value: Value, graph: Space, count: int, device: Device | None) -> Floats | None:
+def _away(value: Value, graph: LayoutGraph, count: int, device: Device | None) -> Floats | None:
     """Seconds of moving so many members to the host and back, by layout; only where a layout has memory of its own."""
     if device is None or device.host is None:
         return None
@@ -281,20 +290,20 @@ def _where(values: ValueClass, true: Callable[[str, int], bool]) -> frozenset[in
     return frozenset(place for place, end in enumerate(values.consumers) if true(*end))
 
 
-def decisions(formulated: Formulated, solution: Solution) -> Decisions:
+def assignment(formulated: PlanningProblem, solution: Solution) -> Assignment:
     """What a solution says about every member of every class."""
     program, of = formulated.program, formulated.analysis.classes.of
     picked = {
         name: found[pick] for name, found, pick in zip(formulated.names, formulated.candidates, solution.picks, strict=True)
     }
     routes: dict[str, tuple[Conversion, ...]] = {}
-    for values, graph, wire, arcs in zip(
-        formulated.wires, formulated.spaces, formulated.problem.wires, solution.arcs, strict=True
+    for values, graph, edge, arcs in zip(
+        formulated.edges, formulated.spaces, formulated.problem.edges, solution.arcs, strict=True
     ):
         nodes = graph.nodes
-        steps = tuple(_step(nodes[int(wire.source[a])], nodes[int(wire.target[a])]) for a in arcs)
+        steps = tuple(_step(nodes[int(edge.source[a])], nodes[int(edge.target[a])]) for a in arcs)
         routes |= {member: steps for member in values.members if steps}
-    return Decisions(
+    return Assignment(
         ops={op.name: picked[of[op.name]] for op in program.ops},
         given={
             value.name: picked[of[value.name]].results[0]
@@ -302,21 +311,21 @@ def decisions(formulated: Formulated, solution: Solution) -> Decisions:
         },
         outputs={o.path: picked[OUTPUT + o.path].operands[0] for o in program.outputs},
         routes=routes,
-        again=_again(formulated, solution, routes),
+        recompute=_again(formulated, solution, routes),
         once=formulated.once,
     )
 
 
-def _again(formulated: Formulated, solution: Solution, routes: Mapping[str, tuple[Conversion, ...]]) -> Again:
+def _again(formulated: PlanningProblem, solution: Solution, routes: Mapping[str, tuple[Conversion, ...]]) -> RecomputeChoice:
     """What a solution makes again: the first members of classes and values; gathered weights and casts if all are dropped."""
     analysis, ops, steps = formulated.analysis, set[str](), set[tuple[str, Conversion]]()
-    for choice, count in solution.again.choices.items():
+    for choice, count in solution.recompute.choices.items():
         ops.update(analysis.classes.members[formulated.names[choice]][:count])
-    for (w, arc), count in solution.again.arcs.items():
-        if arc in solution.arcs[w] and not formulated.problem.wires[w].free[arc]:
+    for (w, arc), count in solution.recompute.arcs.items():
+        if arc in solution.arcs[w] and not formulated.problem.edges[w].free[arc]:
             place = solution.arcs[w].index(arc)
-            steps.update((member, routes[member][place]) for member in formulated.wires[w].members[:count])
-    away = frozenset(_absent(formulated, solution))
+            steps.update((member, routes[member][place]) for member in formulated.edges[w].members[:count])
+    offload = frozenset(_absent(formulated, solution))
     for name in analysis.weights & routes.keys() if formulated.dropped else ():
         view = name in analysis.program.producer
         steps.update((name, step) for step in routes[name] if view or _gathered(routes[name], step))
@@ -324,16 +333,16 @@ def _again(formulated: Formulated, solution: Solution, routes: Mapping[str, tupl
     steps.update(beside)
     ops.update(analysis.casts if formulated.dropped else ())
     ops.update(analysis.program.producer[name].name for name, _ in beside if name in analysis.copies)
-    return Again(ops=frozenset(ops) & analysis.may_run, steps=frozenset(steps), away=away)
+    return RecomputeChoice(ops=frozenset(ops) & analysis.may_run, steps=frozenset(steps), offload=offload)
 
 
-def _absent(formulated: Formulated, solution: Solution) -> Iterator[tuple[str, Layout]]:
+def _absent(formulated: PlanningProblem, solution: Solution) -> Iterator[tuple[str, Layout]]:
     """What a solution moves to the host: the members after those that are made again."""
-    for (w, node), count in solution.again.away.items():
-        wire, values = formulated.problem.wires[w], formulated.wires[w]
-        lies = homes(wire)
-        made = [(int(wire.produced[solution.picks[wire.producer]]), solution.again.choices.get(wire.producer, 0))]
-        made += [(int(wire.target[arc]), solution.again.arcs.get((w, arc), 0)) for arc in solution.arcs[w]]
+    for (w, node), count in solution.recompute.offload.items():
+        edge, values = formulated.problem.edges[w], formulated.edges[w]
+        lies = homes(edge)
+        made = [(int(edge.produced[solution.picks[edge.producer]]), solution.recompute.choices.get(edge.producer, 0))]
+        made += [(int(edge.target[arc]), solution.recompute.arcs.get((w, arc), 0)) for arc in solution.arcs[w]]
         there = [(layout, members) for layout, members in made if lies[layout] == lies[node]]
         first, layout = max(members for _, members in there), formulated.spaces[w].nodes[there[0][0]]
         yield from ((member, layout) for member in values.members[first : first + count])

@@ -7,39 +7,39 @@ budget. What the walk finds there beyond the row is asked for when the row is ma
 from __future__ import annotations
 
 from autopar.cost_models.optimizers import Optimizer
-from autopar.formulation.formulate import Formulated, decisions
-from autopar.formulation.memory_rows import Rows
-from autopar.memory.liveness import Timeline
-from autopar.plan.evidence import Held
-from autopar.search_space.assignment import Decisions
+from autopar.formulation.formulate import PlanningProblem, assignment
+from autopar.formulation.memory_rows import MemoryRows
+from autopar.memory.liveness import Liveness
+from autopar.plan.breakdown import Allocation
+from autopar.search_space.assignment import Assignment
 from autopar.solver.problem import Floats, Row, Solution
 
 OF_CLASSES = ("stored", "gradient", "internal")  # kinds that are named by class of ops or given tensors
 
 
-class Ledger:
+class MemoryModel:
     """The timeline of a formulated program, and its rows."""
 
-    def __init__(self, formulated: Formulated, optimizer: Optimizer) -> None:
+    def __init__(self, formulated: PlanningProblem, optimizer: Optimizer) -> None:
         self.formulated = formulated
-        self.timeline = Timeline(formulated.analysis, optimizer)
-        self._rows = Rows(formulated, self.timeline, optimizer)
+        self.liveness = Liveness(formulated.analysis, optimizer)
+        self._rows = MemoryRows(formulated, self.liveness, optimizer)
 
     def walk(self, solution: Solution) -> Floats:
         """Bytes alive at every moment of the step."""
-        return self.timeline.walk(decisions(self.formulated, solution))
+        return self.liveness.walk(assignment(self.formulated, solution))
 
-    def held(self, chosen: Decisions, moment: int) -> list[Held]:
+    def held(self, chosen: Assignment, moment: int) -> list[Allocation]:
         """What takes memory at a moment, by kind and by value or op, the most first; together it is what the walk finds."""
         analysis = self.formulated.analysis
         of, found = analysis.classes.of, dict[tuple[str, str], list[int]]()
-        wires = {member: values.example for values in self.formulated.wires for member in values.members}
-        for life in self.timeline.alive(chosen, moment):
+        edges = {member: values.example for values in self.formulated.edges for member in values.members}
+        for life in self.liveness.alive(chosen, moment):
             if life.bytes:
                 given = life.kind in OF_CLASSES or life.name in analysis.program.op
-                name = of[life.name] if given else wires.get(life.name, life.name)
+                name = of[life.name] if given else edges.get(life.name, life.name)
                 found.setdefault((life.kind, name), []).append(life.bytes)
-        named = [Held(kind=kind, name=name, count=len(sizes), bytes=sum(sizes)) for (kind, name), sizes in found.items()]
+        named = [Allocation(kind=kind, name=name, count=len(sizes), bytes=sum(sizes)) for (kind, name), sizes in found.items()]
         return sorted(named, key=lambda held: -held.bytes)
 
     def row(self, moment: int, limit: float, constant: float = 0.0) -> Row:

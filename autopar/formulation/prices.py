@@ -23,10 +23,10 @@ from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, SUMS
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Device, Mesh
 from autopar.ir.program import Op, Program, Value, elements
-from autopar.operators import Fitted
+from autopar.operators import OpSharding
 from autopar.search_space.buckets import TOGETHER
 from autopar.search_space.candidates import Candidate, distributed
-from autopar.search_space.layout_graph import Space
+from autopar.search_space.layout_graph import LayoutGraph
 from autopar.solver.problem import Floats, Ints
 
 
@@ -47,11 +47,13 @@ def choice_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], op
     return np.array([count * step_seconds(b, optimizer, device) if trained else 0.0 for b in local])
 
 
-def again_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], device: Device) -> Floats:
+def recompute_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], device: Device) -> Floats:
     """Seconds of the forward of an op class under each candidate, all members together."""
     program, sizes = analysis.program, analysis.sizes
-    return program.runs * len(analysis.classes.members[name]) * np.array(
-        op_seconds(program.op[name], analysis.fits[name], found, program.values, sizes, device, backward=False)
+    return (
+        program.runs
+        * len(analysis.classes.members[name])
+        * np.array(op_seconds(program.op[name], analysis.fits[name], found, program.values, sizes, device, backward=False))
     )
 
 
@@ -115,7 +117,7 @@ def slicing_seconds(value: Value, layout: Layout, sizes: tuple[int, ...], device
 
 def op_seconds(
     op: Op,
-    fitted: Fitted | None,
+    fitted: OpSharding | None,
     found: Sequence[Candidate],
     values: Mapping[str, Value],
     sizes: tuple[int, ...],
@@ -138,18 +140,18 @@ def op_seconds(
     return result
 
 
-def work(fitted: Fitted | None, candidate: Candidate, sizes: tuple[int, ...]) -> float:
+def work(fitted: OpSharding | None, candidate: Candidate, sizes: tuple[int, ...]) -> float:
     """What the busiest rank computes under a candidate, in ops of the local shapes."""
     own = distributed(fitted, candidate)
     return own[1].work(sizes[own[0]]) if own else 1.0
 
 
 def arc_seconds(
-    graph: Space, value: Value, mesh: Mesh, *, bundled: bool, summed: torch.dtype | None = None, runs: int = 1
+    graph: LayoutGraph, value: Value, mesh: Mesh, *, bucketed: bool, summed: torch.dtype | None = None, runs: int = 1
 ) -> tuple[Floats, Floats, Floats]:
     """Per arc: seconds of the conversion, of its gradient, and of its collective alone if it is run again, in all runs.
 
-    `bundled` if the value travels with others: the latency that it shares with them is a toll (`formulate`). `summed` is the
+    `bucketed` if the value travels with others: the latency that it shares with them is a toll (`formulate`). `summed` is the
     dtype in which gradients are added up, if not the value's.
     """
     size = value.dtype.itemsize
@@ -165,12 +167,12 @@ def arc_seconds(
             back[here] = primitive_seconds(backward, times * large[here], times * small[here], axis, mesh)
             if wider > 1 and backward == WHOLE_SUM:
                 back[here] += rounding_seconds(large[here], wider, mesh)
-            if bundled:
+            if bucketed:
                 there[here] -= latency(forward, axis, mesh) if forward in TOGETHER[0] else 0.0
                 back[here] -= latency(backward, axis, mesh) if backward in TOGETHER[1] else 0.0
             if forward in COLLECTIVES:
                 rerun[here] = there[here]
-            back[here] *= 1 if bundled and added_up(forward, backward) else runs
+            back[here] *= 1 if bucketed and added_up(forward, backward) else runs
     return runs * there, back, runs * rerun
 
 

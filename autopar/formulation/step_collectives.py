@@ -20,10 +20,10 @@ from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Bytes, Mesh, Seconds
 from autopar.ir.program import Op, Value
 from autopar.memory.recompute_closure import reruns
-from autopar.operators import Fitted
+from autopar.operators import OpSharding
 from autopar.operators.call import Call, Local
-from autopar.search_space.assignment import Again, Decisions, due
-from autopar.search_space.buckets import TOGETHER, Bundle, bundled
+from autopar.search_space.assignment import Assignment, RecomputeChoice, due
+from autopar.search_space.buckets import TOGETHER, Bucket, bucketed
 from autopar.search_space.candidates import Candidate, distributed, parts_of
 
 
@@ -42,35 +42,35 @@ class Message:
     seconds: Seconds
 
 
-def messages(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Message]:
+def messages(analysis: Analysis, chosen: Assignment, mesh: Mesh) -> Iterator[Message]:
     """Every collective of one step, forward and backward."""
     rerun = reruns(analysis, chosen)
     yield from _between(analysis, chosen, mesh, rerun)
     yield from _own(analysis, chosen, mesh, rerun)
 
 
-def between(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Message]:
+def between(analysis: Analysis, chosen: Assignment, mesh: Mesh) -> Iterator[Message]:
     """Those of conversions, which no candidate pays."""
     return _between(analysis, chosen, mesh, reruns(analysis, chosen))
 
 
-def _between(analysis: Analysis, chosen: Decisions, mesh: Mesh, rerun: Again) -> Iterator[Message]:
+def _between(analysis: Analysis, chosen: Assignment, mesh: Mesh, rerun: RecomputeChoice) -> Iterator[Message]:
     runs = analysis.program.runs
     alone = [
-        Bundle(level=0, steps=((name, step),))
+        Bucket(level=0, steps=((name, step),))
         for name, steps in chosen.routes.items()
-        if name not in analysis.bundled
+        if name not in analysis.bucketed
         for step in steps
     ]
-    for bundle in (*bundled(analysis.program, chosen.routes, chosen.again.steps), *alone):
-        back = [(name, step) for name, step in bundle.steps if step in due(analysis, chosen, name)]
-        again = [pair for pair in bundle.steps if pair in rerun.steps]
-        forward, backward = bundle.primitives
-        once = not bundle.moved or (chosen.once and bundle not in alone)
+    for bucket in (*bucketed(analysis.program, chosen.routes, chosen.recompute.steps), *alone):
+        back = [(name, step) for name, step in bucket.steps if step in due(analysis, chosen, name)]
+        recompute = [pair for pair in bucket.steps if pair in rerun.steps]
+        forward, backward = bucket.primitives
+        once = not bucket.moved or (chosen.once and bucket not in alone)
         for where, kind, steps, kinds, gradient in (
-            ("forward", forward, bundle.steps, TOGETHER[0], False),
+            ("forward", forward, bucket.steps, TOGETHER[0], False),
             ("backward", backward, back, TOGETHER[1], True),
-            ("backward", forward, again, TOGETHER[0], False),
+            ("backward", forward, recompute, TOGETHER[0], False),
         ):
             together = [steps] if kind in kinds and steps else [[one] for one in steps]
             for sent in together if kind in COLLECTIVES else ():
@@ -78,15 +78,15 @@ def _between(analysis: Analysis, chosen: Decisions, mesh: Mesh, rerun: Again) ->
                 yield from repeat(message, 1 if once else runs)
 
 
-def _own(analysis: Analysis, chosen: Decisions, mesh: Mesh, rerun: Again) -> Iterator[Message]:
+def _own(analysis: Analysis, chosen: Assignment, mesh: Mesh, rerun: RecomputeChoice) -> Iterator[Message]:
     """Those for which candidates pay: of ops in a distributed form, and of the gradients of inputs."""
     program = analysis.program
     for op in program.ops:
         candidate = chosen.ops[op.name]
         differentiated = any(result.name in analysis.backward for result in op.results)
         passes = [("forward", False), *[("backward", False)] * differentiated, *[("backward", True)] * (op.name in rerun.ops)]
-        for where, again in passes:
-            for message in inside(op, analysis.fits[op.name], candidate, program.values, mesh, where, again=again):
+        for where, recompute in passes:
+            for message in inside(op, analysis.fits[op.name], candidate, program.values, mesh, where, recompute=recompute):
                 yield from repeat(message, program.runs)
     for value in program.inputs:
         for message in returns(analysis, value, chosen.given[value.name], mesh):
@@ -95,15 +95,16 @@ def _own(analysis: Analysis, chosen: Decisions, mesh: Mesh, rerun: Again) -> Ite
 
 def inside(
     op: Op,
-    fitted: Fitted | None,
+    fitted: OpSharding | None,
     candidate: Candidate,
     values: Mapping[str, Value],
     mesh: Mesh,
     where: str,
     *,
-    again: bool = False,
+    recompute: bool = False,
 ) -> Iterator[Message]:
-    """The collectives that an op sends in one run in the forward or the backward; there those of its forward, if `again`."""
+    """The collectives that an op sends in one run in the forward or the backward; there those of its forward, if
+    `recompute`."""
     own = distributed(fitted, candidate)
     if own is None or fitted is None:
         return
@@ -112,7 +113,7 @@ def inside(
     results = [local_shape(r.shape, x, mesh.sizes) for r, x in zip(op.results, candidate.results, strict=True)]
     call, dtype = Call.of(op), values[op.operands[0]].dtype
     local = Local(fitted=fitted, operands=operands, results=results, parts=parts_of(fitted, candidate, mesh.sizes))
-    for sent in form.forward if where == "forward" or again else form.backward:
+    for sent in form.forward if where == "forward" or recompute else form.backward:
         size = sent.elements(call, local) * max(dtype.itemsize, torch.float32.itemsize if sent.wide else 1)
         seconds = float(collective_seconds(sent.kind, float(size), mesh.sizes[axis], mesh.links[axis]))
         message = Message(values=(op.results[0].name,), axis=axis, kind=sent.kind, where=where, bytes=size, seconds=seconds)

@@ -107,9 +107,7 @@ class Rewriter(Builder):
             kinds(op),
         )
 
-    def put(
-        self, op: Op, target: str, args: tuple[Argument, ...], kwargs: Keywords, results: Kind | tuple[Kind, ...]
-    ) -> None:
+    def put(self, op: Op, target: str, args: tuple[Argument, ...], kwargs: Keywords, results: Kind | tuple[Kind, ...]) -> None:
         """An op in the place of an old one, with as many results; its arguments name new values."""
         refs = self.emit(target, args, kwargs, module=op.module, source=op.source, results=results)
         for result, ref in zip(op.results, refs, strict=True):

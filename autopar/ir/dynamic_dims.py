@@ -1,8 +1,8 @@
 """Sizes that may vary from call to call: what the user declares of them, and what a call has.
 
-    dynamic={"batch": 0}                              dim 0 of every input that is as long there as the first one
-    dynamic={"batch": {"x": 0, "labels": 0}}          these dims of these inputs
-    dynamic={"sequence": Dynamic(1, least=16, most=512)}
+dynamic={"batch": 0}                              dim 0 of every input that is as long there as the first one
+dynamic={"batch": {"x": 0, "labels": 0}}          these dims of these inputs
+dynamic={"sequence": Dynamic(1, least=16, most=512)}
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Values, and gradients of values, that may lie in the same memory: of those that are alive at once one is counted.
 
-    q, k, v = split(x, 3)     q, k and v lie in x, side by side
-    t = transpose(q, 0, 1)    t lies in q
-    z = add(x, y)             the gradients of x and y may be that of z
+q, k, v = split(x, 3)     q, k and v lie in x, side by side
+t = transpose(q, 0, 1)    t lies in q
+z = add(x, y)             the gradients of x and y may be that of z
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from autopar.ir.program import Program
-from autopar.memory.live_ranges import Lifetime, Terms
+from autopar.memory.live_ranges import LivenessInputs, SavedLiveRange
 
 
-class Families:
+class AliasSets:
     """The families of a program.
 
     `free` are the values that take nothing of their own as they are produced, or of which that is not known: what is given or
     lies in it, and what is larger than what it lies in. `thin` are those whose gradient may be that of something smaller.
     """
 
-    def __init__(self, program: Program, terms: Terms) -> None:
+    def __init__(self, program: Program, terms: LivenessInputs) -> None:
         self.program, self.lying = program, terms.lying
         self.free = {v.name for v in (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers)))}
         self._passed = {name: name for name in program.values}
@@ -37,10 +37,10 @@ class Families:
                 for name in (op.operands[position], *(result.name for result in op.results)):
                     self._passed[self._source(name)] = self._source(op.results[0].name)
 
-    def gradients(self, now: Iterable[Lifetime]) -> tuple[list[Lifetime], list[Lifetime]]:
+    def gradients(self, now: Iterable[SavedLiveRange]) -> tuple[list[SavedLiveRange], list[SavedLiveRange]]:
         """Of the gradients that are there those that are surely apart: in known layouts, and on their way."""
         fresh = [life for life in now if life.kind == "fresh"]
-        first: dict[str, Lifetime] = {}
+        first: dict[str, SavedLiveRange] = {}
         order = {"gradient": 0, "waiting": 1}
         there = (life for life in now if life.kind in order and life.name not in self.thin)
         for life in sorted(there, key=lambda life: (order[life.kind], -self.program.values[life.name].bytes)):
@@ -48,7 +48,7 @@ class Families:
         known = [life for life in first.values() if life.kind == "gradient"]
         return [*fresh, *known], [life for life in first.values() if life.kind == "waiting"]
 
-    def values(self, now: Iterable[Lifetime]) -> tuple[set[str], list[Lifetime]]:
+    def values(self, now: Iterable[SavedLiveRange]) -> tuple[set[str], list[SavedLiveRange]]:
         """Of the values that are there those that are surely apart: names of what is read or kept, and what is on its way."""
         there = dict.fromkeys(life.name for life in now if life.kind in ("read", "kept"))
         moving = {life.name: life for life in now if life.kind == "between" and life.name not in self.free}
@@ -89,4 +89,4 @@ class Families:
         return next((name for name in chain[:-1] if len(producer[name].results) > 1), chain[-1])
 
 
-__all__ = ["Families"]
+__all__ = ["AliasSets"]

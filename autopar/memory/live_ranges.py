@@ -1,6 +1,6 @@
 """What is alive at the moment of an op, whatever the layouts: what the rows of the integer program are made of.
 
-Moments and memory are those of `solver.timeline`, which knows the decisions and is exact. What depends on the order of
+Moments and memory are those of `solver.liveness`, which knows the decisions and is exact. What depends on the order of
 conversions, or on where a value lies between two of its readers, is left out or taken at its least, so that a row says at most
 what the timeline does. Of a value there is
 
@@ -24,14 +24,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
-from autopar.analysis.saved_tensors import Saved
+from autopar.analysis.saved_tensors import SavedTensors
 from autopar.ir.program import Op, Program
 
 End = tuple[str, int]  # an op that reads a value, and as which operand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lifetime:
+class SavedLiveRange:
     """Something takes memory from `start` to `stop` (both included).
 
     `name` is a value, or an op for what is its own; `end` says who reads or keeps the value, None its producer. Until `needed`
@@ -47,12 +47,12 @@ class Lifetime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class LivenessInputs:
     """What lifetimes depend on: what autograd saves of an op that has a backward, the values that get a gradient and those
     that the user differentiates, the parameters and their views, the ops that lie in their operand's memory, those that may
     run again (or lie in what does), and whether gathered weights are dropped."""
 
-    saved: Callable[[Op], Saved | None]
+    saved: Callable[[Op], SavedTensors | None]
     backward: Set[str]
     ends: Set[str]
     weights: Set[str]
@@ -61,7 +61,7 @@ class Terms:
     dropped: bool
 
 
-def lifetimes(program: Program, terms: Terms) -> Iterator[Lifetime]:
+def lifetimes(program: Program, terms: LivenessInputs) -> Iterator[SavedLiveRange]:
     """Every lifetime of a step."""
     uses = _Uses(program, terms)
     for name in program.values:
@@ -77,7 +77,7 @@ def lifetimes(program: Program, terms: Terms) -> Iterator[Lifetime]:
 class _Uses:
     """Who reads and keeps what, by the places of ops."""
 
-    def __init__(self, program: Program, terms: Terms) -> None:
+    def __init__(self, program: Program, terms: LivenessInputs) -> None:
         self.program, self.terms, self.n = program, terms, len(program.ops)
         self.place = {op.name: i for i, op in enumerate(program.ops)}
         self.given = {v.name for v in (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers)))}
@@ -99,7 +99,7 @@ class _Uses:
         """The moment of the backward of the op at a place."""
         return 2 * self.n - 1 - i
 
-    def value(self, name: str) -> Iterator[Lifetime]:
+    def value(self, name: str) -> Iterator[SavedLiveRange]:
         """A value in the forward, and what is kept of it."""
         readers = self.readers[name]
         first = min((i for i, _ in readers), default=self.n)
@@ -107,18 +107,18 @@ class _Uses:
         op = self.program.producer.get(name)
         if op is not None:
             here = self.place[op.name]
-            yield Lifetime(kind="read", name=name, start=here, stop=max(here, min(first, last) - 1))
+            yield SavedLiveRange(kind="read", name=name, start=here, stop=max(here, min(first, last) - 1))
         for i, end in readers:
-            yield Lifetime(kind="read", name=name, start=i, stop=i, end=end)
+            yield SavedLiveRange(kind="read", name=name, start=i, stop=i, end=end)
         if name not in self.given and first < last:
-            yield Lifetime(kind="between", name=name, start=first, stop=last - 1)
+            yield SavedLiveRange(kind="between", name=name, start=first, stop=last - 1)
         for i, keeper in self.keepers[name]:
             start = i + 1
             if self.terms.dropped and name in self.terms.weights:
                 start = self.back(i)
-            yield Lifetime(kind="kept", name=name, start=start, stop=self.back(i), needed=self.asked[name], end=keeper)
+            yield SavedLiveRange(kind="kept", name=name, start=start, stop=self.back(i), needed=self.asked[name], end=keeper)
 
-    def gradient(self, name: str) -> Iterator[Lifetime]:
+    def gradient(self, name: str) -> Iterator[SavedLiveRange]:
         """The gradient of a value."""
         places = [i for i, (op, _) in self.readers[name] if self.terms.saved(self.program.op[op]) is not None]
         places += [self.n] if name in self.terms.ends else []
@@ -126,26 +126,26 @@ class _Uses:
             return
         begin, whole = self.back(max(places)) + 1, self.back(min(places)) + 1
         if begin < whole:
-            yield Lifetime(kind="waiting", name=name, start=begin, stop=whole - 1)
+            yield SavedLiveRange(kind="waiting", name=name, start=begin, stop=whole - 1)
         op = self.program.producer.get(name)
         stop = 2 * self.n if op is None else self.back(self.place[op.name])
         start = 0 if op is None and self.program.runs > 1 else whole  # those of micro-batches are added up
-        yield Lifetime(kind="gradient", name=name, start=start, stop=stop)
+        yield SavedLiveRange(kind="gradient", name=name, start=start, stop=stop)
 
-    def inside(self, i: int, op: Op) -> Iterator[Lifetime]:
+    def inside(self, i: int, op: Op) -> Iterator[SavedLiveRange]:
         """What an op takes for itself, and the gradients of its operands."""
         kept, now = self.terms.saved(op), self.back(i)
         if kept is None:
             return
-        yield Lifetime(kind="forward", name=op.name, start=i, stop=i)
-        yield Lifetime(kind="backward", name=op.name, start=now, stop=now)
+        yield SavedLiveRange(kind="forward", name=op.name, start=i, stop=i)
+        yield SavedLiveRange(kind="backward", name=op.name, start=now, stop=now)
         if kept.internal_bytes:
-            yield Lifetime(kind="internal", name=op.name, start=i, stop=now, needed=self.runs[op.name])
+            yield SavedLiveRange(kind="internal", name=op.name, start=i, stop=now, needed=self.runs[op.name])
         for position, name in enumerate(op.operands):
             if name in self.terms.backward and position not in kept.through:
-                yield Lifetime(kind="fresh", name=name, start=now, stop=now, end=(op.name, position))
+                yield SavedLiveRange(kind="fresh", name=name, start=now, stop=now, end=(op.name, position))
 
-    def rerun(self, i: int, op: Op) -> Iterator[Lifetime]:
+    def rerun(self, i: int, op: Op) -> Iterator[SavedLiveRange]:
         """What an op reads, if it runs again."""
         kept, names = self.terms.saved(op), [result.name for result in op.results]
         own = kept is not None and (kept.internal_bytes or kept.results)
@@ -154,7 +154,7 @@ class _Uses:
         for position, name in enumerate(op.operands):
             if name not in self.given and not (self.terms.dropped and name in self.terms.weights):
                 needed = self.back(i) if name in self.terms.weights else self.asked[name]
-                yield Lifetime(kind="rerun", name=name, start=i + 1, stop=stop, needed=needed, end=(op.name, position))
+                yield SavedLiveRange(kind="rerun", name=name, start=i + 1, stop=stop, needed=needed, end=(op.name, position))
 
     def _asked(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
         """The earliest moments at which the backward may ask for each value, and run each op again."""

@@ -25,7 +25,7 @@ import numpy as np
 
 from autopar.analysis.analysis import Analysis
 from autopar.analysis.recomputability import aliases, lies
-from autopar.analysis.saved_tensors import NOTHING, Saved
+from autopar.analysis.saved_tensors import NOTHING, SavedTensors
 from autopar.analysis.view_or_copy import copied
 from autopar.cost_models.optimizers import Optimizer
 from autopar.ir.conversion import beside
@@ -34,16 +34,16 @@ from autopar.ir.mesh import Bytes
 from autopar.ir.program import Op, elements
 from autopar.memory.gradients import Gradients
 from autopar.memory.prefetch import Node
-from autopar.memory.rematerialization import Remaking
-from autopar.memory.schedule import SPAN, Done, Life, Schedule, Step, at
-from autopar.plan.evidence import OPTIMIZER
-from autopar.search_space.assignment import Decisions
+from autopar.memory.rematerialization import Rematerialization
+from autopar.memory.schedule import SPAN, ConversionEvent, LiveRange, Schedule, Step, at
+from autopar.plan.breakdown import OPTIMIZER
+from autopar.search_space.assignment import Assignment
 from autopar.search_space.candidates import Candidate
 from autopar.solver.problem import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class Workspace:
     """What an op takes for itself on one rank: what autograd keeps inside, and more while it runs and in its backward."""
 
     internal: Bytes
@@ -51,7 +51,7 @@ class Own:
     backward: Bytes
 
 
-class Timeline:
+class Liveness:
     """The lives of a program's steps; what does not depend on decisions is found out once."""
 
     def __init__(self, analysis: Analysis, optimizer: Optimizer) -> None:
@@ -61,19 +61,21 @@ class Timeline:
         self.copied = copied(analysis)
         self.lying = frozenset(op.name for op in program.ops if lies(op, program.values)) - self.copied
         runs = (op for op in program.ops if any(result.name in analysis.backward for result in op.results))
-        self.saved: dict[str, Saved] = {op.name: analysis.saved[of[op.name]] for op in runs if of[op.name] in analysis.saved}
+        self.saved: dict[str, SavedTensors] = {
+            op.name: analysis.saved[of[op.name]] for op in runs if of[op.name] in analysis.saved
+        }
         self.gradients = Gradients(program, analysis.sizes, self.saved, analysis.backward, self.bytes)
         self._bytes: dict[Node, Bytes] = {}
-        self._own: dict[tuple[str, Candidate], Own] = {}
+        self._own: dict[tuple[str, Candidate], Workspace] = {}
 
-    def walk(self, chosen: Decisions) -> Floats:
+    def walk(self, chosen: Assignment) -> Floats:
         """The most bytes alive at every moment of the step."""
         times, alive = _run(self.lives(chosen))
         most = np.zeros(2 * self.count + 1)
         np.maximum.at(most, times // SPAN, alive)
         return most
 
-    def alive(self, chosen: Decisions, moment: int) -> list[Life]:
+    def alive(self, chosen: Assignment, moment: int) -> list[LiveRange]:
         """What is alive when it is most in a moment."""
         lives = self.lives(chosen)
         times, alive = _run(lives)
@@ -81,7 +83,7 @@ class Timeline:
         now = int(times[within][alive[within].argmax()])
         return [life for life in lives if life.start <= now <= life.stop]
 
-    def lives(self, chosen: Decisions) -> list[Life]:
+    def lives(self, chosen: Assignment) -> list[LiveRange]:
         """Everything that takes memory at some moment."""
         return list(_Step(self, chosen).lives())
 
@@ -92,20 +94,20 @@ class Timeline:
             self._bytes[node] = elements(local_shape(value.shape, node[1], self.sizes)) * value.dtype.itemsize
         return self._bytes[node]
 
-    def own(self, op: Op, candidate: Candidate) -> Own:
+    def own(self, op: Op, candidate: Candidate) -> Workspace:
         """What an op takes for itself."""
         key = self.analysis.classes.of[op.name], candidate
         if key not in self._own:
             kept, values, sizes = self.saved.get(op.name, NOTHING), self.program.values, self.sizes
             inside = [local_shape(values[n].shape, s, sizes) for n, s in zip(op.operands, candidate.operands, strict=True)]
             outside = [local_shape(r.shape, s, sizes) for r, s in zip(op.results, candidate.results, strict=True)]
-            self._own[key] = Own(
+            self._own[key] = Workspace(
                 kept.local_internal(inside, outside), kept.local_forward(inside, outside), kept.local_backward(inside, outside)
             )
         return self._own[key]
 
 
-def _run(lives: Sequence[Life]) -> tuple[Ints, Floats]:
+def _run(lives: Sequence[LiveRange]) -> tuple[Ints, Floats]:
     """All times at which something changes, and at the beginning of moments, with the bytes that are alive then."""
     starts = np.array([life.start for life in lives], dtype=np.int64)
     stops = np.array([life.stop for life in lives], dtype=np.int64) + 1
@@ -120,7 +122,7 @@ def _run(lives: Sequence[Life]) -> tuple[Ints, Floats]:
 class _Step:
     """One step under one set of decisions."""
 
-    def __init__(self, of: Timeline, chosen: Decisions) -> None:
+    def __init__(self, of: Liveness, chosen: Assignment) -> None:
         self.of, self.program, self.chosen, self.n = of, of.program, chosen, of.count
         self.schedule = Schedule(of.program, chosen)
         self._homes: dict[Node, Node] = {}
@@ -131,12 +133,12 @@ class _Step:
                 self._touch(node, time)
         for output in of.program.outputs:
             self._touch((output.value, chosen.outputs[output.path]), at(self.n, 0) - 1)
-        self.remaking = Remaking(of.program, of.saved, chosen, self.schedule, self.home, of.copied)
+        self.remaking = Rematerialization(of.program, of.saved, chosen, self.schedule, self.home, of.copied)
         for home, until in list(self.remaking.holds(self._last)):
             self._last[home] = max(self._last[home], until)
 
-    def lives(self) -> Iterator[Life]:
-        """See `Timeline.lives`."""
+    def lives(self) -> Iterator[LiveRange]:
+        """See `Liveness.lives`."""
         yield from self._given()
         yield from self._values()
         yield from self._inside()
@@ -148,7 +150,7 @@ class _Step:
         found = self._homes.get(node)
         if found is None:
             name = node[0]
-            step, op = self.schedule.departures.into.get(node), self.program.producer.get(name)
+            step, op = self.schedule.prefetch.into.get(node), self.program.producer.get(name)
             found = node
             if step is not None:
                 if aliases(step):
@@ -160,62 +162,62 @@ class _Step:
 
     def shared(self, home: Node) -> bool:
         """Whether micro-batches share what lies here: weights that are gathered once for all of them."""
-        return self.chosen.once and self.program.runs > 1 and home in self.schedule.departures.arrives
+        return self.chosen.once and self.program.runs > 1 and home in self.schedule.prefetch.arrives
 
     def _touch(self, node: Node, now: int) -> None:
         home = self.home(node)
         self._first.setdefault(home, now)
         self._last[home] = now
 
-    def _given(self) -> Iterator[Life]:
+    def _given(self) -> Iterator[LiveRange]:
         states, end, stepped = self.of.optimizer.states, self.schedule.end + SPAN - 1, []
         for parameter in (*self.program.parameters, *self.program.buffers):
             name = parameter.value.name
             size = self.of.bytes((name, self.chosen.given[name]))
             trained = name in self.of.analysis.backward
             stepped += [size] * trained
-            yield Life("stored", name, 0, end, size * (1 + states * trained))
+            yield LiveRange("stored", name, 0, end, size * (1 + states * trained))
         step = at(2 * self.n)
-        yield Life("transient", OPTIMIZER, step, step, self.of.optimizer.scratch(stepped, cpu=self.of.analysis.cpu))
+        yield LiveRange("transient", OPTIMIZER, step, step, self.of.optimizer.scratch(stepped, cpu=self.of.analysis.cpu))
         for value in self.program.inputs:
             local = self.of.bytes((value.name, self.chosen.given[value.name]))
             cut = local < value.bytes  # the caller holds the whole beside the part that is cut
             whole = elements(self.program.whole(value.name)) * value.dtype.itemsize  # of all micro-batches
-            yield Life("stored", value.name, 0, end, whole + local * cut)
+            yield LiveRange("stored", value.name, 0, end, whole + local * cut)
 
-    def _values(self) -> Iterator[Life]:
+    def _values(self) -> Iterator[LiveRange]:
         """What lies in memory of values."""
         for home, first in self._first.items():
             if home[0] in self.chosen.given and home[1] == self.chosen.given[home[0]]:
                 continue
             size, last = self.of.bytes(home), self._last[home]
             if self.shared(home):
-                yield Life("converted", home[0], 0, self.schedule.end + SPAN - 1, size)
+                yield LiveRange("converted", home[0], 0, self.schedule.end + SPAN - 1, size)
                 continue
-            yield Life("converted" if home in self.schedule.departures.into else "produced", home[0], first, last, size)
-            again = self.remaking.again(home)
-            if again:
-                yield Life("again", home[0], *again, size)
+            yield LiveRange("converted" if home in self.schedule.prefetch.into else "produced", home[0], first, last, size)
+            recompute = self.remaking.recompute(home)
+            if recompute:
+                yield LiveRange("recompute", home[0], *recompute, size)
             elif (stop := self.remaking.kept(home)) > last:
-                yield Life("kept", home[0], last + 1, stop, size)
+                yield LiveRange("kept", home[0], last + 1, stop, size)
 
-    def _inside(self) -> Iterator[Life]:
+    def _inside(self) -> Iterator[LiveRange]:
         """What ops take for themselves."""
         for time, op in self.schedule.events:
             if not isinstance(op, Op) or op.name not in self.of.saved:
                 continue
             own, back = self.of.own(op, self.chosen.ops[op.name]), self.schedule.mirror(time)
-            again = self.remaking.made(op.name)
-            for now in (time, again) if own.forward else ():
+            recompute = self.remaking.made(op.name)
+            for now in (time, recompute) if own.forward else ():
                 if now is not None:
-                    yield Life("transient", op.name, now, now, own.forward)
-            yield Life("transient", op.name, back, back, own.backward)
+                    yield LiveRange("transient", op.name, now, now, own.forward)
+            yield LiveRange("transient", op.name, back, back, own.backward)
             if own.internal:
-                span = self.remaking.again(op.name)
-                kind, start, stop = ("again", *span) if span else ("internal", time, back)
-                yield Life(kind, op.name, start, stop, own.internal)
+                span = self.remaking.recompute(op.name)
+                kind, start, stop = ("recompute", *span) if span else ("internal", time, back)
+                yield LiveRange(kind, op.name, start, stop, own.internal)
 
-    def _converting(self) -> Iterator[Life]:
+    def _converting(self) -> Iterator[LiveRange]:
         """What conversions take for themselves, and bundles on their way."""
         for _, done in self.schedule.events:
             if isinstance(done, Op):
@@ -227,18 +229,20 @@ class _Step:
                     yield from self._flight(wanted, sent, arrived)
                 continue
             for name, step in done.steps:
-                aside, again = beside(step, self.program.values[name], self.of.sizes), self.remaking.made(done)
-                yield from (Life("transient", name, now, now, aside) for now in (done.time, again) if aside and now is not None)
+                aside, recompute = beside(step, self.program.values[name], self.of.sizes), self.remaking.made(done)
+                yield from (
+                    LiveRange("transient", name, now, now, aside) for now in (done.time, recompute) if aside and now is not None
+                )
 
-    def _flight(self, steps: Sequence[Step], begun: int, arrived: int) -> Iterator[Life]:
+    def _flight(self, steps: Sequence[Step], begun: int, arrived: int) -> Iterator[LiveRange]:
         """A bundle of gathered weights on its way: what is sent, and where it arrives until it is copied from there."""
         (first, step), size = steps[0], sum(self.of.bytes((name, step.target)) for name, step in steps)
         sent = sum(self.of.bytes((name, step.source)) for name, step in steps) if len(steps) > 1 else 0
         copied = len(steps) > 1 or beside(step, self.program.values[first], self.of.sizes) > 0
-        yield Life("flight", first, begun, arrived if copied else arrived - 1, size + sent)
+        yield LiveRange("flight", first, begun, arrived if copied else arrived - 1, size + sent)
 
 
-def _touched(event: Op | Done, chosen: Decisions) -> Iterator[Node]:
+def _touched(event: Op | ConversionEvent, chosen: Assignment) -> Iterator[Node]:
     """What an event reads and makes."""
     if isinstance(event, Op):
         candidate = chosen.ops[event.name]
@@ -248,4 +252,4 @@ def _touched(event: Op | Done, chosen: Decisions) -> Iterator[Node]:
         yield from ((name, layout) for name, step in event.steps for layout in (step.source, step.target))
 
 
-__all__ = ["Life", "Timeline"]
+__all__ = ["LiveRange", "Liveness"]

@@ -9,13 +9,13 @@ from autopar.analysis.weights import copies
 from autopar.ir.conversion import Conversion
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program
-from autopar.search_space.assignment import Decisions
-from autopar.search_space.buckets import Bundle, bundled, moves
+from autopar.search_space.assignment import Assignment
+from autopar.search_space.buckets import Bucket, bucketed, moves
 
 Node = tuple[str, Layout]  # a value in a layout
 
 
-class Departures:
+class PrefetchOrder:
     """The bundles of a plan in the order of their weights' first use.
 
     Those that only gradients cause are sent for `first`, at the top, so that the backward waits for gradients last of all. A
@@ -23,13 +23,13 @@ class Departures:
     micro-batches share it.
     """
 
-    def __init__(self, program: Program, chosen: Decisions) -> None:
-        self.bundles = bundled(program, chosen.routes, chosen.again.steps)
-        self.arrives: Mapping[Node, Bundle] = {(name, step.target): one for one in self.bundles for name, step in one.steps}
+    def __init__(self, program: Program, chosen: Assignment) -> None:
+        self.buckets = bucketed(program, chosen.routes, chosen.recompute.steps)
+        self.arrives: Mapping[Node, Bucket] = {(name, step.target): one for one in self.buckets for name, step in one.steps}
         self.into: Mapping[Node, Conversion] = {(n, s.target): s for n, route in chosen.routes.items() for s in route}
-        self._late = {name for name in copies(program) if program.producer[name].name in chosen.again.ops}
+        self._late = {name for name in copies(program) if program.producer[name].name in chosen.recompute.ops}
         self.first = [
-            one for one in sorted(self.bundles, key=lambda one: one.level)
+            one for one in sorted(self.buckets, key=lambda one: one.level)
             if chosen.once or all(self._unmoved((name, step.target)) for name, step in one.steps)
         ]  # fmt: skip
         self.after = {} if chosen.once else self._after(program)
@@ -44,16 +44,16 @@ class Departures:
             return node[0] not in self._late
         return not moves(step) and self._unmoved((node[0], step.source))
 
-    def _after(self, program: Program) -> Mapping[Bundle, list[Bundle]]:
+    def _after(self, program: Program) -> Mapping[Bucket, list[Bucket]]:
         """For each gather those that follow: as many as there are dtypes (a block has a bundle of each), if they can begin."""
-        gathers = [one for one in self.bundles if one.primitives[0] == "all_gather"]
+        gathers = [one for one in self.buckets if one.primitives[0] == "all_gather"]
         dtypes = {program.values[one.steps[0][0]].dtype for one in gathers}
-        found: dict[Bundle, list[Bundle]] = {}
+        found: dict[Bucket, list[Bucket]] = {}
         for place, one in enumerate(gathers, start=1):
             following = itertools.islice(gathers, place, place + len(dtypes))
             found[one] = [other for i, other in enumerate(following) if i == 0 or not self._waits(other)]
         return found
 
-    def _waits(self, one: Bundle) -> bool:
+    def _waits(self, one: Bucket) -> bool:
         """Whether a bundle starts from what another one brings."""
         return any((name, step.source) in self.arrives for name, step in one.steps)

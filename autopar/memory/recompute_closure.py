@@ -14,25 +14,25 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.analysis.analysis import Analysis
 from autopar.analysis.recomputability import aliases, lies, may_copy
-from autopar.analysis.saved_tensors import Saved, saved_here
+from autopar.analysis.saved_tensors import SavedTensors, saved_here
 from autopar.analysis.view_or_copy import is_view
 from autopar.ir.conversion import Conversion
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.program import Op
 from autopar.operators import localise
-from autopar.search_space.assignment import Again, Decisions
+from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.search_space.candidates import parts_of
 
 Use = tuple[str, Layout]  # a value in one of its layouts
 
 
-_FOUND: MutableMapping[Decisions, Again] = WeakIdKeyDictionary()  # asked for by prices, messages and memory alike
+_FOUND: MutableMapping[Assignment, RecomputeChoice] = WeakIdKeyDictionary()  # asked for by prices, messages and memory alike
 
 
-def reruns(analysis: Analysis, chosen: Decisions) -> Again:
+def reruns(analysis: Analysis, chosen: Assignment) -> RecomputeChoice:
     """The ops and conversions that run again, and what comes back from the host."""
-    if chosen.again == Again():
-        return chosen.again
+    if chosen.recompute == RecomputeChoice():
+        return chosen.recompute
     if chosen not in _FOUND:
         _FOUND[chosen] = _Walk(analysis, chosen).asked()
     return _FOUND[chosen]
@@ -41,24 +41,24 @@ def reruns(analysis: Analysis, chosen: Decisions) -> Again:
 class _Walk:
     """One walk; `tensors` are the values that there are, on meta."""
 
-    def __init__(self, analysis: Analysis, chosen: Decisions) -> None:
+    def __init__(self, analysis: Analysis, chosen: Assignment) -> None:
         self.analysis, self.chosen, self.program = analysis, chosen, analysis.program
         self.into = {(name, step.target): step for name, route in chosen.routes.items() for step in route}
         self.tensors: dict[Use, torch.Tensor] = {}
 
-    def asked(self) -> Again:
+    def asked(self) -> RecomputeChoice:
         """What is asked for."""
-        again, program = self.chosen.again, self.program
+        recompute, program = self.chosen.recompute, self.program
         ops: set[str] = set()
         steps: set[tuple[str, Conversion]] = set()
-        away: set[Use] = set()
+        offload: set[Use] = set()
         known: set[Use] = set()
         asked: list[Use] = []
         for op in program.ops:
             kept = self._kept(op)
             if any(result.name in self.analysis.backward for result in op.results):
                 asked += self._saved(op, kept)
-                if kept.internal_bytes and op.name in again.ops:
+                if kept.internal_bytes and op.name in recompute.ops:
                     asked.append((op.results[0].name, self.chosen.ops[op.name].results[0]))
         while asked:
             use = asked.pop()
@@ -66,46 +66,46 @@ class _Walk:
                 continue
             known.add(use)
             step, maker = self.into.get(use), program.producer.get(use[0])
-            if use in again.away and not self._made_again(use):
-                away.add(use)
+            if use in recompute.offload and not self._made_again(use):
+                offload.add(use)
             elif step is not None:
-                if (use[0], step) in again.steps:
+                if (use[0], step) in recompute.steps:
                     steps.add((use[0], step))
-                if (use[0], step) in again.steps or aliases(step):
+                if (use[0], step) in recompute.steps or aliases(step):
                     asked.append((use[0], step.source))
-            elif maker is not None and maker.name in again.ops:
+            elif maker is not None and maker.name in recompute.ops:
                 ops.add(maker.name)
                 asked += self._read(maker)
             elif maker is not None and lies(maker, program.values):
                 asked += self._read(maker)[:1]
-        return Again(ops=frozenset(ops), steps=frozenset(steps), away=frozenset(away))
+        return RecomputeChoice(ops=frozenset(ops), steps=frozenset(steps), offload=frozenset(offload))
 
     def _made_again(self, use: Use) -> bool:
         """Whether a value in a layout is made again, or comes back with what it lies in: the host need not hold it."""
-        step, maker, again = self.into.get(use), self.program.producer.get(use[0]), self.chosen.again
+        step, maker, recompute = self.into.get(use), self.program.producer.get(use[0]), self.chosen.recompute
         if step is not None:
-            return (use[0], step) in again.steps or (aliases(step) and self._comes_back((use[0], step.source)))
+            return (use[0], step) in recompute.steps or (aliases(step) and self._comes_back((use[0], step.source)))
         if maker is None:
             return False
         if lies(maker, self.program.values):
             source = self._read(maker)[0]
             copied = may_copy(maker) and not is_view(self._tensor(source), tuple(self.tensors[use].shape))
-            return self._comes_back(source) or (copied and maker.name in again.ops)
-        return maker.name in again.ops
+            return self._comes_back(source) or (copied and maker.name in recompute.ops)
+        return maker.name in recompute.ops
 
     def _comes_back(self, use: Use) -> bool:
-        return use in self.chosen.again.away or self._made_again(use)
+        return use in self.chosen.recompute.offload or self._made_again(use)
 
     def _read(self, op: Op) -> list[Use]:
         return list(zip(op.operands, self.chosen.ops[op.name].operands, strict=True))
 
-    def _saved(self, op: Op, kept: Saved) -> Iterator[Use]:
+    def _saved(self, op: Op, kept: SavedTensors) -> Iterator[Use]:
         """What autograd keeps of values."""
         read = self._read(op)
         yield from (read[place] for place in kept.operands)
         yield from ((op.results[place].name, self.chosen.ops[op.name].results[place]) for place in kept.results)
 
-    def _kept(self, op: Op) -> Saved:
+    def _kept(self, op: Op) -> SavedTensors:
         """What autograd keeps of an op that runs on one rank."""
         values, sizes, candidate = self.program.values, self.analysis.sizes, self.chosen.ops[op.name]
         fitted = self.analysis.fits[op.name]

@@ -11,33 +11,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.analysis.saved_tensors import Saved
+from autopar.analysis.saved_tensors import SavedTensors
 from autopar.ir.program import Op, Program
 from autopar.memory.prefetch import Node
-from autopar.memory.schedule import DURING, Done, Schedule, Step
-from autopar.search_space.assignment import Decisions
+from autopar.memory.schedule import DURING, ConversionEvent, Schedule, Step
+from autopar.search_space.assignment import Assignment
 
 Thing = Node | str  # a value where it lies in memory, or what autograd keeps inside an op, by the op's name
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class HostFetch:
     """Something that comes back from the host."""
 
     home: Node
 
 
-Run = str | Done | Fetch  # what has something there again: an op that runs, conversions that are done together
+Run = str | ConversionEvent | HostFetch  # what has something there again: an op that runs, conversions that are done together
 
 
-class Remaking:
+class Rematerialization:
     """The requests of one backward; `copied` are ops that come back with their operand though they do not lie in it."""
 
     def __init__(
         self,
         program: Program,
-        saved: Mapping[str, Saved],
-        chosen: Decisions,
+        saved: Mapping[str, SavedTensors],
+        chosen: Assignment,
         schedule: Schedule,
         home: Callable[[Node], Node],
         copied: frozenset[str],
@@ -45,8 +45,8 @@ class Remaking:
         self.program, self.saved, self.chosen, self.schedule, self.home = program, saved, chosen, schedule, home
         self._runs: dict[Thing, Run] = {}  # what makes a thing again
         self._sources: dict[Run, list[Node]] = {}
-        for name, layout in chosen.again.away:
-            found = Fetch(home((name, layout)))
+        for name, layout in chosen.recompute.offload:
+            found = HostFetch(home((name, layout)))
             if chosen.given.get(found.home[0]) != found.home[1]:
                 self._runs[found.home] = found
                 self._sources[found] = []
@@ -59,7 +59,7 @@ class Remaking:
         self._asked: dict[Thing, int] = {}  # when last
         self._made: dict[Run, int] = {}
         self._sent: dict[Run, int] = {}
-        self._order = [e for _, e in schedule.events if isinstance(e, Done) and e.gathers and e in self._sources]
+        self._order = [e for _, e in schedule.events if isinstance(e, ConversionEvent) and e.gathers and e in self._sources]
         self._place = {done: place for place, done in enumerate(self._order)}
         for time, event in reversed(schedule.events):
             if isinstance(event, Op):
@@ -70,7 +70,7 @@ class Remaking:
         for _, event in reversed(schedule.events):
             self._hold(event)
 
-    def again(self, thing: Thing) -> tuple[int, int] | None:
+    def recompute(self, thing: Thing) -> tuple[int, int] | None:
         """From when to when something is there that was made again."""
         run = self._runs.get(thing)
         if run is None or run not in self._made or thing not in self._asked:
@@ -99,23 +99,23 @@ class Remaking:
         """When something runs again."""
         return self._made.get(run)
 
-    def flight(self, done: Done) -> tuple[list[Step], int, int]:
+    def flight(self, done: ConversionEvent) -> tuple[list[Step], int, int]:
         """What of a bundle is gathered again, when it is sent for and when it is there."""
         if done not in self._made:
             return [], 0, 0
         steps = [(name, step) for name, step in done.steps if (name, step.target) in self._asked]
         return steps, self._sent.get(done, self._made[done]), self._made[done]
 
-    def _find(self, event: Op | Done, copied: frozenset[str]) -> None:
+    def _find(self, event: Op | ConversionEvent, copied: frozenset[str]) -> None:
         """What an event makes, if it may run again."""
         if isinstance(event, Op):
             operands = list(self._operands(event))
-            again = event.name in self.chosen.again.ops
-            if again or (event.name in copied and self.home(operands[0]) in self._runs):
+            recompute = event.name in self.chosen.recompute.ops
+            if recompute or (event.name in copied and self.home(operands[0]) in self._runs):
                 self._runs.update(dict.fromkeys([event.name, *self._results(event)], event.name))
                 self._sources[event.name] = operands
             return
-        steps = [(name, step) for name, step in event.steps if (name, step) in self.chosen.again.steps]
+        steps = [(name, step) for name, step in event.steps if (name, step) in self.chosen.recompute.steps]
         targets = [node for name, step in steps if self.home(node := (name, step.target)) == node]
         if targets:
             self._runs.update(dict.fromkeys(targets, event))
@@ -138,19 +138,19 @@ class Remaking:
         return [*(operands[p] for p in kept.operands), *results, *([op.name] if kept.internal else [])]
 
     def _makes(self, run: Run) -> list[Thing]:
-        if isinstance(run, Fetch):
+        if isinstance(run, HostFetch):
             return [run.home]
-        if isinstance(run, Done):
-            return [(name, step.target) for name, step in run.steps if (name, step) in self.chosen.again.steps]
+        if isinstance(run, ConversionEvent):
+            return [(name, step.target) for name, step in run.steps if (name, step) in self.chosen.recompute.steps]
         return [run, *self._results(self.program.op[run])]
 
     def _needs(self, run: Run) -> list[Node]:
         """What a run reads of what will be asked for."""
-        if isinstance(run, Done):
+        if isinstance(run, ConversionEvent):
             return [self.home((name, step.source)) for name, step in run.steps if (name, step.target) in self._wanted]
         return self._sources[run]
 
-    def _want(self, event: Op | Done) -> None:
+    def _want(self, event: Op | ConversionEvent) -> None:
         """What will be asked for: all that autograd saves, and what that is made from."""
         run: Run = event.name if isinstance(event, Op) else event
         if isinstance(event, Op):
@@ -185,20 +185,20 @@ class Remaking:
                 self._now += 1
                 self._made[run] = self._now
                 self._asked.update(dict.fromkeys(sources, self._now))
-                if not isinstance(run, Done):
+                if not isinstance(run, ConversionEvent):
                     for source in sources:
                         if source in self._runs:
                             self._ahead(self._runs[source])
 
     def _ahead(self, run: Run) -> None:
         """Send for the bundle that will be asked for next."""
-        if isinstance(run, Done) and run in self._place:
+        if isinstance(run, ConversionEvent) and run in self._place:
             for other in reversed(self._order[: self._place[run]]):
                 if other not in self._made and not self._direct.isdisjoint(self._makes(other)):
                     self._send(other)
                     return
 
-    def _send(self, run: Done) -> None:
+    def _send(self, run: ConversionEvent) -> None:
         if run not in self._sent:
             for source in self._needs(run):
                 if source in self._runs:
@@ -206,7 +206,7 @@ class Remaking:
             self._now += 1
             self._sent[run] = self._now
 
-    def _hold(self, event: Op | Done) -> None:
+    def _hold(self, event: Op | ConversionEvent) -> None:
         """What a run reads is held until nobody asks for what it makes."""
         run: Run = event.name if isinstance(event, Op) else event
         if run in self._made:
@@ -215,4 +215,4 @@ class Remaking:
                 self._held[source] = max(self._held.get(source, -1), until)
 
 
-__all__ = ["Remaking", "Thing"]
+__all__ = ["Rematerialization", "Thing"]

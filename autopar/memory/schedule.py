@@ -13,9 +13,9 @@ from autopar.analysis.weights import copies
 from autopar.ir.conversion import Conversion
 from autopar.ir.mesh import Bytes
 from autopar.ir.program import Op, Program
-from autopar.memory.prefetch import Departures, Node
-from autopar.search_space.assignment import Decisions
-from autopar.search_space.buckets import Bundle
+from autopar.memory.prefetch import Node, PrefetchOrder
+from autopar.search_space.assignment import Assignment
+from autopar.search_space.buckets import Bucket
 
 Step = tuple[str, Conversion]  # a conversion of a value
 
@@ -24,7 +24,7 @@ SPAN = 2 * DURING + 1  # ticks of a moment, so that its middle is the mirror's
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class LiveRange:
     """Something takes `bytes` from `start` to `stop` (both included); `name` is a value, or an op for what is internal."""
 
     kind: str
@@ -35,18 +35,18 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Done:
+class ConversionEvent:
     """Conversions that are done together, and when their message was sent; `gathers` a bundle of weights."""
 
     steps: tuple[Step, ...]
     time: int
     begun: int
-    bundled: bool
+    bucketed: bool
 
     @property
     def gathers(self) -> bool:
         """Whether it brings a bundle of weights in one message."""
-        return self.bundled and self.steps[0][1].primitives[0] == "all_gather"
+        return self.bucketed and self.steps[0][1].primitives[0] == "all_gather"
 
 
 def at(moment: int, tick: int = DURING) -> int:
@@ -57,15 +57,15 @@ def at(moment: int, tick: int = DURING) -> int:
 class Schedule:
     """A forward: ops by number and conversions, each with its time."""
 
-    def __init__(self, program: Program, chosen: Decisions) -> None:
+    def __init__(self, program: Program, chosen: Assignment) -> None:
         self.program, self.chosen, self.copies = program, chosen, copies(program)
         self.end = at(2 * len(program.ops), 0)
-        self.events: list[tuple[int, Op | Done]] = []
-        self.departures = Departures(program, chosen)
-        self._begun: dict[Bundle, int] = {}
+        self.events: list[tuple[int, Op | ConversionEvent]] = []
+        self.prefetch = PrefetchOrder(program, chosen)
+        self._begun: dict[Bucket, int] = {}
         self._there: set[Node] = set(chosen.given.items())
         self._now = 0
-        for one in self.departures.first:
+        for one in self.prefetch.first:
             self._begin(one)
         for i, op in enumerate(program.ops):
             if op.results[0].name not in self.copies:  # copies are made when they are wanted
@@ -94,28 +94,28 @@ class Schedule:
         if node[0] in self.copies and node[1] == self.chosen.produced(node[0], self.program):
             self._run(self.program.producer[node[0]])
             return
-        if node in self.departures.arrives:
-            self._finish(self.departures.arrives[node])
+        if node in self.prefetch.arrives:
+            self._finish(self.prefetch.arrives[node])
             return
-        step = self.departures.into[node]
+        step = self.prefetch.into[node]
         self._reach((node[0], step.source))
-        self._convert(((node[0], step),), self._now + 1, bundled=False)
+        self._convert(((node[0], step),), self._now + 1, bucketed=False)
 
-    def _begin(self, one: Bundle) -> None:
+    def _begin(self, one: Bucket) -> None:
         for name, step in one.steps:
             self._reach((name, step.source))
         self._now += 1
         self._begun.setdefault(one, self._now)
 
-    def _finish(self, one: Bundle) -> None:
+    def _finish(self, one: Bucket) -> None:
         self._begin(one)
         if all((name, step.target) in self._there for name, step in one.steps):
             return
-        self._convert(one.steps, self._begun[one], bundled=True)
-        for following in self.departures.after.get(one, ()):
+        self._convert(one.steps, self._begun[one], bucketed=True)
+        for following in self.prefetch.after.get(one, ()):
             self._begin(following)
 
-    def _convert(self, steps: tuple[Step, ...], begun: int, *, bundled: bool) -> None:
+    def _convert(self, steps: tuple[Step, ...], begun: int, *, bucketed: bool) -> None:
         self._now += 1
-        self.events.append((self._now, Done(steps=steps, time=self._now, begun=begun, bundled=bundled)))
+        self.events.append((self._now, ConversionEvent(steps=steps, time=self._now, begun=begun, bucketed=bucketed)))
         self._there.update((name, step.target) for name, step in steps)

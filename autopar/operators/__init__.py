@@ -4,7 +4,8 @@ fit(op, values)                                -> Fitted or None     which facto
 localise(op, fitted, operands, results, parts) -> args, kwargs       static arguments for local shapes
 scale(op, fitted, parts)                       -> int                what a local mean must be divided by
 view_of(op)                                    -> bool               whether the result shares its operand's memory
-rule_of(target)                                -> Rule or None       the user's, by `autopar.operators.checking.register`, else the table's
+rule_of(target)                                -> Rule or None       the user's, by `autopar.operators.checking.register`,
+else the table's
 
 A row may have distributed forms beside its factors: ways to split what is otherwise whole, with messages inside.
 
@@ -12,6 +13,19 @@ A row may have distributed forms beside its factors: ways to split what is other
 """
 
 from autopar.operators.registry import RULES, fit, localise, rule_of, scale, view_of
-from autopar.operators.rule import Distributed, Factor, Fitted, Rule, Sent, rule
+from autopar.operators.rule import Factor, InternalCollective, OpSharding, ParallelForm, Rule, rule
 
-__all__ = ["RULES", "Distributed", "Factor", "Fitted", "Rule", "Sent", "fit", "localise", "rule", "rule_of", "scale", "view_of"]
+__all__ = [
+    "RULES",
+    "Factor",
+    "InternalCollective",
+    "OpSharding",
+    "ParallelForm",
+    "Rule",
+    "fit",
+    "localise",
+    "rule",
+    "rule_of",
+    "scale",
+    "view_of",
+]

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from autopar.errors import RuleError
 from autopar.ir.program import Argument, Op, Value, overload, refs
 from autopar.operators.notation import ALONE, ANY, Dim, Pattern, Term, Word, parse
-from autopar.operators.rule import Dims, Factor, Fitted
+from autopar.operators.rule import Dims, Factor, OpSharding
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
+class SchemaParameter:
     """One argument of a schema."""
 
     name: str
@@ -25,10 +25,10 @@ class Parameter:
 
 
 @functools.cache
-def parameters(target: str) -> tuple[Parameter, ...]:
+def parameters(target: str) -> tuple[SchemaParameter, ...]:
     """The arguments that a target takes, in schema order."""
     return tuple(
-        Parameter(
+        SchemaParameter(
             name=a.name,
             default=tuple(a.default_value) if isinstance(a.default_value, list) else a.default_value,
             tensor="Tensor" in str(a.type),
@@ -41,7 +41,7 @@ def parameters(target: str) -> tuple[Parameter, ...]:
 class Local:
     """What one rank sees of a call: local shapes, and into how many parts each factor is split."""
 
-    fitted: Fitted
+    fitted: OpSharding
     operands: Sequence[Shape]
     results: Sequence[Shape]
     parts: Sequence[int]
@@ -136,7 +136,7 @@ class Call:
         kwargs |= {name: value for name, value in changes.items() if name not in names[: len(args)]}
         return args, tuple(kwargs.items())
 
-    def fit(self, text: str, *, sizes: Mapping[str, int] | None = None, asks: str = "", random: bool = False) -> Fitted:
+    def fit(self, text: str, *, sizes: Mapping[str, int] | None = None, asks: str = "", random: bool = False) -> OpSharding:
         """A pattern fitted to the shapes. `sizes` of factors that no dim tells; `asks` is the side whose inner factors ask.
 
         Raises RuleError where pattern and shapes contradict each other.
@@ -213,7 +213,7 @@ class _Fit:
                 raise _Misfit(f"the sizes of the factors of ({' '.join(w.name for w in left[0][0])}) are unknown")
             waiting = left
 
-    def fitted(self, operands: int, asks: str, random: bool) -> Fitted:
+    def fitted(self, operands: int, asks: str, random: bool) -> OpSharding:
         factors: list[Factor] = []
         index: dict[str, int] = {}
 
@@ -233,7 +233,7 @@ class _Fit:
             found[side][position] = tuple(
                 tuple(f for word in dim for f in factor(word, size)) if size != 1 else () for dim, size in dims
             )
-        return Fitted(
+        return OpSharding(
             factors=tuple(factors),
             operands=tuple(found["operand"][i] for i in range(operands)),
             results=tuple(found["result"][i] for i in sorted(found["result"])),

@@ -1,6 +1,6 @@
 """What the factors of well-known operators mean to a person: "out-features" of a linear, "heads" of attention.
 
-    addmm  n/512   ->   out-features          layer_norm  ...1/4   ->   batch
+addmm  n/512   ->   out-features          layer_norm  ...1/4   ->   batch
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.ir.program import Op, Program, Value, aten
-from autopar.operators.rule import Fitted
+from autopar.operators.rule import OpSharding
 
 PRODUCT = {"k": "in-features", "n": "out-features"}
 CONVOLUTION = {"b": "batch", "i": "in-channels", "o": "out-channels", "g": "groups of channels"}
@@ -46,7 +46,7 @@ def kind_of(op: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class LabelSample:
     """The sizes by which the dims of activations are told: rows of the batch, and the length of a sequence (1 if there is
     none)."""
 
@@ -54,11 +54,11 @@ class Sample:
     length: int
 
     @staticmethod
-    def of(program: Program) -> Sample:
+    def of(program: Program) -> LabelSample:
         """Dim 0 of the first input is the batch; dim 1 is a sequence if the input holds whole numbers."""
         shape = program.inputs[0].shape if program.inputs else ()
         words = len(shape) == 2 and not program.inputs[0].dtype.is_floating_point
-        return Sample(batch=shape[0] if shape else 1, length=shape[1] if words else 1)
+        return LabelSample(batch=shape[0] if shape else 1, length=shape[1] if words else 1)
 
     def role(self, value: Value, dim: int, stride: int) -> str:
         """What a split of this stride cuts of an activation: batch, sequence, features, or a dim by number."""
@@ -71,7 +71,7 @@ class Sample:
         return f"dim {dim} (size {shape[dim]})"
 
 
-def role(op: Op, fitted: Fitted, factor: int, stride: int, values: Mapping[str, Value], sample: Sample) -> str:
+def role(op: Op, fitted: OpSharding, factor: int, stride: int, values: Mapping[str, Value], sample: LabelSample) -> str:
     """What a person calls a factor of an op that is split with this stride."""
     named = ROLES.get(aten(op.target), ("", {}))[1].get(fitted.factors[factor].name)
     if named:
@@ -87,7 +87,7 @@ def role(op: Op, fitted: Fitted, factor: int, stride: int, values: Mapping[str, 
     return sample.role(value, dim, stride * math.prod(fitted.factors[f].size for f in right))
 
 
-def role_of_dim(op: Op, fitted: Fitted, position: int, dim: int, values: Mapping[str, Value]) -> str:
+def role_of_dim(op: Op, fitted: OpSharding, position: int, dim: int, values: Mapping[str, Value]) -> str:
     """What a person calls a dim of the operand at this position, a parameter, say: by the factor that it is made of."""
     value = values[op.operands[position]]
     parts = fitted.operands[position][dim]

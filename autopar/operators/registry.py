@@ -38,7 +38,7 @@ from autopar.operators.families import (
 from autopar.operators.families import (
     pooling_padding as windows,
 )
-from autopar.operators.rule import Distributed, Fitted, Rule
+from autopar.operators.rule import OpSharding, ParallelForm, Rule
 
 ALIASES = {  # torch's second names
     "aten.multiply": "aten.mul",
@@ -95,7 +95,7 @@ def rule_of(target: str) -> Rule | None:
     return REGISTERED.get(target) or RULES.get(target) or OTHERS.get(target)
 
 
-def fit(op: Op, values: Mapping[str, Value], *, rule: Rule | None = None) -> Fitted | None:
+def fit(op: Op, values: Mapping[str, Value], *, rule: Rule | None = None) -> OpSharding | None:
     """The factors of an op's dims by its rule, or by the one given; None if there is no rule for it.
 
     Raises RuleError where a rule does not fit the shapes.
@@ -110,7 +110,7 @@ def fit(op: Op, values: Mapping[str, Value], *, rule: Rule | None = None) -> Fit
     return replace(fitted, distributed=_distributed(rule, fitted, call)) if fitted and rule.distributed else fitted
 
 
-def _distributed(rule: Rule, fitted: Fitted, call: Call) -> tuple[Distributed, ...]:
+def _distributed(rule: Rule, fitted: OpSharding, call: Call) -> tuple[ParallelForm, ...]:
     """The distributed forms that serve an op; what draws random numbers has none."""
     present = {factor.name for factor in fitted.factors if factor.size}
     able = (form for form in rule.distributed if present.issuperset(form.factors) and form.able(call))
@@ -119,7 +119,7 @@ def _distributed(rule: Rule, fitted: Fitted, call: Call) -> tuple[Distributed, .
 
 def localise(
     op: Op,
-    fitted: Fitted,
+    fitted: OpSharding,
     operands: Sequence[Shape],
     results: Sequence[Shape],
     parts: Sequence[int],
@@ -135,7 +135,7 @@ def localise(
     return call.change(local(call, Local(fitted=fitted, operands=operands, results=results, parts=parts)))
 
 
-def scale(op: Op, fitted: Fitted, parts: Sequence[int], *, rule: Rule | None = None) -> int:
+def scale(op: Op, fitted: OpSharding, parts: Sequence[int], *, rule: Rule | None = None) -> int:
     """What the local result must be divided by: the parts of the factors over which the op takes a mean, else 1."""
     rule = rule or rule_of(op.target)
     averages = rule.averages if rule else None

@@ -1,7 +1,7 @@
 """Rules: which dims of an operator's operands and results belong together, so that they may be split together.
 
-A `Rule` is a row of the table: a line of text (see `autopar.operators.notation`), or a function where shapes and arguments decide.
-A `Fitted` is what it says about one op, with sizes.
+A `Rule` is a row of the table: a line of text (see `autopar.operators.notation`), or a function where shapes and arguments
+decide. A `OpSharding` is what it says about one op, with sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Factor:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class InternalCollective:
     """One collective inside an op: its kind, and the elements of its larger buffer on one rank; `times` on so many ranks.
 
     They are of the first operand's dtype, or of float32 if that is narrower: sums and statistics are `wide`.
@@ -55,7 +55,7 @@ def evenly(ranks: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Distributed:
+class ParallelForm:
     """A form of an op that splits factors which are otherwise whole, on one axis: messages inside, or a rank's knowledge of its
     place, make up for it. Operands and results that have one of the factors are S there.
     """
@@ -68,12 +68,12 @@ class Distributed:
     results: str = "P"  # the state of results without them: I if they come out complete
     able: Callable[[Call], bool] = always  # whether the form serves this use
     work: Callable[[int], float] = evenly  # what the busiest of so many ranks computes, in ops of the local shapes
-    forward: tuple[Sent, ...] = ()
-    backward: tuple[Sent, ...] = ()
+    forward: tuple[InternalCollective, ...] = ()
+    backward: tuple[InternalCollective, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
+class OpSharding:
     """A rule fitted to one op: every dim of every tensor as a product of factors.
 
     Splitting factor f cuts every dim that has f (contiguously where f is the leftmost factor, else in blocks); operands
@@ -87,13 +87,13 @@ class Fitted:
     linear: tuple[frozenset[int], ...] = ()  # groups of operand positions in which the op is jointly linear
     asks: tuple[tuple[str, int, int, int], ...] = ()  # ("operand"|"result", position, dim, factor): wants a blocked split
     random: bool = False  # draws random numbers
-    distributed: tuple[Distributed, ...] = ()
+    distributed: tuple[ParallelForm, ...] = ()
 
-    def spread(self, form: Distributed) -> tuple[int, ...]:
+    def spread(self, form: ParallelForm) -> tuple[int, ...]:
         """The factors that a distributed form splits."""
         return tuple(f for f, factor in enumerate(self.factors) if factor.name in form.factors)
 
-    def parts(self, form: Distributed, ranks: int) -> dict[int, int]:
+    def parts(self, form: ParallelForm, ranks: int) -> dict[int, int]:
         """Into how many parts so many ranks split each factor of a distributed form; empty if they cannot."""
         factors = self.spread(form)
         counts = [ranks] * len(factors)
@@ -103,7 +103,7 @@ class Fitted:
         fitting = all(count and self.factors[f].size % count == 0 for f, count in zip(factors, counts, strict=True))
         return dict(zip(factors, counts, strict=True)) if fitting else {}
 
-    def chunks(self, form: Distributed, ranks: int) -> dict[int, int]:
+    def chunks(self, form: ParallelForm, ranks: int) -> dict[int, int]:
         """The factors along which a form cuts dims on so many ranks, and the stride within each."""
         parts = self.parts(form, ranks)
         return {f: self.factors[f].size // parts[f] for f in (*parts,)[1 if form.nested else 0 :]}
@@ -131,16 +131,16 @@ class Rule:
     """One row of the table; make it with `rule`."""
 
     text: str  # the pattern, or what the function says of itself
-    shapes: Callable[[Call], Fitted | None] | None = None  # decides where a text cannot; None: this use has no rule
+    shapes: Callable[[Call], OpSharding | None] | None = None  # decides where a text cannot; None: this use has no rule
     linear: tuple[tuple[str, ...], ...] = ()  # groups of argument names in which the op is jointly linear
     local: Callable[[Call, Local], dict[str, Argument]] | None = None  # static arguments for local shapes, by name
     averages: Callable[[Call], bool] | None = None  # whether what is summed away is then divided by its global count
     random: bool = False
     view: bool = False  # the result shares the memory of the first operand
     when: tuple[tuple[str, Argument], ...] = ()  # static arguments that a call must have; other calls have no rule
-    distributed: tuple[Distributed, ...] = ()  # other ways to split it
+    distributed: tuple[ParallelForm, ...] = ()  # other ways to split it
 
-    def fit(self, call: Call) -> Fitted | None:
+    def fit(self, call: Call) -> OpSharding | None:
         """The factors of one op."""
         if any(call.arguments.get(name) != value for name, value in self.when):
             return None
@@ -153,7 +153,7 @@ class Rule:
 
 
 def rule(
-    form: str | Callable[[Call], Fitted | None],
+    form: str | Callable[[Call], OpSharding | None],
     *,
     linear: str = "",
     local: Callable[[Call, Local], dict[str, Argument]] | None = None,
@@ -161,7 +161,7 @@ def rule(
     random: bool = False,
     view: bool = False,
     when: Mapping[str, Argument] | None = None,
-    distributed: Sequence[Distributed] = (),
+    distributed: Sequence[ParallelForm] = (),
 ) -> Rule:
     """A row of the table: a pattern or a function that decides, and `linear` groups of argument names.
 

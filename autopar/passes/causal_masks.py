@@ -8,7 +8,7 @@ from autopar.ir.builder import Rewriter
 from autopar.ir.program import Argument, Op, Program, Ref, aten, elements
 from autopar.ir.schema import bound, packed
 from autopar.passes.index_analysis import affine, facts
-from autopar.passes.index_analysis.affine import Affine, Choice, Fact, Formula, Shape
+from autopar.passes.index_analysis.affine import Affine, Fact, Formula, Select, Shape
 
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _CLOSED = torch.finfo(torch.float16).min  # an additive mask at most this closes an entry
@@ -59,11 +59,11 @@ def _opened(fact: Fact | None, shape: Shape) -> Formula | None:
             return None
         case Affine(base=base):
             return True if fact.constant and base == 0 else None
-        case Choice(when, yes, no) if yes == 0 and no <= _CLOSED:
+        case Select(when, yes, no) if yes == 0 and no <= _CLOSED:
             return when
-        case Choice(when, yes, no) if no == 0 and yes <= _CLOSED:
+        case Select(when, yes, no) if no == 0 and yes <= _CLOSED:
             return affine.negated(when, shape)
-        case Choice():
+        case Select():
             return None
         case _:
             return fact

@@ -24,7 +24,7 @@ from autopar.errors import ConstraintError
 from autopar.ir.builder import Builder, kinds
 from autopar.ir.layout import I, P, R, State, local_shape, split
 from autopar.ir.program import BATCH_NORM, Argument, Loop, Op, Output, Program, Ref, Static, Value, elements, substitute, writes
-from autopar.operators import Fitted, fit, localise, scale
+from autopar.operators import OpSharding, fit, localise, scale
 from autopar.passes.dead_code_elimination import dead
 from autopar.search_space.candidates import INVARIANT, Candidate, candidate, candidates, parts_of
 
@@ -233,7 +233,7 @@ class _Cutter:
         return local_shape(value.shape, (state,), self.sizes)
 
 
-def _undistributed(fitted: Fitted | None) -> Fitted | None:
+def _undistributed(fitted: OpSharding | None) -> OpSharding | None:
     """Runs follow each other: none can ask another one for anything."""
     return replace(fitted, distributed=()) if fitted else None
 

@@ -59,8 +59,8 @@ def _certain(op: Op) -> Op:
 def without_training(program: Program) -> Program:
     """The program as evaluation runs it, if only the flags that a parallel module switches itself differ.
 
-        a = dropout(x, 0.1, True)                       a = dropout(x, 0.1, False)
-        b = attention(q, k, v, None, 0.1, True)    ->   b = attention(q, k, v, None, 0.0, True)
+    a = dropout(x, 0.1, True)                       a = dropout(x, 0.1, False)
+    b = attention(q, k, v, None, 0.1, True)    ->   b = attention(q, k, v, None, 0.0, True)
     """
     return replace(program, ops=tuple(map(_quiet, program.ops)))
 

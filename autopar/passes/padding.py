@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import torch
 
-from autopar.analysis.padding_groups import Place, Strand, Walk
+from autopar.analysis.padding_groups import GroupFinder, PaddedDim, PaddingGroup
 from autopar.errors import LayoutError
 from autopar.ir.builder import Keywords, Rewriter
 from autopar.ir.layout import chunk
@@ -41,7 +41,7 @@ def rooms(program: Program, sizes: Sequence[int], *, parts: bool = False) -> dic
 
     With `parts` those of attention too, whose heads are parts of dims: then parameters are padded in every step.
     """
-    walk, found, seen = Walk(program), dict[str, Shape](), set[tuple[str, int]]()
+    walk, found, seen = GroupFinder(program), dict[str, Shape](), set[tuple[str, int]]()
     taken = set[str]()  # the computed values of strands: each may be padded in one dim
     for name, dim in _seeds(program, parts):
         size = program.values[name].shape[dim]
@@ -91,7 +91,7 @@ def padded(program: Program, rooms: Rooms) -> Program:
     strands = list(_strands(program, rooms))
     held = {p.value.name for p in program.parameters}
     lengths: dict[str, dict[int, int]] = {}  # of padded dims
-    late: dict[str, list[tuple[Place, int, int]]] = {}  # parameters that the program pads itself
+    late: dict[str, list[tuple[PaddedDim, int, int]]] = {}  # parameters that the program pads itself
     for strand, room in strands:
         for name, place in strand.places.items():
             if name in held and not place.all:
@@ -117,9 +117,9 @@ def padded(program: Program, rooms: Rooms) -> Program:
     return replace(made, padded=tuple((name, true[name]) for name in made.values if name in true))
 
 
-def _strands(program: Program, rooms: Rooms) -> Iterator[tuple[Strand, int]]:
+def _strands(program: Program, rooms: Rooms) -> Iterator[tuple[PaddingGroup, int]]:
     """The strands that begin at these values, and how long they are with padding."""
-    walk, seen = Walk(program), dict[tuple[str, int], int]()
+    walk, seen = GroupFinder(program), dict[tuple[str, int], int]()
     for name, shape in rooms.items():
         for dim, (size, room) in enumerate(zip(program.values[name].shape, shape, strict=True)):
             if size == room or seen.get((name, dim)) == room:
@@ -135,7 +135,7 @@ def _with(shape: Shape, lengths: Mapping[int, int]) -> Shape:
     return tuple(lengths.get(dim, size) for dim, size in enumerate(shape))
 
 
-def _lengthen(op: Op, name: str, shape: Shape, place: Place, size: int, room: int, rewriter: Rewriter) -> Shape:
+def _lengthen(op: Op, name: str, shape: Shape, place: PaddedDim, size: int, room: int, rewriter: Rewriter) -> Shape:
     """Pad a parameter in a part of a dim before an op that reads it; its shape from there on."""
     before, after = shape[: place.dim], shape[place.dim + 1 :]
     amounts = (0, 0) * (len(after) + 1) + (0, room - size)

@@ -1,7 +1,7 @@
 """Precision: a model that computes in bfloat16 over parameters in float32, and inputs in another dtype than the model's.
 
-    "fp32", "bf16"    the model is captured as `model.to(dtype)` would be; inputs that are floating are cast on arrival
-    "bf16-mixed"      parameters, their gradients and the optimizer's state stay float32; see `mixed`
+"fp32", "bf16"    the model is captured as `model.to(dtype)` would be; inputs that are floating are cast on arrival
+"bf16-mixed"      parameters, their gradients and the optimizer's state stay float32; see `mixed`
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def stored(precision: str | None, reduce: str | None) -> torch.dtype | None:
 def received(program: Program, dtypes: Mapping[str, torch.dtype]) -> Program:
     """Inputs arrive in these dtypes, and are cast where they are first read.
 
-        x: bfloat16[3]           x: float32[3]
-        y = gelu(x)        ->    c = to(x, bfloat16)
-                                 y = gelu(c)
+    x: bfloat16[3]           x: float32[3]
+    y = gelu(x)        ->    c = to(x, bfloat16)
+                             y = gelu(c)
     """
     differ = {value.name: value.dtype for value in program.inputs if dtypes[value.name] != value.dtype}
     inputs = tuple(replace(value, dtype=dtypes[value.name]) for value in program.inputs)

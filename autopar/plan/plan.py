@@ -1,13 +1,13 @@
 """Plans: decisions as data, with what they cost. A plan is text through and through: it is validated, never executed.
 
-    choices   op -> one form per axis: "I", "R", "P 0" (the rule's first linear group), "n/512" (factor n, stride 512),
-              "vocabulary/512" (a distributed form, stride of its last factor)
-    layouts   value or parameter -> its layout as produced or stored; "output:loss" -> that output
-    routes    value -> its conversions, "I, S(0) -> R, S(0)"
-    again     what the backward makes again instead of keeping it: op -> "run"; value -> these of its conversions, or
-              "host: I, S(0)": in this layout it comes back from the host's memory
-    once      whether weights are gathered at the top, once for all micro-batches
-    padded    value or parameter -> its true shape, and the one in which the program has it: "101 x 8 -> 104 x 8"
+choices   op -> one form per axis: "I", "R", "P 0" (the rule's first linear group), "n/512" (factor n, stride 512),
+          "vocabulary/512" (a distributed form, stride of its last factor)
+layouts   value or parameter -> its layout as produced or stored; "output:loss" -> that output
+routes    value -> its conversions, "I, S(0) -> R, S(0)"
+again     what the backward makes again instead of keeping it: op -> "run"; value -> these of its conversions, or
+          "host: I, S(0)": in this layout it comes back from the host's memory
+once      whether weights are gathered at the top, once for all micro-batches
+padded    value or parameter -> its true shape, and the one in which the program has it: "101 x 8 -> 104 x 8"
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from autopar.ir.dynamic_dims import Size
 from autopar.ir.layout import I, Layout, parse, text
 from autopar.ir.mesh import Bytes, Mesh, Seconds
 from autopar.ir.program import Op, Program
-from autopar.operators import Fitted
+from autopar.operators import OpSharding
 from autopar.passes.microbatches import microbatches
 from autopar.passes.padding import padded
-from autopar.plan.evidence import Evidence
+from autopar.plan.breakdown import CostBreakdown
 from autopar.plan.text import plain, tables
-from autopar.search_space.assignment import Again, Decisions
+from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.search_space.candidates import Candidate, Form, candidate
 
-VERSION = 4
+VERSION = 5
 OUTPUT = "output:"
 RUN = "run"
 HOST = "host: "
@@ -78,10 +78,10 @@ class Plan:
     choices: Mapping[str, str]
     layouts: Mapping[str, str]
     routes: Mapping[str, tuple[str, ...]]
-    again: Mapping[str, tuple[str, ...]]
+    recompute: Mapping[str, tuple[str, ...]]
     padded: Mapping[str, str]
     collectives: tuple[Collective, ...]
-    evidence: Evidence
+    breakdown: CostBreakdown
     once: bool = False
     dynamic: tuple[Size, ...] = ()  # the sizes that may be others in a call; `step_time` and the like are for the sample's
 
@@ -131,10 +131,10 @@ class Plan:
                 choices={str(k): str(v) for k, v in data["choices"].items()},
                 layouts={str(k): str(v) for k, v in data["layouts"].items()},
                 routes={str(k): tuple(map(str, v)) for k, v in data["routes"].items()},
-                again={str(k): tuple(map(str, v)) for k, v in data["again"].items()},
+                recompute={str(k): tuple(map(str, v)) for k, v in data["recompute"].items()},
                 padded={str(k): str(v) for k, v in data["padded"].items()},
                 collectives=tuple(Collective(**{k: v for k, v in entry.items() if k in known}) for entry in entries),
-                evidence=Evidence.of(data["evidence"]), once=bool(data["once"]),
+                breakdown=CostBreakdown.of(data["breakdown"]), once=bool(data["once"]),
                 dynamic=tuple(Size.of(entry) for entry in data["dynamic"]),
             )  # fmt: skip
         except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -152,7 +152,7 @@ def _entries(layout: str) -> list[str]:
     return [entry.strip() for entry in layout.split(",")]
 
 
-def form_text(form: Form, fitted: Fitted | None) -> str:
+def form_text(form: Form, fitted: OpSharding | None) -> str:
     """One form of a candidate as text."""
     kind, which, stride = form
     if kind == "S":
@@ -164,7 +164,7 @@ def form_text(form: Form, fitted: Fitted | None) -> str:
     return f"P {which}" if kind == "P" else kind
 
 
-def _form(entry: str, fitted: Fitted | None) -> Form:
+def _form(entry: str, fitted: OpSharding | None) -> Form:
     if entry in ("I", "R"):
         return entry, 0, 0
     if fitted is None:
@@ -183,31 +183,29 @@ def _form(entry: str, fitted: Fitted | None) -> Form:
 
 
 def describe(
-    program: Program, decisions: Decisions, fits: Mapping[str, Fitted | None], sizes: tuple[int, ...]
+    program: Program, assignment: Assignment, fits: Mapping[str, OpSharding | None], sizes: tuple[int, ...]
 ) -> tuple[dict[str, str], dict[str, str], dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
-    """The decisions as text: `choices`, `layouts`, `routes` and `again` of a plan."""
+    """The decisions as text: `choices`, `layouts`, `routes` and `recompute` of a plan."""
     choices = {
-        op.name: ", ".join(form_text(form, fits[op.name]) for form in decisions.ops[op.name].forms) for op in program.ops
+        op.name: ", ".join(form_text(form, fits[op.name]) for form in assignment.ops[op.name].forms) for op in program.ops
     }
-    layouts = {
-        name: text(decisions.produced(name, program), value.shape, sizes) for name, value in program.values.items()
-    }
+    layouts = {name: text(assignment.produced(name, program), value.shape, sizes) for name, value in program.values.items()}
     for output in program.outputs:
         shape = program.values[output.value].shape
-        layouts[OUTPUT + output.path] = text(decisions.outputs[output.path], shape, sizes)
+        layouts[OUTPUT + output.path] = text(assignment.outputs[output.path], shape, sizes)
 
     def step_text(name: str, step: Conversion) -> str:
         shape = program.values[name].shape
         return f"{text(step.source, shape, sizes)} -> {text(step.target, shape, sizes)}"
 
-    routes = {name: tuple(step_text(name, step) for step in steps) for name, steps in decisions.routes.items()}
-    again: dict[str, tuple[str, ...]] = {op.name: (RUN,) for op in program.ops if op.name in decisions.again.ops}
-    for name, steps in decisions.routes.items():
-        if chosen := tuple(step_text(name, step) for step in steps if (name, step) in decisions.again.steps):
-            again[name] = (*again.get(name, ()), *chosen)
-    for name, layout in sorted(decisions.again.away, key=str):
-        again[name] = (*again.get(name, ()), HOST + text(layout, program.values[name].shape, sizes))
-    return choices, layouts, routes, again
+    routes = {name: tuple(step_text(name, step) for step in steps) for name, steps in assignment.routes.items()}
+    recompute: dict[str, tuple[str, ...]] = {op.name: (RUN,) for op in program.ops if op.name in assignment.recompute.ops}
+    for name, steps in assignment.routes.items():
+        if chosen := tuple(step_text(name, step) for step in steps if (name, step) in assignment.recompute.steps):
+            recompute[name] = (*recompute.get(name, ()), *chosen)
+    for name, layout in sorted(assignment.recompute.offload, key=str):
+        recompute[name] = (*recompute.get(name, ()), HOST + text(layout, program.values[name].shape, sizes))
+    return choices, layouts, routes, recompute
 
 
 def paddings(program: Program) -> dict[str, str]:
@@ -254,7 +252,7 @@ def check_program(plan: Plan, program: Program) -> None:
         )
 
 
-def resolve(plan: Plan, program: Program, fits: Mapping[str, Fitted | None]) -> Decisions:
+def resolve(plan: Plan, program: Program, fits: Mapping[str, OpSharding | None]) -> Assignment:
     """The decisions that a plan's text denotes for a program.
 
     Raises PlanError if the plan was made for another program, or if an entry of it does not fit.
@@ -262,7 +260,7 @@ def resolve(plan: Plan, program: Program, fits: Mapping[str, Fitted | None]) -> 
     check_program(plan, program)
     reader = _Reader(plan, program)
     try:
-        decisions = Decisions(
+        assignment = Assignment(
             ops={op.name: reader.candidate(op, fits[op.name]) for op in program.ops},
             given={
                 value.name: reader.stored(value.name, value.shape, plan.layouts[value.name])
@@ -273,15 +271,15 @@ def resolve(plan: Plan, program: Program, fits: Mapping[str, Fitted | None]) -> 
                 for o in program.outputs
             },
             routes={name: tuple(reader.steps(name, lines)) for name, lines in plan.routes.items()},
-            again=reader.again(may_run(program, fits)),
+            recompute=reader.recompute(may_run(program, fits)),
             once=plan.once,
         )
-        _check(program, decisions)
+        _check(program, assignment)
     except (KeyError, ValueError, IndexError, LayoutError) as error:
         missing = isinstance(error, KeyError)
         what = error.what if isinstance(error, AutoparError) else f"there is no entry for {error}" if missing else str(error)
         raise PlanError("the plan is damaged", error=what, fix="make the plan again") from error
-    return decisions
+    return assignment
 
 
 class _Reader:
@@ -290,7 +288,7 @@ class _Reader:
     def __init__(self, plan: Plan, program: Program) -> None:
         self.plan, self.program = plan, program
 
-    def candidate(self, op: Op, fitted: Fitted | None) -> Candidate:
+    def candidate(self, op: Op, fitted: OpSharding | None) -> Candidate:
         forms = tuple(_form(entry, fitted) for entry in _entries(self.plan.choices[op.name]))
         if len(forms) != len(self.plan.sizes):
             raise ValueError(f"choices[{op.name!r}] has {len(forms)} entries, the mesh {len(self.plan.sizes)} axes")
@@ -316,16 +314,16 @@ class _Reader:
                 raise ValueError(f"routes[{name!r}]: {line!r} is no conversion on one axis")
             yield Conversion(axis=changed[0], source=source, target=target)
 
-    def again(self, allowed: Set[str]) -> Again:
+    def recompute(self, allowed: Set[str]) -> RecomputeChoice:
         """What is made again: of the ops those that are `allowed` to, of the conversions those that are on a route."""
         ops: set[str] = set()
         steps: set[tuple[str, Conversion]] = set()
-        away: set[tuple[str, Layout]] = set()
-        for name, lines in self.plan.again.items():
+        offload: set[tuple[str, Layout]] = set()
+        for name, lines in self.plan.recompute.items():
             if RUN in lines:
                 ops.add(name)
             shape = self.program.values[name].shape if name in self.program.values else ()
-            away |= {(name, self.layout(name, shape, x.removeprefix(HOST))) for x in lines if x.startswith(HOST)}
+            offload |= {(name, self.layout(name, shape, x.removeprefix(HOST))) for x in lines if x.startswith(HOST)}
             moved = tuple(line for line in lines if line != RUN and not line.startswith(HOST))
             if lost := [line for line in moved if line not in self.plan.routes.get(name, ())]:
                 raise ValueError(f"again[{name!r}]: {lost[0]!r} is not on the route of {name}")
@@ -333,27 +331,25 @@ class _Reader:
                 steps |= {(name, step) for step in self.steps(name, moved)}
         if wrong := sorted(ops - allowed):
             raise ValueError(f"again[{wrong[0]!r}]: {wrong[0]} is no op that may run again")
-        if lost := sorted(name for name, _ in away if name not in self.program.producer):
+        if lost := sorted(name for name, _ in offload if name not in self.program.producer):
             raise ValueError(f"again[{lost[0]!r}]: {lost[0]} is no result of an op, which the host may hold")
-        return Again(ops=frozenset(ops), steps=frozenset(steps), away=frozenset(away))
+        return RecomputeChoice(ops=frozenset(ops), steps=frozenset(steps), offload=frozenset(offload))
 
 
-def _check(program: Program, decisions: Decisions) -> None:
+def _check(program: Program, assignment: Assignment) -> None:
     """Every layout that is wanted is produced or reached by a route."""
     wants: dict[str, list[tuple[str, Layout]]] = {name: [] for name in program.values}
     for op in program.ops:
-        for operand, layout in zip(op.operands, decisions.ops[op.name].operands, strict=True):
+        for operand, layout in zip(op.operands, assignment.ops[op.name].operands, strict=True):
             wants[operand].append((op.name, layout))
     for output in program.outputs:
-        wants[output.value].append((output.path, decisions.outputs[output.path]))
+        wants[output.value].append((output.path, assignment.outputs[output.path]))
     for name in program.values:
-        reached = {decisions.produced(name, program)}
-        for step in decisions.routes.get(name, ()):
+        reached = {assignment.produced(name, program)}
+        for step in assignment.routes.get(name, ()):
             if step.source not in reached:
                 raise ValueError(f"routes[{name!r}] starts from a layout that {name} does not have")
             reached.add(step.target)
         for consumer, layout in wants[name]:
             if layout not in reached:
                 raise ValueError(f"{consumer} wants {name} in a layout that no route reaches")
-
-

@@ -1,6 +1,6 @@
 """A plan as a person reads it: totals first, then what is stored how, then what is sent.
 
-    transformer.h.0-11.mlp.c_fc.weight   I   S(1)        one row for layers that are stored alike
+transformer.h.0-11.mlp.c_fc.weight   I   S(1)        one row for layers that are stored alike
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from autopar.cost_models.optimizers import Optimizer
 from autopar.errors import AutoparError, BudgetError, ConstraintError
 from autopar.formulation.budget_loop import smallest, within
 from autopar.formulation.cost_breakdown import conversions
-from autopar.formulation.formulate import Formulated, decisions, formulate
-from autopar.formulation.memory_model import Ledger
+from autopar.formulation.formulate import PlanningProblem, assignment, formulate
+from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.step_collectives import between
 from autopar.ir.mesh import Bytes, Mesh, Seconds
 from autopar.ir.program import Output, Program
@@ -24,7 +24,7 @@ from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.plan.text import size_text
 from autopar.planning.model_checks import useless_axes
-from autopar.search_space.strategies import constrained, demands
+from autopar.search_space.strategies import constrained, strategy_constraints
 from autopar.solver.problem import Solution, away_price, local_price
 from autopar.solver.solve import PROVEN
 
@@ -35,16 +35,16 @@ Stop = Callable[[str], None]  # called with the name of each phase when it ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
+class Optimized:
     """A planning problem with its solution; the ledger holds both the problem and its memory."""
 
-    ledger: Ledger
+    memory_model: MemoryModel
     solution: Solution
     optimizer: Optimizer
 
     @property
-    def formulated(self) -> Formulated:
-        return self.ledger.formulated
+    def formulated(self) -> PlanningProblem:
+        return self.memory_model.formulated
 
 
 def analysed(program: Program, mesh: Mesh, options: Options) -> Analysis:
@@ -55,18 +55,18 @@ def analysed(program: Program, mesh: Mesh, options: Options) -> Analysis:
 
 def solved(
     analysis: Analysis, mesh: Mesh, options: Options, stop: Stop = lambda phase: None, *, patience: Seconds = math.inf
-) -> Solved:
+) -> Optimized:
     """The solution for an analysed program.
 
     Raises ConstraintError, MeshError or BudgetError if there is none, SolverError after about `patience` without an answer.
     """
     optimizer, limit = optimizers.optimizer(options.optimizer), parse_bytes(options.budget, mesh)
-    ledger = _ledger(analysis, mesh, optimizer, options)
+    memory_model = _ledger(analysis, mesh, optimizer, options)
     stop("formulate")
-    solution = within(ledger.formulated, ledger, limit, patience=patience)
+    solution = within(memory_model.formulated, memory_model, limit, patience=patience)
     if solution is None:
-        raise _impossible(ledger, limit, options, patience)
-    best = Solved(ledger=ledger, solution=solution, optimizer=optimizer)
+        raise _impossible(memory_model, limit, options, patience)
+    best = Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer)
     if options.strategy == "auto" and solution.gap > PROVEN:
         best = _with_free_layouts(best, limit)
     if options.strategy == "auto":
@@ -76,23 +76,27 @@ def solved(
     return best
 
 
-def cheaper(best: Solved, analysis: Analysis, mesh: Mesh, options: Options, *, by: float) -> Solved:
+def cheaper(best: Optimized, analysis: Analysis, mesh: Mesh, options: Options, *, by: float) -> Optimized:
     """The better of a solution and that of another form of its program, if that wins this share and is found soon.
 
     Raises ConstraintError if the other form cannot run as is asked for.
     """
-    ledger, seconds = _ledger(analysis, mesh, best.optimizer, options), step_time(best.formulated, best.solution)
-    found = within(ledger.formulated, ledger, parse_bytes(options.budget, mesh), cutoff=(1 - by) * seconds, near=True)
-    if found is None or step_time(ledger.formulated, found) >= seconds:
+    memory_model, seconds = _ledger(analysis, mesh, best.optimizer, options), step_time(best.formulated, best.solution)
+    found = within(
+        memory_model.formulated, memory_model, parse_bytes(options.budget, mesh), cutoff=(1 - by) * seconds, near=True
+    )
+    if found is None or step_time(memory_model.formulated, found) >= seconds:
         return best
-    return replace(best, ledger=ledger, solution=found)
+    return replace(best, memory_model=memory_model, solution=found)
 
 
-def step_time(formulated: Formulated, solution: Solution) -> Seconds:
+def step_time(formulated: PlanningProblem, solution: Solution) -> Seconds:
     """Seconds of a step: the solver's price with the messages of conversions as they are sent, where it may miss a few."""
-    analysis, chosen, mesh = formulated.analysis, decisions(formulated, solution), formulated.mesh
+    analysis, chosen, mesh = formulated.analysis, assignment(formulated, solution), formulated.mesh
     sent = sum(message.seconds for message in between(analysis, chosen, mesh))
-    own = local_price(formulated.problem, solution.picks, solution.again) + away_price(formulated.problem, solution.again)
+    own = local_price(formulated.problem, solution.picks, solution.recompute) + away_price(
+        formulated.problem, solution.recompute
+    )
     return own + conversions(analysis, chosen, mesh) + sent
 
 
@@ -106,30 +110,30 @@ def sharded(program: Program, outputs: str | None) -> Callable[[Output], bool]:
     return lambda output: split and bool(program.values[output.value].shape)
 
 
-def _ledger(analysis: Analysis, mesh: Mesh, optimizer: Optimizer, options: Options) -> Ledger:
+def _ledger(analysis: Analysis, mesh: Mesh, optimizer: Optimizer, options: Options) -> MemoryModel:
     """The problem that the options pose.
 
     Raises ConstraintError if they leave no way to run the program, MeshError if an axis is of no use to it.
     """
-    wanted = demands(analysis.program, mesh, options.strategy, options.constraints, analysis.fits)
+    wanted = strategy_constraints(analysis.program, mesh, options.strategy, options.constraints, analysis.fits)
     if options.strategy != "replicate":
         useless_axes(analysis, mesh)
     outputs = sharded(analysis.program, options.outputs)
-    return Ledger(formulate(analysis, mesh, optimizer, demands=wanted, sharded_outputs=outputs), optimizer)
+    return MemoryModel(formulate(analysis, mesh, optimizer, strategy_constraints=wanted, sharded_outputs=outputs), optimizer)
 
 
-def _impossible(ledger: Ledger, limit: Bytes, options: Options, patience: Seconds) -> AutoparError:
+def _impossible(memory_model: MemoryModel, limit: Bytes, options: Options, patience: Seconds) -> AutoparError:
     """Why there is no plan: the constraints leave none, or none fits into the limit."""
-    formulated = ledger.formulated
-    least = smallest(formulated, ledger, patience=patience)
+    formulated = memory_model.formulated
+    least = smallest(formulated, memory_model, patience=patience)
     if least is None:
         return ConstraintError(
             f"the strategy {options.strategy!r} and the constraints leave no way to run the model",
             constraints=options.text()["constraints"],
             fix="drop a constraint, or use strategy='auto'",
         )
-    alive, runs = ledger.walk(least), formulated.program.runs
-    peak, full = math.ceil(alive.max()), ledger.held(decisions(formulated, least), int(alive.argmax()))[:5]
+    alive, runs = memory_model.walk(least), formulated.program.runs
+    peak, full = math.ceil(alive.max()), memory_model.held(assignment(formulated, least), int(alive.argmax()))[:5]
     more = "" if options.microbatches == AUTO else f"microbatches={AUTO!r}, "
     return BudgetError(
         f"no plan fits into {size_text(limit)} per device; the smallest budget that works is {size_text(peak)}",
@@ -141,33 +145,35 @@ def _impossible(ledger: Ledger, limit: Bytes, options: Options, patience: Second
     )
 
 
-def _with_free_layouts(best: Solved, limit: Bytes) -> Solved:
+def _with_free_layouts(best: Optimized, limit: Bytes) -> Optimized:
     """The better of a solution and of the layouts that are best where memory is plenty, with what must be made again then."""
     formulated, solution = best.formulated, best.solution
-    free = within(formulated, best.ledger, PLENTY)
+    free = within(formulated, best.memory_model, PLENTY)
     if free is None:
         return best
     other = formulated.only(free)
-    found = within(other, Ledger(other, best.optimizer), limit, cutoff=step_time(formulated, solution))
+    found = within(other, MemoryModel(other, best.optimizer), limit, cutoff=step_time(formulated, solution))
     if found is None:
         return best
     found = replace(found, picks=free.picks, bound=min(solution.bound, found.seconds), status="feasible")
     return min(best, replace(best, solution=found), key=lambda one: step_time(one.formulated, one.solution))
 
 
-def _best_named(best: Solved, analysis: Analysis, options: Options, limit: Bytes, named: Sequence[str]) -> Solved:
+def _best_named(best: Optimized, analysis: Analysis, options: Options, limit: Bytes, named: Sequence[str]) -> Optimized:
     """The best of a solution and of named strategies, by what they really send."""
     bound = best.solution.bound
     for strategy in named:
         try:
-            ledger = _ledger(analysis, best.formulated.mesh, best.optimizer, replace(options, strategy=strategy))
+            memory_model = _ledger(analysis, best.formulated.mesh, best.optimizer, replace(options, strategy=strategy))
         except ConstraintError:
             continue
         seconds = step_time(best.formulated, best.solution)
-        found = within(ledger.formulated, ledger, limit, cutoff=seconds)
-        if found is not None and step_time(ledger.formulated, found) < seconds:
-            best = replace(best, ledger=ledger, solution=replace(found, bound=min(bound, found.seconds), status="feasible"))
+        found = within(memory_model.formulated, memory_model, limit, cutoff=seconds)
+        if found is not None and step_time(memory_model.formulated, found) < seconds:
+            best = replace(
+                best, memory_model=memory_model, solution=replace(found, bound=min(bound, found.seconds), status="feasible")
+            )
     return best
 
 
-__all__ = ["Solved", "analysed", "cheaper", "sharded", "solved", "step_time"]
+__all__ = ["Optimized", "analysed", "cheaper", "sharded", "solved", "step_time"]

@@ -11,13 +11,13 @@ from autopar.passes.microbatches import counts, microbatches
 from autopar.passes.padding import padded, rooms
 from autopar.plan.options import AUTO, Options
 from autopar.planning.model_checks import without_rule
-from autopar.planning.optimize import SMALLEST, Solved, Stop, analysed, cheaper, solved
+from autopar.planning.optimize import SMALLEST, Optimized, Stop, analysed, cheaper, solved
 
 PADDED = ("auto", "megatron")  # the strategies that try to pad dims: the others split the batch, and parameters as they are
 WORTH = 5e-3  # of a step: the least that padding must win
 
 
-def best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
+def best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Optimized:
     """The best solution in the number of micro-batches that is asked for; a program with a loop keeps its own."""
     if program.loop is None and options.microbatches == AUTO:
         return _best_number(program, mesh, options, stop)
@@ -32,9 +32,9 @@ def _number(asked: int | str) -> int:
     return asked
 
 
-def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
+def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Optimized:
     """The fastest solution over the numbers of micro-batches, each at least twice the last, until one that fits is slower."""
-    best: Solved | None = None
+    best: Optimized | None = None
     refused: list[BudgetError] = []
     last = 0
     for runs in counts(program):
@@ -64,9 +64,9 @@ def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop) -> 
     return best
 
 
-def _best_padded(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Solved:
+def _best_padded(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Optimized:
     """The solution for a program whose number of micro-batches is settled, padded where that is better or the only way."""
-    best: Solved | None = None
+    best: Optimized | None = None
     refused: list[AutoparError] = []
     for wide in _paddings(program, mesh, options):
         try:
@@ -99,15 +99,15 @@ def _paddings(program: Program, mesh: Mesh, options: Options) -> Iterator[Progra
         yield padded(program, heavy)
 
 
-def _spent(best: Solved, wide: Program) -> Seconds:
+def _spent(best: Optimized, wide: Program) -> Seconds:
     """What a solution spends on the values that are wider in another program, which is about all that this could save."""
     problem, solution, program = best.formulated.problem, best.solution, best.formulated.program
     both = program.values.keys() & wide.values.keys()
     wider = {name for name in both if program.values[name].shape != wide.values[name].shape}
     touching = {op.name for op in program.ops if not wider.isdisjoint((*op.operands, *(result.name for result in op.results)))}
-    picks, arcs = zip(problem.choices, solution.picks, strict=True), zip(problem.wires, solution.arcs, strict=True)
+    picks, arcs = zip(problem.choices, solution.picks, strict=True), zip(problem.edges, solution.arcs, strict=True)
     computed = [float(choice.seconds[pick]) for choice, pick in picks if choice.name in touching]
-    sent = [float(wire.seconds[list(used)].sum()) for wire, used in arcs if wire.name in wider]
+    sent = [float(edge.seconds[list(used)].sum()) for edge, used in arcs if edge.name in wider]
     return sum(computed) + sum(sent)
 
 

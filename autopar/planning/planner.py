@@ -16,21 +16,21 @@ from autopar.capture import Captured, capture
 from autopar.cost_models import catalog
 from autopar.cost_models.links import connect
 from autopar.formulation.cost_breakdown import account
-from autopar.formulation.formulate import decisions
+from autopar.formulation.formulate import assignment
 from autopar.formulation.step_collectives import Message, messages
 from autopar.ir.dynamic_dims import Place, Size, declared
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes import normalise
 from autopar.passes.precision import DTYPES, MIXED, mixed, received, stored
+from autopar.plan.breakdown import BUDGET, CostParameter
 from autopar.plan.budget import parse_bytes
-from autopar.plan.evidence import BUDGET, Figure
 from autopar.plan.options import Options
 from autopar.plan.plan import Collective, Plan, describe, paddings
-from autopar.planning.optimize import Solved, Stop
+from autopar.planning.optimize import Optimized, Stop
 from autopar.planning.plan_search import best_variant
 from autopar.planning.respecialize import varied
-from autopar.search_space.assignment import Decisions
+from autopar.search_space.assignment import Assignment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Planned:
 
     plan: Plan
     captured: Captured
-    solved: Solved
+    solved: Optimized
     phases: Mapping[str, float]
 
 
@@ -115,17 +115,17 @@ def plan_program(program: Program, mesh: Mesh, options: Options, stop: Stop = la
     return plan
 
 
-def finish(found: Solved, options: Options, chosen: Decisions | None = None) -> Plan:
+def finish(found: Optimized, options: Options, chosen: Assignment | None = None) -> Plan:
     """The plan that a solution stands for, with its evidence; or that of `chosen`, which makes other things again."""
     formulated, solution = found.formulated, found.solution
     program, mesh, analysis = formulated.program, formulated.mesh, formulated.analysis
-    chosen = chosen or decisions(formulated, solution)
-    choices, layouts, routes, again = describe(program, chosen, analysis.fits, mesh.sizes)
+    chosen = chosen or assignment(formulated, solution)
+    choices, layouts, routes, recompute = describe(program, chosen, analysis.fits, mesh.sizes)
     sent = list(messages(analysis, chosen, mesh))
     said = "90% of the device's memory" if options.budget is None else "asked for"
-    limit = Figure(of=BUDGET, name="memory", value=parse_bytes(options.budget, mesh), unit="B", source=said)
-    evidence = account(found.ledger, chosen, found.optimizer, limit)
-    seconds = evidence.local + sum(message.seconds for message in sent)
+    limit = CostParameter(of=BUDGET, name="memory", value=parse_bytes(options.budget, mesh), unit="B", source=said)
+    breakdown = account(found.memory_model, chosen, found.optimizer, limit)
+    seconds = breakdown.local + sum(message.seconds for message in sent)
     return Plan(
         hash=program.hash,
         axes=mesh.axes,
@@ -137,19 +137,19 @@ def finish(found: Solved, options: Options, chosen: Decisions | None = None) -> 
         status=solution.status,
         gap=max(0.0, seconds - solution.bound) / seconds if seconds else 0.0,
         step_time=seconds,
-        peak_memory=round(float(found.ledger.timeline.walk(chosen).max())),
+        peak_memory=round(float(found.memory_model.liveness.walk(chosen).max())),
         collectives=tuple(_collective(message, mesh) for message in sent),
         choices=choices,
         layouts=layouts,
         routes=routes,
-        again=again,
+        recompute=recompute,
         once=chosen.once,
         padded=paddings(program),
-        evidence=evidence,
+        breakdown=breakdown,
     )
 
 
-def collectives_of(analysis: Analysis, chosen: Decisions, mesh: Mesh) -> Iterator[Collective]:
+def collectives_of(analysis: Analysis, chosen: Assignment, mesh: Mesh) -> Iterator[Collective]:
     """Every collective of one step, forward and backward; the weights of a bundle travel in one."""
     return (_collective(message, mesh) for message in messages(analysis, chosen, mesh))
 

@@ -1,7 +1,8 @@
 """A plan at other sizes: the same model, captured at these, under the same choices.
 
 The model itself says what it computes at a size: nothing is interpolated, so that floors, counts and masks are what they are
-there. What a plan says of an op by name holds at any size but for the strides of its splits: see `autopar.planning.stride_inference`.
+there. What a plan says of an op by name holds at any size but for the strides of its splits: see
+`autopar.planning.stride_inference`.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from autopar.ir.conversion import Conversion
 from autopar.ir.dynamic_dims import Place, Size, placed
 from autopar.ir.layout import Layout, State, split, valid
 from autopar.ir.program import Argument, Op, Program, Value
-from autopar.operators import Fitted
+from autopar.operators import OpSharding
 from autopar.plan.plan import Plan, as_planned, describe, paddings, resolve
-from autopar.planning.stride_inference import Digit, Digits
-from autopar.search_space.assignment import Again, Decisions
+from autopar.planning.stride_inference import Split, StrideInference
+from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.search_space.candidates import Form, candidate
 
 
-class Resizer:
+class Respecializer:
     """Carries one plan over; `program` is the whole batch's at the sizes that the plan was made for."""
 
     def __init__(self, plan: Plan, program: Program) -> None:
         self.plan, self.mesh = plan, plan.mesh
         self.program = as_planned(plan, program)
         self.fits = analyse(self.program, self.mesh).fits
-        self.decisions = resolve(plan, self.program, self.fits)
+        self.assignment = resolve(plan, self.program, self.fits)
 
     def plan_for(self, program: Program, called: str) -> Plan:
         """The plan for the whole batch's program at other sizes, `called` so in errors.
@@ -40,10 +41,10 @@ class Resizer:
         """
         new = self._new(program, called)
         strides = {digit: self._whole(digit, stride, called) for digit, stride in self._strides(new, called).items()}
-        made = _Carrier(self.decisions, new, strides, called).decisions()
-        choices, layouts, routes, again = describe(new.program, made, new.fits, self.mesh.sizes)
+        made = _Carrier(self.assignment, new, strides, called).assignment()
+        choices, layouts, routes, recompute = describe(new.program, made, new.fits, self.mesh.sizes)
         return replace(
-            self.plan, hash=new.program.hash, choices=choices, layouts=layouts, routes=routes, again=again,
+            self.plan, hash=new.program.hash, choices=choices, layouts=layouts, routes=routes, recompute=recompute,
             padded=paddings(new.program),
         )  # fmt: skip
 
@@ -65,10 +66,10 @@ class Resizer:
                 raise _other(op, called, f"{op.target} may be split in other ways")
         return analysis
 
-    def _strides(self, new: Analysis, called: str) -> dict[Digit, Fraction]:
-        return Digits(self.program, self.fits, self.decisions, new, self.mesh.sizes, called).solve()
+    def _strides(self, new: Analysis, called: str) -> dict[Split, Fraction]:
+        return StrideInference(self.program, self.fits, self.assignment, new, self.mesh.sizes, called).solve()
 
-    def _whole(self, digit: Digit, stride: Fraction, called: str) -> int:
+    def _whole(self, digit: Split, stride: Fraction, called: str) -> int:
         if stride.denominator == 1:
             return int(stride)
         axis = f"the {self.mesh.sizes[digit.axis]} devices of mesh axis {self.mesh.axes[digit.axis]!r}"
@@ -86,7 +87,7 @@ def varied(plan: Plan, program: Program, sizes: Sequence[Size], at: Callable[[di
     """
     if not sizes:
         return plan
-    resizer = Resizer(plan, program)
+    resizer = Respecializer(plan, program)
     found = []
     for size in sizes:
         number = _another(size)
@@ -134,7 +135,7 @@ def _kind(argument: Argument) -> object:
     return "number" if isinstance(argument, (int, float)) and not isinstance(argument, bool) else argument
 
 
-def _shape_of(fitted: Fitted | None) -> object:
+def _shape_of(fitted: OpSharding | None) -> object:
     """What must be the same of an op's rule at all sizes: all but the sizes of factors."""
     if fitted is None:
         return None
@@ -156,23 +157,21 @@ def _other(op: Op, called: str, what: str = "") -> CaptureError:
 class _Carrier:
     """Decisions with other strides."""
 
-    def __init__(self, old: Decisions, new: Analysis, strides: Mapping[Digit, int], called: str) -> None:
+    def __init__(self, old: Assignment, new: Analysis, strides: Mapping[Split, int], called: str) -> None:
         self.old, self.new, self.strides, self.called = old, new, strides, called
 
-    def decisions(self) -> Decisions:
+    def assignment(self) -> Assignment:
         old, program = self.old, self.new.program
         path = {output.path: output.value for output in program.outputs}
-        return Decisions(
-            ops={
-                op.name: candidate(op, self.new.fits[op.name], program.values, self._forms(op.name)) for op in program.ops
-            },
+        return Assignment(
+            ops={op.name: candidate(op, self.new.fits[op.name], program.values, self._forms(op.name)) for op in program.ops},
             given={name: self._layout(program.values[name], layout) for name, layout in old.given.items()},
             outputs={name: self._layout(program.values[path[name]], layout) for name, layout in old.outputs.items()},
             routes={name: tuple(self._step(name, step) for step in steps) for name, steps in old.routes.items()},
-            again=Again(
-                ops=old.again.ops,
-                steps=frozenset((name, self._step(name, step)) for name, step in old.again.steps),
-                away=frozenset((name, self._layout(program.values[name], layout)) for name, layout in old.again.away),
+            recompute=RecomputeChoice(
+                ops=old.recompute.ops,
+                steps=frozenset((name, self._step(name, step)) for name, step in old.recompute.steps),
+                offload=frozenset((name, self._layout(program.values[name], layout)) for name, layout in old.recompute.offload),
             ),
             once=old.once,
         )
@@ -183,7 +182,7 @@ class _Carrier:
         def form(axis: int, old: Form) -> Form:
             kind, which, stride = old
             if kind == "S":
-                return kind, which, self.strides[Digit("op", name, which, axis, stride)]
+                return kind, which, self.strides[Split("op", name, which, axis, stride)]
             if kind == "D" and fitted:
                 return kind, which, fitted.factors[fitted.spread(fitted.distributed[which])[-1]].size // self.new.sizes[axis]
             return old
@@ -194,7 +193,7 @@ class _Carrier:
         def state(axis: int, old: State) -> State:
             if old.kind != "S":
                 return old
-            return split(old.dim, self.strides[Digit("value", value.name, old.dim, axis, old.stride)])
+            return split(old.dim, self.strides[Split("value", value.name, old.dim, axis, old.stride)])
 
         found = tuple(state(axis, old) for axis, old in enumerate(layout))
         if not valid(found, value.shape, self.new.sizes):
@@ -207,4 +206,4 @@ class _Carrier:
         return replace(step, source=self._layout(value, step.source), target=self._layout(value, step.target))
 
 
-__all__ = ["Resizer", "same_structure", "varied"]
+__all__ = ["Respecializer", "same_structure", "varied"]

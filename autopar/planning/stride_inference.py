@@ -22,13 +22,13 @@ from autopar.analysis.analysis import Analysis
 from autopar.errors import InputError
 from autopar.ir.layout import Layout
 from autopar.ir.program import Op, Program
-from autopar.operators import Fitted
-from autopar.search_space.assignment import Decisions
+from autopar.operators import OpSharding
+from autopar.search_space.assignment import Assignment
 
-Fits = Mapping[str, Fitted | None]
+Fits = Mapping[str, OpSharding | None]
 
 
-class Digit(NamedTuple):
+class Split(NamedTuple):
     """A split: which digit of a dim of a value, or of a factor of an op, an axis owns; by its stride at the plan's sizes."""
 
     kind: str  # "value" or "op"
@@ -42,31 +42,31 @@ class Digit(NamedTuple):
 class Relation:
     """A digit's stride is `times` another one's."""
 
-    digit: Digit
+    digit: Split
     times: Fraction
 
 
-class Digits:
+class StrideInference:
     """The digits of a plan's splits, and what their strides are at other sizes."""
 
     def __init__(
-        self, old: Program, fits: Fits, decisions: Decisions, new: Analysis, sizes: tuple[int, ...], called: str
+        self, old: Program, fits: Fits, assignment: Assignment, new: Analysis, sizes: tuple[int, ...], called: str
     ) -> None:
-        self.old, self.fits, self.decisions, self.new, self.sizes, self.called = old, fits, decisions, new, sizes, called
-        self.relations: dict[Digit, list[Relation]] = {}
-        self.found: dict[Digit, Fraction] = {}
-        self.nests: dict[tuple[Digit, ...], None] = {}  # of one dim or factor, outermost first
-        self.lengths: dict[Digit, tuple[int, int]] = {}  # of the dim or factor, before and now
+        self.old, self.fits, self.assignment, self.new, self.sizes, self.called = old, fits, assignment, new, sizes, called
+        self.relations: dict[Split, list[Relation]] = {}
+        self.found: dict[Split, Fraction] = {}
+        self.nests: dict[tuple[Split, ...], None] = {}  # of one dim or factor, outermost first
+        self.lengths: dict[Split, tuple[int, int]] = {}  # of the dim or factor, before and now
         self.touching: dict[str, list[Op]] = {}
         for op in old.ops:
             for name in dict.fromkeys((*op.operands, *(result.name for result in op.results))):
                 self.touching.setdefault(name, []).append(op)
 
-    def solve(self) -> dict[Digit, Fraction]:
+    def solve(self) -> dict[Split, Fraction]:
         """The stride of every digit, not whole where the mesh does not divide; raises InputError if one is not clear."""
         for op in self.old.ops:
             self._op(op)
-        for name, layouts in _layouts(self.old, self.decisions).items():
+        for name, layouts in _layouts(self.old, self.assignment).items():
             for layout in layouts:
                 self._layout(name, layout)
         for outer, *_ in self.nests:
@@ -91,11 +91,11 @@ class Digits:
                 if inner not in self.found and outer in self.found and outer.stride == self._extent(inner):
                     self._settle(inner, self.found[outer] / self.sizes[inner.axis])
 
-    def _extent(self, digit: Digit) -> int:
+    def _extent(self, digit: Split) -> int:
         """The elements over which a digit takes all of its values once."""
         return digit.stride * self.sizes[digit.axis]
 
-    def _searched(self, digit: Digit) -> Fraction | None:
+    def _searched(self, digit: Split) -> Fraction | None:
         """The stride of a digit, found where the rules would carry it though the plan does not."""
         todo, seen = [(digit, Fraction(1))], {digit}
         for one, times in todo:
@@ -117,7 +117,7 @@ class Digits:
         """How long a dim was, and is."""
         return self.old.values[name].shape[dim], self.new.program.values[name].shape[dim]
 
-    def _beside(self, digit: Digit) -> Iterator[tuple[Digit, Fraction]]:
+    def _beside(self, digit: Split) -> Iterator[tuple[Split, Fraction]]:
         """The same digit in other dims, by the rules of the ops that touch the value: its stride is so many times theirs."""
         for op in self.touching.get(digit.name, ()):
             before, now = self.fits[op.name], self.new.fits[op.name]
@@ -134,7 +134,7 @@ class Digits:
                             step = digit.stride // was * _inside(others, factor, before)
                             yield digit._replace(name=name, place=dim, stride=step), Fraction(is_, _inside(others, factor, now))
 
-    def _settle(self, digit: Digit, stride: Fraction) -> None:
+    def _settle(self, digit: Split, stride: Fraction) -> None:
         """Give a digit its stride, and all that follow from it."""
         todo = [(digit, stride)]
         while todo:
@@ -146,7 +146,7 @@ class Digits:
             self.found[digit] = stride
             todo += [(relation.digit, stride * relation.times) for relation in self.relations.get(digit, ())]
 
-    def _unclear(self, digit: Digit) -> InputError:
+    def _unclear(self, digit: Split) -> InputError:
         return InputError(
             f"it is not clear how the plan splits {self.called}: two dims are equally long in the sample",
             **{digit.kind: digit.name},
@@ -159,37 +159,37 @@ class Digits:
         before, now = self.fits[op.name], self.new.fits[op.name]
         if before is None or now is None:
             return
-        nests: dict[int, list[tuple[int, Digit]]] = {}
-        for axis, (kind, which, stride) in enumerate(self.decisions.ops[op.name].forms):
+        nests: dict[int, list[tuple[int, Split]]] = {}
+        for axis, (kind, which, stride) in enumerate(self.assignment.ops[op.name].forms):
             if kind not in "SD":
                 continue
             for factor in (which,) if kind == "S" else before.spread(before.distributed[which]):
                 step = stride if kind == "S" else before.factors[factor].size // self.sizes[axis]
-                digit = Digit("op", op.name, factor, axis, step)
+                digit = Split("op", op.name, factor, axis, step)
                 nests.setdefault(factor, []).append((step, digit))
                 self.lengths[digit] = before.factors[factor].size, now.factors[factor].size
                 for name, dim, parts in _spots(op, before):
                     if factor in parts:
-                        place = Digit("value", name, dim, axis, step * _inside(parts, factor, before))
+                        place = Split("value", name, dim, axis, step * _inside(parts, factor, before))
                         self._relate(digit, place, Fraction(_inside(parts, factor, now)))
         self.nests |= {tuple(digit for _, digit in sorted(nest, reverse=True)): None for nest in nests.values()}
 
-    def _relate(self, one: Digit, other: Digit, times: Fraction) -> None:
+    def _relate(self, one: Split, other: Split, times: Fraction) -> None:
         self.relations.setdefault(one, []).append(Relation(digit=other, times=times))
         self.relations.setdefault(other, []).append(Relation(digit=one, times=1 / times))
 
     def _layout(self, name: str, layout: Layout) -> None:
         """The digits of a value in one of its layouts."""
-        nests: dict[int, list[tuple[int, Digit]]] = {}
+        nests: dict[int, list[tuple[int, Split]]] = {}
         for axis, state in enumerate(layout):
             if state.kind == "S":
-                digit = Digit("value", name, state.dim, axis, state.stride)
+                digit = Split("value", name, state.dim, axis, state.stride)
                 nests.setdefault(state.dim, []).append((state.stride, digit))
                 self.lengths[digit] = self._lengths(name, state.dim)
         self.nests |= {tuple(digit for _, digit in sorted(nest, reverse=True)): None for nest in nests.values()}
 
 
-def _spots(op: Op, fitted: Fitted) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+def _spots(op: Op, fitted: OpSharding) -> Iterator[tuple[str, int, tuple[int, ...]]]:
     """Every dim of an op's operands and results, with its factors: (value, dim, factors)."""
     names = (*op.operands, *(result.name for result in op.results))
     for name, dims in zip(names, (*fitted.operands, *fitted.results), strict=True):
@@ -197,26 +197,26 @@ def _spots(op: Op, fitted: Fitted) -> Iterator[tuple[str, int, tuple[int, ...]]]
             yield name, dim, parts
 
 
-def _inside(parts: tuple[int, ...], factor: int, fitted: Fitted) -> int:
+def _inside(parts: tuple[int, ...], factor: int, fitted: OpSharding) -> int:
     """The elements of a dim within one index of a factor."""
     return math.prod(fitted.factors[f].size for f in parts[parts.index(factor) + 1 :])
 
 
-def _layouts(program: Program, decisions: Decisions) -> dict[str, dict[Layout, None]]:
+def _layouts(program: Program, assignment: Assignment) -> dict[str, dict[Layout, None]]:
     """Every layout in which a value is."""
     found: dict[str, dict[Layout, None]] = {name: {} for name in program.values}
-    for name, layout in decisions.given.items():
+    for name, layout in assignment.given.items():
         found[name][layout] = None
     for op in program.ops:
-        made = decisions.ops[op.name]
+        made = assignment.ops[op.name]
         names = (*op.operands, *(result.name for result in op.results))
         for name, layout in zip(names, (*made.operands, *made.results), strict=True):
             found[name][layout] = None
-    for name, steps in decisions.routes.items():
+    for name, steps in assignment.routes.items():
         found[name] |= {layout: None for step in steps for layout in (step.source, step.target)}
     for output in program.outputs:
-        found[output.value][decisions.outputs[output.path]] = None
+        found[output.value][assignment.outputs[output.path]] = None
     return found
 
 
-__all__ = ["Digit", "Digits", "Fits"]
+__all__ = ["Fits", "Split", "StrideInference"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from autopar.ir.mesh import Bytes, Seconds
 from autopar.ir.program import Argument, Ref, overload
-from autopar.runtime.collectives import PRIMITIVES, Place
+from autopar.runtime.collectives import PRIMITIVES, StoragePlace
 from autopar.runtime.custom_ops import Operators
 from autopar.runtime.world import Axis
 
@@ -25,7 +25,7 @@ SIDE = 384  # of the square matrices that are multiplied between collectives: a 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class TimedCall:
     """An operator with its arguments; operands stand as `Ref`s in the order of `operands`."""
 
     target: str
@@ -39,7 +39,7 @@ class Job:
     """What to time: operators, collectives in groups of these sizes with larger buffers of so many bytes, optimizers."""
 
     operators: Operators
-    calls: tuple[Call, ...]
+    calls: tuple[TimedCall, ...]
     groups: tuple[int, ...]
     bytes: tuple[Bytes, ...]
     optimizers: tuple[str, ...]
@@ -80,7 +80,7 @@ def repeated(run: Callable[[], object]) -> Seconds:
     return statistics.median(found)
 
 
-def _call(call: Call) -> tuple[Seconds, Seconds]:
+def _call(call: TimedCall) -> tuple[Seconds, Seconds]:
     operands = [_tensor(*spec) for spec in call.operands]
     wanted = [tensor for tensor in operands if tensor.requires_grad]
     target = overload(call.target)
@@ -125,7 +125,7 @@ def _collectives(job: Job) -> Iterator[tuple[tuple[int, str, Bytes], Seconds]]:
             for count in job.bytes:
                 given = count // size if kind == "all_gather" else count
                 x = torch.ones(max(size, given // 4 // size * size), dtype=torch.float32)
-                yield (size, kind, count), _agreed(functools.partial(PRIMITIVES[kind], x, axis, Place()), count)
+                yield (size, kind, count), _agreed(functools.partial(PRIMITIVES[kind], x, axis, StoragePlace()), count)
 
 
 def _agreed(run: Callable[[], object], count: Bytes) -> Seconds:

@@ -23,15 +23,24 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from autopar.runtime.collectives import PRIMITIVES, Place, all_gathered, joined, reduce_scattered, reduced, unfolded, wait
-from autopar.runtime.rematerialize.manager import Anew
+from autopar.runtime.collectives import (
+    PRIMITIVES,
+    StoragePlace,
+    all_gathered,
+    joined,
+    reduce_scattered,
+    reduced,
+    unfolded,
+    wait,
+)
+from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.world import Axis
 
 Tensors = Sequence[torch.Tensor]
 Places = Sequence[Sequence[int]]
 
 
-class Begun(NamedTuple):
+class PendingBucket(NamedTuple):
     """Weights that were sent for."""
 
     edges: Tensors  # what autograd sees of them
@@ -39,29 +48,29 @@ class Begun(NamedTuple):
     flight: Tensors  # the buffer in which they arrive, if anything is sent
 
 
-def begin(conversion: str, weights: Tensors, axis: Axis, summed: torch.dtype | None = None) -> Begun:
+def begin(conversion: str, weights: Tensors, axis: Axis, summed: torch.dtype | None = None) -> PendingBucket:
     """Send for the converted weights; `summed` is the dtype in which their gradients are added up, if not their own.
 
     The target of a `call_function` node, like `finish`.
     """
     if axis.size == 1:
-        return Begun(weights, weights, ())
+        return PendingBucket(weights, weights, ())
     forward, _ = conversion.split("__")
     found = _Begin.apply(forward, axis, summed, *weights)  # type: ignore[no-untyped-call]
-    return Begun(found[: len(weights)], [weight.detach() for weight in weights], found[len(weights) :])
+    return PendingBucket(found[: len(weights)], [weight.detach() for weight in weights], found[len(weights) :])
 
 
 def finish(
-    anew: Anew | None, conversion: str, begun: Begun, axis: Axis, places: Places | None = None
+    anew: Rematerializer | None, conversion: str, begun: PendingBucket, axis: Axis, places: Places | None = None
 ) -> list[torch.Tensor]:
-    """The converted weights, from what `begin` returned; `places[i]` is the `Place` of weight i, if the state is split.
+    """The converted weights, from what `begin` returned; `places[i]` is the `StoragePlace` of weight i, if the state is split.
 
     With `anew` they are dropped after their use and made again for the backward (`autopar.runtime.rematerialize.manager`).
     """
     if axis.size == 1:
         return list(begun.weights)
     forward, backward = conversion.split("__")
-    at = [Place(*place) for place in places] if places else [Place()] * len(begun.weights)
+    at = [StoragePlace(*place) for place in places] if places else [StoragePlace()] * len(begun.weights)
     parts = (*begun.edges, *begun.weights, *begun.flight)
     values = list(_Finish.apply(forward, backward, axis, at, *parts))  # type: ignore[no-untyped-call]
     if anew is not None:
@@ -72,7 +81,7 @@ def finish(
 class _Remade:
     """The same conversion once more, for the backward."""
 
-    def __init__(self, forward: str, axis: Axis, places: Sequence[Place]) -> None:
+    def __init__(self, forward: str, axis: Axis, places: Sequence[StoragePlace]) -> None:
         self.forward, self.axis, self.places = forward, axis, places
 
     def begin(self, weights: Tensors) -> Tensors:
@@ -87,7 +96,7 @@ class _Remade:
 class _Sending(Protocol):
     backward: str
     axis: Axis
-    places: Sequence[Place]
+    places: Sequence[StoragePlace]
     dtype: torch.dtype  # of the gradients that go on from here
     given: int
 
@@ -119,7 +128,7 @@ class _Begin(torch.autograd.Function):
 class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Sending, forward: str, backward: str, axis: Axis, places: Sequence[Place], *begun: torch.Tensor
+        ctx: _Sending, forward: str, backward: str, axis: Axis, places: Sequence[StoragePlace], *begun: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         count = len(places)
         edges, weights, flight = begun[:count], begun[count : 2 * count], begun[2 * count :]
@@ -155,7 +164,9 @@ def sent(primitive: str, weights: Tensors, axis: Axis) -> tuple[torch.Tensor, ..
     return (all_gathered(torch.cat(flat) if len(flat) > 1 else flat[0], axis),)
 
 
-def arrived(primitive: str, weights: Tensors, flight: Tensors, axis: Axis, places: Sequence[Place]) -> Iterator[torch.Tensor]:
+def arrived(
+    primitive: str, weights: Tensors, flight: Tensors, axis: Axis, places: Sequence[StoragePlace]
+) -> Iterator[torch.Tensor]:
     """The converted weights."""
     if primitive != "all_gather":
         yield from (PRIMITIVES[primitive](weight, axis, place) for weight, place in zip(weights, places, strict=True))
@@ -166,7 +177,7 @@ def arrived(primitive: str, weights: Tensors, flight: Tensors, axis: Axis, place
 
 
 def returned(
-    primitive: str, gradients: Tensors, dtype: torch.dtype, axis: Axis, places: Sequence[Place]
+    primitive: str, gradients: Tensors, dtype: torch.dtype, axis: Axis, places: Sequence[StoragePlace]
 ) -> Iterator[torch.Tensor]:
     """The gradients of what was converted, in this dtype, as they will be once `wait` returns."""
     if primitive == "all_reduce":

@@ -24,7 +24,7 @@ from autopar.ir.layout import take
 from autopar.runtime.world import Axis
 
 
-class Place(NamedTuple):
+class StoragePlace(NamedTuple):
     """Where a split lies on the local tensor, and for an all-to-all where it goes."""
 
     dim: int = 0
@@ -32,28 +32,28 @@ class Place(NamedTuple):
     to_dim: int = 0
     to_blocks: int = 1
 
-    def back(self) -> Place:
+    def back(self) -> StoragePlace:
         """The same for the gradient on its way back."""
-        return Place(self.to_dim, self.to_blocks, self.dim, self.blocks)
+        return StoragePlace(self.to_dim, self.to_blocks, self.dim, self.blocks)
 
 
 # --- the four that send -------------------------------------------------------------------------------------------------
 
 
-def _all_reduce(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
+def _all_reduce(x: torch.Tensor, axis: Axis, place: StoragePlace) -> torch.Tensor:
     issued: torch.Tensor = torch.ops._c10d_functional.all_reduce(_plain(x.contiguous()), "sum", axis.group)
     return _again(wait(issued), x.dtype)
 
 
-def _all_gather(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
+def _all_gather(x: torch.Tensor, axis: Axis, place: StoragePlace) -> torch.Tensor:
     return joined(wait(all_gathered(x, axis)).view(axis.size, *x.shape), place.dim, place.blocks)
 
 
-def _reduce_scatter(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
+def _reduce_scatter(x: torch.Tensor, axis: Axis, place: StoragePlace) -> torch.Tensor:
     return wait(reduce_scattered(_cut(x, place.dim, place.blocks, axis.size), axis))
 
 
-def _all_to_all(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
+def _all_to_all(x: torch.Tensor, axis: Axis, place: StoragePlace) -> torch.Tensor:
     dim, blocks, to_dim, to_blocks = _apart(place, axis.size)
     sent = _plain(_cut(x, to_dim, to_blocks, axis.size))
     ones = [1] * axis.size
@@ -63,7 +63,7 @@ def _all_to_all(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
 
 def summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum over all ranks."""
-    return _all_reduce(x, axis, Place())
+    return _all_reduce(x, axis, StoragePlace())
 
 
 def largest(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -139,7 +139,7 @@ def unfolded(x: torch.Tensor, dim: int, *sizes: int) -> torch.Tensor:
     return torch.unflatten(x, dim, sizes)
 
 
-def _apart(place: Place, size: int) -> Place:
+def _apart(place: StoragePlace, size: int) -> StoragePlace:
     """The place of an all-to-all where each count sees the tensor without the other digit.
 
     Within one dim the outer digit of the two stands left of the inner one: it is missing while the inner one is cut or joined.
@@ -159,28 +159,28 @@ def _apart(place: Place, size: int) -> Place:
 # --- the four that do not ----------------------------------------------------------------------------------------------
 
 
-def _identity(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
+def _identity(x: torch.Tensor, axis: Axis, place: StoragePlace) -> torch.Tensor:
     return x
 
 
-def _keep(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
+def _keep(x: torch.Tensor, axis: Axis, place: StoragePlace) -> torch.Tensor:
     """Memory of its own on every rank: what is gathered again, and when, must not depend on the rank."""
     return x.clone() if axis.index == 0 else torch.zeros_like(x)
 
 
-def _slice(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
+def _slice(x: torch.Tensor, axis: Axis, place: StoragePlace) -> torch.Tensor:
     """A copy: autograd may save the part, which must not keep the whole alive."""
     return take(x, place.dim, place.blocks, axis.size, axis.index).clone(memory_format=torch.contiguous_format)
 
 
-def _pad(x: torch.Tensor, axis: Axis, place: Place) -> torch.Tensor:
+def _pad(x: torch.Tensor, axis: Axis, place: StoragePlace) -> torch.Tensor:
     cut = unfolded(x, place.dim, place.blocks, -1)
     whole = cut.new_zeros(*cut.shape[: place.dim + 1], axis.size, *cut.shape[place.dim + 1 :])
     whole.select(place.dim + 1, axis.index).copy_(cut)
     return whole.flatten(place.dim, place.dim + 2)
 
 
-PRIMITIVES: dict[str, Callable[[torch.Tensor, Axis, Place], torch.Tensor]] = {
+PRIMITIVES: dict[str, Callable[[torch.Tensor, Axis, StoragePlace], torch.Tensor]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
@@ -197,7 +197,7 @@ PRIMITIVES: dict[str, Callable[[torch.Tensor, Axis, Place], torch.Tensor]] = {
 
 class _Context(Protocol):
     axis: Axis
-    place: Place
+    place: StoragePlace
     backward: str
 
 
@@ -205,7 +205,7 @@ class _Convert(torch.autograd.Function):
     """One primitive for the value, another for its gradient."""
 
     @staticmethod
-    def forward(ctx: _Context, x: torch.Tensor, axis: Axis, place: Place, forward: str, backward: str) -> torch.Tensor:
+    def forward(ctx: _Context, x: torch.Tensor, axis: Axis, place: StoragePlace, forward: str, backward: str) -> torch.Tensor:
         ctx.axis, ctx.place, ctx.backward = axis, place, backward
         return PRIMITIVES[forward](x, axis, place)
 
@@ -215,7 +215,7 @@ class _Convert(torch.autograd.Function):
         return PRIMITIVES[ctx.backward](gradient, ctx.axis, back), None, None, None, None
 
 
-def _convert(x: torch.Tensor, axis: Axis, place: Place, forward: str, backward: str) -> torch.Tensor:
+def _convert(x: torch.Tensor, axis: Axis, place: StoragePlace, forward: str, backward: str) -> torch.Tensor:
     if axis.size == 1:
         return x
     if not (x.requires_grad and torch.is_grad_enabled()):
@@ -226,69 +226,69 @@ def _convert(x: torch.Tensor, axis: Axis, place: Place, forward: str, backward: 
 
 def identity__all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """I to R."""
-    return _convert(x, axis, Place(), "identity", "all_reduce")
+    return _convert(x, axis, StoragePlace(), "identity", "all_reduce")
 
 
 def keep__identity(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """I to P."""
-    return _convert(x, axis, Place(), "keep", "identity")
+    return _convert(x, axis, StoragePlace(), "keep", "identity")
 
 
 def identity__keep(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """R to I."""
-    return _convert(x, axis, Place(), "identity", "keep")
+    return _convert(x, axis, StoragePlace(), "identity", "keep")
 
 
 def keep__keep(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """R to P."""
-    return _convert(x, axis, Place(), "keep", "keep")
+    return _convert(x, axis, StoragePlace(), "keep", "keep")
 
 
 def all_reduce__all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """P to R."""
-    return _convert(x, axis, Place(), "all_reduce", "all_reduce")
+    return _convert(x, axis, StoragePlace(), "all_reduce", "all_reduce")
 
 
 def all_reduce__identity(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """P to I."""
-    return _convert(x, axis, Place(), "all_reduce", "identity")
+    return _convert(x, axis, StoragePlace(), "all_reduce", "identity")
 
 
 def slice__all_gather(x: torch.Tensor, axis: Axis, dim: int, blocks: int = 1) -> torch.Tensor:
     """I to S."""
-    return _convert(x, axis, Place(dim, blocks), "slice", "all_gather")
+    return _convert(x, axis, StoragePlace(dim, blocks), "slice", "all_gather")
 
 
 def slice__pad(x: torch.Tensor, axis: Axis, dim: int, blocks: int = 1) -> torch.Tensor:
     """R to S."""
-    return _convert(x, axis, Place(dim, blocks), "slice", "pad")
+    return _convert(x, axis, StoragePlace(dim, blocks), "slice", "pad")
 
 
 def all_gather__reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, blocks: int = 1) -> torch.Tensor:
     """S to R."""
-    return _convert(x, axis, Place(dim, blocks), "all_gather", "reduce_scatter")
+    return _convert(x, axis, StoragePlace(dim, blocks), "all_gather", "reduce_scatter")
 
 
 def all_gather__slice(x: torch.Tensor, axis: Axis, dim: int, blocks: int = 1) -> torch.Tensor:
     """S to I."""
-    return _convert(x, axis, Place(dim, blocks), "all_gather", "slice")
+    return _convert(x, axis, StoragePlace(dim, blocks), "all_gather", "slice")
 
 
 def pad__slice(x: torch.Tensor, axis: Axis, dim: int, blocks: int = 1) -> torch.Tensor:
     """S to P."""
-    return _convert(x, axis, Place(dim, blocks), "pad", "slice")
+    return _convert(x, axis, StoragePlace(dim, blocks), "pad", "slice")
 
 
 def reduce_scatter__all_gather(x: torch.Tensor, axis: Axis, dim: int, blocks: int = 1) -> torch.Tensor:
     """P to S."""
-    return _convert(x, axis, Place(dim, blocks), "reduce_scatter", "all_gather")
+    return _convert(x, axis, StoragePlace(dim, blocks), "reduce_scatter", "all_gather")
 
 
 def all_to_all__all_to_all(
     x: torch.Tensor, axis: Axis, dim: int, to_dim: int, blocks: int = 1, to_blocks: int = 1
 ) -> torch.Tensor:
     """S(dim/blocks) to S(to_dim/to_blocks); each count as if the other split of this axis were whole (`Conversion.place`)."""
-    return _convert(x, axis, Place(dim, blocks, to_dim, to_blocks), "all_to_all", "all_to_all")
+    return _convert(x, axis, StoragePlace(dim, blocks, to_dim, to_blocks), "all_to_all", "all_to_all")
 
 
 FUNCTIONS: dict[tuple[str, str], Callable[..., torch.Tensor]] = {
@@ -309,12 +309,12 @@ FUNCTIONS: dict[tuple[str, str], Callable[..., torch.Tensor]] = {
 assert {pair: tuple(f.__name__.split("__")) for pair, f in FUNCTIONS.items()} == CONVERSIONS
 
 
-def place_of(conversion: Conversion, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Place:
+def place_of(conversion: Conversion, shape: tuple[int, ...], sizes: tuple[int, ...]) -> StoragePlace:
     """Where a conversion of a tensor of this whole shape cuts and joins the local tensor."""
     source, target = conversion.source[conversion.axis], conversion.target[conversion.axis]
     left = conversion.place(source, conversion.source, shape, sizes) if source.kind == "S" else None
     right = conversion.place(target, conversion.target, shape, sizes) if target.kind == "S" else None
-    return Place(*left, *right) if left and right else Place(*(left or right or ()))
+    return StoragePlace(*left, *right) if left and right else StoragePlace(*(left or right or ()))
 
 
 def call(

@@ -20,11 +20,11 @@ from typing import Protocol
 import torch
 
 from autopar.runtime import bucketed_collectives
-from autopar.runtime.rematerialize.manager import Anew
+from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.world import Axis
 
 
-class Sums:
+class GradientAccumulator:
     """What was added up so far, by the number of the bundle."""
 
     def __init__(self) -> None:
@@ -90,8 +90,8 @@ class Sums:
         held = self._held.get(number)
         return [_Added.apply(*pair) for pair in zip(weights, held, strict=True)] if held else list(weights)  # type: ignore[no-untyped-call]
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Sums:
-        return Sums()
+    def __deepcopy__(self, memo: dict[int, object]) -> GradientAccumulator:
+        return GradientAccumulator()
 
 
 def _leaves(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -100,26 +100,36 @@ def _leaves(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def begin(
-    sums: Sums, number: int, conversion: str, weights: bucketed_collectives.Tensors, axis: Axis, summed: torch.dtype | None = None
-) -> bucketed_collectives.Begun | None:
-    """`bucketed_collectives.begin`, unless the bundle has come for all micro-batches. The target of a `call_function` node, like `finish`."""
+    sums: GradientAccumulator,
+    number: int,
+    conversion: str,
+    weights: bucketed_collectives.Tensors,
+    axis: Axis,
+    summed: torch.dtype | None = None,
+) -> bucketed_collectives.PendingBucket | None:
+    """`bucketed_collectives.begin`, unless the bundle has come for all micro-batches. The target of a `call_function` node,
+    like `finish`."""
     return None if sums.came(number) else bucketed_collectives.begin(conversion, weights, axis, summed)
 
 
 def finish(
-    sums: Sums,
+    sums: GradientAccumulator,
     number: int,
-    anew: Anew | None,
+    anew: Rematerializer | None,
     conversion: str,
-    begun: bucketed_collectives.Begun | None,
+    begun: bucketed_collectives.PendingBucket | None,
     axis: Axis,
     places: bucketed_collectives.Places | None = None,
 ) -> list[torch.Tensor]:
     """`bucketed_collectives.finish`; in a step what has come serves all micro-batches."""
-    return sums.held(number) if begun is None else sums.shared(number, bucketed_collectives.finish(anew, conversion, begun, axis, places))
+    return (
+        sums.held(number)
+        if begun is None
+        else sums.shared(number, bucketed_collectives.finish(anew, conversion, begun, axis, places))
+    )
 
 
-def held(sums: Sums, number: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def held(sums: GradientAccumulator, number: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The weights of bundle `number`, whose gradients wait for those of the other micro-batches.
 
     The target of a `call_function` node.

@@ -48,7 +48,7 @@ class WholeResettable(Protocol):
     def initialize_weights(self) -> None: ...
 
 
-class Kept(Protocol):
+class InitialValues(Protocol):
     """What a parallel module keeps for us."""
 
     context: Context
@@ -58,7 +58,7 @@ class Kept(Protocol):
 class Parallel(Protocol):
     """A module made by `autopar.parallelize`."""
 
-    autopar: Kept
+    autopar: InitialValues
 
 
 def initialize(parallel: nn.Module, model: nn.Module) -> None:
@@ -194,8 +194,8 @@ class _Shards(TorchFunctionMode):
         del found
         held = storage()
         if held is not None:
-            again = torch.empty(0, dtype=like.dtype, device=self.context.device).set_(held, 0, like.size(), like.stride())
-            self.live[name] = _Whole(tensor=again, blank=-1)
+            recompute = torch.empty(0, dtype=like.dtype, device=self.context.device).set_(held, 0, like.size(), like.stride())
+            self.live[name] = _Whole(tensor=recompute, blank=-1)
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part, in memory of its own."""

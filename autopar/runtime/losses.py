@@ -139,9 +139,7 @@ def classes(
     ignore_index: int = -100, label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """`aten.cross_entropy_loss` of scores whose classes are split, like weights and probabilities, complete on every rank."""
-    said = _Said(
-        axis=axis, dim=min(1, scores.dim() - 1), reduction=reduction, ignored=ignore_index, smoothing=label_smoothing
-    )
+    said = _Said(axis=axis, dim=min(1, scores.dim() - 1), reduction=reduction, ignored=ignore_index, smoothing=label_smoothing)
     return _Classes.apply(said, scores, target, weight)  # type: ignore[no-any-return, no-untyped-call]
 
 

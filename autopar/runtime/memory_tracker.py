@@ -47,7 +47,7 @@ GIVEN = "given"  # what there was before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alike:
+class AllocationKind:
     """Storages that were made alike: by which operator (in the backward with the autograd node), and of which shape."""
 
     made: str
@@ -61,10 +61,10 @@ class Peak:
 
     bytes: int
     made: str
-    alive: tuple[tuple[Alike, int, int], ...]
+    alive: tuple[tuple[AllocationKind, int, int], ...]
 
 
-class Live(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Keeps a log: every storage on a type of device as it is seen, with its bytes, and again when it is freed.
 
     `given` is what there is before (of DTensors their parts).
@@ -73,7 +73,7 @@ class Live(TorchDispatchMode):
     def __init__(self, given: Iterable[torch.Tensor], device: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
-        self._seen: list[tuple[Alike, int]] = []
+        self._seen: list[tuple[AllocationKind, int]] = []
         self._log: list[tuple[int, bool]] = []  # the number of a storage, and whether it is there from now on
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in given:
@@ -115,7 +115,7 @@ class Live(TorchDispatchMode):
         alive: dict[int, None] = {}
         for number, there in self._log[: at + 1]:
             alive.update({number: None}) if there else alive.pop(number)
-        counts, sizes = Counter[Alike](), Counter[Alike]()
+        counts, sizes = Counter[AllocationKind](), Counter[AllocationKind]()
         for number in alive:
             alike, size = self._seen[number]
             counts[alike] += 1
@@ -129,7 +129,7 @@ class Live(TorchDispatchMode):
         if key not in self._alive:
             number = len(self._seen)
             size = storage.nbytes() if here() else 0
-            self._seen.append((Alike(made=made, shape=tuple(tensor.shape), dtype=tensor.dtype), size))
+            self._seen.append((AllocationKind(made=made, shape=tuple(tensor.shape), dtype=tensor.dtype), size))
             self._log.append((number, True))
             self._alive[key] = weakref.ref(storage, functools.partial(self._freed, key, number))
 

@@ -13,7 +13,7 @@ import torch
 from autopar.runtime.memory_tracker import elsewhere
 
 
-class Held:
+class OffloadedTensor:
     """The bytes of a tensor, held by the host until the object ends."""
 
     def __init__(self, x: torch.Tensor) -> None:

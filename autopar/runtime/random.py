@@ -16,7 +16,7 @@ import torch.distributed as dist
 from autopar.runtime.world import Axis, Context
 
 
-class Draws:
+class RngState:
     """The random numbers of one parallel model; emitted code passes it to `seeded`, `ParallelModule` calls `advance`.
 
     `seed` is equal on all ranks (`agreed_seed`). Two calls of the model draw differently; a model made anew with the same seed
@@ -36,8 +36,8 @@ class Draws:
         key = (self.seed, self.call, index, *((axis.name, axis.index) for axis in axes))
         return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big") >> 1
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Draws:
-        copied = Draws(self.seed)
+    def __deepcopy__(self, memo: dict[int, object]) -> RngState:
+        copied = RngState(self.seed)
         copied.call = self.call
         return copied
 
@@ -52,7 +52,7 @@ def agreed_seed(context: Context) -> int:
 
 
 def seeded(
-    operator: Callable[..., torch.Tensor], draws: Draws, index: int, axes: Sequence[Axis], /, *args: object, **kwargs: object
+    operator: Callable[..., torch.Tensor], draws: RngState, index: int, axes: Sequence[Axis], /, *args: object, **kwargs: object
 ) -> torch.Tensor:
     """`operator(*args, **kwargs)` drawn from the seed of operator `index`; `axes` are those on which it is split.
 

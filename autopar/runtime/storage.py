@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard  # the only p
 from autopar.errors import LayoutError
 from autopar.ir.layout import I, Layout, blocks, chunk, each_split, shard, split, storable, take
 from autopar.runtime import checkpoint
-from autopar.runtime.collectives import PRIMITIVES, Place
+from autopar.runtime.collectives import PRIMITIVES, StoragePlace
 from autopar.runtime.world import Axis, Context
 
 
@@ -178,7 +178,7 @@ def whole(stored: torch.Tensor) -> torch.Tensor:
             dim = layout[place].dim
             if shape[dim] % sizes[place]:
                 tensor = _lengthened(tensor, [layout[place].stride if d == dim else n for d, n in enumerate(tensor.shape)])
-            tensor = PRIMITIVES["all_gather"](tensor, axis, Place(layout[place].dim, left))
+            tensor = PRIMITIVES["all_gather"](tensor, axis, StoragePlace(layout[place].dim, left))
     return tensor[tuple(map(slice, shape))]
 
 

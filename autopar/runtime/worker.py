@@ -38,7 +38,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class WorkerResult:
     """What a rank says when it is done: the file of its result, or the traceback and (if it can be pickled) the exception."""
 
     number: int
@@ -92,7 +92,7 @@ def work(rank: int) -> None:
         pool.send(answer(tasks.get(), rank))
 
 
-def answer(task: Task, rank: int) -> Answer:
+def answer(task: Task, rank: int) -> WorkerResult:
     """Run one task in a process group of its own; leaving the group makes the other ranks' collectives fail at once."""
     try:
         sys.path.extend(place for place in task.path if place not in sys.path)
@@ -108,9 +108,9 @@ def answer(task: Task, rank: int) -> Answer:
         result = function(payload)
         file = str(Path(task.folder, f"result{rank}"))
         torch.save(result, file)
-        return Answer(number=task.number, rank=rank, result=file)
+        return WorkerResult(number=task.number, rank=rank, result=file)
     except BaseException as error:  # everything, SystemExit too, is the pool's to report
-        return Answer(number=task.number, rank=rank, traceback=traceback.format_exc(), error=_pickled(error))
+        return WorkerResult(number=task.number, rank=rank, traceback=traceback.format_exc(), error=_pickled(error))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

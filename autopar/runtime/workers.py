@@ -29,7 +29,7 @@ from typing import Self
 import torch
 
 from autopar.errors import AutoparError
-from autopar.runtime.worker import KEY, Answer, Task
+from autopar.runtime.worker import KEY, Task, WorkerResult
 
 GRACE = 5.0  # seconds that the other ranks have to notice that one failed
 START = 120.0  # seconds until the workers must have come up
@@ -140,10 +140,10 @@ class WorkerPool:
                 raise WorkerError(f"the workers did not start: {sys.executable} ended with {self._process.poll()}")
         return self._listener.accept()
 
-    def _collect(self, task: Task, timeout: float) -> dict[int, Answer]:
+    def _collect(self, task: Task, timeout: float) -> dict[int, WorkerResult]:
         """One answer per rank; the first failure gives the others a grace period, then the pool is emptied."""
-        answers: dict[int, Answer] = {}
-        failed: Answer | None = None
+        answers: dict[int, WorkerResult] = {}
+        failed: WorkerResult | None = None
         until = time.monotonic() + timeout
         while len(answers) < task.ranks:
             waiting = {self._workers[rank][0]: rank for rank in range(task.ranks) if rank not in answers}
@@ -174,16 +174,16 @@ class WorkerPool:
         self._workers.clear()
 
 
-def _receive(found: Connection, rank: int, task: Task) -> Answer:
+def _receive(found: Connection, rank: int, task: Task) -> WorkerResult:
     """What a worker says; one that died says nothing, and its answer has number -1."""
     try:
-        answer: Answer = found.recv()
+        answer: WorkerResult = found.recv()
     except (EOFError, OSError):
-        return Answer(number=-1, rank=rank, traceback=f"the process of rank {rank} died")
+        return WorkerResult(number=-1, rank=rank, traceback=f"the process of rank {rank} died")
     return answer
 
 
-def _failure(answer: Answer, task: Task) -> WorkerError:
+def _failure(answer: WorkerResult, task: Task) -> WorkerError:
     lines = answer.traceback.strip().splitlines()
     what = f"{task.function} failed on rank {answer.rank} of {task.ranks}"
     kind = WorkerDied if answer.number < 0 else WorkerError

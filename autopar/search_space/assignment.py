@@ -17,33 +17,33 @@ from autopar.search_space.candidates import Candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
+class RecomputeChoice:
     """What the backward makes again instead of keeping it from the forward.
 
     `ops` run once more when the backward asks for one of their results or for what autograd keeps inside them; of a value's
     conversions the `steps`. What they read is kept, or made again in its turn, and with it what lies in its memory. The values
-    `away` go to the host's memory in these layouts, and come back when they are asked for.
+    `offload` go to the host's memory in these layouts, and come back when they are asked for.
     """
 
     ops: frozenset[str] = frozenset()
     steps: frozenset[tuple[str, Conversion]] = frozenset()
-    away: frozenset[tuple[str, Layout]] = frozenset()
+    offload: frozenset[tuple[str, Layout]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
-class Decisions:
+class Assignment:
     """A candidate per op, a layout per given tensor and output, a route per value; and what is made again for the backward.
 
     `routes` lists the conversions of a value, each after the one whose target it starts from. Everything that autograd saves
-    is kept, unless it is in `again`. If weights are gathered `once`, it is at the top, and micro-batches share them and add up
-    whole gradients; else they are gathered where they are first used, in each.
+    is kept, unless it is in `recompute`. If weights are gathered `once`, it is at the top, and micro-batches share them and
+    add up whole gradients; else they are gathered where they are first used, in each.
     """
 
     ops: Mapping[str, Candidate]
     given: Mapping[str, Layout]  # inputs, parameters and buffers as they are taken or stored
     outputs: Mapping[str, Layout]  # by output path
     routes: Mapping[str, tuple[Conversion, ...]]
-    again: Again = Again()
+    recompute: RecomputeChoice = RecomputeChoice()
     once: bool = False
 
     def produced(self, value: str, program: Program) -> Layout:
@@ -54,7 +54,7 @@ class Decisions:
         return self.ops[op.name].results[[r.name for r in op.results].index(value)]
 
 
-def due(analysis: Analysis, chosen: Decisions, name: str) -> set[Conversion]:
+def due(analysis: Analysis, chosen: Assignment, name: str) -> set[Conversion]:
     """The conversions of a value whose gradient comes back."""
     into = {step.target: step for step in chosen.routes.get(name, ())}
     back: set[Conversion] = set()

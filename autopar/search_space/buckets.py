@@ -27,7 +27,7 @@ TOGETHER = (frozenset({"all_gather"}), frozenset({"all_reduce", "reduce_scatter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
+class Bucket:
     """One step of several weights: `steps` gives each weight's, all on one axis between the same two kinds of state.
 
     A bundle begins after all those of the same weights with a lower `level`. Unless the weights have `moved`, their gradients
@@ -48,12 +48,12 @@ class Bundle:
         return self.steps[0][1].primitives
 
 
-def bundled(
-    program: Program, routes: Mapping[str, tuple[Conversion, ...]], again: Set[tuple[str, Conversion]]
-) -> tuple[Bundle, ...]:
+def bucketed(
+    program: Program, routes: Mapping[str, tuple[Conversion, ...]], recompute: Set[tuple[str, Conversion]]
+) -> tuple[Bucket, ...]:
     """The conversions of weights as they travel, in the order of their weights' first use, each after those before it.
 
-    `again` are those that run again for the backward.
+    `recompute` are those that run again for the backward.
     """
     found: dict[tuple[int, bool, object], list[tuple[str, Conversion]]] = defaultdict(list)
     for moved in (True, False):
@@ -62,10 +62,10 @@ def bundled(
                 for step in routes.get(name, ()):
                     if _moved(routes[name], step) == moved:
                         level = _level(routes[name], step)
-                        key = level, moved, (number, step.axis, step.primitives, (name, step) in again)
+                        key = level, moved, (number, step.axis, step.primitives, (name, step) in recompute)
                         found[key].append((name, step))
     first = {name: place for place, name in enumerate(name for names in weight_buckets(program, moved=True) for name in names)}
-    result = [Bundle(level=key[0], steps=tuple(steps), moved=key[1]) for key, steps in found.items()]
+    result = [Bucket(level=key[0], steps=tuple(steps), moved=key[1]) for key, steps in found.items()]
     return tuple(sorted(result, key=lambda one: (first[one.steps[0][0]], one.level)))
 
 

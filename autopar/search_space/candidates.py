@@ -4,8 +4,9 @@
 
 On each axis an op runs in exactly one form: invariant (all I), replicated (all R), split of a factor (operands that have the
 factor S, the others R; results that lack it P), partial in a group of operands in which the op is jointly linear, or a
-distributed form of its own (`rules.Distributed`), on one axis at most.
-A factor split by several axes is nested in every order; an inner factor of a merged dim is split only where `block_counts` says so.
+distributed form of its own (`rules.ParallelForm`), on one axis at most.
+A factor split by several axes is nested in every order; an inner factor of a merged dim is split only where `block_counts`
+says so.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from autopar.analysis.block_counts import Blocks, left_blocks
 from autopar.ir.layout import I, Layout, P, R, State, split
 from autopar.ir.program import Op, Value
-from autopar.operators import Distributed, Fitted
+from autopar.operators import OpSharding, ParallelForm
 
 # ("I"|"R", 0, 0), ("P", group, 0), ("S", factor, stride within the factor), ("D", distributed form, stride of its last factor)
 Form = tuple[str, int, int]
@@ -37,7 +38,7 @@ class Candidate:
 
 def candidates(
     op: Op,
-    fitted: Fitted | None,
+    fitted: OpSharding | None,
     values: Mapping[str, Value],
     sizes: tuple[int, ...],
     blocks: Mapping[str, Blocks],
@@ -57,13 +58,13 @@ def candidates(
     return list(found.values())
 
 
-def candidate(op: Op, fitted: Fitted | None, values: Mapping[str, Value], forms: tuple[Form, ...]) -> Candidate:
+def candidate(op: Op, fitted: OpSharding | None, values: Mapping[str, Value], forms: tuple[Form, ...]) -> Candidate:
     """The candidate with these forms."""
     grads = [values[name].requires_grad for name in op.operands], [v.requires_grad for v in op.results]
     return _join(forms, [_states(form, fitted, *grads) for form in forms])
 
 
-def parts_of(fitted: Fitted | None, candidate: Candidate, sizes: Sequence[int]) -> list[int]:
+def parts_of(fitted: OpSharding | None, candidate: Candidate, sizes: Sequence[int]) -> list[int]:
     """Into how many parts a candidate splits each factor."""
     parts = [1] * (len(fitted.factors) if fitted else 0)
     for (kind, factor, _), size in zip(candidate.forms, sizes, strict=True):
@@ -73,12 +74,12 @@ def parts_of(fitted: Fitted | None, candidate: Candidate, sizes: Sequence[int]) 
     return parts
 
 
-def spread(fitted: Fitted | None, number: int) -> tuple[int, ...]:
+def spread(fitted: OpSharding | None, number: int) -> tuple[int, ...]:
     """The factors that the distributed form of this number splits."""
     return fitted.spread(fitted.distributed[number]) if fitted else ()
 
 
-def distributed(fitted: Fitted | None, candidate: Candidate) -> tuple[int, Distributed] | None:
+def distributed(fitted: OpSharding | None, candidate: Candidate) -> tuple[int, ParallelForm] | None:
     """The axis on which a candidate runs in a distributed form, and that form."""
     for axis, (kind, number, _) in enumerate(candidate.forms):
         if kind == "D" and fitted:
@@ -94,7 +95,7 @@ def _join(forms: tuple[Form, ...], columns: Sequence[tuple[list[State], list[Sta
 
 
 def _assignments(
-    fitted: Fitted | None, factors: list[tuple[int, ...]], sizes: tuple[int, ...], differentiable: bool
+    fitted: OpSharding | None, factors: list[tuple[int, ...]], sizes: tuple[int, ...], differentiable: bool
 ) -> Iterator[tuple[Form, ...]]:
     """One form per axis; the strides of a factor shared by several axes follow from the order of their nest."""
     plain: list[Form] = [INVARIANT, REPLICATED] if differentiable else [INVARIANT]
@@ -118,14 +119,14 @@ def _assignments(
             yield tuple((form[0], form[1], strides[axis]) if axis in strides else form for axis, form in enumerate(forms))
 
 
-def _distributed_over(fitted: Fitted | None, size: int) -> Iterator[Form]:
+def _distributed_over(fitted: OpSharding | None, size: int) -> Iterator[Form]:
     """The distributed forms whose factors an axis of this size divides."""
     for number, form in enumerate(fitted.distributed if fitted else ()):
         for stride in list(fitted.chunks(form, size).values())[-1:]:  # type: ignore[union-attr]
             yield "D", number, stride
 
 
-def _apart(fitted: Fitted | None, forms: Sequence[Form]) -> bool:
+def _apart(fitted: OpSharding | None, forms: Sequence[Form]) -> bool:
     """Whether one form is distributed, and its factors are split by no other axis."""
     numbers = [number for kind, number, _ in forms if kind == "D"]
     return len(numbers) == 1 and {f for kind, f, _ in forms if kind == "S"}.isdisjoint(spread(fitted, numbers[0]))
@@ -158,7 +159,7 @@ def _nests(axes: list[int], forms: Sequence[Form], size: int, sizes: tuple[int, 
 
 
 def _states(
-    form: Form, fitted: Fitted | None, operand_grads: list[bool], result_grads: list[bool]
+    form: Form, fitted: OpSharding | None, operand_grads: list[bool], result_grads: list[bool]
 ) -> tuple[list[State], list[State]]:
     """What one form makes of every operand and result on its axis; without a gradient R is I."""
     kind, which, stride = form
@@ -189,7 +190,7 @@ def _states(
     )
 
 
-def _digit(dims: tuple[tuple[int, ...], ...], factor: int, stride: int, fitted: Fitted) -> State | None:
+def _digit(dims: tuple[tuple[int, ...], ...], factor: int, stride: int, fitted: OpSharding) -> State | None:
     """The split of the dim that has the factor, if one has: the factors to its right stretch the stride."""
     for dim, parts in enumerate(dims):
         if factor in parts:
@@ -199,7 +200,7 @@ def _digit(dims: tuple[tuple[int, ...], ...], factor: int, stride: int, fitted: 
     return None
 
 
-def _chunk(dims: tuple[tuple[int, ...], ...], form: Distributed, stride: int, fitted: Fitted) -> State | None:
+def _chunk(dims: tuple[tuple[int, ...], ...], form: ParallelForm, stride: int, fitted: OpSharding) -> State | None:
     """The split of the dim that has a factor of a distributed form; its last is split at this stride, the others alike."""
     *others, last = fitted.spread(form)
     ranks = fitted.factors[last].size // stride * (fitted.factors[others[0]].size if form.nested else 1)
@@ -207,7 +208,7 @@ def _chunk(dims: tuple[tuple[int, ...], ...], form: Distributed, stride: int, fi
     return next((state for state in found if state), None)
 
 
-def _factor_blocks(op: Op, fitted: Fitted, blocks: Mapping[str, Blocks]) -> list[tuple[int, ...]]:
+def _factor_blocks(op: Op, fitted: OpSharding, blocks: Mapping[str, Blocks]) -> list[tuple[int, ...]]:
     """Per factor, the block counts in which it may be split: those that every dim that has it knows."""
     names = (*op.operands, *(r.name for r in op.results))
     counts: list[tuple[int, ...]] = []

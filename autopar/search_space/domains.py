@@ -12,24 +12,27 @@ from autopar.ir.layout import I, Layout, storable, text
 from autopar.ir.program import Output, Parameter
 from autopar.search_space.candidates import Candidate, candidates
 from autopar.search_space.layout_graph import placeable, space, states
-from autopar.search_space.strategies import Demands
+from autopar.search_space.strategies import StrategyConstraints
 
 
 def offers(
-    analysis: Analysis, demands: Demands, sharded_outputs: Callable[[Output], bool]
+    analysis: Analysis, strategy_constraints: StrategyConstraints, sharded_outputs: Callable[[Output], bool]
 ) -> Iterator[tuple[str, list[Candidate]]]:
     """The candidates of every class that the demands allow. Raises ConstraintError where they allow none."""
-    return ((name, _accepted(analysis, name, found, demands)) for name, found in _all(analysis, demands, sharded_outputs))
+    return (
+        (name, _accepted(analysis, name, found, strategy_constraints))
+        for name, found in _all(analysis, strategy_constraints, sharded_outputs)
+    )
 
 
 def _all(
-    analysis: Analysis, demands: Demands, sharded_outputs: Callable[[Output], bool]
+    analysis: Analysis, strategy_constraints: StrategyConstraints, sharded_outputs: Callable[[Output], bool]
 ) -> Iterator[tuple[str, list[Candidate]]]:
     program, sizes = analysis.program, analysis.sizes
     whole = (I,) * len(sizes)
     for value in program.inputs:
         if analysis.classes.of[value.name] == value.name:
-            yield value.name, [Candidate(forms=(), operands=(), results=(demands.taken.get(value.name, whole),))]
+            yield value.name, [Candidate(forms=(), operands=(), results=(strategy_constraints.taken.get(value.name, whole),))]
     for parameter in (*program.parameters, *program.buffers):
         name = parameter.value.name
         if analysis.classes.of[name] == name:
@@ -70,20 +73,22 @@ def _all(
             yield OUTPUT + output.path, [Candidate(forms=(), operands=(whole,), results=())]
 
 
-def _accepted(analysis: Analysis, name: str, found: list[Candidate], demands: Demands) -> list[Candidate]:
+def _accepted(
+    analysis: Analysis, name: str, found: list[Candidate], strategy_constraints: StrategyConstraints
+) -> list[Candidate]:
     """The candidates of a class that the demands allow."""
     program = analysis.program
-    if name in demands.divided:
+    if name in strategy_constraints.divided:
         found = [c for c in found if c.results[0][-1].kind == "S"] or found
     results = [name] if name not in program.op else [r.name for r in program.op[name].results]
-    if not any(result in demands.patterns for result in results):
-        if demands.invariant:
+    if not any(result in strategy_constraints.patterns for result in results):
+        if strategy_constraints.invariant:
             return [c for c in found if all(state == I for layout in (*c.operands, *c.results) for state in layout)]
         return found
-    kept = [c for c in found if all(demands.accept(r, x) for r, x in zip(results, c.results, strict=True))]
+    kept = [c for c in found if all(strategy_constraints.accept(r, x) for r, x in zip(results, c.results, strict=True))]
     if not kept:
-        value = next(program.values[r] for r in results if r in demands.patterns)
-        pattern = demands.patterns[value.name]
+        value = next(program.values[r] for r in results if r in strategy_constraints.patterns)
+        pattern = strategy_constraints.patterns[value.name]
         asked = text(tuple(state or I for state in pattern), value.shape, analysis.sizes).split(", ")
         wanted = ", ".join("*" if state is None else entry for state, entry in zip(pattern, asked, strict=True))
         raise ConstraintError(
@@ -96,9 +101,7 @@ def _accepted(analysis: Analysis, name: str, found: list[Candidate], demands: De
     return kept
 
 
-def stored(
-    parameter: Parameter, sizes: tuple[int, ...], blocks: Blocks, true: tuple[int, ...] | None = None
-) -> list[Layout]:
+def stored(parameter: Parameter, sizes: tuple[int, ...], blocks: Blocks, true: tuple[int, ...] | None = None) -> list[Layout]:
     """The layouts in which a parameter or buffer may be stored, in its true shape if it is padded: every axis I or S."""
     if not parameter.used:
         return [(I,) * len(sizes)]

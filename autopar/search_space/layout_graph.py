@@ -19,7 +19,7 @@ from autopar.ir.layout import I, Layout, P, R, State, local_shape, split, valid
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Space:
+class LayoutGraph:
     """The layout graph of all values of one shape: nodes are layouts, arcs change the state of one axis.
 
     `source`, `target`, `axis` hold one entry per arc; `elements` is the local size of each node.
@@ -83,14 +83,16 @@ def _nested_tightly(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ..
 
 
 @functools.lru_cache(maxsize=4096)
-def space(shape: tuple[int, ...], sizes: tuple[int, ...], allowed: tuple[tuple[State, ...], ...], blocks: Blocks) -> Space:
+def space(
+    shape: tuple[int, ...], sizes: tuple[int, ...], allowed: tuple[tuple[State, ...], ...], blocks: Blocks
+) -> LayoutGraph:
     """The layout graph over the given states per axis."""
     nodes = tuple(layout for layout in itertools.product(*allowed) if placeable(layout, shape, sizes, blocks))
     index = {layout: i for i, layout in enumerate(nodes)}
     arcs = np.array([arc for i, layout in enumerate(nodes) for arc in _arcs(i, layout, index, allowed, sizes)], dtype=np.int64)
     source, target, axis, pair = arcs.reshape(-1, 4).T
     sizes_of = np.array([np.prod(local_shape(shape, layout, sizes), dtype=np.int64) for layout in nodes])
-    return Space(nodes=nodes, index=index, elements=sizes_of, source=source, target=target, axis=axis, pair=pair)
+    return LayoutGraph(nodes=nodes, index=index, elements=sizes_of, source=source, target=target, axis=axis, pair=pair)
 
 
 def _arcs(

@@ -22,7 +22,7 @@ from autopar.ir.conversion import CONVERSIONS
 from autopar.ir.layout import I, Layout, State, parse, split
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, Value, aten
-from autopar.operators import Fitted
+from autopar.operators import OpSharding
 
 STRATEGIES = ("auto", "ddp", "zero1", "zero2", "fsdp", "megatron", "replicate")
 SHARDED = ("zero1", "zero2", "fsdp")  # parameters are stored split on all axes, and gathered for use
@@ -31,7 +31,7 @@ Pattern = tuple[State | None, ...]  # a layout, None where an axis is free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demands:
+class StrategyConstraints:
     """What a strategy and the user's constraints ask for.
 
     `patterns` limits the layouts in which values are produced or stored, `taken` gives inputs that are sliced on arrival.
@@ -70,9 +70,9 @@ class Demands:
         return axis not in self.ungathered or forward in ("identity", "keep", "slice")
 
 
-def demands(
-    program: Program, mesh: Mesh, strategy: str, constraints: Mapping[str, str], fits: Mapping[str, Fitted | None]
-) -> Demands:
+def strategy_constraints(
+    program: Program, mesh: Mesh, strategy: str, constraints: Mapping[str, str], fits: Mapping[str, OpSharding | None]
+) -> StrategyConstraints:
     """The demands of a strategy, with the user's constraints on top; `fits` holds the rule of every op.
 
     Raises ConstraintError for a strategy that does not exist or does not fit, for a constraint that matches nothing, and for
@@ -84,9 +84,9 @@ def demands(
     patterns = constrained(program, mesh, constraints)
     sliced = {v.name: tuple(state or I for state in patterns[v.name]) for v in program.inputs if v.name in patterns}
     if strategy == "auto":
-        return Demands(patterns=patterns, taken=sliced)
+        return StrategyConstraints(patterns=patterns, taken=sliced)
     if strategy == "replicate":
-        return Demands(patterns=patterns, taken=sliced, invariant=True)
+        return StrategyConstraints(patterns=patterns, taken=sliced, invariant=True)
     weights = {p.value.name: p.value for p in program.parameters if p.used}
     last = len(mesh.sizes) - 1
     data = range(last if strategy == "megatron" else last + 1)
@@ -97,7 +97,7 @@ def demands(
     elif strategy == "megatron":
         stored = dict.fromkeys(weights, (*whole[:last], None))
     taken = _batch(program, mesh, strategy, data)
-    return Demands(
+    return StrategyConstraints(
         patterns=stored | patterns,
         taken=taken | sliced,
         weights=frozenset((*weights, *copies(program))),
@@ -197,7 +197,7 @@ def _inside(path: str, module: str) -> bool:
 
 
 def _multiplied(
-    program: Program, weights: Mapping[str, Value], fits: Mapping[str, Fitted | None], parts: int
+    program: Program, weights: Mapping[str, Value], fits: Mapping[str, OpSharding | None], parts: int
 ) -> frozenset[str]:
     """The matrices that only matrix products read, each of which takes them in so many parts (a grouped one may not)."""
     read: dict[str, list[bool]] = {name: [] for name, value in weights.items() if len(value.shape) > 1}
@@ -212,7 +212,7 @@ def _multiplied(
     return frozenset(name for name, able in read.items() if able and all(able))
 
 
-def _wanted_whole(program: Program, fits: Mapping[str, Fitted | None]) -> set[str]:
+def _wanted_whole(program: Program, fits: Mapping[str, OpSharding | None]) -> set[str]:
     """The values whose first dim some op cannot split: batch norm wants the whole batch, an op without rule wants
     everything."""
     found = set()
@@ -225,7 +225,7 @@ def _wanted_whole(program: Program, fits: Mapping[str, Fitted | None]) -> set[st
     return found
 
 
-def _compared(program: Program, fits: Mapping[str, Fitted | None], taken: Mapping[str, Layout]) -> set[str]:
+def _compared(program: Program, fits: Mapping[str, OpSharding | None], taken: Mapping[str, Layout]) -> set[str]:
     """The values with which an op compares samples of the batch: it has them along two factors, as a contrastive loss has, or
     along one that it needs whole."""
     found: set[str] = set()

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import AutoparError
-from autopar.solver.integer_program import MICROSECONDS, Model, Part
+from autopar.solver.integer_program import MICROSECONDS, IntegerProgram, SparseBlock
 from autopar.solver.problem import Floats, Ints, Row
 
 SURE = 0.9  # of a choice, from which on diving makes it
@@ -41,7 +41,7 @@ class SolverError(AutoparError):
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Found:
+class SolverResult:
     """Values of all columns; `objective` and the proven `bound` are in seconds (in the model's unit when it minimises
     memory)."""
 
@@ -57,7 +57,7 @@ class Search:
     """
 
     def __init__(
-        self, model: Model, *, time_limit: float, gap: float, patience: float = math.inf, quick: bool = False
+        self, model: IntegerProgram, *, time_limit: float, gap: float, patience: float = math.inf, quick: bool = False
     ) -> None:
         self.model, self.time_limit, self.gap, self.patience = model, min(time_limit, patience), gap, patience
         self.treated, self._part = False, 0.0 if quick else PART
@@ -116,7 +116,7 @@ class Search:
             len(part.lower), part.lower, part.upper, len(part.value), part.start[:-1], part.column, part.value
         )
 
-    def relax(self, cutoff: float = math.inf, *, soon: bool = False) -> Found | None:
+    def relax(self, cutoff: float = math.inf, *, soon: bool = False) -> SolverResult | None:
         """The optimum of the linear relaxation; None if there is none below `cutoff` (in the unit of an objective).
 
         With a finite `cutoff` there is something already: it is None too if finding less takes long; and so it is with `soon`.
@@ -142,9 +142,13 @@ class Search:
         if status != highspy.HighsModelStatus.kOptimal:
             raise SolverError(f"the relaxation was not solved: {self._relaxation.modelStatusToString(status)}")
         objective = self._relaxation.getInfo().objective_function_value / MICROSECONDS
-        return None if objective >= cutoff else Found(values=_values(self._relaxation), objective=objective, bound=objective)
+        return (
+            None
+            if objective >= cutoff
+            else SolverResult(values=_values(self._relaxation), objective=objective, bound=objective)
+        )
 
-    def proven(self, relaxed: Found | None, cutoff: float) -> float:
+    def proven(self, relaxed: SolverResult | None, cutoff: float) -> float:
         """What every solution costs at least, by what the last relaxation found below a cutoff."""
         return relaxed.bound if relaxed is not None else cutoff if self._ended else 0.0
 
@@ -152,25 +156,25 @@ class Search:
         """By how much a solution that takes it is dearer than the relaxation at least: each candidate, each arc; in seconds."""
         duals = np.maximum(np.array(self._relaxation.getSolution().col_dual), 0.0) / MICROSECONDS
         arcs = []
-        for wire, use, flows in zip(self.model.problem.wires, self.model.columns.use, self.model.flows, strict=True):
-            number, others = len(wire.seconds), [flow for flow in flows if flow != use]
+        for edge, use, flows in zip(self.model.problem.edges, self.model.columns.use, self.model.flows, strict=True):
+            number, others = len(edge.seconds), [flow for flow in flows if flow != use]
             ways = [duals[flow : flow + number] for flow in others] or [np.zeros(number)]
             arcs.append(duals[use : use + number] + np.minimum.reduce(ways))
         return [picks for _, picks in self._picks(duals)], arcs
 
-    def fractional(self, found: Found) -> int:
+    def fractional(self, found: SolverResult) -> int:
         """How many choices are not made wholly."""
         return sum(bool(_fractional(picks).any()) for _, picks in self._picks(found.values))
 
-    def partial(self, found: Found) -> bool:
+    def partial(self, found: SolverResult) -> bool:
         """Whether something is made again for a part of a member."""
         problem, columns = self.model.problem, self.model.columns
         firsts = [(first, len(problem.choices[choice].seconds)) for choice, first in columns.rerun.items()]
-        firsts += [(first, len(problem.wires[wire].seconds)) for wire, first in columns.resent.items()]
+        firsts += [(first, len(problem.edges[edge].seconds)) for edge, first in columns.resent.items()]
         firsts += [(first, len(nodes)) for first, nodes in columns.back.values()]
         return any(bool(_fractional(found.values[first : first + number]).any()) for first, number in firsts)
 
-    def settle(self, relaxed: Found) -> Found | None:
+    def settle(self, relaxed: SolverResult) -> SolverResult | None:
         """The best solution in which every choice that the relaxation made wholly stays; None if there is none."""
         solver = load(self.model.part())
         fixed = [
@@ -180,9 +184,9 @@ class Search:
         zeros = np.zeros(len(columns))
         solver.changeColsBounds(len(columns), columns, zeros, zeros)
         found = self._branched(solver, uses=True)
-        return None if found is None else Found(values=found.values, objective=found.objective, bound=relaxed.bound)
+        return None if found is None else SolverResult(values=found.values, objective=found.objective, bound=relaxed.bound)
 
-    def dive(self, relaxed: Found) -> Found | None:
+    def dive(self, relaxed: SolverResult) -> SolverResult | None:
         """A solution near the relaxation: what is nearly made is fixed and the rest relaxed again, until all is.
 
         A step that leads nowhere is taken back, and only the surest pick made. None if that leads nowhere either, or where too
@@ -204,17 +208,17 @@ class Search:
             values, left = _values(solver), left - solver.getInfo().simplex_iteration_count
         info = solver.getInfo()
         objective = info.objective_function_value / MICROSECONDS if made else relaxed.objective
-        return Found(values=values, objective=objective, bound=relaxed.bound)
+        return SolverResult(values=values, objective=objective, bound=relaxed.bound)
 
-    def anything(self, relaxed: Found, patience: float) -> Found | None:
+    def anything(self, relaxed: SolverResult, patience: float) -> SolverResult | None:
         """What `patience` seconds of branching find; None if that is nothing."""
         try:
             found = self.branch(None, uses=True, patience=patience)
         except SolverError:
             return None
-        return None if found is None else Found(values=found.values, objective=found.objective, bound=relaxed.bound)
+        return None if found is None else SolverResult(values=found.values, objective=found.objective, bound=relaxed.bound)
 
-    def branch(self, start: Found | None, *, uses: bool, patience: float = math.inf) -> Found | None:
+    def branch(self, start: SolverResult | None, *, uses: bool, patience: float = math.inf) -> SolverResult | None:
         """The optimum of the integer program within the gap; None if it is infeasible.
 
         `uses`: the use of every arc is whole, too. Without rows that count uses a route costs least when it is whole, so that
@@ -227,11 +231,11 @@ class Search:
             solver.setSolution(solution)
         return self._branched(solver, uses=uses, patience=patience)
 
-    def _branched(self, solver: highspy.Highs, *, uses: bool, patience: float = math.inf) -> Found | None:
+    def _branched(self, solver: highspy.Highs, *, uses: bool, patience: float = math.inf) -> SolverResult | None:
         whole = np.concatenate(self.model.integer)
         if uses:
-            for first, wire in zip(self.model.columns.use, self.model.problem.wires, strict=True):
-                whole[first : first + len(wire.seconds)] = True
+            for first, edge in zip(self.model.columns.use, self.model.problem.edges, strict=True):
+                whole[first : first + len(edge.seconds)] = True
         integer = np.flatnonzero(whole).astype(np.int32)
         solver.changeColsIntegrality(len(integer), integer, np.full(len(integer), INTEGER))
         solver.setOptionValue("time_limit", min(self.time_limit, patience))
@@ -242,7 +246,7 @@ class Search:
         info = solver.getInfo()
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             raise SolverError(f"no plan was found in {self.time_limit:g} s", fix="a coarser mesh, or fewer constraints")
-        return Found(
+        return SolverResult(
             values=_values(solver),
             objective=info.objective_function_value / MICROSECONDS,
             bound=info.mip_dual_bound / MICROSECONDS,
@@ -254,7 +258,7 @@ class Search:
             yield first, values[first : first + len(choice.seconds)]
 
 
-def load(part: Part) -> highspy.Highs:
+def load(part: SparseBlock) -> highspy.Highs:
     """A HiGHS object with a whole program in it, silent and repeatable."""
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(part.cost), len(part.lower)

@@ -33,7 +33,19 @@ import numpy as np
 import numpy.typing as npt
 import pulp
 
-from autopar.solver.problem import PRODUCER, Consumer, Floats, Ints, Kept, Least, Problem, Row, Toll, Wire, homes
+from autopar.solver.problem import (
+    PRODUCER,
+    Consumer,
+    Edge,
+    FixedCharge,
+    Floats,
+    InFlightTerm,
+    Ints,
+    Problem,
+    RetainedTerm,
+    Row,
+    homes,
+)
 
 HEAVY = 1e4  # the weight of memory where memory is what counts, large beside HiGHS's tolerances
 LIGHT = 1e-3  # how much time weighs beside memory where memory is what counts
@@ -57,7 +69,7 @@ class Columns:
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Entry:
+class RowEntry:
     """`number` rows of the matrix with equal bounds, the first of them row `row`; `rows` counts from there."""
 
     row: int
@@ -70,7 +82,7 @@ class Entry:
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Part:
+class SparseBlock:
     """Columns and rows of a program, row by row: entries `start[i]` to `start[i + 1]` are those of row i."""
 
     cost: Floats
@@ -82,26 +94,26 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class End:
+class ColumnRef:
     """Columns that stand for layouts of a wire: column i for layout `nodes[i]`, times `values[i]`."""
 
     nodes: Ints
     columns: Ints
     values: Floats
 
-    def times(self, factor: float) -> End:
+    def times(self, factor: float) -> ColumnRef:
         return replace(self, values=factor * self.values)
 
 
-class Model:
+class IntegerProgram:
     """The program of a problem as a sparse matrix: `lower <= A x <= upper`, `x >= 0`, and costs in microseconds."""
 
-    def __init__(self, problem: Problem, *, tolls: bool = True) -> None:
+    def __init__(self, problem: Problem, *, fixed_charges: bool = True) -> None:
         self.problem = problem
         self.columns = Columns()
         self.cost: list[Floats] = []
         self.integer: list[npt.NDArray[np.bool_]] = []
-        self._entries: list[Entry] = []
+        self._entries: list[RowEntry] = []
         self.rows = 0
         self._bounded: dict[str, tuple[int, float]] = {}  # rows by name: the place of the entry, and its unit
         self.peak: tuple[int, float] | None = None
@@ -110,37 +122,37 @@ class Model:
             self.columns.pick.append(self._columns(choice.seconds, integer=True))
             number = len(choice.seconds)
             self._add(np.zeros(number, np.int64), self.columns.pick[-1] + np.arange(number), np.ones(number), 1, 1.0, 1.0)
-        self.flows = [self._wire(wire) for wire in problem.wires]
-        if tolls:
+        self.flows = [self._wire(edge) for edge in problem.edges]
+        if fixed_charges:
             self.levy()
 
     def levy(self) -> None:
         """(toll): a unit goes at most once along an axis in one way."""
-        for toll in self.problem.tolls:
-            if all(way.consumers is not None for way in toll.ways):
-                self._toll(toll)
+        for fixed_charge in self.problem.fixed_charges:
+            if all(way.consumers is not None for way in fixed_charge.ways):
+                self._toll(fixed_charge)
 
     def treat(self) -> None:
         """(again): what may be made again, with its tolls."""
         for number, choice in enumerate(self.problem.choices):
-            if choice.again is not None:
-                self.columns.rerun[number] = self._again(choice.again, choice.count, self.columns.pick[number])
-        for number, wire in enumerate(self.problem.wires):
-            if wire.again is not None and len(wire.again):
-                self.columns.resent[number] = self._again(wire.again, wire.count, self.columns.use[number])
-                self._tree(wire, self.columns.use[number])
-            if wire.away is not None and len(nodes := np.flatnonzero(np.isfinite(wire.away))):
-                self.columns.back[number] = self._columns(wire.away[nodes] / wire.count), nodes
-        for toll in self.problem.tolls:
-            if any(way.consumers is None for way in toll.ways):
-                self._toll(toll)
+            if choice.recompute is not None:
+                self.columns.rerun[number] = self._again(choice.recompute, choice.count, self.columns.pick[number])
+        for number, edge in enumerate(self.problem.edges):
+            if edge.recompute is not None and len(edge.recompute):
+                self.columns.resent[number] = self._again(edge.recompute, edge.count, self.columns.use[number])
+                self._tree(edge, self.columns.use[number])
+            if edge.offload is not None and len(nodes := np.flatnonzero(np.isfinite(edge.offload))):
+                self.columns.back[number] = self._columns(edge.offload[nodes] / edge.count), nodes
+        for fixed_charge in self.problem.fixed_charges:
+            if any(way.consumers is None for way in fixed_charge.ways):
+                self._toll(fixed_charge)
 
-    def _tree(self, wire: Wire, use: int) -> None:
+    def _tree(self, edge: Edge, use: int) -> None:
         """(tree): layouts that come from each other in a circle would make each other again."""
-        moved, lies = np.flatnonzero(~wire.free), homes(wire)
-        made = self.columns.pick[wire.producer] + np.arange(len(wire.produced))
-        nodes, columns = np.append(wire.target[moved], wire.produced), np.append(use + moved, made)
-        self._add(lies[nodes], columns, np.ones(len(nodes)), wire.nodes, -np.inf, 1.0)
+        moved, lies = np.flatnonzero(~edge.free), homes(edge)
+        made = self.columns.pick[edge.producer] + np.arange(len(edge.produced))
+        nodes, columns = np.append(edge.target[moved], edge.produced), np.append(use + moved, made)
+        self._add(lies[nodes], columns, np.ones(len(nodes)), edge.nodes, -np.inf, 1.0)
 
     def _again(self, seconds: Floats, count: int, whole: int) -> int:
         """Columns that count members, at most `count` of them where the whole column is 1; none where seconds are infinite."""
@@ -154,14 +166,14 @@ class Model:
         self._add(np.zeros(len(never), np.int64), members + never, np.ones(len(never)), 1, 0.0, 0.0)
         return members
 
-    def _toll(self, toll: Toll) -> None:
-        paid = self._columns(np.array([toll.seconds]))
-        for way in toll.ways:
+    def _toll(self, fixed_charge: FixedCharge) -> None:
+        paid = self._columns(np.array([fixed_charge.seconds]))
+        for way in fixed_charge.ways:
             if way.consumers is None:
-                resent = self.columns.resent.get(way.wire)  # none where a wire has no arc
-                firsts, each = [] if resent is None else [resent], -1.0 / self.problem.wires[way.wire].count
+                resent = self.columns.resent.get(way.edge)  # none where a wire has no arc
+                firsts, each = [] if resent is None else [resent], -1.0 / self.problem.edges[way.edge].count
             else:
-                firsts, each = [self.flows[way.wire][place] for place in sorted(way.consumers)], -1.0
+                firsts, each = [self.flows[way.edge][place] for place in sorted(way.consumers)], -1.0
             for first in firsts:
                 column = np.append(first + np.flatnonzero(way.arcs), paid)
                 value = np.append(np.full(len(column) - 1, each), 1.0)
@@ -175,21 +187,21 @@ class Model:
     def _add(self, row: Ints, column: Ints, value: Floats, rows: int, lower: float, upper: float) -> None:
         """Append `rows` rows with the same bounds; `row` counts from the first of them."""
         self._entries.append(
-            Entry(row=self.rows, number=rows, lower=lower, upper=upper, rows=row, columns=column, values=value)
+            RowEntry(row=self.rows, number=rows, lower=lower, upper=upper, rows=row, columns=column, values=value)
         )
         self.rows += rows
 
-    def _wire(self, wire: Wire) -> list[int]:
+    def _wire(self, edge: Edge) -> list[int]:
         """The columns and rows of a wire; the first column of each consumer's flow."""
-        arcs, every = len(wire.seconds), frozenset(range(len(wire.consumers)))
-        seconds = wire.seconds + sum((s.seconds for s in wire.surcharges if s.consumers == every), np.zeros(arcs))
+        arcs, every = len(edge.seconds), frozenset(range(len(edge.consumers)))
+        seconds = edge.seconds + sum((s.seconds for s in edge.conditional_costs if s.consumers == every), np.zeros(arcs))
         use = self._columns(seconds, integer=len(every) > 1)
         flows = [self._columns(np.zeros(arcs)) if len(every) > 1 else use for _ in every]
-        for consumer, flow in zip(wire.consumers, flows, strict=True):
-            self._route(wire, consumer, flow)
+        for consumer, flow in zip(edge.consumers, flows, strict=True):
+            self._route(edge, consumer, flow)
             if flow != use:
                 self._at_least(use, flow, arcs)
-        for surcharge in wire.surcharges:
+        for surcharge in edge.conditional_costs:
             if surcharge.consumers and surcharge.consumers != every:
                 due = self._columns(surcharge.seconds)
                 for place in sorted(surcharge.consumers):
@@ -209,19 +221,19 @@ class Model:
             np.inf,
         )
 
-    def _route(self, wire: Wire, consumer: Consumer, flow: int) -> None:
+    def _route(self, edge: Edge, consumer: Consumer, flow: int) -> None:
         """(route): a unit runs from the node that the producer's pick names to the one that the consumer's pick wants."""
-        arcs = np.arange(len(wire.seconds))
+        arcs = np.arange(len(edge.seconds))
         parts = [
-            (wire.produced, self.columns.pick[wire.producer] + np.arange(len(wire.produced)), 1.0),
-            (wire.target, flow + arcs, 1.0),
-            (wire.source, flow + arcs, -1.0),
+            (edge.produced, self.columns.pick[edge.producer] + np.arange(len(edge.produced)), 1.0),
+            (edge.target, flow + arcs, 1.0),
+            (edge.source, flow + arcs, -1.0),
             (consumer.wants, self.columns.pick[consumer.choice] + np.arange(len(consumer.wants)), -1.0),
         ]
         row = np.concatenate([nodes for nodes, _, _ in parts])
         column = np.concatenate([columns for _, columns, _ in parts])
         value = np.concatenate([np.full(len(nodes), sign) for nodes, _, sign in parts])
-        self._add(row, column, value, wire.nodes, 0.0, 0.0)
+        self._add(row, column, value, edge.nodes, 0.0, 0.0)
 
     def minimise_peak(self, scale: float, seconds: float) -> None:
         """From now on the objective is the most bytes that any row has, in units of `scale`, and next to nothing the time in
@@ -244,9 +256,9 @@ class Model:
     def bound(self, row: Row) -> None:
         """(budget), with (keep) where a value is kept for several or may be gone, and (least)."""
         columns = [self.columns.pick[choice] + np.arange(len(b)) for choice, b in row.picks.items()]
-        columns += [self.columns.use[wire] + np.arange(len(b)) for wire, b in row.uses.items()]
+        columns += [self.columns.use[edge] + np.arange(len(b)) for edge, b in row.uses.items()]
         values = [*row.picks.values(), *row.uses.values()]
-        for choice, bytes_of in row.again.items():
+        for choice, bytes_of in row.recompute.items():
             if choice in self.columns.rerun:
                 columns.append(self.columns.rerun[choice] + np.arange(len(bytes_of)))
                 values.append(bytes_of / self.problem.choices[choice].count)
@@ -267,33 +279,33 @@ class Model:
         column, value = np.concatenate(columns), np.concatenate(values) / scale
         self._add(np.zeros(len(column), np.int64), column, value, 1, -np.inf, (limit - row.constant) / scale)
 
-    def _keep(self, kept: Kept) -> tuple[Ints, Floats]:
+    def _keep(self, kept: RetainedTerm) -> tuple[Ints, Floats]:
         """(keep): the columns that say what is kept of a wire, and their bytes."""
-        wire = self.problem.wires[kept.wire]
-        there, ends = ([self._end(wire, end) for end in some] for some in (kept.there, kept.keepers))
-        again = [end.times(1 / kept.part) for end in self._made(kept.wire)]
-        reruns = [end for reader in kept.reruns if (end := self._rerun(kept.wire, reader)) is not None]
-        reruns += self._resent(kept.wire, wire.source)
-        given = [self._end(wire, PRODUCER)] if kept.given else []
-        made = again + given if kept.gone else given
+        edge = self.problem.edges[kept.edge]
+        there, ends = ([self._end(edge, end) for end in some] for some in (kept.there, kept.keepers))
+        recompute = [end.times(1 / kept.part) for end in self._made(kept.edge)]
+        reruns = [end for reader in kept.reruns if (end := self._rerun(kept.edge, reader)) is not None]
+        reruns += self._resent(kept.edge, edge.source)
+        given = [self._end(edge, PRODUCER)] if kept.given else []
+        made = recompute + given if kept.gone else given
         if len(there) + len(ends) == 1 and not reruns and not made:
             (end,) = (*there, *ends)
             return end.columns, kept.bytes[kept.home(end.nodes)]
-        nodes = np.arange(wire.nodes)
+        nodes = np.arange(edge.nodes)
         keep = self._columns(np.zeros(len(nodes))) + nodes
-        for needed, less in ((there, given), (ends, made), (reruns, again + given)):
+        for needed, less in ((there, given), (ends, made), (reruns, recompute + given)):
             for end in needed:
-                parts = [End(nodes=nodes, columns=keep, values=np.ones(len(nodes))), end.times(-1.0), *less]
+                parts = [ColumnRef(nodes=nodes, columns=keep, values=np.ones(len(nodes))), end.times(-1.0), *less]
                 self._add(
                     kept.home(np.concatenate([part.nodes for part in parts])), np.concatenate([part.columns for part in parts]),
                     np.concatenate([part.values for part in parts]), len(nodes), 0.0, np.inf,
                 )  # fmt: skip
         return keep, kept.bytes
 
-    def _least(self, least: Least) -> tuple[Ints, Floats]:
+    def _least(self, least: InFlightTerm) -> tuple[Ints, Floats]:
         """(least): the columns that say how much is on its way at least, and the bytes of each step up."""
-        wire = self.problem.wires[least.wire]
-        ends = [self._end(wire, end) for end in range(PRODUCER, len(wire.consumers))]
+        edge = self.problem.edges[least.edge]
+        ends = [self._end(edge, end) for end in range(PRODUCER, len(edge.consumers))]
         sizes = np.unique(np.concatenate([least.bytes[end.nodes] for end in ends]))
         most = min(float(least.bytes[end.nodes].max()) for end in ends)
         steps, first = sizes[(sizes > sizes[0]) & (sizes <= most)], self._columns(np.zeros(int((sizes <= most).sum()) - 1))
@@ -306,45 +318,45 @@ class Model:
         steps = np.diff(np.concatenate([sizes[:1], steps]))
         return np.concatenate([ends[0].columns, first + np.arange(len(steps))]), np.concatenate([always, steps])
 
-    def _end(self, wire: Wire, keeper: int) -> End:
+    def _end(self, edge: Edge, keeper: int) -> ColumnRef:
         """The pick columns at one end of a wire, and the layout that each of them has there."""
-        choice, nodes = wire.producer, wire.produced
+        choice, nodes = edge.producer, edge.produced
         if keeper != PRODUCER:
-            choice, nodes = wire.consumers[keeper].choice, wire.consumers[keeper].wants
-        return End(nodes=nodes, columns=self.columns.pick[choice] + np.arange(len(nodes)), values=np.ones(len(nodes)))
+            choice, nodes = edge.consumers[keeper].choice, edge.consumers[keeper].wants
+        return ColumnRef(nodes=nodes, columns=self.columns.pick[choice] + np.arange(len(nodes)), values=np.ones(len(nodes)))
 
-    def _rerun(self, number: int, keeper: int) -> End | None:
+    def _rerun(self, number: int, keeper: int) -> ColumnRef | None:
         """The same of the columns that run one end again; None if it may not."""
-        wire = self.problem.wires[number]
-        choice, nodes = wire.producer, wire.produced
+        edge = self.problem.edges[number]
+        choice, nodes = edge.producer, edge.produced
         if keeper != PRODUCER:
-            choice, nodes = wire.consumers[keeper].choice, wire.consumers[keeper].wants
+            choice, nodes = edge.consumers[keeper].choice, edge.consumers[keeper].wants
         if choice not in self.columns.rerun:
             return None
         columns = self.columns.rerun[choice] + np.arange(len(nodes))
-        return End(nodes=nodes, columns=columns, values=np.full(len(nodes), 1.0 / self.problem.choices[choice].count))
+        return ColumnRef(nodes=nodes, columns=columns, values=np.full(len(nodes), 1.0 / self.problem.choices[choice].count))
 
-    def _made(self, number: int) -> list[End]:
+    def _made(self, number: int) -> list[ColumnRef]:
         """What has a layout of a wire there again."""
-        produced, wire = self._rerun(number, PRODUCER), self.problem.wires[number]
-        found = ([] if produced is None else [produced]) + self._resent(number, wire.target)
+        produced, edge = self._rerun(number, PRODUCER), self.problem.edges[number]
+        found = ([] if produced is None else [produced]) + self._resent(number, edge.target)
         if number in self.columns.back:
             first, nodes = self.columns.back[number]
-            columns, values = first + np.arange(len(nodes)), np.full(len(nodes), 1.0 / wire.count)
-            found.append(End(nodes=nodes, columns=columns, values=values))
+            columns, values = first + np.arange(len(nodes)), np.full(len(nodes), 1.0 / edge.count)
+            found.append(ColumnRef(nodes=nodes, columns=columns, values=values))
         return found
 
-    def _resent(self, number: int, nodes: Ints) -> list[End]:
+    def _resent(self, number: int, nodes: Ints) -> list[ColumnRef]:
         """Conversions that are done again, at their sources or at their targets; what stays where it is makes nothing."""
         if number not in self.columns.resent:
             return []
-        wire = self.problem.wires[number]
-        assert wire.again is not None
-        moved = np.flatnonzero(~wire.free & np.isfinite(wire.again))
+        edge = self.problem.edges[number]
+        assert edge.recompute is not None
+        moved = np.flatnonzero(~edge.free & np.isfinite(edge.recompute))
         columns = self.columns.resent[number] + moved
-        return [End(nodes=nodes[moved], columns=columns, values=np.full(len(moved), 1.0 / wire.count))]
+        return [ColumnRef(nodes=nodes[moved], columns=columns, values=np.full(len(moved), 1.0 / edge.count))]
 
-    def part(self, column: int = 0, row: int = 0) -> Part:
+    def part(self, column: int = 0, row: int = 0) -> SparseBlock:
         """The columns from `column` and the rows from `row` on, as arrays; entries of the same place are added."""
         entries = [entry for entry in self._entries if entry.row >= row]
         rows = np.concatenate([np.zeros(0, np.int64), *(entry.row + entry.rows for entry in entries)]) - row
@@ -354,7 +366,7 @@ class Model:
         places, inverse = np.unique(key, return_inverse=True)
         total = np.bincount(inverse, weights=values, minlength=len(places))
         places, total = places[total != 0], total[total != 0]
-        return Part(
+        return SparseBlock(
             cost=(np.concatenate(self.cost) + self._tie_break())[column:],
             lower=np.concatenate([np.full(e.number, e.lower) for e in self._entries if e.row >= row] or [np.zeros(0)]),
             upper=np.concatenate([np.full(e.number, e.upper) for e in self._entries if e.row >= row] or [np.zeros(0)]),

@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solver.problem import Again, Choice, Consumer, Floats, Ints, Problem, Row, Solution, Wire
+from autopar.solver.problem import Choice, Consumer, Edge, Floats, Ints, Problem, RecomputeCounts, Row, Solution
 
 SAME = 1e-9  # relative difference at which two prices count as equal
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Merged:
+class Aggregated:
     """A smaller problem and the way back.
 
-    Candidate c of merged choice `leader[o]` stands for candidate `pick[o][c]` of the original choice o; `choice` and `wire`
+    Candidate c of merged choice `leader[o]` stands for candidate `pick[o][c]` of the original choice o; `choice` and `edge`
     give the new places of what is left.
     """
 
@@ -33,27 +33,27 @@ class Merged:
     leader: tuple[int, ...]
     pick: tuple[Ints, ...]
     choice: Mapping[int, int]
-    wire: Mapping[int, int]
+    edge: Mapping[int, int]
 
     def expand(self, solution: Solution) -> Solution:
         """The solution of the original problem: a merged wire needs no conversion."""
         picks = tuple(
             int(pick[solution.picks[self.choice[leader]]]) for leader, pick in zip(self.leader, self.pick, strict=True)
         )
-        arcs = tuple(solution.arcs[self.wire[w]] if w in self.wire else () for w in range(len(self.original.wires)))
-        back = {place: w for w, place in self.wire.items()}
-        rerun = {o: solution.again.choices.get(self.choice[leader], 0) for o, leader in enumerate(self.leader)}
-        again = Again(
+        arcs = tuple(solution.arcs[self.edge[w]] if w in self.edge else () for w in range(len(self.original.edges)))
+        back = {place: w for w, place in self.edge.items()}
+        rerun = {o: solution.recompute.choices.get(self.choice[leader], 0) for o, leader in enumerate(self.leader)}
+        recompute = RecomputeCounts(
             choices={o: members for o, members in rerun.items() if members},
-            arcs={(back[w], arc): members for (w, arc), members in solution.again.arcs.items()},
-            away={(back[w], node): members for (w, node), members in solution.again.away.items()},
+            arcs={(back[w], arc): members for (w, arc), members in solution.recompute.arcs.items()},
+            offload={(back[w], node): members for (w, node), members in solution.recompute.offload.items()},
         )
-        return replace(solution, picks=picks, arcs=arcs, again=again)
+        return replace(solution, picks=picks, arcs=arcs, recompute=recompute)
 
     def row(self, row: Row) -> Row:
         """A row of the original problem, said of the merged one."""
         picks: dict[int, Floats] = {}
-        again: dict[int, Floats] = {}
+        recompute: dict[int, Floats] = {}
 
         def add(found: dict[int, Floats], choice: int, bytes_of: Floats) -> None:
             place = self.choice[self.leader[choice]]
@@ -61,65 +61,65 @@ class Merged:
 
         for choice, bytes_of in row.picks.items():
             add(picks, choice, bytes_of)
-        for choice, bytes_of in row.again.items():
-            add(again, choice, bytes_of)
+        for choice, bytes_of in row.recompute.items():
+            add(recompute, choice, bytes_of)
         kept = []
         for entry in row.kept:
-            wire = self.original.wires[entry.wire]
-            if entry.wire in self.wire:
-                kept.append(replace(entry, wire=self.wire[entry.wire]))
+            edge = self.original.edges[entry.edge]
+            if entry.edge in self.edge:
+                kept.append(replace(entry, edge=self.edge[entry.edge]))
             elif entry.there or entry.keepers:  # a follower runs again with its leader: what is between them is made again
                 if not entry.given:
-                    add(picks, wire.producer, entry.bytes[wire.produced])
+                    add(picks, edge.producer, entry.bytes[edge.produced])
                 if not entry.given and not entry.there and entry.gone:
-                    add(again, wire.producer, -entry.bytes[wire.produced])
+                    add(recompute, edge.producer, -entry.bytes[edge.produced])
         least = []
         for one in row.least:
-            if one.wire in self.wire:
-                least.append(replace(one, wire=self.wire[one.wire]))
+            if one.edge in self.edge:
+                least.append(replace(one, edge=self.edge[one.edge]))
             else:
-                producer = self.original.wires[one.wire]
+                producer = self.original.edges[one.edge]
                 add(picks, producer.producer, one.bytes[producer.produced])
-        uses = {self.wire[w]: bytes_of for w, bytes_of in row.uses.items() if w in self.wire}
-        return replace(row, picks=picks, again=again, uses=uses, kept=tuple(kept), least=tuple(least))
+        uses = {self.edge[w]: bytes_of for w, bytes_of in row.uses.items() if w in self.edge}
+        return replace(row, picks=picks, recompute=recompute, uses=uses, kept=tuple(kept), least=tuple(least))
 
 
-def merge_followers(problem: Problem) -> Merged:
+def merge_followers(problem: Problem) -> Aggregated:
     """Merge every follower into its leader."""
     leader = list(range(len(problem.choices)))
     pick: list[Ints] = [np.arange(len(c.seconds)) for c in problem.choices]
     outputs: dict[int, list[int]] = {}
     inputs: dict[int, list[int]] = {}
-    for w, wire in enumerate(problem.wires):
-        outputs.setdefault(wire.producer, []).append(w)
-        for consumer in wire.consumers:
+    for w, edge in enumerate(problem.edges):
+        outputs.setdefault(edge.producer, []).append(w)
+        for consumer in edge.consumers:
             inputs.setdefault(consumer.choice, []).append(w)
     gone: set[int] = set()
     for follower in range(len(problem.choices)):
-        wires = inputs.get(follower, [])
-        if len(wires) != 1 or len(problem.wires[wires[0]].consumers) != 1:
+        edges = inputs.get(follower, [])
+        if len(edges) != 1 or len(problem.edges[edges[0]].consumers) != 1:
             continue
-        wire = problem.wires[wires[0]]
-        first = leader[wire.producer]
-        produced = wire.produced[pick[wire.producer]]  # the layout before the follower, per candidate of the leader
-        after = _follow(problem, wire, produced, [problem.wires[w] for w in outputs.get(follower, [])])
-        if after is None or outputs[wire.producer] != [wires[0]]:
+        edge = problem.edges[edges[0]]
+        first = leader[edge.producer]
+        produced = edge.produced[pick[edge.producer]]  # the layout before the follower, per candidate of the leader
+        after = _follow(problem, edge, produced, [problem.edges[w] for w in outputs.get(follower, [])])
+        if after is None or outputs[edge.producer] != [edges[0]]:
             continue
         leader[follower], pick[follower] = first, after
-        gone.add(wires[0])
+        gone.add(edges[0])
     return _rebuild(problem, leader, pick, gone)
 
 
-def _follow(problem: Problem, wire: Wire, produced: Ints, results: list[Wire]) -> Ints | None:
+def _follow(problem: Problem, edge: Edge, produced: Ints, results: list[Edge]) -> Ints | None:
     """The follower's candidate for each layout its operand may be produced in; None if merging would not be exact."""
-    consumer = wire.consumers[0]
+    consumer = edge.consumers[0]
     if problem.choices[consumer.choice].seconds.any() or len(set(consumer.wants.tolist())) != len(consumer.wants):
         return None
     of = {node: c for c, node in enumerate(consumer.wants.tolist())}
     if not results or any(node not in of for node in produced.tolist()):
         return None
     after = [dict(zip(zip(r.source.tolist(), r.target.tolist(), strict=True), _due(r).tolist(), strict=True)) for r in results]
-    for s, t, seconds in zip(wire.source.tolist(), wire.target.tolist(), _due(wire), strict=True):
+    for s, t, seconds in zip(edge.source.tolist(), edge.target.tolist(), _due(edge), strict=True):
         if s in of and t in of:
             ends = ((int(r.produced[of[s]]), int(r.produced[of[t]])) for r in results)
             later = sum(arcs.get(end, np.inf) for arcs, end in zip(after, ends, strict=True))
@@ -128,34 +128,36 @@ def _follow(problem: Problem, wire: Wire, produced: Ints, results: list[Wire]) -
     return np.array([of[node] for node in produced.tolist()], dtype=np.int64)
 
 
-def _due(wire: Wire) -> Floats:
+def _due(edge: Edge) -> Floats:
     """Seconds of each arc with everything that may be due on it."""
-    surcharges = (s.seconds for s in wire.surcharges if s.consumers)
-    return np.asarray(wire.seconds + sum(surcharges, np.zeros(len(wire.seconds))))
+    conditional_costs = (s.seconds for s in edge.conditional_costs if s.consumers)
+    return np.asarray(edge.seconds + sum(conditional_costs, np.zeros(len(edge.seconds))))
 
 
-def _rebuild(problem: Problem, leader: list[int], pick: list[Ints], gone: set[int]) -> Merged:
+def _rebuild(problem: Problem, leader: list[int], pick: list[Ints], gone: set[int]) -> Aggregated:
     kept = [o for o in range(len(problem.choices)) if leader[o] == o]
     choice = {o: i for i, o in enumerate(kept)}
-    wires = [w for w in range(len(problem.wires)) if w not in gone]
+    edges = [w for w in range(len(problem.edges)) if w not in gone]
 
     def consumer(old: Consumer) -> Consumer:
         return replace(old, choice=choice[leader[old.choice]], wants=old.wants[pick[old.choice]])
 
     new = [
         replace(
-            wire, producer=choice[leader[wire.producer]], produced=wire.produced[pick[wire.producer]],
-            consumers=tuple(map(consumer, wire.consumers)),
+            edge, producer=choice[leader[edge.producer]], produced=edge.produced[pick[edge.producer]],
+            consumers=tuple(map(consumer, edge.consumers)),
         )
-        for wire in (problem.wires[w] for w in wires)
+        for edge in (problem.edges[w] for w in edges)
     ]  # fmt: skip
     choices: tuple[Choice, ...] = tuple(problem.choices[o] for o in kept)
-    places = {w: i for i, w in enumerate(wires)}
-    tolls = tuple(
-        replace(toll, ways=tuple(replace(way, wire=places[way.wire]) for way in toll.ways if way.wire in places))
-        for toll in problem.tolls
+    places = {w: i for i, w in enumerate(edges)}
+    fixed_charges = tuple(
+        replace(
+            fixed_charge, ways=tuple(replace(way, edge=places[way.edge]) for way in fixed_charge.ways if way.edge in places)
+        )
+        for fixed_charge in problem.fixed_charges
     )
-    return Merged(
-        original=problem, problem=Problem(choices=choices, wires=tuple(new), tolls=tolls), leader=tuple(leader),
-        pick=tuple(pick), choice=choice, wire=places,
+    return Aggregated(
+        original=problem, problem=Problem(choices=choices, edges=tuple(new), fixed_charges=fixed_charges), leader=tuple(leader),
+        pick=tuple(pick), choice=choice, edge=places,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """The planning problem, free of tensors: choices to make, wires that carry values between them, rows that bound memory.
 
-A `Choice` is an op (or a given tensor, or an output) with its candidates; a `Wire` is a value with its layout graph. Costs are
+A `Choice` is an op (or a given tensor, or an output) with its candidates; a `Edge` is a value with its layout graph. Costs are
 seconds for all members of a class together. The solver sees nothing else, so that small problems can be written by hand and
 checked by enumeration.
 
@@ -31,14 +31,14 @@ Arcs = tuple[tuple[int, ...], ...]  # the arcs used per wire
 class Choice:
     """Pick one candidate; candidate c costs `seconds[c]`. Among solutions of equal price that of the least `tie` wins.
 
-    To run all `count` members again costs `again[c]` seconds; None if they must not.
+    To run all `count` members again costs `recompute[c]` seconds; None if they must not.
     """
 
     name: str
     seconds: Floats
     tie: Floats
     count: int = 1
-    again: Floats | None = None
+    recompute: Floats | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -50,15 +50,15 @@ class Consumer:
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Surcharge:
-    """Seconds per arc, paid once if the arc leads to any of these consumers (places in `Wire.consumers`)."""
+class ConditionalCost:
+    """Seconds per arc, paid once if the arc leads to any of these consumers (places in `Edge.consumers`)."""
 
     seconds: Floats
     consumers: frozenset[int]
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Wire:
+class Edge:
     """A value on its way from its producer to its consumers through its layout graph.
 
     Candidate c of the producer leaves the value in layout `produced[c]`; arc a turns layout `source[a]` into `target[a]` for
@@ -74,25 +74,25 @@ class Wire:
     source: Ints
     target: Ints
     seconds: Floats
-    surcharges: tuple[Surcharge, ...]
+    conditional_costs: tuple[ConditionalCost, ...]
     free: Bools  # arcs that leave the value where it is in memory
     count: int = 1
-    again: Floats | None = None  # seconds per arc to convert all `count` members once more, inf where they must not
-    away: Floats | None = None  # seconds per layout to move all members to the host and back, inf where they must not
+    recompute: Floats | None = None  # seconds per arc to convert all `count` members once more, inf where they must not
+    offload: Floats | None = None  # seconds per layout to move all members to the host and back, inf where they must not
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Way:
-    """These arcs of a wire, where they lead to any of these consumers (places in `Wire.consumers`); None: where they are gone
+class ChargeTrigger:
+    """These arcs of a wire, where they lead to any of these consumers (places in `Edge.consumers`); None: where they are gone
     again."""
 
-    wire: int
+    edge: int
     consumers: frozenset[int] | None
     arcs: Bools
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Toll:
+class FixedCharge:
     """Seconds paid once if any of the ways is gone: the latency of a message in which several values travel.
 
     Of messages that are sent again, as many are paid as the largest share of members that goes any of the ways.
@@ -100,7 +100,7 @@ class Toll:
 
     name: str
     seconds: float
-    ways: tuple[Way, ...]
+    ways: tuple[ChargeTrigger, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -116,14 +116,14 @@ class Row:
     limit: float
     picks: Mapping[int, Floats]
     uses: Mapping[int, Floats]
-    kept: tuple[Kept, ...]
-    least: tuple[Least, ...] = ()
-    again: Mapping[int, Floats] = field(default_factory=dict)
+    kept: tuple[RetainedTerm, ...]
+    least: tuple[InFlightTerm, ...] = ()
+    recompute: Mapping[int, Floats] = field(default_factory=dict)
     constant: float = 0.0
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Kept:
+class RetainedTerm:
     """`bytes[l]` for each layout l of a wire that something needs; PRODUCER needs what it produced.
 
     `there` and `keepers` need it in any case, `reruns` (consumers too) for as many members as run again, and a conversion done
@@ -132,7 +132,7 @@ class Kept:
     which it is produced. Layout l lies in the memory of layout `homes[l]`. It is said of the first members, a `part` of all.
     """
 
-    wire: int
+    edge: int
     keepers: tuple[int, ...]
     bytes: Floats
     there: tuple[int, ...] = ()
@@ -148,10 +148,10 @@ class Kept:
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Least:
+class InFlightTerm:
     """A wire in the layout that takes least, of `bytes[l]` for each layout l, among that produced and all that are wanted."""
 
-    wire: int
+    edge: int
     bytes: Floats
 
 
@@ -159,16 +159,16 @@ PRODUCER = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class RecomputeCounts:
     """How many members of a choice run again, of a wire are converted again by an arc, and come back from the host in a layout;
     none where nothing is said."""
 
     choices: Mapping[int, int] = field(default_factory=dict)
     arcs: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    away: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    offload: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
 
-NOTHING = Again()
+NOTHING = RecomputeCounts()
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -176,8 +176,8 @@ class Problem:
     """Every choice once; every wire connects choices by their place in `choices`."""
 
     choices: tuple[Choice, ...]
-    wires: tuple[Wire, ...]
-    tolls: tuple[Toll, ...] = ()
+    edges: tuple[Edge, ...]
+    fixed_charges: tuple[FixedCharge, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -189,7 +189,7 @@ class Solution:
     seconds: float
     bound: float
     status: str  # "optimal", "feasible"
-    again: Again = NOTHING
+    recompute: RecomputeCounts = NOTHING
 
     @property
     def gap(self) -> float:
@@ -197,133 +197,135 @@ class Solution:
         return max(0.0, self.seconds - self.bound) / self.seconds if self.seconds else 0.0
 
 
-def price(problem: Problem, picks: Picks, arcs: Arcs, again: Again = NOTHING) -> float:
+def price(problem: Problem, picks: Picks, arcs: Arcs, recompute: RecomputeCounts = NOTHING) -> float:
     """Seconds of a solution: its candidates, each used arc once with what is due on it, what is done again, and the tolls."""
-    total = local_price(problem, picks, again)
-    total += sum(toll.seconds * paid(problem, toll, picks, arcs, again) for toll in problem.tolls)
-    total += sum(route_price(wire, picks, used) for wire, used in zip(problem.wires, arcs, strict=True))
-    for (wire, arc), members in again.arcs.items():
-        seconds = problem.wires[wire].again
-        total += 0.0 if seconds is None else float(seconds[arc]) * members / problem.wires[wire].count
-    return total + away_price(problem, again)
+    total = local_price(problem, picks, recompute)
+    total += sum(
+        fixed_charge.seconds * paid(problem, fixed_charge, picks, arcs, recompute) for fixed_charge in problem.fixed_charges
+    )
+    total += sum(route_price(edge, picks, used) for edge, used in zip(problem.edges, arcs, strict=True))
+    for (edge, arc), members in recompute.arcs.items():
+        seconds = problem.edges[edge].recompute
+        total += 0.0 if seconds is None else float(seconds[arc]) * members / problem.edges[edge].count
+    return total + away_price(problem, recompute)
 
 
-def away_price(problem: Problem, again: Again) -> float:
+def away_price(problem: Problem, recompute: RecomputeCounts) -> float:
     """Seconds of what comes back from the host."""
     total = 0.0
-    for (w, node), members in again.away.items():
-        seconds = problem.wires[w].away
-        total += 0.0 if seconds is None else float(seconds[node]) * members / problem.wires[w].count
+    for (w, node), members in recompute.offload.items():
+        seconds = problem.edges[w].offload
+        total += 0.0 if seconds is None else float(seconds[node]) * members / problem.edges[w].count
     return total
 
 
-def local_price(problem: Problem, picks: Picks, again: Again) -> float:
+def local_price(problem: Problem, picks: Picks, recompute: RecomputeCounts) -> float:
     """What the candidates take of it, and those that run again."""
     total = sum(float(c.seconds[p]) for c, p in zip(problem.choices, picks, strict=True))
-    for choice, members in again.choices.items():
-        seconds = problem.choices[choice].again
+    for choice, members in recompute.choices.items():
+        seconds = problem.choices[choice].recompute
         total += 0.0 if seconds is None else float(seconds[picks[choice]]) * members / problem.choices[choice].count
     return total
 
 
-def paid(problem: Problem, toll: Toll, picks: Picks, arcs: Arcs, again: Again = NOTHING) -> float:
+def paid(problem: Problem, fixed_charge: FixedCharge, picks: Picks, arcs: Arcs, recompute: RecomputeCounts = NOTHING) -> float:
     """The share of a toll that a solution pays: all or nothing of what is sent once."""
-    return max((gone(problem, way, picks, arcs, again) for way in toll.ways), default=0.0)
+    return max((gone(problem, way, picks, arcs, recompute) for way in fixed_charge.ways), default=0.0)
 
 
-def gone(problem: Problem, way: Way, picks: Picks, arcs: Arcs, again: Again = NOTHING) -> float:
+def gone(problem: Problem, way: ChargeTrigger, picks: Picks, arcs: Arcs, recompute: RecomputeCounts = NOTHING) -> float:
     """Whether a solution goes this way, 1 or 0; if it is one that is gone again, the share of members that do."""
-    wire = problem.wires[way.wire]
+    edge = problem.edges[way.edge]
     if way.consumers is None:
-        return sum(k / wire.count for (w, arc), k in again.arcs.items() if w == way.wire and way.arcs[arc])
-    used = arcs[way.wire]
+        return sum(k / edge.count for (w, arc), k in recompute.arcs.items() if w == way.edge and way.arcs[arc])
+    used = arcs[way.edge]
     if not way.arcs[list(used)].any():
         return 0.0
-    return float(way.arcs[list(leading_to(wire, way.consumers, picks, used))].any())
+    return float(way.arcs[list(leading_to(edge, way.consumers, picks, used))].any())
 
 
-def route_price(wire: Wire, picks: Picks, used: tuple[int, ...]) -> float:
+def route_price(edge: Edge, picks: Picks, used: tuple[int, ...]) -> float:
     """Seconds of the used arcs of one wire, which form a tree."""
-    total = float(wire.seconds[list(used)].sum())
-    for surcharge in wire.surcharges:
-        total += float(surcharge.seconds[list(leading_to(wire, surcharge.consumers, picks, used))].sum())
+    total = float(edge.seconds[list(used)].sum())
+    for surcharge in edge.conditional_costs:
+        total += float(surcharge.seconds[list(leading_to(edge, surcharge.consumers, picks, used))].sum())
     return total
 
 
-def leading_to(wire: Wire, consumers: frozenset[int], picks: Picks, used: tuple[int, ...]) -> tuple[int, ...]:
+def leading_to(edge: Edge, consumers: frozenset[int], picks: Picks, used: tuple[int, ...]) -> tuple[int, ...]:
     """The used arcs behind which one of these consumers lies."""
-    into = {int(wire.target[a]): a for a in used}
+    into = {int(edge.target[a]): a for a in used}
     found: dict[int, None] = {}
     for consumer in sorted(consumers):
-        reader = wire.consumers[consumer]
+        reader = edge.consumers[consumer]
         node = int(reader.wants[picks[reader.choice]])
         while node in into and into[node] not in found:
             found[into[node]] = None
-            node = int(wire.source[into[node]])
+            node = int(edge.source[into[node]])
     return tuple(found)
 
 
-def row_bytes(problem: Problem, row: Row, picks: Picks, arcs: Arcs, again: Again = NOTHING) -> float:
+def row_bytes(problem: Problem, row: Row, picks: Picks, arcs: Arcs, recompute: RecomputeCounts = NOTHING) -> float:
     """The left side of a row for a solution."""
     total = row.constant + sum(float(bytes_of[picks[choice]]) for choice, bytes_of in row.picks.items())
-    total += sum(float(bytes_of[list(arcs[wire])].sum()) for wire, bytes_of in row.uses.items())
-    total += sum(float(b[picks[choice]]) * share(problem, choice, again) for choice, b in row.again.items())
+    total += sum(float(bytes_of[list(arcs[edge])].sum()) for edge, bytes_of in row.uses.items())
+    total += sum(float(b[picks[choice]]) * share(problem, choice, recompute) for choice, b in row.recompute.items())
     total += sum(least_bytes(problem, least, picks) for least in row.least)
-    return total + sum(kept_bytes(problem, kept, picks, arcs, again) for kept in row.kept)
+    return total + sum(kept_bytes(problem, kept, picks, arcs, recompute) for kept in row.kept)
 
 
-def share(problem: Problem, choice: int, again: Again) -> float:
+def share(problem: Problem, choice: int, recompute: RecomputeCounts) -> float:
     """The share of a choice's members that run again."""
-    return again.choices.get(choice, 0) / problem.choices[choice].count
+    return recompute.choices.get(choice, 0) / problem.choices[choice].count
 
 
-def kept_bytes(problem: Problem, kept: Kept, picks: Picks, arcs: Arcs, again: Again) -> float:
+def kept_bytes(problem: Problem, kept: RetainedTerm, picks: Picks, arcs: Arcs, recompute: RecomputeCounts) -> float:
     """Bytes of what is kept of one wire."""
-    wire = problem.wires[kept.wire]
-    homes = kept.home(np.arange(wire.nodes)).tolist()
-    made: dict[int, float] = {homes[end_node(wire, PRODUCER, picks)]: share(problem, wire.producer, again)}
-    for (w, node), members in again.away.items():
-        if w == kept.wire:
-            made[homes[node]] = made.get(homes[node], 0.0) + members / wire.count
+    edge = problem.edges[kept.edge]
+    homes = kept.home(np.arange(edge.nodes)).tolist()
+    made: dict[int, float] = {homes[end_node(edge, PRODUCER, picks)]: share(problem, edge.producer, recompute)}
+    for (w, node), members in recompute.offload.items():
+        if w == kept.edge:
+            made[homes[node]] = made.get(homes[node], 0.0) + members / edge.count
     rerun: dict[int, float] = {}
     for reader in kept.reruns:
-        node = homes[end_node(wire, reader, picks)]
-        rerun[node] = max(rerun.get(node, 0.0), share(problem, wire.consumers[reader].choice, again))
+        node = homes[end_node(edge, reader, picks)]
+        rerun[node] = max(rerun.get(node, 0.0), share(problem, edge.consumers[reader].choice, recompute))
     sent: dict[int, float] = {}
-    for arc in arcs[kept.wire]:
-        if not wire.free[arc]:
-            source, target = homes[int(wire.source[arc])], homes[int(wire.target[arc])]
-            part = again.arcs.get((kept.wire, arc), 0) / wire.count
+    for arc in arcs[kept.edge]:
+        if not edge.free[arc]:
+            source, target = homes[int(edge.source[arc])], homes[int(edge.target[arc])]
+            part = recompute.arcs.get((kept.edge, arc), 0) / edge.count
             made[target] = made.get(target, 0.0) + part
             sent[source] = sent.get(source, 0.0) + part
     rerun = {node: max(rerun.get(node, 0.0), sent.get(node, 0.0)) for node in (*rerun, *sent)}
     left = {node: max(0.0, part - made.get(node, 0.0) / kept.part) for node, part in rerun.items()}
     for keeper in kept.keepers:
-        node = homes[end_node(wire, keeper, picks)]
+        node = homes[end_node(edge, keeper, picks)]
         left[node] = max(left.get(node, 0.0), 1.0 - kept.gone * made.get(node, 0.0) / kept.part)
-    left |= {homes[end_node(wire, keeper, picks)]: 1.0 for keeper in kept.there}
+    left |= {homes[end_node(edge, keeper, picks)]: 1.0 for keeper in kept.there}
     if kept.given:
-        left.pop(homes[end_node(wire, PRODUCER, picks)], None)
+        left.pop(homes[end_node(edge, PRODUCER, picks)], None)
     return sum(float(kept.bytes[node]) * part for node, part in left.items())
 
 
-def least_bytes(problem: Problem, least: Least, picks: Picks) -> float:
+def least_bytes(problem: Problem, least: InFlightTerm, picks: Picks) -> float:
     """Bytes of what is somewhere on its way."""
-    wire = problem.wires[least.wire]
-    return min(float(least.bytes[end_node(wire, end, picks)]) for end in range(PRODUCER, len(wire.consumers)))
+    edge = problem.edges[least.edge]
+    return min(float(least.bytes[end_node(edge, end, picks)]) for end in range(PRODUCER, len(edge.consumers)))
 
 
-def homes(wire: Wire) -> Ints:
+def homes(edge: Edge) -> Ints:
     """For each layout the first one in whose memory it may lie."""
-    found = np.arange(wire.nodes)
-    for source, target in zip(wire.source[wire.free].tolist(), wire.target[wire.free].tolist(), strict=True):
+    found = np.arange(edge.nodes)
+    for source, target in zip(edge.source[edge.free].tolist(), edge.target[edge.free].tolist(), strict=True):
         found[found == found[target]] = found[source]
     return found
 
 
-def end_node(wire: Wire, keeper: int, picks: Picks) -> int:
+def end_node(edge: Edge, keeper: int, picks: Picks) -> int:
     """The layout at one end of a wire: as PRODUCER leaves it, or as a consumer wants it."""
     if keeper == PRODUCER:
-        return int(wire.produced[picks[wire.producer]])
-    consumer = wire.consumers[keeper]
+        return int(edge.produced[picks[edge.producer]])
+    consumer = edge.consumers[keeper]
     return int(consumer.wants[picks[consumer.choice]])

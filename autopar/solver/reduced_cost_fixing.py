@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solver.problem import Again, Bools, Floats, Ints, Kept, Problem, Row, Solution, Wire
+from autopar.solver.problem import Bools, Edge, Floats, Ints, Problem, RecomputeCounts, RetainedTerm, Row, Solution
 
 MUCH = 0.5  # the share of columns from which on leaving out the others does not pay
 
@@ -28,16 +28,16 @@ class Window:
 
     def expand(self, solution: Solution) -> Solution:
         """The solution of the original problem."""
-        again = Again(
-            choices=solution.again.choices,
-            arcs={(w, int(self.arcs[w][arc])): members for (w, arc), members in solution.again.arcs.items()},
-            away={(w, int(self.nodes[w][node])): members for (w, node), members in solution.again.away.items()},
+        recompute = RecomputeCounts(
+            choices=solution.recompute.choices,
+            arcs={(w, int(self.arcs[w][arc])): members for (w, arc), members in solution.recompute.arcs.items()},
+            offload={(w, int(self.nodes[w][node])): members for (w, node), members in solution.recompute.offload.items()},
         )
         return replace(
             solution,
             picks=tuple(int(left[pick]) for left, pick in zip(self.picks, solution.picks, strict=True)),
             arcs=tuple(tuple(left[list(used)].tolist()) for left, used in zip(self.arcs, solution.arcs, strict=True)),
-            again=again,
+            recompute=recompute,
         )
 
     def row(self, row: Row) -> Row:
@@ -46,9 +46,9 @@ class Window:
             row,
             picks={choice: bytes_of[self.picks[choice]] for choice, bytes_of in row.picks.items()},
             uses={w: bytes_of[self.arcs[w]] for w, bytes_of in row.uses.items()},
-            again={choice: bytes_of[self.picks[choice]] for choice, bytes_of in row.again.items()},
+            recompute={choice: bytes_of[self.picks[choice]] for choice, bytes_of in row.recompute.items()},
             kept=tuple(self._kept(kept) for kept in row.kept),
-            least=tuple(replace(least, bytes=least.bytes[self.nodes[least.wire]]) for least in row.least),
+            least=tuple(replace(least, bytes=least.bytes[self.nodes[least.edge]]) for least in row.least),
         )
 
     def judge(
@@ -63,8 +63,8 @@ class Window:
 
         return rows
 
-    def _kept(self, kept: Kept) -> Kept:
-        nodes = self.nodes[kept.wire]
+    def _kept(self, kept: RetainedTerm) -> RetainedTerm:
+        nodes = self.nodes[kept.edge]
         return replace(kept, bytes=kept.bytes[nodes], homes=_first(kept.home(nodes)))
 
 
@@ -73,8 +73,8 @@ def whole(problem: Problem) -> Window:
     return Window(
         problem=problem,
         picks=[np.arange(len(choice.seconds)) for choice in problem.choices],
-        arcs=[np.arange(len(wire.seconds)) for wire in problem.wires],
-        nodes=[np.arange(wire.nodes) for wire in problem.wires],
+        arcs=[np.arange(len(edge.seconds)) for edge in problem.edges],
+        nodes=[np.arange(edge.nodes) for edge in problem.edges],
     )
 
 
@@ -85,47 +85,57 @@ def window(problem: Problem, candidates: Sequence[Floats], arcs: Sequence[Floats
     used = [costs <= width for costs in arcs]
     if sum(map(len, picks)) + sum(int(mask.sum()) for mask in used) > MUCH * total:
         return None
-    parts = [_part(wire, picks, mask) for wire, mask in zip(problem.wires, used, strict=True)]
+    parts = [_part(edge, picks, mask) for edge, mask in zip(problem.edges, used, strict=True)]
     left = [kept for _, kept, _ in parts]
     smaller = Problem(
         choices=tuple(
             replace(
                 choice, seconds=choice.seconds[pick], tie=choice.tie[pick],
-                again=None if choice.again is None else choice.again[pick],
+                recompute=None if choice.recompute is None else choice.recompute[pick],
             )
             for choice, pick in zip(problem.choices, picks, strict=True)
         ),
-        wires=tuple(wire for wire, _, _ in parts),
-        tolls=tuple(
-            replace(toll, ways=tuple(replace(way, arcs=way.arcs[left[way.wire]]) for way in toll.ways))
-            for toll in problem.tolls
+        edges=tuple(edge for edge, _, _ in parts),
+        fixed_charges=tuple(
+            replace(fixed_charge, ways=tuple(replace(way, arcs=way.arcs[left[way.edge]]) for way in fixed_charge.ways))
+            for fixed_charge in problem.fixed_charges
         ),
     )  # fmt: skip
     return Window(problem=smaller, picks=picks, arcs=left, nodes=[nodes for _, _, nodes in parts])
 
 
-def _part(wire: Wire, picks: Sequence[Ints], used: Bools) -> tuple[Wire, Ints, Ints]:
+def _part(edge: Edge, picks: Sequence[Ints], used: Bools) -> tuple[Edge, Ints, Ints]:
     """What is left of a wire, with the arcs and layouts that it had: what lies in what is left is left, too."""
-    there = np.zeros(wire.nodes, dtype=bool)
-    there[wire.produced[picks[wire.producer]]] = True
-    for consumer in wire.consumers:
+    there = np.zeros(edge.nodes, dtype=bool)
+    there[edge.produced[picks[edge.producer]]] = True
+    for consumer in edge.consumers:
         there[consumer.wants[picks[consumer.choice]]] = True
-    there[wire.source[used]] = there[wire.target[used]] = True
+    there[edge.source[used]] = there[edge.target[used]] = True
     while True:
-        below = wire.source[wire.free & there[wire.target]]
+        below = edge.source[edge.free & there[edge.target]]
         if there[below].all():
             break
         there[below] = True
     nodes = np.flatnonzero(there)
-    arcs = np.flatnonzero(used | (wire.free & there[wire.source] & there[wire.target]))
+    arcs = np.flatnonzero(used | (edge.free & there[edge.source] & there[edge.target]))
     place = np.cumsum(there) - 1
-    return replace(
-        wire, nodes=len(nodes), produced=place[wire.produced[picks[wire.producer]]],
-        consumers=tuple(replace(end, wants=place[end.wants[picks[end.choice]]]) for end in wire.consumers),
-        source=place[wire.source[arcs]], target=place[wire.target[arcs]], seconds=wire.seconds[arcs], free=wire.free[arcs],
-        surcharges=tuple(replace(one, seconds=one.seconds[arcs]) for one in wire.surcharges),
-        again=None if wire.again is None else wire.again[arcs], away=None if wire.away is None else wire.away[nodes],
-    ), arcs, nodes  # fmt: skip
+    return (
+        replace(
+            edge,
+            nodes=len(nodes),
+            produced=place[edge.produced[picks[edge.producer]]],
+            consumers=tuple(replace(end, wants=place[end.wants[picks[end.choice]]]) for end in edge.consumers),
+            source=place[edge.source[arcs]],
+            target=place[edge.target[arcs]],
+            seconds=edge.seconds[arcs],
+            free=edge.free[arcs],
+            conditional_costs=tuple(replace(one, seconds=one.seconds[arcs]) for one in edge.conditional_costs),
+            recompute=None if edge.recompute is None else edge.recompute[arcs],
+            offload=None if edge.offload is None else edge.offload[nodes],
+        ),
+        arcs,
+        nodes,
+    )
 
 
 def _first(names: Ints) -> Ints:

@@ -11,24 +11,24 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from autopar.solver.problem import Problem, Solution, Wire, paid, price, route_price
+from autopar.solver.problem import Edge, Problem, Solution, paid, price, route_price
 
 SAME = 1e-6  # relative difference at which two prices count as equal
 
 
-def tree(wire: Wire, picks: Sequence[int], allowed: npt.NDArray[np.int64] | None = None) -> tuple[int, ...] | None:
+def tree(edge: Edge, picks: Sequence[int], allowed: npt.NDArray[np.int64] | None = None) -> tuple[int, ...] | None:
     """Arcs from the produced layout to every wanted one, each consumer joined to what is already reached at the least price.
 
     With `allowed`, only these arcs are used; None if they do not reach every consumer.
     """
     graph: nx.DiGraph[int] = nx.DiGraph()
-    graph.add_nodes_from(range(wire.nodes))
-    for arc in range(len(wire.seconds)) if allowed is None else allowed.tolist():
-        graph.add_edge(int(wire.source[arc]), int(wire.target[arc]), arc=arc)
-    reached = {int(wire.produced[picks[wire.producer]]): None}
+    graph.add_nodes_from(range(edge.nodes))
+    for arc in range(len(edge.seconds)) if allowed is None else allowed.tolist():
+        graph.add_edge(int(edge.source[arc]), int(edge.target[arc]), arc=arc)
+    reached = {int(edge.produced[picks[edge.producer]]): None}
     chosen: list[int] = []
-    for place, consumer in enumerate(wire.consumers):
-        due = sum((s.seconds for s in wire.surcharges if place in s.consumers), wire.seconds).tolist()
+    for place, consumer in enumerate(edge.consumers):
+        due = sum((s.seconds for s in edge.conditional_costs if place in s.consumers), edge.seconds).tolist()
         path = _shortest(graph, list(reached), int(consumer.wants[picks[consumer.choice]]), due)
         if path is None:
             return None
@@ -52,38 +52,38 @@ def together(problem: Problem, solution: Solution) -> Solution:
     Among routes and layouts of equal price the solver takes any, so that weights which could share a message may go in
     different orders. The solution itself if that costs more.
     """
-    picks, arcs, sent = list(solution.picks), list(solution.arcs), dict(solution.again.arcs)
-    again = {w: members for (w, _), members in sent.items()}
-    uneven = {w for (w, _), members in sent.items() if members != again[w]}
+    picks, arcs, sent = list(solution.picks), list(solution.arcs), dict(solution.recompute.arcs)
+    recompute = {w: members for (w, _), members in sent.items()}
+    uneven = {w for (w, _), members in sent.items() if members != recompute[w]}
     ends = _Ends(problem)
-    extra = [np.zeros(len(wire.seconds)) for wire in problem.wires]
-    for toll in problem.tolls:
-        due = toll.seconds * (1.0 - paid(problem, toll, solution.picks, solution.arcs, solution.again))
-        for way in toll.ways:
-            share = 1.0 if way.consumers is not None else again.get(way.wire, 0) / problem.wires[way.wire].count
-            extra[way.wire] += way.arcs * due * share
-    for w in sorted({way.wire for toll in problem.tolls for way in toll.ways} - uneven):
-        wire, members = problem.wires[w], again.get(w, 0)
-        dues = wire.again if wire.again is not None and members else np.full(len(wire.seconds), np.inf)
+    extra = [np.zeros(len(edge.seconds)) for edge in problem.edges]
+    for fixed_charge in problem.fixed_charges:
+        due = fixed_charge.seconds * (1.0 - paid(problem, fixed_charge, solution.picks, solution.arcs, solution.recompute))
+        for way in fixed_charge.ways:
+            share = 1.0 if way.consumers is not None else recompute.get(way.edge, 0) / problem.edges[way.edge].count
+            extra[way.edge] += way.arcs * due * share
+    for w in sorted({way.edge for fixed_charge in problem.fixed_charges for way in fixed_charge.ways} - uneven):
+        edge, members = problem.edges[w], recompute.get(w, 0)
+        dues = edge.recompute if edge.recompute is not None and members else np.full(len(edge.seconds), np.inf)
         may = np.isfinite(dues)
-        twice = np.where(may, dues, 0.0) * (members / wire.count)
-        wire = replace(wire, seconds=wire.seconds + extra[w] + twice)
+        twice = np.where(may, dues, 0.0) * (members / edge.count)
+        edge = replace(edge, seconds=edge.seconds + extra[w] + twice)
         found = []
-        for start in _starts(problem, picks, arcs, wire.producer, ends):
-            route = tree(wire, start)
+        for start in _starts(problem, picks, arcs, edge.producer, ends):
+            route = tree(edge, start)
             if route is not None:
-                found.append((route_price(wire, tuple(start), route), start, route))
+                found.append((route_price(edge, tuple(start), route), start, route))
         least = min(seconds for seconds, _, _ in found)
         for arc in arcs[w]:
             sent.pop((w, arc), None)
         _, picks, arcs[w] = next(one for one in found if one[0] <= least * (1 + SAME))
         sent |= {(w, arc): members for arc in arcs[w] if may[arc]}
-    resent = replace(solution.again, arcs=sent)
+    resent = replace(solution.recompute, arcs=sent)
     seconds = price(problem, tuple(picks), tuple(arcs), resent)
     if seconds > solution.seconds * (1 + SAME):
         return solution
     return replace(
-        solution, picks=tuple(picks), arcs=tuple(arcs), again=resent, seconds=seconds, bound=min(solution.bound, seconds)
+        solution, picks=tuple(picks), arcs=tuple(arcs), recompute=resent, seconds=seconds, bound=min(solution.bound, seconds)
     )
 
 
@@ -104,7 +104,7 @@ def _starts(
     if ends.made[choice] == 1 and not ends.read[choice]:
         yield from (changed((choice, pick)) for pick in _alike(problem, picks, choice))
         return
-    source = problem.wires[ends.read[choice][0]] if ends.read[choice] else None
+    source = problem.edges[ends.read[choice][0]] if ends.read[choice] else None
     if source is None or not ends.only(choice, source) or arcs[ends.read[choice][0]]:
         yield list(picks)
         return
@@ -118,13 +118,13 @@ class _Ends:
     """How many wires each choice makes, and which it reads."""
 
     def __init__(self, problem: Problem) -> None:
-        self.made = Counter(wire.producer for wire in problem.wires)
+        self.made = Counter(edge.producer for edge in problem.edges)
         self.read: dict[int, list[int]] = {choice: [] for choice in range(len(problem.choices))}
-        for w, wire in enumerate(problem.wires):
-            for consumer in wire.consumers:
+        for w, edge in enumerate(problem.edges):
+            for consumer in edge.consumers:
                 self.read[consumer.choice].append(w)
 
-    def only(self, choice: int, source: Wire) -> bool:
+    def only(self, choice: int, source: Edge) -> bool:
         """Whether a choice makes one wire and reads one alone, whose producer makes no other and reads nothing."""
         given = source.producer
         alone = len(self.read[choice]) == len(source.consumers) == 1

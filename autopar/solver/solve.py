@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solver.highs import INTEGRAL, Found, Search
-from autopar.solver.integer_program import HEAVY, MICROSECONDS, Model
-from autopar.solver.problem import Again, Problem, Row, Solution, homes, price, row_bytes
+from autopar.solver.highs import INTEGRAL, Search, SolverResult
+from autopar.solver.integer_program import HEAVY, MICROSECONDS, IntegerProgram
+from autopar.solver.problem import Problem, RecomputeCounts, Row, Solution, homes, price, row_bytes
 from autopar.solver.reduced_cost_fixing import whole, window
 from autopar.solver.routes import SAME, together, tree
 
@@ -88,9 +88,7 @@ def solve(
     return _beside_whole(best, proven, search, judge, asked, effort)
 
 
-def _beside_whole(
-    best: Solution, proven: float, search: Search, judge: Judge, asked: list[Row], effort: _Effort
-) -> Solution:
+def _beside_whole(best: Solution, proven: float, search: Search, judge: Judge, asked: list[Row], effort: _Effort) -> Solution:
     """A solution of a window with the bound of the whole, or where that is far what a search of the whole betters."""
     search.bound(replace(row, constant=0.0) for row in asked)
     relaxed = search.relax()
@@ -121,7 +119,7 @@ class _Effort:
     def search(self, problem: Problem, *, quick: bool = False) -> Search:
         """The search for a problem's solution, with its tolls."""
         limits = {"time_limit": self.time_limit, "gap": self.gap, "patience": self.patience}
-        found = Search(Model(problem, tolls=False), **limits, quick=quick)
+        found = Search(IntegerProgram(problem, fixed_charges=False), **limits, quick=quick)
         found.levy()
         return found
 
@@ -176,7 +174,7 @@ def _solved(
         return solution, proven if tight else max(proven, solution.bound)
 
 
-def _rounded(search: Search, relaxed: Found, judge: Judge) -> list[Row]:
+def _rounded(search: Search, relaxed: SolverResult, judge: Judge) -> list[Row]:
     """The rows that a rounded relaxation breaks; none where no routes join what it takes most of."""
     try:
         return list(judge(_read(search.model, relaxed), False))
@@ -184,7 +182,7 @@ def _rounded(search: Search, relaxed: Found, judge: Judge) -> list[Row]:
         return []
 
 
-def _better(search: Search, solution: Solution, near: Found | None, polish: float) -> Iterator[Solution]:
+def _better(search: Search, solution: Solution, near: SolverResult | None, polish: float) -> Iterator[Solution]:
     """What may be better than a solution: what some seconds of branching find where a dive stayed far from the bound, and the
     same routes together."""
     if near is not None and polish and solution.gap > NEAR:
@@ -196,8 +194,8 @@ def _better(search: Search, solution: Solution, near: Found | None, polish: floa
 
 
 def _whole(
-    search: Search, relaxed: Found, rows: Sequence[Row], gap: float, dives: bool, polish: float, branches: bool
-) -> tuple[Solution, Found | None] | None:
+    search: Search, relaxed: SolverResult, rows: Sequence[Row], gap: float, dives: bool, polish: float, branches: bool
+) -> tuple[Solution, SolverResult | None] | None:
     """An integer solution within the gap of the relaxation, found with as little branching as that takes; with the end of the
     dive that found it. If it `dives`, there is no branching but for `polish` seconds where it finds nothing."""
     model = search.model
@@ -232,7 +230,9 @@ def _whole(
 
 def _kept(problem: Problem, solution: Solution, rows: Iterable[Row]) -> bool:
     """Whether a solution, as it was read off, keeps to the rows: of a mixture of routes one is taken, which may need more."""
-    return all(row_bytes(problem, row, solution.picks, solution.arcs, solution.again) <= row.limit * (1 + SAME) for row in rows)
+    return all(
+        row_bytes(problem, row, solution.picks, solution.arcs, solution.recompute) <= row.limit * (1 + SAME) for row in rows
+    )
 
 
 def least_memory(
@@ -257,7 +257,7 @@ def least_memory(
     best, least, reduced = first, scale, search.reduced()
     narrow = [window(problem, *reduced, share * relaxed.bound) for share in LEAN]
     for part in (*(part for part in narrow if part), whole(problem)):
-        model, beyond = Model(part.problem), dict[int, float]()
+        model, beyond = IntegerProgram(part.problem), dict[int, float]()
         _, rows = judge(best, beyond)
         model.minimise_peak(scale, first.seconds)
         assert model.peak is not None
@@ -281,7 +281,7 @@ def least_memory(
     return best
 
 
-def _read(model: Model, answer: Found) -> Solution:
+def _read(model: IntegerProgram, answer: SolverResult) -> Solution:
     """Picks by the largest value; routes as the cheapest trees, from the produced to the wanted layouts; members wholly."""
     problem, columns, values = model.problem, model.columns, answer.values
     picks = tuple(
@@ -289,37 +289,39 @@ def _read(model: Model, answer: Found) -> Solution:
         for first, choice in zip(columns.pick, problem.choices, strict=True)
     )
     arcs: list[tuple[int, ...]] = []
-    for wire, use in zip(problem.wires, columns.use, strict=True):
-        used = np.flatnonzero(values[use : use + len(wire.seconds)] > INTEGRAL)
-        found = tree(wire, picks, used)
+    for edge, use in zip(problem.edges, columns.use, strict=True):
+        used = np.flatnonzero(values[use : use + len(edge.seconds)] > INTEGRAL)
+        found = tree(edge, picks, used)
         if found is None:
-            found = tree(wire, picks)
+            found = tree(edge, picks)
         if found is None:
-            raise NoRouteError(f"{wire.name}: no route to the layouts that were picked")
+            raise NoRouteError(f"{edge.name}: no route to the layouts that were picked")
         arcs.append(found)
     rerun = {choice: _members(values[first + picks[choice]]) for choice, first in columns.rerun.items()}
     resent = {(w, arc): _members(values[first + arc]) for w, first in columns.resent.items() for arc in arcs[w]}
-    again = Again(
+    recompute = RecomputeCounts(
         choices={choice: members for choice, members in rerun.items() if members},
         arcs={end: members for end, members in resent.items() if members},
-        away=_away(model, answer, picks, arcs),
+        offload=_away(model, answer, picks, arcs),
     )
-    seconds = price(problem, picks, tuple(arcs), again)
+    seconds = price(problem, picks, tuple(arcs), recompute)
     bound = min(answer.bound, seconds)
     return Solution(
-        picks=picks, arcs=tuple(arcs), seconds=seconds, bound=bound, again=again,
+        picks=picks, arcs=tuple(arcs), seconds=seconds, bound=bound, recompute=recompute,
         status="optimal" if seconds - bound <= SAME * seconds else "feasible",
     )  # fmt: skip
 
 
-def _away(model: Model, answer: Found, picks: Sequence[int], arcs: Sequence[tuple[int, ...]]) -> dict[tuple[int, int], int]:
+def _away(
+    model: IntegerProgram, answer: SolverResult, picks: Sequence[int], arcs: Sequence[tuple[int, ...]]
+) -> dict[tuple[int, int], int]:
     """How many members of each wire come back from the host, by the layouts that there are."""
     found: dict[tuple[int, int], int] = {}
     for w, (first, nodes) in model.columns.back.items():
-        wire, lies = model.problem.wires[w], homes(model.problem.wires[w])
-        there = {int(lies[wire.produced[picks[wire.producer]]]), *(int(lies[wire.target[arc]]) for arc in arcs[w])}
+        edge, lies = model.problem.edges[w], homes(model.problem.edges[w])
+        there = {int(lies[edge.produced[picks[edge.producer]]]), *(int(lies[edge.target[arc]]) for arc in arcs[w])}
         for place, node in enumerate(nodes.tolist()):
-            members = min(wire.count, _members(answer.values[first + place]))
+            members = min(edge.count, _members(answer.values[first + place]))
             if members and node in there:
                 found[w, node] = members
     return found

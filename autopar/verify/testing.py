@@ -15,18 +15,18 @@ from autopar.analysis.analysis import Analysis, analyse
 from autopar.analysis.recomputability import aliases
 from autopar.capture import Captured
 from autopar.cost_models import optimizers
-from autopar.formulation.formulate import decisions, formulate
-from autopar.formulation.memory_model import Ledger
+from autopar.formulation.formulate import assignment, formulate
+from autopar.formulation.memory_model import MemoryModel
 from autopar.ir.dynamic_dims import Dims, Dynamic, declared
 from autopar.ir.mesh import Mesh
 from autopar.passes.microbatches import microbatches as parts
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
-from autopar.planning.optimize import Solved, sharded
+from autopar.planning.optimize import Optimized, sharded
 from autopar.planning.planner import finish, knowing, located, read_program
-from autopar.runtime.memory_tracker import Live, Peak
+from autopar.runtime.memory_tracker import MemoryTracker, Peak
 from autopar.runtime.storage import local
-from autopar.search_space.assignment import Again, Decisions
+from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.solver.problem import Problem, Solution, price
 from autopar.solver.routes import tree
 
@@ -39,7 +39,7 @@ def peak(
     gc.collect()
     states = [tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, torch.Tensor)]
     held = [local(tensor.detach()) for tensor in (*module.parameters(), *module.buffers(), *states)]
-    with Live([*held, *batch], held[0].device.type) as live:
+    with MemoryTracker([*held, *batch], held[0].device.type) as live:
         step()
     return live.peak()
 
@@ -76,40 +76,42 @@ def random_plan_of(captured: Captured, mesh: Mesh, seed: int, options: Options) 
     formulated = formulate(analysis, mesh, optimizer, sharded_outputs=sharded(captured.program, options.outputs))
     draw = random.Random(seed)
     solution = random_solution(formulated.problem, draw)
-    chosen = decisions(formulated, solution)
-    chosen = replace(chosen, again=random_again(analysis, chosen, draw, host=bool(mesh.device and mesh.device.host)))
-    return finish(Solved(ledger=Ledger(formulated, optimizer), solution=solution, optimizer=optimizer), options, chosen)
+    chosen = assignment(formulated, solution)
+    chosen = replace(chosen, recompute=random_again(analysis, chosen, draw, host=bool(mesh.device and mesh.device.host)))
+    return finish(
+        Optimized(memory_model=MemoryModel(formulated, optimizer), solution=solution, optimizer=optimizer), options, chosen
+    )
 
 
-def random_again(analysis: Analysis, chosen: Decisions, draw: random.Random, *, host: bool = True) -> Again:
+def random_again(analysis: Analysis, chosen: Assignment, draw: random.Random, *, host: bool = True) -> RecomputeChoice:
     """Of the ops that may run again, of the conversions, and of what the host may hold, a random part of random size."""
     program = analysis.program
-    allowed, ops, steps, away = analysis.may_run, draw.random(), draw.random(), host * draw.random()
+    allowed, ops, steps, offload = analysis.may_run, draw.random(), draw.random(), host * draw.random()
     results = [(name, chosen.produced(name, program)) for name in program.producer if name not in analysis.weights]
     moved = [(name, step) for name, route in chosen.routes.items() for step in route if not aliases(step)]
-    return Again(
+    return RecomputeChoice(
         ops=frozenset(op.name for op in program.ops if op.name in allowed and draw.random() < ops),
         steps=frozenset(one for one in moved if draw.random() < steps),
-        away=frozenset(one for one in results if draw.random() < away),
+        offload=frozenset(one for one in results if draw.random() < offload),
     )
 
 
 def random_solution(problem: Problem, draw: random.Random) -> Solution:
     """Random picks, joined by routes that are cheapest under random prices."""
     drawn = [draw.randrange(len(choice.seconds)) for choice in problem.choices]
-    for wire in problem.wires:
-        if not len(wire.seconds) and wire.nodes > 1:  # no conversion is allowed: used as it is stored, which is first: whole
-            for choice in (wire.producer, *(consumer.choice for consumer in wire.consumers)):
+    for edge in problem.edges:
+        if not len(edge.seconds) and edge.nodes > 1:  # no conversion is allowed: used as it is stored, which is first: whole
+            for choice in (edge.producer, *(consumer.choice for consumer in edge.consumers)):
                 drawn[choice] = 0
-    for wire in reversed(problem.wires):
-        if tree(wire, drawn) is None:  # it is stored otherwise than its consumers can have it: whole, which is first, they can
-            drawn[wire.producer] = 0
+    for edge in reversed(problem.edges):
+        if tree(edge, drawn) is None:  # it is stored otherwise than its consumers can have it: whole, which is first, they can
+            drawn[edge.producer] = 0
     picks = tuple(drawn)
     arcs = []
-    for wire in problem.wires:
-        weights = np.array([draw.random() for _ in wire.seconds])
-        found = tree(replace(wire, seconds=weights), picks)
-        assert found is not None, f"{wire.name}: the layout graph is connected"
+    for edge in problem.edges:
+        weights = np.array([draw.random() for _ in edge.seconds])
+        found = tree(replace(edge, seconds=weights), picks)
+        assert found is not None, f"{edge.name}: the layout graph is connected"
         arcs.append(found)
     seconds = price(problem, picks, tuple(arcs))
     return Solution(picks=picks, arcs=tuple(arcs), seconds=seconds, bound=0.0, status="feasible")

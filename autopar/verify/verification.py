@@ -19,7 +19,7 @@ from torch import nn
 
 from autopar.analysis.analysis import analyse
 from autopar.capture import Captured, Signature
-from autopar.codegen import ParallelModule, Returned, State, emit
+from autopar.codegen import ModuleState, OutputLayout, ParallelModule, emit
 from autopar.errors import InputError
 from autopar.ir.dynamic_dims import declared, numbers, placed, said
 from autopar.ir.layout import I
@@ -32,13 +32,13 @@ from autopar.passes.to_float64 import promote, wide
 from autopar.plan.options import Options
 from autopar.plan.plan import Collective, Plan, as_planned, resolve
 from autopar.planning.planner import collectives_of, knowing, located, plan_program, read_program
-from autopar.planning.respecialize import Resizer
+from autopar.planning.respecialize import Respecializer
 from autopar.runtime.custom_ops import Operators
 from autopar.runtime.recorder import Issued, recorded
 from autopar.runtime.storage import typed, whole
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
-from autopar.search_space.assignment import Decisions
+from autopar.search_space.assignment import Assignment
 from autopar.search_space.candidates import INVARIANT, candidate
 from autopar.verify.reference import arguments, differentiated_sum, module_results
 
@@ -47,7 +47,7 @@ ROUNDINGS = 8  # by which a program in a narrow dtype may differ from the module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ReportRow:
     """One tensor compared: `error` is max |a - b| / (1 + max |b|), the largest of all ranks."""
 
     what: str  # "output", "gradient", "buffer", or "capture" (the captured program against the user's module)
@@ -68,7 +68,7 @@ class Report:
     """
 
     plan: Plan
-    rows: tuple[Row, ...]
+    rows: tuple[ReportRow, ...]
     surplus: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ def _at_sample(plan: Plan, model: nn.Module, sample_input: object, captured: Cap
     if found == tuple(size.sample for size in plan.dynamic):
         return plan
     planned = read_program(model, sample_input, options.precision, options.reduce, placed(plan.dynamic))
-    return Resizer(plan, planned.program).plan_for(captured.program, said(plan.dynamic, found))
+    return Respecializer(plan, planned.program).plan_for(captured.program, said(plan.dynamic, found))
 
 
 def _notes(program: Program) -> Iterator[str]:
@@ -157,7 +157,7 @@ def compare(
     plan: Plan,
     mesh: Mesh,
     pool: WorkerPool | None,
-) -> tuple[list[Row], tuple[str, ...], tuple[str, ...]]:
+) -> tuple[list[ReportRow], tuple[str, ...], tuple[str, ...]]:
     """Run sequentially here and in parallel on workers, in float64; errors, and how the collectives differ from the plan's.
 
     `captured` is for the whole batch; sequentially it runs at once.
@@ -183,7 +183,7 @@ def compare(
         with WorkerPool(plan.mesh.size, preload=["autopar.verify.verification"]) as own:
             answers = _answers(own, payload, plan.mesh.size)
     rows = [
-        Row(what=what, name=name, error=_largest(errors[what, name] for errors, _ in answers), tolerance=DOUBLE)
+        ReportRow(what=what, name=name, error=_largest(errors[what, name] for errors, _ in answers), tolerance=DOUBLE)
         for what, name in answers[0][0]
     ]
     issued = Counter(f"{c.kind} {c.axis} {c.bytes} {c.where}" for c in answers[0][1])
@@ -267,17 +267,17 @@ def sequential(captured: Captured, tensors: Mapping[str, torch.Tensor]) -> Paral
     program, mesh = captured.program, Mesh.of(1)
     context = connect(mesh, device="cpu")
     given = (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers)))
-    decisions = Decisions(
+    assignment = Assignment(
         ops={op.name: candidate(op, None, program.values, (INVARIANT,)) for op in program.ops},
         given={value.name: (I,) for value in given},
         outputs={o.path: (I,) for o in program.outputs},
         routes={},
     )
-    outputs = [Returned(shape=program.values[o.value].shape, layout=(I,), split=False) for o in program.outputs]
-    state = State(plan=None, signature=captured.signature, context=context, seed=0, outputs=outputs)
+    outputs = [OutputLayout(shape=program.values[o.value].shape, layout=(I,), split=False) for o in program.outputs]
+    state = ModuleState(plan=None, signature=captured.signature, context=context, seed=0, outputs=outputs)
     values = (p.value for p in (*program.parameters, *program.buffers))
     held = {value.name: _copy(typed(tensors[value.name], value.dtype)) for value in values}
-    graph = emit(program, decisions, dict.fromkeys((op.name for op in program.ops), None), context)
+    graph = emit(program, assignment, dict.fromkeys((op.name for op in program.ops), None), context)
     return ParallelModule(graph, program, held, state)
 
 
@@ -288,7 +288,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _against_module(
     model: nn.Module, sample: object, captured: Captured, tensors: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> list[Row]:
+) -> list[ReportRow]:
     """The captured program against the user's module, in its own dtype: outputs, what is written, and the worst gradient."""
     program = without_dropout(captured.program)
     ours = _results(sequential(replace(captured, program=program), tensors), program, [one.detach() for one in inputs])
@@ -303,7 +303,7 @@ def _against_module(
     if gradients:
         worst = max(gradients, key=lambda name: (math.isnan(gradients[name]), gradients[name]))
         rows.append((f"gradients, the worst {worst}", gradients[worst]))
-    return [Row(what="capture", name=name, error=error, tolerance=tolerance) for name, error in rows]
+    return [ReportRow(what="capture", name=name, error=error, tolerance=tolerance) for name, error in rows]
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:

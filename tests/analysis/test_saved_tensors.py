@@ -9,7 +9,7 @@ import torch
 
 from autopar.analysis.saved_tensors import NOTHING, Share, saved
 from autopar.ir.program import Op, Ref, Value
-from autopar.runtime.memory_tracker import Live
+from autopar.runtime.memory_tracker import MemoryTracker
 from tests.cost_models.cost_ops import Built, call, index, op, tensors, x
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -121,7 +121,7 @@ def test_the_cpu_keeps_what_is_foretold(name: str) -> None:
 def peaks(built: Built) -> tuple[int, int]:
     """The most bytes alive in a real forward on the CPU, and until the end of its backward."""
     given = tensors(built.values, "cpu")
-    with Live(given.values()) as live:
+    with MemoryTracker(given.values()) as live:
         results = call(built.op, given)
     forward = live.peak().bytes
     wanted = [tensor for tensor in given.values() if tensor.requires_grad]
@@ -178,8 +178,8 @@ def test_a_mask_that_all_heads_share_is_kept_whole_where_heads_are_split() -> No
 def test_the_names_of_values_do_not_matter() -> None:
     first = CASES["mul"]
     values = {"a": first.operands[0], "b": first.operands[1]}
-    again = Op(name="other", target=first.op.target, args=(Ref("a"), Ref("b")), results=first.op.results)
-    assert saved(again, values) == first.saved()
+    recompute = Op(name="other", target=first.op.target, args=(Ref("a"), Ref("b")), results=first.op.results)
+    assert saved(recompute, values) == first.saved()
 
 
 def test_one_value_used_twice_is_kept_at_both_places_or_at_the_first() -> None:

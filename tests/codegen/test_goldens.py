@@ -79,12 +79,12 @@ def test_a_gathered_weight_is_named_after_the_weight() -> None:
     weight = "transformer_h_0_mlp_c_fc_weight"
     found = re.search(rf"^ +{weight}_gathered = (bundle_\d+)\[(\d+)\]", text, re.MULTILINE)
     assert found
-    bundle, place = found[1], int(found[2])
-    begun = re.search(rf"^ +{bundle}_begun = begin\('all_gather__reduce_scatter', \[(.*?)\], tp\)", text, re.MULTILINE)
+    bucket, place = found[1], int(found[2])
+    begun = re.search(rf"^ +{bucket}_begun = begin\('all_gather__reduce_scatter', \[(.*?)\], tp\)", text, re.MULTILINE)
     assert begun
     assert begun[1].split(", ").index(weight) == place
-    finish = rf"finish\(anew, 'all_gather__reduce_scatter', {bundle}_begun, tp, (\[.*?\])\)"
-    ended = re.search(rf"^ +{bundle} = {finish}", text, re.MULTILINE)
+    finish = rf"finish\(anew, 'all_gather__reduce_scatter', {bucket}_begun, tp, (\[.*?\])\)"
+    ended = re.search(rf"^ +{bucket} = {finish}", text, re.MULTILINE)
     assert ended
     assert ast.literal_eval(ended[1])[place] == (0,)
     assert not re.search(r"^ +(begin|finish)\w* = ", text, re.MULTILINE)

@@ -125,11 +125,11 @@ def save(folder: str) -> tuple[float, list[torch.Tensor]]:
     after = trained(parallel, optimizer, sample)
 
     other = autopar.parallelize(model, sample, (4, 2), device="h100", strategy="fsdp")
-    again = adamw(other)
-    load(other, again, folder)
-    for found, expected in zip(values(other, again), saved, strict=True):
+    recompute = adamw(other)
+    load(other, recompute, folder)
+    for found, expected in zip(values(other, recompute), saved, strict=True):
         assert torch.equal(found, expected)
-    assert trained(other, again, sample) == pytest.approx(after, abs=1e-5)
+    assert trained(other, recompute, sample) == pytest.approx(after, abs=1e-5)
     return after, saved
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.analysis.saved_tensors import Saved, saved
+from autopar.analysis.saved_tensors import SavedTensors, saved
 from autopar.cost_models.compute import Pricer, pricer
 from autopar.ir.mesh import Device
 from autopar.ir.program import Argument, Op, Ref, Value, filled, overload
@@ -41,7 +41,7 @@ class Built:
         """The global shapes of operands and results."""
         return tuple(v.shape for v in self.operands), tuple(v.shape for v in self.op.results)
 
-    def saved(self, *, cpu: bool = False) -> Saved:
+    def saved(self, *, cpu: bool = False) -> SavedTensors:
         return saved(self.op, self.values, cpu=cpu)
 
     def pricer(self, device: Device) -> Pricer:

@@ -36,7 +36,7 @@ def step(module: nn.Module, batch: models.Sample) -> int:
 def said(plan: Plan, model: nn.Module, batch: models.Sample) -> int:
     """The operations that a plan on one device computes again, as it prices them."""
     program, total = read_program(model, batch).program, 0
-    for op in (program.op[name] for name in plan.evidence.again):
+    for op in (program.op[name] for name in plan.breakdown.recompute):
         price = pricer(op, program.values, ON.device)
         if price.product is not None:
             total += price.flops([program.values[n].shape for n in op.operands], [r.shape for r in op.results])
@@ -57,10 +57,10 @@ def test_as_much_is_computed_again_as_the_plan_says(name: str, share: float) -> 
     free, least = range_of(name)
     most = free.peak_memory
     plan = autopar.plan(model, batch, ON, device="cpu", budget=round(least + share * (most - least)))
-    again = said(plan, model, batch)
-    assert again > 0 or share > 0
+    recompute = said(plan, model, batch)
+    assert recompute > 0 or share > 0
     once, twice = (step(autopar.parallelize(model, batch, ON, plan=one), batch) for one in (free, plan))
-    assert twice - once == pytest.approx(again, rel=0.01)
+    assert twice - once == pytest.approx(recompute, rel=0.01)
 
 
 def test_in_less_memory_than_checkpoints_of_whole_blocks_less_is_computed_again() -> None:

@@ -10,7 +10,7 @@ import torch
 from autopar.cost_models.catalog import DEVICES
 from autopar.cost_models.optimizers import OPTIMIZERS, Optimizer, optimizer, step_seconds
 from autopar.errors import InputError
-from autopar.runtime.memory_tracker import Live
+from autopar.runtime.memory_tracker import MemoryTracker
 
 TORCH: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -49,7 +49,7 @@ def test_a_step_takes_what_torch_takes_for_itself(name: str, cpu: bool) -> None:
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         states = [t for state in made.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-        with Live([*parameters, *(p.grad for p in parameters if p.grad is not None), *states]) as live:
+        with MemoryTracker([*parameters, *(p.grad for p in parameters if p.grad is not None), *states]) as live:
             before = live.now
             made.step()
     taken = OPTIMIZERS[name].scratch([parameter.nbytes for parameter in parameters], cpu=cpu)

@@ -17,7 +17,7 @@ from autopar.cost_models import links
 from autopar.explain import main
 from autopar.explain.baseline import BaselineError, files, found_from, read, seen_from, write
 from autopar.ir.program import Op
-from autopar.operators import Fitted
+from autopar.operators import OpSharding
 from autopar.plan.plan import Plan
 from autopar.search_space import domains as offers
 from autopar.search_space.candidates import Candidate
@@ -284,7 +284,7 @@ def test_a_worsened_planner_fails_our_check_and_the_message_says_what_why_and_by
 ) -> None:
     candidates = offers.candidates
 
-    def fewer(op: Op, fitted: Fitted | None, *rest: object) -> list[Candidate]:
+    def fewer(op: Op, fitted: OpSharding | None, *rest: object) -> list[Candidate]:
         """Products can no longer be split by their out-features."""
         found = list(candidates(op, fitted, *rest))  # type: ignore[arg-type]
         if "linear" not in op.target or fitted is None:

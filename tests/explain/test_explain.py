@@ -16,7 +16,7 @@ from autopar.explain import difference, main, parse_mesh
 from autopar.ir.mesh import Mesh
 from autopar.search_space.strategies import STRATEGIES
 
-SOURCE = '''
+SOURCE = """
 import torch
 from torch import nn
 
@@ -38,7 +38,7 @@ def on_meta():
     model, sample = build()
     assert sample.is_meta and model[0].weight.is_meta
     return model, sample
-'''
+"""
 
 
 @pytest.fixture

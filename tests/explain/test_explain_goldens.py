@@ -10,7 +10,7 @@ import pytest
 from autopar.explain import main
 from tests.support.golden import Golden
 
-TARGET = '''
+TARGET = """
 import torch
 import transformers
 
@@ -20,7 +20,7 @@ def gpt2():
     model.loss_type = "ForCausalLM"
     tokens = torch.empty(16, 1024, dtype=torch.long)
     return model, {"input_ids": tokens, "labels": tokens}
-'''
+"""
 
 
 @pytest.mark.parametrize(

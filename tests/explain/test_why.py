@@ -65,8 +65,8 @@ def test_a_marginal_price_is_the_difference_of_two_whole_prices(name: str) -> No
         for pick in range(answer.candidates):
             picks = (*solution.picks[:choice], pick, *solution.picks[choice + 1 :])
             arcs = tuple(
-                tree(wire, picks) if choice in (wire.producer, *(c.choice for c in wire.consumers)) else used
-                for wire, used in zip(problem.wires, solution.arcs, strict=True)
+                tree(edge, picks) if choice in (edge.producer, *(c.choice for c in edge.consumers)) else used
+                for edge, used in zip(problem.edges, solution.arcs, strict=True)
             )
             totals.append(price(problem, picks, arcs) - solution.seconds)  # type: ignore[arg-type]
         for entry in answer.alternatives:

@@ -16,10 +16,10 @@ from autopar.capture import Captured
 from autopar.cost_models import optimizers
 from autopar.errors import BudgetError
 from autopar.formulation.budget_loop import smallest, within
-from autopar.formulation.formulate import Formulated, formulate
-from autopar.formulation.memory_model import Ledger
+from autopar.formulation.formulate import PlanningProblem, formulate
+from autopar.formulation.memory_model import MemoryModel
 from autopar.solver.presolve import merge_followers
-from autopar.solver.problem import Choice, Consumer, Floats, Problem, Solution, Surcharge, Wire, price, row_bytes
+from autopar.solver.problem import Choice, ConditionalCost, Consumer, Edge, Floats, Problem, Solution, price, row_bytes
 from autopar.solver.solve import solve
 from autopar.verify.testing import random_solution
 from tests.solver.random_problems import bytes_of, enumerate_all, random_problem, random_row
@@ -38,11 +38,11 @@ ADAMW = optimizers.optimizer("adamw")
 
 
 @functools.cache
-def formulated(model: str, on: str, folded: bool = True) -> tuple[Formulated, Ledger]:
+def formulated(model: str, on: str, folded: bool = True) -> tuple[PlanningProblem, MemoryModel]:
     """The problem of a model on a mesh, and its ledger."""
     analysis = analyse(MODELS[model]().program, MESHES[on], repeated=folded)
     made = formulate(analysis, MESHES[on], ADAMW, sharded_outputs=lambda output: bool(output.path != "loss"))
-    return made, Ledger(made, ADAMW)
+    return made, MemoryModel(made, ADAMW)
 
 
 CASES = [(model, on, folded) for model, on in itertools.product(MODELS, MESHES) for folded in (True, False)]
@@ -50,11 +50,11 @@ CASES = [(model, on, folded) for model, on in itertools.product(MODELS, MESHES) 
 
 @pytest.mark.parametrize("model, on, folded", CASES)
 def test_a_row_of_the_best_solution_is_nearly_the_walk_and_never_more(model: str, on: str, folded: bool) -> None:
-    made, ledger = formulated(model, on, folded)
-    free = within(made, ledger, 1 << 50)
+    made, memory_model = formulated(model, on, folded)
+    free = within(made, memory_model, 1 << 50)
     assert free is not None
-    walk = ledger.walk(free)
-    rows = said(made, ledger, free)
+    walk = memory_model.walk(free)
+    rows = said(made, memory_model, free)
     assert (rows <= walk * (1 + 1e-9)).all()
     assert rows[walk.argmax()] >= 0.99 * walk.max()
 
@@ -62,29 +62,29 @@ def test_a_row_of_the_best_solution_is_nearly_the_walk_and_never_more(model: str
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("model, on, folded", CASES)
 def test_at_the_peak_of_any_solution_its_row_says_no_more_than_the_walk(model: str, on: str, folded: bool, seed: int) -> None:
-    made, ledger = formulated(model, on, folded)
+    made, memory_model = formulated(model, on, folded)
     solution = random_solution(made.problem, random.Random(seed))
-    walk = ledger.walk(solution)
+    walk = memory_model.walk(solution)
     moment = int(walk.argmax())
-    assert said(made, ledger, solution)[moment] <= walk[moment] * (1 + 1e-9)
+    assert said(made, memory_model, solution)[moment] <= walk[moment] * (1 + 1e-9)
 
 
-def said(made: Formulated, ledger: Ledger, solution: Solution) -> Floats:
+def said(made: PlanningProblem, memory_model: MemoryModel, solution: Solution) -> Floats:
     """What the rows of all moments say of a solution."""
-    rows = (ledger.row(moment, 1.0) for moment in range(2 * ledger.timeline.count + 1))
-    return np.array([row_bytes(made.problem, row, solution.picks, solution.arcs, solution.again) for row in rows])
+    rows = (memory_model.row(moment, 1.0) for moment in range(2 * memory_model.liveness.count + 1))
+    return np.array([row_bytes(made.problem, row, solution.picks, solution.arcs, solution.recompute) for row in rows])
 
 
 @pytest.mark.parametrize("model, on, folded", CASES)
 def test_the_walk_never_falls_below_what_is_stored(model: str, on: str, folded: bool) -> None:
-    made, ledger = formulated(model, on, folded)
+    made, memory_model = formulated(model, on, folded)
     solution = random_solution(made.problem, random.Random(7))
-    walk = ledger.walk(solution)
+    walk = memory_model.walk(solution)
     assert walk.min() >= walk[0] * 0.0 + _stored(made, solution)
     assert np.all(walk == np.round(walk))
 
 
-def _stored(made: Formulated, solution: Solution) -> float:
+def _stored(made: PlanningProblem, solution: Solution) -> float:
     """Bytes of the parameters with their two moments, in the layouts that a solution stores them in."""
     program, sizes = made.program, made.mesh.sizes
     total = 0.0
@@ -97,18 +97,18 @@ def _stored(made: Formulated, solution: Solution) -> float:
 
 @pytest.mark.parametrize("model, share", [("layers", 0.0), ("layers", 0.3), ("layers", 0.7), ("llama", 0.0)])
 def test_the_walk_never_exceeds_the_budget(model: str, share: float) -> None:
-    made, ledger = formulated(model, "8")
-    free, least = within(made, ledger, 1 << 50), smallest(made, ledger)
+    made, memory_model = formulated(model, "8")
+    free, least = within(made, memory_model, 1 << 50), smallest(made, memory_model)
     assert free is not None
     assert least is not None
-    most, fewest = ledger.walk(free).max(), ledger.walk(least).max()
+    most, fewest = memory_model.walk(free).max(), memory_model.walk(least).max()
     assert fewest <= most
     budget = int(np.ceil(1.01 * fewest + share * max(0.0, most - 1.01 * fewest)))
-    found = within(made, ledger, budget)
+    found = within(made, memory_model, budget)
     assert found is not None
-    assert ledger.walk(found).max() <= budget
+    assert memory_model.walk(found).max() <= budget
     assert found.seconds >= free.seconds * (1 - 2e-3)
-    assert found.seconds == pytest.approx(price(made.problem, found.picks, found.arcs, found.again))
+    assert found.seconds == pytest.approx(price(made.problem, found.picks, found.arcs, found.recompute))
 
 
 @pytest.mark.parametrize("model", ["layers", "llama"])
@@ -146,28 +146,43 @@ def test_a_solution_of_a_random_problem_keeps_to_its_rows_or_none_does(seed: int
 def chained(seed: int) -> Problem:
     """A random problem, one to three of its wires led through an operator without a price that follows its operand."""
     draw, problem = random.Random(seed), random_problem(seed)
-    choices, wires = list(problem.choices), list(problem.wires)
-    for number in draw.sample(range(len(wires)), min(len(wires), draw.randint(1, 3))):
-        old = wires[number]
+    choices, edges = list(problem.choices), list(problem.edges)
+    for number in draw.sample(range(len(edges)), min(len(edges), draw.randint(1, 3))):
+        old = edges[number]
         order = draw.sample(range(old.nodes), old.nodes)  # follower's candidate c reads node order[c]
         rename = draw.sample(range(old.nodes), old.nodes)  # and makes of it what the consumers know as rename[order[c]]
         place, keep = len(choices), draw.random() < 0.7
         choices.append(Choice(name=f"f{number}", seconds=np.zeros(old.nodes), tie=np.zeros(old.nodes)))
         back = np.argsort(rename)
-        dearer = old.seconds + sum((s.seconds for s in old.surcharges if s.consumers), np.zeros(len(old.seconds)))
+        dearer = old.seconds + sum((s.seconds for s in old.conditional_costs if s.consumers), np.zeros(len(old.seconds)))
         before = dearer if keep else np.array([draw.uniform(0, 3) for _ in dearer])
-        wires[number] = Wire(
-            name=f"{old.name}a", producer=old.producer, produced=back[old.produced], nodes=old.nodes,
-            consumers=(Consumer(choice=place, wants=np.array(order)),), source=back[old.source], target=back[old.target],
-            seconds=before, surcharges=(Surcharge(seconds=np.zeros(len(before)), consumers=frozenset()),), free=old.free,
-        )  # fmt: skip
-        wires.append(
-            Wire(
-                name=f"{old.name}b", producer=place, produced=np.array(rename)[order], nodes=old.nodes, consumers=old.consumers,
-                source=old.source, target=old.target, seconds=old.seconds, surcharges=old.surcharges, free=old.free,
+        edges[number] = Edge(
+            name=f"{old.name}a",
+            producer=old.producer,
+            produced=back[old.produced],
+            nodes=old.nodes,
+            consumers=(Consumer(choice=place, wants=np.array(order)),),
+            source=back[old.source],
+            target=back[old.target],
+            seconds=before,
+            conditional_costs=(ConditionalCost(seconds=np.zeros(len(before)), consumers=frozenset()),),
+            free=old.free,
+        )
+        edges.append(
+            Edge(
+                name=f"{old.name}b",
+                producer=place,
+                produced=np.array(rename)[order],
+                nodes=old.nodes,
+                consumers=old.consumers,
+                source=old.source,
+                target=old.target,
+                seconds=old.seconds,
+                conditional_costs=old.conditional_costs,
+                free=old.free,
             )
-        )  # fmt: skip
-    return Problem(choices=tuple(choices), wires=tuple(wires))
+        )
+    return Problem(choices=tuple(choices), edges=tuple(edges))
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -201,7 +216,7 @@ def test_a_row_said_of_the_merged_problem_is_the_row_of_the_original(seed: int) 
 
 @pytest.mark.parametrize("model, on", [("llama", "8"), ("gpt2", "8"), ("gpt2", "2x4")])
 def test_merging_followers_leaves_the_optimum_of_a_model(model: str, on: str) -> None:
-    made, ledger = formulated(model, on)
+    made, memory_model = formulated(model, on)
     merged = merge_followers(made.problem)
     found, whole = solve(merged.problem), solve(made.problem)
     assert found is not None
@@ -211,9 +226,9 @@ def test_merging_followers_leaves_the_optimum_of_a_model(model: str, on: str) ->
     assert whole.bound <= found.seconds * (1 + 1e-6)
     solution = random_solution(merged.problem, random.Random(3))
     expanded = merged.expand(solution)
-    moments = len(ledger.walk(expanded))
+    moments = len(memory_model.walk(expanded))
     for moment in {0, moments // 2, moments // 3, moments - 1}:
-        row = ledger.row(moment, 1.0)
+        row = memory_model.row(moment, 1.0)
         expected = row_bytes(made.problem, row, expanded.picks, expanded.arcs)
         assert row_bytes(merged.problem, merged.row(row), solution.picks, solution.arcs) == pytest.approx(expected, rel=1e-12)
     assert price(made.problem, expanded.picks, expanded.arcs) == pytest.approx(solution.seconds, rel=1e-9)

@@ -62,8 +62,8 @@ def test_the_host_holds_nothing_where_that_is_not_wanted() -> None:
     device = replace(catalog.device("cpu", processes=2), host=HOST)
     budget = int(TIGHT * autopar.plan(model, sample, (2,), device=device).peak_memory)
     free, bound = (autopar.plan(model, sample, (2,), device=device, budget=budget, offload=may) for may in (True, False))
-    assert free.evidence.away
-    assert not bound.evidence.away
+    assert free.breakdown.offload
+    assert not bound.breakdown.offload
     assert free.step_time < bound.step_time
     assert "held by the host for the backward" in plain(memory(free))
     assert "held by the host for the backward" not in plain(memory(bound))
@@ -98,6 +98,6 @@ def measured(run: Run) -> int:
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_the_peak_is_what_the_plan_says(pool: WorkerPool, case: Case) -> None:
     plan = case.planned()
-    assert bool(plan.evidence.away) == (case.plan == "host" or isinstance(case.plan, int))
+    assert bool(plan.breakdown.offload) == (case.plan == "host" or isinstance(case.plan, int))
     found = pool.run(f"{__name__}:measured", Run(case.model, plan), ranks=plan.mesh.size)
     assert plan.peak_memory == pytest.approx(max(found), rel=0.05)  # type: ignore[type-var]

@@ -29,7 +29,7 @@ from autopar.planning.planner import located, plan_program, read_program
 from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
-from autopar.search_space.assignment import Again, Decisions
+from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.verify.testing import random_again, random_plan_of
 from tests.support import models
 from tests.support.ops import Ops
@@ -37,7 +37,7 @@ from tests.support.ops import Ops
 ALONE = Mesh.of(1)
 OPTIONS = Options(device="h100")
 NAMES = ("gpt2", "llama", "vit")
-NOTHING = Again()
+NOTHING = RecomputeChoice()
 
 
 @functools.cache
@@ -56,28 +56,28 @@ def alone(name: str) -> Plan:
     return plan_program(captured(name).program, located(ALONE, OPTIONS), OPTIONS)
 
 
-def chosen(name: str) -> Decisions:
+def chosen(name: str) -> Assignment:
     return resolve(alone(name), captured(name).program, analysed(name).fits)
 
 
-def every(name: str) -> Again:
+def every(name: str) -> RecomputeChoice:
     """All ops that may run again do."""
-    return Again(ops=may_run(captured(name).program, analysed(name).fits))
+    return RecomputeChoice(ops=may_run(captured(name).program, analysed(name).fits))
 
 
-def some(name: str, seed: int) -> Again:
+def some(name: str, seed: int) -> RecomputeChoice:
     """A random part of them does."""
     return random_again(analysed(name), chosen(name), random.Random(seed))
 
 
-def planned(name: str, again: Again) -> Plan:
-    texts = describe(captured(name).program, replace(chosen(name), again=again), analysed(name).fits, ALONE.sizes)
-    return replace(alone(name), again=texts[-1])
+def planned(name: str, recompute: RecomputeChoice) -> Plan:
+    texts = describe(captured(name).program, replace(chosen(name), recompute=recompute), analysed(name).fits, ALONE.sizes)
+    return replace(alone(name), recompute=texts[-1])
 
 
-def built(name: str, again: Again) -> tuple[ParallelModule, list[torch.Tensor]]:
+def built(name: str, recompute: RecomputeChoice) -> tuple[ParallelModule, list[torch.Tensor]]:
     """The module on one CPU with its batch; it draws the same every time."""
-    plan = planned(name, again)
+    plan = planned(name, recompute)
     model, sample = models.make(name)
     torch.manual_seed(0)
     module = assemble(captured(name), tensors_of(model), plan, connect(ALONE, device="cpu"))
@@ -93,8 +93,8 @@ def gradients(module: ParallelModule, inputs: list[torch.Tensor]) -> list[torch.
 def test_the_gradients_stay_what_they_are_and_dropout_drops_the_same(name: str) -> None:
     expected = gradients(*built(name, NOTHING))
     assert expected
-    for again in (every(name), some(name, 0), some(name, 1)):
-        assert all(map(torch.equal, gradients(*built(name, again)), expected))
+    for recompute in (every(name), some(name, 0), some(name, 1)):
+        assert all(map(torch.equal, gradients(*built(name, recompute)), expected))
 
 
 class PerNode(fx.Interpreter):
@@ -111,9 +111,9 @@ class PerNode(fx.Interpreter):
         return found
 
 
-def in_backward(name: str, again: Again) -> Counter[str]:
+def in_backward(name: str, recompute: RecomputeChoice) -> Counter[str]:
     """What runs in the backward."""
-    module, inputs = built(name, again)
+    module, inputs = built(name, recompute)
     loss = module.run(inputs)[0]
     with Ops() as ops:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -123,17 +123,17 @@ def in_backward(name: str, again: Again) -> Counter[str]:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", NAMES)
 def test_the_backward_runs_again_what_the_plan_says_and_nothing_else(name: str, seed: int) -> None:
-    program, again = captured(name).program, some(name, seed)
+    program, recompute = captured(name).program, some(name, seed)
     module, inputs = built(name, NOTHING)
     nodes = PerNode(module)
     nodes.run(*inputs)
     views = [op for op in program.ops if lies(op, program.values)]  # these come back with what they lie in, copied or not
     loose = {"empty", "set_", "detach"}.union(*(nodes.counts[identifier(op.name)] for op in views))
-    rerun = reruns(analysed(name), replace(chosen(name), again=again))
-    assert rerun.ops < again.ops
-    fetched = {source(name, value) for value, _ in rerun.away}
+    rerun = reruns(analysed(name), replace(chosen(name), recompute=recompute))
+    assert rerun.ops < recompute.ops
+    fetched = {source(name, value) for value, _ in rerun.offload}
     expected = sum((nodes.counts[identifier(op)] for op in rerun.ops), Counter({"copy_": len(fetched)}))
-    extra = in_backward(name, again) - in_backward(name, NOTHING)
+    extra = in_backward(name, recompute) - in_backward(name, NOTHING)
     compared = (expected | extra).keys() - loose
     assert compared
     assert {ran: extra[ran] for ran in compared} == {ran: expected[ran] for ran in compared}
@@ -146,9 +146,9 @@ def source(name: str, value: str) -> str:
     return source(name, op.operands[0]) if op is not None and lies(op, program.values) else value
 
 
-def left(name: str, again: Again) -> int:
+def left(name: str, recompute: RecomputeChoice) -> int:
     """Bytes that a forward leaves behind, and what it returns."""
-    module, inputs = built(name, again)
+    module, inputs = built(name, recompute)
     with Ops() as ops:
         results = module.run(inputs)
         assert results
@@ -159,7 +159,7 @@ def test_the_memory_of_what_is_made_again_is_gone_after_the_forward() -> None:
     program = captured("vit").program
     gelus = [op for op in program.ops if op.target == "aten.gelu.default"]
     assert len(gelus) == 2
-    saved = left("vit", NOTHING) - left("vit", Again(ops=frozenset(op.name for op in gelus)))
+    saved = left("vit", NOTHING) - left("vit", RecomputeChoice(ops=frozenset(op.name for op in gelus)))
     assert saved == sum(op.results[0].bytes for op in gelus)
 
 
@@ -167,7 +167,7 @@ def test_the_host_holds_what_goes_there_and_the_device_does_not() -> None:
     program = captured("vit").program
     gelus = [op.results[0] for op in program.ops if op.target == "aten.gelu.default"]
     layout = (I,) * len(ALONE.sizes)
-    there = Again(away=frozenset((gelu.name, layout) for gelu in gelus))
+    there = RecomputeChoice(offload=frozenset((gelu.name, layout) for gelu in gelus))
     assert left("vit", NOTHING) - left("vit", there) == sum(gelu.bytes for gelu in gelus)
     assert all(map(torch.equal, gradients(*built("vit", there)), gradients(*built("vit", NOTHING))))
 
@@ -234,7 +234,7 @@ def test_what_reads_a_buffer_that_is_written_may_not_run_again() -> None:
     ],
 )
 def test_an_entry_that_means_nothing_is_refused(name: str, lines: tuple[str, ...], message: str) -> None:
-    wrong = replace(alone("gpt2"), again={name: lines})
+    wrong = replace(alone("gpt2"), recompute={name: lines})
     with pytest.raises(PlanError, match="the plan is damaged") as caught:
         resolve(wrong, captured("gpt2").program, analysed("gpt2").fits)
     assert message in str(caught.value)
@@ -244,16 +244,16 @@ def test_a_dropout_that_shall_run_again_is_refused() -> None:
     program = captured("gpt2").program
     dropout = next(op.name for op in program.ops if op.target == "aten.dropout.default")
     with pytest.raises(PlanError, match="the plan is damaged"):
-        resolve(replace(alone("gpt2"), again={dropout: ("run",)}), program, analysed("gpt2").fits)
+        resolve(replace(alone("gpt2"), recompute={dropout: ("run",)}), program, analysed("gpt2").fits)
 
 
 def test_random_plans_make_ops_and_conversions_again_of_weights_and_of_others() -> None:
     program = captured("llama").program
     plan = random_plan_of(captured("llama"), located((2, 4), OPTIONS), 1, OPTIONS)
-    again = resolve(plan, program, analyse(program, Mesh.of((2, 4))).fits).again
-    assert again.ops
-    assert again.away
-    assert {name in program.producer for name, _ in again.steps} == {True, False}
+    recompute = resolve(plan, program, analyse(program, Mesh.of((2, 4))).fits).recompute
+    assert recompute.ops
+    assert recompute.offload
+    assert {name in program.producer for name, _ in recompute.steps} == {True, False}
 
 
 def dropped_alike(plan: Plan) -> list[torch.Tensor]:
@@ -268,7 +268,7 @@ def dropped_alike(plan: Plan) -> list[torch.Tensor]:
 @pytest.mark.parametrize("seed", range(2))
 def test_on_four_devices_dropout_drops_the_same_whether_things_are_made_again_or_not(pool: WorkerPool, seed: int) -> None:
     plan = random_plan_of(captured("gpt2"), located((2, 2), OPTIONS), seed, OPTIONS)
-    assert plan.again
-    found, expected = (pool.run(f"{__name__}:dropped_alike", one, ranks=4) for one in (plan, replace(plan, again={})))
+    assert plan.recompute
+    found, expected = (pool.run(f"{__name__}:dropped_alike", one, ranks=4) for one in (plan, replace(plan, recompute={})))
     for one, other in zip(found[0], expected[0], strict=True):  # type: ignore[call-overload]
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)

@@ -1,7 +1,7 @@
 """docs/operators.md: every operator of the table with what splits in its examples, and how much of Core ATen that covers.
 
-    python -m tests.operators.coverage                                      prints the page
-    python -m pytest tests/operators/test_coverage.py --update-goldens      writes it
+python -m tests.operators.coverage                                      prints the page
+python -m pytest tests/operators/test_coverage.py --update-goldens      writes it
 """
 
 from __future__ import annotations
@@ -171,9 +171,9 @@ HEAD = """\
 
 {overloads} overloads of {names} ATen operators have a rule: which dims belong together, and may be split together. The rules
 are tables in [autopar/operators](../autopar/operators). Everything here is checked by execution, with torch {version}:
-`tests/operators/test_laws.py` splits the operands of each example in `tests/operators` along each factor, runs the operator on the
-parts, joins, and compares values and gradients with the whole. An operator without a rule runs whole on every device. This
-page is made from table and examples by `python -m tests.operators.coverage`.
+`tests/operators/test_laws.py` splits the operands of each example in `tests/operators` along each factor, runs the operator
+on the parts, joins, and compares values and gradients with the whole. An operator without a rule runs whole on every device.
+This page is made from table and examples by `python -m tests.operators.coverage`.
 
 How to read a rule: `... k, n k, +n -> ... n` names the dims of operands and results. A factor is split wherever its name
 stands; one that the result lacks is summed over; `!` and `_` stay whole; `+` is added once; `(h d)` is one dim made of two

@@ -376,9 +376,7 @@ TABLE: dict[str, list[Example]] = {
     "aten.take_along_dim.default": [ex(t(4, 6, 10), ints(4, 2, 10), 1)],
     "aten.scatter.src": [ex(t(4, 6), 1, ints(4, 6), t(4, 6)), ex(t(4, 6), 1, ints(2, 6), t(2, 6))],
     "aten.scatter.value": [ex(t(4, 6), 1, ints(4, 2), 0), ex(t(4, 6), 1, ints(4, 2), 2.5)],
-    "aten.scatter.reduce": [
-        ex(buffer(4, 6), 1, places(4, 2, high=6), buffer(4, 2), reduce=how) for how in ("multiply", "add")
-    ],
+    "aten.scatter.reduce": [ex(buffer(4, 6), 1, places(4, 2, high=6), buffer(4, 2), reduce=how) for how in ("multiply", "add")],
     "aten.scatter.value_reduce": [ex(buffer(4, 6), 1, places(4, 2, high=6), 2.5, reduce="add")],
     "aten.scatter_add.default": [
         ex(t(4, 6), 1, ints(4, 2), t(4, 2)),

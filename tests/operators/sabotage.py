@@ -20,7 +20,7 @@ from rich.table import Table
 
 from autopar.errors import RuleError
 from autopar.ir.program import Op, Value
-from autopar.operators import RULES, Factor, Fitted, Rule, fit
+from autopar.operators import RULES, Factor, OpSharding, Rule, fit
 from autopar.operators.call import Call
 from autopar.operators.checking.execution_check import check
 from autopar.operators.rule import Dims
@@ -45,7 +45,7 @@ class Mutation:
 
     kind: str
     what: str
-    change: Callable[[Fitted], Fitted]
+    change: Callable[[OpSharding], OpSharding]
     averages: bool = True  # whether a mean is still divided
 
 
@@ -102,7 +102,7 @@ def caught(target: str, mutation: Mutation) -> str:
 def broken(rule: Rule, mutation: Mutation) -> Rule:
     """The rule with the mutation in what it says of each op."""
 
-    def shapes(call: Call) -> Fitted | None:
+    def shapes(call: Call) -> OpSharding | None:
         fitted = rule.fit(call)
         if fitted is None:
             return None
@@ -128,7 +128,7 @@ def mutations(target: str) -> Iterator[Mutation]:
             return
 
 
-def _of(op: Op, fitted: Fitted, values: Mapping[str, Value], rule: Rule) -> Iterator[Mutation]:
+def _of(op: Op, fitted: OpSharding, values: Mapping[str, Value], rule: Rule) -> Iterator[Mutation]:
     floats = [i for i, name in enumerate(op.operands) if values[name].dtype.is_floating_point]
     smooth = all(value.dtype.is_floating_point for value in op.results)
     for f, factor in enumerate(fitted.factors):
@@ -164,7 +164,7 @@ def _of(op: Op, fitted: Fitted, values: Mapping[str, Value], rule: Rule) -> Iter
         yield Mutation(kind="forgets to divide a mean", what="", change=lambda fitted: fitted, averages=False)
 
 
-def _count(fitted: Fitted, factor: int) -> int:
+def _count(fitted: OpSharding, factor: int) -> int:
     """How many dims have a factor."""
     return sum(factor in dim for dims in (*fitted.operands, *fitted.results) for dim in dims)
 
@@ -173,16 +173,16 @@ def _has(dims: Dims, factor: int) -> bool:
     return any(factor in dim for dim in dims)
 
 
-def _split(f: int, name: str) -> Callable[[Fitted], Fitted]:
-    def change(fitted: Fitted) -> Fitted:
+def _split(f: int, name: str) -> Callable[[OpSharding], OpSharding]:
+    def change(fitted: OpSharding) -> OpSharding:
         factors = tuple(replace(one, whole=one.whole and (i, one.name) != (f, name)) for i, one in enumerate(fitted.factors))
         return replace(fitted, factors=factors)
 
     return change
 
 
-def _swapped(r: int, d: int) -> Callable[[Fitted], Fitted]:
-    def change(fitted: Fitted) -> Fitted:
+def _swapped(r: int, d: int) -> Callable[[OpSharding], OpSharding]:
+    def change(fitted: OpSharding) -> OpSharding:
         if len(fitted.results) <= r or len(fitted.results[r]) <= d + 1:
             return fitted
         dims = list(fitted.results[r])
@@ -192,10 +192,10 @@ def _swapped(r: int, d: int) -> Callable[[Fitted], Fitted]:
     return change
 
 
-def _lacks(position: int, d: int, *, operand: bool) -> Callable[[Fitted], Fitted]:
+def _lacks(position: int, d: int, *, operand: bool) -> Callable[[OpSharding], OpSharding]:
     """A dim is one of its own, that stays whole."""
 
-    def change(fitted: Fitted) -> Fitted:
+    def change(fitted: OpSharding) -> OpSharding:
         tensors = fitted.operands if operand else fitted.results
         if len(tensors) <= position or len(tensors[position]) <= d or not tensors[position][d]:
             return fitted
@@ -211,18 +211,18 @@ def _lacks(position: int, d: int, *, operand: bool) -> Callable[[Fitted], Fitted
     return change
 
 
-def _toggled(i: int) -> Callable[[Fitted], Fitted]:
+def _toggled(i: int) -> Callable[[OpSharding], OpSharding]:
     return lambda fitted: replace(fitted, added=fitted.added ^ {i})
 
 
-def _grouped(group: frozenset[int]) -> Callable[[Fitted], Fitted]:
-    def change(fitted: Fitted) -> Fitted:
+def _grouped(group: frozenset[int]) -> Callable[[OpSharding], OpSharding]:
+    def change(fitted: OpSharding) -> OpSharding:
         return replace(fitted, linear=(*fitted.linear, group)) if max(group) < len(fitted.operands) else fitted
 
     return change
 
 
-def _less(group: frozenset[int], i: int) -> Callable[[Fitted], Fitted]:
+def _less(group: frozenset[int], i: int) -> Callable[[OpSharding], OpSharding]:
     return lambda fitted: replace(fitted, linear=tuple(one - {i} if one == group else one for one in fitted.linear))
 
 

@@ -24,7 +24,7 @@ import transformers.integrations.moe  # noqa: F401  (an operator)
 
 from autopar.errors import RuleError
 from autopar.ir.program import Op, Value
-from autopar.operators import Distributed, Fitted, Rule, fit, rule_of
+from autopar.operators import OpSharding, ParallelForm, Rule, fit, rule_of
 from autopar.operators.checking.execution_check import Ranks, check, distributed_trials
 from autopar.runtime import attention, exchange, forms, losses, norms, recurrent
 from autopar.runtime.threaded_ranks import ranks
@@ -34,7 +34,7 @@ from tests.operators.examples import EXAMPLES
 
 T = TypeVar("T")
 Built = tuple[Op, dict[str, Value], dict[str, torch.Tensor]]
-Change = tuple[str, Distributed, Ranks]  # in words, the form, and what runs its ranks
+Change = tuple[str, ParallelForm, Ranks]  # in words, the form, and what runs its ranks
 STATES = {"R": "I", "I": "R", "P": "I"}
 PLACED = ("vocabulary", "classes", "chosen", "queries", "grouped")  # whose ranks know their places, beside sending
 TRUSTING = ("queries", "ring", "experts")  # wrong sizes stop the process: of kernels, or of what gloo receives
@@ -52,7 +52,7 @@ class Mutant:
     target: str
     form: str
     what: str
-    wrong: Distributed
+    wrong: ParallelForm
     built: Built
     ranks: Ranks
 
@@ -86,12 +86,12 @@ def _rule(target: str) -> Rule:
     return rule
 
 
-def _serves(form: Distributed, built: Built) -> bool:
+def _serves(form: ParallelForm, built: Built) -> bool:
     fitted = fit(*built[:2], rule=replace(_rule(built[0].target), distributed=(form,)))
     return fitted is not None and any(distributed_trials(fitted))
 
 
-def _changes(form: Distributed, rule: Rule, op: Op, values: dict[str, Value]) -> Iterator[Change]:
+def _changes(form: ParallelForm, rule: Rule, op: Op, values: dict[str, Value]) -> Iterator[Change]:
     fitted = fit(op, values)
     assert fitted is not None
     split = set(fitted.spread(form))
@@ -117,7 +117,7 @@ def _changes(form: Distributed, rule: Rule, op: Op, values: dict[str, Value]) ->
             yield f"no {name}", form, partial(_without, module, name, instead)  # type: ignore[misc]
 
 
-def _factors(form: Distributed, fitted: Fitted) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _factors(form: ParallelForm, fitted: OpSharding) -> Iterator[tuple[str, tuple[str, ...]]]:
     first, *others = form.factors
     for name in (factor.name for factor in fitted.factors if factor.name not in ("_", *form.factors)):
         yield f"splits {name} for {first}", (name, *others)

@@ -7,7 +7,7 @@ import torch
 
 import autopar
 from autopar.errors import RuleError
-from autopar.operators import Fitted, fit, rule
+from autopar.operators import OpSharding, fit, rule
 from autopar.operators.checking.discover import Discovered
 from autopar.operators.checking.sample_call import Arguments, Example
 from autopar.operators.families.reductions import always
@@ -25,7 +25,7 @@ def ints(*shape: int, high: int = 4) -> torch.Tensor:
 Split = frozenset[tuple[str, int, int, int, int]]
 
 
-def splits(fitted: Fitted) -> set[Split]:
+def splits(fitted: OpSharding) -> set[Split]:
     """Each factor that may be split, as the places where it stands: side, tensor, dim, and what is left and right of it."""
     found = []
     for f, factor in enumerate(fitted.factors):
@@ -43,7 +43,7 @@ def splits(fitted: Fitted) -> set[Split]:
     return set(found)
 
 
-def fitted_to(found: Discovered, example: Example) -> Fitted:
+def fitted_to(found: Discovered, example: Example) -> OpSharding:
     made = rule(found.rule, linear=found.linear, averages=always if found.averages else None)
     fitted = fit(example.op, example.values, rule=made)
     assert fitted is not None

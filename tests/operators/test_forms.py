@@ -18,7 +18,7 @@ import transformers.integrations.moe  # noqa: F401  (an operator)
 
 from autopar.formulation.step_collectives import inside
 from autopar.ir.program import Op, Value
-from autopar.operators import RULES, Fitted, fit
+from autopar.operators import RULES, OpSharding, fit
 from autopar.operators.checking.execution_check import Trial, check, distributed_trials
 from autopar.operators.checking.sample_call import Example as Called
 from autopar.operators.registry import OTHERS
@@ -79,7 +79,7 @@ def overheard(heard: list[Sent], form: str, size: int, run: Callable[[int, Calla
     return [found for found, _ in both]
 
 
-def sent(op: Op, fitted: Fitted, values: dict[str, Value], trial: Trial) -> Sent:
+def sent(op: Op, fitted: OpSharding, values: dict[str, Value], trial: Trial) -> Sent:
     """What every rank of a trial sends, as the form says it."""
     operands, results = trial.layouts(fitted)
     forms = []

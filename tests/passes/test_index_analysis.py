@@ -13,7 +13,7 @@ import torch
 from autopar.capture import capture
 from autopar.ir.program import Program
 from autopar.passes.index_analysis import affine, facts
-from autopar.passes.index_analysis.affine import Affine, All, AtLeast, Choice, Fact, Some
+from autopar.passes.index_analysis.affine import Affine, All, AtLeast, Fact, Select, Some
 from autopar.passes.simplify import simplify
 from tests.capture import interpreter
 from tests.capture.models import MODELS
@@ -31,7 +31,7 @@ def at(fact: Fact, place: tuple[int, ...]) -> bool | int | float:
             return all(at(part, place) for part in parts)
         case Some(parts):
             return any(at(part, place) for part in parts)
-        case Choice(when, yes, no):
+        case Select(when, yes, no):
             return yes if at(when, place) else no
         case _:
             return fact

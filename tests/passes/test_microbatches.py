@@ -86,13 +86,11 @@ LABELLED: dict[str, Function] = {
         F.cross_entropy(x @ w.T, t, reduction="sum") / (t != -100).sum().clamp(min=1)
     ),
     "over its root": lambda x, w, t: F.cross_entropy(x @ w.T, t, reduction="sum") / (t != -100).sum().to(x.dtype).sqrt(),
-    "with keys that have no gradient": lambda x, w, t: (
-        F.cross_entropy((x @ w.T) @ t.to(x.dtype)[:, None].expand(8, 5).T, t % 8)
+    "with keys that have no gradient": lambda x, w, t: F.cross_entropy(
+        (x @ w.T) @ t.to(x.dtype)[:, None].expand(8, 5).T, t % 8
     ),
     "of samples in another order": lambda x, w, t: (x @ w.T)[:, 0] @ t.flip(0).to(x.dtype),
-    "weighed by what the batch has": lambda x, w, t: (
-        (x @ w.T).square().sum(1) * (t + 100) / (t + 100).max()
-    ).mean(),
+    "weighed by what the batch has": lambda x, w, t: ((x @ w.T).square().sum(1) * (t + 100) / (t + 100).max()).mean(),
 }
 
 

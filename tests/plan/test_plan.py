@@ -51,8 +51,8 @@ def check_round_trips(name: str, made: Plan) -> None:
     """JSON gives back the plan; its texts give back decisions that have the same texts."""
     assert Plan.from_json(made.to_json()) == made
     program, fits = captured(name).program, analysed(name).fits
-    decisions = resolve(made, program, fits)
-    assert describe(program, decisions, fits, made.sizes) == (made.choices, made.layouts, made.routes, made.again)
+    assignment = resolve(made, program, fits)
+    assert describe(program, assignment, fits, made.sizes) == (made.choices, made.layouts, made.routes, made.recompute)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -88,7 +88,7 @@ def test_the_json_has_the_fields_that_others_may_rely_on(tmp_path: Path) -> None
     data = json.loads((tmp_path / "plan.json").read_text())
     assert set(data) == {
         "version", "hash", "mesh", "device", "options", "status", "gap", "step_time", "peak_memory", "once",
-        "choices", "layouts", "routes", "again", "padded", "collectives", "evidence", "microbatches", "dynamic",
+        "choices", "layouts", "routes", "recompute", "padded", "collectives", "breakdown", "microbatches", "dynamic",
     }  # fmt: skip
     assert data["mesh"] == {"axes": ["axis0", "axis1"], "sizes": [2, 2], "links": ["nvlink4", "nvlink4"]}
     assert data["hash"] == captured("gpt2").program.hash
@@ -108,8 +108,8 @@ def test_a_plan_for_another_model_or_another_mesh_is_refused() -> None:
 
 def test_replicate_keeps_everything_whole_and_sends_nothing() -> None:
     made = plan("llama", "replicate")
-    decisions = resolve(made, captured("llama").program, analysed("llama").fits)
-    assert {state for layout in decisions.given.values() for state in layout} == {I}
+    assignment = resolve(made, captured("llama").program, analysed("llama").fits)
+    assert {state for layout in assignment.given.values() for state in layout} == {I}
     assert made.collectives == ()
     assert "sent" not in str(made)
 

@@ -20,7 +20,7 @@ from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import plain
 from autopar.planning.planner import read_program
-from autopar.planning.respecialize import Resizer
+from autopar.planning.respecialize import Respecializer
 from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool
 from autopar.verify.verification import verify
@@ -54,9 +54,9 @@ def test_a_plan_carried_to_other_sizes_and_back_is_itself(name: str, sizes: tupl
     plan = made(name, sizes, strategy)
     here = read_program(model, sample).program
     there = read_program(model, sample, places=placed(plan.dynamic, [16, 24][: len(plan.dynamic)])).program
-    carried = Resizer(plan, here).plan_for(there, "batch=16")
+    carried = Respecializer(plan, here).plan_for(there, "batch=16")
     assert carried.hash == there.hash != plan.hash
-    assert Resizer(carried, there).plan_for(here, "batch=8") == plan
+    assert Respecializer(carried, there).plan_for(here, "batch=8") == plan
 
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp", 5])

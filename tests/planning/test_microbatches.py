@@ -20,7 +20,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.text import plain
 from autopar.planning.optimize import analysed, solved
 from autopar.planning.planner import finish
-from autopar.runtime.memory_tracker import Live
+from autopar.runtime.memory_tracker import MemoryTracker
 from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool
 from autopar.verify.verification import verify
@@ -217,12 +217,12 @@ def test_a_step_costs_its_runs_and_one_step_of_the_optimizer(strategy: str) -> N
     options = Options(strategy=strategy)
     found = solved(analysed(part.program, on, options), on, options)
     made = finish(found, options)
-    evidence, own = made.evidence, bill(made, part, on)
+    breakdown, own = made.breakdown, bill(made, part, on)
     few = 5 * runs * max(link.latency for link in on.links)  # of the messages in which weights go different ways
     assert found.solution.seconds == pytest.approx(made.step_time, rel=0, abs=few), "the integer program prices it so"
-    assert evidence.forward + evidence.backward == pytest.approx(runs * own.ops, rel=1e-9)
-    assert evidence.optimizer == pytest.approx(own.optimizer, rel=1e-9)
-    ahead = evidence.conversions - runs * (own.local + own.inputs)
+    assert breakdown.forward + breakdown.backward == pytest.approx(runs * own.ops, rel=1e-9)
+    assert breakdown.optimizer == pytest.approx(own.optimizer, rel=1e-9)
+    ahead = breakdown.conversions - runs * (own.local + own.inputs)
     assert 0 < ahead < 1e-4
     assert len(own.issued) < len(made.collectives) <= runs * len(own.issued)
 
@@ -230,7 +230,7 @@ def test_a_step_costs_its_runs_and_one_step_of_the_optimizer(strategy: str) -> N
 def test_activations_are_those_of_one_micro_batch_and_gradients_stay() -> None:
     captured = planning.layers(4096, 64, *(128 for _ in range(10)), 64)
     plans = [planning.plan(captured, ON, microbatches=runs, strategy="ddp", optimizer="sgd") for runs in (1, 4)]
-    one, four = (made.evidence.memory for made in plans)
+    one, four = (made.breakdown.memory for made in plans)
     assert four["saved for the backward"] < 0.3 * one["saved for the backward"]
     assert four["gradients"] == four["parameters"]
     assert plans[1].peak_memory < plans[0].peak_memory
@@ -242,7 +242,7 @@ def test_what_is_alive_in_a_step_is_what_the_plan_says(runs: int) -> None:
     model = planning.Layers((64, *(128 for _ in range(10)), 64))
     batch = torch.randn(1024, 64)
     parallel = autopar.parallelize(model, batch, (1,), device="cpu", optimizer="sgd", microbatches=runs)
-    with Live([*parallel.parameters(), batch]) as live:
+    with MemoryTracker([*parallel.parameters(), batch]) as live:
         parallel.step(batch)
     plan = parallel.autopar.plan
     assert plan is not None

@@ -104,10 +104,13 @@ def test_a_dim_that_does_not_divide_is_split_with_equal_numbers(
 ) -> None:
     model, sample = MODELS[name][0]()
     plan = autopar.plan(model, sample, sizes, device="h100", strategy=strategy, constraints=constraints(name, sizes))
-    assert plan.padded == {
-        "gpt2": {TABLE: "101 x 16 -> 104 x 16"},
-        "wide": {"rise.weight": "30 x 16 -> 32 x 16", "rise.bias": "30 -> 32", "fall.weight": "16 x 30 -> 16 x 32"},
-    }[name]
+    assert (
+        plan.padded
+        == {
+            "gpt2": {TABLE: "101 x 16 -> 104 x 16"},
+            "wide": {"rise.weight": "30 x 16 -> 32 x 16", "rise.bias": "30 -> 32", "fall.weight": "16 x 30 -> 16 x 32"},
+        }[name]
+    )
     assert Plan.from_json(plan.to_json()) == plan
     report = verify(model, sample, Mesh.of(sizes), plan, Options(), pool)
     assert report.ok, report
@@ -152,11 +155,11 @@ def keep(kept: Kept) -> dict[str, torch.Tensor]:
     checkpoint.save({"model": weights, "optimizer": moments}, checkpoint_id=kept.folder)
 
     other = autopar.parallelize(gpt2()[0].eval(), sample, (4, 2), device="h100", strategy="fsdp")
-    again = torch.optim.AdamW(other.parameters())
-    found, steps = get_state_dict(other, again)
+    recompute = torch.optim.AdamW(other.parameters())
+    found, steps = get_state_dict(other, recompute)
     state = {"model": found, "optimizer": steps}
     checkpoint.load(state, checkpoint_id=kept.folder)
-    set_state_dict(other, again, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(other, recompute, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     expected = {name: whole(parameter).detach() for name, parameter in parallel.named_parameters()}
     for name, parameter in other.named_parameters():
         assert torch.equal(whole(parameter).detach(), expected[name])

@@ -151,8 +151,8 @@ def test_in_its_own_dtypes_a_step_sends_what_its_plan_lists(
 @pytest.mark.parametrize("name, how", [("gpt2", "fsdp"), ("bert", 12)])
 def test_what_is_made_again_in_its_own_dtypes_is_what_it_was(pool: WorkerPool, name: str, how: str | int) -> None:
     run = run_of(name, how)
-    kept = replace(run, plan=replace(run.plan, again={}))
-    assert any(":to#" in entry and "run" in lines for entry, lines in run.plan.again.items())
+    kept = replace(run, plan=replace(run.plan, recompute={}))
+    assert any(":to#" in entry and "run" in lines for entry, lines in run.plan.recompute.items())
     pairs = zip(pool.run(f"{__name__}:train", run), pool.run(f"{__name__}:train", kept), strict=True)
     for found, expected in pairs:
         assert isinstance(found, Found)
@@ -205,9 +205,9 @@ def gradient(model: nn.Module) -> torch.Tensor:
 
 def test_where_gathered_weights_are_dropped_they_are_cast_again_which_takes_time() -> None:
     plan = made("gpt2", "fsdp", precision=MIXED)
-    casts = {entry for entry, lines in plan.again.items() if "run" in lines}
-    assert casts == plan.evidence.copies.keys()
-    assert plan.evidence.again.keys() == {entry for entry in casts if plan.evidence.copies[entry].endswith(SAVED)}
+    casts = {entry for entry, lines in plan.recompute.items() if "run" in lines}
+    assert casts == plan.breakdown.copies.keys()
+    assert plan.breakdown.recompute.keys() == {entry for entry in casts if plan.breakdown.copies[entry].endswith(SAVED)}
 
 
 @pytest.mark.parametrize("how", ["ddp", "zero2", "fsdp"])

@@ -307,7 +307,9 @@ def test_a_plan_that_stores_addends_is_refused_before_any_process_starts() -> No
     made = plan((2,))
     for name in ("0.weight", "input", "output:0"):
         bad = replace(made, layouts={**made.layouts, name: "P"})
-        refusal = check(lambda bad=bad: autopar.verify(model(), X, (2,), plan=bad), PlanError, "the plan is damaged", "again")  # type: ignore[misc]
+        refusal = check(
+            lambda bad=bad: autopar.verify(model(), X, (2,), plan=bad), PlanError, "the plan is damaged", "recompute"
+        )  # type: ignore[misc]
         assert "is I or S on every axis" in refusal.details["error"]
 
 

@@ -192,9 +192,7 @@ def test_the_fused_projection_of_gpt2_is_split_in_three_blocks() -> None:
     [(partial(planning.llama, 16, 1024, 4096), LLAMA, 1), (partial(planning.gpt2, 16, 1024, 4096), GPT2, 2)],
     ids=["llama", "gpt2"],
 )
-def test_tensor_parallelism_inside_data_parallelism_splits_the_norms_too(
-    model: Model, block: str, norm: int
-) -> None:
+def test_tensor_parallelism_inside_data_parallelism_splits_the_norms_too(model: Model, block: str, norm: int) -> None:
     captured = model()
     plan = planning.plan(captured, mesh((2, 8), NETWORK, NVLINK), strategy="megatron")
     whole = 16 // 2 * 1024 * 4096 * 2
@@ -250,4 +248,4 @@ def test_auto_is_not_priced_above_a_named_strategy_in_the_memory_that_it_needs(m
 def test_zero3_is_another_name_of_fsdp() -> None:
     plans = [planning.plan(planning.gpt2(8, 32, 64), mesh((4,), NVLINK), strategy=strategy) for strategy in ("zero3", "fsdp")]
     assert plans[0].collectives == plans[1].collectives
-    assert (plans[0].layouts, plans[0].routes, plans[0].again) == (plans[1].layouts, plans[1].routes, plans[1].again)
+    assert (plans[0].layouts, plans[0].routes, plans[0].recompute) == (plans[1].layouts, plans[1].routes, plans[1].recompute)

@@ -16,7 +16,7 @@ from autopar.ir.mesh import Mesh
 from autopar.runtime.bucketed_collectives import begin, finish
 from autopar.runtime.collectives import call, place_of
 from autopar.runtime.recorder import Issued, recorded
-from autopar.runtime.rematerialize.manager import Anew
+from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import Axis, connect
 
@@ -31,7 +31,7 @@ WEIGHTS = [
 ]
 PAIRS = [pair for pair in CONVERSIONS if pair[0] in "IS"]  # a weight is stored so
 USES = [(0, 1, 2, 3, 4), (1, 2, 4), (3,)]  # the weights that get a gradient
-TOGETHER = {"forward": {"all_gather"}, "again": {"all_gather"}, "backward": {"all_reduce", "reduce_scatter"}}
+TOGETHER = {"forward": {"all_gather"}, "recompute": {"all_gather"}, "backward": {"all_reduce", "reduce_scatter"}}
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ def loss(values: Sequence[torch.Tensor], used: tuple[int, ...], rank: int) -> to
 
 
 def together(
-    pair: tuple[str, str], weights: list[torch.Tensor], axis: Axis, used: tuple[int, ...], anew: Anew
+    pair: tuple[str, str], weights: list[torch.Tensor], axis: Axis, used: tuple[int, ...], anew: Rematerializer
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The values of a bundle and their loss."""
     name, steps = "__".join(CONVERSIONS[pair]), [conversion(pair, i) for i in range(len(WEIGHTS))]
     places = [tuple(place_of(s, shape, (RANKS,))) for s, (shape, _, _) in zip(steps, WEIGHTS, strict=True)]
-    again = anew if CONVERSIONS[pair][0] in COLLECTIVES else None
+    recompute = anew if CONVERSIONS[pair][0] in COLLECTIVES else None
     with anew.active():
-        values = finish(again, name, begin(name, weights, axis), axis, places if "S" in pair else None)
+        values = finish(recompute, name, begin(name, weights, axis), axis, places if "S" in pair else None)
         return [value.detach().clone() for value in values], loss(values, used, axis.index)
 
 
@@ -80,14 +80,14 @@ def convert(cases: list[tuple[tuple[str, str], tuple[int, ...]]]) -> list[Found]
     (axis,) = context.axes
     found = []
     for pair, used in cases:
-        alone, bundle = stored(pair, axis.index), stored(pair, axis.index)
+        alone, bucket = stored(pair, axis.index), stored(pair, axis.index)
         calls = [call(conversion(pair, i), shape, (RANKS,)) for i, (shape, _, _) in enumerate(WEIGHTS)]
         expected = [function(w, axis, *places) for w, (function, places) in zip(alone, calls, strict=True)]
         loss(expected, used, axis.index).backward()  # type: ignore[no-untyped-call]
         with recorded(context.axes) as log:
-            values, total = together(pair, bundle, axis, used, Anew())
+            values, total = together(pair, bucket, axis, used, Rematerializer())
             total.backward()  # type: ignore[no-untyped-call]
-        gradients = [(one.grad, other.grad) for one, other in zip(alone, bundle, strict=True)]
+        gradients = [(one.grad, other.grad) for one, other in zip(alone, bucket, strict=True)]
         both = [(one.detach(), other) for one, other in zip(expected, values, strict=True)]
         found.append(Found(values=both, gradients=gradients, log=log))
     return found
@@ -98,7 +98,7 @@ def messages(pair: tuple[str, str], used: tuple[int, ...]) -> Counter[Issued]:
     forward, backward = CONVERSIONS[pair]
     expected: Counter[Issued] = Counter()
     every = tuple(range(len(WEIGHTS)))
-    for role, kind, which in (("forward", forward, every), ("backward", backward, used), ("again", forward, used)):
+    for role, kind, which in (("forward", forward, every), ("backward", backward, used), ("recompute", forward, used)):
         if kind in COLLECTIVES:
             sizes = [conversion(pair, i).collective_bytes(WEIGHTS[i][0], 8, (RANKS,)) for i in which]
             where = "forward" if role == "forward" else "backward"
@@ -112,12 +112,12 @@ def test_a_bundle_converts_as_each_weight_alone_and_sends_one_message(pool: Work
     for results in pool.run(f"{__name__}:convert", cases, ranks=RANKS):
         assert isinstance(results, list)
         for (pair, used), found in zip(cases, results, strict=True):
-            for weight, (alone, bundle) in enumerate(found.values):
-                torch.testing.assert_close(bundle, alone, msg=lambda text: f"{pair} weight {weight}\n{text}")  # noqa: B023
-            for weight, (alone, bundle) in enumerate(found.gradients):
-                assert (bundle is not None) == (alone is not None) == (weight in used), (pair, used, weight)
+            for weight, (alone, bucket) in enumerate(found.values):
+                torch.testing.assert_close(bucket, alone, msg=lambda text: f"{pair} weight {weight}\n{text}")  # noqa: B023
+            for weight, (alone, bucket) in enumerate(found.gradients):
+                assert (bucket is not None) == (alone is not None) == (weight in used), (pair, used, weight)
                 if alone is not None:
-                    torch.testing.assert_close(bundle, alone, msg=lambda text: f"{pair} weight {weight}\n{text}")  # noqa: B023
+                    torch.testing.assert_close(bucket, alone, msg=lambda text: f"{pair} weight {weight}\n{text}")  # noqa: B023
             assert Counter(found.log) == messages(pair, used), (pair, used)
 
 
@@ -131,7 +131,7 @@ def test_on_an_axis_of_one_device_nothing_happens(pair: tuple[str, str]) -> None
     axis, name = Axis(name="dp", size=1, index=0, group=""), "__".join(CONVERSIONS[pair])
     weights = [torch.randn(2, 3, requires_grad=True), torch.randn(4)]
     with recorded([axis]) as log:
-        found = finish(Anew(), name, begin(name, weights, axis), axis, [(0,), (0,)])
+        found = finish(Rematerializer(), name, begin(name, weights, axis), axis, [(0,), (0,)])
     assert [id(tensor) for tensor in found] == [id(tensor) for tensor in weights]
     assert not log
 
@@ -143,7 +143,7 @@ def add(summed: torch.dtype | None) -> tuple[torch.Tensor, torch.dtype, list[Iss
     weight = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
     with recorded(context.axes) as log:
         begun = begin("all_gather__reduce_scatter", [weight], axis, summed)
-        (value,) = finish(Anew(), "all_gather__reduce_scatter", begun, axis, [(0,)])
+        (value,) = finish(Rematerializer(), "all_gather__reduce_scatter", begun, axis, [(0,)])
         (value * (256 if axis.index == 0 else 1)).sum().backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     return weight.grad, value.dtype, log

@@ -12,9 +12,9 @@ from autopar.ir.layout import I, Layout, shard, split
 from autopar.ir.mesh import Mesh
 from autopar.runtime import collectives
 from autopar.runtime.bucketed_collectives import begin, finish
-from autopar.runtime.random import Draws, seeded
+from autopar.runtime.random import RngState, seeded
 from autopar.runtime.recorder import Issued, recorded
-from autopar.runtime.rematerialize.manager import Anew
+from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.storage import local, store, whole
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import Context, connect
@@ -48,7 +48,7 @@ def emitted(context: Context) -> fx.GraphModule:
     for name, parameter in store(weights(), LAYOUTS, context).items():
         root.register_parameter(name, parameter)  # type: ignore[arg-type]
     root.mesh_dp, root.mesh_tp = context.axes  # type: ignore[assignment]
-    root.anew, root.draws = Anew(), Draws(0)  # type: ignore[assignment]
+    root.anew, root.draws = Rematerializer(), RngState(0)  # type: ignore[assignment]
     graph = fx.Graph()
     x = graph.placeholder("x")
     dp, tp, anew, draws = (graph.create_node("get_attr", name) for name in ("mesh_dp", "mesh_tp", "anew", "draws"))
@@ -70,7 +70,7 @@ def emitted(context: Context) -> fx.GraphModule:
     return fx.GraphModule(root, graph)
 
 
-def freed(anew: Anew) -> bool:
+def freed(anew: Rematerializer) -> bool:
     """Whether nothing is left in a moment: a thread of gloo may hold what it has gathered a little longer."""
     end = time.monotonic() + 10
     while anew._marks and time.monotonic() < end:

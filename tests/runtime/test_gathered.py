@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.runtime.rematerialize.manager import Anew, call
+from autopar.runtime.rematerialize.manager import Rematerializer, call
 
 
 class Counted:
@@ -31,7 +31,7 @@ class Counted:
         self.alive += [weakref.ref(value.untyped_storage()) for value in values]
         return values
 
-    def run(self, anew: Anew, *weights: torch.Tensor) -> list[torch.Tensor]:
+    def run(self, anew: Rematerializer, *weights: torch.Tensor) -> list[torch.Tensor]:
         values = self.finish(range(len(weights)), weights, self.begin(weights))
         anew.convert(values, self, weights)
         return values
@@ -59,7 +59,7 @@ def network(parameters: list[nn.Parameter], weight: Callable[[nn.Parameter], tor
 
 
 def test_the_gradients_are_exact_and_each_weight_is_gathered_twice() -> None:
-    parameters, counted, anew = weights(6), Counted(), Anew()
+    parameters, counted, anew = weights(6), Counted(), Rematerializer()
     expected = gradients(network(parameters, lambda w: w * 2), parameters)
     with anew.active():
         loss = network(parameters, lambda w: counted.run(anew, w)[0])
@@ -70,7 +70,7 @@ def test_the_gradients_are_exact_and_each_weight_is_gathered_twice() -> None:
 
 
 def test_a_second_backward_gathers_again() -> None:
-    parameters, counted, anew = weights(3), Counted(), Anew()
+    parameters, counted, anew = weights(3), Counted(), Rematerializer()
     with anew.active():
         loss = network(parameters, lambda w: counted.run(anew, w)[0])
     first = gradients(loss, parameters, retain_graph=True)
@@ -80,7 +80,7 @@ def test_a_second_backward_gathers_again() -> None:
 
 
 def test_a_chain_of_conversions_runs_once_each_and_keeps_nothing_between() -> None:
-    parameters, inner, outer, anew = weights(4), Counted(), Counted(lambda w: w * 3), Anew()
+    parameters, inner, outer, anew = weights(4), Counted(), Counted(lambda w: w * 3), Rematerializer()
 
     def twice(w: nn.Parameter) -> torch.Tensor:
         return outer.run(anew, inner.run(anew, w)[0].t())[0]
@@ -94,7 +94,7 @@ def test_a_chain_of_conversions_runs_once_each_and_keeps_nothing_between() -> No
 
 
 def test_the_gathered_memory_is_free_after_the_forward_and_after_the_backward() -> None:
-    parameters, counted, anew = weights(5), Counted(), Anew()
+    parameters, counted, anew = weights(5), Counted(), Rematerializer()
     alive = counted.alive
     with anew.active():
         loss = network(parameters, lambda w: counted.run(anew, w)[0])
@@ -114,7 +114,7 @@ def test_the_gathered_memory_is_free_after_the_forward_and_after_the_backward() 
 
 
 def test_marks_die_with_their_memory() -> None:
-    anew = Anew()
+    anew = Rematerializer()
     for _ in range(200):  # freed addresses are used again at once
         w = nn.Parameter(torch.randn(8, 8))
         with anew.active():
@@ -129,7 +129,7 @@ def test_marks_die_with_their_memory() -> None:
 
 def test_part_of_a_backward_leaves_the_rest_intact() -> None:
     (a,) = weights(1)
-    counted, anew = Counted(), Anew()
+    counted, anew = Counted(), Rematerializer()
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     with anew.active():
         (w,) = counted.run(anew, a)
@@ -141,7 +141,7 @@ def test_part_of_a_backward_leaves_the_rest_intact() -> None:
 
 
 def test_nothing_is_marked_without_gradients_or_when_the_memory_is_the_sources() -> None:
-    (w,), anew = weights(1), Anew()
+    (w,), anew = weights(1), Rematerializer()
     with anew.active(), torch.no_grad():
         kept = Counted().run(anew, w)
         assert not anew._marks
@@ -152,13 +152,13 @@ def test_nothing_is_marked_without_gradients_or_when_the_memory_is_the_sources()
 
 
 def test_of_a_bundle_what_is_saved_comes_back_together_one_bundle_ahead() -> None:
-    parameters, anew = weights(9), Anew()
-    bundles = [Counted() for _ in range(3)]
+    parameters, anew = weights(9), Rematerializer()
+    buckets = [Counted() for _ in range(3)]
 
-    def layers(bundle: Callable[[int], list[torch.Tensor]]) -> torch.Tensor:
+    def layers(bucket: Callable[[int], list[torch.Tensor]]) -> torch.Tensor:
         x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
         for number in range(3):
-            up, down, bias = bundle(number)
+            up, down, bias = bucket(number)
             x = (F.linear(x, up).tanh() @ down + bias[:4]).tanh()
         return x.square().sum()
 
@@ -167,17 +167,17 @@ def test_of_a_bundle_what_is_saved_comes_back_together_one_bundle_ahead() -> Non
 
     expected = gradients(layers(lambda number: [w * 2 for w in of(number)]), parameters)
     with anew.active():
-        loss = layers(lambda number: bundles[number].run(anew, *of(number)))
+        loss = layers(lambda number: buckets[number].run(anew, *of(number)))
     sent_ahead = []
-    parameters[3].register_hook(lambda _: sent_ahead.append([len(one.sent) for one in bundles]))
+    parameters[3].register_hook(lambda _: sent_ahead.append([len(one.sent) for one in buckets]))
     found = gradients(loss, parameters)
     assert all(map(torch.equal, found, expected))
-    assert [one.sent for one in bundles] == [[3, 1], [3, 2], [3, 2]], "no bias is saved, nor what the input is multiplied by"
+    assert [one.sent for one in buckets] == [[3, 1], [3, 2], [3, 2]], "no bias is saved, nor what the input is multiplied by"
     assert sent_ahead == [[2, 2, 2]], "the first bundle is on its way before the backward of the second has ended"
 
 
 def test_a_value_that_is_no_gathered_one_is_saved_as_it_is() -> None:
-    anew = Anew()
+    anew = Rematerializer()
     x = torch.randn(4, requires_grad=True)
     with anew.active():
         y = x.exp()
@@ -187,7 +187,7 @@ def test_a_value_that_is_no_gathered_one_is_saved_as_it_is() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_gathered_value_may_be_cast_on_the_way(dtype: torch.dtype) -> None:
-    (w,), counted, anew = weights(1), Counted(), Anew()
+    (w,), counted, anew = weights(1), Counted(), Rematerializer()
     cast = Counted(lambda w: w.to(dtype))
     x = torch.randn(4, 6, dtype=dtype, requires_grad=True)
     with anew.active():
@@ -204,7 +204,7 @@ def test_what_the_backward_has_had_is_not_sent_for_again() -> None:
     """A norm reads its bias, which was gathered first, before its weight: nothing is left to send for when it has both."""
     bias, weight = (nn.Parameter(torch.randn(6, dtype=torch.float64)) for _ in range(2))
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6).requires_grad_()
-    first, second, anew = Counted(), Counted(), Anew()
+    first, second, anew = Counted(), Counted(), Rematerializer()
     with anew.active():
         (b,), (w,) = first.run(anew, bias), second.run(anew, weight)
         loss = F.layer_norm(x, [6], w, b).square().sum()
@@ -214,7 +214,7 @@ def test_what_the_backward_has_had_is_not_sent_for_again() -> None:
 
 
 def test_an_op_made_of_a_gathered_weight_has_it_gathered_again() -> None:
-    (w,), counted, anew = weights(1), Counted(), Anew()
+    (w,), counted, anew = weights(1), Counted(), Rematerializer()
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
     with anew.active():
         (whole,) = counted.run(anew, w)
@@ -229,7 +229,7 @@ def test_an_op_made_of_a_gathered_weight_has_it_gathered_again() -> None:
 
 
 def test_a_copy_in_another_dtype_is_gone_after_its_use_and_so_is_what_is_gathered_from_it() -> None:
-    parameters, counted, anew = weights(4), Counted(), Anew()
+    parameters, counted, anew = weights(4), Counted(), Rematerializer()
     alive: list[weakref.ref[torch.UntypedStorage]] = []
 
     def narrow(weight: nn.Parameter) -> torch.Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from autopar.runtime.memory_tracker import Live
+from autopar.runtime.memory_tracker import MemoryTracker
 
 KIB = torch.zeros(16, 16)  # float32
 
 
 def test_a_storage_counts_once_and_until_it_is_freed() -> None:
-    with Live([KIB]) as live:
+    with MemoryTracker([KIB]) as live:
         a = KIB + 1  # 2
         b = a.t()  # a view
         a = b * 2  # 3, then the sum is only held by its view
@@ -23,7 +23,7 @@ def test_a_storage_counts_once_and_until_it_is_freed() -> None:
 
 def test_what_autograd_keeps_stays_until_its_backward() -> None:
     x = KIB.clone().requires_grad_()
-    with Live([x]) as live:
+    with MemoryTracker([x]) as live:
         y = x.exp().exp().exp()  # three results are kept
         torch.autograd.backward(y, KIB)
     peak = live.peak()
@@ -34,14 +34,14 @@ def test_what_autograd_keeps_stays_until_its_backward() -> None:
 
 def test_memory_used_before_does_not_count() -> None:
     other = KIB.clone()
-    with Live([]) as live:
+    with MemoryTracker([]) as live:
         torch.ones(4)
     assert live.peak().bytes == 16
     del other
 
 
 def test_bytes_are_counted_on_meta_too() -> None:
-    with Live([], "meta") as live:
+    with MemoryTracker([], "meta") as live:
         torch.zeros(1024, device="meta") + 1
         torch.zeros(4096)
     assert live.peak().bytes == 8192

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from autopar.ir.mesh import Mesh
-from autopar.runtime.random import Draws, agreed_seed, drawing, rate, seeded
+from autopar.runtime.random import RngState, agreed_seed, drawing, rate, seeded
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import Axis, connect
 
@@ -18,13 +18,13 @@ def axis(name: str, index: int) -> Axis:
     return Axis(name=name, size=4, index=index, group="")
 
 
-def drop(draws: Draws, index: int = 0, axes: tuple[Axis, ...] = (), training: bool = True) -> torch.Tensor:
+def drop(draws: RngState, index: int = 0, axes: tuple[Axis, ...] = (), training: bool = True) -> torch.Tensor:
     return seeded(dropout, draws, index, axes, torch.ones(1000), 0.5, training)
 
 
 def test_what_a_draw_depends_on() -> None:
     def first(seed: int, call: int, index: int, *axes: Axis) -> torch.Tensor:
-        draws = Draws(seed)
+        draws = RngState(seed)
         for _ in range(call):
             draws.advance()
         return drop(draws, index, axes)
@@ -40,10 +40,10 @@ def test_what_a_draw_depends_on() -> None:
 def test_the_callers_random_state_is_neither_used_nor_changed() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    one = drop(Draws(0))
+    one = drop(RngState(0))
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(4)
-    assert torch.equal(drop(Draws(0)), one)
+    assert torch.equal(drop(RngState(0)), one)
 
 
 def test_the_state_comes_back_after_an_error() -> None:
@@ -57,7 +57,7 @@ def test_the_state_comes_back_after_an_error() -> None:
 
 
 def test_nothing_is_dropped_when_not_training() -> None:
-    assert torch.equal(drop(Draws(0), training=False), torch.ones(1000))
+    assert torch.equal(drop(RngState(0), training=False), torch.ones(1000))
     assert rate(0.1, False) == 0.0
     assert rate(0.1, True) == 0.1
 
@@ -66,14 +66,14 @@ def test_attention_draws_its_dropout_from_the_seed_too() -> None:
     q = torch.randn(1, 2, 8, 4)
 
     def attend() -> torch.Tensor:
-        return seeded(F.scaled_dot_product_attention, Draws(5), 1, (), q, q, q, None, 0.5)
+        return seeded(F.scaled_dot_product_attention, RngState(5), 1, (), q, q, q, None, 0.5)
 
     assert torch.equal(attend(), attend())
     assert not torch.equal(attend(), F.scaled_dot_product_attention(q, q, q))
 
 
 def test_a_copy_goes_on_where_the_original_is() -> None:
-    draws = Draws(1)
+    draws = RngState(1)
     draws.advance()
     assert torch.equal(drop(copy.deepcopy(draws)), drop(draws))
 
@@ -81,7 +81,7 @@ def test_a_copy_goes_on_where_the_original_is() -> None:
 def draw(_: None) -> tuple[int, torch.Tensor, torch.Tensor]:
     torch.manual_seed(torch.distributed.get_rank())
     context = connect(Mesh.of({"dp": 2, "tp": 2}))
-    draws = Draws(agreed_seed(context))
+    draws = RngState(agreed_seed(context))
     return draws.seed, drop(draws, 0, (context.axis("dp"),)), drop(draws, 1)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.runtime.rematerialize.manager import Anew, call
+from autopar.runtime.rematerialize.manager import Rematerializer, call
 from tests.support.ops import Ops
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def plain(function: Function, *args: object, **kwargs: object) -> torch.Tensor:
     return function(*args, **kwargs)
 
 
-def again_in(anew: Anew) -> Run:
+def again_in(anew: Rematerializer) -> Run:
     return lambda function, *args, **kwargs: call(anew, function, *args, **kwargs)  # type: ignore[return-value]
 
 
@@ -55,7 +55,7 @@ def layers(run: Run, x: torch.Tensor, parameters: list[nn.Parameter]) -> torch.T
 
 
 def test_ops_run_once_more_and_give_the_same_gradients() -> None:
-    x, parameters, anew = batch(), weights(4), Anew()
+    x, parameters, anew = batch(), weights(4), Rematerializer()
     expected_counts, counts = Ops(), Ops()
     expected = gradients(layers(plain, x, parameters), parameters)
     with expected_counts:
@@ -75,7 +75,7 @@ def test_ops_run_once_more_and_give_the_same_gradients() -> None:
 
 
 def test_nothing_but_the_first_operand_is_alive_between_forward_and_backward() -> None:
-    x, parameters, anew = batch(), weights(4), Anew()
+    x, parameters, anew = batch(), weights(4), Rematerializer()
     kept, dropped = Ops(), Ops()
     with kept:
         loss = layers(plain, x, parameters)
@@ -93,7 +93,7 @@ def test_nothing_but_the_first_operand_is_alive_between_forward_and_backward() -
 
 def test_a_kept_operand_goes_with_the_last_that_is_made_of_it() -> None:
     """No garbage collection is needed, with a backward or without."""
-    (w,), anew = weights(1), Anew()
+    (w,), anew = weights(1), Rematerializer()
     run = again_in(anew)
     gc.disable()
     try:
@@ -118,7 +118,7 @@ def test_a_kept_operand_goes_with_the_last_that_is_made_of_it() -> None:
 
 
 def test_a_second_backward_runs_the_ops_again() -> None:
-    x, parameters, anew = batch(), weights(3), Anew()
+    x, parameters, anew = batch(), weights(3), Rematerializer()
     with Ops() as ops:
         with anew.active():
             loss = layers(again_in(anew), x, parameters)
@@ -129,7 +129,7 @@ def test_a_second_backward_runs_the_ops_again() -> None:
 
 
 def test_a_gradient_of_a_gradient_is_exact() -> None:
-    x, parameters, anew = batch(), weights(2), Anew()
+    x, parameters, anew = batch(), weights(2), Rematerializer()
     found = []
     for run in (plain, again_in(anew)):
         with anew.active():
@@ -141,7 +141,7 @@ def test_a_gradient_of_a_gradient_is_exact() -> None:
 
 
 def test_a_chain_may_be_longer_than_pythons_stack_is_deep() -> None:
-    anew, start = Anew(), torch.ones(2, dtype=torch.float64, requires_grad=True)
+    anew, start = Rematerializer(), torch.ones(2, dtype=torch.float64, requires_grad=True)
     run = again_in(anew)
     with anew.active():
         y = start
@@ -154,7 +154,7 @@ def test_a_chain_may_be_longer_than_pythons_stack_is_deep() -> None:
 
 
 def test_without_gradients_an_op_is_just_called() -> None:
-    anew, x = Anew(), torch.randn(4, requires_grad=True)
+    anew, x = Rematerializer(), torch.randn(4, requires_grad=True)
     with torch.no_grad(), anew.active():
         y = call(anew, aten.exp.default, x)
         assert not anew._marks
@@ -164,7 +164,7 @@ def test_without_gradients_an_op_is_just_called() -> None:
 
 
 def test_complex_values_come_back_conjugated_and_as_pairs() -> None:
-    anew = Anew()
+    anew = Rematerializer()
     x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(6, 2).requires_grad_()
     found = []
     for run in (plain, again_in(anew)):
@@ -176,7 +176,7 @@ def test_complex_values_come_back_conjugated_and_as_pairs() -> None:
 
 
 def test_a_backward_under_autocast_runs_the_op_as_it_was() -> None:
-    x, anew = batch().float(), Anew()
+    x, anew = batch().float(), Rematerializer()
     parameters = [nn.Parameter(w.detach().float()) for w in weights(2)]
     expected = layers(plain, x, parameters)
     with anew.active():

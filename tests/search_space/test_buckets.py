@@ -21,7 +21,7 @@ from autopar.operators import fit
 from autopar.plan.options import Options
 from autopar.plan.plan import resolve
 from autopar.planning.planner import read_program
-from autopar.search_space.buckets import bundled
+from autopar.search_space.buckets import bucketed
 from autopar.verify.testing import random_plan_of
 from tests.support import models, planning
 from tests.support.planning import NETWORK, NVLINK, mesh
@@ -105,9 +105,9 @@ def routes_of(model: str, strategy: str, seed: int) -> tuple[Program, dict[str, 
     made = random_plan_of if strategy == "random" else lambda *_: planning.plan(captured, on, strategy=strategy)
     plan = made(captured, on, seed, options)
     program = captured.program
-    decisions = resolve(plan, program, {op.name: fit(op, program.values) for op in program.ops})
+    assignment = resolve(plan, program, {op.name: fit(op, program.values) for op in program.ops})
     weights = {p.value.name for p in program.parameters}
-    return program, {name: route for name, route in decisions.routes.items() if name in weights}, decisions.again.steps
+    return program, {name: route for name, route in assignment.routes.items() if name in weights}, assignment.recompute.steps
 
 
 def path(route: Route, step: Conversion) -> list[Conversion]:
@@ -124,17 +124,19 @@ PLANS = [(strategy, 0) for strategy in ("auto", "ddp", "fsdp", "megatron")] + [(
 def test_every_step_of_every_weight_travels_once_with_others_of_its_kind_level_and_bundle(
     model: str, strategy: str, seed: int
 ) -> None:
-    program, routes, again = routes_of(model, strategy, seed)
-    found = bundled(program, routes, again)
+    program, routes, recompute = routes_of(model, strategy, seed)
+    found = bucketed(program, routes, recompute)
     assert Counter(pair for one in found for pair in one.steps) == Counter((n, s) for n, route in routes.items() for s in route)
     kinds = []
     for one in found:
         ways = {any(s.primitives[0] != "identity" for s in path(routes[name], step)) for name, step in one.steps}
         assert len(ways) == 1
         (moved,) = ways
-        (number,) = {i for i, names in enumerate(weight_buckets(program, moved=moved)) for name, _ in one.steps if name in names}
+        (number,) = {
+            i for i, names in enumerate(weight_buckets(program, moved=moved)) for name, _ in one.steps if name in names
+        }
         assert {(s.axis, s.primitives) for _, s in one.steps} == {(one.axis, one.primitives)}
-        (kept,) = {pair not in again for pair in one.steps}
+        (kept,) = {pair not in recompute for pair in one.steps}
         for name, step in one.steps:
             *before, last = (turn.axis for turn in reversed(path(routes[name], step)))
             in_turn = not moved and [*before, last] == sorted({*before, last})
@@ -146,10 +148,10 @@ def test_every_step_of_every_weight_travels_once_with_others_of_its_kind_level_a
 @pytest.mark.parametrize("strategy, seed", PLANS)
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_bundles_come_in_the_order_of_first_use_and_level(model: str, strategy: str, seed: int) -> None:
-    program, routes, again = routes_of(model, strategy, seed)
+    program, routes, recompute = routes_of(model, strategy, seed)
     first = {name: place for place, name in enumerate(itertools.chain(*weight_buckets(program, moved=True)))}
-    order = [(first[one.steps[0][0]], one.level) for one in bundled(program, routes, again)]
+    order = [(first[one.steps[0][0]], one.level) for one in bucketed(program, routes, recompute)]
     assert order == sorted(order)
-    for one in bundled(program, routes, again):
+    for one in bucketed(program, routes, recompute):
         places = [first[name] for name, _ in one.steps]
         assert places == sorted(places)

@@ -8,7 +8,7 @@ import pytest
 from autopar.analysis.block_counts import Blocks
 from autopar.ir.conversion import CONVERSIONS
 from autopar.ir.layout import I, P, R, local_shape, split, valid
-from autopar.search_space.layout_graph import Space, placeable, space, states
+from autopar.search_space.layout_graph import LayoutGraph, placeable, space, states
 
 PAIRS = list(CONVERSIONS)
 CASES: list[tuple[tuple[int, ...], tuple[int, ...], Blocks]] = [
@@ -20,7 +20,7 @@ CASES: list[tuple[tuple[int, ...], tuple[int, ...], Blocks]] = [
 ]
 
 
-def graph(shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Blocks) -> Space:
+def graph(shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Blocks) -> LayoutGraph:
     allowed = tuple(map(tuple, states(shape, sizes, blocks, True)))
     return space(shape, sizes, allowed, blocks)
 

@@ -10,16 +10,16 @@ import numpy as np
 
 from autopar.solver.problem import (
     PRODUCER,
+    ChargeTrigger,
     Choice,
+    ConditionalCost,
     Consumer,
-    Kept,
-    Least,
+    Edge,
+    FixedCharge,
+    InFlightTerm,
     Problem,
+    RetainedTerm,
     Row,
-    Surcharge,
-    Toll,
-    Way,
-    Wire,
     leading_to,
     price,
     route_price,
@@ -34,30 +34,32 @@ def random_problem(seed: int) -> Problem:
         Choice(name=f"o{i}", seconds=np.array([cost() for _ in range(n)]), tie=np.zeros(n))
         for i, n in enumerate(draw.randint(1, 3) for _ in range(draw.randint(3, 5)))
     )
-    wires = []
+    edges = []
     for producer in range(len(choices) - 1):
         later = list(range(producer + 1, len(choices)))
         readers = sorted(draw.sample(later, draw.randint(1, min(2, len(later)))))
-        wires.append(_random_wire(draw, cost, choices, producer, readers))
-    tolls = tuple(_random_toll(draw, cost, wires) for _ in range(seed % 4))
-    return Problem(choices=choices, wires=tuple(wires), tolls=tolls)
+        edges.append(_random_wire(draw, cost, choices, producer, readers))
+    fixed_charges = tuple(_random_toll(draw, cost, edges) for _ in range(seed % 4))
+    return Problem(choices=choices, edges=tuple(edges), fixed_charges=fixed_charges)
 
 
-def _random_toll(draw, cost, wires) -> Toll:
+def _random_toll(draw, cost, edges) -> FixedCharge:
     """Seconds for one or two wires; a unit goes at most once along the arcs of a way, for they all lead to one node."""
     ways = []
-    for w in draw.sample(range(len(wires)), draw.randint(1, min(2, len(wires)))):
-        consumers = frozenset(k for k in range(len(wires[w].consumers)) if draw.random() < 0.7)
-        ways.append(Way(wire=w, consumers=consumers or frozenset({0}), arcs=wires[w].target == draw.randrange(wires[w].nodes)))
-    return Toll(name="toll", seconds=cost(), ways=tuple(ways))
+    for w in draw.sample(range(len(edges)), draw.randint(1, min(2, len(edges)))):
+        consumers = frozenset(k for k in range(len(edges[w].consumers)) if draw.random() < 0.7)
+        ways.append(
+            ChargeTrigger(edge=w, consumers=consumers or frozenset({0}), arcs=edges[w].target == draw.randrange(edges[w].nodes))
+        )
+    return FixedCharge(name="toll", seconds=cost(), ways=tuple(ways))
 
 
-def _random_wire(draw, cost, choices, producer, readers) -> Wire:
+def _random_wire(draw, cost, choices, producer, readers) -> Edge:
     nodes = 3
     arcs = [(i, j) for i in range(nodes) for j in range(nodes) if i != j and draw.random() < 0.8]
     arcs += [(i, (i + 1) % nodes) for i in range(nodes) if (i, (i + 1) % nodes) not in arcs]
     wants = lambda choice: np.array([draw.randrange(nodes) for _ in choices[choice].seconds])  # noqa: E731
-    return Wire(
+    return Edge(
         name=f"v{producer}",
         producer=producer,
         produced=wants(producer),
@@ -66,8 +68,8 @@ def _random_wire(draw, cost, choices, producer, readers) -> Wire:
         source=np.array([i for i, _ in arcs]),
         target=np.array([j for _, j in arcs]),
         seconds=np.array([cost() for _ in arcs]),
-        surcharges=tuple(
-            Surcharge(
+        conditional_costs=tuple(
+            ConditionalCost(
                 seconds=np.array([cost() * draw.randint(0, 1) for _ in arcs]),
                 consumers=frozenset(k for k in range(len(readers)) if draw.random() < 0.5),
             )
@@ -82,20 +84,20 @@ def random_row(problem: Problem, seed: int) -> Row:
     draw = random.Random(seed)
     size = lambda n: np.array([float(draw.randint(0, 5)) for _ in range(n)])  # noqa: E731
     kept = tuple(
-        Kept(
-            wire=i,
+        RetainedTerm(
+            edge=i,
             keepers=draw.choice([(0,), (PRODUCER,), tuple(range(len(w.consumers))), (PRODUCER, 0)]),
             bytes=size(w.nodes),
         )
-        for i, w in enumerate(problem.wires)
+        for i, w in enumerate(problem.edges)
     )
-    least = tuple(Least(wire=i, bytes=size(w.nodes)) for i, w in enumerate(problem.wires) if draw.random() < 0.4)
+    least = tuple(InFlightTerm(edge=i, bytes=size(w.nodes)) for i, w in enumerate(problem.edges) if draw.random() < 0.4)
     return Row(
         name=f"random {seed}",
         limit=float(draw.randint(8, 25)),
         constant=float(draw.randint(0, 3)),
         picks={i: size(len(c.seconds)) for i, c in enumerate(problem.choices)},
-        uses={i: size(len(w.seconds)) for i, w in enumerate(problem.wires)},
+        uses={i: size(len(w.seconds)) for i, w in enumerate(problem.edges)},
         kept=kept,
         least=least,
     )
@@ -106,32 +108,32 @@ def bytes_of(problem: Problem, row: Row, picks: tuple[int, ...], arcs: tuple[tup
     total = row.constant + sum(float(b[picks[c]]) for c, b in row.picks.items())
     total += sum(float(b[list(arcs[w])].sum()) for w, b in row.uses.items())
     for kept in row.kept:
-        wire = problem.wires[kept.wire]
+        edge = problem.edges[kept.edge]
         ends = {
-            int(wire.produced[picks[wire.producer]])
+            int(edge.produced[picks[edge.producer]])
             if k == PRODUCER
-            else int(wire.consumers[k].wants[picks[wire.consumers[k].choice]])
+            else int(edge.consumers[k].wants[picks[edge.consumers[k].choice]])
             for k in kept.keepers
         }
         total += sum(float(kept.bytes[node]) for node in ends)
     for least in row.least:
-        wire = problem.wires[least.wire]
-        ends = {int(k.wants[picks[k.choice]]) for k in wire.consumers} | {int(wire.produced[picks[wire.producer]])}
+        edge = problem.edges[least.edge]
+        ends = {int(k.wants[picks[k.choice]]) for k in edge.consumers} | {int(edge.produced[picks[edge.producer]])}
         total += min(float(least.bytes[node]) for node in ends)
     return total
 
 
-def trees(wire: Wire, picks: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def trees(edge: Edge, picks: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Every set of arcs in which each node has at most one arc into it and every wanted layout is reached."""
-    root = int(wire.produced[picks[wire.producer]])
-    goals = {int(k.wants[picks[k.choice]]) for k in wire.consumers} - {root}
-    arcs_to = {node: [a for a in range(len(wire.target)) if wire.target[a] == node != root] for node in range(wire.nodes)}
-    into = [[None, *arcs_to[node]] for node in range(wire.nodes)]
+    root = int(edge.produced[picks[edge.producer]])
+    goals = {int(k.wants[picks[k.choice]]) for k in edge.consumers} - {root}
+    arcs_to = {node: [a for a in range(len(edge.target)) if edge.target[a] == node != root] for node in range(edge.nodes)}
+    into = [[None, *arcs_to[node]] for node in range(edge.nodes)]
     for chosen in itertools.product(*into):
         arcs = tuple(a for a in chosen if a is not None)
         reached, grew = {root}, True
         while grew:
-            fresh = {int(wire.target[a]) for a in arcs if int(wire.source[a]) in reached} - reached
+            fresh = {int(edge.target[a]) for a in arcs if int(edge.source[a]) in reached} - reached
             reached |= fresh
             grew = bool(fresh)
         if goals <= reached and len(reached) == len(arcs) + 1:
@@ -142,7 +144,7 @@ def enumerate_all(problem: Problem, rows: tuple[Row, ...] = ()) -> float | None:
     """The least price of any solution that the rows allow; None if there is none."""
     best = None
     for picks in itertools.product(*(range(len(c.seconds)) for c in problem.choices)):
-        options = [_undominated(problem, picks, i, rows) for i in range(len(problem.wires))]
+        options = [_undominated(problem, picks, i, rows) for i in range(len(problem.edges))]
         for arcs in itertools.product(*options):
             if best is not None and price(problem, picks, arcs) >= best:
                 continue
@@ -153,17 +155,20 @@ def enumerate_all(problem: Problem, rows: tuple[Row, ...] = ()) -> float | None:
 
 def _undominated(problem: Problem, picks: tuple[int, ...], number: int, rows: tuple[Row, ...]) -> list[tuple[int, ...]]:
     """The trees of a wire that no other tree matches in price, in every row and in every toll."""
-    wire, ways = problem.wires[number], [way for toll in problem.tolls for way in toll.ways if way.wire == number]
+    edge, ways = (
+        problem.edges[number],
+        [way for fixed_charge in problem.fixed_charges for way in fixed_charge.ways if way.edge == number],
+    )
     scored = [
         (
             tuple(
-                [route_price(wire, picks, t)]
+                [route_price(edge, picks, t)]
                 + [float(row.uses[number][list(t)].sum()) for row in rows]
-                + [float(way.arcs[list(leading_to(wire, way.consumers, picks, t))].any()) for way in ways]
+                + [float(way.arcs[list(leading_to(edge, way.consumers, picks, t))].any()) for way in ways]
             ),
             t,
         )
-        for t in trees(wire, picks)
+        for t in trees(edge, picks)
     ]
     kept: list[tuple[tuple[float, ...], tuple[int, ...]]] = []
     for score, t in sorted(scored):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pulp
 import pytest
 
-from autopar.solver.integer_program import MICROSECONDS, Model
+from autopar.solver.integer_program import MICROSECONDS, IntegerProgram
 from autopar.solver.problem import Solution, price
 from autopar.solver.routes import together
 from autopar.solver.solve import solve
@@ -30,7 +30,7 @@ def test_the_solver_finds_the_optimum_of_small_problems(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_pulp_states_the_same_program(seed: int) -> None:
     problem = random_problem(seed)
-    model = Model(problem)
+    model = IntegerProgram(problem)
     program = model.to_pulp()
     program.solve(pulp.HiGHS(msg=False))
     assert pulp.value(program.objective) / MICROSECONDS == pytest.approx(enumerate_all(problem), rel=1e-6, abs=1e-9)
@@ -40,9 +40,9 @@ def test_pulp_states_the_same_program(seed: int) -> None:
 def test_routes_led_anew_cost_no_more_and_reach_what_is_wanted(seed: int) -> None:
     problem = random_problem(seed)
     picks = tuple(seed % len(choice.seconds) for choice in problem.choices)
-    arcs = tuple(min(trees(wire, picks), default=()) for wire in problem.wires)
+    arcs = tuple(min(trees(edge, picks), default=()) for edge in problem.edges)
     before = price(problem, picks, arcs)
     found = together(problem, Solution(picks=picks, arcs=arcs, seconds=before, bound=0.0, status="feasible"))
     assert found.seconds == price(problem, found.picks, found.arcs) <= before * (1 + 1e-6)
-    for wire, used in zip(problem.wires, found.arcs, strict=True):
-        assert sorted(used) in map(sorted, trees(wire, found.picks))
+    for edge, used in zip(problem.edges, found.arcs, strict=True):
+        assert sorted(used) in map(sorted, trees(edge, found.picks))

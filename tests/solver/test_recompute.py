@@ -12,15 +12,15 @@ import pytest
 
 from autopar.solver.problem import (
     PRODUCER,
-    Again,
     Arcs,
     Choice,
     Consumer,
-    Kept,
+    Edge,
     Picks,
     Problem,
+    RecomputeCounts,
+    RetainedTerm,
     Row,
-    Wire,
     end_node,
     homes,
     price,
@@ -35,15 +35,15 @@ SMALL = [seed for seed in range(200) if len(random_problem(seed).choices) == 3]
 
 def repeated(seed: int) -> Problem:
     """A random problem of three choices, two members each; some may run again, wires may be converted again."""
-    draw, problem = random.Random(seed), replace(random_problem(seed), tolls=())
+    draw, problem = random.Random(seed), replace(random_problem(seed), fixed_charges=())
     some = lambda number: np.array([draw.uniform(0.1, 2.0) for _ in range(number)])  # noqa: E731
     return replace(
         problem,
         choices=tuple(
-            replace(c, count=MEMBERS, again=some(len(c.seconds)) if draw.random() < 0.8 else None) for c in problem.choices
+            replace(c, count=MEMBERS, recompute=some(len(c.seconds)) if draw.random() < 0.8 else None) for c in problem.choices
         ),
-        wires=tuple(
-            replace(w, count=MEMBERS, again=some(len(w.seconds)) if draw.random() < 0.8 else None) for w in problem.wires
+        edges=tuple(
+            replace(w, count=MEMBERS, recompute=some(len(w.seconds)) if draw.random() < 0.8 else None) for w in problem.edges
         ),
     )
 
@@ -51,10 +51,10 @@ def repeated(seed: int) -> Problem:
 def held(seed: int) -> Problem:
     """The same, where the host may hold the first wire as one of its readers wants it."""
     draw, problem = random.Random(seed), repeated(seed)
-    first, *others = problem.wires
+    first, *others = problem.edges
     seconds = np.full(first.nodes, np.inf)
     seconds[int(draw.choice(first.consumers[0].wants))] = draw.uniform(0.1, 2.0)
-    return replace(problem, wires=(replace(first, away=seconds), *others))
+    return replace(problem, edges=(replace(first, offload=seconds), *others))
 
 
 CASES = [(repeated, seed) for seed in SMALL[:25]] + [(held, seed) for seed in SMALL[:10]]
@@ -66,64 +66,66 @@ def tight_row(problem: Problem, seed: int) -> Row:
     size = lambda number: np.array([float(draw.randint(1, 5)) for _ in range(number)])  # noqa: E731
     inside = {i: MEMBERS * size(len(c.seconds)) for i, c in enumerate(problem.choices)}
     kept = []
-    for i, wire in enumerate(problem.wires):
-        every = list(range(len(wire.consumers)))
+    for i, edge in enumerate(problem.edges):
+        every = list(range(len(edge.consumers)))
         keepers = draw.choice([(PRODUCER,), tuple(every), (every[0],), (PRODUCER, every[-1])])
-        reruns = tuple(k for k in every if problem.choices[wire.consumers[k].choice].again is not None)
-        gone, given, bytes_of = draw.random() < 0.8, draw.random() < 0.3, MEMBERS * size(wire.nodes)
+        reruns = tuple(k for k in every if problem.choices[edge.consumers[k].choice].recompute is not None)
+        gone, given, bytes_of = draw.random() < 0.8, draw.random() < 0.3, MEMBERS * size(edge.nodes)
         there = (draw.choice([PRODUCER, every[-1]]),) if draw.random() < 0.3 else ()
-        kept.append(Kept(wire=i, there=there, keepers=keepers, reruns=reruns, bytes=bytes_of, gone=gone, given=given))
+        kept.append(RetainedTerm(edge=i, there=there, keepers=keepers, reruns=reruns, bytes=bytes_of, gone=gone, given=given))
     return Row(name="tight", limit=float(draw.randint(8, 26)), picks=inside, uses={}, kept=tuple(kept),
-               again={i: -b for i, b in inside.items() if problem.choices[i].again is not None})  # fmt: skip
+               recompute={i: -b for i, b in inside.items() if problem.choices[i].recompute is not None})  # fmt: skip
 
 
-def members_bytes(problem: Problem, row: Row, picks: Picks, arcs: Arcs, again: Again, members: int = MEMBERS) -> float:
+def members_bytes(
+    problem: Problem, row: Row, picks: Picks, arcs: Arcs, recompute: RecomputeCounts, members: int = MEMBERS
+) -> float:
     """The left side of a row of the first members, each by itself."""
     total = 0.0
     for member in range(members):
-        runs = {c for c, count in again.choices.items() if member < count}
+        runs = {c for c, count in recompute.choices.items() if member < count}
         total += sum(float(b[picks[c]]) / members for c, b in row.picks.items() if c not in runs)
         for kept in row.kept:
-            wire = problem.wires[kept.wire]
-            sent = [arc for (w, arc), count in again.arcs.items() if w == kept.wire and member < count]
-            made = {int(wire.target[arc]) for arc in sent}
-            made |= {end_node(wire, PRODUCER, picks)} if wire.producer in runs else set()
-            before = {node: 0 for w, node in again.away if w == kept.wire}  # how many members are made again
+            edge = problem.edges[kept.edge]
+            sent = [arc for (w, arc), count in recompute.arcs.items() if w == kept.edge and member < count]
+            made = {int(edge.target[arc]) for arc in sent}
+            made |= {end_node(edge, PRODUCER, picks)} if edge.producer in runs else set()
+            before = {node: 0 for w, node in recompute.offload if w == kept.edge}  # how many members are made again
             for node in before:
-                counts = [count for (w, arc), count in again.arcs.items() if w == kept.wire and wire.target[arc] == node]
-                rerun_here = end_node(wire, PRODUCER, picks) == node
-                before[node] = sum(counts) + (again.choices.get(wire.producer, 0) if rerun_here else 0)
-            made |= {node for node, first in before.items() if first <= member < first + again.away[kept.wire, node]}
-            needed = {end_node(wire, k, picks) for k in kept.keepers} - (made if kept.gone else set())
-            rerun = {end_node(wire, k, picks) for k in kept.reruns if wire.consumers[k].choice in runs}
-            needed |= (rerun | {int(wire.source[arc]) for arc in sent}) - made
-            needed |= {end_node(wire, k, picks) for k in kept.there}
-            needed -= {end_node(wire, PRODUCER, picks)} if kept.given else set()
+                counts = [count for (w, arc), count in recompute.arcs.items() if w == kept.edge and edge.target[arc] == node]
+                rerun_here = end_node(edge, PRODUCER, picks) == node
+                before[node] = sum(counts) + (recompute.choices.get(edge.producer, 0) if rerun_here else 0)
+            made |= {node for node, first in before.items() if first <= member < first + recompute.offload[kept.edge, node]}
+            needed = {end_node(edge, k, picks) for k in kept.keepers} - (made if kept.gone else set())
+            rerun = {end_node(edge, k, picks) for k in kept.reruns if edge.consumers[k].choice in runs}
+            needed |= (rerun | {int(edge.source[arc]) for arc in sent}) - made
+            needed |= {end_node(edge, k, picks) for k in kept.there}
+            needed -= {end_node(edge, PRODUCER, picks)} if kept.given else set()
             total += sum(float(kept.bytes[node]) / members for node in needed)
     return total
 
 
-def all_again(problem: Problem, picks: Picks, arcs: Arcs) -> Iterator[Again]:
+def all_again(problem: Problem, picks: Picks, arcs: Arcs) -> Iterator[RecomputeCounts]:
     """Every way to make things again, or to have the host hold them."""
-    choices = [i for i, c in enumerate(problem.choices) if c.again is not None]
-    ends = [(w, arc) for w, used in enumerate(arcs) if problem.wires[w].again is not None for arc in used]
+    choices = [i for i, c in enumerate(problem.choices) if c.recompute is not None]
+    ends = [(w, arc) for w, used in enumerate(arcs) if problem.edges[w].recompute is not None for arc in used]
     there = [
         (w, node)
-        for w, wire in enumerate(problem.wires)
-        if wire.away is not None
-        for node in {end_node(wire, PRODUCER, picks), *(int(wire.target[arc]) for arc in arcs[w])}
-        if np.isfinite(wire.away[node])
+        for w, edge in enumerate(problem.edges)
+        if edge.offload is not None
+        for node in {end_node(edge, PRODUCER, picks), *(int(edge.target[arc]) for arc in arcs[w])}
+        if np.isfinite(edge.offload[node])
     ]
     for counts in itertools.product(range(MEMBERS + 1), repeat=len(choices) + len(ends) + len(there)):
         runs = {c: n for c, n in zip(choices, counts, strict=False) if n}
         sent = {end: n for end, n in zip(ends, counts[len(choices) :], strict=False) if n}
-        away = {end: n for end, n in zip(there, counts[len(choices) + len(ends) :], strict=True) if n}
-        yield Again(choices=runs, arcs=sent, away=away)
+        offload = {end: n for end, n in zip(there, counts[len(choices) + len(ends) :], strict=True) if n}
+        yield RecomputeCounts(choices=runs, arcs=sent, offload=offload)
 
 
-def straight(wire: object, used: tuple[int, ...]) -> bool:
+def straight(edge: object, used: tuple[int, ...]) -> bool:
     """Whether no two arcs leave one layout: of these the program counts the sum, which is too much."""
-    sources = [int(wire.source[a]) for a in used]  # type: ignore[attr-defined]
+    sources = [int(edge.source[a]) for a in used]  # type: ignore[attr-defined]
     return len(set(sources)) == len(sources)
 
 
@@ -131,12 +133,12 @@ def cheapest(problem: Problem, row: Row) -> float | None:
     """The least price of any solution that keeps to the row."""
     best: float | None = None
     for picks in itertools.product(*(range(len(c.seconds)) for c in problem.choices)):
-        for arcs in itertools.product(*([t for t in trees(w, picks) if straight(w, t)] for w in problem.wires)):
+        for arcs in itertools.product(*([t for t in trees(w, picks) if straight(w, t)] for w in problem.edges)):
             if best is not None and price(problem, picks, arcs) >= best:
                 continue
-            for again in all_again(problem, picks, arcs):
-                seconds = price(problem, picks, arcs, again)
-                if (best is None or seconds < best) and members_bytes(problem, row, picks, arcs, again) <= row.limit + 1e-9:
+            for recompute in all_again(problem, picks, arcs):
+                seconds = price(problem, picks, arcs, recompute)
+                if (best is None or seconds < best) and members_bytes(problem, row, picks, arcs, recompute) <= row.limit + 1e-9:
                     best = seconds
     return best
 
@@ -152,9 +154,9 @@ def test_no_solution_is_cheaper_than_the_bound_and_the_one_that_is_found_is_dear
         return
     assert found is not None
     assert found.bound <= best * (1 + 1e-6) + 1e-9
-    assert found.seconds == pytest.approx(price(problem, found.picks, found.arcs, found.again))
-    kept = row_bytes(problem, row, found.picks, found.arcs, found.again) <= row.limit + 1e-6
-    if kept and all(map(straight, problem.wires, found.arcs)):
+    assert found.seconds == pytest.approx(price(problem, found.picks, found.arcs, found.recompute))
+    kept = row_bytes(problem, row, found.picks, found.arcs, found.recompute) <= row.limit + 1e-6
+    if kept and all(map(straight, problem.edges, found.arcs)):
         assert found.seconds >= best - 1e-6
 
 
@@ -164,19 +166,19 @@ def test_shares_say_what_members_do(make: Callable[[int], Problem], seed: int) -
     row, draw = tight_row(problem, seed), random.Random(seed)
     for _ in range(20):
         picks = tuple(draw.randrange(len(c.seconds)) for c in problem.choices)
-        arcs = tuple(draw.choice([t for t in trees(w, picks) if straight(w, t)] or [()]) for w in problem.wires)
-        again = draw.choice(list(all_again(problem, picks, arcs)))
-        expected = members_bytes(problem, row, picks, arcs, again)
-        assert row_bytes(problem, row, picks, arcs, again) == pytest.approx(expected)
+        arcs = tuple(draw.choice([t for t in trees(w, picks) if straight(w, t)] or [()]) for w in problem.edges)
+        recompute = draw.choice(list(all_again(problem, picks, arcs)))
+        expected = members_bytes(problem, row, picks, arcs, recompute)
+        assert row_bytes(problem, row, picks, arcs, recompute) == pytest.approx(expected)
 
 
 def test_something_is_made_again_and_something_is_not() -> None:
     found = [solve(repeated(seed), rows=[tight_row(repeated(seed), seed)]) for seed in SMALL[:25]]
-    assert any(one is not None and one.again.choices for one in found)
-    assert any(one is not None and one.again.arcs for one in found)
-    assert any(one is not None and not one.again.choices and not one.again.arcs for one in found)
+    assert any(one is not None and one.recompute.choices for one in found)
+    assert any(one is not None and one.recompute.arcs for one in found)
+    assert any(one is not None and not one.recompute.choices and not one.recompute.arcs for one in found)
     found = [solve(held(seed), rows=[tight_row(held(seed), seed)]) for seed in SMALL[:25]]
-    assert any(one is not None and one.again.away for one in found)
+    assert any(one is not None and one.recompute.offload for one in found)
 
 
 @pytest.mark.parametrize("seed", SMALL[:25])
@@ -187,20 +189,20 @@ def test_a_row_of_the_first_members_never_says_more_than_they_take(seed: int) ->
     row = Row(name="first", limit=1.0, picks={}, uses={}, kept=tuple(first))
     for _ in range(20):
         picks = tuple(draw.randrange(len(c.seconds)) for c in problem.choices)
-        arcs = tuple(draw.choice([t for t in trees(w, picks) if straight(w, t)] or [()]) for w in problem.wires)
-        again = draw.choice(list(all_again(problem, picks, arcs)))
-        again = replace(again, arcs={}) if exact else again
-        expected = members_bytes(problem, row, picks, arcs, again, members=1)
-        assert row_bytes(problem, row, picks, arcs, again) <= expected + 1e-9
-        assert not exact or row_bytes(problem, row, picks, arcs, again) == pytest.approx(expected)
+        arcs = tuple(draw.choice([t for t in trees(w, picks) if straight(w, t)] or [()]) for w in problem.edges)
+        recompute = draw.choice(list(all_again(problem, picks, arcs)))
+        recompute = replace(recompute, arcs={}) if exact else recompute
+        expected = members_bytes(problem, row, picks, arcs, recompute, members=1)
+        assert row_bytes(problem, row, picks, arcs, recompute) <= expected + 1e-9
+        assert not exact or row_bytes(problem, row, picks, arcs, recompute) == pytest.approx(expected)
 
 
 def test_what_is_only_shared_lies_in_one_memory() -> None:
-    wire = replace(
-        random_problem(1).wires[0], nodes=4, source=np.array([0, 1, 2]), target=np.array([1, 2, 3]),
-        seconds=np.zeros(3), surcharges=(), free=np.array([True, False, True]),
+    edge = replace(
+        random_problem(1).edges[0], nodes=4, source=np.array([0, 1, 2]), target=np.array([1, 2, 3]),
+        seconds=np.zeros(3), conditional_costs=(), free=np.array([True, False, True]),
     )  # fmt: skip
-    found = homes(wire)
+    found = homes(edge)
     assert found[0] == found[1]
     assert found[2] == found[3]
     assert found[0] != found[2]
@@ -214,16 +216,25 @@ def test_layouts_do_not_make_each_other_again(limit: float, back: int) -> None:
     gathered, sliced, same = (0, 1), (1, back), (0, 2)
     source, target = (np.array(ends) for ends in zip(gathered, sliced, same, strict=True))
     seconds = np.array([1.0, 0.1, 0.0])
-    wire = Wire(
-        name="w", producer=0, produced=np.array([0]), consumers=(Consumer(choice=1, wants=np.array([1])),), nodes=3,
-        source=source, target=target, seconds=seconds, surcharges=(), free=np.array([False, False, True]), again=seconds,
-    )  # fmt: skip
-    problem = Problem(choices=(Choice(name="x", seconds=one, tie=one), Choice(name="y", seconds=one, tie=one)), wires=(wire,))
-    kept = Kept(wire=0, keepers=(0,), bytes=np.array([4.0, 16.0, 4.0]), gone=True, homes=homes(wire))
+    edge = Edge(
+        name="w",
+        producer=0,
+        produced=np.array([0]),
+        consumers=(Consumer(choice=1, wants=np.array([1])),),
+        nodes=3,
+        source=source,
+        target=target,
+        seconds=seconds,
+        conditional_costs=(),
+        free=np.array([False, False, True]),
+        recompute=seconds,
+    )
+    problem = Problem(choices=(Choice(name="x", seconds=one, tie=one), Choice(name="y", seconds=one, tie=one)), edges=(edge,))
+    kept = RetainedTerm(edge=0, keepers=(0,), bytes=np.array([4.0, 16.0, 4.0]), gone=True, homes=homes(edge))
     found = solve(problem, rows=[Row(name="r", limit=limit, picks={}, uses={}, kept=(kept,))])
     if limit < 4:
         assert found is None
     else:
         assert found is not None
-        assert found.again == Again(arcs={(0, 0): 1})
+        assert found.recompute == RecomputeCounts(arcs={(0, 0): 1})
         assert found.seconds == pytest.approx(2.0)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from autopar.solver.highs import Search
-from autopar.solver.integer_program import Model
-from autopar.solver.problem import Picks, Problem, Row, Wire, leading_to, price, row_bytes
+from autopar.solver.integer_program import IntegerProgram
+from autopar.solver.problem import Edge, Picks, Problem, Row, leading_to, price, row_bytes
 from autopar.solver.reduced_cost_fixing import window
 from autopar.solver.solve import solve
 from tests.solver.random_problems import random_problem, random_row, trees
@@ -21,16 +21,16 @@ WIDTHS = (0.0, 0.5, 2.0)
 
 def searched(problem: Problem) -> tuple[Search, float]:
     """A search with its relaxation solved, and what that costs."""
-    search = Search(Model(problem), time_limit=60.0, gap=0.0)
+    search = Search(IntegerProgram(problem), time_limit=60.0, gap=0.0)
     relaxed = search.relax()
     assert relaxed is not None
     return search, relaxed.bound
 
 
-def without_dead_ends(wire: Wire, picks: Picks) -> list[tuple[int, ...]]:
+def without_dead_ends(edge: Edge, picks: Picks) -> list[tuple[int, ...]]:
     """The trees of a wire of which every arc leads to a consumer."""
-    every = frozenset(range(len(wire.consumers)))
-    return [used for used in trees(wire, picks) if set(used) == set(leading_to(wire, every, picks, used))]
+    every = frozenset(range(len(edge.consumers)))
+    return [used for used in trees(edge, picks) if set(used) == set(leading_to(edge, every, picks, used))]
 
 
 @pytest.mark.parametrize("seed", SMALL)
@@ -39,7 +39,7 @@ def test_whoever_takes_a_candidate_or_a_conversion_pays_its_reduced_cost(seed: i
     search, bound = searched(problem)
     candidates, arcs = search.reduced()
     for picks in itertools.product(*(range(len(c.seconds)) for c in problem.choices)):
-        for used in itertools.product(*(without_dead_ends(wire, picks) for wire in problem.wires)):
+        for used in itertools.product(*(without_dead_ends(edge, picks) for edge in problem.edges)):
             dearest = max(costs[pick] for costs, pick in zip(candidates, picks, strict=True))
             dearest = max([dearest, *(costs[a] for costs, some in zip(arcs, used, strict=True) for a in some)])
             assert price(problem, picks, used) >= bound + dearest - 1e-6

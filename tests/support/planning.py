@@ -18,7 +18,7 @@ from autopar.analysis.repeated_blocks import OUTPUT
 from autopar.capture import Captured
 from autopar.cost_models import catalog
 from autopar.errors import BudgetError
-from autopar.formulation.formulate import Formulated
+from autopar.formulation.formulate import PlanningProblem
 from autopar.ir.mesh import Device, Link, Mesh
 from autopar.ir.program import Output
 from autopar.plan.options import Options
@@ -144,7 +144,7 @@ def beside_scalar(output: Output) -> bool:
     return output.path != "loss"
 
 
-def solution_of(plan: Plan, formulated: Formulated) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+def solution_of(plan: Plan, formulated: PlanningProblem) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """The picks and arcs of a problem, in which every class has one member or all take the same, that a plan stands for."""
     program = formulated.program
     chosen = resolve(plan, program, formulated.analysis.fits)
@@ -159,7 +159,7 @@ def solution_of(plan: Plan, formulated: Formulated) -> tuple[tuple[int, ...], tu
             path = name.removeprefix(OUTPUT)
             picks.append(next(i for i, c in enumerate(found) if c.operands[0] == chosen.outputs[path]))
     arcs = []
-    for values, graph, wire in zip(formulated.wires, formulated.spaces, formulated.problem.wires, strict=True):
-        ends = [(graph.nodes[s], graph.nodes[t]) for s, t in zip(wire.source.tolist(), wire.target.tolist(), strict=True)]
+    for values, graph, edge in zip(formulated.edges, formulated.spaces, formulated.problem.edges, strict=True):
+        ends = [(graph.nodes[s], graph.nodes[t]) for s, t in zip(edge.source.tolist(), edge.target.tolist(), strict=True)]
         arcs.append(tuple(ends.index((step.source, step.target)) for step in chosen.routes.get(values.example, ())))
     return tuple(picks), tuple(arcs)

@@ -20,11 +20,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Value, elements
 from autopar.operators import fit
 from autopar.plan.plan import Plan, resolve
-from autopar.search_space.assignment import Decisions
+from autopar.search_space.assignment import Assignment
 
 Issued = tuple[tuple[str, ...], str, str, str, int]
 BUCKET = 25 * 2**20  # bytes of whole weights that travel together
-TOGETHER = {("forward", "all_gather"), ("again", "all_gather"), ("gradient", "all_reduce"), ("gradient", "reduce_scatter")}
+TOGETHER = {("forward", "all_gather"), ("recompute", "all_gather"), ("gradient", "all_reduce"), ("gradient", "reduce_scatter")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class _Teller:
         assert on.device is not None
         self.program, self.mesh, self.device = captured.program, on, on.device
         self.fits = {op.name: fit(op, self.program.values) for op in self.program.ops}
-        self.chosen: Decisions = resolve(plan, self.program, self.fits)
+        self.chosen: Assignment = resolve(plan, self.program, self.fits)
         self.differentiated = self._differentiated()
         self.reread = self._reread()
         self.buckets = {blocks: self._buckets(blocks=blocks) for blocks in (False, True)}
@@ -146,8 +146,8 @@ class _Teller:
         moved = any(other.primitives[0] != "identity" for other in path)
         kinds = step.source[step.axis].kind, step.target[step.axis].kind
         in_turn = not moved and all(later.axis > sooner.axis for later, sooner in itertools.pairwise(path))
-        again = (name, step) in self.chosen.again.steps
-        return moved, self.buckets[moved][name], step.axis, kinds, 0 if in_turn else len(path), again
+        recompute = (name, step) in self.chosen.recompute.steps
+        return moved, self.buckets[moved][name], step.axis, kinds, 0 if in_turn else len(path), recompute
 
     def _buckets(self, *, blocks: bool) -> dict[str, tuple[int, object, int]]:
         """The bucket of every weight: which run of ops reads it first, what it is like, and the how many-th of these it is.
@@ -227,8 +227,12 @@ class _Teller:
             yield step, step.primitives[0], "forward"
             if target in backward:
                 yield step, step.primitives[1], "gradient"
-            if (name, target) in self.reread and (name, step) in self.chosen.again.steps and step.primitives[0] in COLLECTIVES:
-                yield step, step.primitives[0], "again"
+            if (
+                (name, target) in self.reread
+                and (name, step) in self.chosen.recompute.steps
+                and step.primitives[0] in COLLECTIVES
+            ):
+                yield step, step.primitives[0], "recompute"
 
     def _uses(self, name: str) -> Iterator[tuple[Layout, bool]]:
         """Per use of a value: the layout that is wanted, whether a gradient returns."""
@@ -251,7 +255,7 @@ class _Teller:
                     self._read(op.operands[position], chosen.operands[position], found)
                 for position in kept.results:
                     self._read(op.results[position].name, chosen.results[position], found)
-                if kept.internal_bytes and op.name in self.chosen.again.ops:
+                if kept.internal_bytes and op.name in self.chosen.recompute.ops:
                     self._read(op.results[0].name, chosen.results[0], found)
         return found
 
@@ -262,13 +266,13 @@ class _Teller:
         found.add((name, layout))
         step = next((step for step in self.chosen.routes.get(name, ()) if step.target == layout), None)
         op = self.program.producer.get(name)
-        again = self.chosen.again
+        recompute = self.chosen.recompute
         if step:
-            if (name, step) in again.steps or step.primitives[0] == "identity":
+            if (name, step) in recompute.steps or step.primitives[0] == "identity":
                 self._read(name, step.source, found)
-        elif op and (op.name in again.ops or lies(op, self.program.values)):
+        elif op and (op.name in recompute.ops or lies(op, self.program.values)):
             operands = list(zip(op.operands, self.chosen.ops[op.name].operands, strict=True))
-            for operand in operands if op.name in again.ops else operands[:1]:
+            for operand in operands if op.name in recompute.ops else operands[:1]:
                 self._read(*operand, found)
 
 

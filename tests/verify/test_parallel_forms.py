@@ -18,7 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan, resolve
 from autopar.planning.planner import collectives_of, read_program
-from autopar.runtime.memory_tracker import Live
+from autopar.runtime.memory_tracker import MemoryTracker
 from autopar.runtime.workers import WorkerPool
 from autopar.verify.verification import verify
 from tests.support import planning, table
@@ -92,7 +92,7 @@ def test_a_cross_entropy_over_split_classes_gives_equal_numbers(pool: WorkerPool
 def test_a_wide_vocabulary_is_split_and_no_scores_are_sent() -> None:
     plan, tokens = large(), ROWS * LONG
     assert plan.layouts["table.weight"] == "S(0)"
-    said = {op: runs(words, plan.axes) for op, words in plan.evidence.runs.items()}
+    said = {op: runs(words, plan.axes) for op, words in plan.breakdown.runs.items()}
     assert said["table:embedding#0"] == "vocabulary split over axis0"
     assert said["head:linear#0"] == "out-features split over axis0"
     assert said[":cross_entropy_loss#0"] == "classes split over axis0 with 2 all-reduces inside"
@@ -171,7 +171,7 @@ def live_bytes(plan: Plan) -> int:
     """The most memory of a step on one rank."""
     model, sample = many()
     parallel = autopar.parallelize(model, sample, (4,), plan=plan, device="cpu")
-    with Live([*parallel.parameters(), *sample.values()]) as live:
+    with MemoryTracker([*parallel.parameters(), *sample.values()]) as live:
         parallel(**sample).backward()
     return live.peak().bytes
 
@@ -550,7 +550,7 @@ def test_what_sends_inside_can_be_made_again_and_sends_again(pool: WorkerPool, n
     model, x, on = Normal(256, BETWEEN[name](256)), torch.randn(8, 8), table.mesh((2,))
     plan = autopar.plan(model, x, on)
     assert form(plan, name) == name
-    plan = replace(plan, again={f"between:{name}#0": ("run",)})
+    plan = replace(plan, recompute={f"between:{name}#0": ("run",)})
     program = read_program(model, x).program
     analysis = analyse(program, on)
     sent = Counter(c.where for c in collectives_of(analysis, resolve(plan, program, analysis.fits), on) if name in c.value)

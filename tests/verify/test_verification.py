@@ -38,9 +38,7 @@ def without_gradient(program: Program) -> Program:
 
 
 def another_operator(program: Program) -> Program:
-    return replace(
-        program, ops=tuple(replace(op, target=op.target.replace("aten.tanh.", "aten.sin.")) for op in program.ops)
-    )
+    return replace(program, ops=tuple(replace(op, target=op.target.replace("aten.tanh.", "aten.sin.")) for op in program.ops))
 
 
 def unwritten(program: Program) -> Program:

@@ -24,7 +24,7 @@ import torch
 from autopar.errors import RuleError
 from autopar.ir.program import Argument, overload, qualified
 from autopar.operators.call import Call
-from autopar.operators.checking.inferred_rule import Form, Word, obeys, surveyed
+from autopar.operators.checking.inferred_rule import InferredRule, InferredWord, obeys, surveyed
 from autopar.operators.checking.probe import Probe
 from autopar.operators.checking.sample_call import Arguments, Example
 from autopar.operators.registry import fit
@@ -104,7 +104,7 @@ def _fixed(call: Call) -> Iterator[str]:
             yield formal.name
 
 
-def proved(form: Form, groups: Sequence[str]) -> tuple[Form, list[str]]:
+def proved(form: InferredRule, groups: Sequence[str]) -> tuple[InferredRule, list[str]]:
     """The classes and groups that hold together; what does not hold with the others is dropped, the last first."""
     kept = list(groups)
     while not form.holds(kept) and (kept or form.able):
@@ -115,7 +115,7 @@ def proved(form: Form, groups: Sequence[str]) -> tuple[Form, list[str]]:
     return form, kept
 
 
-def linear(form: Form) -> list[str]:
+def linear(form: InferredRule) -> list[str]:
     """The least groups of arguments in which the operator is jointly linear, with the numbers that would be added again."""
     example = form.probe.example
     if not all(_continuous(result) for result in example.results):
@@ -146,7 +146,7 @@ def _continuous(tensor: torch.Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
-def _adds(form: Form, call: Call, group: tuple[str, ...], zeros: tuple[str, ...], numbers: Sequence[str]) -> bool:
+def _adds(form: InferredRule, call: Call, group: tuple[str, ...], zeros: tuple[str, ...], numbers: Sequence[str]) -> bool:
     """Whether the operator is linear in some arguments when some numbers are 0, whatever the other numbers are."""
     made = replace(form, able=frozenset()).rule([" ".join(group)])
     others: list[dict[str, Argument]] = [{name: _another(call.arguments[name])} for name in numbers if name not in zeros]
@@ -160,7 +160,7 @@ def _adds(form: Form, call: Call, group: tuple[str, ...], zeros: tuple[str, ...]
     return True
 
 
-def _reads_all(form: Form, call: Call, zeros: tuple[str, ...]) -> bool:
+def _reads_all(form: InferredRule, call: Call, zeros: tuple[str, ...]) -> bool:
     """Whether the results depend on every floating operand when some numbers are 0: a factor that is 0 says nothing."""
     arguments = call.change(dict.fromkeys(zeros, 0.0))
     before, after = (form.probe.run(arguments=arguments) for _ in range(2))
@@ -179,7 +179,7 @@ def _another(number: Argument) -> Argument:
     return number + 0.625 if isinstance(number, float) else number + 1 if isinstance(number, int) else number
 
 
-def shortened(form: Form) -> Iterator[tuple[str, list[int]]]:
+def shortened(form: InferredRule) -> Iterator[tuple[str, list[int]]]:
     """The text of a form with its leading dims written as `...`, as many as can be, then fewer; the operands with all of it."""
     leading = _leading(form)
     inside, outside = (side.strip().split(", ") for side in str(form).split("->"))
@@ -197,7 +197,7 @@ def _renamed(text: str) -> str:
     return re.sub(r"[A-Za-z]", lambda match: string.ascii_letters[names.index(match[0])], text)
 
 
-def _leading(form: Form) -> list[int]:
+def _leading(form: InferredRule) -> list[int]:
     """The classes that stand first, and alone in their dim, in every result."""
     results = form.probe.example.results
     found: list[int] = []
@@ -210,13 +210,13 @@ def _leading(form: Form) -> list[int]:
     return found
 
 
-def _start(form: Form, position: int, leading: Sequence[int]) -> int | None:
+def _start(form: InferredRule, position: int, leading: Sequence[int]) -> int | None:
     """How many of the leading dims an operand has at its start, counted from the right; None if it has them elsewhere."""
     shape = form.probe.shapes()[position]
     held = [form.operands.get((position, d), ()) for d in range(len(shape))]
     for count in range(min(len(leading), len(shape)), -1, -1):
         last = leading[len(leading) - count :]
-        if all(held[d] == (Word(number),) or shape[d] == 1 for d, number in enumerate(last)):
+        if all(held[d] == (InferredWord(number),) or shape[d] == 1 for d, number in enumerate(last)):
             elsewhere = any(word.number in leading for words in held[count:] for word in words)
             return None if elsewhere else count
     return None
@@ -228,7 +228,7 @@ def _dotted(term: str, skipped: int) -> str:
     return f"{sign}{' '.join(['...', *dims.split(' ')[skipped:]])}" if skipped else term
 
 
-def _with_one_more_dim(form: Form, groups: Sequence[str], text: str, full: Sequence[int]) -> bool:
+def _with_one_more_dim(form: InferredRule, groups: Sequence[str], text: str, full: Sequence[int]) -> bool:
     """Whether a text with `...` holds for the call, and with a dim more in front of the operands that have all of `...`."""
     draws = [one for one in (form.probe.run() for _ in range(STACKED)) if one is not None]
     made = form.rule(groups, text)

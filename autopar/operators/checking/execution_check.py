@@ -22,7 +22,7 @@ from autopar.ir.layout import Layout, P, R, State, join, local_shape, shard, spl
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Value, filled, overload
 from autopar.operators.registry import fit, localise, scale
-from autopar.operators.rule import Dims, Distributed, Fitted, Rule
+from autopar.operators.rule import Dims, OpSharding, ParallelForm, Rule
 
 TOLERANCE = 1e-10  # of |a - b| / (1 + max|b|), in float64
 Function = Callable[..., object]
@@ -43,7 +43,7 @@ class Trial:
     sizes: tuple[int, ...]
     forms: tuple[tuple[str, int, int], ...]  # ("split", factor, stride), ("partial", group, 0), ("distributed", form, ranks)
 
-    def describe(self, fitted: Fitted) -> str:
+    def describe(self, fitted: OpSharding) -> str:
         """What is split or partial, and how."""
         words = []
         for size, (kind, which, stride) in zip(self.sizes, self.forms, strict=True):
@@ -56,12 +56,12 @@ class Trial:
                 words.append(f"operands {sorted(fitted.linear[which])} partial on {size} ranks")
         return ", ".join(words)
 
-    def layouts(self, fitted: Fitted) -> tuple[list[Layout], list[Layout]]:
+    def layouts(self, fitted: OpSharding) -> tuple[list[Layout], list[Layout]]:
         """The layouts of operands and results that follow from the forms."""
         inside = [tuple(_state(form, fitted, d, i) for form in self.forms) for i, d in enumerate(fitted.operands)]
         return inside, [tuple(_state(form, fitted, d, None) for form in self.forms) for d in fitted.results]
 
-    def parts(self, fitted: Fitted) -> list[int]:
+    def parts(self, fitted: OpSharding) -> list[int]:
         """Into how many parts each factor is split."""
         parts = [1] * len(fitted.factors)
         for size, (kind, which, _) in zip(self.sizes, self.forms, strict=True):
@@ -70,7 +70,7 @@ class Trial:
                 parts[f] *= count
         return parts
 
-    def distributed(self, fitted: Fitted) -> tuple[int, Distributed] | None:
+    def distributed(self, fitted: OpSharding) -> tuple[int, ParallelForm] | None:
         """The axis on which it is run in a distributed form, and that form."""
         for axis, (kind, which, _) in enumerate(self.forms):
             if kind == "distributed":
@@ -112,7 +112,7 @@ def agree(got: torch.Tensor, expected: torch.Tensor, given: Iterable[torch.Tenso
     return _equal(got, expected, max((TOLERANCE, *map(_precision, (*given, expected)))))
 
 
-def _wrong(op: Op, fitted: Fitted, trial: Trial, where: str, error: object) -> RuleError:
+def _wrong(op: Op, fitted: OpSharding, trial: Trial, where: str, error: object) -> RuleError:
     return RuleError(
         f"the rule of {op.target} is wrong: split and joined it is not the whole",
         rule=fitted,
@@ -129,7 +129,7 @@ def _precision(tensor: torch.Tensor) -> float:
     return 64 * torch.finfo(tensor.dtype).eps if coarse else 0.0
 
 
-def trials(fitted: Fitted) -> Iterator[Trial]:
+def trials(fitted: OpSharding) -> Iterator[Trial]:
     """Splits of every factor, alone, nested, in blocks and together with the next; every linear group."""
     single: list[Trial] = []
     for f, factor in enumerate(fitted.factors):
@@ -151,7 +151,7 @@ def trials(fitted: Fitted) -> Iterator[Trial]:
         yield Trial(sizes=one.sizes + two.sizes, forms=one.forms + two.forms)
 
 
-def distributed_trials(fitted: Fitted) -> Iterator[Trial]:
+def distributed_trials(fitted: OpSharding) -> Iterator[Trial]:
     """Every distributed form alone, on few ranks and on many, and outside and inside of a split of every other factor."""
     for number, form in enumerate(fitted.distributed):
         most = math.prod(fitted.factors[f].size for f in fitted.spread(form))
@@ -172,7 +172,7 @@ def _prime(size: int) -> int:
     return next((n for n in range(2, size + 1) if size % n == 0), 1)
 
 
-def _state(form: tuple[str, int, int], fitted: Fitted, dims: Dims, operand: int | None) -> State:
+def _state(form: tuple[str, int, int], fitted: OpSharding, dims: Dims, operand: int | None) -> State:
     kind, which, stride = form
     if kind == "partial":
         return P if operand is None or operand in fitted.linear[which] else R
@@ -231,7 +231,7 @@ class _Run:
 
 def _compare(
     op: Op,
-    fitted: Fitted,
+    fitted: OpSharding,
     trial: Trial,
     operands: Sequence[torch.Tensor],
     grads: Sequence[bool],
@@ -287,7 +287,7 @@ def _compare(
 
 
 def _at_once(
-    trial: Trial, fitted: Fitted, mesh: Mesh, run: Callable[[int, Function | None], _Run], ranks: Ranks
+    trial: Trial, fitted: OpSharding, mesh: Mesh, run: Callable[[int, Function | None], _Run], ranks: Ranks
 ) -> list[_Run]:
     """Every rank's run; those that talk to each other at the same time."""
     own = trial.distributed(fitted)

@@ -1,6 +1,6 @@
 """Which dims of an operator have which factors, as far as running it on other sizes tells: on the way to a rule.
 
-    x (4, 6), w (10, 6) -> (4, 10)   ->   a b, c b -> a c
+x (4, 6), w (10, 6) -> (4, 10)   ->   a b, c b -> a c
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ MERGED = 3  # classes that are taken as one, before all of one size are
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class InferredWord:
     """A factor of a dim: that of a class, by its number; or a constant one, by the dim in which it stands."""
 
     number: int
     constant: str = ""
 
 
-Words = tuple[Word, ...]
+Words = tuple[InferredWord, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Form:
+class InferredRule:
     """The classes of an operator's dims, the factors of every dim of operands and results, and the classes that split."""
 
     probe: Probe
@@ -53,13 +53,13 @@ class Form:
         return self.probe.size(min(self.members[number]))
 
     def __str__(self) -> str:
-        names: dict[Word, str] = {}
+        names: dict[InferredWord, str] = {}
 
-        def name(word: Word) -> str:
+        def name(word: InferredWord) -> str:
             names.setdefault(word, string.ascii_letters[len(names)])
             return f"{names[word]}{'' if able(word) else '!'}"
 
-        def able(word: Word) -> bool:
+        def able(word: InferredWord) -> bool:
             return word.number in self.able and not word.constant
 
         def dim(words: Words) -> str:
@@ -85,11 +85,11 @@ class Form:
         drawn = [self.probe.run() for _ in range(DRAWS)]
         return all(one is not None and obeys(one, self.rule(groups)) for one in drawn)
 
-    def alone(self, number: int) -> Form:
+    def alone(self, number: int) -> InferredRule:
         """The form with one class that splits."""
         return replace(self, able=frozenset({number}))
 
-    def splits(self) -> Form:
+    def splits(self) -> InferredRule:
         """The form with every class that can be split alone, the factors of merged dims in the right order."""
         form = self
         for number in range(len(self.members)):
@@ -98,7 +98,7 @@ class Form:
                 form = replace(found, able=form.able | {number})
         return form
 
-    def attempts(self, number: int) -> Iterator[Form]:
+    def attempts(self, number: int) -> Iterator[InferredRule]:
         """The form with what is open about a class filled in: the order of factors, how addends come about, what is added."""
         dims = [("operand", place, words) for place, words in self.operands.items()]
         dims += [("result", place, words) for place, words in self.results.items()]
@@ -109,7 +109,7 @@ class Form:
             results = {place: words for side, place, words in found if side == "result"}
             form = replace(self, operands=operands, results=results)
             yield form
-            if not any(Word(number) in words for words in results.values()):
+            if not any(InferredWord(number) in words for words in results.values()):
                 yield replace(form, averages=True)
                 lacking = [
                     i for i, tensor in enumerate(self.probe.example.tensors.values())
@@ -121,10 +121,10 @@ class Form:
 
     def _orders(self, words: Words, number: int) -> list[Words]:
         """The orders in which the factors of a dim may stand; that of one which splits already is known."""
-        open_ = Word(number) in words and not any(word.number in self.able for word in words)
+        open_ = InferredWord(number) in words and not any(word.number in self.able for word in words)
         return list(itertools.permutations(words)) if open_ else [words]
 
-    def merged(self) -> Form:
+    def merged(self) -> InferredRule:
         """The form with classes of one size taken as one, where these split together and not alone."""
         given = [tuple(tensor.shape) for tensor in self.probe.example.tensors.values()]
         whole = [number for number in range(len(self.members)) if number not in self.able]
@@ -144,17 +144,17 @@ class Form:
         return self
 
 
-def surveyed(probe: Probe, classes: Sequence[Class]) -> Form:
+def surveyed(probe: Probe, classes: Sequence[Class]) -> InferredRule:
     """What each class is in the results: every class has a size of its own, and is given others to see which dims change."""
     probe = probe.spread(classes)
     base = probe.run()
     assert base is not None, "every size was tried"
     square = {number for number, one in enumerate(classes) if _square(one)}
     operands: dict[Place, Words] = {
-        place: (Word(number),) for number, one in enumerate(classes) for place in one if number not in square
+        place: (InferredWord(number),) for number, one in enumerate(classes) for place in one if number not in square
     }
     growth = _growth(probe, classes, base)
-    form = Form(probe=probe, members=tuple(classes), operands=operands, results={})
+    form = InferredRule(probe=probe, members=tuple(classes), operands=operands, results={})
     sizes = [form.size(number) for number in range(len(classes))]
     parts: dict[Place, Fraction] = {}  # what a dim is beside the product of its classes
     units = [1] * len(classes)  # how many pieces of a class there are, of which the results have one
@@ -164,14 +164,14 @@ def surveyed(probe: Probe, classes: Sequence[Class]) -> Form:
             units[numbers[0]] = math.lcm(units[numbers[0]], parts[place].denominator)
     for number, one in enumerate(classes):
         if units[number] > 1 and number not in square:
-            operands |= {place: (Word(number, f"in{place}"), Word(number)) for place in one}
+            operands |= {place: (InferredWord(number, f"in{place}"), InferredWord(number)) for place in one}
     results: dict[Place, Words] = {}
     for place, numbers in growth.items():
         rest = parts[place] * math.prod(units[n] for n in numbers)
         twice = any(other[0] == place[0] and other != place and set(n) & set(numbers) for other, n in growth.items())
         if rest.denominator == 1 and not twice and square.isdisjoint(numbers):
-            constant = (Word(numbers[0], f"out{place}"),) if rest > 1 else ()
-            results[place] = (*constant, *map(Word, numbers))
+            constant = (InferredWord(numbers[0], f"out{place}"),) if rest > 1 else ()
+            results[place] = (*constant, *map(InferredWord, numbers))
     full = replace(form, operands=operands, results=results)
     return full if _fits(full, base) else replace(form, results={p: w for p, w in results.items() if parts[p] == 1 == len(w)})
 
@@ -206,7 +206,7 @@ def _growth(probe: Probe, classes: Sequence[Class], base: Example) -> dict[Place
     return {place: numbers for place, numbers in sorted(growth.items()) if numbers and place not in crooked}
 
 
-def _fits(form: Form, example: Example) -> bool:
+def _fits(form: InferredRule, example: Example) -> bool:
     able = frozenset(range(len(form.members)))
     try:
         return fit(example.op, example.values, rule=replace(form, able=able).rule()) is not None
@@ -224,4 +224,4 @@ def obeys(example: Example, made: Rule) -> bool:
         return False
 
 
-__all__ = ["Form", "Word", "obeys", "surveyed"]
+__all__ = ["InferredRule", "InferredWord", "obeys", "surveyed"]

@@ -1,6 +1,6 @@
 """Trying an operator on operands of other sizes and other numbers.
 
-    matmul (4, 4) x (4, 4)   ->   classes {x0.0}, {x0.1, x1.0}, {x1.1}; sizes 6, 10, 4
+matmul (4, 4) x (4, 4)   ->   classes {x0.0}, {x0.1, x1.0}, {x1.1}; sizes 6, 10, 4
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Probe:
                 f"{qualified(example.op.target)} computes no finite numbers on what is drawn like its arguments",
                 fix="arguments with random numbers of many values",
             )
-        again = found.on(list(found.tensors.values()))
-        if any(not torch.equal(one, two) for one, two in zip(found.results, again.results, strict=True)):
+        recompute = found.on(list(found.tensors.values()))
+        if any(not torch.equal(one, two) for one, two in zip(found.results, recompute.results, strict=True)):
             raise RuleError(
                 f"{qualified(example.op.target)} gives other results each time: what draws cannot be tried",
                 fix="write the rule by hand: autopar.register_rule",

@@ -1,6 +1,6 @@
 """Rules for the user's operators: checked by execution, and kept beside the table.
 
-    autopar.register_rule("mylib::scaled", "... n, n -> ... n", linear="x, scale", example=(x, scale))
+autopar.register_rule("mylib::scaled", "... n, n -> ... n", linear="x, scale", example=(x, scale))
 """
 
 from __future__ import annotations

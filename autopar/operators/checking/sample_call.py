@@ -1,6 +1,6 @@
 """A call of an operator with its tensors, outside of any model: what rules are checked and found on.
 
-    Example.of("aten::linear", (x, weight))   ->   r0 = aten.linear.default(%x0, %x1)
+Example.of("aten::linear", (x, weight))   ->   r0 = aten.linear.default(%x0, %x1)
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ class Example:
             grads = frozenset()
         return plain.asking(grads)
 
-    def on(
-        self, tensors: Sequence[torch.Tensor], arguments: tuple[tuple[Argument, ...], Keywords] | None = None
-    ) -> Example:
+    def on(self, tensors: Sequence[torch.Tensor], arguments: tuple[tuple[Argument, ...], Keywords] | None = None) -> Example:
         """The same call with other tensors, perhaps with other static arguments; raises RuleError where it does not run."""
         grads = frozenset(name for name, value in self.values.items() if value.requires_grad)
         args, kwargs = arguments or (self.op.args, self.op.kwargs)
@@ -148,9 +146,7 @@ def _called(
     return _made(Op(name="r0", target=target, args=args, kwargs=kwargs, results=()), tensors, results, grads)
 
 
-def _made(
-    op: Op, tensors: Mapping[str, torch.Tensor], results: tuple[torch.Tensor, ...], grads: frozenset[str]
-) -> Example:
+def _made(op: Op, tensors: Mapping[str, torch.Tensor], results: tuple[torch.Tensor, ...], grads: frozenset[str]) -> Example:
     returned = tuple(Value(name=f"r{i}", shape=tuple(r.shape), dtype=r.dtype) for i, r in enumerate(results))
     return Example(
         op=Op(name=op.name, target=op.target, args=op.args, kwargs=op.kwargs, results=returned),

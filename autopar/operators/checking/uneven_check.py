@@ -12,12 +12,12 @@ import torch
 from autopar.errors import RuleError
 from autopar.operators.checking.execution_check import agree
 from autopar.operators.checking.sample_call import Example
-from autopar.operators.rule import Dims, Fitted
+from autopar.operators.rule import Dims, OpSharding
 
 SHARES = (0.7, 0.3)  # of an operand that is added once
 
 
-def joins_unevenly(example: Example, fitted: Fitted, *, averages: bool) -> bool:
+def joins_unevenly(example: Example, fitted: OpSharding, *, averages: bool) -> bool:
     """Whether every factor that may be split can be split so; one that stands left in its dims only."""
     return all(
         _joins(example, fitted, number, averages)
@@ -26,12 +26,12 @@ def joins_unevenly(example: Example, fitted: Fitted, *, averages: bool) -> bool:
     )
 
 
-def _outermost(fitted: Fitted, factor: int) -> bool:
+def _outermost(fitted: OpSharding, factor: int) -> bool:
     dims = [dim for tensor in (*fitted.operands, *fitted.results) for dim in tensor if factor in dim]
     return all(dim[0] == factor for dim in dims)
 
 
-def _joins(example: Example, fitted: Fitted, factor: int, averages: bool) -> bool:
+def _joins(example: Example, fitted: OpSharding, factor: int, averages: bool) -> bool:
     size = fitted.factors[factor].size
     first = max(1, size // 3)
     runs = []
@@ -56,9 +56,7 @@ def _place(dims: Dims, factor: int) -> int | None:
     return next((d for d, dim in enumerate(dims) if factor in dim), None)
 
 
-def _part(
-    tensor: torch.Tensor, dims: Dims, factor: int, size: int, start: int, count: int, share: float
-) -> torch.Tensor:
+def _part(tensor: torch.Tensor, dims: Dims, factor: int, size: int, start: int, count: int, share: float) -> torch.Tensor:
     place = _place(dims, factor)
     if place is None:
         return tensor if share == 1.0 else tensor * share

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from autopar.operators.call import Call, Local
-from autopar.operators.rule import Distributed, Fitted, Rule, Sent, rule
+from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, rule
 
 
-def attention(call: Call) -> Fitted:
+def attention(call: Call) -> OpSharding:
     """... q d!, ... k! d!, ... k! e!, ... q m! -> ... q e!; q! when causal, heads are (h g) over h when grouped"""
     q = "q!" if call.arguments["is_causal"] else "q"
     query, key, value = (call.shape(name) for name in ("query", "key", "value"))
@@ -49,15 +49,15 @@ def others(call: Call, local: Local, ranks: int) -> int:
 
 
 # More ranks than heads of keys and values: each takes a part of the queries that read one of them.
-GROUPED = Distributed(name="grouped", factors=("h", "g"), nested=True)
-QUERIES = Distributed(name="queries", factors=("q",), able=looking_back, work=lambda ranks: 2 - 1 / ranks)
+GROUPED = ParallelForm(name="grouped", factors=("h", "g"), nested=True)
+QUERIES = ParallelForm(name="queries", factors=("q",), able=looking_back, work=lambda ranks: 2 - 1 / ranks)
 RINGS = [  # the last rank sees all chunks, its own by half
-    Distributed(
+    ParallelForm(
         name="ring", factors=("q", "k"), able=able, work=work,
-        forward=(Sent("all_to_all", keys_and_values, others, wide=False),),
+        forward=(InternalCollective("all_to_all", keys_and_values, others, wide=False),),
         backward=(
-            Sent("all_to_all", keys_and_values, others, wide=False),
-            Sent("all_to_all", keys_and_values, lambda call, local, ranks: ranks),  # their gradients come home
+            InternalCollective("all_to_all", keys_and_values, others, wide=False),
+            InternalCollective("all_to_all", keys_and_values, lambda call, local, ranks: ranks),  # their gradients come home
         ),
     )
     for able, work in ((looking_back, lambda ranks: 2 * ranks - 1), (looking_around, lambda ranks: ranks))

@@ -9,10 +9,10 @@ from autopar.operators.families.normalization import native_groups
 from autopar.operators.families.pointwise import TWO
 from autopar.operators.families.reductions import along
 from autopar.operators.families.views import term
-from autopar.operators.rule import Fitted, Rule, rule
+from autopar.operators.rule import OpSharding, Rule, rule
 
 
-def convolution(call: Call) -> Fitted:
+def convolution(call: Call) -> OpSharding:
     """b o y! x!, b i! v! u!, o i! s! r! -> b i! v! u!, o i! s! r!, o; of several groups the groups split, not the channels"""
     space = " ".join("_" for _ in range(call.rank("weight") - 2))
     count = call.number("groups", 1)
@@ -28,7 +28,7 @@ def convolution_local(call: Call, local: Local) -> dict[str, Argument]:
     return {"groups": call.number("groups", 1) // local.split("g"), "bias_sizes": tuple(local.results[2])}
 
 
-def layer_norm(call: Call) -> Fitted:
+def layer_norm(call: Call) -> OpSharding:
     """... n!, ... n!, ... 1, ... 1, n!, n! -> ... n!, n!, n!"""
     n = term(f"n{i}!" for i in range(len(call.numbers("normalized_shape"))))
     ones = n.replace("n", "s")
@@ -36,14 +36,14 @@ def layer_norm(call: Call) -> Fitted:
     return call.fit(f"... {n}, ... {n}, ... {ones}, ... {ones}{parameters} -> ... {n}, {n}, {n}")
 
 
-def group_norm(call: Call) -> Fitted:
+def group_norm(call: Call) -> OpSharding:
     """b (g c!) ...!, b (g c!) ...!, b g, b g, (g c!) -> b (g c!) ...!, (g c!), (g c!)"""
     weight = ", (g c!)" if call.positions("weight") else ""
     plane = "b (g c!) ...!"
     return call.fit(f"{plane}, {plane}, b g, b g{weight} -> {plane}, (g c!), (g c!)", sizes={"g": call.number("group")})
 
 
-def batch_norm(call: Call) -> Fitted:
+def batch_norm(call: Call) -> OpSharding:
     """b! c ...!, b! c ...!, c, c, c, c, c -> b! c ...!, c, c in training; in evaluation all splits"""
     whole = "!" if call.arguments["train"] else ""
     plane, channels = f"b{whole} c ...{whole}", call.shape("input")[1:2]
@@ -51,7 +51,7 @@ def batch_norm(call: Call) -> Fitted:
     return call.fit(f"{plane}, {plane}{held} -> {plane}, c, c")
 
 
-def loss(call: Call) -> Fitted:
+def loss(call: Call) -> OpSharding:
     """..., ..., ... -> ...; the mean's count is that of the whole, so that all stays whole there"""
     whole = "" if call.number("reduction") in (0, SUM) else "!"
     terms = ", ".join(f"...{whole}" for _ in call.operands[1:])

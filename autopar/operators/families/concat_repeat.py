@@ -5,15 +5,15 @@ from __future__ import annotations
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
 from autopar.operators.families.views import dims, term, without
-from autopar.operators.rule import Fitted, Rule, rule
+from autopar.operators.rule import OpSharding, Rule, rule
 
 
-def cat(call: Call) -> Fitted:
+def cat(call: Call) -> OpSharding:
     """... c ..., k times -> ... (k! c) ...; unequal pieces keep the dim whole"""
     return joined(call, call.number("dim") % len(call.result))
 
 
-def joined(call: Call, dim: int) -> Fitted:
+def joined(call: Call, dim: int) -> OpSharding:
     """Tensors joined along a dim."""
     shapes = [value.shape for value in call.operands]
     count = len(shapes)
@@ -27,14 +27,14 @@ def joined(call: Call, dim: int) -> Fitted:
     return call.fit(text, sizes={"k": count}, asks="result")
 
 
-def stack(call: Call) -> Fitted:
+def stack(call: Call) -> OpSharding:
     """the new dim stays whole"""
     words = without(len(call.result), call.number("dim"))
     piece = term(word for word in words if word != "_")
     return call.fit(f"{', '.join(piece for _ in call.operands)} -> {term(words)}")
 
 
-def repeat(call: Call) -> Fitted:
+def repeat(call: Call) -> OpSharding:
     """... d ... -> ... (r d) ...; the repeats r are the outer factor"""
     repeats, rank = call.numbers("repeats") or call.numbers("dims"), call.rank("self")
     words = dims(rank)
@@ -53,7 +53,7 @@ def repeats(call: Call, local: Local) -> dict[str, Argument]:
     return {name: tuple(n // local.split(f"r{i + lead}") for i, n in enumerate(given))}
 
 
-def repeat_interleave(call: Call) -> Fitted:
+def repeat_interleave(call: Call) -> OpSharding:
     """... d ... -> ... (d r) ...; the repeats r are the inner factor"""
     words, sizes = dims(call.rank("self")), {"r": call.number("repeats")}
     if not isinstance(call.arguments["dim"], int):  # over all elements
@@ -68,7 +68,7 @@ def interleaves(call: Call, local: Local) -> dict[str, Argument]:
     return {"repeats": call.number("repeats") // local.split("r"), "output_size": None}
 
 
-def meshgrid(call: Call) -> Fitted:
+def meshgrid(call: Call) -> OpSharding:
     """a, b, c -> a b c, each; "xy" swaps the first two"""
     words = dims(len(call.operands))
     swapped = [words[1], words[0], *words[2:]] if call.arguments.get("indexing") == "xy" and len(words) > 1 else words
@@ -76,24 +76,24 @@ def meshgrid(call: Call) -> Fitted:
     return call.fit(f"{held} -> {', '.join(term(swapped) for _ in words)}")
 
 
-def rot90(call: Call) -> Fitted:
+def rot90(call: Call) -> OpSharding:
     """both dims of the plane that turns stay whole"""
     words = term(without(call.rank("self"), *call.numbers("dims")))
     return call.fit(f"{words} -> {words}")
 
 
-def unfold(call: Call) -> Fitted:
+def unfold(call: Call) -> OpSharding:
     """the dim over which a window moves stays whole, the window is a new last dim"""
     words = without(call.rank("self"), call.number("dimension"))
     return call.fit(f"{term(words)} -> {term([*words, '_'])}")
 
 
-def side_by_side(call: Call) -> Fitted:
+def side_by_side(call: Call) -> OpSharding:
     """tensors of one or more dims are joined along dim 1, vectors along their only dim"""
     return joined(call, min(len(call.result) - 1, 1))
 
 
-def one_below_the_other(call: Call) -> Fitted:
+def one_below_the_other(call: Call) -> OpSharding:
     """tensors of two or more dims are joined along dim 0; vectors become rows, which stay whole"""
     if len(call.operands[0].shape) < 2:
         return call.fit(f"{', '.join('d1' if value.shape else '()' for value in call.operands)} -> _ d1")

@@ -8,10 +8,10 @@ from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
 from autopar.operators.families.pointwise import unread
 from autopar.operators.families.views import result_size
-from autopar.operators.rule import Fitted, Rule, rule
+from autopar.operators.rule import OpSharding, Rule, rule
 
 
-def strided(call: Call) -> Fitted | None:
+def strided(call: Call) -> OpSharding | None:
     """-> ...; no rule for other strides than those of elements in their order"""
     in_order = torch.empty(call.result, device="meta").stride()
     return call.fit("-> ...", random=True) if call.numbers("stride") == in_order else None
@@ -22,12 +22,12 @@ def strides(call: Call, local: Local) -> dict[str, Argument]:
     return {"size": tuple(local.results[0]), "stride": torch.empty(local.results[0], device="meta").stride()}
 
 
-def new(call: Call) -> Fitted:
+def new(call: Call) -> OpSharding:
     """-> ...; the operand gives its dtype only"""
     return call.fit(f"{unread(call.rank('self'))} -> ...")
 
 
-def unwritten(call: Call) -> Fitted:
+def unwritten(call: Call) -> OpSharding:
     """-> ...; the operand gives its dtype only, and elements are whatever the memory holds"""
     return call.fit(f"{unread(call.rank('self'))} -> ...", random=True)
 

@@ -10,15 +10,15 @@ from dataclasses import replace
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
 from autopar.operators.families.views import dims, term, without
-from autopar.operators.rule import Distributed, Fitted, Rule, Sent, rule
+from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, rule
 
 
-def linear(call: Call) -> Fitted:
+def linear(call: Call) -> OpSharding:
     """... k, n k, +n -> ... n"""
     return call.fit("... k, n k, +n -> ... n" if call.rank("weight") == 2 else "... k, k, +() -> ...")
 
 
-def matmul(call: Call) -> Fitted:
+def matmul(call: Call) -> OpSharding:
     """... m k, ... k n -> ... m n; a vector lacks m or n"""
     left = "k" if call.rank("self") == 1 else "... m k"
     right = "k" if call.rank("other") == 1 else "... k n"
@@ -29,7 +29,7 @@ def matmul(call: Call) -> Fitted:
 def added_to(result: str, product: str, arguments: tuple[str, str]) -> Rule:
     """A product of two arguments with a tensor added that broadcasts against the result."""
 
-    def shapes(call: Call) -> Fitted:
+    def shapes(call: Call) -> OpSharding:
         words = result.split()
         held = words[len(words) - call.rank("self") :]
         return call.fit(f"+{' '.join(held) or '()'}, {product} -> {result}")
@@ -38,7 +38,7 @@ def added_to(result: str, product: str, arguments: tuple[str, str]) -> Rule:
     return rule(shapes, linear=", ".join(f"self {argument}" for argument in arguments))
 
 
-def einsum(call: Call) -> Fitted:
+def einsum(call: Call) -> OpSharding:
     """as its equation says; a letter that stands twice in one tensor takes a diagonal, and stays whole"""
     equation = str(call.arguments["equation"]).replace(" ", "").replace("...", "*")
     sources, _, result = equation.partition("->")
@@ -55,7 +55,7 @@ def einsum(call: Call) -> Fitted:
     return replace(fitted, linear=each if call.continuous else ())
 
 
-def multi_dot(call: Call) -> Fitted:
+def multi_dot(call: Call) -> OpSharding:
     """a b, b c, c d -> a d; the first and the last may be vectors"""
     ends = [len(value.shape) for value in call.operands]
     words = [[f"d{i}", f"d{i + 1}"] for i in range(len(ends))]
@@ -65,7 +65,7 @@ def multi_dot(call: Call) -> Fitted:
     return replace(fitted, linear=tuple(frozenset({p}) for p in range(len(ends))) if call.continuous else ())
 
 
-def inner(call: Call) -> Fitted:
+def inner(call: Call) -> OpSharding:
     """a k, b k -> a b, for any number of dims a and b; a scalar multiplies"""
     a, b = [f"a{d}" for d in range(call.rank("self"))], [f"b{d}" for d in range(call.rank("other"))]
     if not a or not b:
@@ -73,7 +73,7 @@ def inner(call: Call) -> Fitted:
     return call.fit(f"{term([*a[:-1], 'k'])}, {term([*b[:-1], 'k'])} -> {term(a[:-1] + b[:-1])}")
 
 
-def tensordot(call: Call) -> Fitted:
+def tensordot(call: Call) -> OpSharding:
     """a k, k b -> a b, for any number of dims a, b and k"""
     left, right = (call.numbers(name) for name in ("dims_self", "dims_other"))
     a, b = [f"a{d}" for d in range(call.rank("self"))], [f"b{d}" for d in range(call.rank("other"))]
@@ -82,7 +82,7 @@ def tensordot(call: Call) -> Fitted:
     return call.fit(f"{term(a)}, {term(b)} -> {term(word for word in a + b if word[0] != 'k')}")
 
 
-def kron(call: Call) -> Fitted:
+def kron(call: Call) -> OpSharding:
     """a b, c d -> (a c) (b d), for any number of dims"""
     ranks = call.rank("self"), call.rank("other")
     first, second = ([f"{letter}{d}" for d in range(rank)] for letter, rank in zip("ab", ranks, strict=True))
@@ -91,7 +91,7 @@ def kron(call: Call) -> Fitted:
     return call.fit(f"{term(first)}, {term(second)} -> {term(f'({a} {b})' if a and b else a or b for a, b in padded)}")
 
 
-def vecdot(call: Call) -> Fitted:
+def vecdot(call: Call) -> OpSharding:
     """... k, ... k -> ..."""
     rank = max(len(value.shape) for value in call.operands)
     words = dims(rank)
@@ -100,23 +100,23 @@ def vecdot(call: Call) -> Fitted:
     return call.fit(f"{held} -> {term(words)}")
 
 
-def distances(call: Call) -> Fitted:
+def distances(call: Call) -> OpSharding:
     """... p k, ... r k -> ... p r; k stays whole but for sums of absolute values, p = 1"""
     k = "k" if call.arguments["p"] == 1 else "k!"
     return call.fit(f"... p {k}, ... r {k} -> ... p r")
 
 
-def own_distances(call: Call) -> Fitted:
+def own_distances(call: Call) -> OpSharding:
     """n! k -> p!; k stays whole but for sums of absolute values, p = 1"""
     return call.fit(f"_ {'k' if call.arguments['p'] == 1 else 'k!'} -> _")
 
 
-def row_distances(call: Call) -> Fitted:
+def row_distances(call: Call) -> OpSharding:
     """... k!, ... k! -> ..."""
     return call.fit(f"... k!, ... k! -> ...{' _' if call.arguments['keepdim'] else ''}")
 
 
-def cross(call: Call) -> Fitted:
+def cross(call: Call) -> OpSharding:
     """the dim of size 3 stays whole"""
     words = term(without(len(call.result), three(call, call.result)))
     return call.fit(f"{words}, {words} -> {words}")
@@ -133,7 +133,7 @@ def crossed_dim(call: Call, local: Local) -> dict[str, Argument]:
     return {"dim": three(call, call.result)}
 
 
-def embedding(call: Call) -> Fitted:
+def embedding(call: Call) -> OpSharding:
     """v! h, ... -> ... h; the rows looked up stay on one device when gradients are counted or sparse"""
     return call.fit("v! h, ... -> ... h" if plain_rows(call) else "v! h, ...! -> ...! h")
 
@@ -143,10 +143,10 @@ def plain_rows(call: Call) -> bool:
     return not call.arguments["scale_grad_by_freq"] and not call.arguments["sparse"]
 
 
-VOCABULARY = Distributed(name="vocabulary", factors=("v",), able=plain_rows)  # a rank adds nothing for rows that lie elsewhere
+VOCABULARY = ParallelForm(name="vocabulary", factors=("v",), able=plain_rows)  # a rank adds nothing for rows that lie elsewhere
 
 
-def convolution(call: Call) -> Fitted:
+def convolution(call: Call) -> OpSharding:
     """b i space!, o i window!, +o -> b o space!; groups split instead of channels where there are several"""
     space = " ".join("_" for _ in range(call.rank("weight") - 2))
     batch = "b " if call.rank("input") == call.rank("weight") else ""
@@ -186,8 +186,8 @@ def moved(operand: bool) -> Callable[[Call, Local], int]:
 
 
 # Rows go to the rank that has their matrix, and what results comes back; for the backward rows go once more.
-GIVEN, MADE = (Sent("all_to_all", moved(operand), wide=False) for operand in (True, False))
-EXPERTS = Distributed(name="experts", factors=("t", "e"), whole=(2,), forward=(GIVEN, MADE), backward=(GIVEN, MADE, GIVEN))
+GIVEN, MADE = (InternalCollective("all_to_all", moved(operand), wide=False) for operand in (True, False))
+EXPERTS = ParallelForm(name="experts", factors=("t", "e"), whole=(2,), forward=(GIVEN, MADE), backward=(GIVEN, MADE, GIVEN))
 # One matrix for each group of rows; the third operand says where groups end.
 GROUPED_PRODUCT = rule("t! k, e! k n, e! -> t! n", linear="input, weight", distributed=[EXPERTS])
 CONVOLUTION = rule(convolution, linear="input bias, weight bias", local=convolution_groups)

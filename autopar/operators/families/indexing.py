@@ -11,10 +11,10 @@ from autopar.ir.program import Argument, Ref
 from autopar.operators.call import Call, Local
 from autopar.operators.families.pointwise import unread
 from autopar.operators.families.views import term, without
-from autopar.operators.rule import Distributed, Fitted, Rule, Sent, rule
+from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, rule
 
 
-def index(call: Call) -> Fitted | None:
+def index(call: Call) -> OpSharding | None:
     """indexed dims stay whole, the indices' dims stand in their place: first if the indices are not neighbours"""
     if masked(call):
         return None  # a mask: the number of rows depends on the data
@@ -35,13 +35,17 @@ def rows_picked(call: Call, local: Local) -> int:
 
 
 # The index stays whole: every rank knows who needs its rows, and sends them.
-FETCHED = Distributed(
-    name="fetched", factors=("v", "...0"), whole=(1,), able=one_row_each,
-    forward=(Sent("all_to_all", rows_picked, wide=False),), backward=(Sent("all_to_all", rows_picked, wide=False),),
-)  # fmt: skip
+FETCHED = ParallelForm(
+    name="fetched",
+    factors=("v", "...0"),
+    whole=(1,),
+    able=one_row_each,
+    forward=(InternalCollective("all_to_all", rows_picked, wide=False),),
+    backward=(InternalCollective("all_to_all", rows_picked, wide=False),),
+)
 
 
-def index_put(call: Call) -> Fitted | None:
+def index_put(call: Call) -> OpSharding | None:
     """as a choice for a mask; indexed dims stay whole, and what is accumulated there may be split over the indices"""
     if masked(call):
         return masked_put(call)
@@ -69,7 +73,7 @@ def indexed(call: Call, places: list[str]) -> tuple[list[str], list[str], str]:
     return words, [*before, *places, *after], ", ".join(term(places[len(places) - len(shape) :]) for shape in shapes)
 
 
-def masked_put(call: Call) -> Fitted | None:
+def masked_put(call: Call) -> OpSharding | None:
     """One mask over neighbouring dims, and values that do not depend on how many places it has."""
     indices = call.arguments["indices"]
     assert isinstance(indices, tuple)
@@ -83,14 +87,14 @@ def masked_put(call: Call) -> Fitted | None:
     return call.fit(f"{term(words)}, {term(words[first : first + dims])}, {values} -> {term(words)}")
 
 
-def index_select(call: Call) -> Fitted:
+def index_select(call: Call) -> OpSharding:
     """the dim stays whole, the index stands in its place"""
     words = without(call.rank("self"), call.number("dim"))
     result = ["i" if word == "_" else word for word in words]
     return call.fit(f"{term(words)}, {'i' if call.rank('index') else '()'} -> {term(result)}")
 
 
-def gather(call: Call) -> Fitted | None:
+def gather(call: Call) -> OpSharding | None:
     """the dim stays whole in the source and may be split in the index; other dims go together where they are equal"""
     if not isinstance(call.arguments["dim"], int):
         return None  # over all elements
@@ -103,18 +107,18 @@ def gather(call: Call) -> Fitted | None:
     return call.fit(f"{source}, {term(free)} -> {term(free)}")
 
 
-def scatter(call: Call) -> Fitted:
+def scatter(call: Call) -> OpSharding:
     """the dim stays whole; other dims go together where all are equal"""
     return scattered(call, "_")
 
 
-def scatter_add(call: Call) -> Fitted:
+def scatter_add(call: Call) -> OpSharding:
     """the dim stays whole in what is added to and may be split in what is added; other dims go together where all are equal"""
     index, source, dim = call.shape("index"), call.shape("src"), call.number("dim")
     return scattered(call, "n" if index and index[dim] == source[dim] else "_")
 
 
-def scatter_reduce(call: Call) -> Fitted:
+def scatter_reduce(call: Call) -> OpSharding:
     """as scatter_add for a sum with what is there, else as scatter; sums and means are linear"""
     sums = call.arguments["reduce"] == "sum" and call.arguments["include_self"]
     fitted = scatter_add(call) if sums else scatter(call)
@@ -122,7 +126,7 @@ def scatter_reduce(call: Call) -> Fitted:
     return replace(fitted, linear=call.linear(linear))
 
 
-def scattered(call: Call, along: str) -> Fitted:
+def scattered(call: Call, along: str) -> OpSharding:
     """What is written lies along the dim as the factor `along`; where it may be split the tensor below it is added once."""
     shapes = [value.shape for value in call.operands]
     rank = len(shapes[0])
@@ -133,51 +137,51 @@ def scattered(call: Call, along: str) -> Fitted:
     return call.fit(f"{'' if along == '_' else '+'}{term(words)}, {given} -> {term(words)}")
 
 
-def index_add(call: Call) -> Fitted:
+def index_add(call: Call) -> OpSharding:
     """the dim stays whole in what is added to and may be split in what is added"""
     words = without(call.rank("self"), call.number("dim"))
     rows, source = ("n", ["n" if word == "_" else word for word in words]) if call.rank("index") else ("()", words)
     return call.fit(f"+{term(words)}, {rows}, {term(source)} -> {term(words)}")
 
 
-def index_copy(call: Call) -> Fitted:
+def index_copy(call: Call) -> OpSharding:
     """the dim stays whole in all three tensors"""
     words = term(without(call.rank("self"), call.number("dim")))
     return call.fit(f"{words}, {unread(call.rank('index'))}, {words} -> {words}")
 
 
-def index_fill(call: Call) -> Fitted:
+def index_fill(call: Call) -> OpSharding:
     """the dim stays whole"""
     words = term(without(call.rank("self"), call.number("dim")))
     value = ", ()" if call.positions("value") else ""
     return call.fit(f"{words}, {unread(call.rank('index'))}{value} -> {words}")
 
 
-def slice_scatter(call: Call) -> Fitted:
+def slice_scatter(call: Call) -> OpSharding:
     """the written dim stays whole"""
     words = term(without(call.rank("self"), call.number("dim")))
     return call.fit(f"{words}, {words} -> {words}")
 
 
-def select_scatter(call: Call) -> Fitted:
+def select_scatter(call: Call) -> OpSharding:
     """the written dim stays whole"""
     words = without(call.rank("self"), call.number("dim"))
     return call.fit(f"{term(words)}, {term(word for word in words if word != '_')} -> {term(words)}")
 
 
-def diagonal(call: Call) -> Fitted:
+def diagonal(call: Call) -> OpSharding:
     """both dims of the diagonal stay whole"""
     words, line = crossed(call, call.rank("self"))
     return call.fit(f"{words} -> {line}")
 
 
-def diagonal_scatter(call: Call) -> Fitted:
+def diagonal_scatter(call: Call) -> OpSharding:
     """both dims of the diagonal stay whole"""
     words, line = crossed(call, call.rank("self"))
     return call.fit(f"{words}, {line} -> {words}")
 
 
-def diag_embed(call: Call) -> Fitted:
+def diag_embed(call: Call) -> OpSharding:
     """both dims of the diagonal stay whole"""
     words, line = crossed(call, len(call.result))
     return call.fit(f"{line} -> {words}")
@@ -189,29 +193,29 @@ def crossed(call: Call, rank: int) -> tuple[str, str]:
     return term(words), term([*(word for word in words if word != "_"), "_"])
 
 
-def masked_scatter(call: Call) -> Fitted:
+def masked_scatter(call: Call) -> OpSharding:
     """elements are taken in their order, so that all stays whole"""
     return call.fit(f"...!, ...!, {unread(call.rank('source'))} -> ...!")
 
 
-def take(call: Call) -> Fitted:
+def take(call: Call) -> OpSharding:
     """the source stays whole, the index may be split"""
     return call.fit(f"{unread(call.rank('self'))}, ... -> ...")
 
 
-def embedding_backward(call: Call) -> Fitted:
+def embedding_backward(call: Call) -> OpSharding:
     """... h, ... -> v! h; rows that are counted stay together"""
     mark = "!" if call.arguments["scale_grad_by_freq"] else ""
     return call.fit(f"...{mark} h, ...{mark} -> _ h")
 
 
-def spread_select(call: Call) -> Fitted:
+def spread_select(call: Call) -> OpSharding:
     """the dim that was selected from stays whole"""
     words = without(len(call.result), call.number("dim"))
     return call.fit(f"{term(word for word in words if word != '_')} -> {term(words)}")
 
 
-def spread_slice(call: Call) -> Fitted:
+def spread_slice(call: Call) -> OpSharding:
     """the dim that was sliced stays whole"""
     words = term(without(len(call.result), call.number("dim")))
     return call.fit(f"{words} -> {words}")

@@ -6,17 +6,17 @@ from autopar.operators.call import Call
 from autopar.operators.families.pointwise import names
 from autopar.operators.families.reductions import along
 from autopar.operators.families.views import term
-from autopar.operators.rule import Fitted, Rule, rule
+from autopar.operators.rule import OpSharding, Rule, rule
 
 
-def matrices(call: Call) -> Fitted:
+def matrices(call: Call) -> OpSharding:
     """... y! x! -> ...; each matrix stays whole, and so does what is made of it"""
     batch = len(call.operands[0].shape) - 2
     results = (term(["...", *"_" * (len(value.shape) - batch)]) for value in call.op.results)
     return call.fit(f"{', '.join('... _ _' for _ in call.operands)} -> {', '.join(results)}")
 
 
-def solve(call: Call) -> Fitted:
+def solve(call: Call) -> OpSharding:
     """... n! m!, ... n! k -> ... m! k; right-hand sides split, a single one lacks k"""
     matrix, given = (value.shape for value in call.operands)
     if len(given) == 1 or (len(given) == len(matrix) - 1 and given == matrix[:-1]):
@@ -25,14 +25,14 @@ def solve(call: Call) -> Fitted:
     return call.fit(f"... _ _, {held} -> {held}")
 
 
-def spectrogram(call: Call) -> Fitted:
+def spectrogram(call: Call) -> OpSharding:
     """... t!, w! -> ... f! t!; windows overlap in time"""
     window = ", _" if call.positions("window") else ""
     batch = call.rank("self") - 1
     return call.fit(f"... _{window} -> {term(['...', *'_' * (len(call.result) - batch)])}")
 
 
-def from_spectrogram(call: Call) -> Fitted:
+def from_spectrogram(call: Call) -> OpSharding:
     """... f! t!, w! -> ... t!; windows overlap in time"""
     window = ", _" if call.positions("window") else ""
     batch = len(call.result) - 1

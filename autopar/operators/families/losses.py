@@ -6,12 +6,12 @@ import math
 
 from autopar.operators.call import Call, Local
 from autopar.operators.families.views import dims, term
-from autopar.operators.rule import Distributed, Fitted, Rule, Sent, rule
+from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, rule
 
 MEAN, SUM = 1, 2  # the reductions of ATen's losses; 0 is none
 
 
-def loss(call: Call) -> Fitted:
+def loss(call: Call) -> OpSharding:
     """..., ... -> () or, without reduction, -> ..."""
     terms = ", ".join("..." for _ in call.operands)
     return call.fit(f"{terms} -> {'...' if call.number('reduction') == 0 else '()'}")
@@ -22,7 +22,7 @@ def is_mean(call: Call) -> bool:
     return call.number("reduction") == MEAN
 
 
-def classified(call: Call) -> Fitted:
+def classified(call: Call) -> OpSharding:
     """n c! space, n space, c! -> () or, without reduction, -> n space; the mean over what is not ignored stays whole"""
     rank, reduction = call.rank("self"), call.number("reduction")
     batch, space = ("n", dims(rank - 2)) if rank > 1 else ("", [])
@@ -34,7 +34,7 @@ def classified(call: Call) -> Fitted:
     return call.fit(f"{scores}, {scores if soft else targets}{weight} -> {targets if reduction == 0 else '()'}")
 
 
-def rowwise(call: Call) -> Fitted:
+def rowwise(call: Call) -> OpSharding:
     """... c!, ... c!, ..., c! -> () or, without reduction, -> ...; rows are compared over all of c"""
     first = call.operands[0].shape
 
@@ -47,7 +47,7 @@ def rowwise(call: Call) -> Fitted:
     return call.fit(f"{terms} -> {'...' if call.number('reduction') == 0 else '()'}")
 
 
-def aligned(call: Call) -> Fitted | None:
+def aligned(call: Call) -> OpSharding | None:
     """t! n c!, n s!, n, n -> () or, without reduction, -> n"""
     if (call.rank("log_probs"), call.rank("targets"), call.rank("target_lengths")) != (3, 2, 1):
         return None  # targets one after the other are found by the lengths of those before them
@@ -78,15 +78,15 @@ def targets(call: Call, local: Local) -> int:
 
 # The largest score of all ranks; then the sum of exponentials, the scores of what is wanted, and how much that is if not one.
 CLASSES = [
-    Distributed(
+    ParallelForm(
         name="classes", factors=("c",), operands="I", results="I", able=able,
-        forward=(Sent("all_reduce", targets), Sent("all_reduce", sums)),
+        forward=(InternalCollective("all_reduce", targets), InternalCollective("all_reduce", sums)),
     )
     for able, sums in (
         (alone, lambda call, local: 2 * targets(call, local)), (shared, lambda call, local: 3 * targets(call, local))
     )
 ]  # fmt: skip
-CHOSEN = Distributed(name="chosen", factors=("c",), able=chosen)  # a rank adds nothing for targets that lie elsewhere
+CHOSEN = ParallelForm(name="chosen", factors=("c",), able=chosen)  # a rank adds nothing for targets that lie elsewhere
 
 ROWWISE = ("cosine_embedding_loss", "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss")
 LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
 from autopar.operators.families.views import dims, term
-from autopar.operators.rule import Distributed, Fitted, Rule, Sent, always, rule
+from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, always, rule
 
 Elements = Callable[[Call, Local], int]
 
@@ -34,16 +34,19 @@ def of_all(factor: str, own: Elements) -> Elements:
 
 
 # Mean and variance of every chunk, put together; in the backward the gradient's sum, plain and times the normalised value.
-LAYER_NORM = Distributed(
+LAYER_NORM = ParallelForm(
     name="layer_norm", factors=("n0",),
-    forward=(Sent("all_gather", of_all("n0", both)),), backward=(Sent("all_reduce", both),),
+    forward=(InternalCollective("all_gather", of_all("n0", both)),), backward=(InternalCollective("all_reduce", both),),
 )  # fmt: skip
-RMS_NORM = Distributed(
-    name="rms_norm", factors=("n0",), forward=(Sent("all_reduce", vectors),), backward=(Sent("all_reduce", vectors),)
+RMS_NORM = ParallelForm(
+    name="rms_norm",
+    factors=("n0",),
+    forward=(InternalCollective("all_reduce", vectors),),
+    backward=(InternalCollective("all_reduce", vectors),),
 )
 
 
-def normalised(call: Call) -> Fitted:
+def normalised(call: Call) -> OpSharding:
     """... n!, n!, n! -> ... n!; n stands for all the normalised dims"""
     n = term(f"n{i}!" for i in range(len(call.numbers("normalized_shape"))))
     parameters = "".join(f", {n}" for name in ("weight", "bias") if call.positions(name))
@@ -56,7 +59,7 @@ def planes(call: Call, mark: str) -> str:
     return "".join(f" {word}{mark}" for word in dims(call.rank("input") - 2))
 
 
-def grouped(call: Call) -> Fitted:
+def grouped(call: Call) -> OpSharding:
     """b (g c!) ...!, (g c!), (g c!) -> b (g c!) ...!"""
     parameters = "".join(", (g c!)" for name in ("weight", "bias") if call.positions(name))
     statistics = ", b g" * (len(call.op.results) - 1)  # native_group_norm's mean and rstd
@@ -83,9 +86,9 @@ def instances(call: Call) -> bool:
 
 
 GROUP_NORM, GROUP_NORM_CHANNELS, INSTANCE_NORM = (
-    Distributed(
-        name=name, factors=(factor,), able=able, forward=(Sent("all_gather", of_all(factor, moments)),),
-        backward=(Sent("all_reduce", moments),),
+    ParallelForm(
+        name=name, factors=(factor,), able=able, forward=(InternalCollective("all_gather", of_all(factor, moments)),),
+        backward=(InternalCollective("all_reduce", moments),),
     )
     for name, factor, able in (
         ("group_norm", "d0", always), ("group_norm_channels", "c", in_one), ("instance_norm", "d0", instances)
@@ -104,7 +107,7 @@ def native_groups(call: Call, local: Local) -> dict[str, Argument]:
     return {"N": rows, "C": channels, "group": call.number("group") // local.split("g")}
 
 
-def batch_norm(call: Call) -> Fitted:
+def batch_norm(call: Call) -> OpSharding:
     """b! c ...!, c, c, c, c -> b! c ...! in training; in evaluation all splits"""
     whole = "!" if call.arguments.get("training") else ""
     plane = f"b{whole} c{planes(call, whole)}"
@@ -126,21 +129,25 @@ def channels(call: Call, local: Local) -> int:
 
 # The statistics are those of the whole batch, and so are the gradients of weight and bias, which the backward needs anyway.
 BATCH_NORM, BATCH_NORM_PLANES = (
-    Distributed(
-        name=name, factors=(factor,), operands="I", able=trains,
-        forward=(Sent("all_gather", of_all(factor, channels)),), backward=(Sent("all_reduce", channels),),
+    ParallelForm(
+        name=name,
+        factors=(factor,),
+        operands="I",
+        able=trains,
+        forward=(InternalCollective("all_gather", of_all(factor, channels)),),
+        backward=(InternalCollective("all_reduce", channels),),
     )
     for name, factor in (("batch_norm", "b"), ("batch_norm_planes", "d0"))
-)  # fmt: skip
+)
 
 
-def instance_norm(call: Call) -> Fitted:
+def instance_norm(call: Call) -> OpSharding:
     """b c ...!, c, c, c, c -> b c ...!"""
     batch = "b!" if call.positions("running_mean") else "b"  # running statistics are the means over the batch
     return call.fit(f"{batch} c{planes(call, '!')}, c, c, c, c -> {batch} c{planes(call, '!')}")
 
 
-def softmax(call: Call) -> Fitted:
+def softmax(call: Call) -> OpSharding:
     """the normalised dim stays whole"""
     rank = call.rank("self")
     words = term("n!" if d == call.number("dim") % rank else word for d, word in enumerate(dims(rank))) if rank else "()"
@@ -160,22 +167,25 @@ def same_dtype(call: Call) -> bool:
 
 # The largest number of all ranks, then the sum of exponentials; the backward subtracts a sum, too.
 SOFTMAX, LOG_SOFTMAX, SAFE_SOFTMAX = (
-    Distributed(
-        name=name, factors=("n",), able=same_dtype, forward=(Sent("all_reduce", rows), Sent("all_reduce", rows)),
-        backward=(Sent("all_reduce", rows),),
+    ParallelForm(
+        name=name,
+        factors=("n",),
+        able=same_dtype,
+        forward=(InternalCollective("all_reduce", rows), InternalCollective("all_reduce", rows)),
+        backward=(InternalCollective("all_reduce", rows),),
     )
     for name in ("softmax", "log_softmax", "safe_softmax")
-)  # fmt: skip
+)
 
 
-def weight_norm(call: Call) -> Fitted:
+def weight_norm(call: Call) -> OpSharding:
     """each slice along the dim has its own norm: the other dims stay whole"""
     words = sliced(call.rank("v"), call.number("dim"))  # -1 names none
     held = words if call.rank("g") else "()"
     return call.fit(f"{words}, {held} -> {', '.join([words, held][: len(call.op.results)])}")
 
 
-def renorm(call: Call) -> Fitted:
+def renorm(call: Call) -> OpSharding:
     """each slice along the dim has its own norm: the other dims stay whole"""
     words = sliced(call.rank("self"), call.number("dim") % call.rank("self"))
     return call.fit(f"{words} -> {words}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.operators.call import Call
-from autopar.operators.rule import Fitted, Rule, rule
+from autopar.operators.rule import OpSharding, Rule, rule
 
 ONE, TWO, THREE = "... -> ...", "..., ... -> ...", "..., ..., ... -> ..."
 
@@ -58,41 +58,41 @@ def unread(rank: int) -> str:
     return " ".join("_" for _ in range(rank)) or "()"
 
 
-def typed_like(call: Call) -> Fitted:
+def typed_like(call: Call) -> OpSharding:
     """... -> ...; the other tensor gives its dtype only"""
     return call.fit(f"..., {unread(call.rank('other'))} -> ...")
 
 
-def prelu(call: Call) -> Fitted:
+def prelu(call: Call) -> OpSharding:
     """... c ..., c -> ... c ...; the channels are dim 1"""
     if call.rank("weight") == 0 or call.shape("weight")[0] == 1:
         return call.fit("..., ... -> ...")
     return call.fit("b c ..., c -> b c ...")
 
 
-def searched(call: Call) -> Fitted:
+def searched(call: Call) -> OpSharding:
     """... s!, ... n -> ... n; one sorted row serves any values"""
     row, values = ("_", "...") if call.rank("sorted_sequence") == 1 else ("... _", "... n")
     held = ", ".join([row, values, *(row for _ in call.positions("sorter"))])
     return call.fit(f"{held} -> {values}")
 
 
-def contained(call: Call) -> Fitted:
+def contained(call: Call) -> OpSharding:
     """..., e! -> ...; all that is sought must be known"""
     return call.fit(f"..., {unread(call.rank('test_elements'))} -> ...")
 
 
-def rrelu(call: Call) -> Fitted:
+def rrelu(call: Call) -> OpSharding:
     """... -> ...; draws random slopes in training"""
     return call.fit(ONE, random=bool(call.arguments["training"]))
 
 
-def dropout(call: Call) -> Fitted:
+def dropout(call: Call) -> OpSharding:
     """... -> ...; draws random numbers in training"""
     return call.fit(ONE if len(call.op.results) == 1 else "... -> ..., ...", random=draws(call))
 
 
-def feature_dropout(call: Call) -> Fitted:
+def feature_dropout(call: Call) -> OpSharding:
     """b c ...! -> b c ...!; a channel is dropped as one"""
     return call.fit("b c ...! -> b c ...!", random=draws(call))
 

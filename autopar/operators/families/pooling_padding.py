@@ -8,7 +8,7 @@ import re
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
 from autopar.operators.families.views import term
-from autopar.operators.rule import Fitted, Rule, rule
+from autopar.operators.rule import OpSharding, Rule, rule
 
 
 def space(call: Call) -> str:
@@ -17,20 +17,20 @@ def space(call: Call) -> str:
     return " ".join("_" * int(found[1])) if found else "_ _"
 
 
-def plane(call: Call) -> Fitted:
+def plane(call: Call) -> OpSharding:
     """... y! x! -> ... y! x!; a window looks beyond its own place, so both stay whole"""
     words = f"... {space(call)}"
     return call.fit(f"{', '.join(words for _ in call.operands)} -> {', '.join(words for _ in call.op.results)}")
 
 
-def sampled_plane(call: Call) -> Fitted:
+def sampled_plane(call: Call) -> OpSharding:
     """b c y! x!, b c s! -> b c y! x!, twice; s says where the windows of a channel begin"""
     batched = call.rank("self") == len(space(call).split()) + 2
     words, samples = ("b c", "b c _") if batched else ("c", "_ c _")
     return call.fit(f"{words} {space(call)}, {samples} -> {words} {space(call)}, {words} {space(call)}")
 
 
-def pad(call: Call) -> Fitted:
+def pad(call: Call) -> OpSharding:
     """padded dims stay whole"""
     amounts, rank = call.numbers("pad") or call.numbers("padding"), call.rank("self")
     padded = {rank - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
@@ -38,19 +38,19 @@ def pad(call: Call) -> Fitted:
     return call.fit(f"{words} -> {words}")
 
 
-def pixel_shuffle(call: Call) -> Fitted:
+def pixel_shuffle(call: Call) -> OpSharding:
     """... (c r! s!) y x -> ... c (y r!) (x s!)"""
     factor = call.number("upscale_factor")
     return call.fit("... (c r! s!) y x -> ... c (y r!) (x s!)", sizes={"r": factor, "s": factor})
 
 
-def pixel_unshuffle(call: Call) -> Fitted:
+def pixel_unshuffle(call: Call) -> OpSharding:
     """... c (y r!) (x s!) -> ... (c r! s!) y x"""
     factor = call.number("downscale_factor")
     return call.fit("... c (y r!) (x s!) -> ... (c r! s!) y x", sizes={"r": factor, "s": factor})
 
 
-def channel_shuffle(call: Call) -> Fitted:
+def channel_shuffle(call: Call) -> OpSharding:
     """b (g c) ... -> b (c g) ..."""
     return call.fit("b (g c) ... -> b (c g) ...", sizes={"g": call.number("groups")})
 
@@ -60,31 +60,31 @@ def shuffled_groups(call: Call, local: Local) -> dict[str, Argument]:
     return {"groups": call.number("groups") // local.split("g")}
 
 
-def windows(call: Call) -> Fitted:
+def windows(call: Call) -> OpSharding:
     """... c y! x! -> ... (c k!) l!; k stands for a window, l for its places"""
     return call.fit("... c _ _ -> ... (c k!) _", sizes={"k": math.prod(call.numbers("kernel_size"))})
 
 
-def from_windows(call: Call) -> Fitted:
+def from_windows(call: Call) -> OpSharding:
     """... (c k!) l! -> ... c y! x!; windows that overlap are added up"""
     return call.fit("... (c k!) _ -> ... c _ _", sizes={"k": math.prod(call.numbers("kernel_size"))})
 
 
-def sampled(call: Call) -> Fitted:
+def sampled(call: Call) -> OpSharding:
     """b c v! u!, b y x 2! -> b c y x; every place of the grid looks anywhere"""
     deep = call.rank("input") == 5
     source, grid = ("_ _ _", "z y x") if deep else ("_ _", "y x")
     return call.fit(f"b c {source}, b {grid} _ -> b c {grid}")
 
 
-def sampled_backward(call: Call) -> Fitted:
+def sampled_backward(call: Call) -> OpSharding:
     """b c y x, b c v! u!, b y x 2! -> b c v! u!, b y x 2!"""
     deep = call.rank("input") == 5
     source, grid = ("_ _ _", "z y x") if deep else ("_ _", "y x")
     return call.fit(f"b c {grid}, b c {source}, b {grid} _ -> b c {source}, b {grid} _")
 
 
-def affine_grid(call: Call) -> Fitted:
+def affine_grid(call: Call) -> OpSharding:
     """b m! n! -> b y! x! 2!; the places are counted whole"""
     return call.fit(f"b _ _ -> b {term('_' for _ in call.result[1:])}")
 

@@ -6,10 +6,10 @@ import math
 
 from autopar.operators.call import Call, Local
 from autopar.operators.families.pointwise import unread
-from autopar.operators.rule import Distributed, Fitted, Rule, Sent, rule
+from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, rule
 
 
-def recurrent(call: Call) -> Fitted:
+def recurrent(call: Call) -> OpSharding:
     """_ b _, (_ b _ per state), g! _ and g! per weight -> _ b _, (_ b _ per state); b _ _ if the batch comes first"""
     sequence = "b _ _" if call.arguments["batch_first"] else "_ b _"
     held = {"input": sequence, "hx": "_ b _"}
@@ -53,22 +53,27 @@ def between(call: Call, local: Local, ranks: int) -> int:
 
 # All gates of the input at once, then those of the state at every step; the backward adds up the gradients of states.
 GATES = {
-    name: Distributed(
-        name=f"{name}_gates", factors=("g",), results="I", able=lambda call: not projected(call),
+    name: ParallelForm(
+        name=f"{name}_gates",
+        factors=("g",),
+        results="I",
+        able=lambda call: not projected(call),
         forward=(
-            Sent("all_gather", lambda call, local: steps(call, local) * gates(call, local), lambda call, *_: ways(call), False),
-            Sent("all_gather", gates, lambda call, local, _: steps(call, local) * ways(call), False),
+            InternalCollective(
+                "all_gather", lambda call, local: steps(call, local) * gates(call, local), lambda call, *_: ways(call), False
+            ),
+            InternalCollective("all_gather", gates, lambda call, local, _: steps(call, local) * ways(call), False),
         ),
         backward=(
-            Sent("all_reduce", states, lambda call, local, _: (steps(call, local) - 1) * ways(call), False),
-            Sent("all_reduce", lambda call, local: math.prod(local.results[0]), between, False),
+            InternalCollective("all_reduce", states, lambda call, local, _: (steps(call, local) - 1) * ways(call), False),
+            InternalCollective("all_reduce", lambda call, local: math.prod(local.results[0]), between, False),
         ),
     )
     for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-}  # fmt: skip
+}
 
 
-def cell(call: Call) -> Fitted:
+def cell(call: Call) -> OpSharding:
     """... i!, ... h! -> ... h!; weights stay whole"""
     names = (name for name, position in call.slots if position is not None)
     ranks = (len(value.shape) for value in call.operands)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.operators.call import Call
 from autopar.operators.families.pointwise import unread
 from autopar.operators.families.views import dims, term
-from autopar.operators.rule import Fitted, Rule, always, rule
+from autopar.operators.rule import OpSharding, Rule, always, rule
 
 
 def reduced(call: Call) -> set[int]:
@@ -14,17 +14,17 @@ def reduced(call: Call) -> set[int]:
     return {d % rank for d in call.numbers("dim")} or set(range(rank)) if rank else set()
 
 
-def adding(call: Call) -> Fitted:
+def adding(call: Call) -> OpSharding:
     """reduced dims may be split"""
     return reduction(call, "")
 
 
-def gathering(call: Call) -> Fitted:
+def gathering(call: Call) -> OpSharding:
     """reduced dims stay whole"""
     return reduction(call, "!")
 
 
-def reduction(call: Call, mark: str) -> Fitted:
+def reduction(call: Call, mark: str) -> OpSharding:
     """Some dims go; `mark` is "!" where they must be whole."""
     gone = reduced(call)
     words = dims(len(call.operands[0].shape))
@@ -34,7 +34,7 @@ def reduction(call: Call, mark: str) -> Fitted:
     return call.fit(f"{held} -> {', '.join(kept for _ in call.op.results)}")
 
 
-def along(call: Call) -> Fitted:
+def along(call: Call) -> OpSharding:
     """the dim that it runs along stays whole; the results may be longer or shorter there"""
     words = along_words(call)
     shapes = ", ".join(words for _ in call.operands)
@@ -49,7 +49,7 @@ def along_words(call: Call) -> str:
     return term("_" if d in gone else f"d{d}" for d in range(rank))
 
 
-def cosine(call: Call) -> Fitted:
+def cosine(call: Call) -> OpSharding:
     """the compared dim stays whole and goes"""
     rank = max(len(value.shape) for value in call.operands)
     words = [word if d != call.number("dim") % rank else "k!" for d, word in enumerate(dims(rank))]
@@ -57,24 +57,24 @@ def cosine(call: Call) -> Fitted:
     return call.fit(f"{held} -> {term(word for word in words if word != 'k!')}")
 
 
-def normed(call: Call) -> Fitted:
+def normed(call: Call) -> OpSharding:
     """reduced dims may be split in a sum of absolute values, the 1-norm, else they stay whole"""
     return reduction(call, "" if 1 in (call.arguments.get("ord"), call.arguments.get("p")) else "!")
 
 
-def distance(call: Call) -> Fitted:
+def distance(call: Call) -> OpSharding:
     """..., ... -> (); dims may be split in a sum of absolute values, the 1-norm, else they stay whole"""
     mark = "" if call.arguments["p"] == 1 else "!"
     return call.fit(f"...{mark}, ...{mark} -> ()")
 
 
-def histogram(call: Call) -> Fitted:
+def histogram(call: Call) -> OpSharding:
     """... -> n!; counts add up where the bounds are given, else they are the least and the greatest element"""
     given = call.arguments["min"] != call.arguments["max"]
     return call.fit(f"...{'' if given else '!'} -> _")
 
 
-def quantile(call: Call) -> Fitted:
+def quantile(call: Call) -> OpSharding:
     """reduced dims stay whole; several quantiles are a new first dim"""
     rank, gone = call.rank("self"), reduced(call)
     words = dims(rank)
@@ -85,7 +85,7 @@ def quantile(call: Call) -> Fitted:
     return call.fit(f"{held}{', ' + unread(call.rank('q')) if call.positions('q') else ''} -> {term([*several, *kept])}")
 
 
-def last(call: Call) -> Fitted:
+def last(call: Call) -> OpSharding:
     """the last dims stay whole"""
     return call.fit("... _ _ -> ... _ _")
 

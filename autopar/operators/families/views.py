@@ -10,7 +10,7 @@ import torch
 
 from autopar.ir.program import Argument, overload
 from autopar.operators.call import Call, Local, Shape
-from autopar.operators.rule import Fitted, Rule, rule
+from autopar.operators.rule import OpSharding, Rule, rule
 
 Group = list[tuple[int, bool]]  # (factor number, whole)
 
@@ -64,7 +64,7 @@ def _meet(left: Sequence[int], right: Sequence[int]) -> tuple[int, int]:
     return m, n
 
 
-def reshape(call: Call) -> Fitted:
+def reshape(call: Call) -> OpSharding:
     """by a gcd walk over both shapes; merged dims may be split in blocks"""
     shape = call.operands[0].shape
     old, new, sizes = regroup(shape, call.result) if 0 not in shape else (blank(shape), blank(call.result), [])
@@ -103,7 +103,7 @@ def unflattened(call: Call, local: Local) -> dict[str, Argument]:
     return {"sizes": tuple(local.results[0][dim : dim + len(local.results[0]) - len(local.operands[0]) + 1])}
 
 
-def squeeze(call: Call) -> Fitted:
+def squeeze(call: Call) -> OpSharding:
     """dims of size 1 go; a longer dim stays whole if it would go when split to size 1"""
     shape = call.shape("self")
     asked = {d % max(len(shape), 1) for d in call.numbers("dim")} if "dim" in call.arguments else set(range(len(shape)))
@@ -111,7 +111,7 @@ def squeeze(call: Call) -> Fitted:
     return call.fit(f"{term(kept.get(d, '_') for d in range(len(shape)))} -> {term(kept.values())}")
 
 
-def permute(call: Call) -> Fitted:
+def permute(call: Call) -> OpSharding:
     """dims change places"""
     rank = call.rank("self")
     marked = torch.empty(tuple(range(2, rank + 2)), device="meta")  # each dim known by its size
@@ -119,7 +119,7 @@ def permute(call: Call) -> Fitted:
     return call.fit(f"{term(dims(rank))} -> {term(f'd{size - 2}' for size in moved)}")
 
 
-def expand(call: Call) -> Fitted:
+def expand(call: Call) -> OpSharding:
     """new dims and dims of size 1 grow"""
     words = dims(len(call.result))
     held = term(words[len(words) - call.rank("self") :])
@@ -131,7 +131,7 @@ def without(rank: int, *gone: int) -> list[str]:
     return ["_" if d in {g % rank for g in gone} else f"d{d}" for d in range(rank)]
 
 
-def slice_(call: Call) -> Fitted:
+def slice_(call: Call) -> OpSharding:
     """the sliced dim stays whole, unless the slice takes all of it"""
     words = without(call.rank("self"), call.number("dim")) if call.result != call.shape("self") else dims(call.rank("self"))
     return call.fit(f"{term(words)} -> {term(words)}")
@@ -144,30 +144,30 @@ def slice_bounds(call: Call, local: Local) -> dict[str, Argument]:
     return {"start": 0, "end": local.results[0][call.number("dim")]}
 
 
-def narrow(call: Call) -> Fitted:
+def narrow(call: Call) -> OpSharding:
     """the narrowed dim stays whole"""
     words = term(without(call.rank("self"), call.number("dim")))
     return call.fit(f"{words} -> {words}")
 
 
-def select(call: Call) -> Fitted:
+def select(call: Call) -> OpSharding:
     """the dim stays whole and goes"""
     words = without(call.rank("self"), call.number("dim"))
     kept = term(word for word in words if word != "_")
     return call.fit(f"{term(words)} -> {', '.join(kept for _ in call.op.results)}")
 
 
-def cut(call: Call) -> Fitted:
+def cut(call: Call) -> OpSharding:
     """... (k! c) ... -> ... c ..., k times; unequal pieces keep the dim whole"""
     return cut_along(call, call.number("dim") % call.rank("self"))
 
 
-def cut_side_by_side(call: Call) -> Fitted:
+def cut_side_by_side(call: Call) -> OpSharding:
     """as split, along dim 1, a vector along its only dim"""
     return cut_along(call, min(call.rank("self") - 1, 1))
 
 
-def cut_along(call: Call, dim: int) -> Fitted:
+def cut_along(call: Call, dim: int) -> OpSharding:
     """A tensor cut along a dim."""
     count = len(call.op.results)
     words = without(call.rank("self"), dim)
@@ -195,7 +195,7 @@ def places(call: Call, local: Local) -> dict[str, Argument]:
     return {"indices": tuple(itertools.accumulate(sizes))[:-1]}
 
 
-def bits(call: Call) -> Fitted:
+def bits(call: Call) -> OpSharding:
     """... -> ... between dtypes of one size, else ... d! -> ... e!"""
     same = call.operands[0].dtype.itemsize == call.op.results[0].dtype.itemsize
     return call.fit("... -> ..." if same else "... _ -> ... _")

@@ -12,8 +12,8 @@ import torch
 from autopar.ir.program import Program, Value, aten
 from autopar.ir.schema import bound
 from autopar.passes.index_analysis import affine
-from autopar.passes.index_analysis.affine import Affine, Choice, Fact
-from autopar.passes.index_analysis.call import Call, formula, number
+from autopar.passes.index_analysis.affine import Affine, Fact, Select
+from autopar.passes.index_analysis.call import IndexCall, formula, number
 from autopar.passes.index_analysis.integers import NUMBERS
 from autopar.passes.index_analysis.predicates import TRUTHS
 from autopar.passes.index_analysis.views import VIEWS
@@ -29,7 +29,7 @@ def facts(program: Program) -> dict[str, Fact]:
         rule = TABLE.get(aten(op.target))
         if rule is None or len(op.results) != 1 or 0 in result.shape:
             continue
-        fact = rule(Call(op=op, values=program.values, known=known, named=bound(op)))
+        fact = rule(IndexCall(op=op, values=program.values, known=known, named=bound(op)))
         fact = None if fact is None else _typed(fact, result)
         if fact is not None:
             known[result.name] = fact
@@ -46,9 +46,9 @@ def _typed(fact: Fact, result: Value) -> Fact | None:
     if result.dtype.is_complex:
         return None
     limits = torch.iinfo(result.dtype)
-    few = [held.yes, held.no] if isinstance(held, Choice) else [*affine.bounds(held, result.shape)]
+    few = [held.yes, held.no] if isinstance(held, Select) else [*affine.bounds(held, result.shape)]
     if not all(math.isfinite(one) and limits.min <= one <= limits.max for one in few):
         return None
-    if isinstance(held, Choice):
+    if isinstance(held, Select):
         return affine.chosen(held.when, int(held.yes), int(held.no), len(result.shape))
     return Affine(held.scale, int(held.base))

@@ -55,7 +55,7 @@ Formula = bool | AtLeast | All | Some
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Select:
     """`yes` where the formula holds, `no` elsewhere."""
 
     when: Formula
@@ -63,7 +63,7 @@ class Choice:
     no: int | float
 
 
-Fact = Affine | Formula | Choice
+Fact = Affine | Formula | Select
 
 
 def constant(number: int | float, rank: int) -> Affine:
@@ -141,7 +141,7 @@ def moved(fact: Fact, places: Sequence[Affine], shape: Shape) -> Fact:
             for times, place in zip(scale, places, strict=True):
                 number = number.plus(place, times) if times else number
             return flattened(number, shape)
-        case Choice(when, yes, no):
+        case Select(when, yes, no):
             return chosen(_formula(moved(when, places, shape)), yes, no, len(shape))
         case bool():
             return fact
@@ -160,14 +160,14 @@ def flattened(number: Affine, shape: Shape) -> Affine:
     return Affine(tuple(s if size > 1 else 0 for s, size in zip(number.scale, shape, strict=True)), number.base)
 
 
-def chosen(when: Formula, yes: int | float, no: int | float, rank: int) -> Affine | Choice:
+def chosen(when: Formula, yes: int | float, no: int | float, rank: int) -> Affine | Select:
     if isinstance(when, bool):
         return constant(yes if when else no, rank)
-    return constant(yes, rank) if yes == no else Choice(when, yes, no)
+    return constant(yes, rank) if yes == no else Select(when, yes, no)
 
 
 def _formula(fact: Fact) -> Formula:
-    assert not isinstance(fact, (Affine, Choice))
+    assert not isinstance(fact, (Affine, Select))
     return fact
 
 
@@ -176,7 +176,7 @@ def truth(fact: Fact, test: Callable[[int | float], bool], shape: Shape) -> Form
     match fact:
         case Affine(base=base):
             return test(base) if fact.constant else None
-        case Choice(when, yes, no):
+        case Select(when, yes, no):
             kept = ([when] if test(yes) else []) + ([negated(when, shape)] if test(no) else [])
             return either(kept)
         case _:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from autopar.ir.program import Argument, Op, Ref, Value
 from autopar.passes.index_analysis import affine
-from autopar.passes.index_analysis.affine import Affine, Choice, Fact, Formula, Shape
+from autopar.passes.index_analysis.affine import Affine, Fact, Formula, Select, Shape
 
 Number = int | float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class IndexCall:
     """An op with what is known of its operands."""
 
     op: Op
@@ -62,17 +62,17 @@ class Call:
         return affine.constant(argument, 0) if isinstance(argument, (int, float)) else None
 
 
-Rule = Callable[[Call], Fact | None]
+Rule = Callable[[IndexCall], Fact | None]
 
 
 def formula(fact: Fact | None, shape: Shape) -> Formula | None:
     """Where a value is true; a number is where it is not 0."""
-    return affine.truth(fact, bool, shape) if isinstance(fact, (Affine, Choice)) else fact
+    return affine.truth(fact, bool, shape) if isinstance(fact, (Affine, Select)) else fact
 
 
-def number(fact: Fact | None, shape: Shape) -> Affine | Choice | None:
+def number(fact: Fact | None, shape: Shape) -> Affine | Select | None:
     """A value as a number; a truth value is 1 or 0."""
-    return fact if fact is None or isinstance(fact, (Affine, Choice)) else affine.chosen(fact, 1, 0, len(shape))
+    return fact if fact is None or isinstance(fact, (Affine, Select)) else affine.chosen(fact, 1, 0, len(shape))
 
 
 def _broadcast(inner: Shape, outer: Shape) -> list[Affine]:

@@ -7,19 +7,19 @@ from collections.abc import Callable
 
 from autopar.ir.program import Ref
 from autopar.passes.index_analysis import affine
-from autopar.passes.index_analysis.affine import Affine, Choice, Fact, Shape
-from autopar.passes.index_analysis.call import Call, Number, Rule, number
+from autopar.passes.index_analysis.affine import Affine, Fact, Select, Shape
+from autopar.passes.index_analysis.call import IndexCall, Number, Rule, number
 
 
 def _fill(fixed: Number | None) -> Rule:
-    def rule(call: Call) -> Fact | None:
+    def rule(call: IndexCall) -> Fact | None:
         found = call.named.get("fill_value") if fixed is None else fixed
         return affine.constant(found, len(call.shape)) if isinstance(found, (bool, int, float)) else None
 
     return rule
 
 
-def _arange(call: Call) -> Fact | None:
+def _arange(call: IndexCall) -> Fact | None:
     start, step = call.named.get("start", 0), call.named.get("step", 1)
     if not call.whole or not isinstance(start, int) or not isinstance(step, int):
         return None
@@ -29,7 +29,7 @@ def _arange(call: Call) -> Fact | None:
 def _arithmetic(combine: Callable[[Number, Number], Number], sign: int) -> Rule:
     """a + b and a - b; `sign` is b's."""
 
-    def rule(call: Call) -> Fact | None:
+    def rule(call: IndexCall) -> Fact | None:
         left, right = call.wide(call.named["self"]), call.wide(call.named["other"])
         if call.named.get("alpha", 1) != 1:
             return None
@@ -40,14 +40,14 @@ def _arithmetic(combine: Callable[[Number, Number], Number], sign: int) -> Rule:
     return rule
 
 
-def _reversed_minus(call: Call) -> Fact | None:
+def _reversed_minus(call: IndexCall) -> Fact | None:
     left, right = call.wide(call.named["other"]), call.wide(call.named["self"])
     if isinstance(left, Affine) and isinstance(right, Affine) and call.whole:
         return left.plus(right, -1)
     return _pointwise(left, right, operator.sub, call.shape)
 
 
-def times(call: Call) -> Fact | None:
+def times(call: IndexCall) -> Fact | None:
     """a * b of numbers."""
     left, right = call.wide(call.named["self"]), call.wide(call.named["other"])
     if isinstance(left, Affine) and isinstance(right, Affine) and call.whole:
@@ -61,29 +61,29 @@ def _pointwise(left: Fact | None, right: Fact | None, combine: Callable[[Number,
     match number(left, shape), number(right, shape):
         case Affine() as a, Affine() as b if a.constant and b.constant:
             return affine.constant(combine(a.base, b.base), len(shape))
-        case Choice(when, yes, no), Affine() as b if b.constant:
+        case Select(when, yes, no), Affine() as b if b.constant:
             return affine.chosen(when, combine(yes, b.base), combine(no, b.base), len(shape))
-        case Affine() as a, Choice(when, yes, no) if a.constant:
+        case Affine() as a, Select(when, yes, no) if a.constant:
             return affine.chosen(when, combine(a.base, yes), combine(a.base, no), len(shape))
     return None
 
 
-def _negative(call: Call) -> Fact | None:
+def _negative(call: IndexCall) -> Fact | None:
     return _pointwise(affine.constant(-1, len(call.shape)), call.fact(), operator.mul, call.shape)
 
 
-def _cast(call: Call) -> Fact | None:
+def _cast(call: IndexCall) -> Fact | None:
     return call.fact()
 
 
-def _cumsum(call: Call) -> Fact | None:
+def _cumsum(call: IndexCall) -> Fact | None:
     fact, rank = number(call.fact(), call.shape), len(call.shape)
     if not isinstance(fact, Affine) or not fact.constant or not call.whole:
         return None
     return affine.flattened(affine.coordinate(call.dim(), rank, step=int(fact.base), start=int(fact.base)), call.shape)
 
 
-def _diff(call: Call) -> Fact | None:
+def _diff(call: IndexCall) -> Fact | None:
     """Differences of neighbours along a dim, after a prepended first one, where all of them are the same number."""
     prepended, fact, size = call.named["prepend"], call.fact(), call.size()
     rank, dim = len(size), call.dim(rank=len(size))

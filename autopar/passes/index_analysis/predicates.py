@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from autopar.passes.index_analysis import affine
-from autopar.passes.index_analysis.affine import Affine, Choice, Fact, Formula, Shape
-from autopar.passes.index_analysis.call import Call, Number, Rule, formula, number
+from autopar.passes.index_analysis.affine import Affine, Fact, Formula, Select, Shape
+from autopar.passes.index_analysis.call import IndexCall, Number, Rule, formula, number
 from autopar.passes.index_analysis.integers import times
 
 _TESTS: dict[str, Callable[[Number, Number], bool]] = {
@@ -23,15 +23,15 @@ _TESTS: dict[str, Callable[[Number, Number], bool]] = {
 
 
 def _compare(name: str) -> Rule:
-    def rule(call: Call) -> Fact | None:
+    def rule(call: IndexCall) -> Fact | None:
         left = number(call.wide(call.named["self"]), call.shape)
         right = number(call.wide(call.named["other"]), call.shape)
         if isinstance(left, Affine) and isinstance(right, Affine):
             return _order(name, left, right, call.shape)
         test = _TESTS[name]
-        if isinstance(left, Choice) and isinstance(right, Affine) and right.constant:
+        if isinstance(left, Select) and isinstance(right, Affine) and right.constant:
             return affine.truth(left, lambda one: test(one, right.base), call.shape)
-        if isinstance(right, Choice) and isinstance(left, Affine) and left.constant:
+        if isinstance(right, Select) and isinstance(left, Affine) and left.constant:
             return affine.truth(right, lambda one: test(left.base, one), call.shape)
         return None
 
@@ -61,7 +61,7 @@ def _order(name: str, left: Affine, right: Affine, shape: Shape) -> Formula | No
 
 
 def _connected(connect: Callable[[list[Formula]], Formula]) -> Rule:
-    def rule(call: Call) -> Fact | None:
+    def rule(call: IndexCall) -> Fact | None:
         if call.op.results[0].dtype is not torch.bool:
             return None
         parts = [formula(call.wide(call.named[name]), call.shape) for name in ("self", "other")]
@@ -74,13 +74,13 @@ def _connected(connect: Callable[[list[Formula]], Formula]) -> Rule:
     return rule
 
 
-def _not(call: Call) -> Fact | None:
+def _not(call: IndexCall) -> Fact | None:
     held = formula(call.fact(), call.shape) if call.op.results[0].dtype is torch.bool else None
     return None if held is None else affine.negated(held, call.shape)
 
 
 def _where(condition: str, yes: str, no: str) -> Rule:
-    def rule(call: Call) -> Fact | None:
+    def rule(call: IndexCall) -> Fact | None:
         when = formula(call.wide(call.named[condition]), call.shape)
         if when is None or isinstance(when, bool):
             return None if when is None else call.wide(call.named[yes if when else no])
@@ -100,7 +100,7 @@ def _where(condition: str, yes: str, no: str) -> Rule:
 def _triangle(sign: int) -> Rule:
     """tril keeps i0 + diagonal >= i1 (sign 1), triu i1 - diagonal >= i0 (sign -1), of the last two dims."""
 
-    def rule(call: Call) -> Fact | None:
+    def rule(call: IndexCall) -> Fact | None:
         rank, diagonal = len(call.shape), call.named["diagonal"]
         assert isinstance(diagonal, int)
         inside = Affine((*([0] * (rank - 2)), sign, -sign), sign * diagonal)
@@ -113,7 +113,7 @@ def _triangle(sign: int) -> Rule:
     return rule
 
 
-def _times(call: Call) -> Fact | None:
+def _times(call: IndexCall) -> Fact | None:
     return _connected(affine.both)(call) if call.op.results[0].dtype is torch.bool else times(call)
 
 

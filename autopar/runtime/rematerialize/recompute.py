@@ -1,4 +1,4 @@
-"""What of a forward can be done once more: calls, conversions of bundles of weights, fetches (`runtime.again`)."""
+"""What of a forward can be done once more: calls, conversions of bundles of weights, fetches (`runtime.recompute`)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from weakref import ref
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from autopar.runtime.offload import Held
-from autopar.runtime.rematerialize.storage import Made, Part, Run, Saved
+from autopar.runtime.offload import OffloadedTensor
+from autopar.runtime.rematerialize.storage import Recomputation, RecomputedStorage, SavedEntry, StoragePart
 
 Tensors = Sequence[torch.Tensor]
 
 
-class Call(Run):
+class OpCall(Recomputation):
     """A function with its operands."""
 
     def __init__(
-        self, function: Callable[..., object], args: object, kwargs: object, part: Callable[[torch.Tensor], Part | None]
+        self, function: Callable[..., object], args: object, kwargs: object, part: Callable[[torch.Tensor], StoragePart | None]
     ) -> None:
         super().__init__()
         self._function = function
@@ -31,7 +31,7 @@ class Call(Run):
         self._parts = {i: found for i, tensor in tensors.items() if (found := part(tensor))}
         kept = {i: tensor.detach() for i, tensor in tensors.items() if i not in self._parts}
         self._leaves = [kept.get(i) if i in tensors else leaf for i, leaf in enumerate(leaves)]
-        self._claims: dict[int, Saved] = {}
+        self._claims: dict[int, SavedEntry] = {}
         self._claimed = 0
         self._count = 0
 
@@ -40,23 +40,23 @@ class Call(Run):
         self._count += 1
         return self._count - 1
 
-    def claim(self, made: Made) -> None:
+    def claim(self, made: RecomputedStorage) -> None:
         """Hold what is made again among the operands."""
         self._claimed += 1
         if self._claimed == 1:
             self._claims = {i: part.saved() for i, part in self._parts.items()}
 
-    def release(self, made: Made) -> None:
+    def release(self, made: RecomputedStorage) -> None:
         """Let go of it with the last."""
         self._claimed -= 1
         if not self._claimed:
             self._claims = {}
 
-    def lacking(self, made: Made) -> list[Made]:
+    def lacking(self, made: RecomputedStorage) -> list[RecomputedStorage]:
         """The operands that are not there."""
         return [claim.part.of for claim in self._claims.values() if claim.part.of.wanted]
 
-    def make(self, made: Made) -> None:
+    def make(self, made: RecomputedStorage) -> None:
         """Run the function as in the forward, and see what autograd saves."""
         leaves = [self._operand(i, self._claims[i].tensor() if i in self._claims else x) for i, x in enumerate(self._leaves)]
         args, kwargs = tree_unflatten(leaves, self._spec)
@@ -78,31 +78,31 @@ class Call(Run):
         return leaf.detach().requires_grad_(place in self._differentiable) if isinstance(leaf, torch.Tensor) else leaf
 
 
-class Fetch(Run):
+class OffloadFetch(Recomputation):
     """A piece of memory that the host holds."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         super().__init__()
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        self._held = Held(flat)
+        self._held = OffloadedTensor(flat)
         self.made = self.add(0, flat)
 
-    def claim(self, made: Made) -> None:
+    def claim(self, made: RecomputedStorage) -> None:
         """The copy is on its way."""
 
-    def release(self, made: Made) -> None:
+    def release(self, made: RecomputedStorage) -> None:
         """It ends with this object."""
 
-    def lacking(self, made: Made) -> list[Made]:
+    def lacking(self, made: RecomputedStorage) -> list[RecomputedStorage]:
         """Nothing is."""
         return []
 
-    def make(self, made: Made) -> None:
+    def make(self, made: RecomputedStorage) -> None:
         """Fetch it."""
         made.put(self._held.fetch())
 
 
-class Conversion(Protocol):
+class ConversionCall(Protocol):
     """Converts tensors together."""
 
     def begin(self, weights: Tensors) -> Tensors:
@@ -112,36 +112,38 @@ class Conversion(Protocol):
         """The converted tensors; `which` are their places in the bundle."""
 
 
-class Together(Run):
+class BucketGather(Recomputation):
     """The conversion of a bundle; `order` are the bundles of this forward."""
 
-    def __init__(self, conversion: Conversion, sources: Sequence[torch.Tensor | Part], order: list[ref[Together]]) -> None:
+    def __init__(
+        self, conversion: ConversionCall, sources: Sequence[torch.Tensor | StoragePart], order: list[ref[BucketGather]]
+    ) -> None:
         super().__init__()
         self._conversion, self._sources = conversion, sources
-        self._claims: dict[int, Saved] = {}
+        self._claims: dict[int, SavedEntry] = {}
         self._which: list[int] = []
         self._weights: Tensors = ()
         self._flight: Tensors | None = None
         self._order, self._number = order, len(order)
         order.append(ref(self))
 
-    def claim(self, made: Made) -> None:
+    def claim(self, made: RecomputedStorage) -> None:
         """Hold the source of this one."""
         source = self._sources[made.place]
-        if isinstance(source, Part):
+        if isinstance(source, StoragePart):
             self._claims[made.place] = source.saved(chained=True)
 
-    def release(self, made: Made) -> None:
+    def release(self, made: RecomputedStorage) -> None:
         """Let go of it."""
         self._claims.pop(made.place, None)
 
-    def lacking(self, made: Made) -> list[Made]:
+    def lacking(self, made: RecomputedStorage) -> list[RecomputedStorage]:
         """The sources that are not there, unless they have been sent already."""
         if self._flight is not None:
             return []
         return [claim.part.of for place in self._wanted() if (claim := self._claims.get(place)) and claim.part.of.wanted]
 
-    def make(self, made: Made) -> None:
+    def make(self, made: RecomputedStorage) -> None:
         """Have what is on its way, and send for the rest if this one is not there then."""
         while made.wanted:
             self._send()

@@ -1,4 +1,4 @@
-"""Memory that is made again, or fetched: what fills it, and who has a claim to it (`runtime.again`)."""
+"""Memory that is made again, or fetched: what fills it, and who has a claim to it (`runtime.recompute`)."""
 
 from __future__ import annotations
 
@@ -38,41 +38,41 @@ class Geometry:
             return tensor.conj() if self.conjugate else tensor
 
 
-class Run(ABC):
+class Recomputation(ABC):
     """Something of the forward that can be done once more. It knows what it makes as long as something may ask for it."""
 
     def __init__(self) -> None:
-        self.makes: MutableMapping[int, Made] = WeakValueDictionary()  # by place
+        self.makes: MutableMapping[int, RecomputedStorage] = WeakValueDictionary()  # by place
 
-    def add(self, place: int, tensor: torch.Tensor) -> Made:
+    def add(self, place: int, tensor: torch.Tensor) -> RecomputedStorage:
         """The memory in which what it made at a place lies."""
-        self.makes[place] = made = Made(self, place, Geometry.of(tensor))
+        self.makes[place] = made = RecomputedStorage(self, place, Geometry.of(tensor))
         return made
 
     @abstractmethod
-    def claim(self, made: Made) -> None:
+    def claim(self, made: RecomputedStorage) -> None:
         """Something will ask for this memory: what it is made from is needed, too."""
 
     @abstractmethod
-    def release(self, made: Made) -> None:
+    def release(self, made: RecomputedStorage) -> None:
         """Nothing will."""
 
     @abstractmethod
-    def lacking(self, made: Made) -> list[Made]:
+    def lacking(self, made: RecomputedStorage) -> list[RecomputedStorage]:
         """What must be made before this can be."""
 
     @abstractmethod
-    def make(self, made: Made) -> None:
+    def make(self, made: RecomputedStorage) -> None:
         """Make it, and with it all that is wanted."""
 
     def ahead(self) -> None:  # noqa: B027
         """It has been asked for something: send for what the backward will ask for next."""
 
 
-class Made:
+class RecomputedStorage:
     """A storage that a run fills. As long as something uses it, the run lays claim to what it reads."""
 
-    def __init__(self, run: Run, place: int, first: Geometry) -> None:
+    def __init__(self, run: Recomputation, place: int, first: Geometry) -> None:
         self.run, self.place, self._first = run, place, first
         self._value: torch.Tensor | None = None
         self._uses = 0  # that exist
@@ -138,12 +138,12 @@ class Made:
             self.round += 1
 
 
-class Use:
+class Claim:
     """One reason to make memory again; it ends with the object."""
 
     __slots__ = ("_asking", "_round", "of")
 
-    def __init__(self, of: Made, *, chained: bool) -> None:
+    def __init__(self, of: RecomputedStorage, *, chained: bool) -> None:
         self.of, self._round, self._asking = of, -1, not chained
         of.add(1, asking=self._asking)
 
@@ -161,23 +161,23 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StoragePart:
     """A tensor that lies in memory that can be made again."""
 
-    of: Made
+    of: RecomputedStorage
     geometry: Geometry
 
-    def saved(self, *, chained: bool = False) -> Saved:
+    def saved(self, *, chained: bool = False) -> SavedEntry:
         """The part with a claim to the memory; `chained` if it is converted to something that is made again in its turn."""
-        return Saved(part=self, use=Use(self.of, chained=chained))
+        return SavedEntry(part=self, use=Claim(self.of, chained=chained))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SavedEntry:
     """A part that will be asked for."""
 
-    part: Part
-    use: Use
+    part: StoragePart
+    use: Claim
 
     def tensor(self) -> torch.Tensor:
         """The tensor, in memory made again."""

@@ -1,7 +1,7 @@
 """The evidence of a plan: the figures that it was priced with, and where its seconds and bytes go.
 
-    step_time    =  compute (forward and backward of every op) + conversions + optimizer + the plan's collectives
-    peak_memory  =  the sum of `memory`, at `moment`
+step_time    =  compute (forward and backward of every op) + conversions + optimizer + the plan's collectives
+peak_memory  =  the sum of `memory`, at `moment`
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WHOLE, REPEATED, ADDENDS = "whole", "repeated", "addends"  # what is not split o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class CostParameter:
     """A number that prices rest on, in `unit`: "B", "B/s", "s", "op/s" or none.
 
     `of` is "device", "optimizer", "budget" or a mesh axis.
@@ -32,7 +32,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Allocation:
     """What takes memory at a moment: a value, or an op for what autograd keeps inside it; `count` of its like together."""
 
     kind: str
@@ -45,11 +45,11 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class CostBreakdown:
     """What a plan's totals are made of, in seconds of one step and bytes on one device.
 
-    `compute` is op -> (forward, backward) for ops that take time, `again` op -> its forward once more, for the backward;
-    `away` value -> its way to the host and back; `conversions` counts slices, pads and copies that are no collectives, and
+    `compute` is op -> (forward, backward) for ops that take time, `recompute` op -> its forward once more, for the backward;
+    `offload` value -> its way to the host and back; `conversions` counts slices, pads and copies that are no collectives, and
     what is computed ahead of micro-batches. `runs` and `stored` say in words what is split, one entry per axis: what a person
     calls the dim ("out-features"), else "whole", "repeated" (its gradient in addends) or "addends". `runs` has the ops that
     use parameters and the well-known ones; `stored` the parameters, "input:" and the name of an argument, "output:" and the
@@ -57,19 +57,19 @@ class Evidence:
     that parameter.
     """
 
-    figures: tuple[Figure, ...]
+    cost_parameters: tuple[CostParameter, ...]
     compute: Mapping[str, tuple[Seconds, Seconds]]
-    again: Mapping[str, Seconds]
+    recompute: Mapping[str, Seconds]
     conversions: Seconds
     optimizer: Seconds
     memory: Mapping[str, Bytes]
     moment: str
-    fullest: tuple[Held, ...]
+    fullest: tuple[Allocation, ...]
     runs: Mapping[str, tuple[str, ...]]
     stored: Mapping[str, tuple[str, ...]]
     tied: Mapping[str, str]
     copies: Mapping[str, str] = field(default_factory=dict)
-    away: Mapping[str, Seconds] = field(default_factory=dict)
+    offload: Mapping[str, Seconds] = field(default_factory=dict)
 
     @property
     def forward(self) -> Seconds:
@@ -84,12 +84,12 @@ class Evidence:
     @property
     def recomputed(self) -> Seconds:
         """Computing again in the backward what was not kept."""
-        return sum(self.again.values())
+        return sum(self.recompute.values())
 
     @property
     def offloaded(self) -> Seconds:
         """Moving to the host what the backward needs, and back."""
-        return sum(self.away.values())
+        return sum(self.offload.values())
 
     @property
     def local(self) -> Seconds:
@@ -97,21 +97,21 @@ class Evidence:
         return self.forward + self.backward + self.recomputed + self.offloaded + self.conversions + self.optimizer
 
     @staticmethod
-    def of(data: object) -> Evidence:
+    def of(data: object) -> CostBreakdown:
         """The evidence that JSON data denote; raises what indexing and calling raise where they denote none."""
         found: Any = data
-        return Evidence(
-            figures=tuple(Figure(**entry) for entry in found["figures"]),
+        return CostBreakdown(
+            cost_parameters=tuple(CostParameter(**entry) for entry in found["cost_parameters"]),
             compute={str(op): (float(there), float(back)) for op, (there, back) in found["compute"].items()},
-            again={str(op): float(seconds) for op, seconds in found["again"].items()},
+            recompute={str(op): float(seconds) for op, seconds in found["recompute"].items()},
             conversions=float(found["conversions"]),
             optimizer=float(found["optimizer"]),
             memory={str(kind): int(size) for kind, size in found["memory"].items()},
             moment=str(found["moment"]),
-            fullest=tuple(Held(**entry) for entry in found["fullest"]),
+            fullest=tuple(Allocation(**entry) for entry in found["fullest"]),
             runs={str(op): tuple(map(str, words)) for op, words in found["runs"].items()},
             stored={str(name): tuple(map(str, words)) for name, words in found["stored"].items()},
             tied={str(name): str(own) for name, own in found["tied"].items()},
             copies={str(name): str(own) for name, own in found.get("copies", {}).items()},
-            away={str(name): float(seconds) for name, seconds in found.get("away", {}).items()},
+            offload={str(name): float(seconds) for name, seconds in found.get("offload", {}).items()},
         )

@@ -11,11 +11,11 @@ from autopar.analysis.analysis import analyse
 from autopar.errors import PlanError
 from autopar.explain import report
 from autopar.formulation.cost_breakdown import told
-from autopar.formulation.formulate import decisions
+from autopar.formulation.formulate import assignment
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.operators.dim_labels import Sample
-from autopar.plan.evidence import Evidence
+from autopar.operators.dim_labels import LabelSample
+from autopar.plan.breakdown import CostBreakdown
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import plain
@@ -33,13 +33,13 @@ NAMES = ("gpt2", "llama", "vit")
 
 def check_adds_up(made: Plan) -> None:
     """Seconds to the step time, bytes to the peak."""
-    evidence = made.evidence
-    computed = (evidence.forward, evidence.backward, evidence.recomputed)
-    parts = (*computed, evidence.offloaded, evidence.conversions, evidence.optimizer)
+    breakdown = made.breakdown
+    computed = (breakdown.forward, breakdown.backward, breakdown.recomputed)
+    parts = (*computed, breakdown.offloaded, breakdown.conversions, breakdown.optimizer)
     assert sum(parts) + sum(entry.seconds for entry in made.collectives) == pytest.approx(made.step_time, rel=1e-12)
-    assert sum(evidence.memory.values()) == made.peak_memory
-    assert [entry.bytes for entry in evidence.fullest] == sorted((entry.bytes for entry in evidence.fullest), reverse=True)
-    assert sum(entry.bytes for entry in evidence.fullest) <= made.peak_memory
+    assert sum(breakdown.memory.values()) == made.peak_memory
+    assert [entry.bytes for entry in breakdown.fullest] == sorted((entry.bytes for entry in breakdown.fullest), reverse=True)
+    assert sum(entry.bytes for entry in breakdown.fullest) <= made.peak_memory
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -60,10 +60,10 @@ def test_so_does_that_of_a_random_plan(name: str, seed: int) -> None:
 def test_each_part_is_what_another_reckoning_says(name: str, strategy: str) -> None:
     made = plan(name, strategy)
     own = bill(made, captured(name), located(MESH, Options(device="h100")))
-    evidence = made.evidence
-    assert evidence.forward + evidence.backward == pytest.approx(own.ops, rel=1e-9)
-    assert evidence.optimizer == pytest.approx(own.optimizer, rel=1e-9)
-    assert evidence.conversions == pytest.approx(own.local + own.inputs, rel=1e-9)
+    breakdown = made.breakdown
+    assert breakdown.forward + breakdown.backward == pytest.approx(own.ops, rel=1e-9)
+    assert breakdown.optimizer == pytest.approx(own.optimizer, rel=1e-9)
+    assert breakdown.conversions == pytest.approx(own.local + own.inputs, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,17 +71,17 @@ def test_what_is_held_at_a_moment_is_what_the_walk_finds_there(name: str) -> Non
     options = Options(device="h100")
     mesh = located(MESH, options)
     found = solved(analysed(captured(name).program, mesh, options), mesh, options)
-    chosen = decisions(found.formulated, found.solution)
-    alive = found.ledger.timeline.walk(chosen)
+    chosen = assignment(found.formulated, found.solution)
+    alive = found.memory_model.liveness.walk(chosen)
     for moment in range(0, len(alive), max(1, len(alive) // 16)):
-        assert sum(held.bytes for held in found.ledger.held(chosen, moment)) == alive[moment]
+        assert sum(held.bytes for held in found.memory_model.held(chosen, moment)) == alive[moment]
 
 
 def test_every_figure_names_its_unit_and_its_source() -> None:
-    figures = plan("gpt2").evidence.figures
-    assert {figure.of for figure in figures} == {"device", "axis0", "axis1", "optimizer", "budget"}
-    assert all(figure.source and figure.value for figure in figures)
-    assert {figure.unit for figure in figures} == {"op/s", "B", "B/s", "s", ""}
+    cost_parameters = plan("gpt2").breakdown.cost_parameters
+    assert {figure.of for figure in cost_parameters} == {"device", "axis0", "axis1", "optimizer", "budget"}
+    assert all(figure.source and figure.value for figure in cost_parameters)
+    assert {figure.unit for figure in cost_parameters} == {"op/s", "B", "B/s", "s", ""}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -92,7 +92,9 @@ def test_a_plan_from_its_json_is_reported_alike(name: str) -> None:
     assert all(len(line) <= 128 for line in text.splitlines())
 
 
-@pytest.mark.parametrize("damage", [{"evidence": {}}, {"evidence": None}, {"evidence": {"figures": [{"of": "device"}]}}])
+@pytest.mark.parametrize(
+    "damage", [{"breakdown": {}}, {"breakdown": None}, {"breakdown": {"cost_parameters": [{"of": "device"}]}}]
+)
 def test_damaged_evidence_is_a_damaged_plan(damage: dict[str, object]) -> None:
     data = json.loads(plan("gpt2").to_json()) | damage
     with pytest.raises(PlanError, match="the plan is damaged"):
@@ -100,7 +102,7 @@ def test_damaged_evidence_is_a_damaged_plan(damage: dict[str, object]) -> None:
 
 
 def words(made: Plan, op: str) -> tuple[str, ...]:
-    return made.evidence.runs[op]
+    return made.breakdown.runs[op]
 
 
 def test_splits_are_said_in_the_words_of_the_operator() -> None:
@@ -110,15 +112,15 @@ def test_splits_are_said_in_the_words_of_the_operator() -> None:
     assert words(made, f"{layer}.self_attn:scaled_dot_product_attention#0") == ("batch", "heads")
     assert words(made, f"{layer}.self_attn.o_proj:linear#0") == ("batch", "in-features")
     assert words(made, f"{layer}.mlp.down_proj:linear#0") == ("batch", "in-features")
-    assert made.evidence.stored[f"{layer}.mlp.down_proj.weight"] == ("whole", "in-features")
-    assert made.evidence.stored["input:input_ids"] == ("batch", "whole")
-    assert plan("gpt2", "fsdp").evidence.stored["transformer.wte.weight"] == ("vocabulary", "vocabulary")
-    assert plan("gpt2", "ddp").evidence.stored["transformer.wte.weight"] == ("whole", "whole")
+    assert made.breakdown.stored[f"{layer}.mlp.down_proj.weight"] == ("whole", "in-features")
+    assert made.breakdown.stored["input:input_ids"] == ("batch", "whole")
+    assert plan("gpt2", "fsdp").breakdown.stored["transformer.wte.weight"] == ("vocabulary", "vocabulary")
+    assert plan("gpt2", "ddp").breakdown.stored["transformer.wte.weight"] == ("whole", "whole")
     assert words(plan("gpt2", "ddp"), "transformer.h.0.attn.c_attn:addmm#0") == ("batch", "batch")
 
 
 def test_a_fused_projection_is_split_within_its_blocks() -> None:
-    assert plan("gpt2", "megatron").evidence.stored["transformer.h.0.attn.c_attn.weight"] == (
+    assert plan("gpt2", "megatron").breakdown.stored["transformer.h.0.attn.c_attn.weight"] == (
         "whole",
         "out-features of each of 3 blocks",
     )
@@ -129,14 +131,14 @@ def test_everything_that_is_told_has_a_word_for_every_axis(name: str) -> None:
     program: Program = captured(name).program
     analysis = analyse(program, Mesh.of(MESH))
     made = random_plan_of(captured(name), located(MESH, Options(device="h100")), 1, Options(device="h100", strategy="random"))
-    assert set(made.evidence.runs) == {op.name for op in program.ops if told(analysis, op)}
-    assert all(len(found) == 2 and all(found) for found in (*made.evidence.runs.values(), *made.evidence.stored.values()))
+    assert set(made.breakdown.runs) == {op.name for op in program.ops if told(analysis, op)}
+    assert all(len(found) == 2 and all(found) for found in (*made.breakdown.runs.values(), *made.breakdown.stored.values()))
 
 
 def test_rows_of_batch_and_sequence_are_told_apart_by_their_stride() -> None:
     program = gpt2(8, 64, 256).program
-    sample = Sample.of(program)
-    assert sample == Sample(batch=8, length=64)
+    sample = LabelSample.of(program)
+    assert sample == LabelSample(batch=8, length=64)
     rows = replace(program.ops[0].results[0], shape=(512, 256))
     assert [sample.role(rows, 0, stride) for stride in (256, 64, 32)] == ["batch", "batch", "sequence"]
     whole = replace(rows, shape=(8, 64, 256))
@@ -146,5 +148,5 @@ def test_rows_of_batch_and_sequence_are_told_apart_by_their_stride() -> None:
 
 def test_evidence_without_figures_is_no_evidence() -> None:
     with pytest.raises(KeyError):
-        Evidence.of({})
+        CostBreakdown.of({})
     assert llama(8, 64, 256).program.inputs
