@@ -13,7 +13,7 @@ A row may have distributed forms beside its factors: ways to split what is other
 """
 
 from autopar.operators.registry import RULES, fit, localise, rule_of, scale, view_of
-from autopar.operators.rule import Factor, InternalCollective, OpSharding, ParallelForm, Rule, rule
+from autopar.operators.rule import Factor, InternalCollective, OpSharding, ParallelForm, Rule, op
 
 __all__ = [
     "RULES",
@@ -24,7 +24,7 @@ __all__ = [
     "Rule",
     "fit",
     "localise",
-    "rule",
+    "op",
     "rule_of",
     "scale",
     "view_of",

@@ -128,7 +128,7 @@ class OpSharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One row of the table; make it with `rule`."""
+    """One row of the table; make it with `op`."""
 
     text: str  # the pattern, or what the function says of itself
     shapes: Callable[[Call], OpSharding | None] | None = None  # decides where a text cannot; None: this use has no rule
@@ -152,7 +152,7 @@ class Rule:
         return self.text
 
 
-def rule(
+def op(
     form: str | Callable[[Call], OpSharding | None],
     *,
     linear: str = "",
@@ -165,7 +165,7 @@ def rule(
 ) -> Rule:
     """A row of the table: a pattern or a function that decides, and `linear` groups of argument names.
 
-    >>> print(rule("m k, n k, +n -> m n", linear="input bias, weight bias"))
+    >>> print(op("m k, n k, +n -> m n", linear="input bias, weight bias"))
     m k, n k, +n -> m n
     """
     text = str(parse(form)) if isinstance(form, str) else (form.__doc__ or form.__name__).strip().splitlines()[0]

@@ -7,10 +7,11 @@ import torch
 
 import autopar
 from autopar.errors import RuleError
-from autopar.operators import OpSharding, fit, rule
+from autopar.operators import OpSharding, fit
 from autopar.operators.checking.discover import Discovered
 from autopar.operators.checking.sample_call import Arguments, Example
-from autopar.operators.families.reductions import always
+from autopar.operators.rule import always
+from autopar.operators.rule import op as row
 from tests.support import own
 
 
@@ -44,7 +45,7 @@ def splits(fitted: OpSharding) -> set[Split]:
 
 
 def fitted_to(found: Discovered, example: Example) -> OpSharding:
-    made = rule(found.rule, linear=found.linear, averages=always if found.averages else None)
+    made = row(found.rule, linear=found.linear, averages=always if found.averages else None)
     fitted = fit(example.op, example.values, rule=made)
     assert fitted is not None
     return fitted

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import RuleError
-from autopar.operators import RULES, fit, rule
+from autopar.operators import RULES, fit
 from autopar.operators.checking.execution_check import check
+from autopar.operators.rule import op as row
 from tests.cost_models.cost_ops import call
 from tests.operators.examples import EXAMPLES, Example, ex, ints, t
 
@@ -54,6 +55,6 @@ WRONG = [
 @pytest.mark.parametrize("target, text, linear, example", WRONG, ids=[target for target, *_ in WRONG])
 def test_a_wrong_rule_is_caught(target: str, text: str, linear: str, example: Example) -> None:
     op, values, tensors = example.build(target)
-    wrong = rule(text, linear=linear)
+    wrong = row(text, linear=linear)
     with pytest.raises(RuleError, match=f"the rule of {target} is wrong"):
         check(op, values, tensors, rule=wrong)

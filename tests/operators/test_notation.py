@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import RuleError
-from autopar.operators import RULES, fit, rule
+from autopar.operators import RULES, fit
 from autopar.operators.notation import parse
+from autopar.operators.rule import op as row
 from tests.operators.examples import ex, t
 
 READABLE = [
@@ -22,7 +23,7 @@ READABLE = [
 @pytest.mark.parametrize("text", READABLE)
 def test_a_rule_prints_as_it_was_written(text: str) -> None:
     assert str(parse(text)) == text
-    assert str(rule(text)) == text
+    assert str(row(text)) == text
 
 
 def test_spaces_do_not_matter() -> None:
@@ -67,7 +68,7 @@ MISFITS = [
 def test_a_rule_that_does_not_fit_its_op_says_why(text: str, why: str) -> None:
     op, values, _ = ex(t(2, 4, 6), t(6, 10)).build("aten.matmul.default")
     with pytest.raises(RuleError) as raised:
-        fit(op, values, rule=rule(text))
+        fit(op, values, rule=row(text))
     assert why in raised.value.details["why"]
     assert raised.value.details["shapes"] == "(2, 4, 6), (6, 10) -> (2, 4, 10)"
 

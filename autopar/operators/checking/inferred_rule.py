@@ -18,7 +18,7 @@ from autopar.operators.checking.probe import Class, Place, Probe
 from autopar.operators.checking.sample_call import Example
 from autopar.operators.checking.uneven_check import joins_unevenly
 from autopar.operators.registry import fit
-from autopar.operators.rule import Rule, always, rule
+from autopar.operators.rule import Rule, always, op
 
 DRAWS = 3  # of numbers, for every question
 ORDERS = 24  # of the factors of merged dims, among which the right one is looked for
@@ -78,7 +78,7 @@ class InferredRule:
 
     def rule(self, groups: Sequence[str] = (), text: str = "") -> Rule:
         """The form as a rule, these groups of arguments linear; perhaps with a shorter text."""
-        return rule(text or str(self), linear=", ".join(groups), averages=always if self.averages else None)
+        return op(text or str(self), linear=", ".join(groups), averages=always if self.averages else None)
 
     def holds(self, groups: Sequence[str] = ()) -> bool:
         """Whether the law holds on several draws, for equal parts and for unequal ones."""

@@ -17,7 +17,7 @@ from autopar.operators.checking.sample_call import Arguments, Example, target_of
 from autopar.operators.notation import parse
 from autopar.operators.registry import REGISTERED, fit, rule_of
 from autopar.operators.rule import Rule, always
-from autopar.operators.rule import rule as row
+from autopar.operators.rule import op as row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

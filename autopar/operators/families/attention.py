@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from autopar.operators.call import Call, Local
-from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, rule
+from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
 
 def attention(call: Call) -> OpSharding:
@@ -71,5 +71,5 @@ def mask(call: Call, heads: str, q: str) -> str:
 
 
 TABLE: dict[str, Rule] = {
-    "aten.scaled_dot_product_attention.default": rule(attention, linear="value", distributed=[GROUPED, QUERIES, *RINGS]),
+    "aten.scaled_dot_product_attention.default": op(attention, linear="value", distributed=[GROUPED, QUERIES, *RINGS]),
 }

@@ -9,7 +9,7 @@ from autopar.operators.families.normalization import native_groups
 from autopar.operators.families.pointwise import TWO
 from autopar.operators.families.reductions import along
 from autopar.operators.families.views import term
-from autopar.operators.rule import OpSharding, Rule, rule
+from autopar.operators.rule import OpSharding, Rule, op
 
 
 def convolution(call: Call) -> OpSharding:
@@ -65,13 +65,13 @@ BINARY = """
 LOSSES = "mse_loss smooth_l1_loss huber_loss binary_cross_entropy"
 
 TABLE: dict[str, Rule] = {
-    **{f"aten.{name}_backward.default": rule(TWO, linear="grad_output grad_out") for name in BINARY.split()},
-    **{f"aten.{name}_backward.default": rule(loss, linear="grad_output, weight") for name in LOSSES.split()},
-    "aten.glu_backward.default": rule(along, linear="grad_output"),
-    "aten._softmax_backward_data.default": rule(along, linear="grad_output"),
-    "aten._log_softmax_backward_data.default": rule(along, linear="grad_output"),
-    "aten.convolution_backward.default": rule(convolution, linear="grad_output", local=convolution_local),
-    "aten.native_layer_norm_backward.default": rule(layer_norm, linear="grad_out"),
-    "aten.native_group_norm_backward.default": rule(group_norm, linear="grad_out", local=native_groups),
-    "aten.native_batch_norm_backward.default": rule(batch_norm, linear="grad_out"),
+    **{f"aten.{name}_backward.default": op(TWO, linear="grad_output grad_out") for name in BINARY.split()},
+    **{f"aten.{name}_backward.default": op(loss, linear="grad_output, weight") for name in LOSSES.split()},
+    "aten.glu_backward.default": op(along, linear="grad_output"),
+    "aten._softmax_backward_data.default": op(along, linear="grad_output"),
+    "aten._log_softmax_backward_data.default": op(along, linear="grad_output"),
+    "aten.convolution_backward.default": op(convolution, linear="grad_output", local=convolution_local),
+    "aten.native_layer_norm_backward.default": op(layer_norm, linear="grad_out"),
+    "aten.native_group_norm_backward.default": op(group_norm, linear="grad_out", local=native_groups),
+    "aten.native_batch_norm_backward.default": op(batch_norm, linear="grad_out"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
 from autopar.operators.families.views import dims, term, without
-from autopar.operators.rule import OpSharding, Rule, rule
+from autopar.operators.rule import OpSharding, Rule, op
 
 
 def cat(call: Call) -> OpSharding:
@@ -101,18 +101,18 @@ def one_below_the_other(call: Call) -> OpSharding:
 
 
 TABLE: dict[str, Rule] = {
-    "aten.cat.default": rule(cat, linear="tensors"),
-    "aten.hstack.default": rule(side_by_side, linear="tensors"),
-    "aten.vstack.default": rule(one_below_the_other, linear="tensors"),
-    "aten.row_stack.default": rule(one_below_the_other, linear="tensors"),
-    "aten.stack.default": rule(stack, linear="tensors"),
-    "aten.repeat.default": rule(repeat, linear="self", local=repeats),
-    "aten.tile.default": rule(repeat, linear="self", local=repeats),
-    "aten.repeat_interleave.self_int": rule(repeat_interleave, linear="self", local=interleaves),
-    "aten.meshgrid.default": rule(meshgrid, view=True),
-    "aten.meshgrid.indexing": rule(meshgrid, view=True),
-    "aten.unfold.default": rule(unfold, linear="self", view=True),
-    "aten.rot90.default": rule(rot90, linear="self"),
-    "aten.flipud.default": rule("_ ... -> _ ...", linear="self"),
-    "aten.fliplr.default": rule("d _ ... -> d _ ...", linear="self"),
+    "aten.cat.default": op(cat, linear="tensors"),
+    "aten.hstack.default": op(side_by_side, linear="tensors"),
+    "aten.vstack.default": op(one_below_the_other, linear="tensors"),
+    "aten.row_stack.default": op(one_below_the_other, linear="tensors"),
+    "aten.stack.default": op(stack, linear="tensors"),
+    "aten.repeat.default": op(repeat, linear="self", local=repeats),
+    "aten.tile.default": op(repeat, linear="self", local=repeats),
+    "aten.repeat_interleave.self_int": op(repeat_interleave, linear="self", local=interleaves),
+    "aten.meshgrid.default": op(meshgrid, view=True),
+    "aten.meshgrid.indexing": op(meshgrid, view=True),
+    "aten.unfold.default": op(unfold, linear="self", view=True),
+    "aten.rot90.default": op(rot90, linear="self"),
+    "aten.flipud.default": op("_ ... -> _ ...", linear="self"),
+    "aten.fliplr.default": op("d _ ... -> d _ ...", linear="self"),
 }

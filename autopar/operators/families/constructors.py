@@ -8,7 +8,7 @@ from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
 from autopar.operators.families.pointwise import unread
 from autopar.operators.families.views import result_size
-from autopar.operators.rule import OpSharding, Rule, rule
+from autopar.operators.rule import OpSharding, Rule, op
 
 
 def strided(call: Call) -> OpSharding | None:
@@ -35,21 +35,21 @@ def unwritten(call: Call) -> OpSharding:
 COUNTED = ("arange.default", "arange.start", "arange.start_step", "linspace.default", "logspace.default")
 # memory that is not written yet is as good as drawn at random
 DRAWN = ("rand.default", "randn.default", "randint.default", "randint.low", "normal.float_float", "empty.memory_format")
-ALIKE, SIZED, POSITIONS = rule("... -> ..."), rule("-> ...", local=result_size("size")), rule("-> _")
+ALIKE, SIZED, POSITIONS = op("... -> ..."), op("-> ...", local=result_size("size")), op("-> _")
 
 TABLE: dict[str, Rule] = {
     **{f"aten.{name}": POSITIONS for name in COUNTED},
-    "aten.eye.default": rule("-> _ _"),
-    "aten.eye.m": rule("-> _ _"),
-    "aten.tril_indices.default": rule("-> _ _"),
-    "aten.triu_indices.default": rule("-> _ _"),
-    "aten.scalar_tensor.default": rule("-> ()"),
+    "aten.eye.default": op("-> _ _"),
+    "aten.eye.m": op("-> _ _"),
+    "aten.tril_indices.default": op("-> _ _"),
+    "aten.triu_indices.default": op("-> _ _"),
+    "aten.scalar_tensor.default": op("-> ()"),
     **{f"aten.{name}": SIZED for name in ("zeros.default", "ones.default", "full.default")},
-    **{f"aten.{name}": rule("-> ...", local=result_size("size"), random=True) for name in DRAWN},
-    "aten.empty_strided.default": rule(strided, local=strides),
-    "aten.empty_like.default": rule("... -> ...", random=True),
-    "aten.new_empty.default": rule(unwritten, local=result_size("size")),
-    "aten.randperm.default": rule("-> _", random=True),
-    **{f"aten.new_{name}.default": rule(new, local=result_size("size")) for name in ("zeros", "ones", "full")},
+    **{f"aten.{name}": op("-> ...", local=result_size("size"), random=True) for name in DRAWN},
+    "aten.empty_strided.default": op(strided, local=strides),
+    "aten.empty_like.default": op("... -> ...", random=True),
+    "aten.new_empty.default": op(unwritten, local=result_size("size")),
+    "aten.randperm.default": op("-> _", random=True),
+    **{f"aten.new_{name}.default": op(new, local=result_size("size")) for name in ("zeros", "ones", "full")},
     **{f"aten.{name}_like.default": ALIKE for name in ("zeros", "ones", "full")},
 }

@@ -10,7 +10,7 @@ from dataclasses import replace
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
 from autopar.operators.families.views import dims, term, without
-from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, rule
+from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
 
 def linear(call: Call) -> OpSharding:
@@ -35,7 +35,7 @@ def added_to(result: str, product: str, arguments: tuple[str, str]) -> Rule:
         return call.fit(f"+{' '.join(held) or '()'}, {product} -> {result}")
 
     shapes.__doc__ = f"+{result}, {product} -> {result}; what is added may lack dims"
-    return rule(shapes, linear=", ".join(f"self {argument}" for argument in arguments))
+    return op(shapes, linear=", ".join(f"self {argument}" for argument in arguments))
 
 
 def einsum(call: Call) -> OpSharding:
@@ -189,41 +189,41 @@ def moved(operand: bool) -> Callable[[Call, Local], int]:
 GIVEN, MADE = (InternalCollective("all_to_all", moved(operand), wide=False) for operand in (True, False))
 EXPERTS = ParallelForm(name="experts", factors=("t", "e"), whole=(2,), forward=(GIVEN, MADE), backward=(GIVEN, MADE, GIVEN))
 # One matrix for each group of rows; the third operand says where groups end.
-GROUPED_PRODUCT = rule("t! k, e! k n, e! -> t! n", linear="input, weight", distributed=[EXPERTS])
-CONVOLUTION = rule(convolution, linear="input bias, weight bias", local=convolution_groups)
+GROUPED_PRODUCT = op("t! k, e! k n, e! -> t! n", linear="input, weight", distributed=[EXPERTS])
+CONVOLUTION = op(convolution, linear="input bias, weight bias", local=convolution_groups)
 
 TABLE: dict[str, Rule] = {
-    "aten.linear.default": rule(linear, linear="input bias, weight bias"),
-    "aten.matmul.default": rule(matmul, linear="self, other"),
-    "aten.mm.default": rule("m k, k n -> m n", linear="self, mat2"),
-    "aten.bmm.default": rule("b m k, b k n -> b m n", linear="self, mat2"),
-    "aten.mv.default": rule("m k, k -> m", linear="self, vec"),
-    "aten.dot.default": rule("k, k -> ()", linear="self, tensor"),
-    "aten.outer.default": rule("m, n -> m n", linear="self, vec2"),
-    "aten.ger.default": rule("m, n -> m n", linear="self, vec2"),
-    "aten.vdot.default": rule("k, k -> ()", linear="self, other"),
-    "aten.inner.default": rule(inner, linear="self, other"),
-    "aten.tensordot.default": rule(tensordot, linear="self, other"),
-    "aten.kron.default": rule(kron, linear="self, other"),
-    "aten.linalg_multi_dot.default": rule(multi_dot),
-    "aten.chain_matmul.default": rule(multi_dot),
-    "aten.linalg_matmul.default": rule(matmul, linear="self, other"),
-    "aten.linalg_vecdot.default": rule(vecdot, linear="x, y"),
-    "aten.linalg_cross.default": rule(cross, linear="self, other"),
-    "aten.cross.default": rule(cross, linear="self, other", local=crossed_dim),
-    "aten.cdist.default": rule(distances),
-    "aten._cdist_forward.default": rule(distances),
-    "aten.pdist.default": rule(own_distances),
-    "aten._pdist_forward.default": rule(own_distances),
-    "aten.pairwise_distance.default": rule(row_distances),
+    "aten.linear.default": op(linear, linear="input bias, weight bias"),
+    "aten.matmul.default": op(matmul, linear="self, other"),
+    "aten.mm.default": op("m k, k n -> m n", linear="self, mat2"),
+    "aten.bmm.default": op("b m k, b k n -> b m n", linear="self, mat2"),
+    "aten.mv.default": op("m k, k -> m", linear="self, vec"),
+    "aten.dot.default": op("k, k -> ()", linear="self, tensor"),
+    "aten.outer.default": op("m, n -> m n", linear="self, vec2"),
+    "aten.ger.default": op("m, n -> m n", linear="self, vec2"),
+    "aten.vdot.default": op("k, k -> ()", linear="self, other"),
+    "aten.inner.default": op(inner, linear="self, other"),
+    "aten.tensordot.default": op(tensordot, linear="self, other"),
+    "aten.kron.default": op(kron, linear="self, other"),
+    "aten.linalg_multi_dot.default": op(multi_dot),
+    "aten.chain_matmul.default": op(multi_dot),
+    "aten.linalg_matmul.default": op(matmul, linear="self, other"),
+    "aten.linalg_vecdot.default": op(vecdot, linear="x, y"),
+    "aten.linalg_cross.default": op(cross, linear="self, other"),
+    "aten.cross.default": op(cross, linear="self, other", local=crossed_dim),
+    "aten.cdist.default": op(distances),
+    "aten._cdist_forward.default": op(distances),
+    "aten.pdist.default": op(own_distances),
+    "aten._pdist_forward.default": op(own_distances),
+    "aten.pairwise_distance.default": op(row_distances),
     "aten.addr.default": added_to("m n", "m, n", ("vec1", "vec2")),
     "aten.addmm.default": added_to("m n", "m k, k n", ("mat1", "mat2")),
     "aten.addmv.default": added_to("m", "m k, k", ("mat", "vec")),
     "aten.addbmm.default": added_to("m n", "b m k, b k n", ("batch1", "batch2")),
     "aten.baddbmm.default": added_to("b m n", "b m k, b k n", ("batch1", "batch2")),
-    "aten.bilinear.default": rule("... i, ... j, o i j, +o -> ... o", linear="input1 bias, input2 bias, weight bias"),
-    "aten.einsum.default": rule(einsum),
-    "aten.embedding.default": rule(embedding, linear="weight", distributed=[VOCABULARY]),
+    "aten.bilinear.default": op("... i, ... j, o i j, +o -> ... o", linear="input1 bias, input2 bias, weight bias"),
+    "aten.einsum.default": op(einsum),
+    "aten.embedding.default": op(embedding, linear="weight", distributed=[VOCABULARY]),
     **{
         f"aten.{name}": CONVOLUTION
         for name in (

@@ -11,7 +11,7 @@ from autopar.ir.program import Argument, Ref
 from autopar.operators.call import Call, Local
 from autopar.operators.families.pointwise import unread
 from autopar.operators.families.views import term, without
-from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, rule
+from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
 
 def index(call: Call) -> OpSharding | None:
@@ -227,32 +227,32 @@ def input_sizes(call: Call, local: Local) -> dict[str, Argument]:
 
 
 TABLE: dict[str, Rule] = {
-    "aten.index.Tensor": rule(index, linear="self", distributed=[FETCHED]),
-    "aten._unsafe_index.Tensor": rule(index, linear="self"),
-    "aten.index_put.default": rule(index_put, linear="self values"),
-    "aten._unsafe_index_put.default": rule(index_put, linear="self values"),
-    "aten.index_select.default": rule(index_select, linear="self"),
-    "aten.gather.default": rule(gather, linear="self"),
-    "aten.take_along_dim.default": rule(gather, linear="self"),
-    "aten.take.default": rule(take, linear="self"),
-    "aten.scatter.src": rule(scatter, linear="self src"),
-    "aten.scatter.value": rule(scatter, linear="self value"),
-    "aten.scatter.reduce": rule(scatter),
-    "aten.scatter.value_reduce": rule(scatter),
-    "aten.scatter_add.default": rule(scatter_add, linear="self src"),
-    "aten.scatter_reduce.two": rule(scatter_reduce),
-    "aten.index_add.default": rule(index_add, linear="self source"),
-    "aten.index_copy.default": rule(index_copy, linear="self source"),
-    "aten.index_reduce.default": rule(index_copy),
-    "aten.index_fill.int_Scalar": rule(index_fill, linear="self value"),
-    "aten.index_fill.int_Tensor": rule(index_fill, linear="self value"),
-    "aten.slice_scatter.default": rule(slice_scatter, linear="self src"),
-    "aten.select_scatter.default": rule(select_scatter, linear="self src"),
-    "aten.diagonal_scatter.default": rule(diagonal_scatter, linear="self src"),
-    "aten.masked_scatter.default": rule(masked_scatter, linear="self source"),
-    "aten.diagonal.default": rule(diagonal, linear="self", view=True),
-    "aten.diag_embed.default": rule(diag_embed, linear="self"),
-    "aten.embedding_dense_backward.default": rule(embedding_backward, linear="grad_output"),
-    "aten.select_backward.default": rule(spread_select, linear="grad_output", local=input_sizes),
-    "aten.slice_backward.default": rule(spread_slice, linear="grad_output", local=input_sizes),
+    "aten.index.Tensor": op(index, linear="self", distributed=[FETCHED]),
+    "aten._unsafe_index.Tensor": op(index, linear="self"),
+    "aten.index_put.default": op(index_put, linear="self values"),
+    "aten._unsafe_index_put.default": op(index_put, linear="self values"),
+    "aten.index_select.default": op(index_select, linear="self"),
+    "aten.gather.default": op(gather, linear="self"),
+    "aten.take_along_dim.default": op(gather, linear="self"),
+    "aten.take.default": op(take, linear="self"),
+    "aten.scatter.src": op(scatter, linear="self src"),
+    "aten.scatter.value": op(scatter, linear="self value"),
+    "aten.scatter.reduce": op(scatter),
+    "aten.scatter.value_reduce": op(scatter),
+    "aten.scatter_add.default": op(scatter_add, linear="self src"),
+    "aten.scatter_reduce.two": op(scatter_reduce),
+    "aten.index_add.default": op(index_add, linear="self source"),
+    "aten.index_copy.default": op(index_copy, linear="self source"),
+    "aten.index_reduce.default": op(index_copy),
+    "aten.index_fill.int_Scalar": op(index_fill, linear="self value"),
+    "aten.index_fill.int_Tensor": op(index_fill, linear="self value"),
+    "aten.slice_scatter.default": op(slice_scatter, linear="self src"),
+    "aten.select_scatter.default": op(select_scatter, linear="self src"),
+    "aten.diagonal_scatter.default": op(diagonal_scatter, linear="self src"),
+    "aten.masked_scatter.default": op(masked_scatter, linear="self source"),
+    "aten.diagonal.default": op(diagonal, linear="self", view=True),
+    "aten.diag_embed.default": op(diag_embed, linear="self"),
+    "aten.embedding_dense_backward.default": op(embedding_backward, linear="grad_output"),
+    "aten.select_backward.default": op(spread_select, linear="grad_output", local=input_sizes),
+    "aten.slice_backward.default": op(spread_slice, linear="grad_output", local=input_sizes),
 }

@@ -6,7 +6,7 @@ from autopar.operators.call import Call
 from autopar.operators.families.pointwise import names
 from autopar.operators.families.reductions import along
 from autopar.operators.families.views import term
-from autopar.operators.rule import OpSharding, Rule, rule
+from autopar.operators.rule import OpSharding, Rule, op
 
 
 def matrices(call: Call) -> OpSharding:
@@ -51,12 +51,12 @@ TRANSFORMS = """
 """
 
 TABLE: dict[str, Rule] = {
-    **{target: rule(matrices) for target in names(SQUARES)},
-    "aten.linalg_solve.default": rule(solve, linear="B"),
-    "aten.linalg_solve_triangular.default": rule(solve, linear="B"),
-    "aten.cholesky_solve.default": rule("... _ k, ... _ _ -> ... _ k", linear="self"),
-    **{f"aten.{name}.default": rule(along, linear="self") for name in TRANSFORMS.split()},
-    "aten.stft.default": rule(spectrogram, linear="self, window"),
-    "aten.stft.center": rule(spectrogram, linear="self, window"),
-    "aten.istft.default": rule(from_spectrogram, linear="self"),
+    **{target: op(matrices) for target in names(SQUARES)},
+    "aten.linalg_solve.default": op(solve, linear="B"),
+    "aten.linalg_solve_triangular.default": op(solve, linear="B"),
+    "aten.cholesky_solve.default": op("... _ k, ... _ _ -> ... _ k", linear="self"),
+    **{f"aten.{name}.default": op(along, linear="self") for name in TRANSFORMS.split()},
+    "aten.stft.default": op(spectrogram, linear="self, window"),
+    "aten.stft.center": op(spectrogram, linear="self, window"),
+    "aten.istft.default": op(from_spectrogram, linear="self"),
 }

@@ -6,7 +6,7 @@ import math
 
 from autopar.operators.call import Call, Local
 from autopar.operators.families.views import dims, term
-from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, rule
+from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
 MEAN, SUM = 1, 2  # the reductions of ATen's losses; 0 is none
 
@@ -93,10 +93,10 @@ LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_e
 MORE_LOSSES = ("kl_div", "soft_margin_loss", "margin_ranking_loss", "hinge_embedding_loss", "poisson_nll_loss")
 
 TABLE: dict[str, Rule] = {
-    **{f"aten.{name}.default": rule(loss, averages=is_mean) for name in (*LOSSES, *MORE_LOSSES)},
-    **{f"aten.{name}.default": rule(rowwise, linear="weight", averages=is_mean) for name in ROWWISE},
-    "aten.ctc_loss.Tensor": rule(aligned, averages=is_mean),
-    "aten.cross_entropy_loss.default": rule(classified, averages=is_mean, distributed=CLASSES),
-    "aten.nll_loss.default": rule(classified, averages=is_mean, distributed=[CHOSEN]),
-    "aten.nll_loss_nd.default": rule(classified, averages=is_mean, distributed=[CHOSEN]),
+    **{f"aten.{name}.default": op(loss, averages=is_mean) for name in (*LOSSES, *MORE_LOSSES)},
+    **{f"aten.{name}.default": op(rowwise, linear="weight", averages=is_mean) for name in ROWWISE},
+    "aten.ctc_loss.Tensor": op(aligned, averages=is_mean),
+    "aten.cross_entropy_loss.default": op(classified, averages=is_mean, distributed=CLASSES),
+    "aten.nll_loss.default": op(classified, averages=is_mean, distributed=[CHOSEN]),
+    "aten.nll_loss_nd.default": op(classified, averages=is_mean, distributed=[CHOSEN]),
 }

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
 from autopar.operators.families.views import dims, term
-from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, always, rule
+from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, always, op
 
 Elements = Callable[[Call, Local], int]
 
@@ -206,17 +206,17 @@ BATCH_NORMS = """
     _native_batch_norm_legit.default _native_batch_norm_legit.no_stats _native_batch_norm_legit_no_training.default
 """
 TABLE: dict[str, Rule] = {
-    **{f"aten.{name}": rule(softmax, distributed=[form]) for names, form in SOFTMAXES.items() for name in names.split()},
-    "aten.layer_norm.default": rule(normalised, local=normalised_here, distributed=[LAYER_NORM]),
-    "aten.native_layer_norm.default": rule(normalised),
-    "aten.rms_norm.default": rule(normalised, local=normalised_here, distributed=[RMS_NORM]),
-    "aten._fused_rms_norm.default": rule(normalised),
-    "aten.group_norm.default": rule(grouped, local=groups, distributed=[GROUP_NORM, GROUP_NORM_CHANNELS]),
-    "aten.native_group_norm.default": rule(grouped, local=native_groups),
-    **{f"aten.{name}": rule(batch_norm) for name in BATCH_NORMS.split()},
-    "aten.batch_norm.default": rule(batch_norm, distributed=[BATCH_NORM, BATCH_NORM_PLANES]),
-    "aten.instance_norm.default": rule(instance_norm, distributed=[INSTANCE_NORM]),
-    "aten._weight_norm.default": rule(weight_norm, linear="g"),
-    "aten._weight_norm_interface.default": rule(weight_norm),
-    "aten.renorm.default": rule(renorm),
+    **{f"aten.{name}": op(softmax, distributed=[form]) for names, form in SOFTMAXES.items() for name in names.split()},
+    "aten.layer_norm.default": op(normalised, local=normalised_here, distributed=[LAYER_NORM]),
+    "aten.native_layer_norm.default": op(normalised),
+    "aten.rms_norm.default": op(normalised, local=normalised_here, distributed=[RMS_NORM]),
+    "aten._fused_rms_norm.default": op(normalised),
+    "aten.group_norm.default": op(grouped, local=groups, distributed=[GROUP_NORM, GROUP_NORM_CHANNELS]),
+    "aten.native_group_norm.default": op(grouped, local=native_groups),
+    **{f"aten.{name}": op(batch_norm) for name in BATCH_NORMS.split()},
+    "aten.batch_norm.default": op(batch_norm, distributed=[BATCH_NORM, BATCH_NORM_PLANES]),
+    "aten.instance_norm.default": op(instance_norm, distributed=[INSTANCE_NORM]),
+    "aten._weight_norm.default": op(weight_norm, linear="g"),
+    "aten._weight_norm_interface.default": op(weight_norm),
+    "aten.renorm.default": op(renorm),
 }

@@ -8,7 +8,7 @@ import re
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
 from autopar.operators.families.views import term
-from autopar.operators.rule import OpSharding, Rule, rule
+from autopar.operators.rule import OpSharding, Rule, op
 
 
 def space(call: Call) -> str:
@@ -125,25 +125,22 @@ PADS = """
 """
 
 TABLE: dict[str, Rule] = {
-    **{f"aten.{name}.default": rule(plane) for name in MAX_POOLS.split()},
-    **{f"aten.{name}.default": rule(plane, linear="self") for name in POOLS.split()},
-    **{f"aten.{name}.default": rule(plane, linear="grad_output") for name in POOLS_BACKWARD.split()},
-    **{f"aten.{name}.{form}": rule(plane, linear="self input") for name in RESIZES.split() for form in ("default", "vec")},
-    **{
-        f"aten.{name}_backward.default": rule(plane, linear="grad_output", local=input_size)
-        for name in RESIZES_BACKWARD.split()
-    },
-    **{f"aten.{name}.default": rule(pad, linear="self value") for name in PADS.split()},
-    "aten.fractional_max_pool2d.default": rule(sampled_plane),
-    "aten.fractional_max_pool3d.default": rule(sampled_plane),
-    "aten.pixel_shuffle.default": rule(pixel_shuffle, linear="self"),
-    "aten.pixel_unshuffle.default": rule(pixel_unshuffle, linear="self"),
-    "aten.channel_shuffle.default": rule(channel_shuffle, linear="self", local=shuffled_groups),
-    "aten.native_channel_shuffle.default": rule(channel_shuffle, linear="self", local=shuffled_groups),
-    "aten.im2col.default": rule(windows, linear="self"),
-    "aten.col2im.default": rule(from_windows, linear="self"),
-    **{f"aten.grid_sampler{form}.default": rule(sampled, linear="input") for form in ("", "_2d", "_3d")},
-    "aten.grid_sampler_2d_backward.default": rule(sampled_backward, linear="grad_output"),
-    "aten.grid_sampler_3d_backward.default": rule(sampled_backward, linear="grad_output"),
-    "aten.affine_grid_generator.default": rule(affine_grid, linear="theta", local=affine_size),
+    **{f"aten.{name}.default": op(plane) for name in MAX_POOLS.split()},
+    **{f"aten.{name}.default": op(plane, linear="self") for name in POOLS.split()},
+    **{f"aten.{name}.default": op(plane, linear="grad_output") for name in POOLS_BACKWARD.split()},
+    **{f"aten.{name}.{form}": op(plane, linear="self input") for name in RESIZES.split() for form in ("default", "vec")},
+    **{f"aten.{name}_backward.default": op(plane, linear="grad_output", local=input_size) for name in RESIZES_BACKWARD.split()},
+    **{f"aten.{name}.default": op(pad, linear="self value") for name in PADS.split()},
+    "aten.fractional_max_pool2d.default": op(sampled_plane),
+    "aten.fractional_max_pool3d.default": op(sampled_plane),
+    "aten.pixel_shuffle.default": op(pixel_shuffle, linear="self"),
+    "aten.pixel_unshuffle.default": op(pixel_unshuffle, linear="self"),
+    "aten.channel_shuffle.default": op(channel_shuffle, linear="self", local=shuffled_groups),
+    "aten.native_channel_shuffle.default": op(channel_shuffle, linear="self", local=shuffled_groups),
+    "aten.im2col.default": op(windows, linear="self"),
+    "aten.col2im.default": op(from_windows, linear="self"),
+    **{f"aten.grid_sampler{form}.default": op(sampled, linear="input") for form in ("", "_2d", "_3d")},
+    "aten.grid_sampler_2d_backward.default": op(sampled_backward, linear="grad_output"),
+    "aten.grid_sampler_3d_backward.default": op(sampled_backward, linear="grad_output"),
+    "aten.affine_grid_generator.default": op(affine_grid, linear="theta", local=affine_size),
 }

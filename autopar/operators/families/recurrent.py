@@ -6,7 +6,7 @@ import math
 
 from autopar.operators.call import Call, Local
 from autopar.operators.families.pointwise import unread
-from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, rule
+from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
 
 def recurrent(call: Call) -> OpSharding:
@@ -82,6 +82,6 @@ def cell(call: Call) -> OpSharding:
 
 
 TABLE: dict[str, Rule] = {
-    **{f"aten.{name}.input": rule(recurrent, distributed=[form]) for name, form in GATES.items()},
-    **{f"aten.{name}_cell.default": rule(cell) for name in GATES},
+    **{f"aten.{name}.input": op(recurrent, distributed=[form]) for name, form in GATES.items()},
+    **{f"aten.{name}_cell.default": op(cell) for name in GATES},
 }

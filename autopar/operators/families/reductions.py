@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.operators.call import Call
 from autopar.operators.families.pointwise import unread
 from autopar.operators.families.views import dims, term
-from autopar.operators.rule import OpSharding, Rule, always, rule
+from autopar.operators.rule import OpSharding, Rule, always, op
 
 
 def reduced(call: Call) -> set[int]:
@@ -90,7 +90,7 @@ def last(call: Call) -> OpSharding:
     return call.fit("... _ _ -> ... _ _")
 
 
-LINEAR_ALONG = rule(along, linear="self prepend append")
+LINEAR_ALONG = op(along, linear="self prepend append")
 
 SUMS = ("sum.default", "sum.dim_IntList", "count_nonzero.default", "count_nonzero.dim_IntList")
 WHOLES = """
@@ -111,21 +111,21 @@ ALONGS = """
 QUANTILES = "quantile.default quantile.scalar nanquantile.default nanquantile.scalar"
 
 TABLE: dict[str, Rule] = {
-    **{f"aten.{name}": rule(adding, linear="" if "count" in name else "self") for name in SUMS},
-    "aten.nansum.default": rule(adding),
-    "aten.mean.default": rule(adding, linear="self", averages=always),
-    "aten.mean.dim": rule(adding, linear="self", averages=always),
-    **{f"aten.{name}": rule(gathering) for name in WHOLES.split()},
-    **{f"aten.{name}": rule(normed) for name in NORMS.split()},
-    **{f"aten.{name}": rule(along) for name in ALONGS.split()},
-    **{f"aten.{name}": rule(quantile) for name in QUANTILES.split()},
-    "aten.dist.default": rule(distance),
-    "aten.histc.default": rule(histogram),
+    **{f"aten.{name}": op(adding, linear="" if "count" in name else "self") for name in SUMS},
+    "aten.nansum.default": op(adding),
+    "aten.mean.default": op(adding, linear="self", averages=always),
+    "aten.mean.dim": op(adding, linear="self", averages=always),
+    **{f"aten.{name}": op(gathering) for name in WHOLES.split()},
+    **{f"aten.{name}": op(normed) for name in NORMS.split()},
+    **{f"aten.{name}": op(along) for name in ALONGS.split()},
+    **{f"aten.{name}": op(quantile) for name in QUANTILES.split()},
+    "aten.dist.default": op(distance),
+    "aten.histc.default": op(histogram),
     "aten.cumsum.default": LINEAR_ALONG,
     "aten.diff.default": LINEAR_ALONG,
     "aten.flip.default": LINEAR_ALONG,
     "aten.roll.default": LINEAR_ALONG,
-    "aten.cosine_similarity.default": rule(cosine),
-    "aten.tril.default": rule(last, linear="self"),
-    "aten.triu.default": rule(last, linear="self"),
+    "aten.cosine_similarity.default": op(cosine),
+    "aten.tril.default": op(last, linear="self"),
+    "aten.triu.default": op(last, linear="self"),
 }

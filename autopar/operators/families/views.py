@@ -10,7 +10,7 @@ import torch
 
 from autopar.ir.program import Argument, overload
 from autopar.operators.call import Call, Local, Shape
-from autopar.operators.rule import OpSharding, Rule, rule
+from autopar.operators.rule import OpSharding, Rule, op
 
 Group = list[tuple[int, bool]]  # (factor number, whole)
 
@@ -201,21 +201,21 @@ def bits(call: Call) -> OpSharding:
     return call.fit("... -> ..." if same else "... _ -> ... _")
 
 
-RESHAPE = rule(reshape, linear="self", view=True)
-PERMUTE = rule(permute, linear="self", view=True)
-SQUEEZE = rule(squeeze, linear="self", view=True)
+RESHAPE = op(reshape, linear="self", view=True)
+PERMUTE = op(permute, linear="self", view=True)
+SQUEEZE = op(squeeze, linear="self", view=True)
 
 TABLE: dict[str, Rule] = {
-    "aten.reshape.default": rule(reshape, linear="self", view=True, local=result_size("shape")),
-    "aten.view.default": rule(reshape, linear="self", view=True, local=result_size("size")),
-    "aten._unsafe_view.default": rule(reshape, linear="self", view=True, local=result_size("size")),
-    "aten.unflatten.int": rule(reshape, linear="self", view=True, local=unflattened),
+    "aten.reshape.default": op(reshape, linear="self", view=True, local=result_size("shape")),
+    "aten.view.default": op(reshape, linear="self", view=True, local=result_size("size")),
+    "aten._unsafe_view.default": op(reshape, linear="self", view=True, local=result_size("size")),
+    "aten.unflatten.int": op(reshape, linear="self", view=True, local=unflattened),
     "aten.flatten.using_ints": RESHAPE,
     "aten.ravel.default": RESHAPE,
     "aten.unsqueeze.default": RESHAPE,
     "aten.view_as.default": RESHAPE,
     **{f"aten.atleast_{n}d.default": RESHAPE for n in (1, 2, 3)},
-    "aten.view.dtype": rule(bits, view=True),
+    "aten.view.dtype": op(bits, view=True),
     "aten.reshape_as.default": RESHAPE,
     "aten.squeeze.default": SQUEEZE,
     "aten.squeeze.dim": SQUEEZE,
@@ -234,22 +234,22 @@ TABLE: dict[str, Rule] = {
     "aten.matrix_H.default": PERMUTE,
     "aten.swapaxes.default": PERMUTE,
     "aten.swapdims.default": PERMUTE,
-    "aten.expand.default": rule(expand, linear="self", view=True, local=result_size("size")),
-    "aten.broadcast_to.default": rule(expand, linear="self", view=True, local=result_size("size")),
-    "aten.expand_as.default": rule(expand, linear="self", view=True),
-    "aten.slice.Tensor": rule(slice_, linear="self", view=True, local=slice_bounds),
-    "aten.narrow.default": rule(narrow, linear="self", view=True),
-    "aten.select.int": rule(select, linear="self", view=True),
-    "aten.unbind.int": rule(select, linear="self", view=True),
-    "aten.split.Tensor": rule(cut, linear="self", view=True, local=cut_sizes("split_size")),
-    "aten.split.sizes": rule(cut, linear="self", view=True, local=cut_sizes("split_size")),
-    "aten.split_with_sizes.default": rule(cut, linear="self", view=True, local=cut_sizes("split_sizes")),
-    "aten.chunk.default": rule(cut, linear="self", view=True),
-    "aten.tensor_split.sections": rule(cut, linear="self", view=True),
-    "aten.tensor_split.indices": rule(cut, linear="self", view=True, local=places),
-    "aten.unsafe_split.Tensor": rule(cut, linear="self", view=True, local=cut_sizes("split_size")),
-    "aten.unsafe_split_with_sizes.default": rule(cut, linear="self", view=True, local=cut_sizes("split_sizes")),
-    "aten.unsafe_chunk.default": rule(cut, linear="self", view=True),
-    "aten.hsplit.int": rule(cut_side_by_side, linear="self", view=True),
-    "aten.vsplit.int": rule(cut, linear="self", view=True),
+    "aten.expand.default": op(expand, linear="self", view=True, local=result_size("size")),
+    "aten.broadcast_to.default": op(expand, linear="self", view=True, local=result_size("size")),
+    "aten.expand_as.default": op(expand, linear="self", view=True),
+    "aten.slice.Tensor": op(slice_, linear="self", view=True, local=slice_bounds),
+    "aten.narrow.default": op(narrow, linear="self", view=True),
+    "aten.select.int": op(select, linear="self", view=True),
+    "aten.unbind.int": op(select, linear="self", view=True),
+    "aten.split.Tensor": op(cut, linear="self", view=True, local=cut_sizes("split_size")),
+    "aten.split.sizes": op(cut, linear="self", view=True, local=cut_sizes("split_size")),
+    "aten.split_with_sizes.default": op(cut, linear="self", view=True, local=cut_sizes("split_sizes")),
+    "aten.chunk.default": op(cut, linear="self", view=True),
+    "aten.tensor_split.sections": op(cut, linear="self", view=True),
+    "aten.tensor_split.indices": op(cut, linear="self", view=True, local=places),
+    "aten.unsafe_split.Tensor": op(cut, linear="self", view=True, local=cut_sizes("split_size")),
+    "aten.unsafe_split_with_sizes.default": op(cut, linear="self", view=True, local=cut_sizes("split_sizes")),
+    "aten.unsafe_chunk.default": op(cut, linear="self", view=True),
+    "aten.hsplit.int": op(cut_side_by_side, linear="self", view=True),
+    "aten.vsplit.int": op(cut, linear="self", view=True),
 }
