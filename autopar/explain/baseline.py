@@ -1,4 +1,4 @@
-"""Baselines: what a plan cost, kept in a file beside the code.
+"""Baselines: what a plan cost, kept in a file next to the code.
 
     {"baseline": 1, "target": "models.py:gpt2", "hash": ..., "axes": ["dp", "tp"], "sizes": [2, 4], "device": "h100", ...}
 
@@ -20,7 +20,7 @@ from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 
 FORMAT = 1
-ANEW = "delete it and write it anew: --update with its TARGET, or pytest --update-plan-costs"
+REWRITE = "delete it and write it again: --update with its TARGET, or pytest --update-plan-costs"
 
 
 class BaselineError(AutoparError):
@@ -29,7 +29,7 @@ class BaselineError(AutoparError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """What the plan of a target cost; the target is empty where the one who compares makes the plan."""
+    """What the plan of a target cost; the target is empty if the caller makes the plan."""
 
     target: str
     summary: Summary
@@ -41,7 +41,7 @@ class Baseline:
 
     @property
     def options(self) -> Options:
-        """What was asked for when the plan was made. Raises BaselineError if the texts of the options denote nothing."""
+        """What was asked for when the plan was made. Raises BaselineError if an option is damaged or unknown."""
         texts = {name: text for name, text in self.summary.options.items() if text}
         pairs = [entry.rpartition(": ") for entry in texts.pop("constraints", "").split("; ") if entry]
         try:
@@ -54,7 +54,7 @@ class Baseline:
 
 
 def files(path: Path) -> list[Path]:
-    """The files of baselines that a path names, itself or those in a folder. Raises BaselineError if there are none."""
+    """The files of baselines that a path names, itself or those in a folder. Raises BaselineError if there is no such file."""
     found = sorted(path.glob("*.json")) if path.is_dir() else [path] * path.is_file()
     if not found:
         what, name = (f"in {path}", path / "NAME.json") if path.is_dir() else (str(path), path)
@@ -88,7 +88,7 @@ def write(path: Path, baselines: Sequence[Baseline]) -> None:
 
 
 def seen_from(target: str, folder: Path) -> str:
-    """A target as a baseline in a folder names it: a saved plan is none, a file relative to the folder."""
+    """A target as a baseline in a folder names it: "" for a saved plan, a file relative to the folder."""
     place, colon, name = target.rpartition(":")
     if not colon:
         return ""
@@ -108,7 +108,7 @@ def _baselines(data: object, path: Path) -> Iterator[Baseline]:
     entries: list[Any] = data if isinstance(data, list) else [data]
     for entry in entries:
         if entry["baseline"] != FORMAT:
-            raise BaselineError(f"{path} has format {entry['baseline']}, this autopar reads {FORMAT}", fix=ANEW)
+            raise BaselineError(f"{path} has format {entry['baseline']}, but this autopar reads {FORMAT}", fix=REWRITE)
         yield Baseline(target=str(entry["target"]), summary=Summary.from_data(entry))
 
 
@@ -121,10 +121,10 @@ def _data(path: Path) -> object:
         found: object = json.loads(path.read_text())
     except OSError as error:
         raise BaselineError(f"cannot read {path}", error=error) from error
-    except ValueError as error:  # no JSON, or no text
+    except ValueError as error:  # not JSON, or not text
         raise _damaged(path, error) from error
     return found
 
 
 def _damaged(path: Path, error: Exception) -> BaselineError:
-    return BaselineError(f"the baseline {path} is damaged", error=f"{type(error).__name__}: {error}", fix=ANEW)
+    return BaselineError(f"the baseline {path} is damaged", error=f"{type(error).__name__}: {error}", fix=REWRITE)

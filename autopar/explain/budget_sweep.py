@@ -1,4 +1,4 @@
-"""Time against memory: the plan within one budget after the other, from all the memory that it would like down to the least."""
+"""Time against memory: the fastest plan within each of several budgets, down to the least memory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autopar.errors import BudgetError
-from autopar.explain.phrases import milliseconds
-from autopar.explain.report import Part, grid
 from autopar.formulation.budget_loop import smallest
 from autopar.ir.mesh import Bytes, Seconds
 from autopar.plan.options import PLENTY, Options
 from autopar.plan.plan import Plan
-from autopar.plan.text import size_text
+from autopar.plan.text import Part, grid, milliseconds, size_text
 from autopar.planning.planner import Planned, plan_program
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
@@ -22,7 +20,7 @@ BAR = 40  # characters of the longest bar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepStep:
-    """The plan within a budget: seconds of a step, of computing again in it, bytes at its peak."""
+    """The plan within a budget: its step time, the recomputation in it, its peak memory and its proven gap."""
 
     budget: Bytes
     step_time: Seconds
@@ -32,9 +30,9 @@ class SweepStep:
 
 
 def budget_sweep(planned: Planned, options: Options) -> list[SweepStep]:
-    """The fastest plans between the memory that the best plan takes and the least that any plan needs.
+    """The fastest plans between the peak memory of the unconstrained optimum and the least memory that any plan needs.
 
-    Budgets divide the way evenly; the last is the least memory and a hundredth more.
+    Budgets are spaced evenly; the last is the least memory and a hundredth more.
     """
     solved = planned.solved
     least = smallest(solved.formulated, solved.memory_model)
@@ -68,7 +66,7 @@ def _step(budget: Bytes, plan: Plan) -> SweepStep:
 
 def sweep_parts(found: list[SweepStep]) -> Iterator[Part]:
     """The sweep as it is printed."""
-    table = grid("budget", "peak", "a step", "more", "computing again", "gap", "", right=(0, 1, 2, 3, 4, 5))
+    table = grid("budget", "peak", "step ms", "slower by", "recomputation", "gap", "", right=(0, 1, 2, 3, 4, 5))
     first, longest = found[0].step_time, max(step.step_time for step in found)
     for step in found:
         table.add_row(
@@ -81,4 +79,4 @@ def sweep_parts(found: list[SweepStep]) -> Iterator[Part]:
             "#" * round(BAR * step.step_time / longest) if longest else "",
         )
     yield table
-    yield "budget and peak: bytes on one device; gap: the most by which a faster plan within the budget may exist"
+    yield "budget and peak: per device; gap: the most by which a faster plan within the budget may exist"

@@ -31,7 +31,7 @@ OF_TARGET = ("mesh", "device", "budget", "strategy", "optimizer", "constraint", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a plan cost beside what it costs now; `error` says why there is no plan."""
+    """What a plan cost before and what it costs now; `error` says why there is no plan now."""
 
     name: str
     old: Summary
@@ -58,7 +58,7 @@ class Outcome:
         return (BETTER if self.totals[0].growth < 0 else WORSE) if self.totals else OK
 
     def lines(self) -> Iterator[str]:
-        """One line, and below it why where it is worse or failed, or what else was planned where that changed."""
+        """One line, and below it the reason if it is worse or failed, or what was planned for if that changed."""
         what, *reason = str(self.error).splitlines()
         if self.totals:
             what = ", ".join(f"{total.name} {total}" for total in self.totals)
@@ -74,15 +74,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command line that belong to the check."""
     what = "compare step time, peak memory and bytes sent with a saved plan or a folder of baselines; exit 1 if any is worse"
     parser.add_argument("--check", metavar="BASELINE", type=Path, help=what)
-    worse = f"with --check: by which part a figure may be worse, by default {TOLERANCE}"
-    parser.add_argument("--tolerance", type=_tolerance, metavar="PART", help=worse)
-    parser.add_argument("--update", action="store_true", help="with --check: write what plans cost now into the baselines")
+    worse = f"with --check: the fraction by which a figure may be worse, by default {TOLERANCE}"
+    parser.add_argument("--tolerance", type=_tolerance, metavar="FRACTION", help=worse)
+    parser.add_argument("--update", action="store_true", help="with --check: write the present costs into the baselines")
 
 
 def _tolerance(text: str) -> float:
     found = float(text)
     if not (found >= 0 and math.isfinite(found)):
-        raise argparse.ArgumentTypeError(f"{text} is no part of a figure, such as 0.01")
+        raise argparse.ArgumentTypeError(f"{text} is not a fraction such as 0.01")
     return found
 
 
@@ -96,7 +96,9 @@ def run(options: argparse.Namespace, planned: Callable[[], Plan]) -> int:
     if options.target:
         return _one(path, options.target, planned, tolerance, update=options.update)
     if given := [f"--{name}" for name in OF_TARGET if getattr(options, name)]:
-        raise UsageError(f"{', '.join(given)} only with a TARGET: baselines name theirs", fix="add TARGET, or leave it out")
+        raise UsageError(
+            f"{', '.join(given)} only with a TARGET: baselines name their own", fix="add TARGET, or leave these options out"
+        )
     return _all(path, tolerance, update=options.update)
 
 
@@ -129,7 +131,7 @@ def _all(path: Path, tolerance: float, *, update: bool) -> int:
     for place, (file, baseline) in enumerate(held):
         if not baseline.target:
             fix = "a saved plan needs its TARGET before --check, a baseline of the fixture plan_cost its test"
-            raise UsageError(f"{file} names no TARGET", fix=fix)
+            raise UsageError(f"{file} does not name a TARGET", fix=fix)
         asked = baseline.summary.options
         key = found_from(baseline.target, file.parent), asked.get("precision", ""), asked.get("reduce", "")
         targets[key].append(place)
@@ -145,7 +147,7 @@ def _all(path: Path, tolerance: float, *, update: bool) -> int:
 
 
 def _outcomes(target: str, precision: str, reduce: str, baselines: Sequence[Baseline], tolerance: float) -> Iterator[Outcome]:
-    """The baselines of one target beside what its plans cost now."""
+    """The baselines of one target compared with what its plans cost now."""
     program: Program | AutoparError
     try:
         program = read_program(*built(target), precision or None, reduce or None).program
@@ -183,5 +185,5 @@ def _verdict(statuses: Sequence[str], *, update: bool) -> int:
     counted = Counter(statuses)
     print(f"{len(statuses)} compared: " + ", ".join(f"{counted[s]} {s}" for s in (OK, BETTER, WORSE, FAILED) if counted[s]))
     if not update and counted[WORSE] + counted[BETTER]:
-        print("--update writes what plans cost now, if that is meant")
+        print("if this change is intended: --update writes the new costs")
     return int(counted[FAILED] > 0 or (counted[WORSE] > 0 and not update))

@@ -1,4 +1,4 @@
-"""What a command line names: the model and the sample that a function makes, a mesh, a constraint."""
+"""Arguments of the command line: the model and the sample that a function returns, a mesh, a constraint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class UsageError(AutoparError):
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh that a text such as "2,4" or "dp=2,tp=4" denotes; raises UsageError if it denotes none.
+    """The mesh that a text such as "2,4" or "dp=2,tp=4" denotes; raises UsageError if it does not denote one.
 
     >>> parse_mesh("dp=2,tp=4")
     Mesh(dp=2, tp=4)
@@ -35,7 +35,7 @@ def parse_mesh(text: str) -> Mesh:
     found = [(entry[1], int(entry[2])) for entry in entries if entry]
     named = {name: size for name, size in found if name}
     if len(found) < len(entries) or len(named) not in (0, len(found)):
-        raise UsageError(f"{text!r} is no mesh", fix="the size of every axis: 2,4; or a different name for each: dp=2,tp=4")
+        raise UsageError(f"{text!r} is not a mesh", fix="the size of every axis: 2,4; or a different name for each: dp=2,tp=4")
     try:
         return Mesh.of(named or tuple(size for _, size in found))
     except MeshError as error:
@@ -43,15 +43,15 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def parse_constraint(text: str) -> tuple[str, str]:
-    """The name and the layout of a text such as "*.wte.weight=I, S(0)"; raises UsageError if it has none."""
+    """The name and the layout of a text such as "*.wte.weight=I, S(0)"; raises UsageError for any other text."""
     name, equals, layout = text.rpartition("=")
     if not equals or not name.strip():
-        raise UsageError(f"{text!r} is no constraint", fix='NAME=LAYOUT, such as --constraint "*.wte.weight=I, S(0)"')
+        raise UsageError(f"{text!r} is not a constraint", fix='NAME=LAYOUT, such as --constraint "*.wte.weight=I, S(0)"')
     return name.strip(), layout.strip()
 
 
 def parse_dynamic(text: str) -> tuple[str, Dims]:
-    """The name and the dims of a text such as "batch=0" or "batch=input_ids:0,labels:0"; raises UsageError if it has none.
+    """The name and the dims of a text such as "batch=0" or "batch=input_ids:0,labels:0"; raises UsageError for any other text.
 
     >>> parse_dynamic("sequence=input_ids:1,labels:1")
     ('sequence', {'input_ids': 1, 'labels': 1})
@@ -62,12 +62,12 @@ def parse_dynamic(text: str) -> tuple[str, Dims]:
     pairs = [re.fullmatch(r"\s*(.+?)\s*:\s*(\d+)\s*", entry) for entry in said.split(",")]
     dims = {pair[1]: int(pair[2]) for pair in pairs if pair}
     if not name or not equals or len(dims) < len(pairs):
-        raise UsageError(f"{text!r} names no size", fix="NAME=DIM, or NAME=INPUT:DIM,INPUT:DIM: --dynamic batch=0")
+        raise UsageError(f"{text!r} does not name a size", fix="NAME=DIM, or NAME=INPUT:DIM,INPUT:DIM: --dynamic batch=0")
     return name, dims
 
 
 def built(target: str) -> tuple[nn.Module, object]:
-    """The model and the sample that a TARGET makes, on the meta device; raises UsageError if it does not make them."""
+    """The model and the sample that a TARGET returns, on the meta device; raises UsageError if it does not return them."""
     function = _function(target)
     try:
         with torch.device("meta"):
@@ -77,7 +77,7 @@ def built(target: str) -> tuple[nn.Module, object]:
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
         raise UsageError(
-            f"{target} returned no (model, sample_input)",
+            f"{target} did not return (model, sample_input)",
             returned=kinds,
             fix="return a tuple of an nn.Module and its sample batch",
         )
@@ -87,7 +87,7 @@ def built(target: str) -> tuple[nn.Module, object]:
 def _function(target: str) -> Callable[[], object]:
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
-        raise UsageError(f"{target!r} names no function", fix=HOW)
+        raise UsageError(f"{target!r} does not name a function", fix=HOW)
     module = _file(Path(place), target) if place.endswith(".py") else _module(place, target)
     found = getattr(module, name, None)
     if not callable(found):
@@ -99,7 +99,7 @@ def _function(target: str) -> Callable[[], object]:
 def _file(path: Path, target: str) -> ModuleType:
     """The module of a file, which may import its neighbours, as a script may."""
     if not path.is_file():
-        raise UsageError(f"there is no file {path}", target=target, fix=HOW)
+        raise UsageError(f"no such file: {path}", target=target, fix=HOW)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -119,7 +119,7 @@ def _module(name: str, target: str) -> ModuleType:
     except UsageError as error:
         missing = error.__cause__
         if isinstance(missing, ModuleNotFoundError) and missing.name and f"{name}.".startswith(f"{missing.name}."):
-            raise UsageError(f"there is no module {name}", target=target, fix=HOW) from missing
+            raise UsageError(f"no such module: {name}", target=target, fix=HOW) from missing
         raise
     return found[0]
 

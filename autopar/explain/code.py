@@ -1,4 +1,4 @@
-"""The code that a plan stands for, as rank 0 runs it; made without processes, on groups that do not exist."""
+"""The code that a plan emits, as rank 0 runs it; made without processes, on groups that do not exist."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
     python -m autopar.explain --diff a.json b.json
     python -m autopar.explain --check baselines/
 
-Exit code 0 for an answer, 1 if there is no plan, no such name, or a cost above its baseline, 2 if the command line is wrong.
+Exit code 0 for an answer; 1 if there is no plan, no such name, or a cost above its baseline; 2 if the command line is wrong.
 """
 
 from __future__ import annotations
@@ -68,28 +68,28 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m autopar.explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("target", metavar="TARGET", nargs="?", help=HOW)
-    parser.add_argument("--mesh", help="sizes of the axes, the last one innermost: 2,4 or dp=2,tp=4")
-    parser.add_argument("--device", help="an entry of the catalog, such as h100; by default this machine's")
+    parser.add_argument("--mesh", help="sizes of the mesh axes, the last one innermost: 2,4 or dp=2,tp=4")
+    parser.add_argument("--device", help="a device of the catalog, such as h100; by default that of this machine")
     parser.add_argument("--budget", help="memory per device, such as 24GiB; by default 90%% of the device")
     parser.add_argument("--strategy", help=", ".join(STRATEGIES))
-    parser.add_argument("--optimizer", help="adamw, sgd, ...: for the memory of its state")
-    precision = "by default the model's own; bf16-mixed computes and gathers in bf16 over fp32 shards"
+    parser.add_argument("--optimizer", help="adamw, sgd, ...: for the time of its step and the memory of its state")
+    precision = "by default that of the model; bf16-mixed computes and all-gathers in bf16 over fp32 shards"
     parser.add_argument("--precision", help=f"{', '.join(PRECISIONS)}: {precision}")
-    parser.add_argument("--reduce", help="bf16: gradients are added up in that dtype, with --precision bf16-mixed")
-    number = "parts of the batch that a step takes one after the other: a number, or auto"
+    parser.add_argument("--reduce", help="bf16: reduce gradients in that dtype, with --precision bf16-mixed")
+    number = "micro-batches per step, run one after another: a number, or auto"
     parser.add_argument("--microbatches", type=lambda text: int(text) if text.isdecimal() else text, help=number)
-    constraint = '"*.wte.weight=I, S(0)"; may be given several times'
+    constraint = 'force a layout: "*.wte.weight=I, S(0)"; may be given several times'
     parser.add_argument("--constraint", metavar="NAME=LAYOUT", action="append", default=[], help=constraint)
-    varies = "a size that may be another in a call: batch=0, or batch=input_ids:0,labels:0; may be given several times"
+    varies = "a size that may differ between calls: batch=0, or batch=input_ids:0,labels:0; may be given several times"
     parser.add_argument("--dynamic", metavar="NAME=DIM", action="append", default=[], help=varies)
     parser.add_argument("--save", metavar="PLAN.json", help="write the plan to a file")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     ask = parser.add_argument_group("questions, answered instead of the report")
     why = "the candidates of an operator or a parameter, with their prices; * matches any part of the name"
     ask.add_argument("--why", metavar="NAME", action="append", default=[], help=why)
-    why_not = "plan again with this layout forced: what changes, and what it costs; may be given several times"
+    why_not = "plan again with this layout forced, and say what changes and what it costs; may be given several times"
     ask.add_argument("--why-not", metavar="NAME=LAYOUT", action="append", default=[], help=why_not)
-    ask.add_argument("--budget-sweep", action="store_true", help="the step time within less and less memory")
+    ask.add_argument("--budget-sweep", action="store_true", help="the step time within smaller and smaller budgets")
     ask.add_argument("--code", action="store_true", help="the emitted module, as rank 0 runs it")
     ask.add_argument("--diff", nargs=2, metavar=("OLD.json", "NEW.json"), help="what differs between two saved plans")
     check.add_arguments(parser)
@@ -101,11 +101,11 @@ def _answer(options: argparse.Namespace) -> CommandOutput:
         _refuse(options, (*PLANNING, *MODEL, "target", "save"), "--diff compares two saved plans")
         return of_difference(difference(*map(_loaded, options.diff)))
     if not options.target:
-        raise UsageError("what shall be explained?", fix=f"TARGET: {HOW}")
+        raise UsageError("no TARGET given", fix=f"TARGET: {HOW}")
     if options.target.endswith(".json"):
         saved = f"{options.target} is a saved plan"
-        _refuse(options, PLANNING, saved, "cannot change it", "give the model to plan it again")
-        _refuse(options, MODEL, saved, "need the model", "give the model and the mesh that it was planned for")
+        _refuse(options, PLANNING, saved, "cannot change it", "name the model to plan it again")
+        _refuse(options, MODEL, saved, "need the model", "name the model, and the mesh that it was planned for")
         plan = _loaded(options.target)
         answer = of_plan(plan)
     else:
@@ -116,7 +116,7 @@ def _answer(options: argparse.Namespace) -> CommandOutput:
 
 
 def _refuse(
-    options: argparse.Namespace, names: Sequence[str], what: str, why: str = "do not go with it", fix: str = ""
+    options: argparse.Namespace, names: Sequence[str], what: str, why: str = "cannot be combined with it", fix: str = ""
 ) -> None:
     """Raise UsageError if one of these options was given."""
     given = [name if name == "target" else f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
@@ -127,7 +127,7 @@ def _refuse(
 def _loaded(path: str) -> Plan:
     """A plan that was saved before."""
     if not Path(path).is_file():
-        raise UsageError(f"there is no file {path}", fix=HOW)
+        raise UsageError(f"no such file: {path}", fix=HOW)
     return Plan.load(path)
 
 
@@ -143,7 +143,7 @@ def _explained(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
 def _plan(options: argparse.Namespace) -> Plan:
     """The plan of the TARGET alone, saved if that is asked for."""
     if options.target.endswith(".json"):
-        _refuse(options, PLANNING, f"{options.target} is a saved plan", "cannot change it", "give the model to plan it again")
+        _refuse(options, PLANNING, f"{options.target} is a saved plan", "cannot change it", "name the model to plan it again")
         return _loaded(options.target)
     with progress("building the model") as tell:
         plan = _planned(options, tell)[0].plan
@@ -155,7 +155,7 @@ def _plan(options: argparse.Namespace) -> Plan:
 def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Planned, Options]:
     """The model that the command line names, planned as it asks."""
     if not options.mesh:
-        raise UsageError("on which mesh? A plan is for one mesh", fix="--mesh 2,4 or --mesh dp=2,tp=4")
+        raise UsageError("no mesh given", fix="--mesh 2,4 or --mesh dp=2,tp=4")
     mesh = parse_mesh(options.mesh)
     named = {name: getattr(options, name) for name in OPTIONS}
     given = {name: value for name, value in named.items() if value is not None}
@@ -169,7 +169,7 @@ def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[
 def _constraints(texts: Sequence[str]) -> dict[str, str]:
     found = dict(map(parse_constraint, texts))
     if len(found) < len(texts):
-        raise UsageError("one name has two constraints", given="; ".join(texts))
+        raise UsageError("two constraints for one name", given="; ".join(texts))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The chosen plan beside every named strategy, planned for the same captured program."""
+"""The chosen plan compared with every named strategy, planned for the same captured program."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError, BudgetError
-from autopar.explain.report import Part, grid
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
-from autopar.plan.text import size_text
+from autopar.plan.tables import bytes_of, seconds_of
+from autopar.plan.text import Part, grid, milliseconds, size_text
 from autopar.planning.optimize import solved
 from autopar.planning.planner import Planned, finish
 from autopar.search_space.strategies import STRATEGIES
@@ -21,7 +21,7 @@ PATIENCE = 5.0  # seconds: enough for all but the largest models
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A strategy with its plan, or with the reason why there is none."""
+    """A strategy with its plan, or with the reason why it has no plan."""
 
     strategy: str
     plan: Plan | None
@@ -56,25 +56,27 @@ def _compared(planned: Planned, options: Options) -> Compared:
 def comparison(found: Sequence[Compared], chosen: str) -> Iterator[Part]:
     """The table: totals of each strategy, and by how much auto beats it."""
     auto = next((entry.plan for entry in found if entry.strategy == AUTO), None)
-    table = grid("strategy", "step ms", "computing", "sending", "sent", "memory", "beside auto", right=(1, 2, 3, 4, 5))
+    table = grid(
+        "strategy", "step ms", "compute", "communication", "bytes", "memory", "relative to auto", right=(1, 2, 3, 4, 5)
+    )
     for entry in found:
         name = f"{entry.strategy} (this plan)" if entry.strategy == chosen else entry.strategy
         if entry.plan is None:
             table.add_row(name, "", "", "", "", "", entry.refusal)
             continue
         plan = entry.plan
-        sending = sum(c.seconds for c in plan.collectives)
-        times = [f"{seconds * 1e3:.3f}" for seconds in (plan.step_time, plan.step_time - sending, sending)]
-        sent = size_text(sum(c.bytes for c in plan.collectives))
-        table.add_row(name, *times, sent, size_text(plan.peak_memory), _beside(plan, auto) if entry.strategy != AUTO else "")
+        sent = seconds_of(plan.collectives)
+        times = map(milliseconds, (plan.step_time, plan.step_time - sent, sent))
+        size = size_text(bytes_of(plan.collectives))
+        table.add_row(name, *times, size, size_text(plan.peak_memory), _relative(plan, auto) if entry.strategy != AUTO else "")
     yield table
 
 
-def _beside(plan: Plan, auto: Plan | None) -> str:
+def _relative(plan: Plan, auto: Plan | None) -> str:
     """How two step times compare, in words."""
     if auto is None or not auto.step_time:
         return ""
     more = plan.step_time / auto.step_time - 1
     if abs(more) < 5e-4:
         return "as fast as auto"
-    return f"{more:.1%} slower than auto" if 0 < more < 1 else f"{1 + more:.2f} times as long as auto"
+    return f"{more:.1%} slower than auto" if 0 < more < 1 else f"{1 + more:.2f} times the step time of auto"

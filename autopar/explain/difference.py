@@ -2,23 +2,23 @@
 
 step time   12.345 ms, was 11.111 ms (+11.1%)
 ...
-stored otherwise
+changed layouts
   h.0-11.mlp.c_fc.weight  I, I  (was I, S(1))
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.explain.summary import CommunicationTotal, Summary
 from autopar.plan.plan import Plan
-from autopar.plan.text import folded, size_text, wild
+from autopar.plan.tables import kind_text
+from autopar.plan.text import alike, folded, milliseconds, size_text
 
 ROWS = 6  # of one list
-TIMES = 10.0  # what grew by more is told as a multiple
+TIMES = 10.0  # a larger growth is told as a multiple
 SAME = 1e-6  # sums of the same seconds in another order differ by less
 
 
@@ -33,7 +33,7 @@ class Total:
 
     @property
     def growth(self) -> float:
-        """By which part of the old figure the new one is larger: 0.1 for 10% more, infinite for something where nothing was."""
+        """By which part of the old figure the new one is larger: 0.1 for 10% more, infinite if it was zero."""
         if math.isclose(self.old, self.new, rel_tol=SAME):
             return 0.0
         return self.new / self.old - 1 if self.old else math.inf
@@ -46,7 +46,7 @@ class Total:
 
     def __str__(self) -> str:
         if not self.growth:
-            return f"{self._text(self.new)}, as before"
+            return f"{self._text(self.new)}, unchanged"
         change = f" ({self._percent})" if self.old and self.new else ""
         return f"{self._text(self.new)}, was {self._text(self.old)}{change}"
 
@@ -55,12 +55,12 @@ class Total:
         return f"{self.growth:+.1%}" if self.growth < TIMES else f"{self.growth + 1:.0f} times"
 
     def _text(self, figure: float) -> str:
-        return f"{figure * 1e3:.3f} ms" if self.unit == "s" else size_text(figure)
+        return f"{milliseconds(figure)} ms" if self.unit == "s" else size_text(figure)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """Names, those of repeated blocks together, whose text differs alike; "" where a plan lacks them."""
+    """Names of repeated blocks whose text changed alike; "" where a plan lacks them."""
 
     names: tuple[str, ...]
     old: str
@@ -72,12 +72,12 @@ class Changed:
         return folded(self.names)
 
     def __str__(self) -> str:
-        return f"{self.new or 'gone'}  (was {self.old})" if self.old else f"{self.new}  (new)"
+        return f"{self.new or 'removed'}  (was {self.old})" if self.old else f"{self.new}  (new)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What differs between two plans: totals, and what is sent, stored and split otherwise."""
+    """What differs between two plans: totals, communication, stored layouts, and how ops are split."""
 
     old: Summary
     new: Summary
@@ -94,11 +94,11 @@ class Difference:
 
     @property
     def parts(self) -> tuple[Total, ...]:
-        """The step time in two."""
+        """The step time, split into compute and communication."""
         old, new = self.old, self.new
         return (
-            Total(name="computing", unit="s", old=old.step_time - old.sending, new=new.step_time - new.sending),
-            Total(name="sending", unit="s", old=old.sending, new=new.sending),
+            Total(name="compute", unit="s", old=old.step_time - old.communication, new=new.step_time - new.communication),
+            Total(name="communication", unit="s", old=old.communication, new=new.communication),
         )
 
     @property
@@ -114,12 +114,12 @@ class Difference:
 
     @property
     def stored(self) -> tuple[Changed, ...]:
-        """Inputs, parameters, buffers and outputs that are held in another layout."""
+        """Inputs, parameters, buffers and outputs whose layout changed."""
         return _changed(self.old.stored, self.new.stored)
 
     @property
     def runs(self) -> tuple[Changed, ...]:
-        """Ops of which something else is split."""
+        """Ops that split other dims."""
         return _changed(self.old.runs, self.new.runs)
 
     def lines(self) -> Iterator[str]:
@@ -128,16 +128,16 @@ class Difference:
         for total in self.totals:
             yield f"{total.name:<12}{total}"
             if total.unit == "s" and total.growth:
-                yield from (f"  {part.name:<10}{part}" for part in self.parts if part.growth)
-        yield from _listed("sent otherwise", [(" ".join(new.key), _sent_text(old, new)) for old, new in self.sent])
-        yield from _listed("stored otherwise", [(change.name, str(change)) for change in self.stored])
-        yield from _listed("split otherwise", [(change.name, str(change)) for change in self.runs])
+                yield from (f"  {part.name:<15}{part}" for part in self.parts if part.growth)
+        yield from _listed("changed communication", [(kind_text(*new.key), _sent_text(old, new)) for old, new in self.sent])
+        yield from _listed("changed layouts", [(change.name, str(change)) for change in self.stored])
+        yield from _listed("changed splits", [(change.name, str(change)) for change in self.runs])
 
     def premises(self) -> Iterator[str]:
-        """What was not the same to begin with: the model, the mesh, the device, the options."""
+        """What was planned for, where it changed: the model, the mesh, the device, the options."""
         old, new = self.old, self.new
         if old.hash != new.hash:
-            yield f"the model or its sample changed: its program is {new.hash}, was {old.hash}"
+            yield f"the model or its sample changed: the program is {new.hash}, was {old.hash}"
         pairs = {"mesh": (old.mesh, new.mesh), "links": (", ".join(old.links), ", ".join(new.links))}
         pairs |= {"device": (old.device, new.device)}
         pairs |= {name: (old.options.get(name, ""), new.options.get(name, "")) for name in {**old.options, **new.options}}
@@ -157,8 +157,8 @@ def _differ(pair: tuple[CommunicationTotal, CommunicationTotal]) -> bool:
 def _sent_text(old: CommunicationTotal, new: CommunicationTotal) -> str:
     if not old.number or not new.number:
         some = new if new.number else old
-        text = f"{some.number}, {size_text(some.bytes)}, {some.seconds * 1e3:.3f} ms"
-        return f"{text} (new)" if new.number else f"gone (was {text})"
+        text = f"{some.number}, {size_text(some.bytes)}, {milliseconds(some.seconds)} ms"
+        return f"{text} (new)" if new.number else f"removed (was {text})"
     number = f"{new.number}" if old.number == new.number else f"{new.number}, was {old.number}"
     size = Total(name="bytes", unit="B", old=old.bytes, new=new.bytes)
     time = Total(name="time", unit="s", old=old.seconds, new=new.seconds)
@@ -166,13 +166,10 @@ def _sent_text(old: CommunicationTotal, new: CommunicationTotal) -> str:
 
 
 def _changed(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[Changed, ...]:
-    """The entries that differ, those of repeated blocks together, the most numerous first."""
-    groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for name in {**new, **old}:
-        was, now = old.get(name, ""), new.get(name, "")
-        if was != now:
-            groups[wild(name), was, now].append(name)
-    found = [Changed(names=tuple(names), old=was, new=now) for (_, was, now), names in groups.items()]
+    """The entries that differ, repeated blocks as one, the most numerous first."""
+    pairs = {name: (old.get(name, ""), new.get(name, "")) for name in {**new, **old}}
+    changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    found = [Changed(names=tuple(names), old=was, new=now) for names, (was, now) in alike(changed)]
     return tuple(sorted(found, key=lambda change: -len(change.names)))
 
 

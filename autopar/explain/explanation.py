@@ -11,12 +11,12 @@ from torch import nn
 from autopar.api import options_of
 from autopar.explain.code import code
 from autopar.explain.comparison import Compared, compare, comparison
-from autopar.explain.report import Part, report
+from autopar.explain.report import report
 from autopar.explain.why import Why, why
 from autopar.explain.whynot import WhyNot, why_not
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
-from autopar.plan.text import plain
+from autopar.plan.text import Part, plain
 from autopar.planning.planner import Planned, make_plan
 
 
@@ -28,7 +28,7 @@ class Explanation:
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     >>> found = autopar.explain.explain(model, torch.randn(32, 64), (2, 4), device="h100")
     >>> [entry.strategy for entry in found.compared]
-    ['auto', 'ddp', 'zero2', 'fsdp', 'megatron', 'replicate']
+    ['auto', 'ddp', 'zero1', 'zero2', 'fsdp', 'megatron', 'replicate']
     """
 
     planned: Planned
@@ -49,15 +49,15 @@ class Explanation:
         return code(self.planned)
 
     def why(self, name: str) -> list[Why]:
-        """The candidates of the operators and tensors that a name means, with their prices; raises InputError for none."""
+        """The candidates of the operators and tensors that a name matches; raises InputError if it matches nothing."""
         return why(self.planned.solved, name)
 
     def why_not(self, forced: Mapping[str, str]) -> WhyNot:
-        """The best plan with these layouts forced; raises ConstraintError for a name that means nothing."""
+        """The best plan with these layouts forced; raises ConstraintError for a name that matches nothing."""
         return why_not(self.planned, self.options, forced)
 
     def parts(self) -> Iterator[Part]:
-        """The report: what the plan says, how long planning took, and the named strategies beside it."""
+        """The report: the sections of the plan, how long planning took, and a comparison with the named strategies."""
         yield from report(self.plan)
         yield ""
         phases = self.planned.phases

@@ -17,7 +17,7 @@ def choices_of(analysis: Analysis, glob: str) -> list[str]:
     """The classes of ops and given tensors that a name means, each once.
 
     A module means the operators of its own that the report names; if it has none, those inside it; if there are none, all of
-    its operators. Raises InputError for a name that means nothing, with the names that are close.
+    its operators. Raises InputError for a name that matches nothing, with the closest names.
     """
     program = analysis.program
     inside = _modules(program.ops)
@@ -27,7 +27,7 @@ def choices_of(analysis: Analysis, glob: str) -> list[str]:
     if not hits:
         close = difflib.get_close_matches(glob.replace("*", ""), [*exact, *inside], n=3, cutoff=0.5)
         raise InputError(
-            f"nothing in the model is called {glob!r}",
+            f"nothing in the model is named {glob!r}",
             close=", ".join(close),
             fix='a module path, a parameter, or "module.path:op#n"; * matches any part',
         )

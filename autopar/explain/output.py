@@ -10,10 +10,11 @@ from autopar.explain.budget_sweep import budget_sweep, sweep_parts
 from autopar.explain.comparison import Compared
 from autopar.explain.difference import Difference
 from autopar.explain.explanation import Explanation
-from autopar.explain.report import Part, report
+from autopar.explain.report import report
 from autopar.explain.why import why_parts
 from autopar.explain.whynot import WhyNot, why_not_parts
 from autopar.plan.plan import Plan
+from autopar.plan.text import Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Sentences for people: what an operator splits, how a parameter is stored and used, how long and how much.
+"""Phrases of the report: what an operator splits, how a parameter is stored and used, what takes memory.
 
 ("out-features", "batch") over (dp, tp)   ->   out-features split over dp, batch split over tp
 """
@@ -8,41 +8,54 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.ir.conversion import CONVERSIONS
-from autopar.plan.breakdown import ADDENDS, REPEATED, WHOLE, Allocation, CostParameter
+from autopar.plan.breakdown import ADDENDS, REPEATED, WHOLE, Allocation
 from autopar.plan.plan import Plan
-from autopar.plan.text import size_text
+from autopar.plan.text import joined
 
 # What is done to a parameter before it is used, by the change of its state; and to its gradient, by the collective.
 USES = {
-    ("S", "R"): "gathered", ("S", "I"): "gathered", ("S", "S"): "exchanged", ("I", "S"): "cut", ("R", "S"): "cut",
+    ("S", "R"): "all-gathered",
+    ("S", "I"): "all-gathered",
+    ("S", "S"): "resharded by all-to-all",
+    ("I", "S"): "sliced",
+    ("R", "S"): "sliced",
     ("S", "P"): "padded",
-}  # fmt: skip
+}
 GRADIENTS = {
-    "all_reduce": "all-reduced", "reduce_scatter": "reduce-scattered", "all_gather": "gathered", "all_to_all": "exchanged",
-}  # fmt: skip
-COLLECTIVE = {name: name.replace("_", "-") for name in GRADIENTS}
+    "all_reduce": "all-reduced",
+    "reduce_scatter": "reduce-scattered",
+    "all_gather": "all-gathered",
+    "all_to_all": "resharded by all-to-all",
+}
 UNSPLIT = {
-    WHOLE: "the same on {}",
-    REPEATED: "the same on {} (its gradient in addends)",
-    ADDENDS: "in addends over {}",
-}  # fmt: skip
+    WHOLE: "replicated over {}",
+    REPEATED: "replicated over {} (gradient is partial)",
+    ADDENDS: "partial over {}",
+}
 HELD = {
-    "stored": "stored", "gradient": "gradient of", "produced": "value", "converted": "another layout of", "kept": "saved value",
-    "internal": "saved inside", "flowing": "gradient of", "transient": "gradient on its way to",
-    "recompute": "made again:", "flight": "on its way, with others:",
-}  # fmt: skip
+    "stored": "stored",
+    "gradient": "gradient of",
+    "produced": "value",
+    "converted": "resharded",
+    "kept": "saved activation",
+    "internal": "saved by",
+    "flowing": "gradient of",
+    "transient": "workspace of",
+    "recompute": "recomputed",
+    "flight": "bucket in flight:",
+}
 
 
 def runs(words: Sequence[str], axes: Sequence[str]) -> str:
     """What an operator splits over which axes.
 
     >>> runs(("batch", "whole"), ("dp", "tp"))
-    'batch split over dp, the same on tp'
+    'batch split over dp, replicated over tp'
     >>> runs(("whole", "classes with 2 all-reduces inside"), ("dp", "tp"))
-    'classes split over tp with 2 all-reduces inside, the same on dp'
+    'classes split over tp with 2 all-reduces inside, replicated over dp'
     """
     if all(word == WHOLE for word in words):
-        return "the same on every device"
+        return "replicated on every device"
     return ", ".join(_grouped(words, axes))
 
 
@@ -53,29 +66,19 @@ def stored(words: Sequence[str], axes: Sequence[str]) -> str:
     'out-features split over dp'
     """
     split = [(word, axis) for word, axis in zip(words, axes, strict=True) if word != WHOLE]
-    return ", ".join(_grouped(*zip(*split, strict=True))) if split else "whole on every device"
+    return ", ".join(_grouped(*zip(*split, strict=True))) if split else "replicated on every device"
 
 
 def _grouped(words: Sequence[str], axes: Sequence[str]) -> Iterable[str]:
     """One phrase per word, the splits first."""
     for word in sorted(dict.fromkeys(words), key=lambda word: word in UNSPLIT):
-        over = together(axis for axis, other in zip(axes, words, strict=True) if other == word)
+        over = joined(axis for axis, other in zip(axes, words, strict=True) if other == word)
         split, apart, messages = word.partition(" with ")
         yield UNSPLIT.get(word, f"{split} split over {{}}{apart}{messages}").format(over)
 
 
-def together(names: Iterable[str]) -> str:
-    """A list in words.
-
-    >>> together(["dp", "tp"])
-    'dp and tp'
-    """
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
-
-
 def use(plan: Plan, name: str, backward: Mapping[str, Sequence[tuple[str, str]]]) -> list[str]:
-    """What is done to a parameter or its copies for use, then to their gradients.
+    """What is done to a parameter or its copies before use, then to their gradients.
 
     `backward` lists (kind, axis) of the collectives of each in the backward.
     """
@@ -93,41 +96,13 @@ def use(plan: Plan, name: str, backward: Mapping[str, Sequence[tuple[str, str]]]
             gradients.setdefault(GRADIENTS[gradient], []).append(plan.axes[axis])
 
     def over(axes: list[str]) -> str:
-        return together(axis for axis in plan.axes if axis in axes)
+        return joined(axis for axis in plan.axes if axis in axes)
 
-    found = [f"{phrase} over {over(axes)} for use" for phrase, axes in uses.items()]
+    found = [f"{phrase} over {over(axes)} before use" for phrase, axes in uses.items()]
     sums = [f"{phrase} over {over(axes)}" for phrase, axes in gradients.items()]
-    return found + ([f"gradient {together(sums)}"] if sums else [])
+    return found + ([f"gradient {joined(sums)}"] if sums else [])
 
 
 def held(entry: Allocation) -> str:
-    """What takes memory, in words."""
+    """What takes memory, with how many of its like."""
     return f"{HELD[entry.kind]} {entry.name}" + (f", {entry.count} of these" if entry.count > 1 else "")
-
-
-def figure(found: CostParameter) -> str:
-    """A figure with its unit, as a person writes it.
-
-    >>> figure(Figure(of="device", name="memory bandwidth", value=3.35e12, unit="B/s", source="data sheet"))
-    'memory bandwidth 3350 GB/s'
-    """
-    value = found.value
-    number = {
-        "B": lambda: size_text(value),
-        "B/s": lambda: f"{value / 1e9:.4g} GB/s",
-        "op/s": lambda: f"{value / 1e12:.4g} Tflop/s",
-        "s": lambda: f"{value * 1e6:.3g} us",
-        "": lambda: f"{value:g}",
-    }[found.unit]()
-    return f"{found.name} {number}"
-
-
-def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds with their unit."""
-    return f"{seconds * 1e3:.3f} ms"
-
-
-def proof(gap: float) -> str:
-    """How good a plan is known to be."""
-    share = f"{gap:.2%}"
-    return f"no plan is {'faster' if share == '0.00%' else f'more than {share} faster'} at these prices"

@@ -22,7 +22,7 @@ UPDATE = "pytest --update-plan-costs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCost:
-    """Compares plans with baselines in `folder`; `test` names those that are given no name, `tell` says what is no failure."""
+    """Compares plans with baselines in `folder`; `test` names plans without a name, `tell` reports what is not a failure."""
 
     folder: Path
     test: str
@@ -51,7 +51,7 @@ class PlanCost:
     ) -> Plan:
         """Fail the test if a plan, or that of a model, costs more than its baseline; returns the plan.
 
-        `options` are those of `autopar.plan`. `tolerance` is the part by which a figure may be worse.
+        `options` are those of `autopar.plan`. `tolerance` is the fraction by which a figure may be worse.
         """
         if isinstance(what, Plan):
             made, name = what, str(sample)
@@ -62,14 +62,14 @@ class PlanCost:
         except AutoparError as error:
             pytest.fail(str(error), pytrace=False)
         if outcome and outcome.status == WORSE:
-            pytest.fail("\n".join([*outcome.lines(), f"if that is meant: {UPDATE}"]), pytrace=False)
+            pytest.fail("\n".join([*outcome.lines(), f"if this change is intended: {UPDATE}"]), pytrace=False)
         return made
 
     def _compared(self, made: Plan, name: str, tolerance: float) -> Outcome | None:
-        """The plan beside its baseline; None where the baseline is written instead."""
+        """The plan compared with its baseline; None if the baseline is written instead."""
         path, new = self.folder / f"{name}.json", Summary.of(made)
         if name in self.seen:
-            raise BaselineError(f"one test has two plans called {name!r}", fix="give each a name of its own")
+            raise BaselineError(f"one test has two plans named {name!r}", fix="give each its own name")
         self.seen.add(name)
         if self.update:
             write(path, [Baseline(target="", summary=new)])
@@ -79,8 +79,8 @@ class PlanCost:
             raise BaselineError(f"there is no baseline {path}", fix=f"{UPDATE} writes it")
         found = read(path)
         if len(found) != 1:
-            raise BaselineError(f"{path} holds {len(found)} baselines, a test has one", fix=UPDATE)
+            raise BaselineError(f"{path} holds {len(found)} baselines, but a test compares with one", fix=UPDATE)
         outcome = Outcome(name=name, old=found[0].summary, new=new, tolerance=tolerance)
         if outcome.status == BETTER:
-            self.tell("\n".join([*outcome.lines(), f"        {UPDATE} keeps that"]))
+            self.tell("\n".join([*outcome.lines(), f"        {UPDATE} keeps the improvement"]))
         return outcome

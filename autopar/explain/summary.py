@@ -1,4 +1,4 @@
-"""What of a plan is worth comparing with another: its totals, what is sent, what is stored how and what of ops is split.
+"""What of a plan is worth comparing with another: its totals, its communication, stored layouts, and how ops are split.
 
 A summary is small: repeated blocks are folded into one entry where it is written, as in {"h.0-11.mlp.c_fc.weight": "I, S(1)"}.
 """
@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.ir.mesh import Bytes, Seconds
-from autopar.plan.plan import OUTPUT, Collective, Plan
-from autopar.plan.text import folded, wild
+from autopar.plan.breakdown import OUTPUT
+from autopar.plan.plan import Plan
+from autopar.plan.tables import by_kind, bytes_of, seconds_of
+from autopar.plan.text import alike, folded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationTotal:
-    """All collectives of one kind over one axis in one pass; `bytes` are of their larger buffers on one rank, together."""
+    """All collectives of one kind over one axis in one pass; `bytes` is the total of their larger buffers on one rank."""
 
     kind: str
     axis: str
@@ -36,7 +37,7 @@ class CommunicationTotal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Totals, collectives by kind, axis and pass, layouts, and what of ops is split, in words.
+    """Totals, communication by kind, axis and pass, layouts, and the dims that ops split, in words.
 
     `stored` has inputs, parameters, buffers and outputs; `runs` the ops that have parameters or are well known.
     """
@@ -55,12 +56,12 @@ class Summary:
 
     @property
     def bytes_sent(self) -> Bytes:
-        """The bytes of all collectives of a step."""
+        """Total bytes of the collectives of a step."""
         return sum(entry.bytes for entry in self.collectives)
 
     @property
-    def sending(self) -> Seconds:
-        """The time of all collectives of a step."""
+    def communication(self) -> Seconds:
+        """Total time of the collectives of a step."""
         return sum(entry.seconds for entry in self.collectives)
 
     @property
@@ -71,16 +72,12 @@ class Summary:
     @staticmethod
     def of(plan: Plan) -> Summary:
         """The summary of a plan."""
-        groups: dict[tuple[str, str, str], list[Collective]] = defaultdict(list)
-        for entry in plan.collectives:
-            groups[entry.kind, entry.axis, entry.where].append(entry)
         sent = tuple(
             CommunicationTotal(
-                kind=kind, axis=axis, where=where, number=len(group),
-                bytes=sum(entry.bytes for entry in group), seconds=sum(entry.seconds for entry in group),
+                kind=kind, axis=axis, where=where, number=len(group), bytes=bytes_of(group), seconds=seconds_of(group)
             )
-            for (kind, axis, where), group in sorted(groups.items())
-        )  # fmt: skip
+            for (kind, axis, where), group in sorted(by_kind(plan.collectives).items())
+        )
         stored = {name: layout for name, layout in plan.layouts.items() if ":" not in name or name.startswith(OUTPUT)}
         return Summary(
             hash=plan.hash, axes=plan.axes, sizes=plan.sizes, links=plan.links, device=plan.device, options=plan.options,
@@ -97,7 +94,7 @@ class Summary:
 
     @staticmethod
     def from_data(data: object) -> Summary:
-        """The summary that JSON data denote; raises what indexing and converting raise where they denote none."""
+        """The summary that JSON data denote; raises what indexing and converting raise where they do not denote one."""
         found: Any = data
         return Summary(
             hash=str(found["hash"]), device=str(found["device"]), axes=tuple(map(str, found["axes"])),
@@ -121,10 +118,7 @@ def fold(entries: Mapping[str, str]) -> dict[str, str]:
     >>> fold({"h.0.w": "I", "h.1.w": "I", "h.2.w": "S(0)"})
     {'h.0-1.w': 'I', 'h.2.w': 'S(0)'}
     """
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, text in entries.items():
-        groups[wild(name), text].append(name)
-    return {name: text for (_, text), names in groups.items() for name in _folded(names)}
+    return {name: text for names, text in alike(entries) for name in _folded(names)}
 
 
 def _folded(names: list[str]) -> list[str]:

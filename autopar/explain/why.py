@@ -1,10 +1,10 @@
 """Why an operator runs as it does: its candidates, and what each would cost with the rest of the plan as it was chosen.
 
-marginal price = the candidate's own seconds + the cheapest routes to and from the chosen layouts of its neighbours, with the
-latency of messages in which nothing else travels
+marginal price = the candidate's own time + the cheapest conversions to and from the chosen layouts of its neighbours, with the
+latency of messages that carry nothing else
 
-Other operators keep their choice here, though they might gladly follow: what a change costs when all may follow is answered
-by planning again (`autopar.explain.whynot`).
+Other operators keep their choice here; what a change costs when all of them may follow is answered by planning
+again (`autopar.explain.whynot`).
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ from dataclasses import dataclass, replace
 
 from autopar.explain.names import choices_of
 from autopar.explain.phrases import runs, stored
-from autopar.explain.report import Part, grid
 from autopar.formulation.cost_breakdown import stored_words, words
 from autopar.ir.layout import text
 from autopar.ir.mesh import Bytes, Seconds
 from autopar.operators.dim_labels import LabelSample, kind_of
-from autopar.plan.text import folded, size_text
+from autopar.plan.text import Part, folded, grid, milliseconds, size_text
 from autopar.planning.optimize import Optimized
 from autopar.search_space.candidates import Candidate
 from autopar.solver.problem import FixedCharge, Solution, gone, paid, route_price
 from autopar.solver.routes import tree
 
-MOST = 8  # candidates that are shown, and classes if a name means many
+MOST = 8  # candidates shown, and operators if a name matches many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """One candidate: its own seconds, those of the conversions around it, and the peak of the plan with it in bytes.
+    """One candidate: its own time, that of the conversions around it, and the peak memory of the plan with it.
 
     `words` say what is split on each axis, `layout` is that of the first result (or of the stored tensor) as a constraint
     says it.
@@ -44,14 +43,14 @@ class Alternative:
     chosen: bool
 
     @property
-    def together(self) -> Seconds:
+    def total(self) -> Seconds:
         """The marginal price."""
         return self.seconds + self.conversions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Why:
-    """The cheapest candidates of one choice, the chosen one among them; seconds are those of all `members` together."""
+    """The cheapest candidates of one choice, the chosen one among them; seconds are totals over all `members`."""
 
     name: str
     kind: str
@@ -61,7 +60,7 @@ class Why:
 
 
 def why(solved: Optimized, glob: str, most: int = MOST) -> list[Why]:
-    """The candidates of every operator and tensor that a name means; raises InputError if it means none."""
+    """The candidates of every operator and tensor that a name matches; raises InputError if it matches nothing."""
     names = choices_of(solved.formulated.analysis, glob)
     return [_why(solved, name, most) for name in names]
 
@@ -73,7 +72,7 @@ def _why(solved: Optimized, name: str, most: int) -> Why:
     found = formulated.candidates[choice]
     prices = _prices(solved, choice, most)
     picked = solved.solution.picks[choice]
-    cheapest: dict[tuple[object, ...], int] = {}  # those that read alike differ in which operand holds the addends
+    cheapest: dict[tuple[object, ...], int] = {}  # those that read alike differ in which operand is partial
     for pick in sorted(prices, key=lambda pick: (sum(prices[pick]), pick != picked)):
         cheapest.setdefault((_words(solved, name, found[pick]), found[pick].results[0], pick == picked), pick)
     shown = list(cheapest.values())[:most]
@@ -137,13 +136,13 @@ def _prices(solved: Optimized, choice: int, most: int) -> dict[int, tuple[Second
 
 
 def _around(solved: Optimized, choice: int) -> list[int]:
-    """The wires into and out of a choice."""
+    """The edges into and out of a choice."""
     edges = enumerate(solved.formulated.problem.edges)
     return [w for w, edge in edges if choice in (edge.producer, *(consumer.choice for consumer in edge.consumers))]
 
 
 def _alone(solved: Optimized, around: Sequence[int]) -> list[FixedCharge]:
-    """The tolls that only these wires may cause; what another wire pays anyway is not theirs."""
+    """The fixed charges that only these edges may cause; what another edge pays anyway does not count."""
     problem, solution = solved.formulated.problem, solved.solution
     found = []
     for fixed_charge in problem.fixed_charges:
@@ -183,25 +182,26 @@ def why_parts(solved: Optimized, found: Sequence[Why]) -> Iterator[Part]:
     if len(found) > MOST:
         yield f"and {len(found) - MOST} more: {', '.join(answer.name for answer in found[MOST:])}"
         yield ""
-    yield "itself: forward and backward, or the optimizer step of what is stored; conversions: what its neighbours need then"
+    yield "own time: forward and backward, or the optimizer step of a stored tensor; conversions: between it and its neighbours"
     yield "the rest of the plan stays as chosen here; --why-not NAME=LAYOUT plans again, so that the rest may follow"
 
 
 def _answer(solved: Optimized, answer: Why) -> Iterator[Part]:
     axes = solved.formulated.mesh.axes
-    count = f", {len(answer.members)} alike, priced together" if len(answer.members) > 1 else ""
+    count = f", {len(answer.members)} repeated blocks, times are totals" if len(answer.members) > 1 else ""
     yield f"{folded(answer.members)} ({answer.kind}{count}): {_shown(answer)}"
-    table = grid("", "ms", "more", "itself", "conversions", "peak", "as a layout", "what it does", right=(1, 2, 3, 4, 5))
+    columns = ("", "total\nms", "slower\nby", "own\ntime", "conversions", "peak", "layout", "what it does")
+    table = grid(*columns, right=(1, 2, 3, 4, 5))
     chosen = next(entry for entry in answer.alternatives if entry.chosen)
     for entry in answer.alternatives:
-        more = entry.together - chosen.together
+        more = entry.total - chosen.total
         said = stored(entry.words, axes) if answer.kind == "stored" else runs(entry.words, axes)
-        milliseconds = [f"{seconds * 1e3:.3f}" for seconds in (entry.together, entry.seconds, entry.conversions)]
+        total, *parts = map(milliseconds, (entry.total, entry.seconds, entry.conversions))
         table.add_row(
             "chosen" if entry.chosen else "",
-            milliseconds[0],
+            total,
             "" if entry.chosen else f"{more * 1e3:+.3f}",
-            *milliseconds[1:],
+            *parts,
             size_text(entry.peak),
             entry.layout,
             said,
@@ -211,6 +211,6 @@ def _answer(solved: Optimized, answer: Why) -> Iterator[Part]:
 
 def _shown(answer: Why) -> str:
     if answer.candidates == 1:
-        return "there is one way only"
+        return "the only candidate"
     shown = len(answer.alternatives)
-    return f"{answer.candidates} ways" + (f", the {shown} cheapest" if shown < answer.candidates else "")
+    return f"{answer.candidates} candidates" + (f", the {shown} cheapest" if shown < answer.candidates else "")

@@ -1,4 +1,4 @@
-"""Why not otherwise: plan again with a layout forced, and say what changes and what it costs."""
+"""Why not another layout: plan again with a layout forced, and say what changes and what it costs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError, ConstraintError
 from autopar.explain.difference import difference
-from autopar.explain.phrases import milliseconds
-from autopar.explain.report import Part
 from autopar.formulation.formulate import assignment
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
+from autopar.plan.text import Part, milliseconds
 from autopar.planning.planner import Planned, plan_program
 from autopar.search_space.strategies import StrategyConstraints, constrained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhyNot:
-    """The layouts that were forced, and the plan with them, or the error that says why there is none."""
+    """The layouts that were forced, and the plan with them, or the error that says why there is no such plan."""
 
     forced: Mapping[str, str]
     plan: Plan | None
@@ -52,16 +51,17 @@ def why_not(planned: Planned, options: Options, forced: Mapping[str, str]) -> Wh
 
 def why_not_parts(plan: Plan, other: WhyNot) -> Iterator[Part]:
     """The answer as it is printed: what it costs, and what changes."""
-    forced = "; ".join(f"{name} as {layout!r}" for name, layout in other.forced.items())
+    forced = "; ".join(f"{name} = {layout!r}" for name, layout in other.forced.items())
     if other.plan is None:
-        yield f"with {forced} there is no plan"
+        yield f"there is no plan with {forced}"
         yield f"{type(other.error).__name__}: {other.error}"
         return
     if other.plan == plan:
-        yield f"with {forced} nothing changes: the plan does so already"
+        yield f"nothing changes with {forced}: the plan has this layout already"
         return
     more = other.plan.step_time - plan.step_time
     share = f"{more / plan.step_time:+.1%}" if plan.step_time else ""
-    yield f"with {forced} the best plan takes {milliseconds(other.plan.step_time)} a step, {milliseconds(more)} more ({share})"
-    yield "beside the plan without it:"
+    step = milliseconds(other.plan.step_time)
+    yield f"the best plan with {forced} takes {step} ms per step, slower by {milliseconds(more)} ms ({share})"
+    yield "compared with the plan without it:"
     yield from difference(plan, replace(other.plan, options=plan.options)).lines()

@@ -38,12 +38,12 @@ from autopar.plan.breakdown import (
 from autopar.search_space.assignment import Assignment, RecomputeChoice, due
 from autopar.search_space.candidates import Candidate, Form
 
-SAVED, AGAIN, USED = "saved for the backward", "computed again", "in use at the moment"
-# What memory is for, in the order in which a person asks; and the ledger's kinds of what is not stored for the whole step.
-PURPOSES = ("parameters", "gradients", "optimizer state", SAVED, AGAIN, USED, "inputs", "buffers")
+SAVED, RECOMPUTED, TEMPORARY = "saved activations", "recomputed activations", "temporary"
+# What memory is for, in the order of the report; and that of the memory model's kinds, except what is stored all the time.
+PURPOSES = ("parameters", "gradients", "optimizer state", SAVED, RECOMPUTED, TEMPORARY, "inputs", "buffers")
 PURPOSE = {
-    "gradient": "gradients", "kept": SAVED, "internal": SAVED, "recompute": AGAIN, "produced": USED, "converted": USED,
-    "flowing": USED, "flight": USED, "transient": USED,
+    "gradient": "gradients", "kept": SAVED, "internal": SAVED, "recompute": RECOMPUTED, "produced": TEMPORARY,
+    "converted": TEMPORARY, "flowing": TEMPORARY, "flight": TEMPORARY, "transient": TEMPORARY,
 }  # fmt: skip
 
 

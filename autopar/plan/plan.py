@@ -4,8 +4,8 @@ choices   op -> one form per axis: "I", "R", "P 0" (the rule's first linear grou
           "vocabulary/512" (a distributed form, stride of its last factor)
 layouts   value or parameter -> its layout as produced or stored; "output:loss" -> that output
 routes    value -> its conversions, "I, S(0) -> R, S(0)"
-again     what the backward makes again instead of keeping it: op -> "run"; value -> these of its conversions, or
-          "host: I, S(0)": in this layout it comes back from the host's memory
+recompute what the backward recomputes instead of keeping it: op -> "run"; value -> these of its conversions, or
+          "host: I, S(0)": offloaded to host memory in this layout
 once      whether weights are gathered at the top, once for all micro-batches
 padded    value or parameter -> its true shape, and the one in which the program has it: "101 x 8 -> 104 x 8"
 """
@@ -29,13 +29,13 @@ from autopar.ir.program import Op, Program
 from autopar.operators import OpSharding
 from autopar.passes.microbatches import microbatches
 from autopar.passes.padding import padded
-from autopar.plan.breakdown import CostBreakdown
-from autopar.plan.text import plain, tables
+from autopar.plan.breakdown import OUTPUT, CostBreakdown
+from autopar.plan.tables import tables
+from autopar.plan.text import plain
 from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.search_space.candidates import Candidate, Form, candidate
 
 VERSION = 5
-OUTPUT = "output:"
 RUN = "run"
 HOST = "host: "
 
@@ -144,7 +144,7 @@ class Plan:
         return plain(self.tables())
 
     def tables(self) -> Iterator[str | Table]:
-        """What is printed of a plan: totals, layouts of what is stored and returned, collectives by kind, axis and pass."""
+        """What is printed: totals with their sources, layouts of what is stored and returned, and where the step time goes."""
         return tables(self)
 
 
@@ -315,7 +315,7 @@ class _Reader:
             yield Conversion(axis=changed[0], source=source, target=target)
 
     def recompute(self, allowed: Set[str]) -> RecomputeChoice:
-        """What is made again: of the ops those that are `allowed` to, of the conversions those that are on a route."""
+        """What is recomputed or offloaded: only ops that are `allowed` to, and only conversions that are on a route."""
         ops: set[str] = set()
         steps: set[tuple[str, Conversion]] = set()
         offload: set[tuple[str, Layout]] = set()
@@ -326,13 +326,13 @@ class _Reader:
             offload |= {(name, self.layout(name, shape, x.removeprefix(HOST))) for x in lines if x.startswith(HOST)}
             moved = tuple(line for line in lines if line != RUN and not line.startswith(HOST))
             if lost := [line for line in moved if line not in self.plan.routes.get(name, ())]:
-                raise ValueError(f"again[{name!r}]: {lost[0]!r} is not on the route of {name}")
+                raise ValueError(f"recompute[{name!r}]: {lost[0]!r} is not on the route of {name}")
             if moved:
                 steps |= {(name, step) for step in self.steps(name, moved)}
         if wrong := sorted(ops - allowed):
-            raise ValueError(f"again[{wrong[0]!r}]: {wrong[0]} is no op that may run again")
+            raise ValueError(f"recompute[{wrong[0]!r}]: {wrong[0]} is not an op that may be recomputed")
         if lost := sorted(name for name, _ in offload if name not in self.program.producer):
-            raise ValueError(f"again[{lost[0]!r}]: {lost[0]} is no result of an op, which the host may hold")
+            raise ValueError(f"recompute[{lost[0]!r}]: {lost[0]} is not a result of an op, so it cannot be offloaded")
         return RecomputeChoice(ops=frozenset(ops), steps=frozenset(steps), offload=frozenset(offload))
 
 

@@ -103,7 +103,7 @@ def test_a_worse_plan_fails_and_says_by_how_much_and_update_writes_it(home: Path
     now = was.summary.step_time * 1e3
     assert f"WORSE   ../models.py:mlp on dp=2,tp=4 of h100: step time {now:.3f} ms, was {now / 2:.3f} ms (+100.0%)\n" in out
     assert f"          0.weight  {was.summary.stored['0.weight']}  (was I, S(1))\n" in out
-    assert "3 compared: 2 ok, 1 WORSE\n--update writes what plans cost now" in out
+    assert "3 compared: 2 ok, 1 WORSE\nif this change is intended: --update" in out
     assert command("--check baselines --tolerance 1.1") == 0
     assert command("--check baselines --update") == 0
     assert read(path)[0] == was
@@ -178,7 +178,7 @@ def test_a_changed_model_is_told_and_compared_nonetheless(home: Path, capsys: py
     (home / "models.py").write_text(SOURCE.replace("WIDTH = 256", "WIDTH = 2560"))
     assert command("--check baselines") == 1
     out = capsys.readouterr().out
-    assert "the model or its sample changed: its program is " in out
+    assert "the model or its sample changed: the program is " in out
     assert out.count("WORSE   ../models.py:mlp") == 2
     assert "ok      ../models.py:deep" in out
 
@@ -205,15 +205,15 @@ def test_what_cannot_be_planned_fails_and_the_rest_is_checked(home: Path, capsys
         ("--check empty", 1, "there is no baseline in empty"),
         ("--check models.py", 1, "the baseline models.py is damaged\n  error  JSONDecodeError"),
         ("--check list.json", 1, "the baseline list.json is damaged"),
-        ("--check later.json", 1, "later.json has format 2, this autopar reads 1"),
+        ("--check later.json", 1, "later.json has format 2, but this autopar reads 1"),
         ("--check half.json", 1, "the baseline half.json is damaged\n  error  KeyError: 'hash'"),
-        ("--check plan.json", 2, "plan.json names no TARGET"),
+        ("--check plan.json", 2, "plan.json does not name a TARGET"),
         ("--check baselines --mesh 2 --device h100", 2, "--mesh, --device only with a TARGET"),
-        ("--check baselines --why 0 --json", 2, "--check prints no report: --why, --json do not go with it"),
+        ("--check baselines --why 0 --json", 2, "--check prints no report: --why, --json cannot be combined with it"),
         ("models.py:mlp --mesh 2 --check baselines", 2, "baselines is a folder, whose baselines name targets"),
         ("models.py:mlp --mesh 2 --check two.json", 2, "two.json holds 2 baselines"),
         ("models.py:mlp --mesh 2 --check missing.json", 1, "there is no baseline missing.json"),
-        ("models.py:mlp --check baselines/a.json", 2, "on which mesh?"),
+        ("models.py:mlp --check baselines/a.json", 2, "no mesh given"),
         ("models.py:mlp --mesh 2 --update", 2, "nothing is checked: --update only with --check"),
         ("models.py:mlp --mesh 2 --tolerance 0.1", 2, "nothing is checked: --tolerance only with --check"),
         ("models.py:mlp --mesh 2 --device h100 --check models.py/a.json --update", 1, "cannot write models.py/a.json"),
@@ -300,11 +300,11 @@ def test_a_worsened_planner_fails_our_check_and_the_message_says_what_why_and_by
     assert " ms, was " in first
     assert "%)" in first
     text = "\n".join(rest)
-    assert "stored otherwise" in text
+    assert "changed layouts" in text
     assert re.search(r"model\.layers\.0-7\.\S+weight +\S+, \S+  \(was \S+, \S+\)", text)
-    assert "split otherwise" in text
+    assert "changed splits" in text
     assert "(was batch, out-features)" in text
-    assert text.endswith("1 compared: 1 WORSE\n--update writes what plans cost now, if that is meant")
+    assert text.endswith("1 compared: 1 WORSE\nif this change is intended: --update writes the new costs")
 
 
 def test_a_slower_link_fails_our_check_even_where_no_layout_changes(
@@ -314,8 +314,8 @@ def test_a_slower_link_fails_our_check_even_where_no_layout_changes(
     assert main(["--check", str(OURS / "gpt2-8-v100.json")]) == 1
     out = capsys.readouterr().out
     assert out.startswith("WORSE   models.py:gpt2 on axis0=8 of v100-32gb: step time ")
-    assert "  sending   " in out
-    assert "sent otherwise" in out
+    assert "  communication  " in out
+    assert "changed communication" in out
 
 
 def test_baselines_are_written_and_read_back(home: Path, tmp_path: Path) -> None:

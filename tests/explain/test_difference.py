@@ -1,4 +1,4 @@
-"""Two plans compared: totals, what is sent, stored and split otherwise; and summaries that fold without loss."""
+"""Two plans compared: totals, changed communication, layouts and splits; and summaries that fold without loss."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_plan_does_not_differ_from_itself() -> None:
     same = difference(plan("ddp"), plan("ddp"))
     assert [total.growth for total in same.totals] == [0, 0, 0]
     assert (same.sent, same.stored, same.runs) == ((), (), ())
-    assert all(line.endswith("as before") for line in same.lines())
+    assert all(line.endswith("unchanged") for line in same.lines())
 
 
 @pytest.mark.parametrize("pair", [("ddp", "fsdp"), ("fsdp", "megatron"), ("replicate", "auto")], ids="-".join)
@@ -72,9 +72,9 @@ def test_the_lines_say_figures_collectives_layouts_and_what_is_split() -> None:
     text = "\n".join(difference(plan("ddp"), plan("fsdp")).lines())
     assert "strategy    fsdp, was ddp" in text
     assert "peak memory" in text
-    assert "\nsent otherwise\n" in text
+    assert "\nchanged communication\n" in text
     assert " (new)\n" in text
-    assert "\nstored otherwise\n" in text
+    assert "\nchanged layouts\n" in text
     assert "  (was I, I)\n" in text
     text = "\n".join(difference(plan("ddp"), plan("megatron")).lines())
     assert re.search(r"\n  transformer.h.0-1.mlp.c_fc:addmm#0 .*out-features  \(was batch, batch\)\n", text)
@@ -93,12 +93,12 @@ def test_plans_of_different_models_meshes_and_devices_are_compared_and_told_apar
     other = planning.plan(planning.llama(8, 64, 256), planning.mesh((8,), device="a100-80gb"), strategy="ddp")
     found = difference(old, other)
     text = "\n".join(found.lines())
-    assert f"the model or its sample changed: its program is {other.hash}, was {old.hash}" in text
+    assert f"the model or its sample changed: the program is {other.hash}, was {old.hash}" in text
     assert "mesh        axis0=8, was axis0=2,axis1=4" in text
     assert "device      a100-80gb, was h100" in text
     assert {("", True), ("I, I", False)} <= {(change.old, bool(change.new)) for change in found.stored}
     assert "  (new)" in "\n".join(map(str, found.stored))
-    assert "gone  (was I, I)" in "\n".join(map(str, found.stored))
+    assert "removed  (was I, I)" in "\n".join(map(str, found.stored))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_plans_of_different_models_meshes_and_devices_are_compared_and_told_apar
         (0.001, 0.0009, "0.900 ms, was 1.000 ms (-10.0%)"),
         (0.001, 0.05, "50.000 ms, was 1.000 ms (50 times)"),
         (0.0, 0.001, "1.000 ms, was 0.000 ms"),
-        (0.001, 0.001 * (1 + 1e-9), "1.000 ms, as before"),
+        (0.001, 0.001 * (1 + 1e-9), "1.000 ms, unchanged"),
     ],
 )
 def test_a_total_says_how_much_it_grew(old: float, new: float, said: str) -> None:

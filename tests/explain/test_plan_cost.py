@@ -90,7 +90,9 @@ def test_a_test_fails_without_its_baseline_and_when_its_plan_costs_more(pytester
     change(folder / "l4-2.json", 2.0)
     worse = run(pytester)
     worse.assert_outcomes(passed=2, failed=1)
-    worse.stdout.fnmatch_lines(["WORSE   ours: step time * ms, was * ms (+100.0%)", "if that is meant: pytest --update*"])
+    worse.stdout.fnmatch_lines(
+        ["WORSE   ours: step time * ms, was * ms (+100.0%)", "if this change is intended: pytest --update*"]
+    )
     worse.stdout.fnmatch_lines(["better  l4-2: step time * (-50.0%)", "        pytest --update-plan-costs keeps that"])
 
 
@@ -126,9 +128,9 @@ def test_what_cannot_be_compared_fails_with_a_message(pytester: pytest.Pytester)
     found.assert_outcomes(passed=1, failed=4)
     found.stdout.fnmatch_lines_random(
         [
-            "one test has two plans called 'ours'",
+            "one test has two plans named 'ours'",
             "the baseline *damaged.json is damaged",
-            "*many.json holds 2 baselines, a test has one",
+            "*many.json holds 2 baselines, but a test compares with one",
             "*MeshError: no device is called 'tpu'*",
         ]
     )

@@ -1,0 +1,165 @@
+"""The sections of a printed plan that need nothing but the plan: `print(plan)` and the report of `autopar.explain`.
+
+totals    what was planned for, the step time and the memory, and the cost parameters with their sources
+layouts   the layout of everything that is stored, passed in or returned, as constraints write it
+time      the step, split into compute and each kind of communication
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from autopar.ir.mesh import Bytes, Seconds
+from autopar.plan.breakdown import BUDGET, DEVICE, OPTIMIZER, OUTPUT, CostParameter
+from autopar.plan.text import Part, alike, by_block, folded, grid, milliseconds, size_text
+
+if TYPE_CHECKING:
+    from autopar.plan.plan import Collective, Plan
+
+COLLECTIVE = {name: name.replace("_", "-") for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")}
+LEGEND = "I: replicated over the axis; S(d): split along dim d; S(d/k): split along dim d within each of its k blocks"
+
+
+def tables(plan: Plan) -> Iterator[Part]:
+    """What `print(plan)` shows: totals, layouts and time."""
+    yield from totals(plan)
+    for section in (layouts, time):
+        yield ""
+        yield from section(plan)
+
+
+def totals(plan: Plan) -> Iterator[Part]:
+    """What was planned for, what it costs, and the source of each cost parameter."""
+    of: dict[str, list[CostParameter]] = defaultdict(list)
+    for found in plan.breakdown.cost_parameters:
+        of[found.of].append(found)
+    (limit,), (optimizer,) = of[BUDGET], of[OPTIMIZER]
+    apart = ("strategy", "optimizer", "budget", "microbatches")
+    table = grid("", "")
+    table.add_row("plan", f"{plan.hash}, strategy {plan.options['strategy']}")
+    for name, text in plan.options.items():
+        if text and name not in apart:
+            table.add_row(name, text)
+    sent = seconds_of(plan.collectives)
+    parts = f"{milliseconds(plan.step_time - sent)} compute, {milliseconds(sent)} communication"
+    table.add_row("step", f"{milliseconds(plan.step_time)} ms predicted: {parts}; {proof(plan.gap)}")
+    if plan.microbatches > 1:
+        table.add_row("micro-batches", f"{plan.microbatches} per step, one after another; gradients accumulate")
+    for varying in plan.dynamic:
+        table.add_row("dynamic", str(varying))
+    for place, (names, shapes) in enumerate(alike(plan.padded)):
+        table.add_row("" if place else "padded", f"{folded(names)}: {shapes}")
+    table.add_row("memory", f"{size_text(plan.peak_memory)} of {size_text(limit.value)} per device ({limit.source})")
+    table.add_row("mesh", f"{plan.mesh.size} devices, the last axis innermost")
+    for axis, size, link in zip(plan.axes, plan.sizes, plan.links, strict=True):
+        table.add_row(f"  {axis}={size}", f"{link}: {_sourced(of[axis])}")
+    table.add_row("device", f"{plan.device}: {_sourced(of[DEVICE])}")
+    state = f"{optimizer.value:g} tensors of state per parameter" if optimizer.value else "no state"
+    table.add_row("optimizer", f"{optimizer.name}: {state} ({optimizer.source})")
+    yield table
+
+
+def proof(gap: float) -> str:
+    """How far a plan may be from the optimum.
+
+    >>> proof(0.015)
+    'within 1.50% of the optimum under this cost model'
+    """
+    share = f"{gap:.2%}"
+    return f"{'proven optimal' if share == '0.00%' else f'within {share} of the optimum'} under this cost model"
+
+
+def _sourced(found: Sequence[CostParameter]) -> str:
+    """The cost parameters of one thing, each source once."""
+    sources = dict.fromkeys(entry.source for entry in found)
+    return f"{', '.join(map(parameter_text, found))} ({'; '.join(sources)})"
+
+
+def parameter_text(found: CostParameter) -> str:
+    """A cost parameter in a readable unit.
+
+    >>> parameter_text(CostParameter(of="device", name="memory bandwidth", value=3.35e12, unit="B/s", source="data sheet"))
+    'memory bandwidth 3350 GB/s'
+    """
+    value = found.value
+    number = {
+        "B": lambda: size_text(value),
+        "B/s": lambda: f"{value / 1e9:.4g} GB/s",
+        "op/s": lambda: f"{value / 1e12:.4g} Tflop/s",
+        "s": lambda: f"{value * 1e6:.3g} us",
+        "": lambda: f"{value:g}",
+    }[found.unit]()
+    return f"{found.name} {number}"
+
+
+def layouts(plan: Plan) -> Iterator[Part]:
+    """The layouts of inputs, parameters, buffers and outputs, repeated blocks as one."""
+    table = grid("layout", *plan.axes)
+    kept = {name: layout for name, layout in plan.layouts.items() if ":" not in name or name.startswith(OUTPUT)}
+    for names, layout in alike(kept):
+        table.add_row(folded(names), *(entry.strip() for entry in layout.split(",")))
+    yield table
+    yield LEGEND
+
+
+def time(plan: Plan) -> Iterator[Part]:
+    """Where the predicted step goes, the most expensive communication first."""
+    breakdown = plan.breakdown
+    table = grid("step", "ms", "share", "number", "bytes", "largest contributors", right=(1, 2, 3, 4))
+
+    def row(name: str, seconds: Seconds, *more: str) -> None:
+        share = seconds / plan.step_time if plan.step_time else 0.0
+        table.add_row(name, milliseconds(seconds), f"{share:.1%}", *more)
+
+    parts = {
+        "compute, forward": breakdown.forward,
+        "compute, backward": breakdown.backward,
+        "recomputation": breakdown.recomputed,
+        "host offload": breakdown.offloaded,
+        "optimizer": breakdown.optimizer,
+        "slicing and padding": breakdown.conversions,
+    }
+    for name, seconds in parts.items():
+        if seconds:
+            row(name, seconds)
+    for key, found in by_kind(plan.collectives).items():
+        row(kind_text(*key), seconds_of(found), str(len(found)), size_text(bytes_of(found)), _largest(found))
+    row("total", plan.step_time, str(len(plan.collectives)), size_text(bytes_of(plan.collectives)))
+    yield table
+    if plan.collectives:
+        yield "bytes: the larger buffer of each collective on one device; compute and communication do not overlap"
+
+
+def kind_text(kind: str, axis: str, where: str) -> str:
+    """Collectives of one kind over one axis in one pass, in words."""
+    return f"{COLLECTIVE[kind]} over {axis}, {where}"
+
+
+def by_kind(collectives: Iterable[Collective]) -> dict[tuple[str, str, str], list[Collective]]:
+    """Collectives by (kind, axis, pass), the most expensive first."""
+    groups: dict[tuple[str, str, str], list[Collective]] = defaultdict(list)
+    for entry in collectives:
+        groups[entry.kind, entry.axis, entry.where].append(entry)
+    return dict(sorted(groups.items(), key=lambda item: -seconds_of(item[1])))
+
+
+def seconds_of(entries: Iterable[Collective]) -> Seconds:
+    """Total time of some collectives."""
+    return sum(entry.seconds for entry in entries)
+
+
+def bytes_of(entries: Iterable[Collective]) -> Bytes:
+    """Total size of the buffers of some collectives."""
+    return sum(entry.bytes for entry in entries)
+
+
+def _largest(entries: Sequence[Collective]) -> str:
+    """The values, repeated blocks as one, that take the most time of some collectives."""
+    of: dict[str, list[Collective]] = defaultdict(list)
+    for entry in entries:
+        of[entry.value].append(entry)
+    groups = [[entry for name in names for entry in of[name]] for names in by_block(of)]
+    most = max(groups, key=seconds_of)
+    return folded([entry.value for entry in most]) + (" and others" if any(entry.more for entry in most) else "")
