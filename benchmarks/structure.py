@@ -3,9 +3,9 @@
     python benchmarks/structure.py                 of this checkout
     python benchmarks/structure.py PATH [PATH]     of others too, side by side
 
-An arrow is an import from one folder or loose module of the package into another. A table of operator names is a literal outside
-the folder of operators that holds three or more names of ATen operators. A target is found if its whole name, "aten.softmax.int",
-stands in a file of the folder of operators.
+An arrow is an import from one folder or loose module of the package into another. A table of operator names is a literal that
+stands outside the folder of operators and holds three or more names of ATen operators. A target is found if its whole name,
+"aten.softmax.int", stands in a file of that folder.
 """
 
 from __future__ import annotations
