@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from glob import escape
 
@@ -11,22 +10,22 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.analysis.analysis import Analysis, analyse
 from autopar.capture import Captured
 from autopar.capture.meta_copy import attributes, skeleton
 from autopar.capture.signature import on_meta
 from autopar.codegen import ModuleState, OutputLayout, ParallelModule, Steps, emit
 from autopar.errors import PlanError
-from autopar.ir.dynamic_dims import Place, Size, declared, placed, said
+from autopar.ir.dynamic_dims import Place, Size, declared, describe_sizes, dim_sizes
 from autopar.ir.layout import I
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes import normalise
 from autopar.passes.no_dropout import switched, without_training
 from autopar.plan.options import Options
-from autopar.plan.plan import Plan, as_planned, resolve
+from autopar.plan.plan import Plan
+from autopar.plan.resolved import ResolvedPlan, read_plan
 from autopar.planning.optimize import sharded
-from autopar.planning.planner import knowing, located, plan_program, read_program
+from autopar.planning.planner import connected_mesh, read_program, resolve_program, with_dynamic_sizes
 from autopar.planning.respecialize import Respecializer
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.rank_consistency import check_program, from_rank_0
@@ -43,16 +42,34 @@ def build(model: nn.Module, sample_input: object, mesh: object, plan: Plan | Non
         check_mesh(plan, Mesh.of(mesh))
     options = options.under(plan)
     context = connect(Mesh.of(mesh), device_mesh=device_mesh)
-    captured = read_program(model, sample_input, options.precision, options.reduce, placed(plan.dynamic) if plan else None)
+    captured = read_program(model, sample_input, options.precision, options.reduce, dim_sizes(plan.dynamic) if plan else None)
     sizes = _sizes(plan, options, captured)
     check_program(captured.program.hash, context)
-    place, source = located(mesh, options), _Source(skeleton(model).module, on_meta(sample_input), options)
-    made = Plan.from_json(from_rank_0(lambda: (plan or source.plan(captured, place, sizes)).to_json(), context))
-    parallel = assemble(captured, tensors_of(model), made, context)
+    priced, source = connected_mesh(mesh, options), _Source(skeleton(model).module, on_meta(sample_input), options)
+
+    def planned() -> ResolvedPlan:
+        return read_plan(plan, captured.program, context.mesh) if plan else source.plan(captured, priced, sizes)
+
+    resolved = _from_rank_0(planned, captured, context)
+    parallel = _assembled(captured, tensors_of(model), resolved, context)
     parallel.autopar.mode = model.training
-    parallel.autopar.vary(_Sized(source, captured, made), made.dynamic)
-    parallel.autopar.other = _Other(source, captured, place, made)
+    parallel.autopar.vary(_Sized(source, resolved), resolved.plan.dynamic)
+    parallel.autopar.other = _Other(source, captured, priced, resolved.plan)
     return parallel.train(model.training)
+
+
+def _from_rank_0(make: Callable[[], ResolvedPlan], captured: Captured, context: Context) -> ResolvedPlan:
+    """What rank 0 plans: it keeps the assignment that it made, the other ranks read the text of the plan."""
+    if context.device_mesh is None:
+        return make()
+    own: list[ResolvedPlan] = []
+
+    def text() -> str:
+        own.append(make())
+        return own[0].plan.to_json()
+
+    line = from_rank_0(text, context)
+    return own[0] if own else read_plan(Plan.from_json(line), captured.program, context.mesh)
 
 
 def _sizes(plan: Plan | None, options: Options, captured: Captured) -> tuple[Size, ...]:
@@ -81,27 +98,23 @@ class _Source:
         """The model captured with these sizes at dims of its sample."""
         return read_program(self.model, self.sample, self.options.precision, self.options.reduce, places)
 
-    def plan(self, captured: Captured, mesh: Mesh, sizes: Sequence[Size]) -> Plan:
+    def plan(self, captured: Captured, mesh: Mesh, sizes: Sequence[Size]) -> ResolvedPlan:
         """The plan of what was captured, for sizes that vary."""
-        return knowing(plan_program(captured.program, mesh, self.options), sizes, captured.program, self.model, self.sample)
+        return with_dynamic_sizes(resolve_program(captured.program, mesh, self.options), sizes, self.model, self.sample)
 
 
 class _Sized:
     """The same model at other sizes, under the same plan and over the parameters as they are stored."""
 
-    def __init__(self, source: _Source, captured: Captured, plan: Plan) -> None:
-        self.source, self.captured, self.plan = source, captured, plan
-
-    @functools.cached_property
-    def resizer(self) -> Respecializer:
-        return Respecializer(self.plan, self.captured.program)
+    def __init__(self, source: _Source, resolved: ResolvedPlan) -> None:
+        self.source, self.resizer = source, Respecializer(resolved)
 
     def __call__(self, parallel: ParallelModule, numbers: tuple[int, ...]) -> ParallelModule:
         """The module for these numbers of the plan's sizes."""
-        state, sizes = parallel.autopar, self.plan.dynamic
-        captured = self.source.read(placed(sizes, numbers))
-        plan = self.resizer.plan_for(captured.program, said(sizes, numbers))
-        made = put_together(captured, _held(parallel, captured.program), plan, state.context, state.draws.seed)
+        state, sizes = parallel.autopar, self.resizer.plan.dynamic
+        captured = self.source.read(dim_sizes(sizes, numbers))
+        resolved = self.resizer.plan_for(captured.program, describe_sizes(sizes, numbers))
+        made = _emitted(captured, _held(parallel, captured.program), resolved, state.context, state.draws.seed)
         made.autopar.draws = state.draws
         return made
 
@@ -115,7 +128,7 @@ class _Other:
     def __call__(self, parallel: ParallelModule) -> ParallelModule | None:
         """The module for `parallel`'s present mode; None if its own graph serves, because its flags are all that differs."""
         source = replace(self.source, model=skeleton(self.source.model).module.train(parallel.training))
-        captured = source.read(placed(self.plan.dynamic))
+        captured = source.read(dim_sizes(self.plan.dynamic))
         live = any(map(switched, captured.program.ops))
         if not parallel.training and not live and _quiet(captured.program) == _quiet(self.captured.program):
             return None
@@ -130,9 +143,9 @@ class _Other:
         )
         source = replace(source, options=options)
         sizes = [replace(size, multiple=1) for size in self.plan.dynamic]
-        made = Plan.from_json(from_rank_0(lambda: source.plan(captured, self.mesh, sizes).to_json(), state.context))
-        twin = put_together(captured, held, made, state.context, state.draws.seed)
-        twin.autopar.vary(_Sized(source, captured, made), made.dynamic)
+        resolved = _from_rank_0(lambda: source.plan(captured, self.mesh, sizes), captured, state.context)
+        twin = _emitted(captured, held, resolved, state.context, state.draws.seed)
+        twin.autopar.vary(_Sized(source, resolved), resolved.plan.dynamic)
         return twin
 
 
@@ -148,45 +161,37 @@ def _quiet(program: Program) -> str:
 
 
 def assemble(captured: Captured, tensors: Mapping[str, torch.Tensor], plan: Plan, context: Context) -> ParallelModule:
-    """The module of a captured program under a plan; `tensors` holds the whole parameters and buffers by name."""
+    """The module of a captured program under a plan's text; `tensors` holds the whole parameters and buffers by name.
+
+    Raises PlanError if the plan was made for another program or mesh.
+    """
     check_mesh(plan, context.mesh)
-    captured = replace(captured, program=as_planned(plan, captured.program))
-    program = captured.program
-    analysis = analyse(program, context.mesh)
-    assignment = resolve(plan, program, analysis.fits)
+    return _assembled(captured, tensors, read_plan(plan, captured.program, context.mesh), context)
+
+
+def _assembled(
+    captured: Captured, tensors: Mapping[str, torch.Tensor], resolved: ResolvedPlan, context: Context
+) -> ParallelModule:
+    """The module under a resolved plan, with this rank's parts of the whole tensors."""
+    program = resolved.program
     held = [p.value.name for p in (*program.parameters, *program.buffers)]
     cast = {name: typed(tensors[name], program.values[name].dtype) for name in held}
-    stored = store(cast, {name: assignment.given[name] for name in held}, context)
-    return _emitted(captured, assignment, analysis, stored, plan, context, agreed_seed(context))
-
-
-def put_together(
-    captured: Captured, stored: Mapping[str, torch.Tensor], plan: Plan, context: Context, seed: int
-) -> ParallelModule:
-    """A module over tensors that are stored already as the plan says."""
-    captured = replace(captured, program=as_planned(plan, captured.program))
-    analysis = analyse(captured.program, context.mesh)
-    assignment = resolve(plan, captured.program, analysis.fits)
-    return _emitted(captured, assignment, analysis, stored, plan, context, seed)
+    stored = store(cast, {name: resolved.assignment.given[name] for name in held}, context)
+    return _emitted(captured, stored, resolved, context, agreed_seed(context))
 
 
 def _emitted(
-    captured: Captured,
-    assignment: Assignment,
-    analysis: Analysis,
-    stored: Mapping[str, torch.Tensor],
-    plan: Plan,
-    context: Context,
-    seed: int,
+    captured: Captured, stored: Mapping[str, torch.Tensor], resolved: ResolvedPlan, context: Context, seed: int
 ) -> ParallelModule:
-    program = captured.program
+    """The module over tensors that are stored as the plan says."""
+    plan, program, assignment = resolved.plan, resolved.program, resolved.assignment
     split = sharded(program, plan.options.get("outputs") or None)
     outputs = [
         OutputLayout(shape=program.whole(o.value), layout=assignment.outputs[o.path], split=split(o)) for o in program.outputs
     ]
     steps = _steps(program, assignment, context) if program.loop else None
     state = ModuleState(plan=plan, signature=captured.signature, context=context, seed=seed, outputs=outputs, steps=steps)
-    graph = emit(program, assignment, dict(analysis.fits), context, training=captured.training)
+    graph = emit(program, assignment, dict(resolved.analysis.fits), context, training=captured.training)
     return ParallelModule(graph, program, stored, state)
 
 

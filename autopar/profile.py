@@ -34,9 +34,9 @@ from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Device, Link, Mesh
 from autopar.ir.program import Op, Program, writes
 from autopar.operators import OpSharding, localise, view_of
+from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
-from autopar.plan.plan import resolve
-from autopar.planning.planner import located, plan_program, read_program
+from autopar.planning.planner import connected_mesh, plan_program, read_program
 from autopar.runtime.benchmark import KINDS, Job, TimedCall, Times
 from autopar.runtime.custom_ops import Operators
 from autopar.runtime.workers import WorkerPool
@@ -88,7 +88,7 @@ def profile(programs: Sequence[Program], processes: int) -> Device:
 
 def _operators(program: Program, processes: int) -> Iterator[Timed]:
     """The operators of a program as one process runs them under data parallelism, those that take time."""
-    mesh = located((processes,), Options(device="cpu"))
+    mesh = connected_mesh((processes,), Options(device="cpu"))
     plan = plan_program(program, mesh, Options(device="cpu", strategy="ddp" if processes > 1 else "auto"))
     analysis = analyse(program, mesh)
     chosen = resolve(plan, program, analysis.fits)

@@ -39,7 +39,7 @@ from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.plan.text import size_text
 from autopar.planning.optimize import Optimized, analysed, solved
 from autopar.planning.plan_search import best_variant
-from autopar.planning.planner import finish, located, read_program
+from autopar.planning.planner import connected_mesh, read_program, to_plan
 from autopar.search_space.assignment import RecomputeChoice
 
 RESULTS = Path(__file__).with_name("results")
@@ -118,7 +118,7 @@ def swept(name: str, mesh: tuple[int, ...]) -> Sweep:
     with torch.device("meta"):
         model, batch, at = MODELS[name]()
     program, options = read_program(model.bfloat16().train(), batch).program, Options(device=DEVICE, budget=PLENTY)
-    on = located(mesh, options)
+    on = connected_mesh(mesh, options)
     analysis = analysed(program, on, options)
     free = solved(analysis, on, options)
     optimizer = optimizers.optimizer(options.optimizer)
@@ -158,7 +158,7 @@ def _timed(find: Callable[[int], Point | None], budget: int) -> Point | None:
 
 
 def _point(found: Optimized, options: Options) -> Point:
-    plan = finish(found, options)
+    plan = to_plan(found, options)
     breakdown = plan.breakdown
     recompute, host = breakdown.recomputed, sum(breakdown.offload.values())
     return Point(seconds=plan.step_time, recompute=recompute, host=host, peak=plan.peak_memory)
@@ -174,7 +174,7 @@ def _blocks(free: Optimized, options: Options, at: str) -> Point:
     steps = {(r.name, step) for op in inside for r in op.results for step in chosen.routes.get(r.name, ())}
     recompute = RecomputeChoice(ops=frozenset(op.name for op in inside) & formulated.reruns, steps=frozenset(steps))
     chosen = replace(chosen, recompute=recompute)
-    plan, peak = finish(free, options, chosen), round(float(free.memory_model.liveness.walk(chosen).max()))
+    plan, peak = to_plan(free, options, chosen), round(float(free.memory_model.liveness.walk(chosen).max()))
     return Point(seconds=plan.step_time, recompute=plan.breakdown.recomputed, host=0.0, peak=peak)
 
 

@@ -78,7 +78,7 @@ def run(name: str) -> None:
     import transformers
 
     from autopar.plan.options import Options
-    from autopar.planning.planner import located, plan_program, read_program
+    from autopar.planning.planner import connected_mesh, plan_program, read_program
 
     phases.done("import")
     config = getattr(transformers, case.config)(**case.arguments)
@@ -89,7 +89,7 @@ def run(name: str) -> None:
     captured = read_program(model, {"input_ids": tokens, "labels": tokens})
     phases.done("capture")
     options = Options(device=case.device)
-    plan = plan_program(captured.program, located(case.mesh, options), options, phases.done)
+    plan = plan_program(captured.program, connected_mesh(case.mesh, options), options, phases.done)
     print(f"  {'whole':<12} {phases.spent:7.2f} CPU s   {peak_memory() / 2**30:5.2f} GiB")
     print(f"  step {plan.step_time:.6e} s, {plan.peak_memory / 2**30:.2f} GiB a device, {plan.status}, gap {plan.gap:.4%}")
 

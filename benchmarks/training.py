@@ -32,7 +32,7 @@ from steps import OPTIMIZERS, Job, Times
 import autopar
 from autopar.cost_models.profile_file import save
 from autopar.plan.options import Options
-from autopar.planning.planner import located, read_program
+from autopar.planning.planner import connected_mesh, read_program
 from autopar.profile import profile
 from autopar.runtime.workers import WorkerPool
 from autopar.verify.testing import random_plan
@@ -65,7 +65,7 @@ def plan_of(model: str, processes: int, variant: str, device: str | None) -> aut
         return None
     module, batch = make(model)
     if variant.startswith("random"):
-        mesh = located((processes,), Options(device=device))
+        mesh = connected_mesh((processes,), Options(device=device))
         return random_plan(module, batch, mesh, seed=int(variant.removeprefix("random")))
     return autopar.plan(module, batch, (processes,), strategy=variant, device=device)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.analysis.block_counts import Blocks, block_counts
+from autopar.analysis.fits import fit_of
 from autopar.analysis.recomputability import may_run
 from autopar.analysis.repeated_blocks import Classes, fold
 from autopar.analysis.saved_tensors import SavedTensors, saved
@@ -19,7 +20,7 @@ from autopar.errors import RuleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Program, writes
 from autopar.ir.schema import bound
-from autopar.operators import OpSharding, fit
+from autopar.operators import OpSharding
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -105,7 +106,7 @@ def analyse(program: Program, mesh: Mesh, *, apart: Callable[[str], str] = lambd
     if mesh.size > 1:
         _dense(program)
     classes = fold(program, apart=apart, repeated=repeated)
-    by_class = {name: fit(op, program.values) for name, op in representatives(program, classes).items()}
+    by_class = {name: fit_of(program, name) for name in representatives(program, classes)}
     fits = {op.name: by_class[classes.of[op.name]] for op in program.ops}
     return Analysis(
         program=program,

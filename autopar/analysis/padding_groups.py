@@ -14,9 +14,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.analysis.fits import fit_of
 from autopar.analysis.padding_values import ZERO, PaddingValue, content, numbered, scores
 from autopar.ir.program import Op, Program
-from autopar.operators import OpSharding, fit
+from autopar.operators import OpSharding
 
 Dims = tuple[tuple[int, ...], ...]
 
@@ -63,7 +64,7 @@ class GroupFinder:
         for op in program.ops:
             for name in dict.fromkeys((*op.operands, *(result.name for result in op.results))):
                 self.meets[name].append(op)
-        self.fit = functools.cache(lambda name: fit(program.op[name], program.values))
+        self.fit = functools.partial(fit_of, program)
 
     def places(self, name: str, dim: int) -> dict[str, PaddedDim]:
         """What is tied to a dim: the values of a strand, if they are one."""

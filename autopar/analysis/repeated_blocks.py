@@ -61,7 +61,7 @@ def fold(program: Program, *, apart: Callable[[str], str] = lambda value: "", re
         of[name] = first.setdefault((_wild(name, folded), signature), name)
         members[of[name]].append(name)
 
-    for given in (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers))):
+    for given in program.given:
         assign(given.name, _kind(given) + apart(given.name))
     for op in program.ops:
         assign(op.name, _row(op, program, apart))

@@ -20,7 +20,7 @@ from autopar.ir.program import Value
 def copied(analysis: Analysis) -> frozenset[str]:
     """The names of these ops."""
     program = analysis.program
-    given = (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers)))
+    given = program.given
     there = {value.name: _empty(value) for value in given}
     found = set()
     for op in program.ops:

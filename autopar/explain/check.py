@@ -22,7 +22,7 @@ from autopar.explain.summary import Summary
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.plan.plan import Plan
-from autopar.planning.planner import located, plan_program, read_program
+from autopar.planning.planner import connected_mesh, plan_program, read_program
 
 TOLERANCE = 0.01
 OK, BETTER, WORSE, FAILED = "ok", "better", "WORSE", "FAILED"
@@ -165,7 +165,7 @@ def _summary(program: Program | AutoparError, baseline: Baseline) -> Summary:
     if isinstance(program, AutoparError):
         raise program
     mesh = Mesh(axes=baseline.summary.axes, sizes=baseline.summary.sizes)
-    return Summary.of(plan_program(program, located(mesh, baseline.options), baseline.options))
+    return Summary.of(plan_program(program, connected_mesh(mesh, baseline.options), baseline.options))
 
 
 def _update(held: Sequence[tuple[Path, Baseline]], outcomes: Mapping[int, Outcome]) -> None:

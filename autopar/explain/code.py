@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from autopar.codegen import emit
-from autopar.plan.plan import resolve
 from autopar.planning.planner import Planned
 from autopar.runtime.world import Axis, Context
 
@@ -17,5 +16,5 @@ def code(planned: Planned) -> str:
     axes = tuple(Axis(name=name, size=size, index=0, group=name) for name, size in zip(mesh.axes, mesh.sizes, strict=True))
     device = torch.device("cpu") if planned.plan.device.startswith("cpu") else torch.device("cuda", 0)
     context = Context(mesh=mesh, device_mesh=None, axes=axes, device=device)
-    graph = emit(program, resolve(planned.plan, program, fits), dict(fits), context)
+    graph = emit(program, planned.resolved.assignment, dict(fits), context)
     return graph.python_code("self").src

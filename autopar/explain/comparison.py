@@ -11,7 +11,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.tables import bytes_of, seconds_of
 from autopar.plan.text import Part, grid, milliseconds, size_text
 from autopar.planning.optimize import solved
-from autopar.planning.planner import Planned, finish
+from autopar.planning.planner import Planned, to_plan
 from autopar.search_space.strategies import STRATEGIES
 from autopar.solver.highs import SolverError
 
@@ -42,7 +42,7 @@ def _compared(planned: Planned, options: Options) -> Compared:
     formulated = planned.solved.formulated
     try:
         patience = max(PATIENCE, planned.phases.get("solve", 0.0))
-        plan = finish(solved(formulated.analysis, formulated.mesh, options, patience=patience), options)
+        plan = to_plan(solved(formulated.analysis, formulated.mesh, options, patience=patience), options)
     except BudgetError as error:
         needs = size_text(float(error.details["smallest"].removeprefix("budget=")))
         return Compared(strategy=options.strategy, plan=None, refusal=f"does not fit: needs {needs} per device")

@@ -35,7 +35,7 @@ from autopar.plan.breakdown import (
     CostBreakdown,
     CostParameter,
 )
-from autopar.search_space.assignment import Assignment, RecomputeChoice, due
+from autopar.search_space.assignment import Assignment, RecomputeChoice, backward_conversions
 from autopar.search_space.candidates import Candidate, Form
 
 SAVED, RECOMPUTED, TEMPORARY = "saved activations", "recomputed activations", "temporary"
@@ -132,7 +132,7 @@ def conversions(analysis: Analysis, chosen: Assignment, mesh: Mesh) -> Seconds:
     """Seconds of slices, pads and copies on the way of values that no collective does, those done again too."""
     program, sizes, run, total = analysis.program, mesh.sizes, reruns(analysis, chosen), 0.0
     for name, steps in chosen.routes.items():
-        back, dtype = due(analysis, chosen, name), program.values[name].dtype
+        back, dtype = backward_conversions(analysis, chosen, name), program.values[name].dtype
         wider = analysis.summed.get(name, dtype).itemsize // dtype.itemsize
         for step in steps:
             sides = [_bytes(program.values[name], layout, sizes) for layout in (step.source, step.target)]

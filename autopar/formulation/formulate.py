@@ -6,7 +6,6 @@ values                       ->  wires      the layout graph between the layouts
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
@@ -29,7 +28,7 @@ from autopar.ir.program import Output, Program, Value
 from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.search_space.candidates import Candidate, distributed
 from autopar.search_space.domains import offers
-from autopar.search_space.layout_graph import LayoutGraph, space
+from autopar.search_space.layout_graph import LayoutGraph, layout_graph
 from autopar.search_space.strategies import StrategyConstraints
 from autopar.solver.problem import Bools, Choice, ConditionalCost, Consumer, Edge, Floats, Ints, Problem, Solution, homes
 
@@ -56,12 +55,6 @@ class PlanningProblem:
     reruns: frozenset[str]  # ops that may run again, or that come back with what does
     dropped: bool  # whether gathered weights are dropped after their use, whatever that costs
     once: bool  # whether they are gathered once for all micro-batches
-
-    @functools.cached_property
-    def given(self) -> frozenset[str]:
-        """Inputs, parameters and buffers."""
-        program = self.program
-        return frozenset(value.name for value in (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers))))
 
     @property
     def program(self) -> Program:
@@ -209,7 +202,7 @@ def _wire(
     allowed = tuple(
         tuple(sorted({layout[axis] for layouts in (made, *wanted) for layout in layouts})) for axis in range(len(mesh.sizes))
     )
-    graph = space(value.shape, mesh.sizes, allowed, analysis.blocks[value.name])
+    graph = layout_graph(value.shape, mesh.sizes, allowed, analysis.blocks[value.name])
     weight = value.name in analysis.weights
     summed, bucketed = analysis.summed.get(value.name), value.name in analysis.bucketed
     runs = 1 if strategy_constraints.once and bucketed else program.runs
@@ -305,10 +298,7 @@ def assignment(formulated: PlanningProblem, solution: Solution) -> Assignment:
         routes |= {member: steps for member in values.members if steps}
     return Assignment(
         ops={op.name: picked[of[op.name]] for op in program.ops},
-        given={
-            value.name: picked[of[value.name]].results[0]
-            for value in (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers)))
-        },
+        given={value.name: picked[of[value.name]].results[0] for value in program.given},
         outputs={o.path: picked[OUTPUT + o.path].operands[0] for o in program.outputs},
         routes=routes,
         recompute=_again(formulated, solution, routes),

@@ -22,7 +22,7 @@ from autopar.ir.program import Op, Value
 from autopar.memory.recompute_closure import reruns
 from autopar.operators import OpSharding
 from autopar.operators.call import Call, Local
-from autopar.search_space.assignment import Assignment, RecomputeChoice, due
+from autopar.search_space.assignment import Assignment, RecomputeChoice, backward_conversions
 from autopar.search_space.buckets import TOGETHER, Bucket, bucketed
 from autopar.search_space.candidates import Candidate, distributed, parts_of
 
@@ -63,7 +63,7 @@ def _between(analysis: Analysis, chosen: Assignment, mesh: Mesh, rerun: Recomput
         for step in steps
     ]
     for bucket in (*bucketed(analysis.program, chosen.routes, chosen.recompute.steps), *alone):
-        back = [(name, step) for name, step in bucket.steps if step in due(analysis, chosen, name)]
+        back = [(name, step) for name, step in bucket.steps if step in backward_conversions(analysis, chosen, name)]
         recompute = [pair for pair in bucket.steps if pair in rerun.steps]
         forward, backward = bucket.primitives
         once = not bucket.moved or (chosen.once and bucket not in alone)

@@ -141,13 +141,13 @@ def numbers(sizes: Sequence[Size], shapes: Mapping[str, Shape]) -> tuple[int, ..
     return tuple(found)
 
 
-def placed(sizes: Sequence[Size], found: Sequence[int] | None = None) -> dict[Place, int]:
+def dim_sizes(sizes: Sequence[Size], found: Sequence[int] | None = None) -> dict[Place, int]:
     """The size of every dim that varies, for these numbers; without any for those of the sample."""
     given = [size.sample for size in sizes] if found is None else found
     return {place: number for size, number in zip(sizes, given, strict=True) for place in size.places}
 
 
-def said(sizes: Sequence[Size], found: Sequence[int]) -> str:
+def describe_sizes(sizes: Sequence[Size], found: Sequence[int]) -> str:
     """The sizes that are others than in the sample, in words: "batch=16"."""
     return ", ".join(f"{size.name}={number}" for size, number in zip(sizes, found, strict=True) if number != size.sample)
 
@@ -156,4 +156,4 @@ def _text(shapes: Mapping[str, Shape]) -> str:
     return ", ".join(f"{path} {list(shape)}" for path, shape in shapes.items())
 
 
-__all__ = ["Dims", "Dynamic", "Place", "Shape", "Size", "declared", "numbers", "placed", "said"]
+__all__ = ["Dims", "Dynamic", "Place", "Shape", "Size", "declared", "describe_sizes", "dim_sizes", "numbers"]

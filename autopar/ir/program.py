@@ -24,8 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.ir.layout import I, State
 
-T = TypeVar("T")
-P = ParamSpec("P")
+Result = TypeVar("Result")
+Params = ParamSpec("Params")
 Static = Union[None, bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format]
 Argument = Union["Ref", Static, tuple["Argument", ...]]
 
@@ -140,10 +140,14 @@ class Program:
         return self.loop.runs if self.loop else 1
 
     @functools.cached_property
+    def given(self) -> tuple[Value, ...]:
+        """The values that no op computes: inputs, parameters, buffers."""
+        return (*self.inputs, *(stored.value for stored in (*self.parameters, *self.buffers)))
+
+    @functools.cached_property
     def values(self) -> dict[str, Value]:
-        """Every value by name: inputs, parameters, buffers, then results in program order."""
-        given = (*self.inputs, *(p.value for p in self.parameters), *(b.value for b in self.buffers))
-        return {value.name: value for value in (*given, *(r for op in self.ops for r in op.results))}
+        """Every value by name: what is given, then results in program order."""
+        return {value.name: value for value in (*self.given, *(result for op in self.ops for result in op.results))}
 
     @functools.cached_property
     def op(self) -> dict[str, Op]:
@@ -205,12 +209,12 @@ class Program:
         return self._text(devices=True)
 
 
-def remembered(function: Callable[Concatenate[Program, P], T]) -> Callable[Concatenate[Program, P], T]:
+def remembered(function: Callable[Concatenate[Program, Params], Result]) -> Callable[Concatenate[Program, Params], Result]:
     """A function of a program whose results are kept as long as the program lives; nobody may change them."""
-    known: MutableMapping[Program, dict[object, T]] = WeakIdKeyDictionary()
+    known: MutableMapping[Program, dict[object, Result]] = WeakIdKeyDictionary()
 
     @functools.wraps(function)
-    def found(program: Program, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def found(program: Program, /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
         of, key = known.setdefault(program, {}), (args, *kwargs.items())
         if key not in of:
             of[key] = function(program, *args, **kwargs)

@@ -22,7 +22,7 @@ class AliasSets:
 
     def __init__(self, program: Program, terms: LivenessInputs) -> None:
         self.program, self.lying = program, terms.lying
-        self.free = {v.name for v in (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers)))}
+        self.free = {v.name for v in program.given}
         self._passed = {name: name for name in program.values}
         for op in program.ops:
             if op.name in self.lying:

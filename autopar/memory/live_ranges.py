@@ -80,7 +80,7 @@ class _Uses:
     def __init__(self, program: Program, terms: LivenessInputs) -> None:
         self.program, self.terms, self.n = program, terms, len(program.ops)
         self.place = {op.name: i for i, op in enumerate(program.ops)}
-        self.given = {v.name for v in (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers)))}
+        self.given = {v.name for v in program.given}
         self.outputs = {output.value for output in program.outputs}
         self.readers: dict[str, list[tuple[int, End]]] = {name: [] for name in program.values}
         self.keepers: dict[str, list[tuple[int, End | None]]] = {name: [] for name in program.values}

@@ -20,11 +20,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.analysis.block_counts import block_counts
+from autopar.analysis.fits import fit_of
 from autopar.errors import ConstraintError
 from autopar.ir.builder import Builder, kinds
 from autopar.ir.layout import I, P, R, State, local_shape, split
 from autopar.ir.program import BATCH_NORM, Argument, Loop, Op, Output, Program, Ref, Static, Value, elements, substitute, writes
-from autopar.operators import OpSharding, fit, localise, scale
+from autopar.operators import OpSharding, localise, scale
 from autopar.passes.dead_code_elimination import dead
 from autopar.search_space.candidates import INVARIANT, Candidate, candidate, candidates, parts_of
 
@@ -65,7 +66,7 @@ class _Cutter:
 
     def __init__(self, program: Program, runs: int) -> None:
         self.program, self.runs, self.sizes = program, runs, (runs,)
-        self.fits = {op.name: _undistributed(fit(op, program.values)) for op in program.ops}
+        self.fits = {op.name: _undistributed(fit_of(program, op.name)) for op in program.ops}
         self.blocks = block_counts(program, self.fits)
         self.reads = [name for op in program.ops for name in op.operands]
         self.states = dict.fromkeys(program.values, I)

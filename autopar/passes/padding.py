@@ -22,13 +22,14 @@ from dataclasses import replace
 
 import torch
 
+from autopar.analysis.fits import fit_of
 from autopar.analysis.padding_groups import GroupFinder, PaddedDim, PaddingGroup
 from autopar.errors import LayoutError
 from autopar.ir.builder import Keywords, Rewriter
 from autopar.ir.layout import chunk
 from autopar.ir.program import Argument, Op, Program, Ref, aten
 from autopar.ir.shape_inference import Kind
-from autopar.operators import fit, localise
+from autopar.operators import localise
 
 Shape = tuple[int, ...]
 Rooms = Mapping[str, Shape]  # the shapes of padded values: of every strand one, and every parameter of which it is a whole dim
@@ -151,7 +152,7 @@ def _grow(op: Op, program: Program, shapes: Mapping[str, Shape], masked: bool, r
     values = [Kind(shapes.get(r.name, r.shape), r.dtype, r.requires_grad) for r in op.results]
     several = len(values) > 1 or op.results[0].name != op.name
     args, kwargs = op.args, op.kwargs
-    fitted = fit(op, program.values) if shapes.keys() & {r.name for r in op.results} else None
+    fitted = fit_of(program, op.name) if shapes.keys() & {r.name for r in op.results} else None
     if fitted:
         inside = [shapes.get(name, program.values[name].shape) for name in op.operands]
         parts = [2] * len(fitted.factors)  # as where the factors are split: the shapes are not those of the program

@@ -23,10 +23,12 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes import normalise
 from autopar.passes.precision import DTYPES, MIXED, mixed, received, stored
+from autopar.plan.assignment_text import describe, paddings
 from autopar.plan.breakdown import BUDGET, CostParameter
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import Options
-from autopar.plan.plan import Collective, Plan, describe, paddings
+from autopar.plan.plan import Collective, Plan
+from autopar.plan.resolved import ResolvedPlan
 from autopar.planning.optimize import Optimized, Stop
 from autopar.planning.plan_search import best_variant
 from autopar.planning.respecialize import varied
@@ -35,12 +37,17 @@ from autopar.search_space.assignment import Assignment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan with the program that it is for, the solution that it was made from, and how long each phase took (seconds)."""
+    """A plan with its assignment, the captured program that it is for, its solution, and the seconds of each phase."""
 
-    plan: Plan
+    resolved: ResolvedPlan
     captured: Captured
     solved: Optimized
     phases: Mapping[str, float]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan itself."""
+        return self.resolved.plan
 
 
 class _Clock:
@@ -66,11 +73,11 @@ def make_plan(
     captured = read_program(model, sample_input, options.precision, options.reduce)
     sizes = declared(options.dynamic, captured.signature.shapes)
     clock.stop("capture")
-    found = best_variant(captured.program, located(mesh, options), options, clock.stop)
-    plan = knowing(finish(found, options), sizes, captured.program, model, sample_input)
+    found = best_variant(captured.program, connected_mesh(mesh, options), options, clock.stop)
+    resolved = with_dynamic_sizes(resolved_plan(found, options), sizes, model, sample_input)
     clock.stop("write")
-    captured = replace(captured, program=found.formulated.program)
-    return Planned(plan=plan, captured=captured, solved=found, phases=clock.phases)
+    captured = replace(captured, program=resolved.program)
+    return Planned(resolved=resolved, captured=captured, solved=found, phases=clock.phases)
 
 
 def read_program(
@@ -94,13 +101,17 @@ def read_program(
     return replace(captured, program=program)
 
 
-def knowing(plan: Plan, sizes: Sequence[Size], program: Program, model: nn.Module, sample_input: object) -> Plan:
-    """The plan of a model's program with the sizes that may vary; raises CaptureError if the model is another one at others."""
-    precision, reduce = plan.options["precision"] or None, plan.options["reduce"] or None
-    return varied(plan, program, sizes, lambda places: read_program(model, sample_input, precision, reduce, places).program)
+def with_dynamic_sizes(resolved: ResolvedPlan, sizes: Sequence[Size], model: nn.Module, sample_input: object) -> ResolvedPlan:
+    """The plan of a model with the sizes that may vary.
+
+    Raises CaptureError if the model computes something else at other sizes.
+    """
+    asked = resolved.plan.options
+    precision, reduce = asked["precision"] or None, asked["reduce"] or None
+    return varied(resolved, sizes, lambda places: read_program(model, sample_input, precision, reduce, places).program)
 
 
-def located(mesh: object, options: Options) -> Mesh:
+def connected_mesh(mesh: object, options: Options) -> Mesh:
     """The mesh with its device and links: the mesh's own where it has them."""
     found = Mesh.of(mesh)
     wanted = options.device if options.device is not None else found.device
@@ -110,13 +121,25 @@ def located(mesh: object, options: Options) -> Mesh:
 
 def plan_program(program: Program, mesh: Mesh, options: Options, stop: Stop = lambda phase: None) -> Plan:
     """The plan of a captured program on a mesh with device and links."""
-    plan = finish(best_variant(program, mesh, options, stop), options)
+    return resolve_program(program, mesh, options, stop).plan
+
+
+def resolve_program(program: Program, mesh: Mesh, options: Options, stop: Stop = lambda phase: None) -> ResolvedPlan:
+    """The plan of a captured program on a mesh with device and links, with its analysis and assignment."""
+    found = resolved_plan(best_variant(program, mesh, options, stop), options)
     stop("write")
-    return plan
+    return found
 
 
-def finish(found: Optimized, options: Options, chosen: Assignment | None = None) -> Plan:
-    """The plan that a solution stands for, with its evidence; or that of `chosen`, which makes other things again."""
+def resolved_plan(found: Optimized, options: Options, chosen: Assignment | None = None) -> ResolvedPlan:
+    """The plan of a solution, or of `chosen`, which recomputes other things, with its analysis and assignment."""
+    chosen = chosen or assignment(found.formulated, found.solution)
+    plan = to_plan(found, options, chosen)
+    return ResolvedPlan(plan=plan, analysis=found.formulated.analysis, assignment=chosen)
+
+
+def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None) -> Plan:
+    """The plan of a solution as text with its cost breakdown, or that of `chosen`, which recomputes other things."""
     formulated, solution = found.formulated, found.solution
     program, mesh, analysis = formulated.program, formulated.mesh, formulated.analysis
     chosen = chosen or assignment(formulated, solution)

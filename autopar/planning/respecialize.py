@@ -15,26 +15,25 @@ from fractions import Fraction
 from autopar.analysis.analysis import Analysis, analyse
 from autopar.errors import CaptureError, InputError
 from autopar.ir.conversion import Conversion
-from autopar.ir.dynamic_dims import Place, Size, placed
+from autopar.ir.dynamic_dims import Place, Size, dim_sizes
 from autopar.ir.layout import Layout, State, split, valid
 from autopar.ir.program import Argument, Op, Program, Value
 from autopar.operators import OpSharding
-from autopar.plan.plan import Plan, as_planned, describe, paddings, resolve
+from autopar.plan.assignment_text import as_planned, describe, paddings
+from autopar.plan.resolved import ResolvedPlan
 from autopar.planning.stride_inference import Split, StrideInference
 from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.search_space.candidates import Form, candidate
 
 
 class Respecializer:
-    """Carries one plan over; `program` is the whole batch's at the sizes that the plan was made for."""
+    """Carries one plan over to other sizes."""
 
-    def __init__(self, plan: Plan, program: Program) -> None:
-        self.plan, self.mesh = plan, plan.mesh
-        self.program = as_planned(plan, program)
-        self.fits = analyse(self.program, self.mesh).fits
-        self.assignment = resolve(plan, self.program, self.fits)
+    def __init__(self, resolved: ResolvedPlan) -> None:
+        self.plan, self.mesh, self.program = resolved.plan, resolved.plan.mesh, resolved.program
+        self.fits, self.assignment = resolved.analysis.fits, resolved.assignment
 
-    def plan_for(self, program: Program, called: str) -> Plan:
+    def plan_for(self, program: Program, called: str) -> ResolvedPlan:
         """The plan for the whole batch's program at other sizes, `called` so in errors.
 
         Raises CaptureError if it is another program, and InputError if the mesh does not divide it as the plan does.
@@ -43,10 +42,11 @@ class Respecializer:
         strides = {digit: self._whole(digit, stride, called) for digit, stride in self._strides(new, called).items()}
         made = _Carrier(self.assignment, new, strides, called).assignment()
         choices, layouts, routes, recompute = describe(new.program, made, new.fits, self.mesh.sizes)
-        return replace(
+        plan = replace(
             self.plan, hash=new.program.hash, choices=choices, layouts=layouts, routes=routes, recompute=recompute,
             padded=paddings(new.program),
         )  # fmt: skip
+        return ResolvedPlan(plan=plan, analysis=new, assignment=made)
 
     def multiple(self, size: Size, program: Program, number: int) -> int:
         """What a size must be a multiple of, found by the program at another number of it."""
@@ -80,20 +80,20 @@ class Respecializer:
         )
 
 
-def varied(plan: Plan, program: Program, sizes: Sequence[Size], at: Callable[[dict[Place, int]], Program]) -> Plan:
-    """A plan that knows which sizes may vary and in what steps; `at` gives the program with dims of other sizes.
+def varied(resolved: ResolvedPlan, sizes: Sequence[Size], at: Callable[[dict[Place, int]], Program]) -> ResolvedPlan:
+    """A plan that knows which sizes may vary and in what steps; `at` gives the whole batch's program at other sizes.
 
     Raises CaptureError if the model computes something else at another size.
     """
     if not sizes:
-        return plan
-    resizer = Respecializer(plan, program)
+        return resolved
+    resizer = Respecializer(resolved)
     found = []
     for size in sizes:
         number = _another(size)
-        other = at(placed(sizes, [number if one is size else one.sample for one in sizes]))
+        other = at(dim_sizes(sizes, [number if one is size else one.sample for one in sizes]))
         found.append(replace(size, multiple=resizer.multiple(size, other, number)))
-    return replace(plan, dynamic=tuple(found))
+    return replace(resolved, plan=replace(resolved.plan, dynamic=tuple(found)))
 
 
 def _another(size: Size) -> int:

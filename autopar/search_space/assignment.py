@@ -54,7 +54,7 @@ class Assignment:
         return self.ops[op.name].results[[r.name for r in op.results].index(value)]
 
 
-def due(analysis: Analysis, chosen: Assignment, name: str) -> set[Conversion]:
+def backward_conversions(analysis: Analysis, chosen: Assignment, name: str) -> set[Conversion]:
     """The conversions of a value whose gradient comes back."""
     into = {step.target: step for step in chosen.routes.get(name, ())}
     back: set[Conversion] = set()

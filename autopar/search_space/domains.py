@@ -11,7 +11,7 @@ from autopar.errors import ConstraintError
 from autopar.ir.layout import I, Layout, storable, text
 from autopar.ir.program import Output, Parameter
 from autopar.search_space.candidates import Candidate, candidates
-from autopar.search_space.layout_graph import placeable, space, states
+from autopar.search_space.layout_graph import layout_graph, placeable, states
 from autopar.search_space.strategies import StrategyConstraints
 
 
@@ -112,4 +112,4 @@ def stored(parameter: Parameter, sizes: tuple[int, ...], blocks: Blocks, true: t
 def invariant_or_split(shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Blocks) -> list[Layout]:
     """Every layout of a shape without R and P that a DTensor can have."""
     allowed = tuple(tuple(s for s in axis if s.kind in "IS") for axis in states(shape, sizes, blocks, True))
-    return [layout for layout in space(shape, sizes, allowed, blocks).nodes if storable(layout, shape, sizes)]
+    return [layout for layout in layout_graph(shape, sizes, allowed, blocks).nodes if storable(layout, shape, sizes)]

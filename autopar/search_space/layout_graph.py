@@ -83,7 +83,7 @@ def _nested_tightly(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ..
 
 
 @functools.lru_cache(maxsize=4096)
-def space(
+def layout_graph(
     shape: tuple[int, ...], sizes: tuple[int, ...], allowed: tuple[tuple[State, ...], ...], blocks: Blocks
 ) -> LayoutGraph:
     """The layout graph over the given states per axis."""

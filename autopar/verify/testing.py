@@ -22,8 +22,9 @@ from autopar.ir.mesh import Mesh
 from autopar.passes.microbatches import microbatches as parts
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
+from autopar.plan.resolved import ResolvedPlan
 from autopar.planning.optimize import Optimized, sharded
-from autopar.planning.planner import finish, knowing, located, read_program
+from autopar.planning.planner import connected_mesh, read_program, resolved_plan, with_dynamic_sizes
 from autopar.runtime.memory_tracker import MemoryTracker, Peak
 from autopar.runtime.storage import local
 from autopar.search_space.assignment import Assignment, RecomputeChoice
@@ -65,12 +66,16 @@ def random_plan(
     )
     captured = read_program(model, sample_input, precision)
     part = replace(captured, program=parts(captured.program, microbatches))
-    plan = random_plan_of(part, located(mesh, options), seed, options)
-    return knowing(plan, declared(dynamic or {}, captured.signature.shapes), captured.program, model, sample_input)
+    drawn = _random(part, connected_mesh(mesh, options), seed, options)
+    return with_dynamic_sizes(drawn, declared(dynamic or {}, captured.signature.shapes), model, sample_input).plan
 
 
 def random_plan_of(captured: Captured, mesh: Mesh, seed: int, options: Options) -> Plan:
-    """The same for a model that is captured already, on a mesh with device and links."""
+    """A random plan for a model that is captured already, on a mesh with device and links."""
+    return _random(captured, mesh, seed, options).plan
+
+
+def _random(captured: Captured, mesh: Mesh, seed: int, options: Options) -> ResolvedPlan:
     optimizer = optimizers.optimizer(options.optimizer)
     analysis = analyse(captured.program, mesh, repeated=False)
     formulated = formulate(analysis, mesh, optimizer, sharded_outputs=sharded(captured.program, options.outputs))
@@ -78,7 +83,7 @@ def random_plan_of(captured: Captured, mesh: Mesh, seed: int, options: Options) 
     solution = random_solution(formulated.problem, draw)
     chosen = assignment(formulated, solution)
     chosen = replace(chosen, recompute=random_again(analysis, chosen, draw, host=bool(mesh.device and mesh.device.host)))
-    return finish(
+    return resolved_plan(
         Optimized(memory_model=MemoryModel(formulated, optimizer), solution=solution, optimizer=optimizer), options, chosen
     )
 

@@ -21,7 +21,7 @@ from autopar.analysis.analysis import analyse
 from autopar.capture import Captured, Signature
 from autopar.codegen import ModuleState, OutputLayout, ParallelModule, emit
 from autopar.errors import InputError
-from autopar.ir.dynamic_dims import declared, numbers, placed, said
+from autopar.ir.dynamic_dims import declared, describe_sizes, dim_sizes, numbers
 from autopar.ir.layout import I
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, overload, writes
@@ -29,9 +29,11 @@ from autopar.ir.schema import bound
 from autopar.parallelize import assemble, check_mesh, tensors_of
 from autopar.passes.no_dropout import HALF, drawn, without_dropout
 from autopar.passes.to_float64 import promote, wide
+from autopar.plan.assignment_text import as_planned, resolve
 from autopar.plan.options import Options
-from autopar.plan.plan import Collective, Plan, as_planned, resolve
-from autopar.planning.planner import collectives_of, knowing, located, plan_program, read_program
+from autopar.plan.plan import Collective, Plan
+from autopar.plan.resolved import read_plan
+from autopar.planning.planner import collectives_of, connected_mesh, read_program, resolve_program, with_dynamic_sizes
 from autopar.planning.respecialize import Respecializer
 from autopar.runtime.custom_ops import Operators
 from autopar.runtime.recorder import Issued, recorded
@@ -107,12 +109,11 @@ def verify(
         check_mesh(plan, Mesh.of(mesh))
     options = options.under(plan)
     captured = read_program(model, sample_input, options.precision, options.reduce)
-    place = located(mesh, options)
+    place = connected_mesh(mesh, options)
     if plan is None:
         plan = _planned(model, sample_input, captured, place, options)
     plan = _at_sample(plan, model, sample_input, captured, options)
-    program = as_planned(plan, captured.program)
-    resolve(plan, program, analyse(program, place).fits)
+    read_plan(plan, captured.program, place)  # refuses a plan for another program before any process starts
     inputs = captured.signature.bind(*arguments(sample_input))
     rows, surplus, missing = compare(captured, tensors, inputs, plan, place, pool)
     rows += _against_module(model, sample_input, captured, tensors, inputs)
@@ -123,7 +124,7 @@ def verify(
 def _planned(model: nn.Module, sample_input: object, captured: Captured, mesh: Mesh, options: Options) -> Plan:
     """A plan for what was captured, and for the sizes that may vary."""
     sizes = declared(options.dynamic, captured.signature.shapes)
-    return knowing(plan_program(captured.program, mesh, options), sizes, captured.program, model, sample_input)
+    return with_dynamic_sizes(resolve_program(captured.program, mesh, options), sizes, model, sample_input).plan
 
 
 def _at_sample(plan: Plan, model: nn.Module, sample_input: object, captured: Captured, options: Options) -> Plan:
@@ -131,8 +132,9 @@ def _at_sample(plan: Plan, model: nn.Module, sample_input: object, captured: Cap
     found = numbers(plan.dynamic, captured.signature.shapes)
     if found == tuple(size.sample for size in plan.dynamic):
         return plan
-    planned = read_program(model, sample_input, options.precision, options.reduce, placed(plan.dynamic))
-    return Respecializer(plan, planned.program).plan_for(captured.program, said(plan.dynamic, found))
+    planned = read_program(model, sample_input, options.precision, options.reduce, dim_sizes(plan.dynamic))
+    resizer = Respecializer(read_plan(plan, planned.program, plan.mesh))
+    return resizer.plan_for(captured.program, describe_sizes(plan.dynamic, found)).plan
 
 
 def _notes(program: Program) -> Iterator[str]:
@@ -266,7 +268,7 @@ def sequential(captured: Captured, tensors: Mapping[str, torch.Tensor]) -> Paral
     """The captured program as a module on one device, no process needed."""
     program, mesh = captured.program, Mesh.of(1)
     context = connect(mesh, device="cpu")
-    given = (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers)))
+    given = program.given
     assignment = Assignment(
         ops={op.name: candidate(op, None, program.values, (INVARIANT,)) for op in program.ops},
         given={value.name: (I,) for value in given},

@@ -26,7 +26,7 @@ def test_everything_is_in_one_class_and_the_members_are_alike(model: Model, repe
     program = model().program
     classes = fold(program, repeated=repeated)
     names = [*(op.name for op in program.ops), *(OUTPUT + o.path for o in program.outputs)]
-    names += [v.name for v in (*program.inputs, *(p.value for p in (*program.parameters, *program.buffers)))]
+    names += [v.name for v in program.given]
     assert Counter(member for members in classes.members.values() for member in members) == Counter(names)
     for name, members in classes.members.items():
         assert members[0] == name

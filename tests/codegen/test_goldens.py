@@ -16,8 +16,8 @@ import autopar
 from autopar.analysis.analysis import analyse
 from autopar.codegen import emit
 from autopar.ir.mesh import Mesh
+from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
-from autopar.plan.plan import resolve
 from autopar.planning.planner import Planned, make_plan
 from autopar.runtime.world import Axis, Context
 from tests.support.golden import Golden

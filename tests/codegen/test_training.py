@@ -18,7 +18,7 @@ from autopar.parallelize import assemble, tensors_of
 from autopar.passes.no_dropout import without_dropout
 from autopar.passes.to_float64 import promote
 from autopar.plan.options import Options
-from autopar.planning.planner import located, plan_program, read_program
+from autopar.planning.planner import connected_mesh, plan_program, read_program
 from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
@@ -77,7 +77,7 @@ def test_three_steps_of_adamw_with_clipping_equal_the_sequential_ones(
     captured = read_program(model, sample)
     program = promote(without_dropout(captured.program))
     options = Options(device="h100", strategy=strategy, constraints=constraints)
-    plan = plan_program(program, located((2, 4), options), options)
+    plan = plan_program(program, connected_mesh((2, 4), options), options)
     batches = [captured.signature.bind((), {**sample, **models.words()}) for _ in range(3)]
     tensors = {key: double(tensor) for key, tensor in tensors_of(model).items()}
     assert sum("S" in plan.layouts[key] for key, _ in model.named_parameters()) >= 8

@@ -23,7 +23,8 @@ from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Device, Mesh
 from autopar.ir.program import elements
 from autopar.operators import fit
-from autopar.plan.plan import Plan, resolve
+from autopar.plan.assignment_text import resolve
+from autopar.plan.plan import Plan
 from autopar.solver.problem import price
 from tests.support import planning
 from tests.support.planning import NETWORK, NVLINK, link, mesh

@@ -16,14 +16,14 @@ import autopar
 from autopar.cost_models.compute import pricer
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
-from autopar.planning.planner import located, plan_program, read_program
+from autopar.planning.planner import connected_mesh, plan_program, read_program
 from autopar.verify.testing import peak
 from tests.support import models
 from tests.support.planning import smallest
 
 NAMES = ("gpt2", "llama", "vit")
 OPTIONS = Options(device="cpu")
-ON = located((1,), OPTIONS)
+ON = connected_mesh((1,), OPTIONS)
 
 
 def step(module: nn.Module, batch: models.Sample) -> int:

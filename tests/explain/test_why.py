@@ -18,7 +18,7 @@ from autopar.explain.why import why_parts
 from autopar.explain.whynot import why_not_parts
 from autopar.plan.options import Options
 from autopar.plan.text import plain
-from autopar.planning.planner import located, make_plan, plan_program
+from autopar.planning.planner import connected_mesh, make_plan, plan_program
 from autopar.search_space.strategies import STRATEGIES
 from autopar.solver.problem import price
 from autopar.solver.routes import tree
@@ -141,7 +141,7 @@ def test_each_strategy_is_planned_as_it_would_be_by_itself() -> None:
     found = explained()
     program, options = found.planned.captured.program, Options(device="h100")
     for entry in found.compared:
-        alone = plan_program(program, located(MESH, options), replace(options, strategy=entry.strategy))
+        alone = plan_program(program, connected_mesh(MESH, options), replace(options, strategy=entry.strategy))
         assert entry.plan == alone
         assert alone.step_time >= found.plan.step_time * (1 - found.plan.gap)
     assert [entry.strategy for entry in found.compared] == list(STRATEGIES)

@@ -15,7 +15,7 @@ from autopar.ir.mesh import Link
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import plain
-from autopar.planning.planner import located
+from autopar.planning.planner import connected_mesh
 from autopar.runtime.workers import WorkerPool
 from autopar.verify.testing import peak, random_plan
 from tests.support import models
@@ -50,7 +50,7 @@ class Case:
         if isinstance(self.plan, int) or self.plan == "host":
             device = replace(device, host=HOST)
         if isinstance(self.plan, int):
-            return random_plan(model, sample, located(mesh, Options(device=device)), seed=self.plan)
+            return random_plan(model, sample, connected_mesh(mesh, Options(device=device)), seed=self.plan)
         if self.plan not in ("tight", "host"):
             return autopar.plan(model, sample, mesh, strategy=self.plan, device=device)
         best = autopar.plan(model, sample, mesh, device=device)

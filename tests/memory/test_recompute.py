@@ -23,9 +23,10 @@ from autopar.ir.mesh import Mesh
 from autopar.memory.recompute_closure import reruns
 from autopar.operators import fit
 from autopar.parallelize import assemble, tensors_of
+from autopar.plan.assignment_text import describe, resolve
 from autopar.plan.options import Options
-from autopar.plan.plan import Plan, describe, resolve
-from autopar.planning.planner import located, plan_program, read_program
+from autopar.plan.plan import Plan
+from autopar.planning.planner import connected_mesh, plan_program, read_program
 from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
@@ -53,7 +54,7 @@ def analysed(name: str) -> Analysis:
 @functools.cache
 def alone(name: str) -> Plan:
     """The plan on one device, where everything is kept."""
-    return plan_program(captured(name).program, located(ALONE, OPTIONS), OPTIONS)
+    return plan_program(captured(name).program, connected_mesh(ALONE, OPTIONS), OPTIONS)
 
 
 def chosen(name: str) -> Assignment:
@@ -249,7 +250,7 @@ def test_a_dropout_that_shall_run_again_is_refused() -> None:
 
 def test_random_plans_make_ops_and_conversions_again_of_weights_and_of_others() -> None:
     program = captured("llama").program
-    plan = random_plan_of(captured("llama"), located((2, 4), OPTIONS), 1, OPTIONS)
+    plan = random_plan_of(captured("llama"), connected_mesh((2, 4), OPTIONS), 1, OPTIONS)
     recompute = resolve(plan, program, analyse(program, Mesh.of((2, 4))).fits).recompute
     assert recompute.ops
     assert recompute.offload
@@ -267,7 +268,7 @@ def dropped_alike(plan: Plan) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_on_four_devices_dropout_drops_the_same_whether_things_are_made_again_or_not(pool: WorkerPool, seed: int) -> None:
-    plan = random_plan_of(captured("gpt2"), located((2, 2), OPTIONS), seed, OPTIONS)
+    plan = random_plan_of(captured("gpt2"), connected_mesh((2, 2), OPTIONS), seed, OPTIONS)
     assert plan.recompute
     found, expected = (pool.run(f"{__name__}:dropped_alike", one, ranks=4) for one in (plan, replace(plan, recompute={})))
     for one, other in zip(found[0], expected[0], strict=True):  # type: ignore[call-overload]

@@ -20,7 +20,7 @@ from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import plain
 from autopar.planning.optimize import analysed, solved
-from autopar.planning.planner import located
+from autopar.planning.planner import connected_mesh
 from autopar.search_space.strategies import STRATEGIES
 from autopar.verify.testing import random_plan_of
 from tests.capture.models import MODELS
@@ -52,14 +52,14 @@ def test_the_evidence_adds_up_to_the_totals(name: str, strategy: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_so_does_that_of_a_random_plan(name: str, seed: int) -> None:
     options = Options(device="h100", strategy="random")
-    check_adds_up(random_plan_of(captured(name), located(MESH, options), seed, options))
+    check_adds_up(random_plan_of(captured(name), connected_mesh(MESH, options), seed, options))
 
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 @pytest.mark.parametrize("name", NAMES)
 def test_each_part_is_what_another_reckoning_says(name: str, strategy: str) -> None:
     made = plan(name, strategy)
-    own = bill(made, captured(name), located(MESH, Options(device="h100")))
+    own = bill(made, captured(name), connected_mesh(MESH, Options(device="h100")))
     breakdown = made.breakdown
     assert breakdown.forward + breakdown.backward == pytest.approx(own.ops, rel=1e-9)
     assert breakdown.optimizer == pytest.approx(own.optimizer, rel=1e-9)
@@ -69,7 +69,7 @@ def test_each_part_is_what_another_reckoning_says(name: str, strategy: str) -> N
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_held_at_a_moment_is_what_the_walk_finds_there(name: str) -> None:
     options = Options(device="h100")
-    mesh = located(MESH, options)
+    mesh = connected_mesh(MESH, options)
     found = solved(analysed(captured(name).program, mesh, options), mesh, options)
     chosen = assignment(found.formulated, found.solution)
     alive = found.memory_model.liveness.walk(chosen)
@@ -130,7 +130,9 @@ def test_a_fused_projection_is_split_within_its_blocks() -> None:
 def test_everything_that_is_told_has_a_word_for_every_axis(name: str) -> None:
     program: Program = captured(name).program
     analysis = analyse(program, Mesh.of(MESH))
-    made = random_plan_of(captured(name), located(MESH, Options(device="h100")), 1, Options(device="h100", strategy="random"))
+    made = random_plan_of(
+        captured(name), connected_mesh(MESH, Options(device="h100")), 1, Options(device="h100", strategy="random")
+    )
     assert set(made.breakdown.runs) == {op.name for op in program.ops if told(analysis, op)}
     assert all(len(found) == 2 and all(found) for found in (*made.breakdown.runs.values(), *made.breakdown.stored.values()))
 

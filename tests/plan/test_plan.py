@@ -18,10 +18,13 @@ from autopar.errors import PlanError
 from autopar.ir.layout import I
 from autopar.ir.mesh import Mesh
 from autopar.operators import fit
+from autopar.plan import resolved as reading
+from autopar.plan.assignment_text import describe, form_text, resolve
 from autopar.plan.options import Options
-from autopar.plan.plan import Collective, Plan, describe, form_text, resolve
+from autopar.plan.plan import Collective, Plan
+from autopar.plan.resolved import ResolvedPlan, read_plan
 from autopar.plan.text import folded, size_text
-from autopar.planning.planner import located, plan_program, read_program
+from autopar.planning.planner import connected_mesh, read_program, resolve_program
 from autopar.search_space.strategies import STRATEGIES
 from autopar.verify.testing import random_plan_of
 from tests.capture.models import MODELS
@@ -42,13 +45,17 @@ def analysed(name: str) -> Analysis:
 
 
 @functools.cache
-def plan(name: str, strategy: str = "auto") -> Plan:
+def resolved(name: str, strategy: str = "auto") -> ResolvedPlan:
     options = Options(device="h100", strategy=strategy)
-    return plan_program(captured(name).program, located(MESH, options), options)
+    return resolve_program(captured(name).program, connected_mesh(MESH, options), options)
+
+
+def plan(name: str, strategy: str = "auto") -> Plan:
+    return resolved(name, strategy).plan
 
 
 def check_round_trips(name: str, made: Plan) -> None:
-    """JSON gives back the plan; its texts give back decisions that have the same texts."""
+    """JSON gives back the plan; its texts give back an assignment that has the same texts."""
     assert Plan.from_json(made.to_json()) == made
     program, fits = captured(name).program, analysed(name).fits
     assignment = resolve(made, program, fits)
@@ -57,15 +64,28 @@ def check_round_trips(name: str, made: Plan) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "vit"])
-def test_a_plan_denotes_the_decisions_that_it_was_made_from(name: str, strategy: str) -> None:
-    check_round_trips(name, plan(name, strategy))
+def test_the_text_of_a_plan_reads_back_into_the_assignment_that_was_planned(name: str, strategy: str) -> None:
+    found = resolved(name, strategy)
+    check_round_trips(name, found.plan)
+    assert read_plan(found.plan, captured(name).program, found.plan.mesh).assignment == found.assignment
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_so_does_a_random_plan(name: str, seed: int) -> None:
+def test_the_text_of_a_random_plan_reads_back_into_the_same_text(name: str, seed: int) -> None:
     options = Options(device="h100", strategy="random")
-    check_round_trips(name, random_plan_of(captured(name), located(MESH, options), seed, options))
+    check_round_trips(name, random_plan_of(captured(name), connected_mesh(MESH, options), seed, options))
+
+
+def test_the_process_that_planned_emits_its_assignment_without_reading_it_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the plan was turned to text, or its text was read")
+
+    monkeypatch.setattr(reading, "resolve", refuse)
+    monkeypatch.setattr(Plan, "to_json", refuse)
+    monkeypatch.setattr(Plan, "from_json", refuse)
+    model, x = torch.nn.Linear(8, 4), torch.randn(2, 8)
+    torch.testing.assert_close(autopar.parallelize(model, x, (1,))(x), model(x))
 
 
 @pytest.mark.parametrize("target", sorted(EXAMPLES))

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 import autopar
 from autopar.errors import CaptureError, ConstraintError, InputError, PlanError
 from autopar.explain import report
-from autopar.ir.dynamic_dims import Dims, Dynamic, placed
+from autopar.ir.dynamic_dims import Dims, Dynamic, dim_sizes
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
+from autopar.plan.resolved import read_plan
 from autopar.plan.text import plain
 from autopar.planning.planner import read_program
 from autopar.planning.respecialize import Respecializer
@@ -53,10 +54,11 @@ def test_a_plan_carried_to_other_sizes_and_back_is_itself(name: str, sizes: tupl
     model, sample = models.make(name)
     plan = made(name, sizes, strategy)
     here = read_program(model, sample).program
-    there = read_program(model, sample, places=placed(plan.dynamic, [16, 24][: len(plan.dynamic)])).program
-    carried = Respecializer(plan, here).plan_for(there, "batch=16")
-    assert carried.hash == there.hash != plan.hash
-    assert Respecializer(carried, there).plan_for(here, "batch=8") == plan
+    there = read_program(model, sample, places=dim_sizes(plan.dynamic, [16, 24][: len(plan.dynamic)])).program
+    carried = Respecializer(read_plan(plan, here, plan.mesh)).plan_for(there, "batch=16")
+    assert carried.plan.hash == there.hash != plan.hash
+    assert read_plan(carried.plan, there, plan.mesh).assignment == carried.assignment
+    assert Respecializer(carried).plan_for(here, "batch=8").plan == plan
 
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp", 5])

@@ -19,7 +19,7 @@ from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import plain
 from autopar.planning.optimize import analysed, solved
-from autopar.planning.planner import finish
+from autopar.planning.planner import to_plan
 from autopar.runtime.memory_tracker import MemoryTracker
 from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool
@@ -216,7 +216,7 @@ def test_a_step_costs_its_runs_and_one_step_of_the_optimizer(strategy: str) -> N
     part = replace(CAPTURED, program=microbatches(CAPTURED.program, runs))
     options = Options(strategy=strategy)
     found = solved(analysed(part.program, on, options), on, options)
-    made = finish(found, options)
+    made = to_plan(found, options)
     breakdown, own = made.breakdown, bill(made, part, on)
     few = 5 * runs * max(link.latency for link in on.links)  # of the messages in which weights go different ways
     assert found.solution.seconds == pytest.approx(made.step_time, rel=0, abs=few), "the integer program prices it so"

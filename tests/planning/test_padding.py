@@ -26,7 +26,7 @@ from autopar.passes.no_dropout import without_dropout
 from autopar.passes.to_float64 import promote
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
-from autopar.planning.planner import located, plan_program, read_program
+from autopar.planning.planner import connected_mesh, plan_program, read_program
 from autopar.runtime.storage import whole
 from autopar.runtime.workers import WorkerPool
 from autopar.verify.testing import peak
@@ -122,7 +122,7 @@ def test_steps_with_clipping_equal_the_sequential_ones(pool: WorkerPool, name: s
     captured = read_program(model, sample)
     program = promote(without_dropout(captured.program))
     options = Options(device="h100", constraints=constraints(name, (2, 4)))
-    plan = plan_program(program, located((2, 4), options), options)
+    plan = plan_program(program, connected_mesh((2, 4), options), options)
     batch = [double(tensor) for tensor in captured.signature.bind((), sample)]
     tensors = {key: double(tensor) for key, tensor in tensors_of(model).items()}
     run = Run(replace(captured, program=program), plan, tensors, [batch] * 3)

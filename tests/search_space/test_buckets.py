@@ -18,8 +18,8 @@ from autopar.capture import Captured, capture
 from autopar.ir.conversion import Conversion
 from autopar.ir.program import Program
 from autopar.operators import fit
+from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
-from autopar.plan.plan import resolve
 from autopar.planning.planner import read_program
 from autopar.search_space.buckets import bucketed
 from autopar.verify.testing import random_plan_of

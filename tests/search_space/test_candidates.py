@@ -11,7 +11,7 @@ from autopar.analysis.block_counts import block_counts
 from autopar.capture import Captured
 from autopar.ir.layout import I, P, R, local_shape, split, valid
 from autopar.operators import fit
-from autopar.plan.plan import _form, form_text
+from autopar.plan.assignment_text import _form, form_text
 from autopar.search_space.candidates import candidate, candidates
 from autopar.search_space.layout_graph import placeable
 from tests.support import planning

@@ -8,7 +8,7 @@ import pytest
 from autopar.analysis.block_counts import Blocks
 from autopar.ir.conversion import CONVERSIONS
 from autopar.ir.layout import I, P, R, local_shape, split, valid
-from autopar.search_space.layout_graph import LayoutGraph, placeable, space, states
+from autopar.search_space.layout_graph import LayoutGraph, layout_graph, placeable, states
 
 PAIRS = list(CONVERSIONS)
 CASES: list[tuple[tuple[int, ...], tuple[int, ...], Blocks]] = [
@@ -22,7 +22,7 @@ CASES: list[tuple[tuple[int, ...], tuple[int, ...], Blocks]] = [
 
 def graph(shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Blocks) -> LayoutGraph:
     allowed = tuple(map(tuple, states(shape, sizes, blocks, True)))
-    return space(shape, sizes, allowed, blocks)
+    return layout_graph(shape, sizes, allowed, blocks)
 
 
 @pytest.mark.parametrize("shape, sizes, blocks", CASES)

@@ -21,8 +21,9 @@ from autopar.errors import BudgetError
 from autopar.formulation.formulate import PlanningProblem
 from autopar.ir.mesh import Device, Link, Mesh
 from autopar.ir.program import Output
+from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
-from autopar.plan.plan import Collective, Plan, resolve
+from autopar.plan.plan import Collective, Plan
 from autopar.planning.planner import plan_program, read_program
 
 GIB = 2**30

@@ -19,7 +19,8 @@ from autopar.ir.layout import Layout, each_split, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Value, elements
 from autopar.operators import fit
-from autopar.plan.plan import Plan, resolve
+from autopar.plan.assignment_text import resolve
+from autopar.plan.plan import Plan
 from autopar.search_space.assignment import Assignment
 
 Issued = tuple[tuple[str, ...], str, str, str, int]

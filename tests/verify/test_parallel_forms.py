@@ -15,8 +15,9 @@ import autopar
 from autopar.analysis.analysis import analyse
 from autopar.explain.phrases import runs
 from autopar.ir.mesh import Mesh
+from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
-from autopar.plan.plan import Plan, resolve
+from autopar.plan.plan import Plan
 from autopar.planning.planner import collectives_of, read_program
 from autopar.runtime.memory_tracker import MemoryTracker
 from autopar.runtime.workers import WorkerPool

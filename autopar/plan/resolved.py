@@ -1,0 +1,36 @@
+"""A plan with what it says about a program: what is emitted, and what the text of a plan is read into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.analysis.analysis import Analysis, analyse
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.plan.assignment_text import as_planned, resolve
+from autopar.plan.plan import Plan
+from autopar.search_space.assignment import Assignment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedPlan:
+    """A plan, the analysis of the program that it is for (one micro-batch, padded), and its assignment."""
+
+    plan: Plan
+    analysis: Analysis
+    assignment: Assignment
+
+    @property
+    def program(self) -> Program:
+        """The program that the assignment speaks of."""
+        return self.analysis.program
+
+
+def read_plan(plan: Plan, program: Program, mesh: Mesh) -> ResolvedPlan:
+    """Read the text of a plan for the captured program of the whole batch.
+
+    Raises PlanError if the plan was made for another program, or if an entry of it does not fit.
+    """
+    program = as_planned(plan, program)
+    analysis = analyse(program, mesh)
+    return ResolvedPlan(plan=plan, analysis=analysis, assignment=resolve(plan, program, analysis.fits))
