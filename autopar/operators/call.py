@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import RuleError
 from autopar.ir.program import Argument, Op, Value, overload, refs
-from autopar.operators.notation import ALONE, ANY, Dim, Pattern, Term, Word, parse
-from autopar.operators.rule import Dims, Factor, OpSharding
-
-Shape = tuple[int, ...]
+from autopar.operators.fitting import Misfit, Shape, Tensor, fitted
+from autopar.operators.notation import Pattern, parse
+from autopar.operators.rule import OpSharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +142,8 @@ class Call:
         """
         pattern = parse(text)
         try:
-            pairs = self._pairs(pattern)
-            return _Fit(pairs=pairs, sizes=dict(sizes or {})).fitted(len(self.operands), asks, random)
-        except _Misfit as misfit:
+            return fitted(pattern, self._tensors(pattern), self.listed, sizes or {}, asks=asks, random=random)
+        except Misfit as misfit:
             raise RuleError(
                 f"the rule of {self.op.target} does not fit its op {self.op.name}",
                 rule=pattern,
@@ -155,25 +153,25 @@ class Call:
                 fix="give the operator a rule that names every dim of every tensor",
             ) from None
 
-    def _pairs(self, pattern: Pattern) -> list[tuple[str, int, Term, Shape]]:
-        """(side, position, term, shape) of every tensor, in the order of the text; absent optional operands are dropped."""
+    def listed(self, name: str) -> tuple[int, ...] | None:
+        """A static argument by which a pattern places or sizes factors; None if the op has no such argument."""
+        return self.numbers(name) if name in self.arguments else None
+
+    def _tensors(self, pattern: Pattern) -> list[Tensor]:
+        """Every tensor with its term, in the order of the text; absent optional operands are dropped."""
         slots = [position for _, position in self.slots]
         if len(pattern.operands) != len(slots):
             slots = [position for position in slots if position is not None]
         if len(pattern.operands) != len(slots):
-            raise _Misfit(f"it names {len(pattern.operands)} operands, the op has {len(slots)}")
+            raise Misfit(f"it names {len(pattern.operands)} operands, the op has {len(slots)}")
         if len(pattern.results) != len(self.op.results):
-            raise _Misfit(f"it names {len(pattern.results)} results, the op has {len(self.op.results)}")
+            raise Misfit(f"it names {len(pattern.results)} results, the op has {len(self.op.results)}")
         given = zip(pattern.operands, slots, strict=True)
         results = enumerate(zip(pattern.results, self.op.results, strict=True))
         return [
-            *(("operand", position, term, self.operands[position].shape) for term, position in given if position is not None),
-            *(("result", i, term, value.shape) for i, (term, value) in results),
+            *(Tensor("operand", at, term, self.operands[at].shape) for term, at in given if at is not None),
+            *(Tensor("result", at, term, value.shape) for at, (term, value) in results),
         ]
-
-
-class _Misfit(Exception):
-    """Why a pattern does not fit; always turned into a RuleError."""
 
 
 def _shapes(values: Sequence[Value]) -> str:
@@ -182,90 +180,3 @@ def _shapes(values: Sequence[Value]) -> str:
 
 def _continuous(value: Value) -> bool:
     return value.dtype.is_floating_point or value.dtype.is_complex
-
-
-class _Fit:
-    """One pattern laid over one set of shapes."""
-
-    def __init__(self, *, pairs: list[tuple[str, int, Term, Shape]], sizes: dict[str, int]) -> None:
-        self.tensors = [(side, p, term, list(_dims(term, shape))) for side, p, term, shape in pairs]
-        self.sizes = sizes
-        self.whole = {w.name for *_, dims in self.tensors for dim, _ in dims for w in dim if w.whole}
-        self._solve()
-
-    def _solve(self) -> None:
-        """Find the size of every factor: a dim with one unknown factor tells it."""
-        waiting = [(dim, size) for *_, dims in self.tensors for dim, size in dims if size != 1 and dim != ALONE_DIM]
-        while waiting:
-            left = []
-            for dim, size in waiting:
-                unknown = [word.name for word in dim if word.name not in self.sizes]
-                if len(unknown) > 1:
-                    left.append((dim, size))
-                    continue
-                known = math.prod(self.sizes[word.name] for word in dim if word.name in self.sizes)
-                if unknown:
-                    self.sizes[unknown[0]] = size // known if known else 0
-                    known *= self.sizes[unknown[0]]
-                if known != size:
-                    raise _Misfit(f"({' '.join(w.name for w in dim)}) has size {size}, but {known} elsewhere")
-            if len(left) == len(waiting):
-                raise _Misfit(f"the sizes of the factors of ({' '.join(w.name for w in left[0][0])}) are unknown")
-            waiting = left
-
-    def fitted(self, operands: int, asks: str, random: bool) -> OpSharding:
-        factors: list[Factor] = []
-        index: dict[str, int] = {}
-
-        def factor(word: Word, size: int) -> Iterator[int]:
-            if word.name == ALONE:
-                factors.append(Factor(name=ALONE, size=size, whole=True))
-                yield len(factors) - 1
-            elif self.sizes[word.name] != 1:
-                if word.name not in index:
-                    index[word.name] = len(factors)
-                    size = self.sizes[word.name]
-                    factors.append(Factor(name=word.name, size=size, whole=word.name in self.whole or size == 0))
-                yield index[word.name]
-
-        found: dict[str, dict[int, Dims]] = {"operand": {}, "result": {}}
-        for side, position, _, dims in self.tensors:
-            found[side][position] = tuple(
-                tuple(f for word in dim for f in factor(word, size)) if size != 1 else () for dim, size in dims
-            )
-        return OpSharding(
-            factors=tuple(factors),
-            operands=tuple(found["operand"][i] for i in range(operands)),
-            results=tuple(found["result"][i] for i in sorted(found["result"])),
-            added=frozenset(p for side, p, term, _ in self.tensors if side == "operand" and term.added),
-            asks=tuple(
-                (asks, position, d, f)
-                for position, dims in sorted(found[asks].items())
-                for d, dim in enumerate(dims)
-                for f in dim[1:]
-                if not factors[f].whole
-            )
-            if asks
-            else (),
-            random=random,
-        )
-
-
-ALONE_DIM: Dim = (Word(ALONE, whole=True),)
-
-
-def _dims(term: Term, shape: Shape) -> Iterator[tuple[Dim, int]]:
-    """(words, size) per dim of a shape, with `...` written out as factors counted from the right."""
-    fixed = sum(1 for dim in term.dims if dim[0].name != ANY)
-    free = len(shape) - fixed
-    if free < 0 or (free > 0 and fixed == len(term.dims)):
-        raise _Misfit(f'"{term}" names {fixed} dims, a tensor has {len(shape)}')
-    place = 0
-    for dim in term.dims:
-        if dim[0].name != ANY:
-            yield dim, shape[place]
-            place += 1
-            continue
-        for right in reversed(range(free)):
-            yield (Word(f"{ANY}{right}", dim[0].whole),), shape[place]
-            place += 1

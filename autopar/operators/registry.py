@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.ir.program import Argument, Op, Value
-from autopar.operators.call import Call, Local, Shape
+from autopar.operators.call import Call, Local
 from autopar.operators.families import (
     attention,
     contraction,
@@ -38,6 +38,7 @@ from autopar.operators.families import (
 from autopar.operators.families import (
     pooling_padding as windows,
 )
+from autopar.operators.fitting import Shape
 from autopar.operators.rule import OpSharding, ParallelForm, Rule
 
 ALIASES = {  # torch's second names

@@ -7,7 +7,7 @@ decide. A `OpSharding` is what it says about one op, with sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autopar.operators.notation import parse
@@ -88,6 +88,7 @@ class OpSharding:
     asks: tuple[tuple[str, int, int, int], ...] = ()  # ("operand"|"result", position, dim, factor): wants a blocked split
     random: bool = False  # draws random numbers
     distributed: tuple[ParallelForm, ...] = ()
+    text: str = field(default="", compare=False, repr=False)  # the pattern that was laid over the shapes
 
     def spread(self, form: ParallelForm) -> tuple[int, ...]:
         """The factors that a distributed form splits."""
@@ -130,7 +131,7 @@ class OpSharding:
 class Rule:
     """One row of the table; make it with `op`."""
 
-    text: str  # the pattern, or what the function says of itself
+    text: str  # the pattern; empty where a function decides
     shapes: Callable[[Call], OpSharding | None] | None = None  # decides where a text cannot; None: this use has no rule
     linear: tuple[tuple[str, ...], ...] = ()  # groups of argument names in which the op is jointly linear
     local: Callable[[Call, Local], dict[str, Argument]] | None = None  # static arguments for local shapes, by name
@@ -149,7 +150,7 @@ class Rule:
         return call.fit(self.text, random=self.random)
 
     def __str__(self) -> str:
-        return self.text
+        return self.text or f"decided by {getattr(self.shapes, '__name__', 'a function')}"
 
 
 def op(
@@ -168,7 +169,7 @@ def op(
     >>> print(op("m k, n k, +n -> m n", linear="input bias, weight bias"))
     m k, n k, +n -> m n
     """
-    text = str(parse(form)) if isinstance(form, str) else (form.__doc__ or form.__name__).strip().splitlines()[0]
+    text = str(parse(form)) if isinstance(form, str) else ""
     return Rule(
         text=text,
         shapes=None if isinstance(form, str) else form,

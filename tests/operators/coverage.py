@@ -97,7 +97,7 @@ class Entry:
     """What the examples of one operator show: its factors that split, those that never do, its linear groups by argument."""
 
     target: str
-    rule: str
+    rule: str  # the pattern, or what a function wrote for the first example
     fitted: str  # of the first example
     splits: tuple[str, ...]
     whole: tuple[str, ...]
@@ -111,6 +111,7 @@ def entry(target: str) -> Entry:
     splits: dict[str, None] = {}
     whole: dict[str, None] = {}
     linear: dict[str, None] = {}
+    patterns: list[str] = []
     texts: list[str] = []
     random = False
     for example in EXAMPLES[target]:
@@ -121,11 +122,12 @@ def entry(target: str) -> Entry:
             (whole if factor.whole else splits)["..." if factor.name.startswith("...") else factor.name] = None
         named = {p: name for name, p in Call.of(op, values).slots if p is not None}
         linear |= {" + ".join(dict.fromkeys(named[p] for p in sorted(group))): None for group in fitted.linear}
+        patterns.append(fitted.text)
         texts.append(str(fitted))
         random = random or fitted.random
     return Entry(
         target=target,
-        rule=RULES[target].text,
+        rule=patterns[0],
         fitted=texts[0],
         splits=tuple(splits),
         whole=tuple(name for name in whole if name not in splits and name != "_"),
@@ -177,8 +179,10 @@ This page is made from table and examples by `python -m tests.operators.coverage
 
 How to read a rule: `... k, n k, +n -> ... n` names the dims of operands and results. A factor is split wherever its name
 stands; one that the result lacks is summed over; `!` and `_` stay whole; `+` is added once; `(h d)` is one dim made of two
-factors; `...` are any dims, counted from the right. *Linear* are the operands in which the operator is linear, so that it may
-run on partial sums. The results of a *random* one are checked for their shapes only.
+factors; `...` are any dims, counted from the right. `[n]` is a dim that a tensor may lack; `... @dim ...` are any dims of
+which the argument `dim` names some; `g=groups` has the size that the argument `groups` tells. Where shapes and arguments
+decide, a function writes the pattern: it is *by shapes*, and shown for the first example. *Linear* are the operands in which
+the operator is linear, so that it may run on partial sums. The results of a *random* one are checked for their shapes only.
 """
 
 
@@ -241,7 +245,8 @@ def _forms() -> Iterator[str]:
 
 def _cells(found: Entry) -> tuple[str, ...]:
     """What the page says of an operator after its name."""
-    rule = f"{found.rule}{'; random' if found.random else ''}"
+    shapes = "; by shapes" if RULES[found.target].shapes else ""
+    rule = f"`{found.rule}`{shapes}{'; random' if found.random else ''}"
     return rule, f"`{found.fitted}`", ", ".join(found.splits) or "none", ", ".join(found.whole), "; ".join(found.linear)
 
 

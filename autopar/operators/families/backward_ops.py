@@ -8,7 +8,7 @@ from autopar.operators.families.losses import SUM
 from autopar.operators.families.normalization import native_groups
 from autopar.operators.families.pointwise import TWO
 from autopar.operators.families.reductions import along
-from autopar.operators.families.views import term
+from autopar.operators.pattern_text import term
 from autopar.operators.rule import OpSharding, Rule, op
 
 

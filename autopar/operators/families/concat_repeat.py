@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
-from autopar.operators.families.views import dims, term, without
+from autopar.operators.pattern_text import dims, term, without
 from autopar.operators.rule import OpSharding, Rule, op
 
 

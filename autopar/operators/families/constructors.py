@@ -6,8 +6,8 @@ import torch
 
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
-from autopar.operators.families.pointwise import unread
 from autopar.operators.families.views import result_size
+from autopar.operators.pattern_text import unread
 from autopar.operators.rule import OpSharding, Rule, op
 
 

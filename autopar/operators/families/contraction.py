@@ -9,33 +9,8 @@ from dataclasses import replace
 
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
-from autopar.operators.families.views import dims, term, without
+from autopar.operators.pattern_text import term, without
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
-
-
-def linear(call: Call) -> OpSharding:
-    """... k, n k, +n -> ... n"""
-    return call.fit("... k, n k, +n -> ... n" if call.rank("weight") == 2 else "... k, k, +() -> ...")
-
-
-def matmul(call: Call) -> OpSharding:
-    """... m k, ... k n -> ... m n; a vector lacks m or n"""
-    left = "k" if call.rank("self") == 1 else "... m k"
-    right = "k" if call.rank("other") == 1 else "... k n"
-    result = " ".join(w for w, there in (("...", left != right), ("m", left != "k"), ("n", right != "k")) if there)
-    return call.fit(f"{left}, {right} -> {result or '()'}")
-
-
-def added_to(result: str, product: str, arguments: tuple[str, str]) -> Rule:
-    """A product of two arguments with a tensor added that broadcasts against the result."""
-
-    def shapes(call: Call) -> OpSharding:
-        words = result.split()
-        held = words[len(words) - call.rank("self") :]
-        return call.fit(f"+{' '.join(held) or '()'}, {product} -> {result}")
-
-    shapes.__doc__ = f"+{result}, {product} -> {result}; what is added may lack dims"
-    return op(shapes, linear=", ".join(f"self {argument}" for argument in arguments))
 
 
 def einsum(call: Call) -> OpSharding:
@@ -89,15 +64,6 @@ def kron(call: Call) -> OpSharding:
     short = max(ranks)
     padded = zip(["" for _ in range(short - ranks[0])] + first, ["" for _ in range(short - ranks[1])] + second, strict=True)
     return call.fit(f"{term(first)}, {term(second)} -> {term(f'({a} {b})' if a and b else a or b for a, b in padded)}")
-
-
-def vecdot(call: Call) -> OpSharding:
-    """... k, ... k -> ..."""
-    rank = max(len(value.shape) for value in call.operands)
-    words = dims(rank)
-    held = ", ".join(term(words[rank - len(value.shape) :]) for value in call.operands)
-    del words[call.number("dim")]
-    return call.fit(f"{held} -> {term(words)}")
 
 
 def distances(call: Call) -> OpSharding:
@@ -190,53 +156,54 @@ GIVEN, MADE = (InternalCollective("all_to_all", moved(operand), wide=False) for 
 EXPERTS = ParallelForm(name="experts", factors=("t", "e"), whole=(2,), forward=(GIVEN, MADE), backward=(GIVEN, MADE, GIVEN))
 # One matrix for each group of rows; the third operand says where groups end.
 GROUPED_PRODUCT = op("t! k, e! k n, e! -> t! n", linear="input, weight", distributed=[EXPERTS])
-CONVOLUTION = op(convolution, linear="input bias, weight bias", local=convolution_groups)
 
 TABLE: dict[str, Rule] = {
-    "aten.linear.default": op(linear, linear="input bias, weight bias"),
-    "aten.matmul.default": op(matmul, linear="self, other"),
+    # products of matrices
+    "aten.linear.default": op("... k, [n] k, +[n] -> ... [n]", linear="input bias, weight bias"),
+    "aten.matmul.default": op("... [m] k, ... k [n] -> ... [m] [n]", linear="self, other"),
+    "aten.linalg_matmul.default": op("... [m] k, ... k [n] -> ... [m] [n]", linear="self, other"),
     "aten.mm.default": op("m k, k n -> m n", linear="self, mat2"),
     "aten.bmm.default": op("b m k, b k n -> b m n", linear="self, mat2"),
     "aten.mv.default": op("m k, k -> m", linear="self, vec"),
     "aten.dot.default": op("k, k -> ()", linear="self, tensor"),
-    "aten.outer.default": op("m, n -> m n", linear="self, vec2"),
-    "aten.ger.default": op("m, n -> m n", linear="self, vec2"),
     "aten.vdot.default": op("k, k -> ()", linear="self, other"),
     "aten.inner.default": op(inner, linear="self, other"),
+    "aten.outer.default": op("m, n -> m n", linear="self, vec2"),
+    "aten.ger.default": op("m, n -> m n", linear="self, vec2"),
+    "aten.bilinear.default": op("... i, ... j, o i j, +o -> ... o", linear="input1 bias, input2 bias, weight bias"),
+    # a product, and a tensor added that may lack dims
+    "aten.addr.default": op("+[m] [n], m, n -> m n", linear="self vec1, self vec2"),
+    "aten.addmm.default": op("+[m] [n], m k, k n -> m n", linear="self mat1, self mat2"),
+    "aten.addmv.default": op("+[m], m k, k -> m", linear="self mat, self vec"),
+    "aten.addbmm.default": op("+[m] [n], b m k, b k n -> m n", linear="self batch1, self batch2"),
+    "aten.baddbmm.default": op("+[b] [m] [n], b m k, b k n -> b m n", linear="self batch1, self batch2"),
+    # products of many dims, or of many tensors
+    "aten.einsum.default": op(einsum),
     "aten.tensordot.default": op(tensordot, linear="self, other"),
     "aten.kron.default": op(kron, linear="self, other"),
     "aten.linalg_multi_dot.default": op(multi_dot),
     "aten.chain_matmul.default": op(multi_dot),
-    "aten.linalg_matmul.default": op(matmul, linear="self, other"),
-    "aten.linalg_vecdot.default": op(vecdot, linear="x, y"),
-    "aten.linalg_cross.default": op(cross, linear="self, other"),
+    # vectors along a dim
+    "aten.linalg_vecdot.default": op("... @dim ..., ... @dim ... -> ...", linear="x, y"),
+    "aten.linalg_cross.default": op("... _@dim ..., ... _@dim ... -> ... _@dim ...", linear="self, other"),
     "aten.cross.default": op(cross, linear="self, other", local=crossed_dim),
+    # distances
     "aten.cdist.default": op(distances),
     "aten._cdist_forward.default": op(distances),
     "aten.pdist.default": op(own_distances),
     "aten._pdist_forward.default": op(own_distances),
     "aten.pairwise_distance.default": op(row_distances),
-    "aten.addr.default": added_to("m n", "m, n", ("vec1", "vec2")),
-    "aten.addmm.default": added_to("m n", "m k, k n", ("mat1", "mat2")),
-    "aten.addmv.default": added_to("m", "m k, k", ("mat", "vec")),
-    "aten.addbmm.default": added_to("m n", "b m k, b k n", ("batch1", "batch2")),
-    "aten.baddbmm.default": added_to("b m n", "b m k, b k n", ("batch1", "batch2")),
-    "aten.bilinear.default": op("... i, ... j, o i j, +o -> ... o", linear="input1 bias, input2 bias, weight bias"),
-    "aten.einsum.default": op(einsum),
+    # rows of a table
     "aten.embedding.default": op(embedding, linear="weight", distributed=[VOCABULARY]),
-    **{
-        f"aten.{name}": CONVOLUTION
-        for name in (
-            "conv1d.default",
-            "conv2d.default",
-            "conv3d.default",
-            "conv1d.padding",
-            "conv2d.padding",
-            "conv3d.padding",
-            "conv_transpose1d.default",
-            "conv_transpose2d.input",
-            "conv_transpose3d.input",
-            "convolution.default",
-        )
-    },
+    # convolutions
+    "aten.conv1d.default": op(convolution, linear="input bias, weight bias", local=convolution_groups),
+    "aten.conv1d.padding": op(convolution, linear="input bias, weight bias", local=convolution_groups),
+    "aten.conv2d.default": op(convolution, linear="input bias, weight bias", local=convolution_groups),
+    "aten.conv2d.padding": op(convolution, linear="input bias, weight bias", local=convolution_groups),
+    "aten.conv3d.default": op(convolution, linear="input bias, weight bias", local=convolution_groups),
+    "aten.conv3d.padding": op(convolution, linear="input bias, weight bias", local=convolution_groups),
+    "aten.conv_transpose1d.default": op(convolution, linear="input bias, weight bias", local=convolution_groups),
+    "aten.conv_transpose2d.input": op(convolution, linear="input bias, weight bias", local=convolution_groups),
+    "aten.conv_transpose3d.input": op(convolution, linear="input bias, weight bias", local=convolution_groups),
+    "aten.convolution.default": op(convolution, linear="input bias, weight bias", local=convolution_groups),
 }

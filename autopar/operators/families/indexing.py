@@ -9,8 +9,7 @@ import torch
 
 from autopar.ir.program import Argument, Ref
 from autopar.operators.call import Call, Local
-from autopar.operators.families.pointwise import unread
-from autopar.operators.families.views import term, without
+from autopar.operators.pattern_text import term, unread, without
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.operators.call import Call
 from autopar.operators.families.pointwise import names
 from autopar.operators.families.reductions import along
-from autopar.operators.families.views import term
+from autopar.operators.pattern_text import term
 from autopar.operators.rule import OpSharding, Rule, op
 
 

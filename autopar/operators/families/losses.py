@@ -5,16 +5,10 @@ from __future__ import annotations
 import math
 
 from autopar.operators.call import Call, Local
-from autopar.operators.families.views import dims, term
+from autopar.operators.pattern_text import dims, term
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
 MEAN, SUM = 1, 2  # the reductions of ATen's losses; 0 is none
-
-
-def loss(call: Call) -> OpSharding:
-    """..., ... -> () or, without reduction, -> ..."""
-    terms = ", ".join("..." for _ in call.operands)
-    return call.fit(f"{terms} -> {'...' if call.number('reduction') == 0 else '()'}")
 
 
 def is_mean(call: Call) -> bool:
@@ -32,19 +26,6 @@ def classified(call: Call) -> OpSharding:
     scores, targets = term([batch, "c!", *space]).strip(), term([batch, *space]).strip() or "()"
     weight = ", c!" if call.positions("weight") else ""
     return call.fit(f"{scores}, {scores if soft else targets}{weight} -> {targets if reduction == 0 else '()'}")
-
-
-def rowwise(call: Call) -> OpSharding:
-    """... c!, ... c!, ..., c! -> () or, without reduction, -> ...; rows are compared over all of c"""
-    first = call.operands[0].shape
-
-    def words(name: str, shape: tuple[int, ...]) -> str:
-        if name == "weight":
-            return "c!"
-        return "... c!" if len(shape) == len(first) and shape[-1:] == first[-1:] else "..."
-
-    terms = ", ".join(words(name, call.operands[p].shape) for name, p in call.slots if p is not None)
-    return call.fit(f"{terms} -> {'...' if call.number('reduction') == 0 else '()'}")
 
 
 def aligned(call: Call) -> OpSharding | None:
@@ -88,15 +69,27 @@ CLASSES = [
 ]  # fmt: skip
 CHOSEN = ParallelForm(name="chosen", factors=("c",), able=chosen)  # a rank adds nothing for targets that lie elsewhere
 
-ROWWISE = ("cosine_embedding_loss", "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss")
-LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
-MORE_LOSSES = ("kl_div", "soft_margin_loss", "margin_ranking_loss", "hinge_embedding_loss", "poisson_nll_loss")
-
 TABLE: dict[str, Rule] = {
-    **{f"aten.{name}.default": op(loss, averages=is_mean) for name in (*LOSSES, *MORE_LOSSES)},
-    **{f"aten.{name}.default": op(rowwise, linear="weight", averages=is_mean) for name in ROWWISE},
-    "aten.ctc_loss.Tensor": op(aligned, averages=is_mean),
+    # element by element
+    "aten.mse_loss.default": op("..., ... -> [...]", averages=is_mean),
+    "aten.l1_loss.default": op("..., ... -> [...]", averages=is_mean),
+    "aten.smooth_l1_loss.default": op("..., ... -> [...]", averages=is_mean),
+    "aten.huber_loss.default": op("..., ... -> [...]", averages=is_mean),
+    "aten.kl_div.default": op("..., ... -> [...]", averages=is_mean),
+    "aten.soft_margin_loss.default": op("..., ... -> [...]", averages=is_mean),
+    "aten.hinge_embedding_loss.default": op("..., ... -> [...]", averages=is_mean),
+    "aten.poisson_nll_loss.default": op("..., ... -> [...]", averages=is_mean),
+    "aten.margin_ranking_loss.default": op("..., ..., ... -> [...]", averages=is_mean),
+    "aten.binary_cross_entropy.default": op("..., ..., ... -> [...]", averages=is_mean),
+    "aten.binary_cross_entropy_with_logits.default": op("..., ..., ..., ... -> [...]", averages=is_mean),
+    # row by row: c is compared as a whole
+    "aten.cosine_embedding_loss.default": op("... c!, ... c!, ... -> [...]", averages=is_mean),
+    "aten.triplet_margin_loss.default": op("... c!, ... c!, ... c! -> [...]", averages=is_mean),
+    "aten.multi_margin_loss.default": op("... c!, ..., c! -> [...]", linear="weight", averages=is_mean),
+    "aten.multilabel_margin_loss.default": op("... c!, ... c! -> [...]", averages=is_mean),
+    # over classes
     "aten.cross_entropy_loss.default": op(classified, averages=is_mean, distributed=CLASSES),
     "aten.nll_loss.default": op(classified, averages=is_mean, distributed=[CHOSEN]),
     "aten.nll_loss_nd.default": op(classified, averages=is_mean, distributed=[CHOSEN]),
+    "aten.ctc_loss.Tensor": op(aligned, averages=is_mean),
 }

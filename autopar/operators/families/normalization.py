@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
-from autopar.operators.families.views import dims, term
+from autopar.operators.pattern_text import dims, term
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, always, op
 
 Elements = Callable[[Call, Local], int]
@@ -57,15 +57,6 @@ def normalised(call: Call) -> OpSharding:
 def planes(call: Call, mark: str) -> str:
     """The words of the dims after rows and channels."""
     return "".join(f" {word}{mark}" for word in dims(call.rank("input") - 2))
-
-
-def grouped(call: Call) -> OpSharding:
-    """b (g c!) ...!, (g c!), (g c!) -> b (g c!) ...!"""
-    parameters = "".join(", (g c!)" for name in ("weight", "bias") if call.positions(name))
-    statistics = ", b g" * (len(call.op.results) - 1)  # native_group_norm's mean and rstd
-    count = call.number("num_groups") or call.number("group")
-    whole = f"b (g c!){planes(call, '!')}"
-    return call.fit(f"{whole}{parameters} -> {whole}{statistics}", sizes={"g": count})
 
 
 def in_one(call: Call) -> bool:
@@ -147,13 +138,6 @@ def instance_norm(call: Call) -> OpSharding:
     return call.fit(f"{batch} c{planes(call, '!')}, c, c, c, c -> {batch} c{planes(call, '!')}")
 
 
-def softmax(call: Call) -> OpSharding:
-    """the normalised dim stays whole"""
-    rank = call.rank("self")
-    words = term("n!" if d == call.number("dim") % rank else word for d, word in enumerate(dims(rank))) if rank else "()"
-    return call.fit(f"{words} -> {words}")
-
-
 def rows(call: Call, local: Local) -> int:
     """A number for each distribution."""
     shape = local.operands[0]
@@ -185,38 +169,44 @@ def weight_norm(call: Call) -> OpSharding:
     return call.fit(f"{words}, {held} -> {', '.join([words, held][: len(call.op.results)])}")
 
 
-def renorm(call: Call) -> OpSharding:
-    """each slice along the dim has its own norm: the other dims stay whole"""
-    words = sliced(call.rank("self"), call.number("dim") % call.rank("self"))
-    return call.fit(f"{words} -> {words}")
-
-
 def sliced(rank: int, kept: int) -> str:
     """The words of a tensor whose dims stay whole but for one."""
     return term(f"d{d}{'' if d == kept else '!'}" for d in range(rank))
 
 
-SOFTMAXES = {
-    "softmax.int special_softmax.default _softmax.default": SOFTMAX,
-    "log_softmax.int special_log_softmax.default _log_softmax.default": LOG_SOFTMAX,
-    "_safe_softmax.default": SAFE_SOFTMAX,
-}
-BATCH_NORMS = """
-    batch_norm.default native_batch_norm.default
-    _native_batch_norm_legit.default _native_batch_norm_legit.no_stats _native_batch_norm_legit_no_training.default
-"""
 TABLE: dict[str, Rule] = {
-    **{f"aten.{name}": op(softmax, distributed=[form]) for names, form in SOFTMAXES.items() for name in names.split()},
+    # distributions along a dim
+    "aten.softmax.int": op("... n@dim! ... -> ... n@dim! ...", distributed=[SOFTMAX]),
+    "aten.special_softmax.default": op("... n@dim! ... -> ... n@dim! ...", distributed=[SOFTMAX]),
+    "aten._softmax.default": op("... n@dim! ... -> ... n@dim! ...", distributed=[SOFTMAX]),
+    "aten.log_softmax.int": op("... n@dim! ... -> ... n@dim! ...", distributed=[LOG_SOFTMAX]),
+    "aten.special_log_softmax.default": op("... n@dim! ... -> ... n@dim! ...", distributed=[LOG_SOFTMAX]),
+    "aten._log_softmax.default": op("... n@dim! ... -> ... n@dim! ...", distributed=[LOG_SOFTMAX]),
+    "aten._safe_softmax.default": op("... n@dim! ... -> ... n@dim! ...", distributed=[SAFE_SOFTMAX]),
+    # over the last dims
     "aten.layer_norm.default": op(normalised, local=normalised_here, distributed=[LAYER_NORM]),
     "aten.native_layer_norm.default": op(normalised),
     "aten.rms_norm.default": op(normalised, local=normalised_here, distributed=[RMS_NORM]),
     "aten._fused_rms_norm.default": op(normalised),
-    "aten.group_norm.default": op(grouped, local=groups, distributed=[GROUP_NORM, GROUP_NORM_CHANNELS]),
-    "aten.native_group_norm.default": op(grouped, local=native_groups),
-    **{f"aten.{name}": op(batch_norm) for name in BATCH_NORMS.split()},
+    # over groups of channels
+    "aten.group_norm.default": op(
+        "b (g=num_groups c!) [d0!] ...!, (g c!), (g c!) -> b (g c!) [d0!] ...!",
+        local=groups,
+        distributed=[GROUP_NORM, GROUP_NORM_CHANNELS],
+    ),
+    "aten.native_group_norm.default": op(
+        "b (g=group c!) [d0!] ...!, (g c!), (g c!) -> b (g c!) [d0!] ...!, b g, b g", local=native_groups
+    ),
+    # over the batch
     "aten.batch_norm.default": op(batch_norm, distributed=[BATCH_NORM, BATCH_NORM_PLANES]),
+    "aten.native_batch_norm.default": op(batch_norm),
+    "aten._native_batch_norm_legit.default": op(batch_norm),
+    "aten._native_batch_norm_legit.no_stats": op(batch_norm),
+    "aten._native_batch_norm_legit_no_training.default": op(batch_norm),
+    # over the plane of each channel
     "aten.instance_norm.default": op(instance_norm, distributed=[INSTANCE_NORM]),
+    # of each slice of a tensor
     "aten._weight_norm.default": op(weight_norm, linear="g"),
     "aten._weight_norm_interface.default": op(weight_norm),
-    "aten.renorm.default": op(renorm),
+    "aten.renorm.default": op("...! @dim ...! -> ...! @dim ...!"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.operators.call import Call
+from autopar.operators.pattern_text import unread
 from autopar.operators.rule import OpSharding, Rule, op
 
 ONE, TWO, THREE = "... -> ...", "..., ... -> ...", "..., ..., ... -> ..."
@@ -51,11 +52,6 @@ DRAWS_OF_TWO = "bernoulli.Tensor binomial normal.Tensor_Tensor"
 def names(words: str) -> list[str]:
     """Targets of a list of operator names; an overload that is not named is the default one."""
     return [f"aten.{word if '.' in word else f'{word}.default'}" for word in words.split()]
-
-
-def unread(rank: int) -> str:
-    """The dims of a tensor of which only the dtype or the device is read: each stays whole."""
-    return " ".join("_" for _ in range(rank)) or "()"
 
 
 def typed_like(call: Call) -> OpSharding:

@@ -7,7 +7,7 @@ import re
 
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
-from autopar.operators.families.views import term
+from autopar.operators.pattern_text import term
 from autopar.operators.rule import OpSharding, Rule, op
 
 

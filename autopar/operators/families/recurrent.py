@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from autopar.operators.call import Call, Local
-from autopar.operators.families.pointwise import unread
+from autopar.operators.pattern_text import unread
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
 

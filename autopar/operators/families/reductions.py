@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from autopar.operators.call import Call
-from autopar.operators.families.pointwise import unread
-from autopar.operators.families.views import dims, term
+from autopar.operators.pattern_text import dims, term, unread
 from autopar.operators.rule import OpSharding, Rule, always, op
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from autopar.ir.program import Argument, overload
-from autopar.operators.call import Call, Local, Shape
+from autopar.operators.call import Call, Local
+from autopar.operators.fitting import Shape
+from autopar.operators.pattern_text import dims, term, without
 from autopar.operators.rule import OpSharding, Rule, op
 
 Group = list[tuple[int, bool]]  # (factor number, whole)
@@ -82,16 +84,6 @@ def blank(shape: Shape) -> list[Group]:
     return [[] for _ in shape]
 
 
-def term(words: Iterable[str]) -> str:
-    """The dims of one tensor as text."""
-    return " ".join(words) or "()"
-
-
-def dims(rank: int) -> list[str]:
-    """A name for each dim."""
-    return [f"d{i}" for i in range(rank)]
-
-
 def result_size(argument: str) -> Callable[[Call, Local], dict[str, Argument]]:
     """The argument is the shape of the result."""
     return lambda call, local: {argument: tuple(local.results[0])}
@@ -124,11 +116,6 @@ def expand(call: Call) -> OpSharding:
     words = dims(len(call.result))
     held = term(words[len(words) - call.rank("self") :])
     return call.fit(f"{held}{f', {term(words)}' if len(call.operands) > 1 else ''} -> {term(words)}")
-
-
-def without(rank: int, *gone: int) -> list[str]:
-    """A name for each dim, `_` for those that stay whole."""
-    return ["_" if d in {g % rank for g in gone} else f"d{d}" for d in range(rank)]
 
 
 def slice_(call: Call) -> OpSharding:
