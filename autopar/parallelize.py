@@ -29,7 +29,7 @@ from autopar.planning.planner import connected_mesh, read_program, resolve_progr
 from autopar.planning.respecialize import Respecializer
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.rank_consistency import check_program, from_rank_0
-from autopar.runtime.storage import store, typed
+from autopar.runtime.storage import store, with_dtype
 from autopar.runtime.world import Context, connect
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.candidates import INVARIANT, candidate
@@ -114,8 +114,8 @@ class _Sized:
         state, sizes = parallel.autopar, self.resizer.plan.dynamic
         captured = self.source.read(dim_sizes(sizes, numbers))
         resolved = self.resizer.plan_for(captured.program, describe_sizes(sizes, numbers))
-        made = _emitted(captured, _held(parallel, captured.program), resolved, state.context, state.draws.seed)
-        made.autopar.draws = state.draws
+        made = _emitted(captured, _held(parallel, captured.program), resolved, state.context, state.rng_state.seed)
+        made.autopar.rng_state = state.rng_state
         return made
 
 
@@ -144,7 +144,7 @@ class _Other:
         source = replace(source, options=options)
         sizes = [replace(size, multiple=1) for size in self.plan.dynamic]
         resolved = _from_rank_0(lambda: source.plan(captured, self.mesh, sizes), captured, state.context)
-        twin = _emitted(captured, held, resolved, state.context, state.draws.seed)
+        twin = _emitted(captured, held, resolved, state.context, state.rng_state.seed)
         twin.autopar.vary(_Sized(source, resolved), resolved.plan.dynamic)
         return twin
 
@@ -175,7 +175,7 @@ def _assembled(
     """The module under a resolved plan, with this rank's parts of the whole tensors."""
     program = resolved.program
     held = [p.value.name for p in (*program.parameters, *program.buffers)]
-    cast = {name: typed(tensors[name], program.values[name].dtype) for name in held}
+    cast = {name: with_dtype(tensors[name], program.values[name].dtype) for name in held}
     stored = store(cast, {name: resolved.assignment.given[name] for name in held}, context)
     return _emitted(captured, stored, resolved, context, agreed_seed(context))
 

@@ -1,8 +1,12 @@
-"""Code generation: a program and its decisions become a `torch.fx.GraphModule` that runs on the local shards.
+"""Code generation: a program and its assignment become a `torch.fx.GraphModule` that runs on the local shards.
 
-emit      the graph: local ATen calls with conversions between them
-module    the GraphModule: parameters under their original names, calls checked, results rebuilt
-steps     the parts of a batch that a step runs one after the other
+emit          the graph: local ATen calls with conversions between them
+buckets       the calls that start a bucket of weights and wait for it
+recomputed    which ops are called so that the backward can repeat them
+names         identifiers
+source        the printed code, which is the code that runs
+module        the GraphModule: parameters under their original names, calls checked, results rebuilt
+steps         micro-batches: the batch cut, and the outputs joined
 """
 
 from autopar.codegen.emit import emit

@@ -1,35 +1,36 @@
-"""The emitted graph: one ATen call per op on local shapes, conversions where layouts change, one comment per module.
+"""Emission: the fx graph that one rank runs. One ATen call per op on local shapes, conversions where layouts change.
 
     # transformer.ln_f
     transformer_ln_f_layer_norm_0 = torch.ops.aten.layer_norm.default(transformer_h_0_add_1, [768], ...)
     transformer_ln_f_layer_norm_0_gathered = all_gather__reduce_scatter(transformer_ln_f_layer_norm_0, tp, 1)
 
-A node is named after its value ("module.path:op#n"), a converted value after what was done to it.
+A node is named after its value ("module.path:op#n"), a converted value after its conversion; `node.meta["section"]` has the
+module, for the comments in the printed code.
 """
 
 from __future__ import annotations
 
-import keyword
 import operator
-import re
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from autopar.analysis.recomputability import aliases, draws, lies, may_copy
-from autopar.analysis.weights import copies, summed
+from autopar.analysis.recomputability import draws
+from autopar.analysis.weights import copies
+from autopar.codegen.buckets import BucketCalls, FunctionCall
+from autopar.codegen.names import STATE, SUFFIXES, identifier, is_attribute
+from autopar.codegen.recomputed import RecomputedValues
 from autopar.codegen.source import CodeGraph
-from autopar.ir.conversion import SUMS, Conversion, arrival
+from autopar.ir.conversion import Conversion, arrival
 from autopar.ir.layout import I, Layout, digits, local_shape
 from autopar.ir.program import Argument, Op, Output, Program, Ref, Value, overload
 from autopar.memory.prefetch import PrefetchOrder
 from autopar.operators import OpSharding, localise, scale
-from autopar.runtime import bucketed_collectives as bucket
 from autopar.runtime import collectives, random, storage
-from autopar.runtime import gradient_accumulation as accumulate
-from autopar.runtime.parallel_ops import FORMS
-from autopar.runtime.rematerialize import manager as recompute
+from autopar.runtime.gradient_accumulation import accumulate_gradients
+from autopar.runtime.parallel_ops import PARALLEL_OPS
+from autopar.runtime.rematerialize import manager as rematerialize
 from autopar.runtime.world import Context
 from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.search_space.buckets import Bucket
@@ -38,29 +39,22 @@ from autopar.search_space.candidates import Candidate, distributed, parts_of
 Target = str | Callable[..., object]
 
 TRAINING = {"aten.dropout.default": 2, "aten.feature_dropout.default": 2, "aten.batch_norm.default": 5}  # place of the flag
-# What a conversion does to the value, in the name of the node that it makes.
-DEEDS = {
-    "all_reduce": "reduced", "all_gather": "gathered", "reduce_scatter": "scattered", "all_to_all": "exchanged",
-    "slice": "sliced", "pad": "padded", "keep": "kept", "identity": "shared",
-}  # fmt: skip
-STATE = "autopar"  # the one attribute of the emitted module that is not the user's
-# Attributes of the emitted module that hide the user's.
-TAKEN = frozenset((*dir(fx.GraphModule(nn.Module(), fx.Graph())), STATE, "run", "step", "accumulate", "joined"))
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 def emit(
     program: Program, assignment: Assignment, fits: dict[str, OpSharding | None], context: Context, *, training: bool = True
 ) -> fx.Graph:
-    """The graph that one rank runs; its inputs are whole tensors, its outputs the local parts of the program's outputs.
+    """The graph that one rank runs: its inputs are global tensors, its outputs the local parts of the program's outputs.
 
-    The flags of a program captured in `training` mode follow the module's; what is on in evaluation stays on.
+    Training flags of ops that were on when the program was captured in `training` mode become the module's `training`; flags
+    that are on in evaluation mode stay on.
     """
     return _Emitter(program, assignment, fits, context, training).graph
 
 
 class _Emitter:
-    """Builds one graph; `values` holds the node of each value in each layout that it already has."""
+    """Builds one graph; `values` has the node of each value in each layout in which it exists so far."""
 
     def __init__(
         self, program: Program, assignment: Assignment, fits: dict[str, OpSharding | None], context: Context, training: bool
@@ -71,58 +65,62 @@ class _Emitter:
         self.section = ""  # the comment under which nodes are made
         self.values: dict[tuple[str, Layout], fx.Node] = {}
         self.prefetch = PrefetchOrder(program, assignment)
-        self.begun: dict[Bucket, fx.Node] = {}
-        self.copies, self.summed = copies(program), summed(program)
-        held = (p.value.name for p in (*program.parameters, *program.buffers))
-        self.plain = storage.plain(assignment.given[name] for name in held) or context.device_mesh is None
-        self.draws = 0
+        self.pending: dict[Bucket, fx.Node] = {}
+        self.copies, self.recomputed = copies(program), RecomputedValues(program=program, assignment=assignment)
+        stored = (p.value.name for p in (*program.parameters, *program.buffers))
+        self.unsharded = storage.all_unsharded(assignment.given[name] for name in stored) or context.device_mesh is None
+        self.random_ops = 0
         self._prelude(program, training)
         for op in program.ops:
-            if op.results[0].name not in self.copies:  # copies are made when they are wanted: for a bundle it may be earlier
+            if op.results[0].name not in self.copies:  # copies of weights are made at their use, or earlier for a bucket
                 self._op(op)
-        self.section = "the results"
-        results = [self._returned(output) for output in program.outputs]
+        self.section = "outputs"
+        results = [self._output(output) for output in program.outputs]
         self.graph.output(tuple(results))
-        for node in (*self.axes, self.draw_state, self.training, self.anew, self.sums):
+        for node in (*self.axes, self.rng_state, self.training, self.rematerializer, self.accumulator):
             if node is not None and not node.users:
                 self.graph.erase_node(node)
 
     def _prelude(self, program: Program, training: bool) -> None:
         for value in program.inputs:
             node = self.graph.placeholder(identifier(value.name))
-            node.target = node.name  # fx has kept a name that would hide one of the code's own, like torch
+            node.target = node.name  # fx has renamed one that would hide a global of the code, like torch
             self.values[value.name, (I,) * len(self.sizes)] = node
         self.axes = [self._state(f"axes.{identifier(axis.name)}") for axis in self.context.axes]
-        drawn = any(draws(op, self.fits[op.name]) for op in program.ops)
-        self.draw_state = self._state("draws") if drawn else None
-        flagged = training and (drawn or any(op.target in TRAINING for op in program.ops))
-        self.training = self._node("get_attr", "training", (), "training") if flagged else None
-        self.anew = self._state("anew") if self.assignment.recompute != RecomputeChoice() else None
-        self.sums = self._state("sums") if program.runs > 1 else None
+        random_ops = any(draws(op, self.fits[op.name]) for op in program.ops)
+        self.rng_state = self._state("rng_state") if random_ops else None
+        has_flag = training and (random_ops or any(op.target in TRAINING for op in program.ops))
+        self.training = self._node("get_attr", "training", (), "training") if has_flag else None
+        self.rematerializer = self._state("rematerializer") if self.assignment.recompute != RecomputeChoice() else None
+        self.accumulator = self._state("accumulator") if program.runs > 1 else None
         self.once = self.assignment.once and program.runs > 1
-        self.section = "the weights"
-        for one in self.prefetch.first:
-            self._begin(one)
-        self.section = "the batch"
-        for value in program.inputs:  # an input that a strategy takes split is sliced at once
+        self.bucket_calls = BucketCalls(program=program, sizes=self.sizes, accumulator=self.accumulator)
+        self.section = "parameters"
+        for bucket in self.prefetch.first:
+            self._start(bucket)
+        self.section = "inputs"
+        for value in program.inputs:  # an input that the plan splits is sliced at once
             for step in arrival(self.assignment.given[value.name]):
                 self._convert(value, step)
-                del self.values[value.name, step.source]  # from here on it is split, as the plan has it
+                del self.values[value.name, step.source]  # from here on it exists in the plan's layout only
 
     def _state(self, attribute: str) -> fx.Node:
-        """What the module keeps beside its parameters: an axis, the random draws, what is made anew."""
+        """An attribute of the module's own state: a mesh axis, the random state, the rematerializer, the accumulator."""
         return self._node("get_attr", f"{STATE}.{attribute}", (), attribute.removeprefix("axes."))
 
     def _node(
         self, kind: str, target: Target, args: tuple[object, ...], name: str, kwargs: dict[str, object] | None = None
     ) -> fx.Node:
-        """A new node under the comment of the present section."""
+        """A new node in the present section."""
         node = self.graph.create_node(kind, target, args, kwargs or {}, name)  # type: ignore[arg-type]
         node.meta["section"] = self.section
         return node
 
+    def _call_node(self, call: FunctionCall, name: str) -> fx.Node:
+        return self._node("call_function", call.function, call.args, name, call.kwargs)
+
     def _value(self, name: str, layout: Layout) -> fx.Node:
-        """The value in this layout, converted from what there is along its route."""
+        """The value in this layout; converted along its route if it does not exist in the layout yet."""
         if (name, layout) not in self.values:
             value = self.program.values[name]
             if name not in self.program.producer and layout == self.assignment.given[name]:
@@ -130,7 +128,7 @@ class _Emitter:
             elif name in self.copies and layout == self.assignment.produced(name, self.program):
                 self._copy(name)
             elif (name, layout) in self.prefetch.arrives:
-                self._finish(self.prefetch.arrives[name, layout])
+                self._wait(self.prefetch.arrives[name, layout])
             else:
                 step = self.prefetch.into[name, layout]
                 self._value(name, step.source)
@@ -138,102 +136,91 @@ class _Emitter:
         return self.values[name, layout]
 
     def _stored(self, value: Value) -> None:
-        """The local part of a parameter or buffer."""
+        """The local tensor of a parameter or buffer."""
         name, layout = identifier(value.name), self.assignment.given[value.name]
-        room = (list(local_shape(value.shape, layout, self.sizes)),) if value.name in self.program.true else ()
-        node = self._held(value.name, name if self.plain and not room else f"{name}_stored")
-        if room or not self.plain:
-            node = self._node("call_function", storage.local, (node, *room), name)
+        padded = (list(local_shape(value.shape, layout, self.sizes)),) if value.name in self.program.true else ()
+        node = self._attribute(value.name, name if self.unsharded and not padded else f"{name}_stored")
+        if padded or not self.unsharded:
+            node = self._node("call_function", storage.to_local, (node, *padded), name)
         self.values[value.name, layout] = node
 
-    def _returned(self, output: Output) -> fx.Node:
+    def _output(self, output: Output) -> fx.Node:
         """The local part of an output, without padding."""
         layout, shape = self.assignment.outputs[output.path], self.program.values[output.value].shape
         node = self._value(output.value, layout)
         for dim, (size, true) in enumerate(zip(shape, self.program.true.get(output.value, shape), strict=True)):
             if size != true:
                 axes = [self.axes[axis] for axis, _ in digits(layout, dim)]
-                name = f"{identifier(output.value)}_beginning"
-                node = self._node("call_function", storage.beginning, (node, dim, true, *axes), name)
+                name = f"{identifier(output.value)}_unpadded"
+                node = self._node("call_function", storage.drop_padding, (node, dim, true, *axes), name)
         return node
 
     def _copy(self, name: str) -> None:
-        """The copy of a parameter in another dtype, under the comment of the op that casts."""
+        """The copy of a parameter in another dtype, in the section of the op that casts it."""
         op, section = self.program.producer[name], self.section
         source, made = (*self.assignment.ops[op.name].operands, *self.assignment.ops[op.name].results)
         self._value(op.operands[0], source)
-        if (name, made) not in self.values:  # a bundle that was finished for the source may have made it
+        if (name, made) not in self.values:  # waiting for the source's bucket may have started a bucket of copies
             self._op(op)
         self.section = section
 
-    def _held(self, path: str, name: str) -> fx.Node:
-        """A parameter or buffer of the module; it is looked up where Python or fx has another use for its name."""
-        first, *rest = path.split(".")
-        if first not in TAKEN and not any(map(keyword.iskeyword, (first, *rest))):
+    def _attribute(self, path: str, name: str) -> fx.Node:
+        """A parameter or buffer of the module, by a function call where Python or fx has another use for its name."""
+        if is_attribute(path):
             return self._node("get_attr", path, (), name)
         parameters = {p.value.name for p in self.program.parameters}
-        table = "_modules" if rest else "_parameters" if path in parameters else "_buffers"
-        held = self._node("get_attr", table, (), table)
-        return self._node("call_function", storage.named, (held, path), name)
+        table = "_modules" if "." in path else "_parameters" if path in parameters else "_buffers"
+        entries = self._node("get_attr", table, (), table)
+        return self._node("call_function", storage.tensor_by_name, (entries, path), name)
 
     def _convert(self, value: Value, step: Conversion) -> None:
-        name, one = f"{identifier(value.name)}_{DEEDS[step.primitives[0]]}", Bucket(level=0, steps=((value.name, step),))
-        function, places = collectives.call(step, value.shape, self.sizes)
-        arguments = (self.values[value.name, step.source], self.axes[step.axis], *places)
-        if self._sums(one):  # a bundle knows how to add up gradients in another dtype
-            finished = self._finish_call(one, self._begin_call(one, f"{name}_begun"), f"{name}_finished")
-            node = self._node("call_function", operator.getitem, (finished, 0), name)
+        name, alone = f"{identifier(value.name)}_{SUFFIXES[step.primitives[0]]}", Bucket(level=0, steps=((value.name, step),))
+        function, position = collectives.conversion_call(step, value.shape, self.sizes)
+        axis = self.axes[step.axis]
+        source = self.values[value.name, step.source]
+        arguments = (source, axis, *position)
+        if self.bucket_calls.reduce_dtype(alone):  # only buckets reduce gradients in another dtype
+            pending = self._call_node(self.bucket_calls.start(alone, [source], axis), f"{name}_pending")
+            values = self._call_node(self.bucket_calls.wait(alone, pending, axis, self._gathers_again(alone)), f"{name}_bucket")
+            node = self._node("call_function", operator.getitem, (values, 0), name)
         elif (value.name, step) in self.assignment.recompute.steps:
-            node = self._node("call_function", recompute.convert, (self.anew, function.__name__, *arguments), name)
+            recompute = (self.rematerializer, function.__name__, *arguments)
+            node = self._node("call_function", rematerialize.recompute_conversion, recompute, name)
         else:
             node = self._node("call_function", function, arguments, name)
-        self._have(value.name, step.target, node)
+        self._add(value.name, step.target, node)
 
-    def _begin(self, one: Bucket) -> fx.Node:
-        """Send for the weights of a bundle."""
-        for name, step in one.steps:
+    def _start(self, bucket: Bucket) -> fx.Node:
+        """Start the conversion of a bucket of weights."""
+        for name, step in bucket.steps:
             self._value(name, step.source)
-        if one not in self.begun:  # finishing what a source comes from may have begun it
-            number = self.prefetch.buckets.index(one)
-            self.begun[one] = self._begin_call(one, f"bundle_{number}_begun", *([self.sums, number] if self.once else []))
-        return self.begun[one]
+        if bucket not in self.pending:  # a source may come from a bucket that starts this one when it is waited for
+            number = self.prefetch.buckets.index(bucket)
+            sources = [self.values[weight, step.source] for weight, step in bucket.steps]
+            call = self.bucket_calls.start(bucket, sources, self.axes[bucket.axis], number if self.once else None)
+            self.pending[bucket] = self._call_node(call, f"bucket_{number}_pending")
+        return self.pending[bucket]
 
-    def _begin_call(self, one: Bucket, name: str, *shared: object) -> fx.Node:
-        sources = [self.values[weight, step.source] for weight, step in one.steps]
-        arguments = ("__".join(one.primitives), sources, self.axes[one.axis], *self._sums(one))
-        return self._node("call_function", accumulate.begin if shared else bucket.begin, (*shared, *arguments), name)
-
-    def _finish(self, one: Bucket) -> None:
-        """Have the weights of a bundle, and send for the next one that is gathered."""
-        begun = self._begin(one)
-        if all((name, step.target) in self.values for name, step in one.steps):  # what came before it has sent for it already
+    def _wait(self, bucket: Bucket) -> None:
+        """Wait for the weights of a bucket, and start the next ones that are prefetched."""
+        pending = self._start(bucket)
+        if all((name, step.target) in self.values for name, step in bucket.steps):  # starting it has waited for it
             return
-        number = self.prefetch.buckets.index(one)
-        node = self._finish_call(one, begun, f"bundle_{number}", *([self.sums, number] if self.once else []))
-        if self.sums and not one.moved and not self.once:
-            node = self._node("call_function", accumulate.held, (self.sums, number, node), f"bundle_{number}_held")
-        for place, (name, step) in enumerate(one.steps):
-            item = f"{identifier(name)}_{DEEDS[step.primitives[0]]}"
-            self.values[name, step.target] = self._node("call_function", operator.getitem, (node, place), item)
-        for following in self.prefetch.after.get(one, ()):
-            self._begin(following)
+        number, axis = self.prefetch.buckets.index(bucket), self.axes[bucket.axis]
+        call = self.bucket_calls.wait(bucket, pending, axis, self._gathers_again(bucket), number if self.once else None)
+        node = self._call_node(call, f"bucket_{number}")
+        if self.accumulator and not bucket.moved and not self.once:
+            accumulated = (self.accumulator, number, node)
+            node = self._node("call_function", accumulate_gradients, accumulated, f"bucket_{number}_accumulated")
+        for index, (name, step) in enumerate(bucket.steps):
+            item = f"{identifier(name)}_{SUFFIXES[step.primitives[0]]}"
+            self.values[name, step.target] = self._node("call_function", operator.getitem, (node, index), item)
+        for following in self.prefetch.after.get(bucket, ()):
+            self._start(following)
 
-    def _finish_call(self, one: Bucket, begun: fx.Node, name: str, *shared: object) -> fx.Node:
-        anew = self.anew if self.assignment.recompute.steps.issuperset(one.steps) else None
-        arguments = (anew, "__".join(one.primitives), begun, self.axes[one.axis], *self._places(one))
-        return self._node("call_function", accumulate.finish if shared else bucket.finish, (*shared, *arguments), name)
-
-    def _sums(self, one: Bucket) -> tuple[torch.dtype, ...]:
-        """The dtype in which the gradients of a bundle are added up, if it is not their own."""
-        dtype = self.summed.get(one.steps[0][0])
-        return (dtype,) if dtype and one.primitives[1] in SUMS else ()
-
-    def _places(self, one: Bucket) -> tuple[list[tuple[int, ...]], ...]:
-        """Where each weight of a bundle is cut and joined, in a list of its own; entries that say nothing are left out."""
-        places = [collectives.place_of(step, self.program.values[name].shape, self.sizes) for name, step in one.steps]
-        states = [layout[one.axis].kind for layout in (one.steps[0][1].source, one.steps[0][1].target)]
-        count = 4 if states == ["S", "S"] else 2 if any(place.blocks > 1 for place in places) else 1
-        return ([tuple(place)[:count] for place in places],) if "S" in states else ()
+    def _gathers_again(self, bucket: Bucket) -> fx.Node | None:
+        """The rematerializer, if the plan gathers the bucket again in the backward."""
+        return self.rematerializer if self.assignment.recompute.steps.issuperset(bucket.steps) else None
 
     def _op(self, op: Op) -> None:
         fitted, candidate = self.fits[op.name], self.assignment.ops[op.name]
@@ -263,59 +250,40 @@ class _Emitter:
             return self._run(op, target, arguments, identifier(op.name), named)
         if self.training and op.target == ATTENTION:
             rate = (arguments[4] if len(arguments) > 4 else named["dropout_p"], self.training)
-            active = self._node("call_function", random.rate, rate, f"{identifier(op.name)}_rate")
+            active = self._node("call_function", random.dropout_rate, rate, f"{identifier(op.name)}_dropout_p")
             if len(arguments) > 4:
                 arguments[4] = active
             else:
                 named["dropout_p"] = active
         split = [self.axes[a] for a, form in enumerate(candidate.forms) if form[0] == "S"]
-        index, self.draws = self.draws, self.draws + 1
-        seeded = (target, self.draw_state, index, split, *arguments)
+        index, self.random_ops = self.random_ops, self.random_ops + 1
+        seeded = (target, self.rng_state, index, split, *arguments)
         return self._node("call_function", random.seeded, seeded, identifier(op.name), named)
 
     def _run(self, op: Op, target: Target, arguments: list[object], name: str, named: dict[str, object]) -> fx.Node:
-        """Call what computes an op, or a part of it (a form by its name); once more for the backward if it is decided so."""
-        if op.name in self.assignment.recompute.ops or (
-            may_copy(op) and lies(op, self.program.values) and self._comes_back(op)
-        ):
-            made = recompute.form if isinstance(target, str) else recompute.call
-            return self._node("call_function", made, (self.anew, target, *arguments), name, named)
-        function = FORMS[target] if isinstance(target, str) else target
+        """Call an ATen operator, or a parallel operator by its name; recomputed in the backward if the plan says so."""
+        if self.recomputed.repeats(op):
+            function = rematerialize.recompute_parallel_op if isinstance(target, str) else rematerialize.recompute_op
+            return self._node("call_function", function, (self.rematerializer, target, *arguments), name, named)
+        function = PARALLEL_OPS[target] if isinstance(target, str) else target
         return self._node("call_function", function, tuple(arguments), name, named)
-
-    def _comes_back(self, op: Op) -> bool:
-        """Whether the first operand of an op is made again for the backward."""
-        return self._made_again(op.operands[0], self.assignment.ops[op.name].operands[0])
-
-    def _made_again(self, name: str, layout: Layout) -> bool:
-        """Whether a value is made again for the backward in a layout, or lies in the memory of one that is."""
-        if (name, layout) in self.assignment.recompute.offload:
-            return True
-        for step in self.assignment.routes.get(name, ()):
-            if step.target == layout:
-                lying = aliases(step) and self._made_again(name, step.source)
-                return lying or (name, step) in self.assignment.recompute.steps
-        op = self.program.producer.get(name)
-        if op is None:
-            return False
-        return op.name in self.assignment.recompute.ops or (lies(op, self.program.values) and self._comes_back(op))
 
     def _results(self, op: Op, candidate: Candidate, node: fx.Node) -> None:
         if len(op.results) == 1:
-            self._have(op.results[0].name, candidate.results[0], node)
+            self._add(op.results[0].name, candidate.results[0], node)
             return
-        for place, (result, layout) in enumerate(zip(op.results, candidate.results, strict=True)):
-            item = self._node("call_function", operator.getitem, (node, place), f"{identifier(op.name)}_item_{place}")
-            self._have(result.name, layout, item)
+        for index, (result, layout) in enumerate(zip(op.results, candidate.results, strict=True)):
+            item = self._node("call_function", operator.getitem, (node, index), f"{identifier(op.name)}_item_{index}")
+            self._add(result.name, layout, item)
 
-    def _have(self, name: str, layout: Layout, node: fx.Node) -> None:
-        """There is a value in a layout; what the host is to hold for the backward goes there."""
+    def _add(self, name: str, layout: Layout, node: fx.Node) -> None:
+        """Record the node of a value in a layout, offloaded if the plan says so."""
         if (name, layout) in self.assignment.recompute.offload:
-            node = self._node("call_function", recompute.offload, (self.anew, node), f"{node.name}_away")
+            node = self._node("call_function", rematerialize.offload, (self.rematerializer, node), f"{node.name}_offloaded")
         self.values[name, layout] = node
 
     def _argument(self, argument: Argument, feed: Iterable[fx.Node]) -> object:
-        """An argument as fx has it: nodes for values, in order; this rank's device for devices; lists for tuples."""
+        """An argument as fx takes it: nodes for values, in order; this rank's device for devices; lists for tuples."""
         if isinstance(argument, tuple):
             return [self._argument(part, feed) for part in argument]
         if isinstance(argument, Ref):
@@ -323,10 +291,4 @@ class _Emitter:
         return self.context.device if isinstance(argument, torch.device) else argument
 
 
-def identifier(name: str) -> str:
-    """A name that Python accepts: "h.0.attn:addmm#0" becomes h_0_attn_addmm_0."""
-    plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
-    return plain if plain and not plain[0].isdigit() and not keyword.iskeyword(plain) and plain != "self" else f"_{plain}"
-
-
-__all__ = ["emit", "identifier"]
+__all__ = ["emit"]

@@ -1,7 +1,7 @@
 """The module that the user gets: an `fx.GraphModule` that is called, saved and trained like the original.
 
-Parameters stand under their original names (ties, unused ones and the persistence of buffers as in the original); a call is
-checked against the planned one and its results are put back into the original's structure.
+Parameters have their original names (ties, unused parameters and non-persistent buffers included). A call is checked against
+the planned one, and its results have the structure of the original's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import Signature
-from autopar.codegen.emit import identifier
+from autopar.codegen.names import identifier
 from autopar.codegen.steps import Steps
 from autopar.errors import InputError
 from autopar.ir.dynamic_dims import Size
@@ -28,15 +28,15 @@ from autopar.runtime.gradient_accumulation import GradientAccumulator
 from autopar.runtime.random import RngState
 from autopar.runtime.rank_consistency import check_alike
 from autopar.runtime.rematerialize.manager import Rematerializer
-from autopar.runtime.storage import wrap
+from autopar.runtime.storage import to_dtensor
 from autopar.runtime.world import Context
 
-HELD = ("_modules", "_parameters", "_buffers")  # what torch keeps of a module apart from its attributes
+HELD = ("_modules", "_parameters", "_buffers")  # the tables in which torch keeps a module's content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputLayout:
-    """One output: its whole shape, how the graph leaves it, and whether the user gets it as a DTensor."""
+    """One output: its global shape, its layout, and whether the user gets it as a DTensor."""
 
     shape: tuple[int, ...]
     layout: Layout
@@ -44,9 +44,9 @@ class OutputLayout:
 
 
 class ModuleState:
-    """What a parallel module keeps beside its parameters: `axes.NAME` for every mesh axis, random draws, what is made anew.
+    """The state of a parallel module beside its parameters: `axes.NAME`, and three objects that emitted code passes on.
 
-    And what micro-batches need, of which `steps` is None if there is only one.
+    `steps` cuts the batch into micro-batches; None if there is one.
     """
 
     def __init__(
@@ -59,29 +59,32 @@ class ModuleState:
         steps: Steps | None = None,
     ) -> None:
         self.plan, self.signature, self.context, self.outputs, self.steps = plan, signature, context, outputs, steps
-        self.draws, self.anew, self.sums = RngState(seed), Rematerializer(), GradientAccumulator()
+        self.rng_state, self.rematerializer, self.accumulator = RngState(seed), Rematerializer(), GradientAccumulator()
         self.checked = False
-        self.other: Callable[[ParallelModule], ParallelModule | None] | None = None  # makes the module of the other mode
+        self.other: Callable[[ParallelModule], ParallelModule | None] | None = (
+            None  # builds the module for the other of training and evaluation
+        )
         self.mode = True  # `training` when the model was captured
         self.twin: ParallelModule | None = None
-        self.sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule] | None = None  # makes that of other sizes
-        self.variants: dict[tuple[int, ...], ParallelModule] = {}  # by the sizes that vary
+        self.sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule] | None = None  # builds it for other sizes
+        self.variants: dict[tuple[int, ...], ParallelModule] = {}  # by dynamic sizes
         self.axes = SimpleNamespace(**{identifier(axis.name): axis for axis in context.axes})
 
     def vary(self, sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule], sizes: tuple[Size, ...]) -> None:
-        """Let these sizes be others than in the sample; `sized` makes the module for them."""
+        """Allow these dynamic sizes to differ from the sample's; `sized` builds the module for given sizes."""
         self.sized, self.signature = sized, replace(self.signature, sizes=sizes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModuleState:
-        """A state with random draws of its own, and nothing of the forward that runs."""
+        """A state with its own random state, and without what belongs to a forward in progress."""
         copied = copy.copy(self)
-        copied.draws, copied.anew, copied.sums = copy.deepcopy((self.draws, self.anew, self.sums), memo)
+        own = self.rng_state, self.rematerializer, self.accumulator
+        copied.rng_state, copied.rematerializer, copied.accumulator = copy.deepcopy(own, memo)
         copied.variants = {}
         return copied
 
 
 class ParallelModule(fx.GraphModule):
-    """One rank's part of a parallel model; made by `autopar.parallelize`. All that is not the user's is in `autopar`."""
+    """One rank's part of a parallel model, built by `autopar.parallelize`. The attribute `autopar` has everything of ours."""
 
     autopar: ModuleState
 
@@ -91,11 +94,13 @@ class ParallelModule(fx.GraphModule):
         self.graph = graph
         held = (*program.parameters, *program.buffers)
         named = [(name, stored) for stored in held for name in stored.names]
-        for name, stored in sorted(named, key=lambda pair: pair[0] != pair[1].names[0]):  # ties last: they make no new order
+        for name, stored in sorted(
+            named, key=lambda pair: pair[0] != pair[1].names[0]
+        ):  # other names of tied tensors last, which keeps the order
             _install(self, name, tensors[stored.value.name], stored.persistent)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelModule:
-        """A module with parameters of its own in the same processes; fx would forget all but the graph's own attributes."""
+        """A module with its own parameters in the same processes; fx would copy only what the graph refers to."""
         copied: ParallelModule = type(self).__new__(type(self))
         memo[id(self)] = copied
         return copied._holding(copy.deepcopy(self.__dict__, memo))
@@ -106,7 +111,7 @@ class ParallelModule(fx.GraphModule):
         return copied._holding(dict(self.__dict__))
 
     def _holding(self, held: dict[str, Any]) -> ParallelModule:
-        """This new module with the attributes of another; what the user calls "graph" must not hide fx's graph."""
+        """This new module with the attributes of another; a submodule named "graph" must not replace fx's graph."""
         self.__dict__.update(held | {name: {} for name in HELD})
         self.graph = held["_graph"]
         self.__dict__.update({name: held[name] for name in HELD})
@@ -119,19 +124,27 @@ class ParallelModule(fx.GraphModule):
         )
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Run a training or evaluation step's forward on the *global* batch; every rank gives the same arguments.
+        """Run the forward of a training or evaluation step on the *global* batch; every rank passes the same arguments.
 
-        Scalars come back as plain tensors, outputs that the plan leaves split as DTensors. Raises InputError for arguments
-        other than the planned ones.
+        Scalars are returned as plain tensors, outputs that the plan leaves split as DTensors.
+
+        Raises:
+            InputError: the arguments do not match the planned call.
         """
         tensors = self.autopar.signature.bind(args, kwargs)
         return self.autopar.signature.rebuild(self.run(tensors))
 
     def step(self, *args: object, **kwargs: object) -> torch.Tensor:
-        """Forward and backward of a training step on the *global* batch, one micro-batch after the other; returns its loss.
+        """Forward and backward of a training step on the *global* batch, one micro-batch after the other; returns the loss.
 
-        Gradients add up in `.grad`, as `backward` leaves them. The loss is the output called "loss", or else the only scalar.
-        Called as the module itself, which runs all micro-batches before any backward, with the memory that this takes.
+        Gradients are accumulated in `.grad`. The loss is the output named "loss", or else the only scalar. Calling the module
+        and then `backward()` gives the same gradients, but runs all forwards first and needs the memory of all micro-batches.
+
+        Args:
+            args, kwargs: those of the module's own call.
+
+        Raises:
+            InputError: the arguments do not match the planned call, or no output is clearly the loss.
         """
         losses: list[torch.Tensor] = []
 
@@ -144,58 +157,60 @@ class ParallelModule(fx.GraphModule):
         return torch.stack(losses).sum()
 
     def _loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The output from which the backward of a step starts."""
+        """The output that a step differentiates."""
         paths = self.autopar.signature.returned.paths
         scalars = {path: o for path, o in zip(paths, outputs, strict=True) if o.requires_grad and not o.ndim}
         if len(scalars) != 1 and "loss" not in scalars:
-            fix = "call the module, and backward() of what you make of its outputs"
-            raise InputError(f"which result is the loss? There are {len(scalars)} scalars", results=", ".join(paths), fix=fix)
+            fix = "call the module, compute the loss from its outputs, and call backward()"
+            raise InputError(
+                f"no output is clearly the loss: {len(scalars)} of them are scalars", results=", ".join(paths), fix=fix
+            )
         return scalars["loss"] if "loss" in scalars else next(iter(scalars.values()))
 
     def accumulate(self, inputs: Sequence[torch.Tensor], loss: Callable[[Sequence[torch.Tensor]], torch.Tensor | None]) -> None:
-        """Forward and backward of one micro-batch after the other; `loss` makes of its outputs here what is differentiated."""
+        """Forward and backward of one micro-batch after the other; `loss` maps outputs to what is differentiated."""
         serving = self._serving(inputs)
         if serving is not self:
             serving.accumulate(inputs, loss)
             return
-        parts, sums = self._parts(inputs), self.autopar.sums
-        with sums.step():
+        parts, accumulator = self._parts(inputs), self.autopar.accumulator
+        with accumulator.step():
             for part in parts:
-                with nullcontext() if part is parts[-1] else sums.waiting():
+                with nullcontext() if part is parts[-1] else accumulator.no_sync():
                     found = loss(self._once(part))
                     if found is not None:
                         found.backward()  # type: ignore[no-untyped-call]
                     del found
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The program's outputs for its inputs, in its own order."""
+        """The program's outputs for its inputs, both in the program's order."""
         serving = self._serving(inputs)
         if serving is not self:
             return serving.run(inputs)
         return self.joined([self._once(part) for part in self._parts(inputs)])
 
     def joined(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """The outputs of every micro-batch as the user gets them."""
+        """The outputs of all micro-batches joined, as the user gets them."""
         steps, state = self.autopar.steps, self.autopar
         return [
-            wrap(result, output.shape, output.layout, state.context) if output.split else result
+            to_dtensor(result, output.shape, output.layout, state.context) if output.split else result
             for result, output in zip(steps.join(outputs) if steps else outputs[0], state.outputs, strict=True)
         ]
 
     def _parts(self, inputs: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        """The inputs of every micro-batch."""
+        """The checked inputs, one sequence for each micro-batch."""
         self._check(inputs)
         return [*self.autopar.steps.parts(self, inputs)] if self.autopar.steps else [inputs]
 
     def _once(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's part of the outputs of one micro-batch."""
+        """The forward of one micro-batch: this rank's part of the outputs."""
         state = self.autopar
-        state.draws.advance()
-        with state.anew.active() if torch.is_grad_enabled() else nullcontext():
+        state.rng_state.advance()
+        with state.rematerializer.active() if torch.is_grad_enabled() else nullcontext():
             return list(super().__call__(*inputs))
 
     def _serving(self, inputs: Sequence[torch.Tensor]) -> ParallelModule:
-        """The module that runs in the present mode at the inputs' sizes, over the same tensors: perhaps this one itself."""
+        """The module for the present mode and the inputs' sizes, over the same parameters; often this one."""
         state = self.autopar
         if self.training == state.mode or state.other is None:
             return self._sized(inputs)
@@ -204,7 +219,7 @@ class ParallelModule(fx.GraphModule):
         return self._sized(inputs) if state.twin is self else state.twin.train(self.training)
 
     def _sized(self, inputs: Sequence[torch.Tensor]) -> ParallelModule:
-        """The module for the inputs' sizes; it is made when they are first met."""
+        """The module for the inputs' sizes, built when they first occur."""
         state = self.autopar
         found = state.signature.numbers(inputs)
         if state.sized is None or found == tuple(size.sample for size in state.signature.sizes):
@@ -214,7 +229,7 @@ class ParallelModule(fx.GraphModule):
         return state.variants[found].train(self.training)
 
     def _shares(self, other: ParallelModule) -> bool:
-        """Whether another module has these parameters: they may have been replaced since it was made."""
+        """Whether another module still has this one's parameters, which the user may have replaced."""
         own = dict(self.named_parameters())
         return all(own[name] is held for name, held in other.named_parameters())
 
@@ -228,7 +243,7 @@ class ParallelModule(fx.GraphModule):
                 )
         if torch.is_autocast_enabled(device.type):
             raise InputError(
-                "a parallel module was called under torch.autocast, which its plan does not know",
+                "a parallel module was called under torch.autocast, which its plan does not include",
                 fix='parallelize with precision="bf16-mixed", and call the module outside of autocast',
             )
         if not self.autopar.checked:
@@ -241,16 +256,16 @@ class ParallelModule(fx.GraphModule):
         if empty := [name for name, tensor in held if tensor.is_meta]:
             more = f" and {len(empty) - 1} more are" if len(empty) > 1 else " is"
             raise InputError(
-                f"{empty[0]}{more} on meta: there are no numbers to compute with",
+                f"{empty[0]}{more} on the meta device and has no data",
                 names=", ".join(empty[:8]) + (", ..." if len(empty) > 8 else ""),
                 fix="load a checkpoint into the parallel module, or call autopar.initialize(parallel, model)",
             )
 
 
 def _install(root: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:
-    """Register a parameter or buffer under its dotted name, with plain modules on the way.
+    """Register a parameter or buffer under its dotted name, with plain modules for its parents.
 
-    Not by torch's own functions, which refuse names that an `fx.GraphModule` has, like "graph".
+    torch's own functions would refuse names that `fx.GraphModule` uses, like "graph".
     """
     *path, leaf = name.split(".")
     for part in path:

@@ -1,4 +1,4 @@
-"""Steps of several micro-batches: the parts of a batch, and their outputs put together."""
+"""Steps of several micro-batches: inputs are cut, outputs joined."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from autopar.ir.program import Loop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """How a step runs the emitted graph: the loop, and the graph of what is computed ahead."""
+    """How a step runs the emitted graph once per micro-batch, after `ahead`, the graph of what is computed once per step."""
 
     loop: Loop
     ahead: fx.Graph | None
 
     def parts(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """The inputs of every run; `module` has the buffers."""
+        """The inputs of every micro-batch; `module` has the buffers that `ahead` reads."""
         with torch.no_grad():
             found = fx.Interpreter(module, graph=self.ahead).run(*inputs) if self.ahead else ()
         given, runs = [*zip((*inputs, *found), self.loop.inputs, strict=True)], self.loop.runs
         return [[shard(tensor, (state,), (runs,), (run,)) for tensor, state in given] for run in range(runs)]
 
     def join(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """The outputs of all runs, as the whole batch has them."""
+        """The outputs for the whole batch from those of all micro-batches."""
         return [_joined(parts, state) for parts, state in zip(zip(*outputs, strict=True), self.loop.outputs, strict=True)]
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from autopar.ir.mesh import Bytes, Seconds
 from autopar.ir.program import Argument, Ref, overload
-from autopar.runtime.collectives import PRIMITIVES, StoragePlace
+from autopar.runtime.collectives import PRIMITIVES, SplitPosition
 from autopar.runtime.custom_ops import Operators
 from autopar.runtime.world import Axis
 
@@ -125,7 +125,7 @@ def _collectives(job: Job) -> Iterator[tuple[tuple[int, str, Bytes], Seconds]]:
             for count in job.bytes:
                 given = count // size if kind == "all_gather" else count
                 x = torch.ones(max(size, given // 4 // size * size), dtype=torch.float32)
-                yield (size, kind, count), _agreed(functools.partial(PRIMITIVES[kind], x, axis, StoragePlace()), count)
+                yield (size, kind, count), _agreed(functools.partial(PRIMITIVES[kind], x, axis, SplitPosition()), count)
 
 
 def _agreed(run: Callable[[], object], count: Bytes) -> Seconds:

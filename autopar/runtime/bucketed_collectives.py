@@ -1,204 +1,228 @@
-"""Conversions of several weights at once: one message for all, on its way while the device computes.
+"""Conversions of a bucket of weights in one collective, which overlaps with computation.
 
-    begun = begin("all_gather__reduce_scatter", [w, v], dp)                               h.1's weights are sent for,
-    ...                                                                                   h.0 computes,
-    w, v = finish(anew, "all_gather__reduce_scatter", begun, dp, [[0], [1]])           h.1's weights are here
+    bucket = all_gather__reduce_scatter_start([w, v], dp)                            issue the all-gather of h.1's weights,
+    ...                                                                              compute h.0,
+    w, v = all_gather__reduce_scatter_wait(bucket, dp, splits=[(0,), (0,)])          wait for h.1's weights
 
-The backward goes the other way: `finish` sends the gradients of the bundle as soon as it has all, `begin` waits for them.
-Autograd runs what is ready in the reverse order of the forward, so that between the two it computes the gradients of all that
-was called between them. What is on its way is never looked at: `finish` returns the buffer in which the gradients will arrive.
+Every conversion of `autopar.runtime.collectives` has such a pair of functions. The backward runs in reverse: that of `_wait`
+issues one collective for the gradients of the bucket as soon as it has all of them, that of `_start` waits for it. Autograd
+runs what is ready in reverse order of the forward, so gradients of whatever was called between the two are computed meanwhile.
+Buffers in flight are not read: the backward of `_wait` returns views of the buffer that the collective writes to.
 
-Only an all-gather of weights, and an all-reduce or reduce-scatter of their gradients, is one message; other primitives run one
-weight after the other, when `finish` is called.
+Only all-gathers of weights, and all-reduces or reduce-scatters of gradients, run as one collective. Other primitives run one
+weight after the other, in `_wait`.
 
-The gradients of a copy in a narrow dtype may be added up in a wider one. Autograd gives a tensor gradients of its own dtype, so
-what stands for such a weight between the two functions is a tensor of the wider dtype, without memory.
+Gradients of a low-precision copy of a weight may be reduced in a wider dtype (`reduce_dtype`). Autograd demands that a tensor's
+gradient has its dtype, so between the two functions a tensor of the wider dtype without memory stands for such a weight.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from autopar.runtime.collectives import (
+    FUNCTIONS,
     PRIMITIVES,
-    StoragePlace,
-    all_gathered,
-    joined,
-    reduce_scattered,
-    reduced,
-    unfolded,
+    SplitPosition,
+    all_gather_start,
+    all_reduce_start,
+    concat_blocks,
+    reduce_scatter_start,
+    unflatten,
     wait,
 )
 from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.world import Axis
 
 Tensors = Sequence[torch.Tensor]
-Places = Sequence[Sequence[int]]
+Splits = Sequence[Sequence[int]]  # a `SplitPosition` per weight, trailing defaults left out
 
 
 class PendingBucket(NamedTuple):
-    """Weights that were sent for."""
+    """A bucket between start and wait."""
 
-    edges: Tensors  # what autograd sees of them
+    proxies: Tensors  # the weights as autograd sees them, perhaps in the dtype in which gradients are reduced
     weights: Tensors
-    flight: Tensors  # the buffer in which they arrive, if anything is sent
+    buffers: Tensors  # what the collective writes to, if one was issued
 
 
-def begin(conversion: str, weights: Tensors, axis: Axis, summed: torch.dtype | None = None) -> PendingBucket:
-    """Send for the converted weights; `summed` is the dtype in which their gradients are added up, if not their own.
-
-    The target of a `call_function` node, like `finish`.
-    """
+def start_bucket(conversion: str, weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
+    """Issue the conversion of some weights; gradients are reduced in `reduce_dtype`, by default in their own."""
     if axis.size == 1:
         return PendingBucket(weights, weights, ())
     forward, _ = conversion.split("__")
-    found = _Begin.apply(forward, axis, summed, *weights)  # type: ignore[no-untyped-call]
+    found = _Start.apply(forward, axis, reduce_dtype, *weights)  # type: ignore[no-untyped-call]
     return PendingBucket(found[: len(weights)], [weight.detach() for weight in weights], found[len(weights) :])
 
 
-def finish(
-    anew: Rematerializer | None, conversion: str, begun: PendingBucket, axis: Axis, places: Places | None = None
+def wait_bucket(
+    conversion: str,
+    bucket: PendingBucket,
+    axis: Axis,
+    splits: Splits | None = None,
+    rematerializer: Rematerializer | None = None,
 ) -> list[torch.Tensor]:
-    """The converted weights, from what `begin` returned; `places[i]` is the `StoragePlace` of weight i, if the state is split.
+    """The converted weights of a started bucket; `splits[i]` says where weight i is split, for conversions that move a split.
 
-    With `anew` they are dropped after their use and made again for the backward (`autopar.runtime.rematerialize.manager`).
+    With a `rematerializer` they are dropped after their use and gathered again in the backward.
     """
     if axis.size == 1:
-        return list(begun.weights)
+        return list(bucket.weights)
     forward, backward = conversion.split("__")
-    at = [StoragePlace(*place) for place in places] if places else [StoragePlace()] * len(begun.weights)
-    parts = (*begun.edges, *begun.weights, *begun.flight)
-    values = list(_Finish.apply(forward, backward, axis, at, *parts))  # type: ignore[no-untyped-call]
-    if anew is not None:
-        anew.convert(values, _Remade(forward, axis, at), begun.weights)
+    positions = [SplitPosition(*split) for split in splits] if splits else [SplitPosition()] * len(bucket.weights)
+    tensors = (*bucket.proxies, *bucket.weights, *bucket.buffers)
+    values = list(_Wait.apply(forward, backward, axis, positions, *tensors))  # type: ignore[no-untyped-call]
+    if rematerializer is not None:
+        rematerializer.convert(values, _GatherAgain(forward, axis, positions), bucket.weights)
     return values
 
 
-class _Remade:
-    """The same conversion once more, for the backward."""
+def _pair(conversion: str) -> tuple[Callable[..., PendingBucket], Callable[..., list[torch.Tensor]]]:
+    """`start_bucket` and `wait_bucket` of one conversion, under the names that emitted code calls."""
 
-    def __init__(self, forward: str, axis: Axis, places: Sequence[StoragePlace]) -> None:
-        self.forward, self.axis, self.places = forward, axis, places
+    def start(weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
+        return start_bucket(conversion, weights, axis, reduce_dtype)
 
-    def begin(self, weights: Tensors) -> Tensors:
-        """Send for them."""
-        return sent(self.forward, weights, self.axis)
+    def wait_converted(
+        bucket: PendingBucket, axis: Axis, splits: Splits | None = None, rematerializer: Rematerializer | None = None
+    ) -> list[torch.Tensor]:
+        return wait_bucket(conversion, bucket, axis, splits, rematerializer)
 
-    def finish(self, which: Sequence[int], weights: Tensors, flight: Tensors) -> list[torch.Tensor]:
-        """The converted weights."""
-        return list(arrived(self.forward, weights, flight, self.axis, [self.places[place] for place in which]))
+    start.__name__ = start.__qualname__ = f"{conversion}_start"
+    wait_converted.__name__ = wait_converted.__qualname__ = f"{conversion}_wait"
+    return start, wait_converted
 
 
-class _Sending(Protocol):
+PAIRS = {function.__name__: _pair(function.__name__) for function in FUNCTIONS.values()}
+globals().update({function.__name__: function for pair in PAIRS.values() for function in pair})  # emitted code imports them
+
+
+class _GatherAgain:
+    """The forward's conversion of the bucket, for the backward."""
+
+    def __init__(self, forward: str, axis: Axis, positions: Sequence[SplitPosition]) -> None:
+        self.forward, self.axis, self.positions = forward, axis, positions
+
+    def start(self, weights: Tensors) -> Tensors:
+        """Issue the collective for these weights of the bucket."""
+        return _issue(self.forward, weights, self.axis)
+
+    def wait(self, indices: Sequence[int], weights: Tensors, buffers: Tensors) -> list[torch.Tensor]:
+        """The converted weights; `indices` are their positions in the bucket."""
+        return list(_values(self.forward, weights, buffers, self.axis, [self.positions[index] for index in indices]))
+
+
+class _Context(Protocol):
     backward: str
     axis: Axis
-    places: Sequence[StoragePlace]
-    dtype: torch.dtype  # of the gradients that go on from here
-    given: int
+    positions: Sequence[SplitPosition]
+    dtype: torch.dtype  # of the gradients that the backward returns
+    count: int  # of the forward's tensor arguments
 
     def mark_non_differentiable(self, *tensors: torch.Tensor) -> None: ...
     def set_materialize_grads(self, value: bool) -> None: ...
 
 
-class _Begin(torch.autograd.Function):
+class _Start(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Sending, forward: str, axis: Axis, summed: torch.dtype | None, *weights: torch.Tensor
+        ctx: _Context, forward: str, axis: Axis, reduce_dtype: torch.dtype | None, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        flight = sent(forward, weights, axis)
-        ctx.dtype, ctx.given = weights[0].dtype, len(weights)
+        buffers = _issue(forward, weights, axis)
+        ctx.dtype, ctx.count = weights[0].dtype, len(weights)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*flight)
-        edges = weights if summed is None else [_edge(weight, summed) for weight in weights]
-        return (*edges, *flight)
+        ctx.mark_non_differentiable(*buffers)
+        proxies = weights if reduce_dtype is None else [_proxy(weight, reduce_dtype) for weight in weights]
+        return (*proxies, *buffers)
 
     @staticmethod
-    def backward(ctx: _Sending, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        given = gradients[: ctx.given]
-        here = [gradient for gradient in given if gradient is not None]
-        for buffer in {gradient.untyped_storage().data_ptr(): gradient for gradient in here}.values():
+    def backward(ctx: _Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        of_weights = gradients[: ctx.count]
+        present = [gradient for gradient in of_weights if gradient is not None]
+        for buffer in {gradient.untyped_storage().data_ptr(): gradient for gradient in present}.values():
             wait(buffer)
-        return None, None, None, *(gradient if gradient is None else gradient.to(ctx.dtype) for gradient in given)
+        return None, None, None, *(gradient if gradient is None else gradient.to(ctx.dtype) for gradient in of_weights)
 
 
-class _Finish(torch.autograd.Function):
+class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Sending, forward: str, backward: str, axis: Axis, places: Sequence[StoragePlace], *begun: torch.Tensor
+        ctx: _Context, forward: str, backward: str, axis: Axis, positions: Sequence[SplitPosition], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        count = len(places)
-        edges, weights, flight = begun[:count], begun[count : 2 * count], begun[2 * count :]
-        ctx.backward, ctx.axis, ctx.places, ctx.given = backward, axis, places, len(begun)
-        ctx.dtype = edges[0].dtype
+        count = len(positions)
+        proxies, weights, buffers = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
+        ctx.backward, ctx.axis, ctx.positions, ctx.count = backward, axis, positions, len(tensors)
+        ctx.dtype = proxies[0].dtype
         ctx.set_materialize_grads(False)
-        return tuple(arrived(forward, weights, flight, axis, places))
+        return tuple(_values(forward, weights, buffers, axis, positions))
 
     @staticmethod
-    def backward(ctx: _Sending, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        here = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        given = [gradient for gradient in gradients if gradient is not None]
-        results: list[torch.Tensor | None] = [None] * ctx.given
-        sums = returned(ctx.backward, given, ctx.dtype, ctx.axis, [ctx.places[place] for place in here])
-        for place, gradient in zip(here, sums, strict=True):
-            results[place] = gradient
+    def backward(ctx: _Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        present = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
+        results: list[torch.Tensor | None] = [None] * ctx.count
+        positions = [ctx.positions[index] for index in present]
+        reduced = _reduced_gradients(ctx.backward, [*present.values()], ctx.dtype, ctx.axis, positions)
+        for index, gradient in zip(present, reduced, strict=True):
+            results[index] = gradient
         return None, None, None, None, *results
 
 
-def _edge(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of one element that looks like a weight in another dtype; nobody reads it."""
+def _proxy(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of the weight's shape over one element of another dtype; its value is never read."""
     return weight.new_empty_strided(weight.shape, (0,) * weight.dim(), dtype=dtype)
 
 
-# --- messages ------------------------------------------------------------------------------------------------------------
+# --- collectives ---------------------------------------------------------------------------------------------------------
 
 
-def sent(primitive: str, weights: Tensors, axis: Axis) -> tuple[torch.Tensor, ...]:
-    """The buffer in which the chunks of all ranks arrive if the primitive is an all-gather; nothing else is sent ahead."""
+def _issue(primitive: str, weights: Tensors, axis: Axis) -> tuple[torch.Tensor, ...]:
+    """The output buffer of one all-gather of all weights, flattened; nothing for other primitives, which run in `_values`."""
     if primitive != "all_gather":
         return ()
     flat = [weight.reshape(-1) for weight in weights]
-    return (all_gathered(torch.cat(flat) if len(flat) > 1 else flat[0], axis),)
+    return (all_gather_start(torch.cat(flat) if len(flat) > 1 else flat[0], axis),)
 
 
-def arrived(
-    primitive: str, weights: Tensors, flight: Tensors, axis: Axis, places: Sequence[StoragePlace]
+def _values(
+    primitive: str, weights: Tensors, buffers: Tensors, axis: Axis, positions: Sequence[SplitPosition]
 ) -> Iterator[torch.Tensor]:
-    """The converted weights."""
+    """The converted weights, waiting for the all-gather if one was issued."""
     if primitive != "all_gather":
-        yield from (PRIMITIVES[primitive](weight, axis, place) for weight, place in zip(weights, places, strict=True))
+        yield from (PRIMITIVES[primitive](weight, axis, position) for weight, position in zip(weights, positions, strict=True))
         return
-    rows = wait(flight[0]).view(axis.size, -1)
-    for weight, place, part in zip(weights, places, _columns(rows, [weight.numel() for weight in weights]), strict=True):
-        yield joined(part.reshape(axis.size, *weight.shape), place.dim, place.blocks)
+    rows = wait(buffers[0]).view(axis.size, -1)
+    for weight, position, part in zip(weights, positions, _columns(rows, [weight.numel() for weight in weights]), strict=True):
+        yield concat_blocks(part.reshape(axis.size, *weight.shape), position.dim, position.blocks)
 
 
-def returned(
-    primitive: str, gradients: Tensors, dtype: torch.dtype, axis: Axis, places: Sequence[StoragePlace]
+def _reduced_gradients(
+    primitive: str, gradients: Tensors, dtype: torch.dtype, axis: Axis, positions: Sequence[SplitPosition]
 ) -> Iterator[torch.Tensor]:
-    """The gradients of what was converted, in this dtype, as they will be once `wait` returns."""
+    """The gradients of the unconverted weights, in this dtype; where a collective was issued, valid after `wait`."""
     if primitive == "all_reduce":
-        flat = reduced(torch.cat([gradient.reshape(-1) for gradient in gradients]).to(dtype), axis)
+        flat = all_reduce_start(torch.cat([gradient.reshape(-1) for gradient in gradients]).to(dtype), axis)
         for gradient, part in zip(gradients, _columns(flat, [gradient.numel() for gradient in gradients]), strict=True):
             yield part.view(gradient.shape)
     elif primitive == "reduce_scatter":
-        cuts = [
-            unfolded(gradient, place.dim, place.blocks, axis.size, -1).movedim(place.dim + 1, 0)
-            for gradient, place in zip(gradients, places, strict=True)
+        chunks = [
+            unflatten(gradient, position.dim, position.blocks, axis.size, -1).movedim(position.dim + 1, 0)
+            for gradient, position in zip(gradients, positions, strict=True)
         ]
-        sizes = [cut[0].numel() for cut in cuts]
+        sizes = [chunk[0].numel() for chunk in chunks]
         rows = gradients[0].new_empty(axis.size, sum(sizes), dtype=dtype)
-        for cut, part in zip(cuts, _columns(rows, sizes), strict=True):
-            torch.unflatten(part, 1, cut.shape[1:]).copy_(cut)
-        flat = reduce_scattered(rows, axis)
-        for cut, place, part in zip(cuts, places, _columns(flat, sizes), strict=True):
-            yield part.view(cut.shape[1:]).flatten(place.dim, place.dim + 1)
+        for chunk, part in zip(chunks, _columns(rows, sizes), strict=True):
+            torch.unflatten(part, 1, chunk.shape[1:]).copy_(chunk)
+        flat = reduce_scatter_start(rows, axis)
+        for chunk, position, part in zip(chunks, positions, _columns(flat, sizes), strict=True):
+            yield part.view(chunk.shape[1:]).flatten(position.dim, position.dim + 1)
     else:
-        for gradient, place in zip(gradients, places, strict=True):
-            yield PRIMITIVES[primitive](gradient.to(dtype), axis, place.back() if primitive == "all_to_all" else place)
+        for gradient, position in zip(gradients, positions, strict=True):
+            back = position.reversed() if primitive == "all_to_all" else position
+            yield PRIMITIVES[primitive](gradient.to(dtype), axis, back)
 
 
 def _columns(rows: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:

@@ -1,14 +1,15 @@
-"""Gradients of weights that micro-batches add up, and that are sent once, with the last of them.
+"""Accumulation of weight gradients over micro-batches, with one gradient collective per step.
 
-    with sums.step():
-        with sums.waiting():
-            ...                 forward and backward of every micro-batch but the last: gradients end where they would be sent
-        ...                     of the last one: its gradients are added to the sums, which are sent
+    with accumulator.step():
+        with accumulator.no_sync():
+            ...                 forward and backward of every micro-batch but the last: gradients are kept on this rank
+        ...                     the last one: its gradients are added, and the totals are reduced
 
-Weights that are gathered once for all micro-batches are so in the first of a step; the gradients of all end there, and are sent
-after the last.
+`no_sync` is that of torch's DistributedDataParallel, at the level of a bucket: in place of a bucket's weights the forward uses
+leaves that share their memory, whose `.grad` accumulates. Plans may also gather a bucket once per step (`start_once`,
+`wait_once`): then all micro-batches use the gathered weights, and their gradients are reduced after the last one.
 
-Outside of a step weights are as always.
+Outside of `step` every forward and backward communicates.
 """
 
 from __future__ import annotations
@@ -20,141 +21,151 @@ from typing import Protocol
 import torch
 
 from autopar.runtime import bucketed_collectives
+from autopar.runtime.bucketed_collectives import PendingBucket, Splits
 from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.world import Axis
 
+Tensors = Sequence[torch.Tensor]
+
 
 class GradientAccumulator:
-    """What was added up so far, by the number of the bundle."""
+    """The gradients accumulated in the present step, by the number of the bucket."""
 
     def __init__(self) -> None:
-        self._waits = False
-        self._shares = False
-        self._whole: dict[int, Sequence[torch.Tensor]] = {}  # what was gathered for all micro-batches
-        self._held: dict[int, list[torch.Tensor]] = {}  # leaves that lie in the memory of the weights
+        self._no_sync = False
+        self._in_step = False
+        self._gathered: dict[int, Tensors] = {}  # buckets gathered once, which all micro-batches use
+        self._leaves: dict[int, list[torch.Tensor]] = {}  # leaves over the memory of each bucket's weights
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around a forward and backward of which no gradient is sent."""
-        self._waits = True
+    def no_sync(self) -> Iterator[None]:
+        """Around a forward and backward after which no gradient is reduced."""
+        self._no_sync = True
         try:
             yield
         finally:
-            self._waits = False
+            self._no_sync = False
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around all micro-batches of a step; what was added up is forgotten after it, even if it was given up."""
-        self._shares = True
+        """Around all micro-batches of a step; afterwards nothing is kept, even if the step raised."""
+        self._in_step = True
         try:
             yield
-            self._send()
+            self._reduce_gathered()
         finally:
-            self._shares = False
-            self._held.clear()
-            self._whole.clear()
+            self._in_step = False
+            self._leaves.clear()
+            self._gathered.clear()
 
-    def _send(self) -> None:
-        """Send the gradients of what was gathered for all micro-batches."""
-        while self._whole:
-            number, weights = self._whole.popitem()
-            gradients = [held.grad for held in self._held.pop(number)]
+    def _reduce_gathered(self) -> None:
+        """Run the backward of the buckets that were gathered once, from the accumulated gradients."""
+        while self._gathered:
+            number, weights = self._gathered.popitem()
+            gradients = [leaf.grad for leaf in self._leaves.pop(number)]
             trained = [weight for weight, gradient in zip(weights, gradients, strict=True) if gradient is not None]
             if trained:
                 torch.autograd.backward(trained, [gradient for gradient in gradients if gradient is not None])
 
-    def held(self, number: int) -> list[torch.Tensor]:
-        """The weights of a bundle that has come."""
-        return self._held[number]
+    def leaves(self, number: int) -> list[torch.Tensor]:
+        """The leaves that stand for the weights of a bucket gathered before."""
+        return self._leaves[number]
 
-    def came(self, number: int) -> bool:
-        """Whether a bundle has come for all micro-batches."""
-        return number in self._whole
+    def is_gathered(self, number: int) -> bool:
+        """Whether a bucket was gathered by an earlier micro-batch of this step."""
+        return number in self._gathered
 
-    def shared(self, number: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The weights of a bundle that has come, as every micro-batch uses them."""
-        if not self._shares or not torch.is_grad_enabled():
+    def share(self, number: int, weights: Tensors) -> list[torch.Tensor]:
+        """Keep a gathered bucket for all micro-batches of the step; returns what they use in place of its weights."""
+        if not self._in_step or not torch.is_grad_enabled():
             return list(weights)
-        self._whole[number] = weights
-        self._held[number] = _leaves(weights)
-        return self._held[number]
+        self._gathered[number] = weights
+        self._leaves[number] = _leaves(weights)
+        return self._leaves[number]
 
-    def of(self, number: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The weights of a bundle as a micro-batch uses them."""
+    def accumulate(self, number: int, weights: Tensors) -> list[torch.Tensor]:
+        """What one micro-batch uses in place of a bucket's weights, so that their gradients accumulate."""
         if not torch.is_grad_enabled():
             return list(weights)
-        if self._waits:
-            if number not in self._held:
-                self._held[number] = _leaves(weights)
-            return self._held[number]
-        held = self._held.get(number)
-        return [_Added.apply(*pair) for pair in zip(weights, held, strict=True)] if held else list(weights)  # type: ignore[no-untyped-call]
+        if self._no_sync:
+            if number not in self._leaves:
+                self._leaves[number] = _leaves(weights)
+            return self._leaves[number]
+        leaves = self._leaves.get(number)
+        if not leaves:
+            return list(weights)
+        return [_AddAccumulated.apply(*pair) for pair in zip(weights, leaves, strict=True)]  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, object]) -> GradientAccumulator:
         return GradientAccumulator()
 
 
-def _leaves(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The weights as leaves, in the same memory."""
+def _leaves(weights: Tensors) -> list[torch.Tensor]:
+    """Leaves of the autograd graph over the memory of these weights."""
     return [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
 
 
-def begin(
-    sums: GradientAccumulator,
+def start_once(
+    accumulator: GradientAccumulator,
     number: int,
     conversion: str,
-    weights: bucketed_collectives.Tensors,
+    weights: Tensors,
     axis: Axis,
-    summed: torch.dtype | None = None,
-) -> bucketed_collectives.PendingBucket | None:
-    """`bucketed_collectives.begin`, unless the bundle has come for all micro-batches. The target of a `call_function` node,
-    like `finish`."""
-    return None if sums.came(number) else bucketed_collectives.begin(conversion, weights, axis, summed)
+    reduce_dtype: torch.dtype | None = None,
+) -> PendingBucket | None:
+    """`bucketed_collectives.start_bucket`; None if an earlier micro-batch of the step gathered the bucket.
 
-
-def finish(
-    sums: GradientAccumulator,
-    number: int,
-    anew: Rematerializer | None,
-    conversion: str,
-    begun: bucketed_collectives.PendingBucket | None,
-    axis: Axis,
-    places: bucketed_collectives.Places | None = None,
-) -> list[torch.Tensor]:
-    """`bucketed_collectives.finish`; in a step what has come serves all micro-batches."""
+    The target of a `call_function` node of emitted code.
+    """
     return (
-        sums.held(number)
-        if begun is None
-        else sums.shared(number, bucketed_collectives.finish(anew, conversion, begun, axis, places))
+        None if accumulator.is_gathered(number) else bucketed_collectives.start_bucket(conversion, weights, axis, reduce_dtype)
     )
 
 
-def held(sums: GradientAccumulator, number: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The weights of bundle `number`, whose gradients wait for those of the other micro-batches.
+def wait_once(
+    accumulator: GradientAccumulator,
+    number: int,
+    conversion: str,
+    bucket: PendingBucket | None,
+    axis: Axis,
+    splits: Splits | None = None,
+    rematerializer: Rematerializer | None = None,
+) -> list[torch.Tensor]:
+    """`bucketed_collectives.wait_bucket`, whose weights all micro-batches of a step share.
 
-    The target of a `call_function` node.
+    The target of a `call_function` node of emitted code.
     """
-    return sums.of(number, weights)
+    if bucket is None:
+        return accumulator.leaves(number)
+    return accumulator.share(number, bucketed_collectives.wait_bucket(conversion, bucket, axis, splits, rematerializer))
 
 
-class _Adding(Protocol):
-    held: torch.Tensor
+def accumulate_gradients(accumulator: GradientAccumulator, number: int, weights: Tensors) -> list[torch.Tensor]:
+    """The weights of bucket `number`, whose gradients are accumulated over micro-batches before they are reduced.
+
+    The target of a `call_function` node of emitted code.
+    """
+    return accumulator.accumulate(number, weights)
+
+
+class _Context(Protocol):
+    leaf: torch.Tensor
 
     def set_materialize_grads(self, value: bool) -> None: ...
 
 
-class _Added(torch.autograd.Function):
-    """The weight; its gradient is added to the sum, which goes on in its place."""
+class _AddAccumulated(torch.autograd.Function):
+    """The weight itself; its gradient is added to what the leaf accumulated, and the total is passed on."""
 
     @staticmethod
-    def forward(ctx: _Adding, weight: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-        ctx.held = held
+    def forward(ctx: _Context, weight: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        ctx.leaf = leaf
         ctx.set_materialize_grads(False)
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: _Adding, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        total, ctx.held.grad = ctx.held.grad, None
+    def backward(ctx: _Context, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        total, ctx.leaf.grad = ctx.leaf.grad, None
         if total is None or gradient is None:
             return (total if gradient is None else gradient), None
         return total.add_(gradient), None

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autopar.errors import InputError
 from autopar.ir.layout import I, Layout, shard
 from autopar.runtime.random import agreed_seed, drawing
-from autopar.runtime.storage import layout_of, plain, store, stored_like, typed, whole, wrap
+from autopar.runtime.storage import all_unsharded, full_tensor, layout_of, store, stored_like, to_dtensor, with_dtype
 from autopar.runtime.world import Context
 
 
@@ -81,7 +81,7 @@ def initialize(parallel: nn.Module, model: nn.Module) -> None:
             fix="give the model from which the parallel module was made",
         )
     found = initialized(model, layouts, context) if missing else {}
-    cast = {id(found[name]): typed(found[name], stored[name].dtype) for name in missing}
+    cast = {id(found[name]): with_dtype(found[name], stored[name].dtype) for name in missing}
     for name in missing:
         _install(parallel, name, cast[id(found[name])])
 
@@ -182,8 +182,8 @@ class _Shards(TorchFunctionMode):
         """Gathered, if parts of the tensor are there; otherwise memory without a meaning."""
         if name not in self.parts:
             return _Whole(tensor=torch.empty_like(placeholder, device=self.context.device, requires_grad=False), blank=0)
-        stored = wrap(self.parts[name], tuple(placeholder.shape), self.layouts[name], self.context)
-        return _Whole(tensor=whole(stored).clone(), blank=-1)
+        stored = to_dtensor(self.parts[name], tuple(placeholder.shape), self.layouts[name], self.context)
+        return _Whole(tensor=full_tensor(stored).clone(), blank=-1)
 
     def drop(self, name: str) -> None:
         """Keep this rank's part of a whole, if it was written; keep the whole too while somebody else holds its memory."""
@@ -210,7 +210,7 @@ class _Shards(TorchFunctionMode):
         stored = store({name: tensor for name, tensor in originals.items() if not tensor.is_meta}, self.layouts, self.context)
         made: dict[int, torch.Tensor] = {}
         lost = []
-        whole = plain(self.layouts.values())
+        whole = all_unsharded(self.layouts.values())
         for name, original in originals.items():
             if original.is_meta and id(original) not in made:
                 place = self.placeholders.get(id(now[name]))

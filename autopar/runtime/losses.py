@@ -1,8 +1,10 @@
-"""Losses over classes that are split: distributed forms whose ranks put together what each finds (`runtime.forms`).
+"""Losses over a class dim that is split: each rank computes with its chunk of the classes (`autopar.runtime.parallel_ops`).
 
-The cross-entropy of scores s, of which the classes should have the shares q (one for the target and none for the others, say):
+The cross-entropy of logits s with target probabilities q (one for the target class and zero for the others, say):
 
-    loss = sum q * log sum exp s - sum q s            its gradient        sum q * softmax s - q
+    loss = sum q * log sum exp s - sum q s            d loss / d s = sum q * softmax s - q
+
+Only the sums over classes are all-reduced: three numbers per target at most. The logits are never gathered.
 """
 
 from __future__ import annotations
@@ -12,149 +14,155 @@ from typing import Protocol
 
 import torch
 
-from autopar.runtime.collectives import largest, summed
+from autopar.runtime.collectives import all_reduce_max, all_reduce_sum
 from autopar.runtime.world import Axis
 
 aten = torch.ops.aten
-Tensor = torch.Tensor
-NONE, MEAN = 0, 1  # the reductions of ATen's losses
-IGNORED = -1  # a target that counts for nothing
+NONE, MEAN = 0, 1  # the `reduction` argument of ATen's losses
+IGNORED = -1  # an `ignore_index` that is never the index of a local class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shares:
-    """The shares q of the classes that lie here: `rest` of each of them, and `own` in addition of that at `place`."""
+class _TargetProbabilities:
+    """The target probabilities q of this rank's classes: `dense` ones, plus `peak` at class `index` of each target."""
 
     dim: int
-    rest: Tensor | None
-    place: Tensor | None = None
-    own: Tensor | None = None
+    dense: torch.Tensor | None
+    index: torch.Tensor | None = None
+    peak: torch.Tensor | None = None
 
-    def sums(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of q, and of q s."""
-        shares = along = scores.new_zeros(())
-        if self.place is not None and self.own is not None:
-            shares, along = self.own, self.own * scores.gather(self.dim, self.place)
-        if self.rest is not None:
-            rest = self.rest.to(scores.dtype)
-            shares = shares + rest.sum(self.dim, keepdim=True)
-            along = along + (scores * rest).sum(self.dim, keepdim=True)
-        return shares.expand_as(along), along
+    def sums(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sums of q and of q s over this rank's classes."""
+        total = weighted = scores.new_zeros(())
+        if self.index is not None and self.peak is not None:
+            total, weighted = self.peak, self.peak * scores.gather(self.dim, self.index)
+        if self.dense is not None:
+            dense = self.dense.to(scores.dtype)
+            total = total + dense.sum(self.dim, keepdim=True)
+            weighted = weighted + (scores * dense).sum(self.dim, keepdim=True)
+        return total.expand_as(weighted), weighted
 
-    def taken(self, found: Tensor, each: Tensor) -> Tensor:
-        """What was found, less q times a number for each target."""
-        if self.place is not None and self.own is not None:
-            found = found.scatter_add_(self.dim, self.place, -(each * self.own).to(found.dtype))
-        return found if self.rest is None else found - each * self.rest
+    def subtract_from(self, gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """`gradient - factor * q`, with one factor for each target."""
+        if self.index is not None and self.peak is not None:
+            gradient = gradient.scatter_add_(self.dim, self.index, -(factor * self.peak).to(gradient.dtype))
+        return gradient if self.dense is None else gradient - factor * self.dense
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Said:
-    """What a cross-entropy is told beside tensors."""
+class _LossArguments:
+    """The arguments of a cross-entropy that are not tensors."""
 
     axis: Axis
     dim: int  # of the classes
     reduction: int
-    ignored: int
+    ignore_index: int
     smoothing: float
 
-    def shares(self, scores: Tensor, target: Tensor, weight: Tensor | None) -> _Shares:
-        """The shares for which targets ask, classes or probabilities."""
+    def probabilities(self, scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> _TargetProbabilities:
+        """The target probabilities of this rank's classes, from class indices or from probabilities."""
         count, wide = scores.shape[self.dim], torch.promote_types(scores.dtype, torch.float32)
-        even = self.smoothing / (self.axis.size * count)
-        each = torch.ones((), dtype=wide, device=scores.device) if weight is None else self.along(weight, scores)
+        uniform = self.smoothing / (self.axis.size * count)
+        each = torch.ones((), dtype=wide, device=scores.device) if weight is None else self.broadcast(weight, scores)
         if target.is_floating_point():
-            return _Shares(dim=self.dim, rest=(target * (1 - self.smoothing) + even) * each)
-        place, elsewhere = within(target.unsqueeze(self.dim), self.axis.index * count, count)
-        own = each.expand(place.shape) if weight is None else weight[place]
-        own = (own.to(wide) * (1 - self.smoothing)).masked_fill(elsewhere, 0)
-        rest = (each * even).expand_as(self.along(scores.new_empty(count), scores)) if even else None
-        return _Shares(dim=self.dim, rest=rest, place=place, own=own)
+            return _TargetProbabilities(dim=self.dim, dense=(target * (1 - self.smoothing) + uniform) * each)
+        index, outside = local_indices(target.unsqueeze(self.dim), self.axis.index * count, count)
+        peak = each.expand(index.shape) if weight is None else weight[index]
+        peak = (peak.to(wide) * (1 - self.smoothing)).masked_fill(outside, 0)
+        dense = (each * uniform).expand_as(self.broadcast(scores.new_empty(count), scores)) if uniform else None
+        return _TargetProbabilities(dim=self.dim, dense=dense, index=index, peak=peak)
 
-    def along(self, classes: Tensor, scores: Tensor) -> Tensor:
-        """A vector of classes, as it lies in the scores."""
-        return classes.view([-1 if d == self.dim else 1 for d in range(scores.dim())])
+    def broadcast(self, per_class: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """A vector over classes, in a shape that broadcasts with the scores."""
+        return per_class.view([-1 if d == self.dim else 1 for d in range(scores.dim())])
 
 
 class _Context(Protocol):
-    said: _Said
+    arguments: _LossArguments
     needs_input_grad: tuple[bool, ...]
-    saved_tensors: tuple[Tensor, ...]
+    saved_tensors: tuple[torch.Tensor, ...]
 
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
 
 
-class _Classes(torch.autograd.Function):
-    """The probabilities are kept, the softmax of the chunk of classes that lies here; their logarithms if targets need them."""
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Saves the softmax over this rank's classes; the log-softmax too if targets are probabilities that need a gradient."""
 
     @staticmethod
-    def forward(ctx: _Context, said: _Said, scores: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.said = said
+    def forward(
+        ctx: _Context, arguments: _LossArguments, scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.arguments, dim, axis = arguments, arguments.dim, arguments.axis
         wide = torch.promote_types(scores.dtype, torch.float32)
-        shifted = scores - largest(scores.amax(said.dim, keepdim=True).to(wide), said.axis)
-        shares, along = said.shares(scores, target, weight).sums(shifted)
-        logs = shifted.clone() if ctx.needs_input_grad[2] else None
-        odds = shifted.exp_()
-        found = [odds.sum(said.dim, keepdim=True), along]
-        if chosen_alone(target, weight):
-            total, along = summed(torch.stack(found), said.axis)
-            shares, kept = torch.ones_like(total), None
+        shifted = scores - all_reduce_max(scores.amax(dim, keepdim=True).to(wide), axis)
+        mass, weighted = arguments.probabilities(scores, target, weight).sums(shifted)
+        log_softmax = shifted.clone() if ctx.needs_input_grad[2] else None
+        exponentials = shifted.exp_()
+        sums = [exponentials.sum(dim, keepdim=True), weighted]
+        if sums_to_one(target, weight):
+            total, weighted = all_reduce_sum(torch.stack(sums), axis)
+            mass, saved_mass = torch.ones_like(total), None
         else:
-            total, along, shares = summed(torch.stack([*found, shares]), said.axis)
-            kept = shares
-        losses = (total.log() * shares - along).squeeze(said.dim)
-        ctx.save_for_backward(
-            odds.div_(total).to(scores.dtype), target, weight, kept, logs if logs is None else logs.sub_(total.log())
-        )
+            total, weighted, mass = all_reduce_sum(torch.stack([*sums, mass]), axis)
+            saved_mass = mass
+        losses = (total.log() * mass - weighted).squeeze(dim)
+        softmax = exponentials.div_(total).to(scores.dtype)
+        log_softmax = log_softmax if log_softmax is None else log_softmax.sub_(total.log())
+        ctx.save_for_backward(softmax, target, weight, saved_mass, log_softmax)
         if not target.is_floating_point():
-            losses = losses.masked_fill_(target == said.ignored, 0)
+            losses = losses.masked_fill_(target == arguments.ignore_index, 0)
         dtype = scores.dtype
         for given in (target, weight):
             dtype = torch.promote_types(dtype, given.dtype) if given is not None and given.is_floating_point() else dtype
-        result: Tensor = losses if said.reduction == NONE else losses.sum()
+        result: torch.Tensor = losses if arguments.reduction == NONE else losses.sum()
         return result.to(dtype)
 
     @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        odds, target, weight, kept, logs = ctx.saved_tensors
-        said, hard = ctx.said, not target.is_floating_point()
-        each = gradient.expand_as(target if hard else odds.select(said.dim, 0))
-        each = (each.masked_fill(target == said.ignored, 0) if hard else each).unsqueeze(said.dim)
-        shares = said.shares(odds, target, weight)
-        of_scores = shares.taken(odds * (each if kept is None else each * kept), each).to(odds.dtype)
-        of_target = None
-        if logs is not None:  # of probabilities: what each counts for is linear in it
-            counts = 1 if weight is None else said.along(weight, odds)
-            of_target = (logs * (each * counts * (said.smoothing - 1))).to(target.dtype)
-        return None, of_scores, of_target, None
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        softmax, target, weight, mass, log_softmax = ctx.saved_tensors
+        arguments, hard = ctx.arguments, not target.is_floating_point()
+        each = gradient.expand_as(target if hard else softmax.select(arguments.dim, 0))
+        each = (each.masked_fill(target == arguments.ignore_index, 0) if hard else each).unsqueeze(arguments.dim)
+        probabilities = arguments.probabilities(softmax, target, weight)
+        scores_gradient = probabilities.subtract_from(softmax * (each if mass is None else each * mass), each)
+        target_gradient = None
+        if log_softmax is not None:  # the loss is linear in target probabilities
+            per_class = 1 if weight is None else arguments.broadcast(weight, softmax)
+            target_gradient = (log_softmax * (each * per_class * (arguments.smoothing - 1))).to(target.dtype)
+        return None, scores_gradient.to(softmax.dtype), target_gradient, None
 
 
-def chosen_alone(target: Tensor, weight: Tensor | None) -> bool:
-    """Whether the shares of every target add up to one: classes that weigh the same."""
+def sums_to_one(target: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Whether the target probabilities of every target are known to sum to one: class indices without class weights."""
     return weight is None and not target.is_floating_point()
 
 
-def classes(
-    axis: Axis, scores: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = MEAN,
+def vocab_parallel_cross_entropy(
+    axis: Axis, scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = MEAN,
     ignore_index: int = -100, label_smoothing: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """`aten.cross_entropy_loss` of scores whose classes are split, like weights and probabilities, complete on every rank."""
-    said = _Said(axis=axis, dim=min(1, scores.dim() - 1), reduction=reduction, ignored=ignore_index, smoothing=label_smoothing)
-    return _Classes.apply(said, scores, target, weight)  # type: ignore[no-any-return, no-untyped-call]
+) -> torch.Tensor:  # fmt: skip
+    """`aten.cross_entropy_loss` of logits whose classes are split, like class weights and target probabilities.
+
+    The result is the same on every rank. A mean is a sum here: the program divides (`passes.mean_losses`).
+    """
+    dim = min(1, scores.dim() - 1)
+    arguments = _LossArguments(axis=axis, dim=dim, reduction=reduction, ignore_index=ignore_index, smoothing=label_smoothing)
+    return _VocabParallelCrossEntropy.apply(arguments, scores, target, weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def chosen(
-    axis: Axis, scores: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = MEAN, ignore_index: int = -100
-) -> Tensor:
-    """`aten.nll_loss_nd` of log-probabilities whose classes are split: partial, as every target is found on one rank."""
+def vocab_parallel_nll_loss(
+    axis: Axis, scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = MEAN,
+    ignore_index: int = -100,
+) -> torch.Tensor:  # fmt: skip
+    """`aten.nll_loss_nd` of log-probabilities whose classes are split; partial, as one rank has the class of each target."""
     count = scores.shape[min(1, scores.dim() - 1)]
-    place, elsewhere = within(target, axis.index * count, count)
-    place.masked_fill_(elsewhere | (target == ignore_index), IGNORED)
-    return aten.nll_loss_nd(scores, place, weight, reduction, IGNORED)  # type: ignore[no-any-return]
+    index, outside = local_indices(target, axis.index * count, count)
+    index.masked_fill_(outside | (target == ignore_index), IGNORED)
+    return aten.nll_loss_nd(scores, index, weight, reduction, IGNORED)  # type: ignore[no-any-return]
 
 
-def within(indices: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
-    """The indices counted from the start of a chunk, 0 for those outside it; and which these are."""
-    place = indices - start
-    elsewhere = (place < 0) | (place >= count)
-    return place.masked_fill_(elsewhere, 0), elsewhere
+def local_indices(indices: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The indices relative to the chunk `start ... start + count`, 0 for those outside it; and a mask of those outside."""
+    index = indices - start
+    outside = (index < 0) | (index >= count)
+    return index.masked_fill_(outside, 0), outside

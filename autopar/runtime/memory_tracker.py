@@ -1,12 +1,12 @@
-"""The memory of a step as it is: every tensor storage, from the moment it is seen until it is freed.
+"""Measured memory of a step: every tensor storage, from its first use until it is freed.
 
-    with Live([*module.parameters(), *batch]) as live:
+    with MemoryTracker([*module.parameters(), *batch]) as tracker:
         module(*batch).backward()
-    live.peak().bytes
+    tracker.peak().bytes
 
-A storage is seen when an operator returns it or is given it, the backward's operators included. What an operator allocates and
-frees inside its kernel is not seen. Of DTensors the parts on this rank are. What is first seen within `elsewhere()` stands for
-another device's memory, and does not count.
+A storage is first seen as an operand or result of an operator, those of the backward included. Workspace that a kernel
+allocates and frees is not seen. Of DTensors the local tensors are. Storages first seen inside `other_device()` stand for memory
+of another device, and count as 0 bytes.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_elsewhere = contextvars.ContextVar("elsewhere", default=False)
+_other_device = contextvars.ContextVar("other_device", default=False)
 
 
 @contextmanager
-def elsewhere() -> Iterator[None]:
-    """What is made here stands for memory of another device, though it may be of the same type."""
-    token = _elsewhere.set(True)
+def other_device() -> Iterator[None]:
+    """Inside, new storages stand for memory of another device (host memory, say), even if their device type is the same."""
+    token = _other_device.set(True)
     try:
         yield
     finally:
-        _elsewhere.reset(token)
+        _other_device.reset(token)
 
 
-def here() -> bool:
-    """Whether what is made now is memory of the device."""
-    return not _elsewhere.get()
+def counts() -> bool:
+    """Whether new storages count as memory of the device: not inside `other_device()`."""
+    return not _other_device.get()
 
 
 PLAIN = {torch.Tensor, torch.nn.Parameter}
-GIVEN = "given"  # what there was before
+GIVEN = "given"  # allocated before the tracker was started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationKind:
-    """Storages that were made alike: by which operator (in the backward with the autograd node), and of which shape."""
+    """What storages have in common in a summary: the operator that made them (and autograd node), shape and dtype."""
 
     made: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class AllocationKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The moment with the most bytes alive, which came with what `made` says; `alive` counts what was alive, with its bytes."""
+    """The moment with the most bytes allocated, after the operator `made`; `alive` has (kind, count, bytes) of its storages."""
 
     bytes: int
     made: str
@@ -65,16 +65,16 @@ class Peak:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Keeps a log: every storage on a type of device as it is seen, with its bytes, and again when it is freed.
+    """Logs every allocation and release of storages on a device type.
 
-    `given` is what there is before (of DTensors their parts).
+    `given` are tensors allocated before (of DTensors their local tensors).
     """
 
     def __init__(self, given: Iterable[torch.Tensor], device: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._seen: list[tuple[AllocationKind, int]] = []
-        self._log: list[tuple[int, bool]] = []  # the number of a storage, and whether it is there from now on
+        self._log: list[tuple[int, bool]] = []  # the number of a storage; True when it is first seen, False when it is freed
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in given:
             self._see(tensor, GIVEN)
@@ -90,7 +90,7 @@ class MemoryTracker(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        if not PLAIN.issuperset(types):  # a DTensor: what it does with its parts is seen
+        if not PLAIN.issuperset(types):  # a DTensor: the operators on its local tensors are seen
             return NotImplemented
         found = func(*args, **(kwargs or {}))
         node = torch._C._current_autograd_node()
@@ -102,19 +102,19 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Bytes alive."""
-        return sum(self._seen[number][1] * (1 if there else -1) for number, there in self._log)
+        """Bytes allocated at present."""
+        return sum(self._seen[number][1] * (1 if allocated else -1) for number, allocated in self._log)
 
     def peak(self) -> Peak:
-        """The peak so far."""
+        """The moment with the most bytes allocated so far."""
         now = most = at = 0
-        for moment, (number, there) in enumerate(self._log):
-            now += self._seen[number][1] * (1 if there else -1)
+        for moment, (number, allocated) in enumerate(self._log):
+            now += self._seen[number][1] * (1 if allocated else -1)
             if now > most:
                 most, at = now, moment
         alive: dict[int, None] = {}
-        for number, there in self._log[: at + 1]:
-            alive.update({number: None}) if there else alive.pop(number)
+        for number, allocated in self._log[: at + 1]:
+            alive.update({number: None}) if allocated else alive.pop(number)
         counts, sizes = Counter[AllocationKind](), Counter[AllocationKind]()
         for number in alive:
             alike, size = self._seen[number]
@@ -128,7 +128,7 @@ class MemoryTracker(TorchDispatchMode):
         key = int(storage._cdata)
         if key not in self._alive:
             number = len(self._seen)
-            size = storage.nbytes() if here() else 0
+            size = storage.nbytes() if counts() else 0
             self._seen.append((AllocationKind(made=made, shape=tuple(tensor.shape), dtype=tensor.dtype), size))
             self._log.append((number, True))
             self._alive[key] = weakref.ref(storage, functools.partial(self._freed, key, number))

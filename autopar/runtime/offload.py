@@ -1,7 +1,7 @@
-"""Memory of the host that holds what a device does not: copies there and back.
+"""Tensors in host memory: copies from the device and back.
 
-From CUDA they run on a stream of their own, into pinned memory: the copy there beside what the device computes next, the one
-back while it waits. Elsewhere they are plain copies.
+On CUDA both copies run on a stream of their own, to and from pinned memory: the copy to the host overlaps with what the device
+computes next, the copy back is waited for. On a CPU they are plain copies.
 """
 
 from __future__ import annotations
@@ -10,42 +10,42 @@ import functools
 
 import torch
 
-from autopar.runtime.memory_tracker import elsewhere
+from autopar.runtime.memory_tracker import other_device
 
 
 class OffloadedTensor:
-    """The bytes of a tensor, held by the host until the object ends."""
+    """A copy of a tensor in host memory, which is freed with this object."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self._device, pinned = x.device, x.is_cuda
-        with torch.no_grad(), elsewhere():
-            self._bytes = torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned)
+        with torch.no_grad(), other_device():
+            self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned)
             if not pinned:
-                self._bytes.copy_(x)
+                self._host.copy_(x)
                 return
-            stream = _stream(x.device)
+            stream = _copy_stream(x.device)
             stream.wait_stream(torch.cuda.current_stream(x.device))
             with torch.cuda.stream(stream):
-                self._bytes.copy_(x, non_blocking=True)
+                self._host.copy_(x, non_blocking=True)
             x.record_stream(stream)
 
     def fetch(self) -> torch.Tensor:
-        """The bytes on the device."""
+        """A copy on the device, in new memory."""
         with torch.no_grad():
-            found = torch.empty(self._bytes.shape, dtype=self._bytes.dtype, device=self._device)
-            if not found.is_cuda:
-                with elsewhere():
-                    return found.copy_(self._bytes)
-            stream, current = _stream(self._device), torch.cuda.current_stream(self._device)
+            fetched = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
+            if not fetched.is_cuda:
+                with other_device():
+                    return fetched.copy_(self._host)
+            stream, current = _copy_stream(self._device), torch.cuda.current_stream(self._device)
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                found.copy_(self._bytes, non_blocking=True)
+                fetched.copy_(self._host, non_blocking=True)
             current.wait_stream(stream)
-            found.record_stream(stream)
-            return found
+            fetched.record_stream(stream)
+            return fetched
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of copies of a device."""
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream for copies between this device and host memory."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""Random operators of a parallel model: ranks that hold the same values draw alike, ranks that hold different parts do not.
+"""Random operators of a parallel model: replicated results are equal on all ranks, split ones are independent.
 
-A draw is seeded by (seed of the model, number of the call, number of the operator, this rank's coordinates on the axes that
-split the operator). The caller's own random state is neither used nor changed.
+Each operator draws from its own seed, a hash of (seed of the model, number of the call, number of the operator, this rank's
+coordinates on the mesh axes that split the operator). The caller's generators are restored afterwards.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from autopar.runtime.world import Axis, Context
 
 
 class RngState:
-    """The random numbers of one parallel model; emitted code passes it to `seeded`, `ParallelModule` calls `advance`.
+    """The random state of one parallel model: its seed, equal on all ranks (`agreed_seed`), and the number of calls so far.
 
-    `seed` is equal on all ranks (`agreed_seed`). Two calls of the model draw differently; a model made anew with the same seed
-    repeats them.
+    Two calls of the model draw different numbers; another model with the same seed repeats them.
     """
 
     def __init__(self, seed: int) -> None:
@@ -28,10 +27,10 @@ class RngState:
         self.call = 0
 
     def advance(self) -> None:
-        """Begin a new call of the model."""
+        """Start the next call of the model."""
         self.call += 1
 
-    def of(self, index: int, axes: Sequence[Axis]) -> int:
+    def seed_of(self, index: int, axes: Sequence[Axis]) -> int:
         """The seed of operator number `index` on this rank, 0 <= seed < 2**63."""
         key = (self.seed, self.call, index, *((axis.name, axis.index) for axis in axes))
         return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big") >> 1
@@ -52,25 +51,25 @@ def agreed_seed(context: Context) -> int:
 
 
 def seeded(
-    operator: Callable[..., torch.Tensor], draws: RngState, index: int, axes: Sequence[Axis], /, *args: object, **kwargs: object
+    operator: Callable[..., torch.Tensor], state: RngState, index: int, axes: Sequence[Axis], /, *args: object, **kwargs: object
 ) -> torch.Tensor:
-    """`operator(*args, **kwargs)` drawn from the seed of operator `index`; `axes` are those on which it is split.
+    """`operator(*args, **kwargs)`, drawing from the seed of random operator `index`, which is split on `axes`.
 
-    The target of a `call_function` node: `seeded(torch.ops.aten.dropout.default, self.draws, 3, [dp], x, 0.1, self.training)`.
+    The target of a `call_function` node: `seeded(torch.ops.aten.dropout.default, rng_state, 3, [dp], x, 0.1, training)`.
     """
     device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
-    with drawing(draws.of(index, axes), device):
+    with drawing(state.seed_of(index, axes), device):
         return operator(*args, **kwargs)
 
 
-def rate(probability: float, training: bool) -> float:
+def dropout_rate(probability: float, training: bool) -> float:
     """The dropout probability of an operator that has no `training` flag of its own (scaled_dot_product_attention)."""
     return probability if training else 0.0
 
 
 @contextmanager
 def drawing(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw from a seed on this device, and give its generator back as it was."""
+    """Seed the default generator of a device, and restore its state afterwards."""
     if device.type == "meta":
         yield
         return
@@ -84,7 +83,7 @@ def drawing(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """The generator that operators on this device draw from."""
+    """The default generator of a device."""
     if device.type == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.default_generator

@@ -1,4 +1,4 @@
-"""The collectives that a step really issued, to be compared with those of the plan."""
+"""Records the collectives that a step issues, so that they can be compared with the plan."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ KINDS = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
-    "exchange": "all_to_all",
+    "dispatch_rows": "all_to_all",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Issued:
-    """One collective that this rank took part in; `bytes` is its larger buffer (what a gather yields, else what is given)."""
+    """A collective that this rank took part in; `bytes` is its larger buffer (an all-gather's output, else the input)."""
 
     kind: str
     axis: str
     bytes: int
-    where: str  # "forward", or "backward" (a weight gathered again for the backward is backward)
+    where: str  # "forward" or "backward"; weights gathered again for the backward count as backward
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every functional collective; modes follow autograd into its own threads, so the backward is seen too."""
+    """Logs every functional collective, also of the backward: autograd's threads inherit dispatch modes."""
 
     def __init__(self, axes: Sequence[Axis], log: list[Issued]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ class _Recorder(TorchDispatchMode):
             assert isinstance(tensor, torch.Tensor)
             assert isinstance(group, str)
             size = tensor.nbytes * (int(str(args[1])) if kind == "all_gather" else 1)
-            if func.namespace == "autopar":  # an exchange of as many rows as the data wants: it says for how many it counts
+            if func.namespace == "autopar":  # sizes depend on the data; the op is told how many rows the plan counts
                 size = int(str(args[-2])) * math.prod(tensor.shape[1:]) * tensor.itemsize
             where = "forward" if torch._C._current_graph_task_id() < 0 else "backward"
             self.log.append(Issued(kind=kind, axis=self.axes.get(group, group), bytes=size, where=where))
@@ -64,8 +64,7 @@ class _Recorder(TorchDispatchMode):
 def recorded(axes: Sequence[Axis]) -> Iterator[list[Issued]]:
     """Collect every functional collective that this rank issues inside, in order.
 
-    `axes` are those of the `Context`: an axis is told by its process group. A group that is none of theirs is reported by
-    its own name. Axes of one device issue nothing.
+    `axes`, those of the `Context`, give process groups their names; a group of none of them is logged under its own name.
     """
     log: list[Issued] = []
     with _Recorder(axes, log):

@@ -1,10 +1,10 @@
-"""Rows that are exchanged between the ranks that have them and those that need them: distributed forms (`runtime.forms`).
+"""Rows dispatched between ranks by all-to-all, as in mixture of experts (`autopar.runtime.parallel_ops`).
 
-    fetched     rows that are picked by an index lie on other ranks (tokens on their way to experts, and back)
-    experts     products with one matrix for each group of rows, where every rank has some of the matrices
+    all_to_all_rows                rows selected by an index from the chunks of all ranks (tokens to experts, and back)
+    expert_parallel_grouped_mm     grouped matrix products, where every rank has some of the matrices
 
-Who sends how much to whom depends on the data: every rank knows the whole index, or the ends of all groups, and so the sizes.
-Gradients go back the way that the rows came.
+How many rows go where depends on the data. Every rank has the whole index, or the ends of all groups, so it computes the
+sizes without communication. Gradients return along the same paths.
 """
 
 from __future__ import annotations
@@ -15,48 +15,47 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from autopar.operators.families.contraction import astray
 from autopar.runtime.world import Axis
 
-Tensor = torch.Tensor
 
+@torch.library.custom_op("autopar::dispatch_rows", mutates_args=())
+def dispatch_rows(x: Tensor, output_splits: list[int], input_splits: list[int], rows: int, group: str) -> Tensor:
+    """An all-to-all of rows, with sizes that depend on the data; rows are sorted by the rank that they go to, or come from.
 
-@torch.library.custom_op("autopar::exchange", mutates_args=())
-def exchange(x: Tensor, since: list[int], to: list[int], rows: int, group: str) -> Tensor:
-    """Rows for every rank, in their order, for those of every rank; `rows` are those that a rank has apart from this exchange.
-
-    So many are counted as sent: what really is, or comes, is more on one rank and less on another.
+    `rows` is how many rows the plan counts for this collective: the real number is larger on one rank and smaller on another.
     """
-    issued = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), since, to, group)
-    arrived: Tensor = torch.ops._c10d_functional.wait_tensor(issued)
-    return arrived
+    issued = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), output_splits, input_splits, group)
+    received: Tensor = torch.ops._c10d_functional.wait_tensor(issued)
+    return received
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ways:
-    """How many rows go to each rank, how many come from each, and how many a rank is counted to send."""
+class _Dispatch:
+    """How many rows this rank sends to and receives from each rank, and how many rows the plan counts."""
 
     axis: Axis
-    to: Sequence[int]
-    since: Sequence[int]
+    send: Sequence[int]
+    receive: Sequence[int]
     rows: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What comes here."""
-        found: Tensor = exchange(x, list(self.since), list(self.to), self.rows, self.axis.group)
+        """The rows that other ranks send here, in exchange for those of `x`."""
+        found: Tensor = dispatch_rows(x, list(self.receive), list(self.send), self.rows, self.axis.group)
         return found
 
-    def back(self, x: Tensor) -> Tensor:
-        """The same of rows that return."""
-        found: Tensor = exchange(x, list(self.to), list(self.since), self.rows, self.axis.group)
+    def inverse(self, x: Tensor) -> Tensor:
+        """Return rows to the ranks that they came from."""
+        found: Tensor = dispatch_rows(x, list(self.send), list(self.receive), self.rows, self.axis.group)
         return found
 
 
-# --- rows that are picked -------------------------------------------------------------------------------------------------
+# --- rows selected by an index --------------------------------------------------------------------------------------------
 
 
-class _Picked(Protocol):
+class _RowsContext(Protocol):
     axis: Axis
     count: int
     saved_tensors: tuple[Tensor, ...]
@@ -64,85 +63,85 @@ class _Picked(Protocol):
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
-class _Fetched(torch.autograd.Function):
-    """The index alone is kept, as aten does: plans go by it."""
+class _AllToAllRows(torch.autograd.Function):
+    """Saves the index only, as `aten.index` does: plans count what aten saves."""
 
     @staticmethod
-    def forward(ctx: _Picked, axis: Axis, x: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: _RowsContext, axis: Axis, x: Tensor, index: Tensor) -> Tensor:
         ctx.axis, ctx.count = axis, len(x)
         ctx.save_for_backward(index)
-        given, order, ways = _asked(axis, index, len(x))
-        return ways(x[given])[order.argsort()]  # they come by owner
+        sent, order, dispatch = _dispatch_by_index(axis, index, len(x))
+        return dispatch(x[sent])[order.argsort()]  # rows arrive sorted by owner
 
     @staticmethod
-    def backward(ctx: _Picked, gradient: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: _RowsContext, gradient: Tensor) -> tuple[None, Tensor, None]:
         (index,) = ctx.saved_tensors
-        given, order, ways = _asked(ctx.axis, index, ctx.count)
-        returned = ways.back(gradient[order])
-        return None, returned.new_zeros(ctx.count, *returned.shape[1:]).index_add_(0, given, returned), None
+        sent, order, dispatch = _dispatch_by_index(ctx.axis, index, ctx.count)
+        returned = dispatch.inverse(gradient[order])
+        return None, returned.new_zeros(ctx.count, *returned.shape[1:]).index_add_(0, sent, returned), None
 
 
-def _asked(axis: Axis, index: Tensor, count: int) -> tuple[Tensor, Tensor, _Ways]:
-    """The rows that lie here and go to others, in the order of these; the order in which own ones come, by owner; the ways."""
-    wanted = (index % (axis.size * count)).view(axis.size, -1)  # of every rank; those below zero count from the end
+def _dispatch_by_index(axis: Axis, index: Tensor, count: int) -> tuple[Tensor, Tensor, _Dispatch]:
+    """The local rows to send, sorted by receiver; the order that sorts this rank's part of the index by owner; the dispatch."""
+    wanted = (index % (axis.size * count)).view(axis.size, -1)  # by every rank; negative indices count from the end
     owners = wanted // count
-    asked, own = owners == axis.index, owners[axis.index]
-    to, since = torch.stack([asked.sum(1), own.bincount(minlength=axis.size)]).tolist()
-    ways = _Ways(axis=axis, to=to, since=since, rows=len(own))
-    return wanted[asked] - axis.index * count, own.argsort(stable=True), ways
+    local, own = owners == axis.index, owners[axis.index]
+    send, receive = torch.stack([local.sum(1), own.bincount(minlength=axis.size)]).tolist()
+    dispatch = _Dispatch(axis=axis, send=send, receive=receive, rows=len(own))
+    return wanted[local] - axis.index * count, own.argsort(stable=True), dispatch
 
 
-def fetched(axis: Axis, x: Tensor, indices: Sequence[Tensor]) -> Tensor:
-    """`aten.index` of rows that are split by an index that is whole: this rank's part of what is picked."""
+def all_to_all_rows(axis: Axis, x: Tensor, indices: Sequence[Tensor]) -> Tensor:
+    """`aten.index` of split rows by a replicated index: this rank's part of the selected rows."""
     (index,) = indices
-    return _Fetched.apply(axis, x, index)  # type: ignore[no-any-return, no-untyped-call]
+    return _AllToAllRows.apply(axis, x, index)  # type: ignore[no-any-return, no-untyped-call]
 
 
-# --- groups of rows -------------------------------------------------------------------------------------------------------
+# --- grouped products -----------------------------------------------------------------------------------------------------
 
 
-class _Grouped(Protocol):
+class _GroupedContext(Protocol):
     axis: Axis
-    stops: list[int]
+    ends: list[int]
     saved_tensors: tuple[Tensor, ...]
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
-class _Experts(torch.autograd.Function):
-    """Rows are kept as they were given, and sent once more for the backward: few are."""
+class _ExpertParallelGroupedMM(torch.autograd.Function):
+    """Saves the rows before their dispatch and dispatches them once more in the backward, since few rows change ranks."""
 
     @staticmethod
-    def forward(ctx: _Grouped, axis: Axis, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.axis, ctx.stops = axis, ends.tolist()
+    def forward(ctx: _GroupedContext, axis: Axis, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.axis, ctx.ends = axis, ends.tolist()
         ctx.save_for_backward(rows, weight)
-        ways, bounds = _regrouped(axis, len(rows), len(weight), ctx.stops)
-        return ways.back(_products(ways(rows), weight, bounds))
+        dispatch, bounds = _dispatch_by_group(axis, len(rows), len(weight), ctx.ends)
+        return dispatch.inverse(_products(dispatch(rows), weight, bounds))
 
     @staticmethod
-    def backward(ctx: _Grouped, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _GroupedContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
-        ways, bounds = _regrouped(ctx.axis, len(rows), len(weight), ctx.stops)
-        came, gradient = ways(rows), ways(gradient)
-        of_rows = ways.back(_products(gradient, weight.mT, bounds))
-        pairs = zip(_groups(came, bounds), _groups(gradient, bounds), strict=True)
-        return None, of_rows, torch.stack([one.mT @ other for one, other in pairs]), None
+        dispatch, bounds = _dispatch_by_group(ctx.axis, len(rows), len(weight), ctx.ends)
+        received, gradient = dispatch(rows), dispatch(gradient)
+        rows_gradient = dispatch.inverse(_products(gradient, weight.mT, bounds))
+        pairs = zip(_groups(received, bounds), _groups(gradient, bounds), strict=True)
+        return None, rows_gradient, torch.stack([group.mT @ other for group, other in pairs]), None
 
 
-def _regrouped(axis: Axis, rows: int, matrices: int, stops: Sequence[int]) -> tuple[_Ways, list[int]]:
-    """The ways of rows to the rank that has their matrix, and where its groups begin and end there."""
+def _dispatch_by_group(axis: Axis, rows: int, matrices: int, ends: Sequence[int]) -> tuple[_Dispatch, list[int]]:
+    """The dispatch of rows to the ranks that have their matrix, and the bounds of this rank's groups among received rows."""
     chunks = [rank * rows for rank in range(axis.size + 1)]
-    starts = [0, *(stops[matrices * rank - 1] for rank in range(1, axis.size)), chunks[-1]]
-    to = [_overlap(chunks, axis.index, starts, rank) for rank in range(axis.size)]
-    since = [_overlap(starts, axis.index, chunks, rank) for rank in range(axis.size)]
+    starts = [0, *(ends[matrices * rank - 1] for rank in range(1, axis.size)), chunks[-1]]
+    send = [_overlap(chunks, axis.index, starts, rank) for rank in range(axis.size)]
+    receive = [_overlap(starts, axis.index, chunks, rank) for rank in range(axis.size)]
     first = starts[axis.index]
-    bounds = [first, *stops[matrices * axis.index : matrices * (axis.index + 1)]]
-    return _Ways(axis=axis, to=to, since=since, rows=astray(chunks[-1])), [bound - first for bound in bounds]
+    bounds = [first, *ends[matrices * axis.index : matrices * (axis.index + 1)]]
+    return _Dispatch(axis=axis, send=send, receive=receive, rows=astray(chunks[-1])), [bound - first for bound in bounds]
 
 
-def _overlap(one: Sequence[int], here: int, other: Sequence[int], there: int) -> int:
-    """How many numbers lie between two bounds of one list as well as between two of another."""
-    return max(0, min(one[here + 1], other[there + 1]) - max(one[here], other[there]))
+def _overlap(first: Sequence[int], i: int, second: Sequence[int], j: int) -> int:
+    """The length of the overlap of interval i of one sorted list of bounds with interval j of another."""
+    return max(0, min(first[i + 1], second[j + 1]) - max(first[i], second[j]))
 
 
 def _groups(rows: Tensor, bounds: Sequence[int]) -> list[Tensor]:
@@ -150,14 +149,14 @@ def _groups(rows: Tensor, bounds: Sequence[int]) -> list[Tensor]:
 
 
 def _products(rows: Tensor, weight: Tensor, bounds: Sequence[int]) -> Tensor:
-    """Each group of rows times its matrix; zeros for rows after the last."""
+    """Each group of rows times its matrix; zeros for rows after the last group."""
     found = [group @ matrix for group, matrix in zip(_groups(rows, bounds), weight, strict=True)]
     return torch.cat([*found, rows.new_zeros(len(rows) - bounds[-1], weight.shape[-1])])
 
 
-def experts(axis: Axis, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Groups of rows times a matrix each, as grouped products do; rows are split, and matrices, but not the groups' ends.
+def expert_parallel_grouped_mm(axis: Axis, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Groups of rows times one matrix each (`_grouped_mm`); rows and matrices are split, the ends of groups are replicated.
 
-    If all groups are alike, every rank has the rows of its own: only those astray move.
+    With groups of equal size every rank has the rows of its own matrices, and no row changes ranks.
     """
-    return _Experts.apply(axis, rows, weight, ends)  # type: ignore[no-any-return, no-untyped-call]
+    return _ExpertParallelGroupedMM.apply(axis, rows, weight, ends)  # type: ignore[no-any-return, no-untyped-call]

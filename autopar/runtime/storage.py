@@ -1,15 +1,15 @@
-"""Stored parameters and buffers: DTensors on one mesh, filled from rank 0 shard by shard; plain tensors if none is split.
+"""Stored parameters and buffers: DTensors on one mesh, distributed from rank 0 shard by shard; plain tensors if none is split.
 
-Optimizers cannot mix the two kinds, and cost less on plain tensors.
+Fused optimizers cannot mix DTensors with plain tensors, and run faster on plain ones.
 
     I        Replicate()
     S(d)     Shard(d), or _StridedShard(d, split_factor=blocks) where the axis does not cut the dim in mesh order or cuts blocks
 
-torch applies the placements of a DTensor in mesh order, so the blocks of an axis are counted in the tensor from which the
-earlier axes' digits are gone while the later ones are still there.
+torch applies the placements of a DTensor in mesh order, so the blocks of an axis are counted in the tensor that is already
+split by the earlier axes and not yet by the later ones.
 
-A padded parameter is stored without its padding, in chunks, as the beginning of memory that has room for it: then nothing is
-copied where the program takes it with padding.
+A padded parameter is stored without its padding, in memory that is allocated with room for the padding after the last row:
+the program's padded parameter is then a view, not a copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard  # the only p
 from autopar.errors import LayoutError
 from autopar.ir.layout import I, Layout, blocks, chunk, each_split, shard, split, storable, take
 from autopar.runtime import checkpoint
-from autopar.runtime.collectives import PRIMITIVES, StoragePlace
+from autopar.runtime.collectives import PRIMITIVES, SplitPosition
 from autopar.runtime.world import Axis, Context
 
 
@@ -49,19 +49,19 @@ def layout_of(stored: DTensor) -> Layout:
     """The layout of a stored tensor: the inverse of `placements`."""
     states = [I] * stored.device_mesh.ndim
     for dim, size in enumerate(stored.shape):
-        held = torch.arange(size)  # of the dim, by ranks with coordinate 0 on the axes so far
+        indices = torch.arange(size)  # of the dim, held by ranks with coordinate 0 on the axes so far
         for axis, placement in enumerate(stored.placements):
             if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
                 left = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
                 parts = stored.device_mesh.size(axis)
-                step = chunk(len(held), left * parts)
-                states[axis] = split(dim, int(held[step] - held[0]) if step < len(held) else step)
-                held = take(held, 0, left, parts, 0)
+                step = chunk(len(indices), left * parts)
+                states[axis] = split(dim, int(indices[step] - indices[0]) if step < len(indices) else step)
+                indices = take(indices, 0, left, parts, 0)
     return tuple(states)
 
 
-def wrap(part: torch.Tensor, shape: tuple[int, ...], layout: Layout, context: Context) -> torch.Tensor:
-    """The DTensor whose part on this rank is `part`; the part itself on a mesh of one device. No gradient flows through."""
+def to_dtensor(part: torch.Tensor, shape: tuple[int, ...], layout: Layout, context: Context) -> torch.Tensor:
+    """The DTensor with this local tensor, which passes no gradient on; the local tensor itself on a mesh of one device."""
     if context.device_mesh is None:
         return part
     strides = torch.empty(shape, device="meta").stride()
@@ -78,21 +78,21 @@ def wrap(part: torch.Tensor, shape: tuple[int, ...], layout: Layout, context: Co
     )
 
 
-def local(stored: torch.Tensor, room: Sequence[int] | None = None) -> torch.Tensor:
-    """This rank's part of a stored tensor; its gradient flows back as a DTensor of the same placements.
+def to_local(stored: torch.Tensor, padded_shape: Sequence[int] | None = None) -> torch.Tensor:
+    """The local tensor of a parameter or buffer; its gradient becomes a DTensor of the same placements.
 
-    With `room` it is followed by zeros up to this shape. The target of a `call_function` node of the emitted graph.
+    With a `padded_shape` zeros are appended up to that shape. The target of a `call_function` node of emitted code.
     """
-    if room is not None and not torch.compiler.is_compiling():
-        _make_room(stored._local_tensor if isinstance(stored, DTensor) else stored, room)
+    if padded_shape is not None and not torch.compiler.is_compiling():
+        _allocate_padding(stored._local_tensor if isinstance(stored, DTensor) else stored, padded_shape)
     part = stored.to_local(grad_placements=stored.placements) if isinstance(stored, DTensor) else stored
-    return part if room is None else _Padded.apply(part, room)  # type: ignore[no-untyped-call]
+    return part if padded_shape is None else _Padded.apply(part, padded_shape)  # type: ignore[no-untyped-call]
 
 
-def beginning(part: torch.Tensor, dim: int, size: int, axis: Axis | None = None) -> torch.Tensor:
-    """Of the first `size` elements of a padded dim those that lie here, in the chunk of an axis or whole.
+def drop_padding(part: torch.Tensor, dim: int, size: int, axis: Axis | None = None) -> torch.Tensor:
+    """The local tensor without padding, where `size` is the dim's global size and `axis` the mesh axis that splits it.
 
-    The target of a `call_function` node of the emitted graph.
+    The target of a `call_function` node of emitted code.
     """
     length = part.shape[dim]
     before = axis.index * length if axis else 0
@@ -104,14 +104,14 @@ class _Part(Protocol):
 
 
 class _Padded(torch.autograd.Function):
-    """A part with its padding: the same memory where there is room, a copy elsewhere. The gradient's padding is dropped."""
+    """A local tensor with padding, as a view where the memory has it, else as a copy. The gradient loses its padding."""
 
     @staticmethod
-    def forward(ctx: _Part, part: torch.Tensor, room: Sequence[int]) -> torch.Tensor:
+    def forward(ctx: _Part, part: torch.Tensor, padded_shape: Sequence[int]) -> torch.Tensor:
         ctx.shape = part.shape
-        if not torch.compiler.is_compiling() and _has_room(part, room):
-            return part.as_strided(room, part.stride())
-        return _lengthened(part, room) if part.shape != torch.Size(room) else part.view_as(part)
+        if not torch.compiler.is_compiling() and _has_padding_after(part, padded_shape):
+            return part.as_strided(padded_shape, part.stride())
+        return _pad_end(part, padded_shape) if part.shape != torch.Size(padded_shape) else part.view_as(part)
 
     @staticmethod
     def backward(ctx: _Part, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -120,29 +120,29 @@ class _Padded(torch.autograd.Function):
         return gradient, None
 
 
-def _lengthened(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor, with zeros after it in every dim, in this shape; itself if it has that shape."""
+def _pad_end(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The tensor, with zeros appended in every dim up to this shape."""
     more = [length - size for length, size in zip(shape, tensor.shape, strict=True)]
     return nn.functional.pad(tensor, [after for rest in reversed(more) for after in (0, rest)]) if any(more) else tensor
 
 
-def _has_room(part: torch.Tensor, room: Sequence[int]) -> bool:
-    """Whether a part is the beginning of memory that was made for this shape."""
-    memory = part.untyped_storage().nbytes() == math.prod(room) * part.itemsize
-    return memory and not part.storage_offset() and part.is_contiguous() and part.shape[1:] == torch.Size(room[1:])
+def _has_padding_after(part: torch.Tensor, padded_shape: Sequence[int]) -> bool:
+    """Whether a tensor is the start of memory that was allocated for the padded shape."""
+    memory = part.untyped_storage().nbytes() == math.prod(padded_shape) * part.itemsize
+    return memory and not part.storage_offset() and part.is_contiguous() and part.shape[1:] == torch.Size(padded_shape[1:])
 
 
-def _make_room(part: torch.Tensor, room: Sequence[int]) -> None:
-    """Move a part to memory that has room for its padding, if this follows its last row and the memory is another one."""
-    if part.shape[1:] == torch.Size(room[1:]) and not part.is_meta and not _has_room(part, room):
+def _allocate_padding(part: torch.Tensor, padded_shape: Sequence[int]) -> None:
+    """Move a tensor to memory that includes its padding, unless it is there, if only the first dim is padded."""
+    if part.shape[1:] == torch.Size(padded_shape[1:]) and not part.is_meta and not _has_padding_after(part, padded_shape):
         with torch.no_grad():
-            memory = part.new_zeros(tuple(room))
+            memory = part.new_zeros(tuple(padded_shape))
             memory[: len(part)].copy_(part)
             part.data = memory[: len(part)]
 
 
-def part_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, cut as a stored one of its shape is."""
+def local_part_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a global tensor, split as a stored tensor of the same shape."""
     if not isinstance(stored, DTensor):
         return tensor
     where = stored.device_mesh.get_coordinate()
@@ -150,21 +150,21 @@ def part_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     return shard(tensor, layout_of(stored), tuple(stored.device_mesh.shape), tuple(where))
 
 
-def named(held: Mapping[str, nn.Module | torch.Tensor], path: str) -> torch.Tensor:
-    """What stands under a dotted name, `held` being what has names on the first level; its attributes may hide it.
+def tensor_by_name(entries: Mapping[str, nn.Module | torch.Tensor], path: str) -> torch.Tensor:
+    """The parameter or buffer of this dotted name; `entries` has the modules or tensors of the first level, by name.
 
-    The target of a `call_function` node of the emitted graph.
+    For names that Python cannot access as attributes. The target of a `call_function` node of emitted code.
     """
     first, _, rest = path.partition(".")
-    found = held[first]
+    found = entries[first]
     if isinstance(found, torch.Tensor):
         return found
     inner: dict[str, nn.Module | torch.Tensor | None] = {**found._modules, **found._parameters, **found._buffers}
-    return named({name: one for name, one in inner.items() if one is not None}, rest)
+    return tensor_by_name({name: one for name, one in inner.items() if one is not None}, rest)
 
 
-def whole(stored: torch.Tensor) -> torch.Tensor:
-    """The whole of a stored tensor on every rank (a collective)."""
+def full_tensor(stored: torch.Tensor) -> torch.Tensor:
+    """The global tensor on every rank; all ranks of the mesh call it, as it all-gathers."""
     if not isinstance(stored, DTensor):
         return stored
     layout, mesh = layout_of(stored), stored.device_mesh
@@ -177,18 +177,18 @@ def whole(stored: torch.Tensor) -> torch.Tensor:
             left = blocks(layout, place, shape, sizes, present=range(place + 1, mesh.ndim))
             dim = layout[place].dim
             if shape[dim] % sizes[place]:
-                tensor = _lengthened(tensor, [layout[place].stride if d == dim else n for d, n in enumerate(tensor.shape)])
-            tensor = PRIMITIVES["all_gather"](tensor, axis, StoragePlace(layout[place].dim, left))
+                tensor = _pad_end(tensor, [layout[place].stride if d == dim else n for d, n in enumerate(tensor.shape)])
+            tensor = PRIMITIVES["all_gather"](tensor, axis, SplitPosition(layout[place].dim, left))
     return tensor[tuple(map(slice, shape))]
 
 
-def plain(layouts: Iterable[Layout]) -> bool:
-    """Whether tensors of these stored layouts are kept as plain tensors: if none is split over any axis."""
+def all_unsharded(layouts: Iterable[Layout]) -> bool:
+    """Whether no layout is split on any axis; parameters are then stored as plain tensors."""
     return all(state == I for layout in layouts for state in layout)
 
 
-def typed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in the dtype in which a program has it; a parameter stays one."""
+def with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor cast to a dtype; a parameter stays a parameter."""
     if tensor.dtype == dtype:
         return tensor
     cast = tensor.detach().to(dtype)
@@ -196,28 +196,28 @@ def typed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def store(tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], context: Context) -> dict[str, torch.Tensor]:
-    """Store whole tensors by name: every rank gets its shard of what rank 0 holds.
+    """Distribute global tensors by name: every rank gets its shard of rank 0's value.
 
-    Ranks give tensors of equal shapes, in the same order; only rank 0's values count, those of others may differ or be on
-    meta. What is on meta on rank 0 is stored on meta. Where a layout is split nothing whole is sent: an axis that splits gets
-    its chunks, one that does not gets a copy of what its first rank holds. A parameter stays one and keeps `requires_grad`;
-    names that share a tensor share the stored one (in the first name's layout). `layouts` are those of the whole model.
+    All ranks call it, with tensors of equal shapes in the same order; values of ranks other than 0 are ignored and may be on
+    meta. Tensors on meta on rank 0 stay on meta. No split tensor is sent whole: its chunks are scattered along the axes that
+    split it, then broadcast along the others. Parameters stay parameters and keep `requires_grad`; names that share a tensor
+    share the stored one (in the first name's layout). `layouts` has the layouts of all tensors of the model.
     """
-    whole = plain(layouts.values())
+    unsharded = all_unsharded(layouts.values())
     empty = [[tensor.is_meta for tensor in tensors.values()]]
     if context.device_mesh is not None:
         dist.broadcast_object_list(empty, src=0, device=context.device)
     made: dict[int, torch.Tensor] = {}
     for (name, tensor), meta in zip(tensors.items(), empty[0], strict=True):
         if id(tensor) not in made:
-            part = _meta_part(tensor, layouts[name], context) if meta else _scattered(tensor, layouts[name], context)
-            made[id(tensor)] = stored_like(tensor, part, None if whole else layouts[name], context)
+            part = _meta_part(tensor, layouts[name], context) if meta else _scatter(tensor, layouts[name], context)
+            made[id(tensor)] = stored_like(tensor, part, None if unsharded else layouts[name], context)
     return {name: made[id(tensor)] for name, tensor in tensors.items()}
 
 
 def stored_like(tensor: torch.Tensor, part: torch.Tensor, layout: Layout | None, context: Context) -> torch.Tensor:
-    """What stores `tensor`, given this rank's part: a parameter if it is one; a plain tensor without a layout."""
-    found = part if layout is None else wrap(part, tuple(tensor.shape), layout, context)
+    """The stored form of `tensor`, given its local part: a parameter if it is one, a plain tensor if `layout` is None."""
+    found = part if layout is None else to_dtensor(part, tuple(tensor.shape), layout, context)
     return nn.Parameter(found, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
 
@@ -226,17 +226,17 @@ def _meta_part(tensor: torch.Tensor, layout: Layout, context: Context) -> torch.
     return torch.empty_like(part, memory_format=torch.contiguous_format)
 
 
-def _scattered(tensor: torch.Tensor, layout: Layout, context: Context) -> torch.Tensor:
-    """This rank's shard of rank 0's tensor, axis by axis, splitting axes first.
+def _scatter(tensor: torch.Tensor, layout: Layout, context: Context) -> torch.Tensor:
+    """This rank's shard of rank 0's tensor, distributed axis by axis, splitting axes first.
 
-    When an axis has its turn, the ranks with coordinate 0 on it and on all later ones hold what the earlier ones left. Chunks
-    are sent with padding, and keep the memory of it.
+    Before each axis, the ranks with coordinate 0 on it and on all later axes hold their shard with respect to the earlier
+    axes. Uneven chunks are sent with padding, in memory that keeps room for it.
     """
     sizes, here = context.mesh.sizes, context.coordinates
     order = sorted(range(len(sizes)), key=lambda axis: layout[axis].kind != "S")
-    shape = _evened(tuple(tensor.shape), layout, sizes)
+    shape = _even_shape(tuple(tensor.shape), layout, sizes)
     part = list(shape)
-    held = None if any(here) else _lengthened(tensor.detach(), shape)
+    held = None if any(here) else _pad_end(tensor.detach(), shape)
     for turn, axis in enumerate(order):
         later, state, pieces = order[turn + 1 :], layout[axis], None
         if state.kind == "S":
@@ -248,7 +248,7 @@ def _scattered(tensor: torch.Tensor, layout: Layout, context: Context) -> torch.
             pieces = [take(held, state.dim, left, sizes[axis], index) for index in range(sizes[axis])]
         elif held is not None:
             pieces = [held]
-        held = _sent(pieces, state.kind == "S", torch.empty(part, dtype=tensor.dtype, device="meta"), axis, context)
+        held = _send_shards(pieces, state.kind == "S", torch.empty(part, dtype=tensor.dtype, device="meta"), axis, context)
     assert held is not None
     shared = held.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     held = held.to(context.device, copy=shared, memory_format=torch.contiguous_format)
@@ -256,29 +256,31 @@ def _scattered(tensor: torch.Tensor, layout: Layout, context: Context) -> torch.
     return held[tuple(map(slice, true))].contiguous()
 
 
-def _evened(shape: tuple[int, ...], layout: Layout, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape with the dims that are split in chunks made long enough for equal ones."""
+def _even_shape(shape: tuple[int, ...], layout: Layout, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with unevenly split dims padded so that all chunks are equal."""
     chunked = {state.dim: state.stride * sizes[a] for a, state in each_split(layout) if shape[state.dim] % sizes[a]}
     return tuple(chunked.get(dim, size) for dim, size in enumerate(shape))
 
 
-def _sent(pieces: list[torch.Tensor] | None, split: bool, like: torch.Tensor, axis: int, context: Context) -> torch.Tensor:
-    """The first rank of an axis, which alone has `pieces`, sends each rank its own, or all of them the only one."""
+def _send_shards(
+    pieces: list[torch.Tensor] | None, split: bool, like: torch.Tensor, axis: int, context: Context
+) -> torch.Tensor:
+    """Scatter pieces (if `split`) or broadcast the only one from the first rank of an axis, which alone has them."""
     if context.device_mesh is None or context.mesh.sizes[axis] == 1:
         assert pieces is not None
         return pieces[0]
     group = context.device_mesh.get_group(axis)
     if split:
         got = torch.empty_like(like, device=context.device)
-        sent = pieces and [_bytes(piece.to(context.device).contiguous()) for piece in pieces]
-        dist.scatter(_bytes(got), sent, group=group, group_src=0)
+        sent = pieces and [_as_bytes(piece.to(context.device).contiguous()) for piece in pieces]
+        dist.scatter(_as_bytes(got), sent, group=group, group_src=0)
         return got
     got = pieces[0].to(context.device).clone() if pieces else torch.empty_like(like, device=context.device)
     got = got.contiguous()
-    dist.broadcast(_bytes(got), group=group, group_src=0)
+    dist.broadcast(_as_bytes(got), group=group, group_src=0)
     return got
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes: a backend need not know the type, and nothing is computed."""
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A view as bytes: backends need not support the dtype."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The ranks of a mesh axis as threads of this process, joined by gloo: distributed forms are run without other processes."""
+"""The ranks of a mesh axis as threads of this process, joined by gloo: runs a parallel operator without other processes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import GroupName
 
-from autopar.runtime.parallel_ops import FORMS
+from autopar.runtime.parallel_ops import PARALLEL_OPS
 from autopar.runtime.world import Axis
 
 T = TypeVar("T")
-PATIENCE = timedelta(seconds=20)  # with a rank that has stopped
-_NUMBERS = itertools.count()  # a group is known to torch by its name
+PATIENCE = timedelta(seconds=20)  # until a collective fails because a rank has stopped
+_NUMBERS = itertools.count()  # for unique names of process groups
 
 
 def ranks(form: str, size: int, run: Callable[[int, Callable[..., object]], T]) -> list[T]:
-    """What `run(rank, function)` gives on each of so many ranks, all at once; the function is the form's, on that rank's axis.
+    """The results of `run(rank, function)` on `size` concurrent ranks; `function` is the parallel operator on that rank's axis.
 
     Raises the first error of any rank.
     """
-    store, name = HashStore(), f"lockstep{next(_NUMBERS)}"
+    store, name = HashStore(), f"threaded_ranks_{next(_NUMBERS)}"
     groups: list[dist.ProcessGroup] = []  # a rank that sends nothing may be done before the others are connected
 
     def rank_runs(rank: int) -> T:
@@ -36,7 +36,7 @@ def ranks(form: str, size: int, run: Callable[[int, Callable[..., object]], T]) 
         groups.append(group)
         _register_process_group(GroupName(axis.group), group)
         try:
-            return run(rank, functools.partial(FORMS[form], axis))
+            return run(rank, functools.partial(PARALLEL_OPS[form], axis))
         finally:
             _unregister_process_group(GroupName(axis.group))
 

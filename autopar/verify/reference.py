@@ -12,7 +12,7 @@ from autopar.capture import Captured
 from autopar.capture.signature import read_result
 from autopar.ir.program import writes
 from autopar.passes.no_dropout import DRAWS, HALF
-from autopar.runtime.storage import local, part_like
+from autopar.runtime.storage import local_part_like, to_local
 
 
 def module_results(model: nn.Module, sample: object, captured: Captured) -> dict[tuple[str, str], torch.Tensor]:
@@ -61,7 +61,7 @@ def _weighed(output: torch.Tensor, factor: int) -> torch.Tensor:
     """The sum of an output under fixed weights; of one that is split, this rank's part of it."""
     count = torch.arange(factor, factor + output.numel(), dtype=torch.float64).reshape(output.shape)
     weights = torch.complex(count.cos(), count.sin()) if output.is_complex() else count.cos()
-    total = (local(output) * part_like(weights, output)).sum()
+    total = (to_local(output) * local_part_like(weights, output)).sum()
     return total.real if total.is_complex() else total
 
 

@@ -26,7 +26,7 @@ from autopar.plan.resolved import ResolvedPlan
 from autopar.planning.optimize import Optimized, sharded
 from autopar.planning.planner import connected_mesh, read_program, resolved_plan, with_dynamic_sizes
 from autopar.runtime.memory_tracker import MemoryTracker, Peak
-from autopar.runtime.storage import local
+from autopar.runtime.storage import to_local
 from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.solver.problem import Problem, Solution, price
 from autopar.solver.routes import tree
@@ -39,7 +39,7 @@ def peak(
     step()
     gc.collect()
     states = [tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, torch.Tensor)]
-    held = [local(tensor.detach()) for tensor in (*module.parameters(), *module.buffers(), *states)]
+    held = [to_local(tensor.detach()) for tensor in (*module.parameters(), *module.buffers(), *states)]
     with MemoryTracker([*held, *batch], held[0].device.type) as live:
         step()
     return live.peak()

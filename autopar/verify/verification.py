@@ -37,7 +37,7 @@ from autopar.planning.planner import collectives_of, connected_mesh, read_progra
 from autopar.planning.respecialize import Respecializer
 from autopar.runtime.custom_ops import Operators
 from autopar.runtime.recorder import Issued, recorded
-from autopar.runtime.storage import typed, whole
+from autopar.runtime.storage import full_tensor, with_dtype
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
 from autopar.search_space.assignment import Assignment
@@ -225,7 +225,7 @@ def check(payload: _Payload) -> Answer:
     module = assemble(payload.captured, payload.tensors, payload.plan, context)
     with recorded(context.axes) as log:
         found = _results(module, payload.captured.program, payload.inputs)
-    errors = {key: _error(whole(found[key]).detach(), expected) for key, expected in payload.reference.items()}
+    errors = {key: _error(full_tensor(found[key]).detach(), expected) for key, expected in payload.reference.items()}
     return errors, list(log)
 
 
@@ -278,7 +278,7 @@ def sequential(captured: Captured, tensors: Mapping[str, torch.Tensor]) -> Paral
     outputs = [OutputLayout(shape=program.values[o.value].shape, layout=(I,), split=False) for o in program.outputs]
     state = ModuleState(plan=None, signature=captured.signature, context=context, seed=0, outputs=outputs)
     values = (p.value for p in (*program.parameters, *program.buffers))
-    held = {value.name: _copy(typed(tensors[value.name], value.dtype)) for value in values}
+    held = {value.name: _copy(with_dtype(tensors[value.name], value.dtype)) for value in values}
     graph = emit(program, assignment, dict.fromkeys((op.name for op in program.ops), None), context)
     return ParallelModule(graph, program, held, state)
 

@@ -15,6 +15,7 @@ from torch import fx
 import autopar
 from autopar.analysis.analysis import analyse
 from autopar.codegen import emit
+from autopar.codegen.source import WIDTH, _wrapped
 from autopar.ir.mesh import Mesh
 from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
@@ -75,19 +76,38 @@ def test_emitted_code_imports_every_name_that_it_uses(strategy: str) -> None:
 
 
 def test_a_gathered_weight_is_named_after_the_weight() -> None:
-    text = code("fsdp")
-    weight = "transformer_h_0_mlp_c_fc_weight"
-    found = re.search(rf"^ +{weight}_gathered = (bundle_\d+)\[(\d+)\]", text, re.MULTILINE)
+    text = re.sub(r",\s+([)\]])", r"\1", re.sub(r"\s*\n\s+", " ", code("fsdp")))  # one line, without trailing commas
+    found = re.search(r"transformer_h_0_mlp_c_fc_weight_gathered = (bucket_\d+)\[(\d+)\]", text)
     assert found
-    bucket, place = found[1], int(found[2])
-    begun = re.search(rf"^ +{bucket}_begun = begin\('all_gather__reduce_scatter', \[(.*?)\], tp\)", text, re.MULTILINE)
-    assert begun
-    assert begun[1].split(", ").index(weight) == place
-    finish = rf"finish\(anew, 'all_gather__reduce_scatter', {bucket}_begun, tp, (\[.*?\])\)"
-    ended = re.search(rf"^ +{bucket} = {finish}", text, re.MULTILINE)
-    assert ended
-    assert ast.literal_eval(ended[1])[place] == (0,)
-    assert not re.search(r"^ +(begin|finish)\w* = ", text, re.MULTILINE)
+    bucket, index = found[1], int(found[2])
+    started = re.search(rf"{bucket}_pending = all_gather__reduce_scatter_start\(\s*\[(.*?)\], tp\)", text)
+    assert started
+    assert started[1].strip().split(", ").index("transformer_h_0_mlp_c_fc_weight") == index
+    waited = re.search(
+        rf"{bucket} = all_gather__reduce_scatter_wait\(\s*{bucket}_pending, tp, splits = (\[.*?\]), "
+        r"rematerializer = rematerializer\)",
+        text,
+    )
+    assert waited
+    assert ast.literal_eval(waited[1])[index] == (0,)
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
+def test_emitted_lines_fit_a_screen(strategy: str) -> None:
+    assert max(map(len, code(strategy).splitlines())) <= WIDTH
+
+
+def test_wrapped_code_computes_what_unwrapped_code_does() -> None:
+    """Brackets in strings, tuples of one, and subscripts, whose index a trailing comma would change."""
+    name, other = "a" * 60, "b" * 60
+    lines = [
+        f"{name} = f([({other!r}, '],), \\'', (0,)), {other!r}], (1,), 2, key = [{other!r}, {name!r}])",
+        f"{other} = {name}[0]",
+        f"{name}, c = {other}[0][0], ({other!r}, [1, 2, {name!r}], {name!r})",
+    ]
+    wrapped = [part for line in lines for part in _wrapped(line)]
+    assert len(wrapped) > len(lines)
+    assert ast.dump(ast.parse("\n".join(wrapped))) == ast.dump(ast.parse("\n".join(lines)))
 
 
 def test_every_module_that_computes_has_a_comment_above_its_lines() -> None:

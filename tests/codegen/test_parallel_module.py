@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.errors import InputError
-from autopar.runtime.storage import whole
+from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
 from tests.support import models
 
@@ -53,7 +53,7 @@ def parallel_of(model: nn.Module, sample: object, mesh: object = MESH, **options
 def called(module: nn.Module, sample: object) -> torch.Tensor:
     """The first output, whole."""
     found = module(**sample) if isinstance(sample, Mapping) else module(sample)
-    return whole(found if isinstance(found, torch.Tensor) else found["logits"])
+    return full_tensor(found if isinstance(found, torch.Tensor) else found["logits"])
 
 
 def same_state(name: str) -> None:
@@ -68,7 +68,7 @@ def same_state(name: str) -> None:
         names = {key for key, _ in model.named_buffers(remove_duplicate=remove)}
         assert names <= {key for key, _ in parallel.named_buffers(remove_duplicate=remove)}
     for key, tensor in state.items():
-        torch.testing.assert_close(whole(tensor), original[key])
+        torch.testing.assert_close(full_tensor(tensor), original[key])
     for key, parameter in parallel.named_parameters():
         assert isinstance(parameter, nn.Parameter)
         assert isinstance(parameter.data, DTensor)
@@ -123,7 +123,7 @@ def seeded_by_rank(_: None) -> list[torch.Tensor]:
     model, sample = odd()
     parallel = parallel_of(model, sample, strategy="fsdp")
     tensors = [*parallel.parameters(), *parallel.buffers()]
-    return [whole(tensor).detach().clone() for tensor in tensors] + [called(parallel.eval(), sample).detach()]
+    return [full_tensor(tensor).detach().clone() for tensor in tensors] + [called(parallel.eval(), sample).detach()]
 
 
 def test_ranks_that_were_seeded_differently_get_the_weights_of_rank_0(pool: WorkerPool) -> None:

@@ -19,7 +19,7 @@ from autopar.passes.no_dropout import without_dropout
 from autopar.passes.to_float64 import promote
 from autopar.plan.options import Options
 from autopar.planning.planner import connected_mesh, plan_program, read_program
-from autopar.runtime.storage import whole
+from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
 from autopar.verify.verification import sequential
@@ -59,7 +59,7 @@ def three_steps(run: Run) -> float:
         assert seen[3] > 0.5, "clipping has something to do"
     expected = dict(plain.named_parameters())
     for name, parameter in parallel.named_parameters():
-        errors.append(float((whole(parameter).detach() - expected[name].detach()).abs().max()))
+        errors.append(float((full_tensor(parameter).detach() - expected[name].detach()).abs().max()))
     return max(errors)
 
 
@@ -107,9 +107,9 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 def values(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Every weight and every moment, whole."""
     for parameter in module.parameters():
-        yield whole(parameter).detach()
+        yield full_tensor(parameter).detach()
         for moment in ("exp_avg", "exp_avg_sq", "step"):
-            yield whole(optimizer.state[parameter][moment])
+            yield full_tensor(optimizer.state[parameter][moment])
 
 
 def save(folder: str) -> tuple[float, list[torch.Tensor]]:

@@ -16,7 +16,7 @@ from autopar.analysis.analysis import Analysis, analyse
 from autopar.analysis.recomputability import lies, may_run, may_run_again
 from autopar.capture import Captured
 from autopar.codegen import ParallelModule
-from autopar.codegen.emit import identifier
+from autopar.codegen.names import identifier
 from autopar.errors import PlanError
 from autopar.ir.layout import I
 from autopar.ir.mesh import Mesh
@@ -27,7 +27,7 @@ from autopar.plan.assignment_text import describe, resolve
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.planning.planner import connected_mesh, plan_program, read_program
-from autopar.runtime.storage import whole
+from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
 from autopar.search_space.assignment import Assignment, RecomputeChoice
@@ -263,7 +263,7 @@ def dropped_alike(plan: Plan) -> list[torch.Tensor]:
     model, sample = models.make("gpt2")
     module = assemble(captured("gpt2"), tensors_of(model), plan, connect(plan.mesh, device="cpu"))
     inputs = list(captured("gpt2").signature.bind((), dict(sample)))
-    return [whole(gradient) for gradient in gradients(module, inputs)]
+    return [full_tensor(gradient) for gradient in gradients(module, inputs)]
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -36,12 +36,17 @@ T = TypeVar("T")
 Built = tuple[Op, dict[str, Value], dict[str, torch.Tensor]]
 Change = tuple[str, ParallelForm, Ranks]  # in words, the form, and what runs its ranks
 STATES = {"R": "I", "I": "R", "P": "I"}
-PLACED = ("vocabulary", "classes", "chosen", "queries", "grouped")  # whose ranks know their places, beside sending
-TRUSTING = ("queries", "ring", "experts")  # wrong sizes stop the process: of kernels, or of what gloo receives
+# Forms whose ranks use their index, beside communicating.
+PLACED = (
+    "vocab_parallel_embedding", "vocab_parallel_cross_entropy", "vocab_parallel_nll_loss", "query_parallel_attention",
+    "grouped_query_attention",
+)  # fmt: skip
+# Wrong sizes abort the process: in kernels, or in what gloo receives.
+TRUSTING = ("query_parallel_attention", "ring_attention", "expert_parallel_grouped_mm")
 CALLS = EXAMPLES | {"transformers.grouped_mm_fallback.default": [ex(t(12, 5), t(4, 5, 6), Ends((4,), torch.int64, 12))]}
 TRUE = {
     ("group_norm_channels", "splits d1 for c"),  # planes in place of channels
-    ("fetched", "does not split v"),  # the first rank has all rows, and sends them
+    ("all_to_all_rows", "does not split v"),  # the first rank has all rows, and sends them
 }
 
 

@@ -22,7 +22,7 @@ from autopar.operators import RULES, OpSharding, fit
 from autopar.operators.checking.execution_check import Trial, check, distributed_trials
 from autopar.operators.checking.sample_call import Example as Called
 from autopar.operators.registry import OTHERS
-from autopar.runtime.parallel_ops import FORMS
+from autopar.runtime.parallel_ops import PARALLEL_OPS
 from autopar.runtime.recorder import recorded
 from autopar.runtime.threaded_ranks import ranks
 from autopar.search_space.candidates import Candidate
@@ -36,7 +36,7 @@ Sent = Counter[tuple[str, str, int]]  # kind, pass and bytes
 
 def test_every_form_of_the_table_can_be_run_and_every_function_is_in_the_table() -> None:
     rules = (*RULES.values(), *OTHERS.values())
-    assert {form.name for rule in rules for form in rule.distributed} == set(FORMS)
+    assert {form.name for rule in rules for form in rule.distributed} == set(PARALLEL_OPS)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -103,4 +103,4 @@ def test_forms_that_are_made_wrong_are_caught() -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     *lines, last = ran.stdout.splitlines()
     assert last == f"all {len(lines)} were caught"
-    assert {line.partition(" ")[0] for line in lines} == set(FORMS)
+    assert {line.partition(" ")[0] for line in lines} == set(PARALLEL_OPS)

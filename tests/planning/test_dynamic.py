@@ -22,7 +22,7 @@ from autopar.plan.resolved import read_plan
 from autopar.plan.text import plain
 from autopar.planning.planner import read_program
 from autopar.planning.respecialize import Respecializer
-from autopar.runtime.storage import whole
+from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
 from autopar.verify.verification import verify
 from tests.support import models, planning, table
@@ -93,7 +93,7 @@ def test_so_they_are_in_micro_batches_in_mixed_precision_and_over_a_split_vocabu
     model, sample = models.make(name)
     on = table.mesh((2, 2))
     plan = autopar.plan(model, sample, on, strategy=strategy, dynamic=DYNAMIC[name], **options)  # type: ignore[arg-type]
-    assert "constraints" not in options or form(plan, "wte:embedding") == "vocabulary"
+    assert "constraints" not in options or form(plan, "wte:embedding") == "vocab_parallel_embedding"
     found = verify(model, at(sample, 16, 24), on, plan, Options(), pool)
     assert found.ok, str(found)
 
@@ -103,7 +103,7 @@ def test_so_they_are_where_keys_and_values_go_round(pool: WorkerPool) -> None:
     model, x, on = Looking(8, causal=True), torch.randn(1, 256, 8), table.mesh((4,))
     budget = planning.smallest(read_program(model, x), on)
     plan = autopar.plan(model, x, on, budget=budget, dynamic={"sequence": {"x": 1}})
-    assert form(plan, "attention") == "ring"
+    assert form(plan, "attention") == "ring_attention"
     assert plan.dynamic[0].multiple == 4
     found = verify(model, torch.randn(1, 100, 8), on, plan, Options(), pool)
     assert found.ok, str(found)
@@ -112,7 +112,7 @@ def test_so_they_are_where_keys_and_values_go_round(pool: WorkerPool) -> None:
 def test_so_they_are_where_tokens_go_to_their_experts(pool: WorkerPool) -> None:
     (model, sample), on = mixture(), table.mesh((4,))
     plan = autopar.plan(model, sample, on, dynamic={"batch": 0})
-    assert form(plan, "grouped_mm_fallback#0") == "experts"
+    assert form(plan, "grouped_mm_fallback#0") == "expert_parallel_grouped_mm"
     found = verify(model, at(sample, 16), on, plan, Options(), pool)
     assert found.ok, str(found)
 
@@ -182,9 +182,9 @@ def three_steps(run: Run) -> tuple[float, list[tuple[int, ...]]]:
         errors.append(float(abs(losses[0] - losses[1]).detach()))
         with torch.no_grad():
             ours, theirs = (module.eval()(*given) for module, _ in pair)
-        errors += [float((whole(ours[name]) - theirs[name]).abs().max()) for name in theirs]
+        errors += [float((full_tensor(ours[name]) - theirs[name]).abs().max()) for name in theirs]
     expected = dict(model.named_parameters())
-    errors += [float((whole(held) - expected[name]).abs().max().detach()) for name, held in parallel.named_parameters()]
+    errors += [float((full_tensor(held) - expected[name]).abs().max().detach()) for name, held in parallel.named_parameters()]
     return max(errors), list(parallel.autopar.variants)
 
 

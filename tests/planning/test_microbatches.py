@@ -21,7 +21,7 @@ from autopar.plan.text import plain
 from autopar.planning.optimize import analysed, solved
 from autopar.planning.planner import to_plan
 from autopar.runtime.memory_tracker import MemoryTracker
-from autopar.runtime.storage import whole
+from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
 from autopar.verify.verification import verify
 from tests.support import models, planning, table
@@ -128,7 +128,7 @@ def alike(parallel: nn.Module, model: nn.Module, count: int) -> None:
     for name, parameter in model.named_parameters():
         assert own[name].grad is not None
         assert parameter.grad is not None
-        torch.testing.assert_close(whole(own[name].grad), count * parameter.grad, atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(full_tensor(own[name].grad), count * parameter.grad, atol=1e-12, rtol=1e-12)
 
 
 def test_step_trains_and_a_call_is_still_a_forward_of_the_whole_batch(pool: WorkerPool) -> None:

@@ -27,7 +27,7 @@ from autopar.passes.to_float64 import promote
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.planning.planner import connected_mesh, plan_program, read_program
-from autopar.runtime.storage import whole
+from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
 from autopar.verify.testing import peak
 from autopar.verify.verification import verify
@@ -160,9 +160,9 @@ def keep(kept: Kept) -> dict[str, torch.Tensor]:
     state = {"model": found, "optimizer": steps}
     checkpoint.load(state, checkpoint_id=kept.folder)
     set_state_dict(other, recompute, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    expected = {name: whole(parameter).detach() for name, parameter in parallel.named_parameters()}
+    expected = {name: full_tensor(parameter).detach() for name, parameter in parallel.named_parameters()}
     for name, parameter in other.named_parameters():
-        assert torch.equal(whole(parameter).detach(), expected[name])
+        assert torch.equal(full_tensor(parameter).detach(), expected[name])
     return expected
 
 
@@ -235,8 +235,8 @@ def begun(plan: Plan) -> None:
     parallel = autopar.parallelize(model, sample, plan.mesh, plan=plan)
     autopar.initialize(parallel, model)
     table = dict(parallel.named_parameters())[TABLE]
-    assert 0.01 < float(whole(table).detach().std()) < 0.03
-    assert whole(table).shape == (WORDS, WIDTH)
+    assert 0.01 < float(full_tensor(table).detach().std()) < 0.03
+    assert full_tensor(table).shape == (WORDS, WIDTH)
     parallel(**sample).loss.backward()
     assert isinstance(table, DTensor)
     assert table.grad is not None
@@ -244,7 +244,7 @@ def begun(plan: Plan) -> None:
     assert float(table.to_local().untyped_storage().nbytes()) == 26 * WIDTH * 4  # with room for padding
     with torch.no_grad():
         scores = parallel.eval()(**sample).logits
-        assert torch.equal(whole(scores), whole(copy.deepcopy(parallel)(**sample).logits))
+        assert torch.equal(full_tensor(scores), full_tensor(copy.deepcopy(parallel)(**sample).logits))
     assert scores.shape == (ROWS, LENGTH, WORDS)
 
 
@@ -291,7 +291,7 @@ def both_sizes(asked: tuple[str, Plan]) -> float:
     for batch in (sample, twice(sample), sample):
         ours, theirs = (made(**batch) for made in (parallel, model))
         ours, theirs = (found if isinstance(found, torch.Tensor) else found.loss for found in (ours, theirs))
-        errors.append(float((whole(ours) - theirs).abs() / (1 + theirs.abs())))
+        errors.append(float((full_tensor(ours) - theirs).abs() / (1 + theirs.abs())))
     return max(errors)
 
 

@@ -22,7 +22,7 @@ from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.planning.planner import make_plan, read_program
 from autopar.runtime.recorder import Issued, recorded
-from autopar.runtime.storage import whole
+from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
 from autopar.verify.verification import sequential, verify
@@ -117,7 +117,7 @@ def beside(left: nn.Module, right: nn.Module, *, gradient: bool) -> dict[str, tu
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None:
             assert ours.dtype == theirs.dtype == torch.float32
-            found[name] = whole(ours).detach().clone(), theirs.detach().clone()
+            found[name] = full_tensor(ours).detach().clone(), theirs.detach().clone()
     return found
 
 

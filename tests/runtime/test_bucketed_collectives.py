@@ -13,8 +13,8 @@ import torch
 from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, Conversion
 from autopar.ir.layout import I, P, R, State, shard, split
 from autopar.ir.mesh import Mesh
-from autopar.runtime.bucketed_collectives import begin, finish
-from autopar.runtime.collectives import call, place_of
+from autopar.runtime.bucketed_collectives import start_bucket, wait_bucket
+from autopar.runtime.collectives import conversion_call, split_position
 from autopar.runtime.recorder import Issued, recorded
 from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.workers import WorkerPool
@@ -36,7 +36,7 @@ TOGETHER = {"forward": {"all_gather"}, "recompute": {"all_gather"}, "backward": 
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank has for a pair of states and some used weights: alone, and in a bundle."""
+    """What one rank has for a pair of states and some used weights: alone, and in a bucket."""
 
     values: list[tuple[torch.Tensor, torch.Tensor]]
     gradients: list[tuple[torch.Tensor | None, torch.Tensor | None]]
@@ -64,14 +64,14 @@ def loss(values: Sequence[torch.Tensor], used: tuple[int, ...], rank: int) -> to
 
 
 def together(
-    pair: tuple[str, str], weights: list[torch.Tensor], axis: Axis, used: tuple[int, ...], anew: Rematerializer
+    pair: tuple[str, str], weights: list[torch.Tensor], axis: Axis, used: tuple[int, ...], rematerializer: Rematerializer
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The values of a bundle and their loss."""
+    """The values of a bucket and their loss."""
     name, steps = "__".join(CONVERSIONS[pair]), [conversion(pair, i) for i in range(len(WEIGHTS))]
-    places = [tuple(place_of(s, shape, (RANKS,))) for s, (shape, _, _) in zip(steps, WEIGHTS, strict=True)]
-    recompute = anew if CONVERSIONS[pair][0] in COLLECTIVES else None
-    with anew.active():
-        values = finish(recompute, name, begin(name, weights, axis), axis, places if "S" in pair else None)
+    places = [tuple(split_position(s, shape, (RANKS,))) for s, (shape, _, _) in zip(steps, WEIGHTS, strict=True)]
+    recompute = rematerializer if CONVERSIONS[pair][0] in COLLECTIVES else None
+    with rematerializer.active():
+        values = wait_bucket(name, start_bucket(name, weights, axis), axis, places if "S" in pair else None, recompute)
         return [value.detach().clone() for value in values], loss(values, used, axis.index)
 
 
@@ -81,7 +81,7 @@ def convert(cases: list[tuple[tuple[str, str], tuple[int, ...]]]) -> list[Found]
     found = []
     for pair, used in cases:
         alone, bucket = stored(pair, axis.index), stored(pair, axis.index)
-        calls = [call(conversion(pair, i), shape, (RANKS,)) for i, (shape, _, _) in enumerate(WEIGHTS)]
+        calls = [conversion_call(conversion(pair, i), shape, (RANKS,)) for i, (shape, _, _) in enumerate(WEIGHTS)]
         expected = [function(w, axis, *places) for w, (function, places) in zip(alone, calls, strict=True)]
         loss(expected, used, axis.index).backward()  # type: ignore[no-untyped-call]
         with recorded(context.axes) as log:
@@ -94,7 +94,7 @@ def convert(cases: list[tuple[tuple[str, str], tuple[int, ...]]]) -> list[Found]
 
 
 def messages(pair: tuple[str, str], used: tuple[int, ...]) -> Counter[Issued]:
-    """What a bundle sends: one message of all where that is possible, else one for each."""
+    """What a bucket sends: one message of all where that is possible, else one for each."""
     forward, backward = CONVERSIONS[pair]
     expected: Counter[Issued] = Counter()
     every = tuple(range(len(WEIGHTS)))
@@ -107,7 +107,7 @@ def messages(pair: tuple[str, str], used: tuple[int, ...]) -> Counter[Issued]:
     return expected
 
 
-def test_a_bundle_converts_as_each_weight_alone_and_sends_one_message(pool: WorkerPool) -> None:
+def test_a_bucket_converts_as_each_weight_alone_in_one_collective(pool: WorkerPool) -> None:
     cases = list(itertools.product(PAIRS, USES))
     for results in pool.run(f"{__name__}:convert", cases, ranks=RANKS):
         assert isinstance(results, list)
@@ -131,30 +131,30 @@ def test_on_an_axis_of_one_device_nothing_happens(pair: tuple[str, str]) -> None
     axis, name = Axis(name="dp", size=1, index=0, group=""), "__".join(CONVERSIONS[pair])
     weights = [torch.randn(2, 3, requires_grad=True), torch.randn(4)]
     with recorded([axis]) as log:
-        found = finish(Rematerializer(), name, begin(name, weights, axis), axis, [(0,), (0,)])
+        found = wait_bucket(name, start_bucket(name, weights, axis), axis, [(0,), (0,)], Rematerializer())
     assert [id(tensor) for tensor in found] == [id(tensor) for tensor in weights]
     assert not log
 
 
-def add(summed: torch.dtype | None) -> tuple[torch.Tensor, torch.dtype, list[Issued]]:
+def add(reduce_dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.dtype, list[Issued]]:
     """The gradient of a gathered weight in bfloat16 to which the ranks add 256, 1, 1 and 1, and what it took."""
     context = connect(Mesh.of(RANKS))
     (axis,) = context.axes
     weight = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
     with recorded(context.axes) as log:
-        begun = begin("all_gather__reduce_scatter", [weight], axis, summed)
-        (value,) = finish(Rematerializer(), "all_gather__reduce_scatter", begun, axis, [(0,)])
+        bucket = start_bucket("all_gather__reduce_scatter", [weight], axis, reduce_dtype)
+        (value,) = wait_bucket("all_gather__reduce_scatter", bucket, axis, [(0,)], Rematerializer())
         (value * (256 if axis.index == 0 else 1)).sum().backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     return weight.grad, value.dtype, log
 
 
-@pytest.mark.parametrize("summed, size", [(None, 2), (torch.float32, 4)])
-def test_gradients_are_added_up_in_the_dtype_that_is_asked_for(pool: WorkerPool, summed: torch.dtype | None, size: int) -> None:
-    for found in pool.run(f"{__name__}:add", summed, ranks=RANKS):
+@pytest.mark.parametrize("reduce_dtype, size", [(None, 2), (torch.float32, 4)])
+def test_gradients_are_reduced_in_the_given_dtype(pool: WorkerPool, reduce_dtype: torch.dtype | None, size: int) -> None:
+    for found in pool.run(f"{__name__}:add", reduce_dtype, ranks=RANKS):
         assert isinstance(found, tuple)
         gradient, value, log = found
         assert gradient.dtype == value == torch.bfloat16
         assert [(entry.kind, entry.bytes) for entry in log] == [("all_gather", 8 * 2), ("reduce_scatter", 8 * size)]
-        if summed:
+        if reduce_dtype:
             assert gradient.tolist() == [260.0, 260.0], "259 rounded once; 256 + 1 is 256 in bfloat16"

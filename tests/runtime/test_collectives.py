@@ -12,7 +12,7 @@ from autopar.errors import LayoutError
 from autopar.ir.conversion import Conversion
 from autopar.ir.layout import I, Layout, P, R, State, digits, join, shard, split, valid
 from autopar.ir.mesh import Mesh
-from autopar.runtime.collectives import all_gather__slice, all_to_all__all_to_all, call
+from autopar.runtime.collectives import all_gather__slice, all_to_all__all_to_all, conversion_call
 from autopar.runtime.recorder import Issued, recorded
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import Axis, connect
@@ -36,7 +36,7 @@ def states(shape: Shape, size: int) -> list[State]:
 def one_step(conversion: Conversion, shape: Shape, sizes: tuple[int, ...]) -> bool:
     """Whether one collective can do it: two splits of one dim must own different digits."""
     try:
-        call(conversion, shape, sizes)
+        conversion_call(conversion, shape, sizes)
         for layout in (conversion.source, conversion.target):
             others = [(a, s) for a, s in enumerate(layout) if a != conversion.axis]
             both = tuple(s for _, s in others) + (conversion.source[conversion.axis], conversion.target[conversion.axis])
@@ -87,7 +87,7 @@ def convert_all(cases: Cases) -> list[tuple[torch.Tensor, torch.Tensor, list[Iss
     value, gradient = wholes(cases.shape)
     found = []
     for conversion in cases.conversions:
-        function, arguments = call(conversion, cases.shape, cases.sizes)
+        function, arguments = conversion_call(conversion, cases.shape, cases.sizes)
         x = part(value, conversion.source, cases.sizes, context.coordinates).requires_grad_()
         with recorded(context.axes) as log:
             y = function(x * 1, context.axes[conversion.axis], *arguments)

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from autopar.ir.layout import I, Layout, shard, split
 from autopar.ir.mesh import Mesh
 from autopar.runtime import collectives
-from autopar.runtime.bucketed_collectives import begin, finish
+from autopar.runtime.bucketed_collectives import PAIRS
 from autopar.runtime.random import RngState, seeded
 from autopar.runtime.recorder import Issued, recorded
 from autopar.runtime.rematerialize.manager import Rematerializer
-from autopar.runtime.storage import local, store, whole
+from autopar.runtime.storage import full_tensor, store, to_local
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import Context, connect
 
@@ -37,9 +37,10 @@ def sequential(parameters: dict[str, nn.Parameter], x: torch.Tensor) -> torch.Te
     return F.linear(F.linear(x, parameters["up"], parameters["bias"]).relu(), parameters["down"]).square().sum()
 
 
-def gathered(graph: fx.Graph, anew: fx.Node, weight: fx.Node, axis: fx.Node, dim: int) -> fx.Node:
-    begun = graph.call_function(begin, ("all_gather__reduce_scatter", [weight], axis))
-    found = graph.call_function(finish, (anew, "all_gather__reduce_scatter", begun, axis, [(dim,)]))
+def gathered(graph: fx.Graph, rematerializer: fx.Node, weight: fx.Node, axis: fx.Node, dim: int) -> fx.Node:
+    start, wait = PAIRS["all_gather__reduce_scatter"]
+    pending = graph.call_function(start, ([weight], axis))
+    found = graph.call_function(wait, (pending, axis, [(dim,)], rematerializer))
     return graph.call_function(operator.getitem, (found, 0))
 
 
@@ -48,20 +49,22 @@ def emitted(context: Context) -> fx.GraphModule:
     for name, parameter in store(weights(), LAYOUTS, context).items():
         root.register_parameter(name, parameter)  # type: ignore[arg-type]
     root.mesh_dp, root.mesh_tp = context.axes  # type: ignore[assignment]
-    root.anew, root.draws = Rematerializer(), RngState(0)  # type: ignore[assignment]
+    root.rematerializer, root.rng_state = Rematerializer(), RngState(0)  # type: ignore[assignment]
     graph = fx.Graph()
     x = graph.placeholder("x")
-    dp, tp, anew, draws = (graph.create_node("get_attr", name) for name in ("mesh_dp", "mesh_tp", "anew", "draws"))
+    dp, tp, rematerializer, rng_state = (
+        graph.create_node("get_attr", name) for name in ("mesh_dp", "mesh_tp", "rematerializer", "rng_state")
+    )
     training = graph.create_node("get_attr", "training")
     x = graph.call_function(collectives.slice__all_gather, (x, dp, 0))
     x = graph.call_function(collectives.identity__all_reduce, (x, tp))
-    up, bias, down = (graph.call_function(local, (graph.create_node("get_attr", name),)) for name in ("up", "bias", "down"))
-    up = gathered(graph, anew, up, dp, 1)
+    up, bias, down = (graph.call_function(to_local, (graph.create_node("get_attr", name),)) for name in ("up", "bias", "down"))
+    up = gathered(graph, rematerializer, up, dp, 1)
     bias = graph.call_function(collectives.identity__all_reduce, (bias, dp))
     x = graph.call_function(torch.ops.aten.linear.default, (x, up, bias))
     x = graph.call_function(torch.ops.aten.relu.default, (x,))
-    x = graph.call_function(seeded, (torch.ops.aten.dropout.default, draws, 0, [dp, tp], x, 0.0, training))
-    down = gathered(graph, anew, down, dp, 0)
+    x = graph.call_function(seeded, (torch.ops.aten.dropout.default, rng_state, 0, [dp, tp], x, 0.0, training))
+    down = gathered(graph, rematerializer, down, dp, 0)
     x = graph.call_function(torch.ops.aten.linear.default, (x, down))
     x = graph.call_function(collectives.all_reduce__identity, (x, tp))
     x = graph.call_function(torch.ops.aten.square.default, (x,))
@@ -70,12 +73,12 @@ def emitted(context: Context) -> fx.GraphModule:
     return fx.GraphModule(root, graph)
 
 
-def freed(anew: Rematerializer) -> bool:
+def freed(rematerializer: Rematerializer) -> bool:
     """Whether nothing is left in a moment: a thread of gloo may hold what it has gathered a little longer."""
     end = time.monotonic() + 10
-    while anew._marks and time.monotonic() < end:
+    while rematerializer.tracked and time.monotonic() < end:
         time.sleep(0.01)
-    return not anew._marks
+    return not rematerializer.tracked
 
 
 def step(_: None) -> tuple[str, list[Issued]]:
@@ -86,14 +89,14 @@ def step(_: None) -> tuple[str, list[Issued]]:
     for parallel in (module, copy.deepcopy(module)):
         parallel.zero_grad()
         with recorded(context.axes) as log:
-            with parallel.anew.active():  # type: ignore[operator, union-attr]
+            with parallel.rematerializer.active():  # type: ignore[operator, union-attr]
                 loss = parallel(x)
-                assert freed(parallel.anew), "gathered memory is free after the forward"  # type: ignore[arg-type]
+                assert freed(parallel.rematerializer), "gathered memory is free after the forward"  # type: ignore[arg-type]
             loss.backward()
         torch.testing.assert_close(loss, sequential(plain, x))
         for name, parameter in parallel.named_parameters():
             assert parameter.grad is not None
-            torch.testing.assert_close(whole(parameter.grad), plain[name].grad)
+            torch.testing.assert_close(full_tensor(parameter.grad), plain[name].grad)
     mine = shard(plain["up"].detach(), LAYOUTS["up"], (2, 4), context.coordinates)
     torch.testing.assert_close(module.up.to_local(), mine)  # type: ignore[operator, union-attr]
     return module.code, log

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.runtime.rematerialize.manager import Rematerializer, call
+from autopar.runtime.rematerialize.manager import Rematerializer, recompute_op
 
 
 class Counted:
@@ -17,23 +17,23 @@ class Counted:
     def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight * 2) -> None:
         self.convert, self.runs = convert, 0
         self.alive: list[weakref.ref[torch.UntypedStorage]] = []
-        self.sent: list[int] = []  # how many weights at a time
+        self.started: list[int] = []  # how many weights at a time
 
-    def begin(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        self.sent.append(len(weights))
+    def start(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self.started.append(len(weights))
         return []
 
-    def finish(
-        self, which: Sequence[int], weights: Sequence[torch.Tensor], flight: Sequence[torch.Tensor]
+    def wait(
+        self, indices: Sequence[int], weights: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         self.runs += len(weights)
         values = [self.convert(weight) for weight in weights]
         self.alive += [weakref.ref(value.untyped_storage()) for value in values]
         return values
 
-    def run(self, anew: Rematerializer, *weights: torch.Tensor) -> list[torch.Tensor]:
-        values = self.finish(range(len(weights)), weights, self.begin(weights))
-        anew.convert(values, self, weights)
+    def run(self, rematerializer: Rematerializer, *weights: torch.Tensor) -> list[torch.Tensor]:
+        values = self.wait(range(len(weights)), weights, self.start(weights))
+        rematerializer.convert(values, self, weights)
         return values
 
 
@@ -59,10 +59,10 @@ def network(parameters: list[nn.Parameter], weight: Callable[[nn.Parameter], tor
 
 
 def test_the_gradients_are_exact_and_each_weight_is_gathered_twice() -> None:
-    parameters, counted, anew = weights(6), Counted(), Rematerializer()
+    parameters, counted, rematerializer = weights(6), Counted(), Rematerializer()
     expected = gradients(network(parameters, lambda w: w * 2), parameters)
-    with anew.active():
-        loss = network(parameters, lambda w: counted.run(anew, w)[0])
+    with rematerializer.active():
+        loss = network(parameters, lambda w: counted.run(rematerializer, w)[0])
     assert counted.runs == 6
     found = gradients(loss, parameters)
     assert counted.runs == 12
@@ -70,9 +70,9 @@ def test_the_gradients_are_exact_and_each_weight_is_gathered_twice() -> None:
 
 
 def test_a_second_backward_gathers_again() -> None:
-    parameters, counted, anew = weights(3), Counted(), Rematerializer()
-    with anew.active():
-        loss = network(parameters, lambda w: counted.run(anew, w)[0])
+    parameters, counted, rematerializer = weights(3), Counted(), Rematerializer()
+    with rematerializer.active():
+        loss = network(parameters, lambda w: counted.run(rematerializer, w)[0])
     first = gradients(loss, parameters, retain_graph=True)
     assert counted.runs == 6
     assert all(map(torch.equal, gradients(loss, parameters), first))
@@ -80,13 +80,13 @@ def test_a_second_backward_gathers_again() -> None:
 
 
 def test_a_chain_of_conversions_runs_once_each_and_keeps_nothing_between() -> None:
-    parameters, inner, outer, anew = weights(4), Counted(), Counted(lambda w: w * 3), Rematerializer()
+    parameters, inner, outer, rematerializer = weights(4), Counted(), Counted(lambda w: w * 3), Rematerializer()
 
     def twice(w: nn.Parameter) -> torch.Tensor:
-        return outer.run(anew, inner.run(anew, w)[0].t())[0]
+        return outer.run(rematerializer, inner.run(rematerializer, w)[0].t())[0]
 
     expected = gradients(network(parameters, lambda w: (w * 2).t() * 3), parameters)
-    with anew.active():
+    with rematerializer.active():
         loss = network(parameters, twice)
     found = gradients(loss, parameters)
     assert (inner.runs, outer.runs) == (8, 8)
@@ -94,10 +94,10 @@ def test_a_chain_of_conversions_runs_once_each_and_keeps_nothing_between() -> No
 
 
 def test_the_gathered_memory_is_free_after_the_forward_and_after_the_backward() -> None:
-    parameters, counted, anew = weights(5), Counted(), Rematerializer()
+    parameters, counted, rematerializer = weights(5), Counted(), Rematerializer()
     alive = counted.alive
-    with anew.active():
-        loss = network(parameters, lambda w: counted.run(anew, w)[0])
+    with rematerializer.active():
+        loss = network(parameters, lambda w: counted.run(rematerializer, w)[0])
     assert len(alive) == 5
     assert not any(storage() for storage in alive)
     most = []
@@ -114,12 +114,12 @@ def test_the_gathered_memory_is_free_after_the_forward_and_after_the_backward() 
 
 
 def test_marks_die_with_their_memory() -> None:
-    anew = Rematerializer()
+    rematerializer = Rematerializer()
     for _ in range(200):  # freed addresses are used again at once
         w = nn.Parameter(torch.randn(8, 8))
-        with anew.active():
-            Counted().run(anew, w)
-            assert not anew._marks
+        with rematerializer.active():
+            Counted().run(rematerializer, w)
+            assert not rematerializer.tracked
             other = nn.Parameter(torch.randn(8, 8) * 1)
             x = torch.randn(8, 8, requires_grad=True)
             loss = (F.linear(x, other) ** 2).sum()
@@ -129,30 +129,30 @@ def test_marks_die_with_their_memory() -> None:
 
 def test_part_of_a_backward_leaves_the_rest_intact() -> None:
     (a,) = weights(1)
-    counted, anew = Counted(), Rematerializer()
+    counted, rematerializer = Counted(), Rematerializer()
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
-    with anew.active():
-        (w,) = counted.run(anew, a)
+    with rematerializer.active():
+        (w,) = counted.run(rematerializer, a)
         one, two = F.linear(x, w).sum(), F.linear(x * 3, w).square().sum()
         del w
-        assert not anew._marks
+        assert not rematerializer.tracked
     torch.autograd.grad(one, x)
     torch.testing.assert_close(torch.autograd.grad(two, x)[0], torch.autograd.grad(F.linear(x * 3, a * 2).square().sum(), x)[0])
 
 
 def test_nothing_is_marked_without_gradients_or_when_the_memory_is_the_sources() -> None:
-    (w,), anew = weights(1), Rematerializer()
-    with anew.active(), torch.no_grad():
-        kept = Counted().run(anew, w)
-        assert not anew._marks
-    with anew.active():
-        anew.convert([w.t()], Counted(), [w])
-        assert not anew._marks
+    (w,), rematerializer = weights(1), Rematerializer()
+    with rematerializer.active(), torch.no_grad():
+        kept = Counted().run(rematerializer, w)
+        assert not rematerializer.tracked
+    with rematerializer.active():
+        rematerializer.convert([w.t()], Counted(), [w])
+        assert not rematerializer.tracked
     assert kept
 
 
 def test_of_a_bundle_what_is_saved_comes_back_together_one_bundle_ahead() -> None:
-    parameters, anew = weights(9), Rematerializer()
+    parameters, rematerializer = weights(9), Rematerializer()
     buckets = [Counted() for _ in range(3)]
 
     def layers(bucket: Callable[[int], list[torch.Tensor]]) -> torch.Tensor:
@@ -166,20 +166,20 @@ def test_of_a_bundle_what_is_saved_comes_back_together_one_bundle_ahead() -> Non
         return parameters[3 * number : 3 * number + 3]
 
     expected = gradients(layers(lambda number: [w * 2 for w in of(number)]), parameters)
-    with anew.active():
-        loss = layers(lambda number: buckets[number].run(anew, *of(number)))
+    with rematerializer.active():
+        loss = layers(lambda number: buckets[number].run(rematerializer, *of(number)))
     sent_ahead = []
-    parameters[3].register_hook(lambda _: sent_ahead.append([len(one.sent) for one in buckets]))
+    parameters[3].register_hook(lambda _: sent_ahead.append([len(one.started) for one in buckets]))
     found = gradients(loss, parameters)
     assert all(map(torch.equal, found, expected))
-    assert [one.sent for one in buckets] == [[3, 1], [3, 2], [3, 2]], "no bias is saved, nor what the input is multiplied by"
+    assert [one.started for one in buckets] == [[3, 1], [3, 2], [3, 2]], "no bias is saved, nor what the input is multiplied by"
     assert sent_ahead == [[2, 2, 2]], "the first bundle is on its way before the backward of the second has ended"
 
 
 def test_a_value_that_is_no_gathered_one_is_saved_as_it_is() -> None:
-    anew = Rematerializer()
+    rematerializer = Rematerializer()
     x = torch.randn(4, requires_grad=True)
-    with anew.active():
+    with rematerializer.active():
         y = x.exp()
     assert y.grad_fn is not None
     assert y.grad_fn._saved_result.data_ptr() == y.data_ptr()  # type: ignore[attr-defined]
@@ -187,12 +187,12 @@ def test_a_value_that_is_no_gathered_one_is_saved_as_it_is() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_gathered_value_may_be_cast_on_the_way(dtype: torch.dtype) -> None:
-    (w,), counted, anew = weights(1), Counted(), Rematerializer()
+    (w,), counted, rematerializer = weights(1), Counted(), Rematerializer()
     cast = Counted(lambda w: w.to(dtype))
     x = torch.randn(4, 6, dtype=dtype, requires_grad=True)
-    with anew.active():
-        (whole,) = counted.run(anew, w)
-        loss = F.linear(x, cast.run(anew, whole)[0]).square().sum()
+    with rematerializer.active():
+        (whole,) = counted.run(rematerializer, w)
+        loss = F.linear(x, cast.run(rematerializer, whole)[0]).square().sum()
         del whole
     assert not counted.alive[0]()
     expected = F.linear(x, (w * 2).to(dtype)).square().sum()
@@ -204,21 +204,21 @@ def test_what_the_backward_has_had_is_not_sent_for_again() -> None:
     """A norm reads its bias, which was gathered first, before its weight: nothing is left to send for when it has both."""
     bias, weight = (nn.Parameter(torch.randn(6, dtype=torch.float64)) for _ in range(2))
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6).requires_grad_()
-    first, second, anew = Counted(), Counted(), Rematerializer()
-    with anew.active():
-        (b,), (w,) = first.run(anew, bias), second.run(anew, weight)
+    first, second, rematerializer = Counted(), Counted(), Rematerializer()
+    with rematerializer.active():
+        (b,), (w,) = first.run(rematerializer, bias), second.run(rematerializer, weight)
         loss = F.layer_norm(x, [6], w, b).square().sum()
     del b, w
     gradients(loss, [bias, weight])
-    assert (first.sent, second.sent) == ([1, 1], [1, 1])
+    assert (first.started, second.started) == ([1, 1], [1, 1])
 
 
 def test_an_op_made_of_a_gathered_weight_has_it_gathered_again() -> None:
-    (w,), counted, anew = weights(1), Counted(), Rematerializer()
+    (w,), counted, rematerializer = weights(1), Counted(), Rematerializer()
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
-    with anew.active():
-        (whole,) = counted.run(anew, w)
-        y = call(anew, torch.ops.aten.linear.default, x, whole)
+    with rematerializer.active():
+        (whole,) = counted.run(rematerializer, w)
+        y = recompute_op(rematerializer, torch.ops.aten.linear.default, x, whole)
         assert isinstance(y, torch.Tensor)
         del whole
         loss = y.sin().sum()
@@ -229,11 +229,11 @@ def test_an_op_made_of_a_gathered_weight_has_it_gathered_again() -> None:
 
 
 def test_a_copy_in_another_dtype_is_gone_after_its_use_and_so_is_what_is_gathered_from_it() -> None:
-    parameters, counted, anew = weights(4), Counted(), Rematerializer()
+    parameters, counted, rematerializer = weights(4), Counted(), Rematerializer()
     alive: list[weakref.ref[torch.UntypedStorage]] = []
 
     def narrow(weight: nn.Parameter) -> torch.Tensor:
-        copied = call(anew, torch.ops.aten.to.dtype, weight, torch.float32)
+        copied = recompute_op(rematerializer, torch.ops.aten.to.dtype, weight, torch.float32)
         assert isinstance(copied, torch.Tensor)
         alive.append(weakref.ref(copied.untyped_storage()))
         return copied
@@ -245,11 +245,11 @@ def test_a_copy_in_another_dtype_is_gone_after_its_use_and_so_is_what_is_gathere
         return x.square().sum()
 
     expected = gradients(deep(lambda w: w.float()), parameters)
-    with anew.active():
+    with rematerializer.active():
         loss = deep(narrow)
     assert not any(storage() for storage in alive)
     assert all(map(torch.equal, gradients(loss, parameters), expected))
-    with anew.active():
-        loss = deep(lambda w: counted.run(anew, narrow(w))[0])
+    with rematerializer.active():
+        loss = deep(lambda w: counted.run(rematerializer, narrow(w))[0])
     assert not any(storage() for storage in (*alive, *counted.alive))
     assert all(map(torch.equal, gradients(loss, parameters), gradients(deep(lambda w: w.float() * 2), parameters)))

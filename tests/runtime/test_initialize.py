@@ -24,7 +24,7 @@ from autopar.ir.layout import I, Layout, split
 from autopar.ir.mesh import Mesh
 from autopar.runtime.initialize import initialize, initialized
 from autopar.runtime.random import drawing
-from autopar.runtime.storage import storable, store, whole
+from autopar.runtime.storage import full_tensor, storable, store
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
 
@@ -106,7 +106,7 @@ def compare(names: list[str]) -> None:
         wanted, originals = tensors(expected), tensors(model)
         assert list(found) == list(originals)
         for key, tensor in found.items():
-            assert torch.equal(whole(tensor), wanted[key]), f"{key} of {name}"
+            assert torch.equal(full_tensor(tensor), wanted[key]), f"{key} of {name}"
             assert isinstance(tensor, nn.Parameter) == isinstance(originals[key], nn.Parameter)
             assert tensor.requires_grad == originals[key].requires_grad
             assert originals[key].is_meta, "the user's model is left untouched"
@@ -136,7 +136,7 @@ def fill(_: None) -> None:
     assert not any(tensor.is_meta for tensor in found.values())
     assert found["head.bias"] is loaded
     assert found["head.weight"] is found["embed.weight"]
-    assert torch.equal(whole(found["conv.1.running_var"]), torch.ones(8))
+    assert torch.equal(full_tensor(found["conv.1.running_var"]), torch.ones(8))
     assert list(parallel.state_dict()) == list(model.state_dict())
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from autopar.ir.mesh import Mesh
-from autopar.runtime.random import RngState, agreed_seed, drawing, rate, seeded
+from autopar.runtime.random import RngState, agreed_seed, drawing, dropout_rate, seeded
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import Axis, connect
 
@@ -58,8 +58,8 @@ def test_the_state_comes_back_after_an_error() -> None:
 
 def test_nothing_is_dropped_when_not_training() -> None:
     assert torch.equal(drop(RngState(0), training=False), torch.ones(1000))
-    assert rate(0.1, False) == 0.0
-    assert rate(0.1, True) == 0.1
+    assert dropout_rate(0.1, False) == 0.0
+    assert dropout_rate(0.1, True) == 0.1
 
 
 def test_attention_draws_its_dropout_from_the_seed_too() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.runtime.rematerialize.manager import Rematerializer, call
+from autopar.runtime.rematerialize.manager import Rematerializer, recompute_op
 from tests.support.ops import Ops
 
 aten = torch.ops.aten
@@ -38,8 +38,8 @@ def plain(function: Function, *args: object, **kwargs: object) -> torch.Tensor:
     return function(*args, **kwargs)
 
 
-def again_in(anew: Rematerializer) -> Run:
-    return lambda function, *args, **kwargs: call(anew, function, *args, **kwargs)  # type: ignore[return-value]
+def recomputing(rematerializer: Rematerializer) -> Run:
+    return lambda function, *args, **kwargs: recompute_op(rematerializer, function, *args, **kwargs)  # type: ignore[return-value]
 
 
 def layers(run: Run, x: torch.Tensor, parameters: list[nn.Parameter]) -> torch.Tensor:
@@ -55,7 +55,7 @@ def layers(run: Run, x: torch.Tensor, parameters: list[nn.Parameter]) -> torch.T
 
 
 def test_ops_run_once_more_and_give_the_same_gradients() -> None:
-    x, parameters, anew = batch(), weights(4), Rematerializer()
+    x, parameters, rematerializer = batch(), weights(4), Rematerializer()
     expected_counts, counts = Ops(), Ops()
     expected = gradients(layers(plain, x, parameters), parameters)
     with expected_counts:
@@ -63,8 +63,8 @@ def test_ops_run_once_more_and_give_the_same_gradients() -> None:
         forward = expected_counts.counts.copy()
         gradients(loss, parameters)
     with counts:
-        with anew.active():
-            loss = layers(again_in(anew), x, parameters)
+        with rematerializer.active():
+            loss = layers(recomputing(rematerializer), x, parameters)
         assert counts.counts == forward | Counter(detach=counts.counts["detach"])
         found = gradients(loss, parameters)
     assert all(map(torch.equal, found, expected))
@@ -75,7 +75,7 @@ def test_ops_run_once_more_and_give_the_same_gradients() -> None:
 
 
 def test_nothing_but_the_first_operand_is_alive_between_forward_and_backward() -> None:
-    x, parameters, anew = batch(), weights(4), Rematerializer()
+    x, parameters, rematerializer = batch(), weights(4), Rematerializer()
     kept, dropped = Ops(), Ops()
     with kept:
         loss = layers(plain, x, parameters)
@@ -83,8 +83,8 @@ def test_nothing_but_the_first_operand_is_alive_between_forward_and_backward() -
     del loss
     assert kept.alive == 0
     with dropped:
-        with anew.active():
-            loss = layers(again_in(anew), x, parameters)
+        with rematerializer.active():
+            loss = layers(recomputing(rematerializer), x, parameters)
         assert dropped.alive == loss.nbytes
         gradients(loss, parameters)
     del loss
@@ -93,14 +93,14 @@ def test_nothing_but_the_first_operand_is_alive_between_forward_and_backward() -
 
 def test_a_kept_operand_goes_with_the_last_that_is_made_of_it() -> None:
     """No garbage collection is needed, with a backward or without."""
-    (w,), anew = weights(1), Rematerializer()
-    run = again_in(anew)
+    (w,), rematerializer = weights(1), Rematerializer()
+    run = recomputing(rematerializer)
     gc.disable()
     try:
         for backward in (True, False):
             with Ops() as ops:
                 x = torch.ones(4, 6, dtype=torch.float64)
-                with anew.active():
+                with rematerializer.active():
                     output = run(aten.gelu.default, run(aten.linear.default, x, w))
                     loss = F.linear(output, w).sum()
                 del x
@@ -118,10 +118,10 @@ def test_a_kept_operand_goes_with_the_last_that_is_made_of_it() -> None:
 
 
 def test_a_second_backward_runs_the_ops_again() -> None:
-    x, parameters, anew = batch(), weights(3), Rematerializer()
+    x, parameters, rematerializer = batch(), weights(3), Rematerializer()
     with Ops() as ops:
-        with anew.active():
-            loss = layers(again_in(anew), x, parameters)
+        with rematerializer.active():
+            loss = layers(recomputing(rematerializer), x, parameters)
         first = gradients(loss, parameters, retain_graph=True)
         assert ops.counts["gelu"] == 6
         assert all(map(torch.equal, gradients(loss, parameters), first))
@@ -129,10 +129,10 @@ def test_a_second_backward_runs_the_ops_again() -> None:
 
 
 def test_a_gradient_of_a_gradient_is_exact() -> None:
-    x, parameters, anew = batch(), weights(2), Rematerializer()
+    x, parameters, rematerializer = batch(), weights(2), Rematerializer()
     found = []
-    for run in (plain, again_in(anew)):
-        with anew.active():
+    for run in (plain, recomputing(rematerializer)):
+        with rematerializer.active():
             loss = layers(run, x, parameters)
         first = torch.autograd.grad(loss, parameters, create_graph=True)
         found.append(gradients(torch.stack([g.square().sum() for g in first]).sum(), parameters))
@@ -141,9 +141,9 @@ def test_a_gradient_of_a_gradient_is_exact() -> None:
 
 
 def test_a_chain_may_be_longer_than_pythons_stack_is_deep() -> None:
-    anew, start = Rematerializer(), torch.ones(2, dtype=torch.float64, requires_grad=True)
-    run = again_in(anew)
-    with anew.active():
+    rematerializer, start = Rematerializer(), torch.ones(2, dtype=torch.float64, requires_grad=True)
+    run = recomputing(rematerializer)
+    with rematerializer.active():
         y = start
         for _ in range(2 * sys.getrecursionlimit()):
             y = run(aten.sin.default, y)
@@ -154,21 +154,21 @@ def test_a_chain_may_be_longer_than_pythons_stack_is_deep() -> None:
 
 
 def test_without_gradients_an_op_is_just_called() -> None:
-    anew, x = Rematerializer(), torch.randn(4, requires_grad=True)
-    with torch.no_grad(), anew.active():
-        y = call(anew, aten.exp.default, x)
-        assert not anew._marks
+    rematerializer, x = Rematerializer(), torch.randn(4, requires_grad=True)
+    with torch.no_grad(), rematerializer.active():
+        y = recompute_op(rematerializer, aten.exp.default, x)
+        assert not rematerializer.tracked
     assert isinstance(y, torch.Tensor)
     assert torch.equal(y, x.exp())
     assert not y.requires_grad
 
 
 def test_complex_values_come_back_conjugated_and_as_pairs() -> None:
-    anew = Rematerializer()
+    rematerializer = Rematerializer()
     x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(6, 2).requires_grad_()
     found = []
-    for run in (plain, again_in(anew)):
-        with anew.active():
+    for run in (plain, recomputing(rematerializer)):
+        with rematerializer.active():
             z = run(aten.mul.Tensor, torch.view_as_complex(x), torch.view_as_complex(x).conj() + 1j)
             loss = torch.view_as_real(run(aten.mul.Tensor, z.conj(), z.exp())).square().sum() + z.imag.exp().sum()
         found.append(torch.autograd.grad(loss, x)[0])
@@ -176,11 +176,11 @@ def test_complex_values_come_back_conjugated_and_as_pairs() -> None:
 
 
 def test_a_backward_under_autocast_runs_the_op_as_it_was() -> None:
-    x, anew = batch().float(), Rematerializer()
+    x, rematerializer = batch().float(), Rematerializer()
     parameters = [nn.Parameter(w.detach().float()) for w in weights(2)]
     expected = layers(plain, x, parameters)
-    with anew.active():
-        found = layers(again_in(anew), x, parameters)
+    with rematerializer.active():
+        found = layers(recomputing(rematerializer), x, parameters)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert F.linear(x, parameters[0]).dtype == torch.bfloat16
         assert all(map(torch.equal, gradients(found, parameters), gradients(expected, parameters)))

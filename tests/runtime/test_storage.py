@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from autopar.errors import LayoutError
 from autopar.ir.layout import I, Layout, P, shard, split
 from autopar.ir.mesh import Mesh
-from autopar.runtime.storage import layout_of, local, placements, storable, store, whole
+from autopar.runtime.storage import full_tensor, layout_of, placements, storable, store, to_local
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import Context, connect
 
@@ -53,10 +53,10 @@ def every_layout(sizes: Sizes) -> None:
         assert layout_of(parameter) == layout
         mine = shard(value, layout, sizes, context.coordinates)
         assert torch.equal(parameter.to_local(), mine), layout
-        assert torch.equal(whole(parameter), value), layout
-        (local(parameter) * shard(gradient, layout, sizes, context.coordinates)).sum().backward()
+        assert torch.equal(full_tensor(parameter), value), layout
+        (to_local(parameter) * shard(gradient, layout, sizes, context.coordinates)).sum().backward()
         assert parameter.grad is not None
-        assert torch.equal(whole(parameter.grad), gradient), layout
+        assert torch.equal(full_tensor(parameter.grad), gradient), layout
         assert parameter.grad.placements == parameter.placements  # type: ignore[attr-defined]
 
 
@@ -107,7 +107,7 @@ def steps(parameters: list[nn.Parameter], name: str, gradients: list[list[torch.
     for given in gradients:
         optimizer.zero_grad()
         for parameter, gradient in zip(parameters, given, strict=True):
-            (local(parameter) * gradient).sum().backward()
+            (to_local(parameter) * gradient).sum().backward()
         norms.append(nn.utils.clip_grad_norm_(parameters, 1.0))
         optimizer.step()
     return norms
@@ -122,9 +122,9 @@ def train(payload: tuple[Sizes, str]) -> None:
     plain = [nn.Parameter(value) for value in wholes(0, len(chosen))]
     norms = steps(list(parameters.values()), name, mine)
     for norm, expected in zip(norms, steps(plain, name, gradients), strict=True):
-        torch.testing.assert_close(whole(norm), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(full_tensor(norm), expected, rtol=1e-12, atol=1e-12)
     for parameter, expected in zip(parameters.values(), plain, strict=True):
-        torch.testing.assert_close(whole(parameter), expected.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(full_tensor(parameter), expected.detach(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
@@ -137,7 +137,7 @@ def save(payload: tuple[Sizes, str]) -> None:
     _, parameters = stored(sizes, layouts(sizes)[::4][:12])
     optimizer = torch.optim.AdamW(parameters.values())
     for parameter in parameters.values():
-        local(parameter).sum().backward()
+        to_local(parameter).sum().backward()
     optimizer.step()
     dcp.save({"model": parameters, "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
 
@@ -150,7 +150,7 @@ def load(payload: tuple[Sizes, str]) -> None:
     parameters = store(zeros, {f"p{i}": layout for i, layout in enumerate(chosen)}, context)
     mine = torch.optim.AdamW(parameters.values())
     for parameter in parameters.values():
-        local(parameter).sum().backward()
+        to_local(parameter).sum().backward()
     mine.step()  # makes the state that is loaded into
     for state in mine.state.values():
         state["exp_avg"].zero_()
@@ -162,8 +162,8 @@ def load(payload: tuple[Sizes, str]) -> None:
     optimizer.step()
     assert all(state["step"] == 1 for state in mine.state.values())
     for layout, parameter, value in zip(chosen, parameters.values(), expected, strict=True):
-        assert torch.equal(whole(parameter), value), layout
-        assert torch.equal(whole(mine.state[parameter]["exp_avg"]), optimizer.state[value]["exp_avg"]), layout
+        assert torch.equal(full_tensor(parameter), value), layout
+        assert torch.equal(full_tensor(mine.state[parameter]["exp_avg"]), optimizer.state[value]["exp_avg"]), layout
 
 
 def test_a_checkpoint_saved_on_one_mesh_loads_on_another(pool: WorkerPool, tmp_path: Path) -> None:

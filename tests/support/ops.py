@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopar.runtime.memory_tracker import here
+from autopar.runtime.memory_tracker import counts
 
 
 class Ops(TorchDispatchMode):
@@ -27,7 +27,7 @@ class Ops(TorchDispatchMode):
         self.counts[func.overloadpacket.__name__] += 1
         given = {_address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         results = [x for x in tree_leaves(found) if isinstance(x, torch.Tensor)]
-        self._storages += [weakref.ref(x.untyped_storage()) for x in results if _address(x) not in given and here()]
+        self._storages += [weakref.ref(x.untyped_storage()) for x in results if _address(x) not in given and counts()]
         return found
 
     @property

@@ -55,19 +55,19 @@ Shapes = Sequence[tuple[int, ...]]
 
 def inside(form: str, operands: Shapes, ranks: int) -> tuple[Sends, Sends]:
     """What a distributed form sends in the forward and in the backward; the normalised dim is the last."""
-    if form in ("vocabulary", "chosen", "queries", "grouped"):
+    if form in ("vocab_parallel_embedding", "vocab_parallel_nll_loss", "query_parallel_attention", "grouped_query_attention"):
         return [], []
-    if form == "classes":
+    if form == "vocab_parallel_cross_entropy":
         (count,) = operands[1]
         return [("all_reduce", count, True), ("all_reduce", 2 * count, True)], []
-    if form == "ring":
+    if form == "ring_attention":
         both = math.prod(operands[1]) + math.prod(operands[2])
         held, gradients = ("all_to_all", both, False), ("all_to_all", both, True)
         return [held] * (ranks - 1), [held] * (ranks - 1) + [gradients] * ranks
-    if form == "fetched":
+    if form == "all_to_all_rows":
         picked = operands[1][0] // ranks * math.prod(operands[0][1:])
         return [("all_to_all", picked, False)], [("all_to_all", picked, False)]
-    if form in ("batch_norm", "batch_norm_planes"):
+    if form in ("sync_batch_norm", "sync_batch_norm_spatial"):
         channels = operands[0][1]
         return [("all_gather", 2 * channels * ranks, True)], [("all_reduce", 2 * channels, True)]
     rows = math.prod(operands[0][:-1])
@@ -188,9 +188,9 @@ class _Teller:
         fitted = self.fits[op.name]
         for size, (kind, number, _) in zip(self.mesh.sizes, self.chosen.ops[op.name].forms, strict=True):
             form = fitted.distributed[number].name if kind == "D" and fitted else ""
-            if form == "queries":
+            if form == "query_parallel_attention":
                 return 2 - 1 / size
-            if form == "ring":
+            if form == "ring_attention":
                 return 2 * size - 1 if True in op.args or ("is_causal", True) in op.kwargs else size
         return 1.0
 

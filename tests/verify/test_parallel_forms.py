@@ -75,7 +75,7 @@ def test_an_embedding_over_a_split_vocabulary_gives_equal_numbers(pool: WorkerPo
     model, sample = words(tied=tied)
     stored = ", ".join([*["I"] * (len(sizes) - 1), "S(0)"])
     plan = autopar.plan(model, sample, sizes, strategy="megatron", constraints={"table.weight": stored})
-    assert form(plan, "embedding") == "vocabulary"
+    assert form(plan, "embedding") == "vocab_parallel_embedding"
     report = verify(model, sample, Mesh.of(sizes), plan, Options(), pool)
     assert report.ok, report
 
@@ -85,7 +85,7 @@ def test_a_cross_entropy_over_split_classes_gives_equal_numbers(pool: WorkerPool
     model, sample = words(tied=True)
     on = table.mesh(sizes)
     plan = autopar.plan(model, sample, on, constraints={":reshape#0": ", ".join([*["*"] * (len(sizes) - 1), "S(1)"])})
-    assert form(plan, "cross_entropy") == "classes"
+    assert form(plan, "cross_entropy") == "vocab_parallel_cross_entropy"
     report = verify(model, sample, on, plan, Options(), pool)
     assert report.ok, report
 
@@ -129,7 +129,7 @@ def test_a_cross_entropy_with_weights_and_smoothing_is_split_over_its_classes(
     target = torch.randint(width, (rows,)).masked_fill(torch.rand(rows) < 0.3, -100) if hard else torch.rand(rows, width)
     model, sample = Judged(width, reduction, smoothing, weighed=weighed), {"x": torch.randn(rows, 8), "target": target}
     plan = autopar.plan(model, sample, on)
-    assert form(plan, "cross_entropy") == "classes"
+    assert form(plan, "cross_entropy") == "vocab_parallel_cross_entropy"
     sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":cross_entropy_loss#0"))
     assert sent == {("all_reduce", "forward", 4 * rows): 1, ("all_reduce", "forward", 4 * sums * rows): 1}
     report = verify(model, sample, on, plan, Options(), pool)
@@ -154,7 +154,7 @@ def test_a_negative_log_likelihood_of_split_classes_sends_nothing_of_its_own(poo
     sample = {"x": torch.randn(rows, 8), "target": torch.randint(width, (rows,)).masked_fill(torch.rand(rows) < 0.3, -100)}
     plan = autopar.plan(Likely(width), sample, on)
     assert form(plan, "log_softmax") == "log_softmax"
-    assert form(plan, "nll_loss") == "chosen"
+    assert form(plan, "nll_loss") == "vocab_parallel_nll_loss"
     sent = Counter((c.kind, c.where, c.bytes) for c in plan.collectives if "nll_loss" in c.value)
     assert sent == {("all_reduce", "forward", 4): 1}  # the loss itself, in addends
     report = verify(Likely(width), sample, on, plan, Options(), pool)
@@ -179,7 +179,7 @@ def live_bytes(plan: Plan) -> int:
 
 def test_no_rank_ever_has_all_scores(pool: WorkerPool) -> None:
     plan = autopar.plan(*many(), table.mesh((4,)), constraints={"head:linear#0": "S(2)", ":reshape#0": "S(1)"})
-    assert form(plan, "cross_entropy") == "classes"
+    assert form(plan, "cross_entropy") == "vocab_parallel_cross_entropy"
     for peak in pool.run(f"{__name__}:live_bytes", plan, ranks=4):
         assert isinstance(peak, int)
         assert peak < ROWS * LENGTH * MANY * torch.float32.itemsize
@@ -232,7 +232,7 @@ def test_a_norm_over_a_split_dim_gives_equal_numbers_and_sends_statistics_only(p
     rows, width = (64, 9) if name == "batch_norm" else (8, 256)  # channels that cannot be split
     model, x, on = Normal(width, BETWEEN[name](width)), torch.randn(rows, 8), table.mesh((ranks,))
     plan = autopar.plan(model, x, on)
-    assert form(plan, name) == name
+    assert form(plan, name) == ("sync_batch_norm" if name == "batch_norm" else name)
     forward, backward = SENT[name](rows, width, ranks)
     sent = Counter((c.where, c.kind, c.bytes) for c in plan.collectives if c.value == f"between:{name}#0")
     assert sent == Counter(
@@ -251,7 +251,7 @@ def test_a_norm_over_several_dims_sends_what_one_over_one_does(
     rows, on = 8, table.mesh((4,))
     model, x = Normal(256, Over(norm, 32, 8)), torch.randn(rows, 8)
     plan = autopar.plan(model, x, on)
-    assert form(plan, name) == name
+    assert form(plan, name) == ("sync_batch_norm" if name == "batch_norm" else name)
     forward, backward = SENT[name](rows, 256, 4)
     sent = Counter((c.where, c.kind, c.bytes) for c in plan.collectives if c.value == f"between.norm:{name}#0")
     assert sent == Counter(
@@ -277,7 +277,7 @@ PLANES = {
     "group_norm": (lambda: nn.GroupNorm(3, 9), 9, 256, 3),
     "group_norm_channels": (lambda: nn.GroupNorm(1, 256), 256, 7, 1),
     "instance_norm": (lambda: nn.InstanceNorm1d(9, affine=True), 9, 256, 9),
-    "batch_norm_planes": (lambda: nn.BatchNorm1d(9), 9, 256, 9),
+    "sync_batch_norm_spatial": (lambda: nn.BatchNorm1d(9), 9, 256, 9),
 }
 
 
@@ -327,7 +327,7 @@ def test_a_distribution_over_a_split_dim_in_any_spelling_sends_the_same(
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_data_parallelism_shares_the_statistics_of_batch_norm_and_gathers_no_batch(strategy: str) -> None:
     plan = autopar.plan(Normal(32, nn.BatchNorm1d(32)), torch.randn(64, 8), table.mesh((4,)), strategy=strategy)
-    assert form(plan, "batch_norm") == "batch_norm"
+    assert form(plan, "batch_norm") == "sync_batch_norm"
     assert not planning.of(plan, "up:linear#0")
 
 
@@ -346,14 +346,16 @@ class Looking(nn.Module):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name, causal", [("queries", True), ("ring", True), ("ring", False)])
+@pytest.mark.parametrize(
+    "name, causal", [("query_parallel_attention", True), ("ring_attention", True), ("ring_attention", False)]
+)
 def test_attention_over_a_split_sequence_gives_equal_numbers(pool: WorkerPool, name: str, causal: bool, ranks: int) -> None:
     """Where memory is plenty the queries alone are split, or by the plain rule; where it is not, keys and values go round."""
     torch.manual_seed(0)
     length, width = 256, 8
     model, x, on = Looking(width, causal=causal), torch.randn(1, length, width), table.mesh((ranks,))
     least = planning.smallest(read_program(model, x), on)
-    plan = autopar.plan(model, x, on, budget=None if name == "queries" else least)
+    plan = autopar.plan(model, x, on, budget=None if name == "query_parallel_attention" else least)
     assert form(plan, "attention") == name
     part = 2 * length // ranks * width * 4  # of keys and values
     own = {("all_to_all", "forward", part): ranks - 1, ("all_to_all", "backward", part): 2 * ranks - 1}
@@ -388,7 +390,7 @@ def test_more_ranks_than_heads_of_keys_split_the_heads_that_read_them(pool: Work
     length = 31  # prime: nothing but heads and features can be split
     model, x, on = Grouped(causal=causal), torch.randn(1, length, 8), table.mesh((ranks,))
     plan = autopar.plan(model, x, on)
-    assert form(plan, "attention") == "grouped"
+    assert form(plan, "attention") == "grouped_query_attention"
     size = 4 * length * Grouped.held * Grouped.width  # of keys, which like values are made in parts, finer than heads
     sent = Counter((c.value, c.kind, c.where, c.bytes) for c in planning.of(plan, "key:linear#0", "value:linear#0"))
     pair = ("all_gather", "forward"), ("reduce_scatter", "backward")
@@ -426,7 +428,7 @@ def test_attention_with_a_mask_over_a_split_sequence_gives_equal_numbers(
     model, on = Masked(width, causal=False), table.mesh((ranks,))
     sample = {"x": torch.randn(1, length, width), "mask": shown(queries, length, truth=truth)}
     plan = autopar.plan(model, sample, on, budget=planning.smallest(read_program(model, sample), on) if tight else None)
-    assert form(plan, "attention") == ("ring" if tight else "q")
+    assert form(plan, "attention") == ("ring_attention" if tight else "q")
     part = 2 * length // ranks * width * 4  # of keys and values
     own = {("all_to_all", "forward", part): ranks - 1, ("all_to_all", "backward", part): 2 * ranks - 1}
     sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":scaled_dot_product_attention#0", "mask"))
@@ -455,7 +457,7 @@ def test_the_gates_of_a_recurrent_network_are_split(pool: WorkerPool, made: type
     model, x, on = Told(made, width), torch.randn(1, length, 8), table.mesh((ranks,))
     plan = autopar.plan(model, x, on)
     name = "rnn_tanh" if made is nn.RNN else made.__name__.lower()
-    assert form(plan, f":{name}#") == f"{name}_gates"
+    assert form(plan, f":{name}#") == f"gate_parallel_{name}"
     stored = {plan.layouts[f"cells.{kind}_l{layer}"] for kind in ("weight_ih", "weight_hh") for layer in range(layers)}
     assert stored == {"S(0)"}
     sent = Counter((c.kind, c.where, c.bytes) for c in plan.collectives if c.value.startswith(f"cells:{name}#"))

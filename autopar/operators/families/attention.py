@@ -49,11 +49,11 @@ def others(call: Call, local: Local, ranks: int) -> int:
 
 
 # More ranks than heads of keys and values: each takes a part of the queries that read one of them.
-GROUPED = ParallelForm(name="grouped", factors=("h", "g"), nested=True)
-QUERIES = ParallelForm(name="queries", factors=("q",), able=looking_back, work=lambda ranks: 2 - 1 / ranks)
+GROUPED = ParallelForm(name="grouped_query_attention", factors=("h", "g"), nested=True)
+QUERIES = ParallelForm(name="query_parallel_attention", factors=("q",), able=looking_back, work=lambda ranks: 2 - 1 / ranks)
 RINGS = [  # the last rank sees all chunks, its own by half
     ParallelForm(
-        name="ring", factors=("q", "k"), able=able, work=work,
+        name="ring_attention", factors=("q", "k"), able=able, work=work,
         forward=(InternalCollective("all_to_all", keys_and_values, others, wide=False),),
         backward=(
             InternalCollective("all_to_all", keys_and_values, others, wide=False),

@@ -109,7 +109,7 @@ def plain_rows(call: Call) -> bool:
     return not call.arguments["scale_grad_by_freq"] and not call.arguments["sparse"]
 
 
-VOCABULARY = ParallelForm(name="vocabulary", factors=("v",), able=plain_rows)  # a rank adds nothing for rows that lie elsewhere
+VOCABULARY = ParallelForm(name="vocab_parallel_embedding", factors=("v",), able=plain_rows)
 
 
 def convolution(call: Call) -> OpSharding:
@@ -153,7 +153,9 @@ def moved(operand: bool) -> Callable[[Call, Local], int]:
 
 # Rows go to the rank that has their matrix, and what results comes back; for the backward rows go once more.
 GIVEN, MADE = (InternalCollective("all_to_all", moved(operand), wide=False) for operand in (True, False))
-EXPERTS = ParallelForm(name="experts", factors=("t", "e"), whole=(2,), forward=(GIVEN, MADE), backward=(GIVEN, MADE, GIVEN))
+EXPERTS = ParallelForm(
+    name="expert_parallel_grouped_mm", factors=("t", "e"), whole=(2,), forward=(GIVEN, MADE), backward=(GIVEN, MADE, GIVEN)
+)
 # One matrix for each group of rows; the third operand says where groups end.
 GROUPED_PRODUCT = op("t! k, e! k n, e! -> t! n", linear="input, weight", distributed=[EXPERTS])
 

@@ -35,7 +35,7 @@ def rows_picked(call: Call, local: Local) -> int:
 
 # The index stays whole: every rank knows who needs its rows, and sends them.
 FETCHED = ParallelForm(
-    name="fetched",
+    name="all_to_all_rows",
     factors=("v", "...0"),
     whole=(1,),
     able=one_row_each,

@@ -60,14 +60,16 @@ def targets(call: Call, local: Local) -> int:
 # The largest score of all ranks; then the sum of exponentials, the scores of what is wanted, and how much that is if not one.
 CLASSES = [
     ParallelForm(
-        name="classes", factors=("c",), operands="I", results="I", able=able,
+        name="vocab_parallel_cross_entropy", factors=("c",), operands="I", results="I", able=able,
         forward=(InternalCollective("all_reduce", targets), InternalCollective("all_reduce", sums)),
     )
     for able, sums in (
         (alone, lambda call, local: 2 * targets(call, local)), (shared, lambda call, local: 3 * targets(call, local))
     )
 ]  # fmt: skip
-CHOSEN = ParallelForm(name="chosen", factors=("c",), able=chosen)  # a rank adds nothing for targets that lie elsewhere
+CHOSEN = ParallelForm(
+    name="vocab_parallel_nll_loss", factors=("c",), able=chosen
+)  # a rank adds nothing for targets that lie elsewhere
 
 TABLE: dict[str, Rule] = {
     # element by element

@@ -128,7 +128,7 @@ BATCH_NORM, BATCH_NORM_PLANES = (
         forward=(InternalCollective("all_gather", of_all(factor, channels)),),
         backward=(InternalCollective("all_reduce", channels),),
     )
-    for name, factor in (("batch_norm", "b"), ("batch_norm_planes", "d0"))
+    for name, factor in (("sync_batch_norm", "b"), ("sync_batch_norm_spatial", "d0"))
 )
 
 

@@ -54,7 +54,7 @@ def between(call: Call, local: Local, ranks: int) -> int:
 # All gates of the input at once, then those of the state at every step; the backward adds up the gradients of states.
 GATES = {
     name: ParallelForm(
-        name=f"{name}_gates",
+        name=f"gate_parallel_{name}",
         factors=("g",),
         results="I",
         able=lambda call: not projected(call),

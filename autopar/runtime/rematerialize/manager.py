@@ -1,22 +1,24 @@
-"""What is dropped after its use in the forward and made again for the backward: gathered weights, and results of ops.
+"""Rematerialization: activations and gathered weights that are dropped after the forward and had again in the backward.
 
-Emitted code makes such values with `bucket.finish(anew, ...)`, `call(anew, op, ...)` or `convert(anew, ...)` inside
-`with anew.active():`. When autograd saves a tensor that lies in their memory (linear saves a transposed view, say), only its
-geometry is kept, and what made the memory runs once more when the backward asks for it. So does what autograd keeps inside an
-op, masks and statistics. What autograd does with the gradient is not touched. What was given to `offload` comes back from the
-host's memory instead.
+Emitted code marks such values inside `with rematerializer.active():`
 
-    Run        what runs again: a `OpCall` with its operands, or the conversion of a bundle of weights (`BucketGather`); or a
-    `OffloadFetch` Made       a piece of memory that a run makes
-    Part       a tensor in such memory, as geometry
-    Saved      a part that will be asked for: by autograd, or because another run reads it
-    Use        the claim of a saved part on the memory
+    y = recompute_op(rematerializer, torch.ops.aten.mul.Tensor, a, b)                       y is recomputed from a and b
+    w = all_gather__reduce_scatter_wait(bucket, dp, ..., rematerializer=rematerializer)     w is gathered again
+    z = offload(rematerializer, z)                                                          z is copied to host memory and back
 
-Memory that was made again is kept until each of its uses was served, so that a backward makes it once; a second backward
-(`retain_graph`) makes it anew. A run holds what it reads as long as something may ask for what it makes: tensors as they are,
-parts of what is made again as parts. When a bundle is made, the one before it in the forward, which the backward will ask for
-next, is sent for. Memory is recognised by its storage, and a mark dies with the storage: a freed address is soon used again by
-something else.
+Like activation checkpointing, this works through saved tensor hooks. Autograd saves tensors, often views of a marked value
+(`linear` saves a transposed weight, say). The pack hook looks at the tensor's storage: if it is a marked one, autograd is given
+sizes and strides only, so the storage is freed after its last use in the forward. The unpack hook fills the storage again by
+repeating what made it. Tensors that autograd saves inside a `recompute_op` (a dropout mask, statistics of a norm) are marked
+too. The hooks change neither gradients nor their order.
+
+Operands of a recomputed op are held until nothing can ask for its results any more; operands that are recomputed themselves
+are held by their recipe only. When a gathered bucket is read in the backward, the bucket before it in the forward, which comes
+next, is prefetched.
+
+Storages are identified by the storage object, not by its address: the address of a freed storage is soon in use again.
+
+The parts: `storage` has the storages and the counts of who will ask for them, `recompute` what fills them.
 """
 
 from __future__ import annotations
@@ -30,125 +32,147 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.runtime.collectives import FUNCTIONS
-from autopar.runtime.parallel_ops import FORMS
-from autopar.runtime.rematerialize.recompute import BucketGather, ConversionCall, OffloadFetch, OpCall, Tensors, memory, tensors
+from autopar.runtime.parallel_ops import PARALLEL_OPS
+from autopar.runtime.rematerialize.recompute import (
+    BucketGather,
+    ConversionCall,
+    OffloadFetch,
+    OpCall,
+    Tensors,
+    storage_id,
+    tensors,
+)
 from autopar.runtime.rematerialize.storage import Geometry, RecomputedStorage, SavedEntry, StoragePart
 from autopar.runtime.world import Axis
 
-NAMED = {function.__name__: function for function in FUNCTIONS.values()}
+CONVERSIONS = {function.__name__: function for function in FUNCTIONS.values()}
 
 
-def call(anew: Rematerializer, function: Callable[..., object], /, *args: object, **kwargs: object) -> object:
-    """`function(*args, **kwargs)`, whose results are dropped after their use and made again for the backward.
+def recompute_op(rematerializer: Rematerializer, function: Callable[..., object], /, *args: object, **kwargs: object) -> object:
+    """`function(*args, **kwargs)`, whose results and saved tensors are dropped and recomputed in the backward.
 
-    The target of a `call_function` node, like `convert`. The function gives the same each time and changes nothing.
+    The function must be deterministic and free of side effects. The target of a `call_function` node of emitted code.
     """
-    return anew.call(function, args, kwargs) if torch.is_grad_enabled() else function(*args, **kwargs)
+    return rematerializer.call(function, args, kwargs) if torch.is_grad_enabled() else function(*args, **kwargs)
 
 
-def convert(anew: Rematerializer, conversion: str, x: torch.Tensor, axis: Axis, *place: int) -> object:
-    """The same for a function of `runtime.collectives`, by its name."""
-    return call(anew, NAMED[conversion], x, axis, *place)
+def recompute_conversion(rematerializer: Rematerializer, name: str, x: torch.Tensor, axis: Axis, *position: int) -> object:
+    """The conversion of this name in `autopar.runtime.collectives`, whose result is dropped and recomputed in the backward.
+
+    The name stands for the function because fx prints no plain functions as arguments. The target of a `call_function` node.
+    """
+    return recompute_op(rematerializer, CONVERSIONS[name], x, axis, *position)
 
 
-def form(anew: Rematerializer, name: str, axis: Axis, *args: object, **kwargs: object) -> object:
-    """The same for a function of `runtime.forms`; what it sends is sent once more."""
-    return call(anew, FORMS[name], axis, *args, **kwargs)
+def recompute_parallel_op(rematerializer: Rematerializer, name: str, axis: Axis, *args: object, **kwargs: object) -> object:
+    """The parallel operator of this name in `autopar.runtime.parallel_ops`, recomputed in the backward.
+
+    Its communication is repeated too. The target of a `call_function` node.
+    """
+    return recompute_op(rematerializer, PARALLEL_OPS[name], axis, *args, **kwargs)
 
 
-def offload(anew: Rematerializer, x: torch.Tensor) -> torch.Tensor:
-    """The tensor, which goes to the host's memory and is dropped after its use; the backward has it from there."""
+def offload(rematerializer: Rematerializer, x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself; its storage is copied to host memory, dropped after its last use, and copied back in the backward.
+
+    The target of a `call_function` node of emitted code.
+    """
     if torch.is_grad_enabled():
-        anew.send(x)
+        rematerializer.offload(x)
     return x
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class StoredTensor:
-    """What autograd holds of a tensor that it saved."""
+class PackedTensor:
+    """What autograd holds in place of a tensor that it saved: the tensor, or how to have its storage filled again."""
 
-    what: torch.Tensor | SavedEntry
+    value: torch.Tensor | SavedEntry
 
 
 class Rematerializer:
-    """What can be made again of a parallel model's forward while it runs, by the storage in which it lies."""
+    """Decides, while a forward runs, which saved tensors are kept and which are recomputed, by the storage they view."""
 
     def __init__(self) -> None:
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
-        self._marks: MutableMapping[torch.UntypedStorage, RecomputedStorage] = WeakIdKeyDictionary()
-        self._kept: MutableMapping[torch.UntypedStorage, list[ref[StoredTensor]]] = WeakIdKeyDictionary()
-        self._order: list[ref[BucketGather]] = []
-        self._calling: OpCall | None = None
+    def _reset(self) -> None:
+        self._storages: MutableMapping[torch.UntypedStorage, RecomputedStorage] = WeakIdKeyDictionary()
+        self._packed: MutableMapping[torch.UntypedStorage, list[ref[PackedTensor]]] = WeakIdKeyDictionary()
+        self._buckets: list[ref[BucketGather]] = []
+        self._running: OpCall | None = None
+
+    @property
+    def tracked(self) -> int:
+        """How many live storages of the forward that runs would be recomputed."""
+        return len(self._storages)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Around a forward: of what is made again, autograd saves the geometry only."""
-        self._begin()
+        """Around a forward: tensors that autograd saves go through the hooks."""
+        self._reset()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
-            self._begin()  # an output that the user keeps holds nothing
+            self._reset()  # or an output that the user keeps would keep its recipe alive
 
     def call(self, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        """See the function `call`."""
-        self._calling = run = OpCall(function, args, kwargs, self._part)
+        """Call a function whose results and saved tensors are recomputed in the backward; see `recompute_op`."""
+        self._running = op = OpCall(function, args, kwargs, self._part)
         try:
             results = function(*args, **kwargs)
         finally:
-            self._calling = None
+            self._running = None
         for tensor in tensors(results):
-            self._mark(run, run.place(), tensor)
+            self._mark(op, op.next_index(), tensor)
         return results
 
     def convert(self, values: Tensors, conversion: ConversionCall, sources: Tensors) -> None:
-        """Have the values that were converted from `sources` made again, if something is saved at all.
+        """Mark weights of a bucket, converted from `sources`, as gathered again in the backward.
 
-        Not those that lie in the memory of their source.
+        Values that view their source, or only part of a storage, are not marked. Without gradients nothing is.
         """
         if not torch.is_grad_enabled():
             return
-        run = BucketGather(conversion, [self._part(source) or source.detach() for source in sources], self._order)
-        for place, (value, source) in enumerate(zip(values, sources, strict=True)):
+        bucket = BucketGather(conversion, [self._part(source) or source.detach() for source in sources], self._buckets)
+        for index, (value, source) in enumerate(zip(values, sources, strict=True)):
             if value.untyped_storage() is not source.untyped_storage() and _fills_its_storage(value):
-                self._marks[value.untyped_storage()] = run.add(place, value)
+                self._storages[value.untyped_storage()] = bucket.add(index, value)
 
-    def send(self, x: torch.Tensor) -> None:
-        """See the function `offload`."""
+    def offload(self, x: torch.Tensor) -> None:
+        """Mark the storage of a tensor as copied to host memory and back; see the function `offload`."""
         storage = x.untyped_storage()
-        if storage not in self._marks:
-            self._marks[storage] = made = OffloadFetch(storage).made
-            for kept in (link() for link in self._kept.pop(storage, [])):  # what made it may have saved it
-                if kept is not None and isinstance(kept.what, torch.Tensor):
-                    kept.what = StoragePart(of=made, geometry=Geometry.of(kept.what)).saved()
+        if storage not in self._storages:
+            self._storages[storage] = fetched = OffloadFetch(storage).fetched
+            for packed in (link() for link in self._packed.pop(storage, [])):  # saved by the op that returned x, before this
+                if packed is not None and isinstance(packed.value, torch.Tensor):
+                    packed.value = StoragePart(of=fetched, geometry=Geometry.of(packed.value)).claim()
 
-    def _mark(self, run: OpCall, place: int, tensor: torch.Tensor) -> None:
-        """Have a result of a call, or what autograd saves in it, made again, if it does not lie in an operand."""
-        if memory(tensor) not in run.reads and tensor.untyped_storage() not in self._marks:
-            self._marks[tensor.untyped_storage()] = run.add(place, tensor)
+    def _mark(self, op: OpCall, index: int, tensor: torch.Tensor) -> None:
+        """Have an output of an op recomputed, unless it views an operand or is marked already."""
+        if storage_id(tensor) not in op.reads and tensor.untyped_storage() not in self._storages:
+            self._storages[tensor.untyped_storage()] = op.add(index, tensor)
 
     def _part(self, tensor: torch.Tensor) -> StoragePart | None:
-        """A tensor as a part of what can be made again, if it is one."""
-        found = self._marks.get(tensor.untyped_storage())
+        """A tensor as a part of a recomputed storage; None if its storage is kept."""
+        found = self._storages.get(tensor.untyped_storage())
         return StoragePart(of=found, geometry=Geometry.of(tensor)) if found is not None else None
 
-    def _pack(self, tensor: torch.Tensor) -> StoredTensor:
-        if self._calling is not None:
-            self._mark(self._calling, self._calling.place(), tensor)
+    def _pack(self, tensor: torch.Tensor) -> PackedTensor:
+        if self._running is not None:
+            self._mark(self._running, self._running.next_index(), tensor)
         part = self._part(tensor)
         if part:
-            return StoredTensor(part.saved())
-        kept = StoredTensor(tensor)
-        self._kept.setdefault(tensor.untyped_storage(), []).append(ref(kept))
-        return kept
+            return PackedTensor(part.claim())
+        packed = PackedTensor(tensor)
+        self._packed.setdefault(tensor.untyped_storage(), []).append(ref(packed))
+        return packed
 
-    def _unpack(self, kept: StoredTensor) -> torch.Tensor:
-        if isinstance(kept.what, torch.Tensor):
-            return kept.what
-        tensor = kept.what.tensor()
-        kept.what.part.of.run.ahead()
+    def _unpack(self, packed: PackedTensor) -> torch.Tensor:
+        if isinstance(packed.value, torch.Tensor):
+            return packed.value
+        tensor = packed.value.tensor()
+        packed.value.part.of.source.prefetch()
         return tensor
 
     def __deepcopy__(self, memo: dict[int, object]) -> Rematerializer:

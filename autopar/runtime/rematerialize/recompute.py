@@ -1,4 +1,4 @@
-"""What of a forward can be done once more: calls, conversions of bundles of weights, fetches (`runtime.recompute`)."""
+"""What the backward can repeat: calls of operators, gathers of weight buckets, and copies from host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ Tensors = Sequence[torch.Tensor]
 
 
 class OpCall(Recomputation):
-    """A function with its operands."""
+    """A call of a function, with its operands.
+
+    Outputs are numbered in the order in which autograd saves tensors inside the call, followed by the results. Operands that
+    are recomputed themselves are held as parts, without a claim until an output has one.
+    """
 
     def __init__(
         self, function: Callable[..., object], args: object, kwargs: object, part: Callable[[torch.Tensor], StoragePart | None]
@@ -26,94 +30,97 @@ class OpCall(Recomputation):
         self._function = function
         leaves, self._spec = tree_flatten((args, kwargs))
         tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        self.reads = {memory(tensor) for tensor in tensors.values()}
-        self._differentiable = {i for i, tensor in tensors.items() if tensor.requires_grad}
+        self.reads = {storage_id(tensor) for tensor in tensors.values()}
+        self._requires_grad = {i for i, tensor in tensors.items() if tensor.requires_grad}
         self._parts = {i: found for i, tensor in tensors.items() if (found := part(tensor))}
-        kept = {i: tensor.detach() for i, tensor in tensors.items() if i not in self._parts}
-        self._leaves = [kept.get(i) if i in tensors else leaf for i, leaf in enumerate(leaves)]
+        operands = {i: tensor.detach() for i, tensor in tensors.items() if i not in self._parts}
+        self._leaves = [operands.get(i) if i in tensors else leaf for i, leaf in enumerate(leaves)]
         self._claims: dict[int, SavedEntry] = {}
-        self._claimed = 0
+        self._claimed_outputs = 0
         self._count = 0
 
-    def place(self) -> int:
-        """The place of the next tensor that autograd saves inside, or of the next result."""
+    def next_index(self) -> int:
+        """The index of the next tensor that autograd saves inside the call, or of the next result."""
         self._count += 1
         return self._count - 1
 
-    def claim(self, made: RecomputedStorage) -> None:
-        """Hold what is made again among the operands."""
-        self._claimed += 1
-        if self._claimed == 1:
-            self._claims = {i: part.saved() for i, part in self._parts.items()}
+    def retain_inputs(self, output: RecomputedStorage) -> None:
+        """Claim the recomputed operands with the first output that is claimed."""
+        self._claimed_outputs += 1
+        if self._claimed_outputs == 1:
+            self._claims = {i: part.claim() for i, part in self._parts.items()}
 
-    def release(self, made: RecomputedStorage) -> None:
-        """Let go of it with the last."""
-        self._claimed -= 1
-        if not self._claimed:
+    def release_inputs(self, output: RecomputedStorage) -> None:
+        """Give up the claims on recomputed operands with the last claimed output."""
+        self._claimed_outputs -= 1
+        if not self._claimed_outputs:
             self._claims = {}
 
-    def lacking(self, made: RecomputedStorage) -> list[RecomputedStorage]:
-        """The operands that are not there."""
-        return [claim.part.of for claim in self._claims.values() if claim.part.of.wanted]
+    def missing_inputs(self, output: RecomputedStorage) -> list[RecomputedStorage]:
+        """The recomputed operands that are not filled."""
+        return [entry.part.of for entry in self._claims.values() if entry.part.of.needed]
 
-    def make(self, made: RecomputedStorage) -> None:
-        """Run the function as in the forward, and see what autograd saves."""
+    def run(self, output: RecomputedStorage) -> None:
+        """Call the function as the forward did, and fill every needed output from what autograd saves and what it returns."""
         leaves = [self._operand(i, self._claims[i].tensor() if i in self._claims else x) for i, x in enumerate(self._leaves)]
         args, kwargs = tree_unflatten(leaves, self._spec)
         saved: list[torch.Tensor] = []
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved.append, _never), _as_called(leaves):
+        hooks = torch.autograd.graph.saved_tensors_hooks(saved.append, _never_unpacked)
+        with torch.enable_grad(), hooks, _autocast_disabled(leaves):
             results = self._function(*args, **kwargs)
-        found = [*saved, *tensors(results)]
-        saved.clear()  # the results hold it
-        if len(found) != self._count:
-            raise RuntimeError(f"{self._function} has {len(found)} tensors in the backward, {self._count} in the forward")
-        for place, other in list(self.makes.items()):
-            if other.wanted:
-                other.put(found[place])
-        for claim in self._claims.values():
-            claim.part.of.run.ahead()
+        values = [*saved, *tensors(results)]
+        saved.clear()  # the graph of the results refers to this list
+        if len(values) != self._count:
+            raise RuntimeError(
+                f"{self._function} saved and returned {len(values)} tensors when recomputed, {self._count} in the forward"
+            )
+        for index, other in list(self.outputs.items()):
+            if other.needed:
+                other.fill(values[index])
+        for entry in self._claims.values():
+            entry.part.of.source.prefetch()
 
-    def _operand(self, place: int, leaf: object) -> object:
-        """An operand as the forward had it, cut off from the graph."""
-        return leaf.detach().requires_grad_(place in self._differentiable) if isinstance(leaf, torch.Tensor) else leaf
+    def _operand(self, index: int, leaf: object) -> object:
+        """An operand as the forward had it, detached from the graph of the forward."""
+        return leaf.detach().requires_grad_(index in self._requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 class OffloadFetch(Recomputation):
-    """A piece of memory that the host holds."""
+    """The copy of a storage back from host memory; `fetched` is the storage that it fills."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         super().__init__()
-        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        self._held = OffloadedTensor(flat)
-        self.made = self.add(0, flat)
+        data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self._host_copy = OffloadedTensor(data)
+        self.fetched = self.add(0, data)
 
-    def claim(self, made: RecomputedStorage) -> None:
-        """The copy is on its way."""
+    def retain_inputs(self, output: RecomputedStorage) -> None:
+        """Hold nothing more: the copy to host memory was started by the constructor."""
 
-    def release(self, made: RecomputedStorage) -> None:
-        """It ends with this object."""
+    def release_inputs(self, output: RecomputedStorage) -> None:
+        """Keep the host memory: it is freed with this object."""
 
-    def lacking(self, made: RecomputedStorage) -> list[RecomputedStorage]:
-        """Nothing is."""
+    def missing_inputs(self, output: RecomputedStorage) -> list[RecomputedStorage]:
+        """Always empty: host memory has the bytes."""
         return []
 
-    def make(self, made: RecomputedStorage) -> None:
-        """Fetch it."""
-        made.put(self._held.fetch())
+    def run(self, output: RecomputedStorage) -> None:
+        """Copy the bytes to the device."""
+        output.fill(self._host_copy.fetch())
 
 
 class ConversionCall(Protocol):
-    """Converts tensors together."""
+    """The conversion of some weights of a bucket, in two steps so that it overlaps with computation."""
 
-    def begin(self, weights: Tensors) -> Tensors:
-        """Send for the converted tensors: what is on its way."""
+    def start(self, weights: Tensors) -> Tensors:
+        """Issue the collective, if there is one; returns its output buffers."""
 
-    def finish(self, which: Sequence[int], weights: Tensors, flight: Tensors) -> Tensors:
-        """The converted tensors; `which` are their places in the bundle."""
+    def wait(self, indices: Sequence[int], weights: Tensors, buffers: Tensors) -> Tensors:
+        """The converted weights; `indices` are their positions in the bucket."""
 
 
 class BucketGather(Recomputation):
-    """The conversion of a bundle; `order` are the bundles of this forward."""
+    """The conversion of a bucket of weights; `order` lists all buckets of this forward, for prefetching in reverse order."""
 
     def __init__(
         self, conversion: ConversionCall, sources: Sequence[torch.Tensor | StoragePart], order: list[ref[BucketGather]]
@@ -121,65 +128,66 @@ class BucketGather(Recomputation):
         super().__init__()
         self._conversion, self._sources = conversion, sources
         self._claims: dict[int, SavedEntry] = {}
-        self._which: list[int] = []
+        self._indices: list[int] = []  # the weights that are being converted
         self._weights: Tensors = ()
-        self._flight: Tensors | None = None
+        self._buffers: Tensors | None = None
         self._order, self._number = order, len(order)
         order.append(ref(self))
 
-    def claim(self, made: RecomputedStorage) -> None:
-        """Hold the source of this one."""
-        source = self._sources[made.place]
+    def retain_inputs(self, output: RecomputedStorage) -> None:
+        """Claim the weight that this output is converted from, if it is recomputed."""
+        source = self._sources[output.index]
         if isinstance(source, StoragePart):
-            self._claims[made.place] = source.saved(chained=True)
+            self._claims[output.index] = source.claim(chained=True)
 
-    def release(self, made: RecomputedStorage) -> None:
-        """Let go of it."""
-        self._claims.pop(made.place, None)
+    def release_inputs(self, output: RecomputedStorage) -> None:
+        """Give up the claim on the weight that this output is converted from."""
+        self._claims.pop(output.index, None)
 
-    def lacking(self, made: RecomputedStorage) -> list[RecomputedStorage]:
-        """The sources that are not there, unless they have been sent already."""
-        if self._flight is not None:
+    def missing_inputs(self, output: RecomputedStorage) -> list[RecomputedStorage]:
+        """The weights that are not filled; none if the collective was issued already."""
+        if self._buffers is not None:
             return []
-        return [claim.part.of for place in self._wanted() if (claim := self._claims.get(place)) and claim.part.of.wanted]
+        entries = [entry for index in self._needed() if (entry := self._claims.get(index))]
+        return [entry.part.of for entry in entries if entry.part.of.needed]
 
-    def make(self, made: RecomputedStorage) -> None:
-        """Have what is on its way, and send for the rest if this one is not there then."""
-        while made.wanted:
-            self._send()
-            assert self._flight is not None
+    def run(self, output: RecomputedStorage) -> None:
+        """Wait for the collective in progress; if it did not include this output, issue another one and wait for that."""
+        while output.needed:
+            self._start()
+            assert self._buffers is not None
             with torch.no_grad():
-                values = self._conversion.finish(self._which, self._weights, self._flight)
-            for place, value in zip(self._which, values, strict=True):
-                if place in self.makes:
-                    self.makes[place].put(value)
-            self._weights, self._flight = (), None
+                values = self._conversion.wait(self._indices, self._weights, self._buffers)
+            for index, value in zip(self._indices, values, strict=True):
+                if index in self.outputs:
+                    self.outputs[index].fill(value)
+            self._weights, self._buffers = (), None
 
-    def ahead(self) -> None:
-        """Send for the bundle that the backward will ask for after this one."""
+    def prefetch(self) -> None:
+        """Start the nearest earlier bucket of the forward that a saved tensor needs: the backward will read it next."""
         for other in (link() for link in reversed(self._order[: self._number])):
-            if other is not None and any(made.awaited for made in list(other.makes.values())):
-                other._send()
+            if other is not None and any(output.needed_by_saved_tensor for output in list(other.outputs.values())):
+                other._start()
                 return
 
-    def _send(self) -> None:
-        """Send for all that are wanted, unless they are on their way already."""
-        if self._flight is None:
-            self._which = self._wanted()
-            self._weights = [self._source(place) for place in self._which]
+    def _start(self) -> None:
+        """Start the conversion of every needed weight, unless one is in progress."""
+        if self._buffers is None:
+            self._indices = self._needed()
+            self._weights = [self._source(index) for index in self._indices]
             with torch.no_grad():
-                self._flight = self._conversion.begin(self._weights)
+                self._buffers = self._conversion.start(self._weights)
 
-    def _wanted(self) -> list[int]:
-        return [place for place, made in list(self.makes.items()) if made.wanted]
+    def _needed(self) -> list[int]:
+        return [index for index, output in list(self.outputs.items()) if output.needed]
 
-    def _source(self, place: int) -> torch.Tensor:
-        source = self._sources[place]
-        return source if isinstance(source, torch.Tensor) else self._claims[place].tensor()
+    def _source(self, index: int) -> torch.Tensor:
+        source = self._sources[index]
+        return source if isinstance(source, torch.Tensor) else self._claims[index].tensor()
 
 
-def memory(tensor: torch.Tensor) -> int:
-    """What tells one storage from others."""
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that identifies the tensor's storage while the storage lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -188,11 +196,11 @@ def tensors(results: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
 
 
-def _as_called(leaves: Sequence[object]) -> AbstractContextManager[object]:
-    """Without the autocast under which a backward may be called; no forward is."""
+def _autocast_disabled(leaves: Sequence[object]) -> AbstractContextManager[object]:
+    """A context without autocast: the user's backward may run under it, an emitted forward never does."""
     kind = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def _never(packed: object) -> torch.Tensor:
-    raise AssertionError("what was made again has no backward")
+def _never_unpacked(packed: object) -> torch.Tensor:
+    raise AssertionError("a recomputed op has no backward of its own")

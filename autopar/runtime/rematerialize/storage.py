@@ -1,4 +1,9 @@
-"""Memory that is made again, or fetched: what fills it, and who has a claim to it (`runtime.recompute`)."""
+"""Storages that the backward can fill again, and reference counts of the tensors that will ask for them.
+
+A storage is dropped after its last use in the forward. What autograd saved of it is kept as a `SavedEntry`: sizes, strides and
+offset of the tensor (`Geometry`), and a `Claim` on the storage. The storage is filled when the first claim is redeemed, and
+freed when every claim has been.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """How a tensor lies in its storage."""
+    """How a tensor views its storage: everything about a tensor but its bytes."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -30,7 +35,7 @@ class Geometry:
         )  # fmt: skip
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor that lies so in a storage."""
+        """A tensor of this geometry over a storage."""
         with torch.no_grad():
             tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
             tensor = tensor.set_(storage, self.offset, self.size, self.stride)
@@ -39,146 +44,158 @@ class Geometry:
 
 
 class Recomputation(ABC):
-    """Something of the forward that can be done once more. It knows what it makes as long as something may ask for it."""
+    """Work of the forward that can be repeated in the backward; `outputs` are the storages that it fills, by output index.
+
+    The references are weak: a storage that nothing will ask for is not filled.
+    """
 
     def __init__(self) -> None:
-        self.makes: MutableMapping[int, RecomputedStorage] = WeakValueDictionary()  # by place
+        self.outputs: MutableMapping[int, RecomputedStorage] = WeakValueDictionary()
 
-    def add(self, place: int, tensor: torch.Tensor) -> RecomputedStorage:
-        """The memory in which what it made at a place lies."""
-        self.makes[place] = made = RecomputedStorage(self, place, Geometry.of(tensor))
-        return made
-
-    @abstractmethod
-    def claim(self, made: RecomputedStorage) -> None:
-        """Something will ask for this memory: what it is made from is needed, too."""
+    def add(self, index: int, tensor: torch.Tensor) -> RecomputedStorage:
+        """Register the storage of an output of the forward as one that `run` fills."""
+        self.outputs[index] = output = RecomputedStorage(self, index, Geometry.of(tensor))
+        return output
 
     @abstractmethod
-    def release(self, made: RecomputedStorage) -> None:
-        """Nothing will."""
+    def retain_inputs(self, output: RecomputedStorage) -> None:
+        """Hold the inputs that this output is computed from, because the output now has a claim."""
 
     @abstractmethod
-    def lacking(self, made: RecomputedStorage) -> list[RecomputedStorage]:
-        """What must be made before this can be."""
+    def release_inputs(self, output: RecomputedStorage) -> None:
+        """Drop the inputs that only this output needed, because its last claim has ended."""
 
     @abstractmethod
-    def make(self, made: RecomputedStorage) -> None:
-        """Make it, and with it all that is wanted."""
+    def missing_inputs(self, output: RecomputedStorage) -> list[RecomputedStorage]:
+        """The inputs that must be filled before `run` can fill this output."""
 
-    def ahead(self) -> None:  # noqa: B027
-        """It has been asked for something: send for what the backward will ask for next."""
+    @abstractmethod
+    def run(self, output: RecomputedStorage) -> None:
+        """Fill this output, and every other output that is needed."""
+
+    def prefetch(self) -> None:  # noqa: B027
+        """Start communication for what the backward will need next; called after one of the outputs was read."""
 
 
 class RecomputedStorage:
-    """A storage that a run fills. As long as something uses it, the run lays claim to what it reads."""
+    """A storage that a `Recomputation` fills, with counts of the claims on it.
 
-    def __init__(self, run: Recomputation, place: int, first: Geometry) -> None:
-        self.run, self.place, self._first = run, place, first
+    The storage stays filled until every claim was redeemed, so one backward fills it once; a second backward
+    (`retain_graph=True`) fills it once more. While it has claims, its recomputation holds its inputs.
+    """
+
+    def __init__(self, source: Recomputation, index: int, geometry: Geometry) -> None:
+        self.source, self.index, self._geometry = source, index, geometry
         self._value: torch.Tensor | None = None
-        self._uses = 0  # that exist
-        self._asking = 0  # of them, not of a bundle that is made from this one, and not yet served
-        self._served = 0  # of them, since the value was made
-        self.round = 0  # how often the value was let go
+        self._claims = 0
+        self._saved_claims = 0  # of saved tensors (not of buckets gathered from this storage), not redeemed yet
+        self._redeemed = 0  # claims redeemed since the storage was filled
+        self.round = 0  # how often the storage was freed
 
     @property
-    def wanted(self) -> bool:
-        """Whether something may ask for it, and it is not there."""
-        return self._value is None and self._uses > 0
+    def needed(self) -> bool:
+        """Whether there is a claim on it and it is not filled."""
+        return self._value is None and self._claims > 0
 
     @property
-    def awaited(self) -> bool:
-        """Whether something will that is not a bundle."""
-        return self._value is None and self._asking > 0
+    def needed_by_saved_tensor(self) -> bool:
+        """Whether a saved tensor has a claim on it and it is not filled: claims of buckets gathered from it do not count."""
+        return self._value is None and self._saved_claims > 0
 
     def storage(self) -> torch.UntypedStorage:
-        """The memory, made again unless it is still there from another use.
+        """The filled storage.
 
-        What it is made from is made first, one after the other: a chain of ops may be longer than Python's stack is deep.
+        Inputs that are missing are recomputed first, with a stack of our own: a chain of ops may be longer than Python's
+        recursion limit.
         """
-        waiting = [self] if self._value is None else []
-        while waiting:
-            lacking = waiting[-1].run.lacking(waiting[-1]) if waiting[-1].wanted else []
-            waiting += reversed(lacking)
-            if not lacking and (made := waiting.pop()).wanted:
-                made.run.make(made)
+        stack = [self] if self._value is None else []
+        while stack:
+            missing = stack[-1].source.missing_inputs(stack[-1]) if stack[-1].needed else []
+            stack += reversed(missing)
+            if not missing and (output := stack.pop()).needed:
+                output.source.run(output)
         assert self._value is not None
         return self._value.untyped_storage()
 
-    def put(self, value: torch.Tensor) -> None:
-        """The value is there again; if it is laid out otherwise than in the forward, as it was there."""
-        if Geometry.of(value) != self._first:
-            value = self._first.on(value.new_empty(value.numel()).untyped_storage()).copy_(value)
+    def fill(self, value: torch.Tensor) -> None:
+        """Take the recomputed value; saved views need the strides of the forward, so a value with other strides is copied."""
+        if Geometry.of(value) != self._geometry:
+            value = self._geometry.on(value.new_empty(value.numel()).untyped_storage()).copy_(value)
         self._value = value.detach()
 
-    def add(self, change: int, *, asking: bool) -> None:
-        """One use more, or less."""
-        before, self._uses = self._uses, self._uses + change
-        self._asking += change if asking else 0
-        if not before:
-            self.run.claim(self)
-        elif not self._uses:
-            self.run.release(self)
+    def add_claim(self, *, saved: bool) -> None:
+        """Count a new claim; the first one retains the inputs."""
+        self._claims += 1
+        self._saved_claims += saved
+        if self._claims == 1:
+            self.source.retain_inputs(self)
 
-    def serve(self, *, asking: bool) -> None:
-        """A use has got the value."""
-        self._served += 1
-        self._asking -= asking
-        self._let_go()
+    def redeem(self, *, saved: bool) -> None:
+        """Count a claim that has received the filled storage."""
+        self._redeemed += 1
+        self._saved_claims -= saved
+        self._free_if_redeemed()
 
-    def remove(self, *, served: bool, asking: bool) -> None:
-        """A use has ended; `served` if it has got the value that is there now."""
-        self.add(-1, asking=asking)
-        self._served -= served
-        self._let_go()
+    def remove_claim(self, *, redeemed: bool, saved: bool) -> None:
+        """Count a claim that has ended; `redeemed` if it had received the storage as it is filled now."""
+        self._claims -= 1
+        self._saved_claims -= saved
+        if not self._claims:
+            self.source.release_inputs(self)
+        self._redeemed -= redeemed
+        self._free_if_redeemed()
 
-    def _let_go(self) -> None:
-        if self._value is not None and self._served >= self._uses:
+    def _free_if_redeemed(self) -> None:
+        if self._value is not None and self._redeemed >= self._claims:
             self._value = None
-            self._served = 0
+            self._redeemed = 0
             self.round += 1
 
 
 class Claim:
-    """One reason to make memory again; it ends with the object."""
+    """The right to a recomputed storage; it ends when this object is freed.
 
-    __slots__ = ("_asking", "_round", "of")
+    `chained` marks the claim of a bucket whose gathered weights are themselves recomputed.
+    """
 
-    def __init__(self, of: RecomputedStorage, *, chained: bool) -> None:
-        self.of, self._round, self._asking = of, -1, not chained
-        of.add(1, asking=self._asking)
+    __slots__ = ("_round", "_saved", "target")
 
-    def take(self) -> torch.UntypedStorage:
-        """The memory; a use that asks twice counts once, as long as others wait for the same value."""
-        storage, now = self.of.storage(), self.of.round
+    def __init__(self, target: RecomputedStorage, *, chained: bool) -> None:
+        self.target, self._round, self._saved = target, -1, not chained
+        target.add_claim(saved=self._saved)
+
+    def redeem(self) -> torch.UntypedStorage:
+        """The filled storage; redeeming twice counts once as long as the storage was not freed between."""
+        storage, now = self.target.storage(), self.target.round
         if self._round != now:
             self._round = now
-            self.of.serve(asking=self._asking)
-            self._asking = False
+            self.target.redeem(saved=self._saved)
+            self._saved = False
         return storage
 
     def __del__(self) -> None:
-        self.of.remove(served=self._round == self.of.round, asking=self._asking)
+        self.target.remove_claim(redeemed=self._round == self.target.round, saved=self._saved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoragePart:
-    """A tensor that lies in memory that can be made again."""
+    """A tensor that views a recomputed storage."""
 
     of: RecomputedStorage
     geometry: Geometry
 
-    def saved(self, *, chained: bool = False) -> SavedEntry:
-        """The part with a claim to the memory; `chained` if it is converted to something that is made again in its turn."""
-        return SavedEntry(part=self, use=Claim(self.of, chained=chained))
+    def claim(self, *, chained: bool = False) -> SavedEntry:
+        """This part with a claim on its storage; `chained` if a bucket is gathered from it that is recomputed itself."""
+        return SavedEntry(part=self, claim=Claim(self.of, chained=chained))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedEntry:
-    """A part that will be asked for."""
+    """What is kept in place of a saved tensor whose storage is recomputed."""
 
     part: StoragePart
-    use: Claim
+    claim: Claim
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, in memory made again."""
-        return self.part.geometry.on(self.use.take())
+        """The tensor, over the storage filled again."""
+        return self.part.geometry.on(self.claim.redeem())

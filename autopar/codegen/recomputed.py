@@ -1,0 +1,43 @@
+"""Which values a plan recomputes, or offloads, so that ops on views of them must be recomputed too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.analysis.recomputability import aliases, lies, may_copy
+from autopar.ir.layout import Layout
+from autopar.ir.program import Op, Program
+from autopar.search_space.assignment import Assignment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputedValues:
+    """Answers for one program under one assignment."""
+
+    program: Program
+    assignment: Assignment
+
+    def repeats(self, op: Op) -> bool:
+        """Whether an op is called so that the backward can repeat it.
+
+        That is so if the plan says it, and for an op that views or copies, depending on strides, a value that is recomputed: a
+        copy of such a value would otherwise be saved.
+        """
+        views = may_copy(op) and lies(op, self.program.values)
+        return op.name in self.assignment.recompute.ops or (views and self._first_operand(op))
+
+    def _first_operand(self, op: Op) -> bool:
+        return self._value(op.operands[0], self.assignment.ops[op.name].operands[0])
+
+    def _value(self, name: str, layout: Layout) -> bool:
+        """Whether a value in a layout is recomputed or offloaded, or views one that is."""
+        recompute = self.assignment.recompute
+        if (name, layout) in recompute.offload:
+            return True
+        for step in self.assignment.routes.get(name, ()):
+            if step.target == layout:
+                return (aliases(step) and self._value(name, step.source)) or (name, step) in recompute.steps
+        op = self.program.producer.get(name)
+        if op is None:
+            return False
+        return op.name in recompute.ops or (lies(op, self.program.values) and self._first_operand(op))
