@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -12,15 +13,12 @@ from autopar.formulation.formulate import PlanningProblem
 from autopar.formulation.memory_model import MemoryModel
 from autopar.ir.mesh import Bytes
 from autopar.solver.highs import SolverError
-from autopar.solver.presolve import Aggregated, merge_followers
+from autopar.solver.least_memory import least_memory
 from autopar.solver.problem import Floats, Row, Solution, row_bytes
-from autopar.solver.solve import DEAR, POLISH, least_memory, solve
+from autopar.solver.settings import DEFAULTS, SearchSettings
+from autopar.solver.solve import Outcome, solve
 
-LITTLE = 1e-4  # of the limit: the least by which a row that was kept but did not suffice is tightened
-PART = 1 / 8  # of what exceeds it, by which it is tightened first: plans are few, and one just below may be next
-FINE = 0.01  # of the least memory, by which less is tried
-
-_FOUND: MutableMapping[MemoryModel, Solution] = WeakKeyDictionary()  # the solutions of least memory: often asked for twice
+_LEAST: MutableMapping[MemoryModel, Solution] = WeakKeyDictionary()  # the solutions of least memory: often asked for twice
 
 
 def within(
@@ -29,57 +27,45 @@ def within(
     limit: Bytes,
     *,
     cutoff: float = math.inf,
-    patience: float = math.inf,
-    near: bool = False,
+    settings: SearchSettings = DEFAULTS,
 ) -> Solution | None:
     """The cheapest solution whose walk stays within `limit` bytes per device; None if there is none below `cutoff` seconds.
 
-    Raises SolverError after about `patience` seconds without an answer. With `near` only a solution near the relaxation counts:
-    then it is None too if that would take long to find.
+    Raises SolverError where HiGHS fails or a limit of the settings leaves no answer.
     """
-    merged = merge_followers(formulated.problem)
-
-    def last() -> Solution | None:
-        if near or cutoff < math.inf:  # what takes the least memory is hardly ever fast
-            return None
-        least = _smallest(merged, memory_model, patience)
-        return None if least is None or memory_model.walk(merged.expand(least)).max() > limit else least
-
-    polish = 0.0 if near else POLISH
-    solution = _within(merged, memory_model, limit, last, cutoff=cutoff, patience=patience, polish=polish, branches=not near)
-    return None if solution is None else merged.expand(solution)
+    found = _within(formulated, memory_model, limit, cutoff=cutoff, settings=settings)
+    if found.solution is not None or not settings.branch_whole or cutoff < math.inf:
+        return found.solution  # what takes the least memory is hardly ever fast
+    least = smallest(formulated, memory_model, settings=settings)
+    if least is None or memory_model.walk(least).max() > limit:
+        return None
+    return least.bounded(found.bound, settings.equal_price)
 
 
 def _within(
-    merged: Aggregated,
-    memory_model: MemoryModel,
-    limit: float,
-    last: Callable[[], Solution | None],
-    *,
-    cutoff: float = math.inf,
-    patience: float = math.inf,
-    polish: float = POLISH,
-    branches: bool = True,
-) -> Solution | None:
-    """The same of the merged problem, where `last` is asked if nothing is found near the relaxation."""
-    asked: dict[int, float] = {}  # bytes beyond what the row of a moment counts
+    formulated: PlanningProblem, memory_model: MemoryModel, limit: float, *, cutoff: float, settings: SearchSettings
+) -> Outcome:
+    """The cheapest solution within a limit that is found near a relaxation, with what every solution costs at least."""
+    unseen: dict[int, float] = {}  # bytes beyond what the row of a moment counts
 
     def judge(solution: Solution, final: bool) -> list[Row]:
-        alive = memory_model.walk(merged.expand(solution))
-        fresh = [moment for moment in _peaks(alive, limit) if moment not in asked]
-        asked.update(dict.fromkeys(fresh, 0.0))
+        alive = memory_model.walk(solution)
+        fresh = [moment for moment in _peaks(alive, limit, settings) if moment not in unseen]
+        unseen.update(dict.fromkeys(fresh, 0.0))
         if final and not fresh and alive.max() > limit:
             # A moment that has its row already: a part of what the row does not see is asked for, twice as much the next time.
             fresh = [int(alive.argmax())]
-            asked[fresh[0]] = max(2 * asked[fresh[0]], PART * (float(alive.max()) - limit), LITTLE * limit)
-        return [merged.row(memory_model.row(moment, float(limit), asked[moment])) for moment in fresh]
+            excess = float(alive.max()) - limit
+            tightened = (2 * unseen[fresh[0]], settings.tighten_first * excess, settings.tighten_least * limit)
+            unseen[fresh[0]] = max(tightened)
+        return [memory_model.row(moment, float(limit), unseen[moment]) for moment in fresh]
 
-    return solve(merged.problem, judge, last=last, cutoff=cutoff, patience=patience, polish=polish, branches=branches)
+    return solve(formulated.problem, judge, cutoff=cutoff, settings=settings)
 
 
-def _peaks(alive: Floats, limit: float) -> list[int]:
+def _peaks(alive: Floats, limit: float, settings: SearchSettings) -> list[int]:
     """The moments at which more than the limit is alive and more than at any moment near, the highest first."""
-    near = max(1, len(alive) // 16)
+    near = max(1, int(len(alive) * settings.peak_neighbourhood))
     padded = np.pad(alive, near, constant_values=-np.inf)
     highest = np.lib.stride_tricks.sliding_window_view(padded, 2 * near + 1).max(axis=1)
     moments = np.flatnonzero((alive > limit) & (alive == highest))
@@ -90,49 +76,44 @@ def _peaks(alive: Floats, limit: float) -> list[int]:
     return found
 
 
-def smallest(formulated: PlanningProblem, memory_model: MemoryModel, *, patience: float = math.inf) -> Solution | None:
-    """A solution of least peak memory; None if there is no solution at all. `patience` as for `within`."""
-    merged = merge_followers(formulated.problem)
-    least = _smallest(merged, memory_model, patience)
-    return None if least is None else merged.expand(least)
-
-
-def _smallest(merged: Aggregated, memory_model: MemoryModel, patience: float) -> Solution | None:
-    """The same of the merged problem: nothing is found within a hundredth less."""
-    if memory_model in _FOUND:
-        return _FOUND[memory_model]
-    least = better = _least(merged, memory_model, patience)
+def smallest(
+    formulated: PlanningProblem, memory_model: MemoryModel, *, settings: SearchSettings = DEFAULTS
+) -> Solution | None:
+    """A solution of least peak memory: nothing is found within `least_memory_step` less. None if there is no solution at all."""
+    if memory_model in _LEAST:
+        return _LEAST[memory_model]
+    least = better = _least(formulated, memory_model, settings)
     while better is not None:
         least = better
-        limit = math.floor((1 - FINE) * memory_model.walk(merged.expand(least)).max())
+        limit = math.floor((1 - settings.least_memory_step) * memory_model.walk(least).max())
+        cutoff = settings.unlikely_price * least.seconds
         try:
             better = _within(
-                merged, memory_model, limit, lambda: None, cutoff=DEAR * least.seconds, patience=patience, polish=0.0
-            )
+                formulated, memory_model, limit, cutoff=cutoff, settings=replace(settings, rens_nodes=0)
+            ).solution
         except SolverError:
             better = None
     if least is not None:
-        _FOUND[memory_model] = least
+        _LEAST[memory_model] = least
     return least
 
 
-def _least(merged: Aggregated, memory_model: MemoryModel, patience: float) -> Solution | None:
+def _least(formulated: PlanningProblem, memory_model: MemoryModel, settings: SearchSettings) -> Solution | None:
     """A solution of about the least peak memory."""
-    cheapest = solve(merged.problem, patience=patience)
+    cheapest = solve(formulated.problem, settings=settings).solution
     if cheapest is None:
         return None
 
-    def judge(solution: Solution, beyond: dict[int, float]) -> tuple[float, list[Row]]:
-        whole = merged.expand(solution)
-        alive = memory_model.walk(whole)
+    def judge(solution: Solution, unseen: dict[int, float]) -> tuple[float, list[Row]]:
+        alive = memory_model.walk(solution)
         peak, rows = float(alive.max()), []
-        for moment in _peaks(alive, 0.0)[:3]:
+        for moment in _peaks(alive, 0.0, settings)[: settings.least_memory_peaks]:
             row = memory_model.row(moment, peak)
-            seen = row_bytes(merged.original, row, whole.picks, whole.arcs, whole.recompute)
-            more = max(0.0, float(alive[moment]) - seen) if moment in beyond else 0.0  # what the row does not see
-            if moment not in beyond or more > beyond[moment] + LITTLE * peak:
-                beyond[moment] = more
-                rows.append(merged.row(memory_model.row(moment, peak, more)))
+            seen = row_bytes(formulated.problem, row, solution.picks, solution.arcs, solution.recompute)
+            more = max(0.0, float(alive[moment]) - seen) if moment in unseen else 0.0  # what the row does not see
+            if moment not in unseen or more > unseen[moment] + settings.tighten_least * peak:
+                unseen[moment] = more
+                rows.append(memory_model.row(moment, peak, more))
         return peak, rows
 
-    return least_memory(merged.problem, judge, cheapest, patience=patience)
+    return least_memory(formulated.problem, judge, cheapest, settings)[0]

@@ -46,9 +46,8 @@ from autopar.solver.problem import (
     Row,
     homes,
 )
+from autopar.solver.settings import SearchSettings
 
-HEAVY = 1e4  # the weight of memory where memory is what counts, large beside HiGHS's tolerances
-LIGHT = 1e-3  # how much time weighs beside memory where memory is what counts
 MICROSECONDS = 1e6  # the objective is in microseconds: HiGHS works with absolute tolerances of 1e-7
 
 
@@ -79,6 +78,14 @@ class RowEntry:
     rows: Ints
     columns: Ints
     values: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBound:
+    """A new upper bound of a row of the matrix."""
+
+    row: int
+    upper: float
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -124,15 +131,15 @@ class IntegerProgram:
             self._add(np.zeros(number, np.int64), self.columns.pick[-1] + np.arange(number), np.ones(number), 1, 1.0, 1.0)
         self.flows = [self._wire(edge) for edge in problem.edges]
         if fixed_charges:
-            self.levy()
+            self.add_fixed_charges()
 
-    def levy(self) -> None:
+    def add_fixed_charges(self) -> None:
         """(toll): a unit goes at most once along an axis in one way."""
         for fixed_charge in self.problem.fixed_charges:
             if all(way.consumers is not None for way in fixed_charge.ways):
                 self._toll(fixed_charge)
 
-    def treat(self) -> None:
+    def add_recomputation(self) -> None:
         """(again): what may be made again, with its tolls."""
         for number, choice in enumerate(self.problem.choices):
             if choice.recompute is not None:
@@ -235,25 +242,26 @@ class IntegerProgram:
         value = np.concatenate([np.full(len(nodes), sign) for nodes, _, sign in parts])
         self._add(row, column, value, edge.nodes, 0.0, 0.0)
 
-    def minimise_peak(self, scale: float, seconds: float) -> None:
-        """From now on the objective is the most bytes that any row has, in units of `scale`, and next to nothing the time in
-        units of `seconds`."""
-        self._per_second = HEAVY * LIGHT / max(seconds, 1 / MICROSECONDS)
+    def minimise_peak(self, scale: float, seconds: float, settings: SearchSettings) -> int:
+        """From now on the objective is the most bytes of any row in units of `scale` times `peak_weight`, and to a small part
+        the time in units of `seconds`; returns the column of the peak."""
+        self._per_second = settings.peak_weight * settings.time_weight / max(seconds, 1 / MICROSECONDS)
         self.cost = [cost * (self._per_second / MICROSECONDS) for cost in self.cost]
         self.peak = self.columns.add(1), scale
-        self.cost.append(np.full(1, HEAVY))
+        self.cost.append(np.full(1, settings.peak_weight))
         self.integer.append(np.zeros(1, bool))
+        return self.peak[0]
 
-    def tighten(self, row: Row) -> tuple[int, float] | None:
-        """Change the constant of a row that there is: its place and its new upper bound; None if there is none."""
+    def tighten(self, row: Row) -> RowBound | None:
+        """Change the constant of a row that is there already; None if none of its name is."""
         if row.name not in self._bounded:
             return None
         place, scale = self._bounded[row.name]
         upper = ((0.0 if self.peak else row.limit) - row.constant) / scale
         self._entries[place] = entry = replace(self._entries[place], upper=upper)
-        return entry.row, upper
+        return RowBound(row=entry.row, upper=upper)
 
-    def bound(self, row: Row) -> None:
+    def add_memory_row(self, row: Row) -> None:
         """(budget), with (keep) where a value is kept for several or may be gone, and (least)."""
         columns = [self.columns.pick[choice] + np.arange(len(b)) for choice, b in row.picks.items()]
         columns += [self.columns.use[edge] + np.arange(len(b)) for edge, b in row.uses.items()]
@@ -356,7 +364,7 @@ class IntegerProgram:
         columns = self.columns.resent[number] + moved
         return [ColumnRef(nodes=nodes[moved], columns=columns, values=np.full(len(moved), 1.0 / edge.count))]
 
-    def part(self, column: int = 0, row: int = 0) -> SparseBlock:
+    def block(self, column: int = 0, row: int = 0) -> SparseBlock:
         """The columns from `column` and the rows from `row` on, as arrays; entries of the same place are added."""
         entries = [entry for entry in self._entries if entry.row >= row]
         rows = np.concatenate([np.zeros(0, np.int64), *(entry.row + entry.rows for entry in entries)]) - row
@@ -390,7 +398,7 @@ class IntegerProgram:
         kinds = [pulp.LpInteger if whole else pulp.LpContinuous for whole in integer]
         variables = [program.add_variable(f"x{i}", 0, None, kind) for i, kind in enumerate(kinds)]
         program += pulp.LpAffineExpression(zip(variables, np.concatenate(self.cost).tolist(), strict=True))
-        part = self.part()
+        part = self.block()
         for row, (low, high) in enumerate(zip(part.lower, part.upper, strict=True)):
             here = slice(part.start[row], part.start[row + 1])
             pairs = zip(part.column[here].tolist(), part.value[here].tolist(), strict=True)

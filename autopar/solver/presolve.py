@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.solver.problem import Choice, Consumer, Edge, Floats, Ints, Problem, RecomputeCounts, Row, Solution
-
-SAME = 1e-9  # relative difference at which two prices count as equal
+from autopar.solver.settings import DEFAULTS, SearchSettings
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -84,7 +83,7 @@ class Aggregated:
         return replace(row, picks=picks, recompute=recompute, uses=uses, kept=tuple(kept), least=tuple(least))
 
 
-def merge_followers(problem: Problem) -> Aggregated:
+def merge_followers(problem: Problem, settings: SearchSettings = DEFAULTS) -> Aggregated:
     """Merge every follower into its leader."""
     leader = list(range(len(problem.choices)))
     pick: list[Ints] = [np.arange(len(c.seconds)) for c in problem.choices]
@@ -95,14 +94,15 @@ def merge_followers(problem: Problem) -> Aggregated:
         for consumer in edge.consumers:
             inputs.setdefault(consumer.choice, []).append(w)
     gone: set[int] = set()
-    for follower in range(len(problem.choices)):
+    for follower in range(len(problem.choices) if settings.presolve else 0):
         edges = inputs.get(follower, [])
         if len(edges) != 1 or len(problem.edges[edges[0]].consumers) != 1:
             continue
         edge = problem.edges[edges[0]]
         first = leader[edge.producer]
         produced = edge.produced[pick[edge.producer]]  # the layout before the follower, per candidate of the leader
-        after = _follow(problem, edge, produced, [problem.edges[w] for w in outputs.get(follower, [])])
+        results = [problem.edges[w] for w in outputs.get(follower, [])]
+        after = _follow(problem, edge, produced, results, settings.equal_conversion)
         if after is None or outputs[edge.producer] != [edges[0]]:
             continue
         leader[follower], pick[follower] = first, after
@@ -110,7 +110,7 @@ def merge_followers(problem: Problem) -> Aggregated:
     return _rebuild(problem, leader, pick, gone)
 
 
-def _follow(problem: Problem, edge: Edge, produced: Ints, results: list[Edge]) -> Ints | None:
+def _follow(problem: Problem, edge: Edge, produced: Ints, results: list[Edge], equal: float) -> Ints | None:
     """The follower's candidate for each layout its operand may be produced in; None if merging would not be exact."""
     consumer = edge.consumers[0]
     if problem.choices[consumer.choice].seconds.any() or len(set(consumer.wants.tolist())) != len(consumer.wants):
@@ -123,7 +123,7 @@ def _follow(problem: Problem, edge: Edge, produced: Ints, results: list[Edge]) -
         if s in of and t in of:
             ends = ((int(r.produced[of[s]]), int(r.produced[of[t]])) for r in results)
             later = sum(arcs.get(end, np.inf) for arcs, end in zip(after, ends, strict=True))
-            if later > seconds * (1 + SAME):
+            if later > seconds * (1 + equal):
                 return None
     return np.array([of[node] for node in produced.tolist()], dtype=np.int64)
 

@@ -15,7 +15,7 @@ other, so that shares of members say it all:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -195,6 +195,11 @@ class Solution:
     def gap(self) -> float:
         """Relative distance of the price from the proven bound."""
         return max(0.0, self.seconds - self.bound) / self.seconds if self.seconds else 0.0
+
+    def bounded(self, bound: float, equal: float) -> Solution:
+        """This solution with a proven lower bound in seconds; it is optimal if the two differ by at most `equal`, relative."""
+        bound = min(self.seconds, bound)
+        return replace(self, bound=bound, status="optimal" if self.seconds - bound <= equal * self.seconds else "feasible")
 
 
 def price(problem: Problem, picks: Picks, arcs: Arcs, recompute: RecomputeCounts = NOTHING) -> float:

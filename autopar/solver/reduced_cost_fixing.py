@@ -7,14 +7,12 @@ good as if nothing had been left out; rows only make solutions dearer, so that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopar.solver.problem import Bools, Edge, Floats, Ints, Problem, RecomputeCounts, RetainedTerm, Row, Solution
-
-MUCH = 0.5  # the share of columns from which on leaving out the others does not pay
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -51,25 +49,13 @@ class Window:
             least=tuple(replace(least, bytes=least.bytes[self.nodes[least.edge]]) for least in row.least),
         )
 
-    def judge(
-        self, judge: Callable[[Solution, bool], Iterable[Row]], asked: list[Row]
-    ) -> Callable[[Solution, bool], Iterator[Row]]:
-        """A judge of solutions of the original problem as one of those of the smaller; what it asks for is added to `asked`."""
-
-        def rows(solution: Solution, final: bool) -> Iterator[Row]:
-            for row in judge(self.expand(solution), final):
-                asked.append(row)
-                yield self.row(row)
-
-        return rows
-
     def _kept(self, kept: RetainedTerm) -> RetainedTerm:
         nodes = self.nodes[kept.edge]
         return replace(kept, bytes=kept.bytes[nodes], homes=_first(kept.home(nodes)))
 
 
-def whole(problem: Problem) -> Window:
-    """All that there is."""
+def whole_problem(problem: Problem) -> Window:
+    """The window that leaves nothing out."""
     return Window(
         problem=problem,
         picks=[np.arange(len(choice.seconds)) for choice in problem.choices],
@@ -78,12 +64,17 @@ def whole(problem: Problem) -> Window:
     )
 
 
-def window(problem: Problem, candidates: Sequence[Floats], arcs: Sequence[Floats], width: float) -> Window | None:
-    """What is left where reduced costs (of candidates by choice, of arcs by wire) are at most `width`; None if that is much."""
+def window(
+    problem: Problem, candidates: Sequence[Floats], arcs: Sequence[Floats], width: float, largest: float
+) -> Window | None:
+    """The part of a problem in which reduced costs (candidates by choice, arcs by edge) are at most `width` seconds.
+
+    None if that is more than the share `largest` of all columns.
+    """
     total = sum(map(len, candidates)) + sum(map(len, arcs))
     picks = [np.flatnonzero(costs <= width) for costs in candidates]
     used = [costs <= width for costs in arcs]
-    if sum(map(len, picks)) + sum(int(mask.sum()) for mask in used) > MUCH * total:
+    if sum(map(len, picks)) + sum(int(mask.sum()) for mask in used) > largest * total:
         return None
     parts = [_part(edge, picks, mask) for edge, mask in zip(problem.edges, used, strict=True)]
     left = [kept for _, kept, _ in parts]

@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from autopar.solver.problem import Edge, Problem, Solution, paid, price, route_price
 
-SAME = 1e-6  # relative difference at which two prices count as equal
-
 
 def tree(edge: Edge, picks: Sequence[int], allowed: npt.NDArray[np.int64] | None = None) -> tuple[int, ...] | None:
     """Arcs from the produced layout to every wanted one, each consumer joined to what is already reached at the least price.
@@ -46,7 +44,7 @@ def _shortest(graph: nx.DiGraph[int], sources: list[int], goal: int, seconds: li
     return list(path)
 
 
-def together(problem: Problem, solution: Solution) -> Solution:
+def reroute(problem: Problem, solution: Solution, equal: float) -> Solution:
     """Every route that may pay tolls led anew at the tolls that are paid already, from the plainest start of equal price.
 
     Among routes and layouts of equal price the solver takes any, so that weights which could share a message may go in
@@ -69,18 +67,18 @@ def together(problem: Problem, solution: Solution) -> Solution:
         twice = np.where(may, dues, 0.0) * (members / edge.count)
         edge = replace(edge, seconds=edge.seconds + extra[w] + twice)
         found = []
-        for start in _starts(problem, picks, arcs, edge.producer, ends):
+        for start in _starts(problem, picks, arcs, edge.producer, ends, equal):
             route = tree(edge, start)
             if route is not None:
                 found.append((route_price(edge, tuple(start), route), start, route))
         least = min(seconds for seconds, _, _ in found)
         for arc in arcs[w]:
             sent.pop((w, arc), None)
-        _, picks, arcs[w] = next(one for one in found if one[0] <= least * (1 + SAME))
+        _, picks, arcs[w] = next(one for one in found if one[0] <= least * (1 + equal))
         sent |= {(w, arc): members for arc in arcs[w] if may[arc]}
     resent = replace(solution.recompute, arcs=sent)
     seconds = price(problem, tuple(picks), tuple(arcs), resent)
-    if seconds > solution.seconds * (1 + SAME):
+    if seconds > solution.seconds * (1 + equal):
         return solution
     return replace(
         solution, picks=tuple(picks), arcs=tuple(arcs), recompute=resent, seconds=seconds, bound=min(solution.bound, seconds)
@@ -88,7 +86,7 @@ def together(problem: Problem, solution: Solution) -> Solution:
 
 
 def _starts(
-    problem: Problem, picks: Sequence[int], arcs: Sequence[tuple[int, ...]], choice: int, ends: _Ends
+    problem: Problem, picks: Sequence[int], arcs: Sequence[tuple[int, ...]], choice: int, ends: _Ends, equal: float
 ) -> Iterator[list[int]]:
     """The picks with every other that a choice may take at the same price, where nothing but its own wire hangs on it.
 
@@ -102,14 +100,14 @@ def _starts(
         return now
 
     if ends.made[choice] == 1 and not ends.read[choice]:
-        yield from (changed((choice, pick)) for pick in _alike(problem, picks, choice))
+        yield from (changed((choice, pick)) for pick in _alike(problem, picks, choice, equal))
         return
     source = problem.edges[ends.read[choice][0]] if ends.read[choice] else None
     if source is None or not ends.only(choice, source) or arcs[ends.read[choice][0]]:
         yield list(picks)
         return
-    before = _alike(problem, picks, source.producer)
-    for pick, given in itertools.product(_alike(problem, picks, choice), before):
+    before = _alike(problem, picks, source.producer, equal)
+    for pick, given in itertools.product(_alike(problem, picks, choice, equal), before):
         if source.produced[given] == source.consumers[0].wants[pick]:
             yield changed((choice, pick), (source.producer, given))
 
@@ -131,8 +129,8 @@ class _Ends:
         return alone and self.made[choice] == self.made[given] == 1 and not self.read[given]
 
 
-def _alike(problem: Problem, picks: Sequence[int], choice: int) -> list[int]:
+def _alike(problem: Problem, picks: Sequence[int], choice: int, equal: float) -> list[int]:
     """The candidates that cost what the pick costs, the least `tie` first."""
     found = problem.choices[choice]
-    same = np.flatnonzero(np.isclose(found.seconds, found.seconds[picks[choice]], rtol=SAME, atol=0.0))
+    same = np.flatnonzero(np.isclose(found.seconds, found.seconds[picks[choice]], rtol=equal, atol=0.0))
     return [int(c) for c in same[np.argsort(found.tie[same], kind="stable")]]

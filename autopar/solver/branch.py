@@ -1,0 +1,120 @@
+"""Branch and bound, of the whole program or of a neighbourhood of what is known: limited in nodes, never in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import highspy
+import numpy as np
+
+from autopar.solver import highs
+from autopar.solver.highs import Meaning, SolverError, SolverResult
+from autopar.solver.integer_program import MICROSECONDS, IntegerProgram
+from autopar.solver.problem import Bools, Ints
+from autopar.solver.relaxation import fractional, picks_of
+from autopar.solver.settings import SearchSettings
+
+INTEGER = np.uint8(1)  # highspy.HighsVarType.kInteger, as changeColsIntegrality takes it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branched:
+    """The best solution that branching found; if there is none and it is `complete`, none exists."""
+
+    result: SolverResult | None
+    complete: bool
+
+
+def branch(
+    program: IntegerProgram, settings: SearchSettings, *, integer_arcs: bool, start: SolverResult | None = None
+) -> SolverResult | None:
+    """The best solution of the whole program; None if it is infeasible.
+
+    Args:
+        program: what is solved, to the relative `settings.gap`.
+        settings: `branch_nodes` and the gap.
+        integer_arcs: whether each use of an arc is an integer too. Without rows that count uses a route costs least when it is
+            whole, so that only edges with several consumers need it.
+        start: a solution to start from.
+
+    Raises SolverError if no solution is found in `settings.branch_nodes` nodes.
+    """
+    found = _branch(program, settings, settings.branch_nodes, integer_arcs=integer_arcs, zeros=(), start=start)
+    if found.result is None and not found.complete:
+        fix = "a coarser mesh, or fewer constraints"
+        raise SolverError(f"no plan was found in {settings.branch_nodes} branch-and-bound nodes", fix=fix)
+    return found.result
+
+
+def branch_open_choices(program: IntegerProgram, relaxed: SolverResult, settings: SearchSettings) -> SolverResult | None:
+    """The best solution in which every choice that the relaxation makes wholly stays; None if none is found.
+
+    Its bound is the relaxation's.
+    """
+    zeros = [
+        first + np.flatnonzero(picks < 0.5)
+        for first, picks in picks_of(program, relaxed.values)
+        if not fractional(picks, settings.integrality).any()
+    ]
+    found = _branch(program, settings, settings.branch_nodes, integer_arcs=True, zeros=zeros).result
+    return None if found is None else replace(found, bound=relaxed.bound)
+
+
+def rens(
+    program: IntegerProgram, relaxed: SolverResult, settings: SearchSettings, known: SolverResult | None = None
+) -> SolverResult | None:
+    """The best solution of the candidates and arcs that the relaxation, or a `known` solution, uses at all.
+
+    Relaxation enforced neighbourhood search: T. Berthold, "RENS: the optimal rounding", Mathematical Programming Computation
+    6 (2014). None if no solution is found in `settings.rens_nodes` nodes. Its bound is the relaxation's.
+    """
+    unused = relaxed.values <= settings.integrality
+    if known is not None:
+        unused &= known.values <= settings.integrality
+    zeros = [np.flatnonzero(unused & _integers(program, arcs=True))]
+    found = _branch(program, settings, settings.rens_nodes, integer_arcs=True, zeros=zeros, start=known).result
+    return None if found is None else replace(found, bound=relaxed.bound)
+
+
+def _branch(
+    program: IntegerProgram,
+    settings: SearchSettings,
+    nodes: int,
+    *,
+    integer_arcs: bool,
+    zeros: Sequence[Ints],
+    start: SolverResult | None = None,
+) -> Branched:
+    """Branch with the columns `zeros` fixed to 0."""
+    solver = highs.load(program.block())
+    fixed = np.concatenate([np.zeros(0, np.int64), *zeros]).astype(np.int32)
+    solver.changeColsBounds(len(fixed), fixed, np.zeros(len(fixed)), np.zeros(len(fixed)))
+    if start is not None:
+        solution = highspy.HighsSolution()
+        solution.col_value = start.values.tolist()
+        solver.setSolution(solution)
+    integer = np.flatnonzero(_integers(program, arcs=integer_arcs)).astype(np.int32)
+    solver.changeColsIntegrality(len(integer), integer, np.full(len(integer), INTEGER))
+    solver.setOptionValue("mip_max_nodes", nodes)
+    solver.setOptionValue("mip_rel_gap", settings.gap)
+    meaning = highs.run(solver)
+    if meaning is Meaning.INFEASIBLE:
+        return Branched(result=None, complete=True)
+    info = solver.getInfo()
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        if meaning is not Meaning.LIMIT:
+            raise SolverError(f"the integer program was not solved: {meaning}")
+        return Branched(result=None, complete=False)
+    objective, bound = info.objective_function_value / MICROSECONDS, info.mip_dual_bound / MICROSECONDS
+    result = SolverResult(values=highs.values(solver), objective=objective, bound=bound)
+    return Branched(result=result, complete=meaning is Meaning.SOLVED)
+
+
+def _integers(program: IntegerProgram, *, arcs: bool) -> Bools:
+    """Which columns are integers."""
+    found = np.concatenate(program.integer)
+    if arcs:
+        for first, edge in zip(program.columns.use, program.problem.edges, strict=True):
+            found[first : first + len(edge.seconds)] = True
+    return found

@@ -1,0 +1,166 @@
+"""The linear relaxation of an integer program, kept in HiGHS so that every change starts from the last basis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+
+from autopar.solver import highs
+from autopar.solver.highs import Meaning, SolverError, SolverResult
+from autopar.solver.integer_program import MICROSECONDS, IntegerProgram
+from autopar.solver.problem import Bools, Floats, Problem, Row
+from autopar.solver.settings import SearchSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxed:
+    """A relaxation that was solved below a cutoff, or why there is no `result`; every solution costs at least `bound`."""
+
+    result: SolverResult | None
+    bound: float
+
+
+class Relaxation:
+    """The relaxation of one program: rows are added to it, and it is solved again.
+
+    Args:
+        program: what is relaxed. Its fixed charges should be added by `add_fixed_charges`, after a first solve.
+        settings: limits and tolerances.
+        quick: the first look at rows, after which there are others: iterations are limited without regard to size.
+    """
+
+    def __init__(self, program: IntegerProgram, settings: SearchSettings, *, quick: bool = False) -> None:
+        self.program, self.settings = program, settings
+        self.bounds_memory = False
+        self._per_row = 0.0 if quick else settings.improving_iterations_per_row
+        self._solved = False  # with the rows that there are now
+        self._load()
+
+    def add_fixed_charges(self) -> None:
+        """Solve without fixed charges, then add them: from that optimum the one with them is near, from nothing it is far."""
+        self._highs.run()
+        columns, rows = self.program.columns.count, self.program.rows
+        self.program.add_fixed_charges()
+        highs.append(self._highs, self.program.block(columns, rows))
+
+    def add_rows(self, rows: Iterable[Row]) -> None:
+        """Add memory rows, and with the first of them the columns of what may be recomputed or offloaded.
+
+        A row of a name that is there already is tightened in place: the last basis is near. Otherwise so much is new that
+        presolving beats the last basis, but not in a program that is large before there are any rows.
+        """
+        columns, first_row, first = self.program.columns.count, self.program.rows, not self.bounds_memory
+        if first:
+            self.bounds_memory = True
+            self.program.add_recomputation()
+        for row in rows:
+            tightened = self.program.tighten(row)
+            if tightened is None:
+                self.program.add_memory_row(row)
+            else:
+                self._highs.changeRowBounds(tightened.row, -highspy.kHighsInf, tightened.upper)
+        if self.program.rows > first_row:
+            self._solved = False
+            small = self.program.rows < self.settings.warm_start_rows
+            large = self.program.rows > self.settings.presolve_again_rows
+            if small if first else large:
+                self._load()
+            else:
+                highs.append(self._highs, self.program.block(columns, first_row))
+
+    def _load(self) -> None:
+        self._highs = highs.load(self.program.block())
+
+    def relax(self, cutoff: float = math.inf, *, improving: bool = False) -> Relaxed:
+        """Solve, below `cutoff` (in seconds, or in the program's unit when it minimises memory).
+
+        With a finite cutoff, or `improving`, a solution is known already: then iterations are limited, and there may be no
+        result although there is a solution. Raises SolverError where HiGHS fails, and at `relaxation_iterations`.
+        """
+        improving = improving or cutoff < math.inf
+        limit = self._iterations(improving)
+        self._highs.setOptionValue("objective_bound", cutoff * MICROSECONDS)
+        self._highs.setOptionValue("simplex_iteration_limit", highspy.kHighsIInf if limit is None else limit)
+        meaning = highs.run(self._highs)
+        if meaning is Meaning.TROUBLE and not improving:
+            meaning = self._interior_points()
+        self._solved = True
+        match meaning:
+            case Meaning.SOLVED:
+                objective = self._highs.getInfo().objective_function_value / MICROSECONDS
+                if objective >= cutoff:
+                    return Relaxed(result=None, bound=cutoff)
+                result = SolverResult(values=highs.values(self._highs), objective=objective, bound=objective)
+                return Relaxed(result=result, bound=objective)
+            case Meaning.INFEASIBLE | Meaning.CUT_OFF:
+                return Relaxed(result=None, bound=cutoff)
+            case Meaning.LIMIT | Meaning.TROUBLE if improving and limit != self.settings.relaxation_iterations:
+                return Relaxed(result=None, bound=0.0)
+            case Meaning.LIMIT:
+                raise SolverError(f"no plan was found in {limit} simplex iterations")
+        raise SolverError(f"the relaxation was not solved: {meaning}")
+
+    def _iterations(self, improving: bool) -> int | None:
+        """The limit of simplex iterations of the next solve."""
+        settings, hard = self.settings, self.settings.relaxation_iterations
+        if not improving:
+            return hard
+        soft = settings.resolving_iterations
+        if not self._solved:
+            soft = max(settings.improving_iterations, round(self._per_row * self.program.rows))
+        return soft if hard is None else min(hard, soft)
+
+    def _interior_points(self) -> Meaning:
+        """Solve by interior points where the simplex method is in numerical trouble."""
+        self._highs.clearSolver()
+        self._highs.setOptionValue("solver", "ipm")
+        meaning = highs.run(self._highs)
+        self._highs.setOptionValue("solver", "choose")
+        return meaning
+
+    def open_choices(self, result: SolverResult) -> int:
+        """How many choices have a fractional pick."""
+        tolerance = self.settings.integrality
+        return sum(bool(fractional(picks, tolerance).any()) for _, picks in picks_of(self.program, result.values))
+
+    def reduced_costs(self) -> tuple[list[Floats], list[Floats]]:
+        """By how many seconds, at least, a solution that uses it costs more than the relaxation: candidates by choice, arcs by
+        edge."""
+        duals = np.maximum(np.array(self._highs.getSolution().col_dual), 0.0) / MICROSECONDS
+        arcs = []
+        for edge, use, flows in zip(self.program.problem.edges, self.program.columns.use, self.program.flows, strict=True):
+            number, others = len(edge.seconds), [flow for flow in flows if flow != use]
+            cheapest = [duals[flow : flow + number] for flow in others] or [np.zeros(number)]
+            arcs.append(duals[use : use + number] + np.minimum.reduce(cheapest))
+        return [picks for _, picks in picks_of(self.program, duals)], arcs
+
+
+def relaxation_of(problem: Problem, settings: SearchSettings, *, quick: bool = False) -> Relaxation:
+    """The relaxation of a problem with its fixed charges, which are added to the optimum without them."""
+    relaxation = Relaxation(IntegerProgram(problem, fixed_charges=False), settings, quick=quick)
+    relaxation.add_fixed_charges()
+    return relaxation
+
+
+def picks_of(program: IntegerProgram, values: Floats) -> Iterator[tuple[int, Floats]]:
+    """The first column and the values of every choice's picks."""
+    for first, choice in zip(program.columns.pick, program.problem.choices, strict=True):
+        yield first, values[first : first + len(choice.seconds)]
+
+
+def fractional_recomputation(program: IntegerProgram, result: SolverResult, tolerance: float) -> bool:
+    """Whether a part of a member is recomputed, converted again or offloaded."""
+    problem, columns = program.problem, program.columns
+    blocks = [(first, len(problem.choices[choice].seconds)) for choice, first in columns.rerun.items()]
+    blocks += [(first, len(problem.edges[edge].seconds)) for edge, first in columns.resent.items()]
+    blocks += [(first, len(layouts)) for first, layouts in columns.back.values()]
+    return any(bool(fractional(result.values[first : first + number], tolerance).any()) for first, number in blocks)
+
+
+def fractional(values: Floats, tolerance: float) -> Bools:
+    """Where values are not integers."""
+    return np.asarray(np.abs(values - np.round(values)) > tolerance)

@@ -1,0 +1,69 @@
+"""Rounding: the solution that the values of a program's columns stand for, priced by itself and not by the solver."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.solver.highs import SolverResult
+from autopar.solver.integer_program import IntegerProgram
+from autopar.solver.problem import RecomputeCounts, Solution, homes, price
+from autopar.solver.routes import tree
+from autopar.solver.settings import SearchSettings
+
+
+class NoRouteError(Exception):
+    """No route joins the rounded picks: the conversions of this problem allow only some pairs of candidates."""
+
+
+def rounded(program: IntegerProgram, result: SolverResult, settings: SearchSettings) -> Solution:
+    """The largest pick of each choice, the cheapest trees of the arcs that are used, members rounded up.
+
+    Raises NoRouteError if the layouts that were picked are not joined.
+    """
+    problem, columns, values, tolerance = program.problem, program.columns, result.values, settings.integrality
+    picks = tuple(
+        int(np.argmax(values[first : first + len(choice.seconds)]))
+        for first, choice in zip(columns.pick, problem.choices, strict=True)
+    )
+    arcs: list[tuple[int, ...]] = []
+    for edge, use in zip(problem.edges, columns.use, strict=True):
+        used = np.flatnonzero(values[use : use + len(edge.seconds)] > tolerance)
+        route = tree(edge, picks, used)
+        if route is None:
+            route = tree(edge, picks)
+        if route is None:
+            raise NoRouteError(f"{edge.name}: no route to the layouts that were picked")
+        arcs.append(route)
+    rerun = {choice: _members(values[first + picks[choice]], tolerance) for choice, first in columns.rerun.items()}
+    resent = {(w, arc): _members(values[first + arc], tolerance) for w, first in columns.resent.items() for arc in arcs[w]}
+    recompute = RecomputeCounts(
+        choices={choice: members for choice, members in rerun.items() if members},
+        arcs={end: members for end, members in resent.items() if members},
+        offload=_offloaded(program, result, picks, arcs, tolerance),
+    )
+    seconds = price(problem, picks, tuple(arcs), recompute)
+    solution = Solution(picks=picks, arcs=tuple(arcs), seconds=seconds, bound=0.0, recompute=recompute, status="feasible")
+    return solution.bounded(result.bound, settings.equal_price)
+
+
+def _offloaded(
+    program: IntegerProgram, result: SolverResult, picks: Sequence[int], arcs: Sequence[tuple[int, ...]], tolerance: float
+) -> dict[tuple[int, int], int]:
+    """How many members of each edge come back from the host, by layout, of the layouts that the value has."""
+    found: dict[tuple[int, int], int] = {}
+    for w, (first, layouts) in program.columns.back.items():
+        edge, storage = program.problem.edges[w], homes(program.problem.edges[w])
+        present = {int(storage[edge.produced[picks[edge.producer]]]), *(int(storage[edge.target[arc]]) for arc in arcs[w])}
+        for place, layout in enumerate(layouts.tolist()):
+            members = min(edge.count, _members(result.values[first + place], tolerance))
+            if members and layout in present:
+                found[w, layout] = members
+    return found
+
+
+def _members(value: float, tolerance: float) -> int:
+    """A number of members, the last of them wholly."""
+    return math.ceil(value - tolerance)

@@ -1,0 +1,170 @@
+"""Every number that steers the search for a plan: its unit, what it means, why this value, and the benchmark that decides it.
+
+No setting is a number of seconds: limits count simplex iterations and branch-and-bound nodes, so that a plan does not depend on
+how fast the machine is. `planning` and `budgets` are benchmarks/planning.py (CPU seconds of a plan) and benchmarks/budgets.py
+(plans under memory budgets that bind); "relative" is a share of the value that a number is compared with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSettings:
+    """How the search proceeds; see each field. The defaults are those of planning.
+
+    >>> SearchSettings().near_relaxation().rens_nodes
+    0
+    """
+
+    gap: float = 1e-3
+    """Relative gap at which branching stops. Prices are less certain than a thousandth; at 1e-4 GPT-3 branches for minutes and
+    its plan stays the same (planning)."""
+
+    exact: bool = False
+    """Branch until the gap is closed also where memory rows bind. For small problems and tests: with rows, the root node of a
+    GPT-2 takes 54 CPU seconds (budgets)."""
+
+    presolve: bool = True
+    """Aggregate choices that have no price of their own (`presolve`). Off only in the test that this is exact."""
+
+    # the relaxation
+
+    integrality: float = 1e-6
+    """How far from an integer a value may be: HiGHS's own feasibility tolerance for integers (mip_feasibility_tolerance)."""
+
+    warm_start_rows: int = 100_000
+    """Rows of a program from which on its first memory rows are added to the last basis instead of presolving it again. Below
+    it presolve removes enough rows to win; at GPT-3's 260,000 it takes longer than the simplex method (planning)."""
+
+    presolve_again_rows: int = 20_000
+    """Rows from which on later memory rows are added by presolving again: the last basis is far when many columns come with
+    them (planning: llama8b; budgets: all)."""
+
+    improving_iterations: int = 5_000
+    """Simplex iterations of a relaxation whose answer can only improve a known solution, the first after new rows; a window's
+    needs at most 2,000 (budgets)."""
+
+    improving_iterations_per_row: float = 1 / 5
+    """The same limit per row of the program, where that is more: a cold start takes about a tenth of the rows (planning)."""
+
+    resolving_iterations: int = 1_000
+    """The same limit when only bounds changed: from the last basis it takes a few hundred (budgets)."""
+
+    relaxation_iterations: int | None = None
+    """Simplex iterations after which any relaxation is given up with a SolverError; None: never. Set where an answer is only
+    wanted if it comes soon: the table of strategies."""
+
+    # windows of reduced costs
+
+    windows: tuple[float, ...] = (0.005, 0.01, 0.04, 0.16)
+    """By how much a solution within memory rows may cost more than the relaxation without them, relative; tried in turn. The
+    first two hold most answers in a tenth of the columns; beyond 16% a window holds nearly everything (budgets)."""
+
+    lean_windows: tuple[float, ...] = (0.002, 0.005, 0.01, 0.04, 0.16)
+    """The same where the peak of memory is minimised: most of what can be saved is saved at 0.2% (budgets)."""
+
+    largest_window: float = 0.5
+    """Share of the columns from which on a window is not worth building: the whole problem is about as fast (budgets)."""
+
+    window_gap: float = 0.05
+    """Relative gap up to which a window's solution is kept as it is: beyond, the whole problem is searched, which improves
+    few of these (budgets)."""
+
+    unlikely_price: float = 10.0
+    """Times the relaxation: a solution this expensive is not looked for in windows, where HiGHS would prove for long that there
+    is nothing cheaper (budgets, the smallest one of each model)."""
+
+    # from the relaxation to integers
+
+    dive_threshold: float = 0.9
+    """Value of a pick from which on a dive fixes it to 1 together with others: at 0.99 a dive takes three times as many steps,
+    at 0.7 it fails more often (budgets)."""
+
+    dive_backtracks: int = 2
+    """Steps that a dive may take back. A third backtrack never saved a dive in the budgets benchmark."""
+
+    dive_iterations: int = 10_000
+    """Simplex iterations of one dive, after which it is given up; successful ones need at most 4,000 (budgets)."""
+
+    dive_gap: float = 1e-2
+    """Relative gap of a dive beyond which its neighbourhood is searched by branching (`rens`): below, branching finds
+    something better by less than the prices are certain (budgets)."""
+
+    rens_nodes: int = 100
+    """Branch-and-bound nodes of that search. Its columns are those that the relaxation or the dive uses: all of budgets end
+    within 10 nodes and 0.1 CPU seconds; 2 s of branching on all columns, as it was before, found less (GPT-2 on (2, 4) at
+    1.38 GiB: 8.093 ms in 2.2 s, now 8.049 ms in 0.06 s)."""
+
+    open_choices: float = 0.2
+    """Share of choices that the relaxation leaves open up to which those are branched on with the others fixed, before all
+    are: with more, this seldom closes the gap (planning)."""
+
+    branch_whole: bool = True
+    """Whether the whole program is branched on where branching on open choices does not close the gap."""
+
+    branch_nodes: int = 10_000
+    """Branch-and-bound nodes of the whole program, after which the best solution so far is taken with its gap; none in sight is
+    a SolverError. Problems without memory rows close at the root (planning)."""
+
+    # equal prices
+
+    equal_price: float = 1e-6
+    """Relative difference up to which two prices count as equal: HiGHS's feasibility tolerances are 1e-7 of a microsecond and
+    sum over thousands of columns."""
+
+    equal_conversion: float = 1e-9
+    """Relative difference up to which a conversion after an op costs the same as before it (`presolve`): both are the same
+    formula, so that only rounding in floating point differs."""
+
+    # memory rows
+
+    peak_neighbourhood: float = 1 / 16
+    """Share of the step's moments within which only the highest peak brings a row: moments near each other hold the same
+    tensors (budgets)."""
+
+    tighten_first: float = 1 / 8
+    """Share of the excess over the limit by which a row that was kept but did not suffice is tightened first, doubled each
+    time: plans are few, and one just below may be next (budgets)."""
+
+    tighten_least: float = 1e-4
+    """Of the limit: the least by which such a row is tightened (budgets)."""
+
+    # the least memory
+
+    least_memory_rounds: int = 12
+    """Rounds of relaxing and adding rows in each window while the peak is minimised; four is typical (budgets)."""
+
+    least_memory_peaks: int = 3
+    """Moments of one solution that bring rows in each of these rounds (budgets)."""
+
+    least_memory_gap: float = 5e-3
+    """Relative gap of the peak at which minimising it stops; and of the least memory, as reported, 1% is left (below)."""
+
+    least_memory_step: float = 0.01
+    """Of the least memory, by which less is tried until nothing is found: a BudgetError promises a hundredth."""
+
+    peak_weight: float = 1e4
+    """Objective per `scale` bytes of peak where the peak is minimised: HiGHS's absolute tolerances are small beside it."""
+
+    time_weight: float = 1e-3
+    """Weight of the step time beside the peak there: enough to decide between equal peaks, too little to trade memory."""
+
+    # forms of a program
+
+    padding_gain: float = 5e-3
+    """Of the step time: the least that padding dims must win. Below, padded weights are not worth their odd shapes (planning:
+    gpt2, gpt2-3d)."""
+
+    def near_relaxation(self) -> SearchSettings:
+        """These settings for a search that counts only solutions near a relaxation: found soon, or not at all."""
+        return replace(self, rens_nodes=0, branch_whole=False, exact=False)
+
+
+DEFAULTS = SearchSettings()
+
+
+EXACT = SearchSettings(gap=0.0, exact=True, dive_gap=0.0, window_gap=0.0, branch_nodes=2**31 - 1, rens_nodes=2**31 - 1)
+"""Settings under which the optimum is found and proven; for problems of a few choices."""
+
