@@ -1,4 +1,4 @@
-"""The user's operators in worker processes: what defines them is imported there, and their rules come along."""
+"""The user's custom operators in worker processes: their modules are imported there, and their rules are sent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUILT_IN = ("aten", "prims", "prim")  # libraries that every process has
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operators:
-    """Operators that a fresh process does not know: where each is defined, and the rules that were registered."""
+    """Custom operators, the modules that define them, and their registered rules."""
 
     modules: Mapping[str, str] = field(default_factory=dict)  # target -> module, "" where that is not known
     script: str = ""  # the file of the main module
@@ -32,7 +32,7 @@ class Operators:
 
     @staticmethod
     def of(targets: Iterable[str]) -> Operators:
-        """What these targets need; raises InputError for an operator that is defined in a notebook, or typed in."""
+        """The custom operators among these targets; raises InputError for one that is defined in a notebook or typed in."""
         main = sys.modules[MAIN]
         spec, script = main.__spec__, str(main.__dict__.get("__file__", ""))
         modules = {target: _module(target) for target in dict.fromkeys(targets) if target.split(".")[0] not in BUILT_IN}
@@ -41,7 +41,7 @@ class Operators:
                 modules[target] = spec.name
             elif module == MAIN and not script.endswith(".py"):
                 raise InputError(
-                    f"{qualified(target)} is defined where other processes cannot import it from",
+                    f"{qualified(target)} is defined in a notebook or interactively: worker processes cannot import it",
                     fix="put it into a file of its own, and import that",
                 )
         return Operators(
@@ -52,7 +52,7 @@ class Operators:
         )
 
     def unpack(self) -> None:
-        """Make this process know them; raises InputError where what was imported does not define them."""
+        """Import and register the operators in this process; raises InputError if the imports do not define them all."""
         REGISTERED.update(self.rules)
         for library in self.libraries:
             torch.ops.load_library(library)  # type: ignore[no-untyped-call]
@@ -63,8 +63,8 @@ class Operators:
                 importlib.import_module(module)
             if not _known(target):
                 raise InputError(
-                    f"a fresh process does not know {qualified(target)}",
-                    imported=self.script if module == MAIN else module or "nothing: it is not known where it is defined",
+                    f"a worker process has no operator {qualified(target)}",
+                    imported=self.script if module == MAIN else module or "nothing, since its module is unknown",
                     fix="define it with torch.library.custom_op, in a module that can be imported",
                 )
 
@@ -78,7 +78,7 @@ def _known(target: str) -> bool:
 
 
 def _module(target: str) -> str:
-    """The module that defines an operator, as far as torch knows."""
+    """The module that defines an operator, empty if torch has no record of it."""
     name = qualified(target)
     if name in OPDEFS:
         return str(OPDEFS[name]._init_fn.__module__)

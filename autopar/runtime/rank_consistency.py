@@ -1,4 +1,4 @@
-"""What all ranks must agree on: the program that they captured, the plan that rank 0 made, the inputs of the first call."""
+"""Consistency checks between ranks: the captured program, rank 0's plan, the inputs of the first call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def from_rank_0(make: Callable[[], str], context: Context) -> str:
 
 
 def check_program(digest: str, context: Context) -> None:
-    """Raise PlanError on every rank if one has captured another program than rank 0."""
+    """Raise PlanError on every rank if a rank has captured a different program than rank 0."""
     if context.device_mesh is None:
         return
     found = _gathered(digest, context)
@@ -46,7 +46,7 @@ def check_program(digest: str, context: Context) -> None:
 
 
 def check_alike(inputs: Mapping[str, torch.Tensor], context: Context) -> None:
-    """Raise InputError on every rank if the ranks were given different inputs: each takes the whole batch."""
+    """Raise InputError on every rank if the ranks' inputs differ: every rank takes the global batch."""
     if context.device_mesh is None:
         return
     found = _gathered({name: _digest(tensor) for name, tensor in inputs.items()}, context)

@@ -1,8 +1,8 @@
 """The worker side of `autopar.runtime.workers`: started by the pool as `python -m autopar.runtime.worker ADDRESS MODULE...`.
 
 The first process (the root) imports torch and the modules once and then forks one worker per rank, so that eight workers cost
-one import (as long as nothing was computed, the process has one thread and may be forked). Root and
-workers each hold a connection to the pool; when it closes, because the pool was closed or its process died, they exit.
+one import. It computes nothing, so it has one thread and may be forked. Root and workers each hold a connection to the pool;
+when it closes, because the pool was closed or its process died, they exit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch.distributed.tensor  # before the fork, since every worker needs it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One run: what every rank is told."""
+    """One run, as it is sent to every rank."""
 
     number: int
     function: str  # "package.module:function"
@@ -39,7 +39,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerResult:
-    """What a rank says when it is done: the file of its result, or the traceback and (if it can be pickled) the exception."""
+    """What a rank sends after a run: the file of its result, or the traceback and (if it can be pickled) the exception."""
 
     number: int
     rank: int
@@ -48,21 +48,21 @@ class WorkerResult:
     error: bytes = b""
 
 
-KEY = "AUTOPAR_WORKER_KEY"  # of the environment: only workers have it
+KEY = "AUTOPAR_WORKER_KEY"  # environment variable with the key of the pool's connections; only workers have it
 
 
 def connection() -> Connection:
-    """A new connection to the pool, whose address is the first argument of the command line."""
+    """A new connection to the pool, at the address in the first command line argument."""
     return Client(sys.argv[1], authkey=bytes.fromhex(os.environ[KEY]))
 
 
 def root() -> None:
-    """Fork a worker whenever the pool sends a rank."""
+    """Fork a worker for every rank number that the pool sends."""
     torch.set_num_threads(1)
     for module in ("torch._dynamo", *sys.argv[2:]):  # torch imports dynamo with the first DTensor: do it once
         importlib.import_module(module)
     pool = connection()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the workers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
     while True:
         try:
             rank = pool.recv()
@@ -75,7 +75,7 @@ def root() -> None:
 
 
 def work(rank: int) -> None:
-    """Answer tasks until the pool closes; a thread watches the connection, so that a rank stuck in a collective exits too."""
+    """Run tasks until the pool closes; a thread watches the connection, so that a rank stuck in a collective exits too."""
     pool = connection()
     pool.send((rank, os.getpid()))
     tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
@@ -89,27 +89,27 @@ def work(rank: int) -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     while True:
-        pool.send(answer(tasks.get(), rank))
+        pool.send(run_task(tasks.get(), rank))
 
 
-def answer(task: Task, rank: int) -> WorkerResult:
-    """Run one task in a process group of its own; leaving the group makes the other ranks' collectives fail at once."""
+def run_task(task: Task, rank: int) -> WorkerResult:
+    """Run one task in a new process group, which is destroyed at the end so that other ranks' collectives fail at once."""
     try:
         sys.path.extend(place for place in task.path if place not in sys.path)
         importlib.invalidate_caches()
-        meeting = Path(task.folder, "rendezvous").as_uri()
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=task.ranks)
-        dist.barrier()  # or a short task may leave while others still connect to its rank
+        rendezvous = Path(task.folder, "rendezvous").as_uri()
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=task.ranks)
+        dist.barrier()  # or a short task may end while other ranks still connect to this one
         module, _, name = task.function.partition(":")
         function = importlib.import_module(module).__dict__[name]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch's pickles use names that torch itself gives up
+            warnings.simplefilter("ignore", FutureWarning)  # torch's pickles use names that torch deprecates
             payload = torch.load(task.payload, weights_only=False)
         result = function(payload)
         file = str(Path(task.folder, f"result{rank}"))
         torch.save(result, file)
         return WorkerResult(number=task.number, rank=rank, result=file)
-    except BaseException as error:  # everything, SystemExit too, is the pool's to report
+    except BaseException as error:  # everything, SystemExit too, is reported by the pool
         return WorkerResult(number=task.number, rank=rank, traceback=traceback.format_exc(), error=_pickled(error))
     finally:
         if dist.is_initialized():
@@ -120,6 +120,6 @@ def _pickled(error: BaseException) -> bytes:
     try:
         found = pickle.dumps(error)
         pickle.loads(found)
-    except Exception:  # an exception that cannot be sent is told by its traceback
+    except Exception:  # the traceback is sent anyway
         return b""
     return found

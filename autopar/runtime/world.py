@@ -1,4 +1,4 @@
-"""The world of processes: how a mesh becomes process groups, and what a collective must know about its axis."""
+"""The mesh over running processes: process groups for its axes, and this rank's position on each axis."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from autopar.ir.mesh import Mesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One mesh axis as this rank sees it: the handle that emitted code passes to every collective.
+    """One mesh axis from the point of view of this rank; emitted code passes it to every collective.
 
-    It is plain data (the group is named, not held), so it can be copied, compared and traced.
+    Plain data (the process group's name, not the group), so that it can be copied, compared and traced.
     """
 
     name: str
     size: int
     index: int  # this rank's coordinate
-    group: str  # name of the process group of the ranks that differ in this coordinate only; "" on an axis of one
+    group: str  # name of the process group of the ranks that differ in this coordinate only; "" on an axis of size 1
 
     def __repr__(self) -> str:
         return f"{self.name}[{self.index} of {self.size}]"
@@ -31,7 +31,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """A mesh laid over the running processes. A mesh of one device needs no processes and has no `device_mesh`."""
+    """A mesh over the running processes. A mesh of one device needs no process groups and has no `device_mesh`."""
 
     mesh: Mesh
     device_mesh: DeviceMesh | None
@@ -39,25 +39,31 @@ class Context:
     device: torch.device  # of this rank
 
     def axis(self, name: str) -> Axis:
-        """The axis of this name."""
+        """The mesh axis of this name."""
         return self.axes[self.mesh.axes.index(name)]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Context:
-        """The processes cannot be copied: a copied module runs in the same ones."""
+        """The same object: a copied module runs in the same processes."""
         return self
 
     @property
     def coordinates(self) -> tuple[int, ...]:
-        """Where this rank stands: one coordinate per axis."""
+        """The coordinates of this rank, one per axis."""
         return tuple(axis.index for axis in self.axes)
 
 
 def connect(mesh: Mesh, *, device: str | None = None, device_mesh: DeviceMesh | None = None) -> Context:
-    """Lay a mesh over the running processes; every rank calls it, with equal meshes.
+    """Create the process groups of a mesh; every rank calls it, with equal meshes.
 
-    The process group is initialised from torchrun's environment if there is none (gloo on CPU, nccl on CUDA). `device` is
-    "cpu" or "cuda", by default what `device_mesh` says, else CUDA where there is one. Raises MeshError when the mesh is
-    not as large as the world.
+    The default process group is initialised from torchrun's environment if there is none (gloo on CPU, nccl on CUDA).
+
+    Args:
+        mesh: axis names and sizes.
+        device: "cpu" or "cuda"; by default the type of `device_mesh`, else CUDA if available.
+        device_mesh: an existing mesh, whose process groups are used.
+
+    Raises:
+        MeshError: the size of the mesh is not the number of processes.
     """
     kind = device_mesh.device_type if device_mesh else device or ("cuda" if torch.cuda.is_available() else "cpu")
     if mesh.size == 1 and device_mesh is None:
@@ -81,7 +87,7 @@ def _axis(mesh: Mesh, grid: DeviceMesh, place: int) -> Axis:
 
 
 def _check_world(mesh: Mesh) -> None:
-    """Refuse a mesh that is not as large as the world, before any process group is made."""
+    """Raise MeshError if the mesh's size is not the world's, before any process group is created."""
     environment = os.environ.get("WORLD_SIZE")
     world = dist.get_world_size() if dist.is_initialized() else int(environment) if environment else 1
     if world != mesh.size:

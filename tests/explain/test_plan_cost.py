@@ -93,7 +93,9 @@ def test_a_test_fails_without_its_baseline_and_when_its_plan_costs_more(pytester
     worse.stdout.fnmatch_lines(
         ["WORSE   ours: step time * ms, was * ms (+100.0%)", "if this change is intended: pytest --update*"]
     )
-    worse.stdout.fnmatch_lines(["better  l4-2: step time * (-50.0%)", "        pytest --update-plan-costs keeps the improvement"])
+    worse.stdout.fnmatch_lines(
+        ["better  l4-2: step time * (-50.0%)", "        pytest --update-plan-costs keeps the improvement"]
+    )
 
 
 REFUSED = """

@@ -189,7 +189,7 @@ def test_a_guarded_script_may_define_operators_and_verify_them(tmp_path: Path) -
 def test_an_unguarded_one_is_told_to_guard_itself(tmp_path: Path) -> None:
     ran = run(tmp_path / "script.py", SCRIPT.replace("GUARD", "True"))
     assert ran.returncode == 1
-    assert "a worker cannot start workers" in ran.stderr
+    assert "a worker process cannot start workers" in ran.stderr
     assert 'if __name__ == "__main__":' in ran.stderr
 
 
@@ -198,9 +198,9 @@ def test_an_operator_that_no_other_process_can_import_is_refused(monkeypatch: py
     monkeypatch.setattr(own.gated._init_fn, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)
-    with pytest.raises(InputError, match=r"^own::gated is defined where other processes cannot import it from"):
+    with pytest.raises(InputError, match=r"^own::gated is defined in a notebook or interactively"):
         Operators.of(["own.gated.default"])
-    with pytest.raises(InputError, match=r"^a fresh process does not know own::gone"):
+    with pytest.raises(InputError, match=r"^a worker process has no operator own::gone"):
         Operators(modules={"own.gone.default": ""}).unpack()
 
 

@@ -175,7 +175,7 @@ def test_a_step_needs_one_loss_and_one_micro_batch_is_a_step_too() -> None:
     parallel = autopar.parallelize(model, sample, (1,), device="h100")
     torch.testing.assert_close(parallel.step(*sample), model(*sample).detach())
     wordy = autopar.parallelize(nn.Linear(4, 4), torch.ones(8, 4), (1,), device="h100")
-    with pytest.raises(InputError, match="which result is the loss"):
+    with pytest.raises(InputError, match="no output is clearly the loss"):
         wordy.step(torch.ones(8, 4))
 
 

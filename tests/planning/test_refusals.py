@@ -167,7 +167,7 @@ def test_a_call_other_than_the_planned_one_is_refused(call: Callable[[nn.Module]
 
 
 def test_a_call_under_autocast_is_refused() -> None:
-    first = "a parallel module was called under torch.autocast, which its plan does not know"
+    first = "a parallel module was called under torch.autocast, which its plan does not include"
     with torch.autocast("cpu", dtype=torch.bfloat16):
         check(lambda: single()(X), InputError, first, 'precision="bf16-mixed"')
 

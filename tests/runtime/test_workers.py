@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
-from autopar.runtime.workers import WorkerError, WorkerPool
+from autopar.runtime.workers import WorkerDied, WorkerError, WorkerPool, WorkerRestartWarning
 from autopar.runtime.world import connect
 
 
@@ -58,8 +58,9 @@ def hang_on_1(_: None) -> None:
 
 def test_a_worker_that_dies_or_hangs_is_replaced() -> None:
     with WorkerPool(2) as pool:
-        with pytest.raises(WorkerError):
+        with pytest.raises(WorkerDied), pytest.warns(WorkerRestartWarning, match="failed on rank 1 of 2; the run was repeated"):
             pool.run(f"{__name__}:die_on_1")
+        assert pool.restarts == 1
         pool.run(f"{__name__}:add", torch.ones(1))
         with pytest.raises(WorkerError, match="did not end within 1 s"):
             pool.run(f"{__name__}:hang_on_1", timeout=1.0)
