@@ -3,7 +3,7 @@
 #   make setup        .venv with the pinned dependencies       make demo         train GPT-2 on 8 processes, compare losses
 #   make test         lint, types, tests, cost of plans        make verify-all   the whole table of equal numbers
 #   make lint types   the parts of it                          make bench        planning, and training beside torch's own
-#                                                              make zoo          capture, plan, run and verify a zoo of architectures
+#   make docs         the documentation, docs/_build/html      make zoo          capture, plan, run and verify a zoo of architectures
 
 PYTHON ?= python3
 # Where pip looks for torch beside the default index: on Linux the default wheel carries CUDA, several gigabytes, and the index of
@@ -13,7 +13,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup lint types unit unit-front unit-operators unit-middle unit-back cost test demo verify-all zoo bench clean
+.PHONY: setup lint types unit unit-front unit-operators unit-middle unit-back cost docs test demo verify-all zoo bench clean
 
 setup: $(STAMP)
 
@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "autopar needs Python 3.11 or later; set PYTHON")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --retries 1 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,docs]'
 	touch $@
 
 lint: $(STAMP)
@@ -42,7 +42,7 @@ unit-operators: $(STAMP)
 	$(BIN)/python -m pytest -q tests/operators tests/cost_models
 
 unit-middle: $(STAMP)
-	$(BIN)/python -m pytest -q tests/solver tests/memory tests/explain tests/codegen tests/runtime
+	$(BIN)/python -m pytest -q tests/solver tests/memory tests/explain tests/codegen tests/runtime tests/docs
 
 unit-back: $(STAMP)
 	$(BIN)/python -m pytest -q tests/verify
@@ -50,7 +50,11 @@ unit-back: $(STAMP)
 cost: $(STAMP)
 	$(BIN)/python -m autopar.explain --check baselines/
 
-test: lint types unit cost
+# Warnings are errors: a link that leads nowhere, a page that no other page shows, a docstring that cannot be read.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs docs/_build/html
+
+test: lint types unit cost docs
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt2.py
@@ -66,4 +70,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/training.py --memory --save --variants ddp,torch-ddp,torch-ddp-whole,fsdp,torch-fsdp,megatron,torch-tp,auto,random0,random1
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build *.egg-info
