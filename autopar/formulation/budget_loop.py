@@ -76,10 +76,8 @@ def _peaks(alive: Floats, limit: float, settings: SearchSettings) -> list[int]:
     return found
 
 
-def smallest(
-    formulated: PlanningProblem, memory_model: MemoryModel, *, settings: SearchSettings = DEFAULTS
-) -> Solution | None:
-    """A solution of least peak memory: nothing is found within `least_memory_step` less. None if there is no solution at all."""
+def smallest(formulated: PlanningProblem, memory_model: MemoryModel, *, settings: SearchSettings = DEFAULTS) -> Solution | None:
+    """A solution of least peak memory: nothing is found within `least_memory_step` less; None if there is no solution."""
     if memory_model in _LEAST:
         return _LEAST[memory_model]
     least = better = _least(formulated, memory_model, settings)
@@ -88,9 +86,7 @@ def smallest(
         limit = math.floor((1 - settings.least_memory_step) * memory_model.walk(least).max())
         cutoff = settings.unlikely_price * least.seconds
         try:
-            better = _within(
-                formulated, memory_model, limit, cutoff=cutoff, settings=replace(settings, rens_nodes=0)
-            ).solution
+            better = _within(formulated, memory_model, limit, cutoff=cutoff, settings=replace(settings, rens_nodes=0)).solution
         except SolverError:
             better = None
     if least is not None:

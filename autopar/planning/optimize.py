@@ -26,7 +26,7 @@ from autopar.plan.text import size_text
 from autopar.planning.model_checks import useless_axes
 from autopar.search_space.strategies import constrained, strategy_constraints
 from autopar.solver.problem import Solution, away_price, local_price
-from autopar.solver.solve import PROVEN
+from autopar.solver.settings import DEFAULTS, SearchSettings
 
 SMALLEST = "smallest"  # what a BudgetError calls the smallest budget that works
 ONCE = "zero1"
@@ -54,37 +54,42 @@ def analysed(program: Program, mesh: Mesh, options: Options) -> Analysis:
 
 
 def solved(
-    analysis: Analysis, mesh: Mesh, options: Options, stop: Stop = lambda phase: None, *, patience: Seconds = math.inf
+    analysis: Analysis,
+    mesh: Mesh,
+    options: Options,
+    stop: Stop = lambda phase: None,
+    *,
+    settings: SearchSettings = DEFAULTS,
 ) -> Optimized:
     """The solution for an analysed program.
 
-    Raises ConstraintError, MeshError or BudgetError if there is none, SolverError after about `patience` without an answer.
+    Raises ConstraintError, MeshError or BudgetError if there is none, SolverError where a limit of the settings leaves no
+    answer.
     """
     optimizer, limit = optimizers.optimizer(options.optimizer), parse_bytes(options.budget, mesh)
     memory_model = _ledger(analysis, mesh, optimizer, options)
     stop("formulate")
-    solution = within(memory_model.formulated, memory_model, limit, patience=patience)
+    solution = within(memory_model.formulated, memory_model, limit, settings=settings)
     if solution is None:
-        raise _impossible(memory_model, limit, options, patience)
+        raise _impossible(memory_model, limit, options, settings)
     best = Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer)
-    if options.strategy == "auto" and solution.gap > PROVEN:
-        best = _with_free_layouts(best, limit)
+    if options.strategy == "auto" and solution.gap > settings.gap:
+        best = _with_free_layouts(best, limit, settings)
     if options.strategy == "auto":
         shared = (ONCE,) if analysis.program.runs > 1 else ()  # micro-batches that share weights are a program of their own
-        best = _best_named(best, analysis, options, limit, NAMED if solution.gap > 0 else shared)
+        best = _best_named(best, analysis, options, limit, NAMED if solution.gap > 0 else shared, settings)
     stop("solve")
     return best
 
 
-def cheaper(best: Optimized, analysis: Analysis, mesh: Mesh, options: Options, *, by: float) -> Optimized:
-    """The better of a solution and that of another form of its program, if that wins this share and is found soon.
+def cheaper(best: Optimized, analysis: Analysis, mesh: Mesh, options: Options, settings: SearchSettings) -> Optimized:
+    """The better of a solution and that of another form of its program, if that wins `padding_gain` and is found soon.
 
     Raises ConstraintError if the other form cannot run as is asked for.
     """
     memory_model, seconds = _ledger(analysis, mesh, best.optimizer, options), step_time(best.formulated, best.solution)
-    found = within(
-        memory_model.formulated, memory_model, parse_bytes(options.budget, mesh), cutoff=(1 - by) * seconds, near=True
-    )
+    limit, cutoff = parse_bytes(options.budget, mesh), (1 - settings.padding_gain) * seconds
+    found = within(memory_model.formulated, memory_model, limit, cutoff=cutoff, settings=settings.near_relaxation())
     if found is None or step_time(memory_model.formulated, found) >= seconds:
         return best
     return replace(best, memory_model=memory_model, solution=found)
@@ -122,10 +127,10 @@ def _ledger(analysis: Analysis, mesh: Mesh, optimizer: Optimizer, options: Optio
     return MemoryModel(formulate(analysis, mesh, optimizer, strategy_constraints=wanted, sharded_outputs=outputs), optimizer)
 
 
-def _impossible(memory_model: MemoryModel, limit: Bytes, options: Options, patience: Seconds) -> AutoparError:
+def _impossible(memory_model: MemoryModel, limit: Bytes, options: Options, settings: SearchSettings) -> AutoparError:
     """Why there is no plan: the constraints leave none, or none fits into the limit."""
     formulated = memory_model.formulated
-    least = smallest(formulated, memory_model, patience=patience)
+    least = smallest(formulated, memory_model, settings=settings)
     if least is None:
         return ConstraintError(
             f"the strategy {options.strategy!r} and the constraints leave no way to run the model",
@@ -145,21 +150,24 @@ def _impossible(memory_model: MemoryModel, limit: Bytes, options: Options, patie
     )
 
 
-def _with_free_layouts(best: Optimized, limit: Bytes) -> Optimized:
+def _with_free_layouts(best: Optimized, limit: Bytes, settings: SearchSettings) -> Optimized:
     """The better of a solution and of the layouts that are best where memory is plenty, with what must be made again then."""
     formulated, solution = best.formulated, best.solution
-    free = within(formulated, best.memory_model, PLENTY)
+    free = within(formulated, best.memory_model, PLENTY, settings=settings)
     if free is None:
         return best
     other = formulated.only(free)
-    found = within(other, MemoryModel(other, best.optimizer), limit, cutoff=step_time(formulated, solution))
+    cutoff = step_time(formulated, solution)
+    found = within(other, MemoryModel(other, best.optimizer), limit, cutoff=cutoff, settings=settings)
     if found is None:
         return best
     found = replace(found, picks=free.picks, bound=min(solution.bound, found.seconds), status="feasible")
     return min(best, replace(best, solution=found), key=lambda one: step_time(one.formulated, one.solution))
 
 
-def _best_named(best: Optimized, analysis: Analysis, options: Options, limit: Bytes, named: Sequence[str]) -> Optimized:
+def _best_named(
+    best: Optimized, analysis: Analysis, options: Options, limit: Bytes, named: Sequence[str], settings: SearchSettings
+) -> Optimized:
     """The best of a solution and of named strategies, by what they really send."""
     bound = best.solution.bound
     for strategy in named:
@@ -168,7 +176,7 @@ def _best_named(best: Optimized, analysis: Analysis, options: Options, limit: By
         except ConstraintError:
             continue
         seconds = step_time(best.formulated, best.solution)
-        found = within(memory_model.formulated, memory_model, limit, cutoff=seconds)
+        found = within(memory_model.formulated, memory_model, limit, cutoff=seconds, settings=settings)
         if found is not None and step_time(memory_model.formulated, found) < seconds:
             best = replace(
                 best, memory_model=memory_model, solution=replace(found, bound=min(bound, found.seconds), status="feasible")

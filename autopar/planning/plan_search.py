@@ -12,18 +12,18 @@ from autopar.passes.padding import padded, rooms
 from autopar.plan.options import AUTO, Options
 from autopar.planning.model_checks import without_rule
 from autopar.planning.optimize import SMALLEST, Optimized, Stop, analysed, cheaper, solved
+from autopar.solver.settings import DEFAULTS, SearchSettings
 
 PADDED = ("auto", "megatron")  # the strategies that try to pad dims: the others split the batch, and parameters as they are
-WORTH = 5e-3  # of a step: the least that padding must win
 
 
-def best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Optimized:
+def best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings = DEFAULTS) -> Optimized:
     """The best solution in the number of micro-batches that is asked for; a program with a loop keeps its own."""
     if program.loop is None and options.microbatches == AUTO:
-        return _best_number(program, mesh, options, stop)
+        return _best_number(program, mesh, options, stop, settings)
     if program.loop is None:
         program = microbatches(program, _number(options.microbatches))
-    return _best_padded(program, mesh, options, stop)
+    return _best_padded(program, mesh, options, stop, settings)
 
 
 def _number(asked: int | str) -> int:
@@ -32,7 +32,7 @@ def _number(asked: int | str) -> int:
     return asked
 
 
-def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Optimized:
+def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings) -> Optimized:
     """The fastest solution over the numbers of micro-batches, each at least twice the last, until one that fits is slower."""
     best: Optimized | None = None
     refused: list[BudgetError] = []
@@ -45,7 +45,7 @@ def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop) -> 
         except ConstraintError:  # it cannot be cut
             break
         try:
-            found = _best_padded(part, mesh, options, stop)
+            found = _best_padded(part, mesh, options, stop, settings)
         except BudgetError as error:
             if SMALLEST not in error.details:
                 raise
@@ -64,7 +64,7 @@ def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop) -> 
     return best
 
 
-def _best_padded(program: Program, mesh: Mesh, options: Options, stop: Stop) -> Optimized:
+def _best_padded(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings) -> Optimized:
     """The solution for a program whose number of micro-batches is settled, padded where that is better or the only way."""
     best: Optimized | None = None
     refused: list[AutoparError] = []
@@ -74,9 +74,9 @@ def _best_padded(program: Program, mesh: Mesh, options: Options, stop: Stop) -> 
             if best is None:
                 without_rule(analysis, strict=options.strict)
                 stop("analyse")
-                best = solved(analysis, mesh, options, stop)
-            elif _spent(best, wide) > WORTH * best.solution.seconds:
-                best = cheaper(best, analysis, mesh, options, by=WORTH)
+                best = solved(analysis, mesh, options, stop, settings=settings)
+            elif _spent(best, wide) > settings.padding_gain * best.solution.seconds:
+                best = cheaper(best, analysis, mesh, options, settings)
                 stop("pad")
         except (BudgetError, ConstraintError) as error:
             refused.append(error)

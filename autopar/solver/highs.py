@@ -36,28 +36,27 @@ class Meaning(Enum):
         return self.name.lower().replace("_", " ")
 
 
-_Status = highspy.HighsModelStatus
-STATUS: Mapping[highspy.HighsModelStatus, Meaning] = {
-    _Status.kOptimal: Meaning.SOLVED,
-    _Status.kModelEmpty: Meaning.SOLVED,
-    _Status.kInfeasible: Meaning.INFEASIBLE,
-    _Status.kUnboundedOrInfeasible: Meaning.INFEASIBLE,  # no price is negative, so that nothing is unbounded
-    _Status.kObjectiveBound: Meaning.CUT_OFF,
-    _Status.kIterationLimit: Meaning.LIMIT,  # simplex_iteration_limit
-    _Status.kSolutionLimit: Meaning.LIMIT,  # mip_max_nodes
-    _Status.kUnknown: Meaning.TROUBLE,
-    _Status.kSolveError: Meaning.TROUBLE,
-    _Status.kUnbounded: Meaning.FAILED,
-    _Status.kNotset: Meaning.FAILED,
-    _Status.kLoadError: Meaning.FAILED,
-    _Status.kModelError: Meaning.FAILED,
-    _Status.kPresolveError: Meaning.FAILED,
-    _Status.kPostsolveError: Meaning.FAILED,
-    _Status.kMemoryLimit: Meaning.FAILED,
-    _Status.kTimeLimit: Meaning.FAILED,  # never set: a plan would depend on the machine's speed
-    _Status.kObjectiveTarget: Meaning.FAILED,  # never set
-    _Status.kInterrupt: Meaning.FAILED,  # no callback interrupts
-    _Status.kHighsInterrupt: Meaning.FAILED,
+STATUS: Mapping[str, Meaning] = {  # by name of highspy.HighsModelStatus, of every version
+    "kOptimal": Meaning.SOLVED,
+    "kModelEmpty": Meaning.SOLVED,
+    "kInfeasible": Meaning.INFEASIBLE,
+    "kUnboundedOrInfeasible": Meaning.INFEASIBLE,  # no price is negative, so that nothing is unbounded
+    "kObjectiveBound": Meaning.CUT_OFF,
+    "kIterationLimit": Meaning.LIMIT,  # simplex_iteration_limit
+    "kSolutionLimit": Meaning.LIMIT,  # mip_max_nodes
+    "kUnknown": Meaning.TROUBLE,
+    "kSolveError": Meaning.TROUBLE,
+    "kUnbounded": Meaning.FAILED,
+    "kNotset": Meaning.FAILED,
+    "kLoadError": Meaning.FAILED,
+    "kModelError": Meaning.FAILED,
+    "kPresolveError": Meaning.FAILED,
+    "kPostsolveError": Meaning.FAILED,
+    "kMemoryLimit": Meaning.FAILED,
+    "kTimeLimit": Meaning.FAILED,  # never set: a plan would depend on the machine's speed
+    "kObjectiveTarget": Meaning.FAILED,  # never set
+    "kInterrupt": Meaning.FAILED,  # nothing interrupts
+    "kHighsInterrupt": Meaning.FAILED,
 }
 
 
@@ -98,7 +97,7 @@ def append(solver: highspy.Highs, block: SparseBlock) -> None:
 def run(solver: highspy.Highs) -> Meaning:
     """Solve, and say how that ended."""
     solver.run()
-    return STATUS[solver.getModelStatus()]
+    return STATUS[solver.getModelStatus().name]
 
 
 def values(solver: highspy.Highs) -> Floats:

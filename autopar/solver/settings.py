@@ -167,4 +167,3 @@ DEFAULTS = SearchSettings()
 
 EXACT = SearchSettings(gap=0.0, exact=True, dive_gap=0.0, window_gap=0.0, branch_nodes=2**31 - 1, rens_nodes=2**31 - 1)
 """Settings under which the optimum is found and proven; for problems of a few choices."""
-

@@ -6,6 +6,7 @@ import functools
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -20,6 +21,7 @@ from autopar.formulation.formulate import PlanningProblem, formulate
 from autopar.formulation.memory_model import MemoryModel
 from autopar.solver.presolve import merge_followers
 from autopar.solver.problem import Choice, ConditionalCost, Consumer, Edge, Floats, Problem, Solution, price, row_bytes
+from autopar.solver.settings import DEFAULTS, EXACT
 from autopar.solver.solve import solve
 from autopar.verify.testing import random_solution
 from tests.solver.random_problems import bytes_of, enumerate_all, random_problem, random_row
@@ -137,7 +139,7 @@ def test_a_solution_of_a_random_problem_keeps_to_its_rows_or_none_does(seed: int
         broken = [r for r in rows if bytes_of(problem, r, solution.picks, solution.arcs) > r.limit * (1 + 1e-6)]
         return broken[:1] if final else []
 
-    late, best = solve(problem, judge, gap=0.0), enumerate_all(problem, tuple(rows))
+    late, best = solve(problem, judge, settings=EXACT).solution, enumerate_all(problem, tuple(rows))
     assert (late is None) == (best is None)
     if late is not None:
         assert late.seconds == pytest.approx(best, rel=1e-6, abs=1e-9)
@@ -189,7 +191,8 @@ def chained(seed: int) -> Problem:
 def test_merging_followers_leaves_the_optimum(seed: int) -> None:
     problem = chained(seed)
     merged = merge_followers(problem)
-    found, whole = solve(merged.problem, gap=0.0), solve(problem, gap=0.0)
+    settings = replace(EXACT, presolve=False)
+    found, whole = solve(merged.problem, settings=settings).solution, solve(problem, settings=settings).solution
     assert found is not None
     assert whole is not None
     assert found.seconds == pytest.approx(whole.seconds, rel=1e-6, abs=1e-9)
@@ -218,7 +221,8 @@ def test_a_row_said_of_the_merged_problem_is_the_row_of_the_original(seed: int) 
 def test_merging_followers_leaves_the_optimum_of_a_model(model: str, on: str) -> None:
     made, memory_model = formulated(model, on)
     merged = merge_followers(made.problem)
-    found, whole = solve(merged.problem), solve(made.problem)
+    settings = replace(DEFAULTS, presolve=False)
+    found, whole = solve(merged.problem, settings=settings).solution, solve(made.problem, settings=settings).solution
     assert found is not None
     assert whole is not None
     assert len(merged.problem.choices) < len(made.problem.choices)

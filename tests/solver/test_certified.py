@@ -7,7 +7,8 @@ import pytest
 
 from autopar.solver.integer_program import MICROSECONDS, IntegerProgram
 from autopar.solver.problem import Solution, price
-from autopar.solver.routes import together
+from autopar.solver.routes import reroute
+from autopar.solver.settings import EXACT
 from autopar.solver.solve import solve
 from tests.solver.random_problems import bytes_of, enumerate_all, random_problem, random_row, trees
 
@@ -16,7 +17,7 @@ from tests.solver.random_problems import bytes_of, enumerate_all, random_problem
 def test_the_solver_finds_the_optimum_of_small_problems(seed: int) -> None:
     problem = random_problem(seed)
     rows = tuple(random_row(problem, 7 * seed + i) for i in range(seed % 3))
-    best, solution = enumerate_all(problem, rows), solve(problem, rows=rows, gap=0.0)
+    best, solution = enumerate_all(problem, rows), solve(problem, rows=rows, settings=EXACT).solution
     if best is None:
         assert solution is None
         return
@@ -42,7 +43,7 @@ def test_routes_led_anew_cost_no_more_and_reach_what_is_wanted(seed: int) -> Non
     picks = tuple(seed % len(choice.seconds) for choice in problem.choices)
     arcs = tuple(min(trees(edge, picks), default=()) for edge in problem.edges)
     before = price(problem, picks, arcs)
-    found = together(problem, Solution(picks=picks, arcs=arcs, seconds=before, bound=0.0, status="feasible"))
+    found = reroute(problem, Solution(picks=picks, arcs=arcs, seconds=before, bound=0.0, status="feasible"), 1e-6)
     assert found.seconds == price(problem, found.picks, found.arcs) <= before * (1 + 1e-6)
     for edge, used in zip(problem.edges, found.arcs, strict=True):
         assert sorted(used) in map(sorted, trees(edge, found.picks))

@@ -26,6 +26,7 @@ from autopar.solver.problem import (
     price,
     row_bytes,
 )
+from autopar.solver.settings import EXACT
 from autopar.solver.solve import solve
 from tests.solver.random_problems import random_problem, trees
 
@@ -149,7 +150,7 @@ def test_no_solution_is_cheaper_than_the_bound_and_the_one_that_is_found_is_dear
 ) -> None:
     problem = make(seed)
     row = tight_row(problem, seed)
-    best, found = cheapest(problem, row), solve(problem, rows=[row], gap=0.0)
+    best, found = cheapest(problem, row), solve(problem, rows=[row], settings=EXACT).solution
     if best is None:
         return
     assert found is not None
@@ -173,11 +174,11 @@ def test_shares_say_what_members_do(make: Callable[[int], Problem], seed: int) -
 
 
 def test_something_is_made_again_and_something_is_not() -> None:
-    found = [solve(repeated(seed), rows=[tight_row(repeated(seed), seed)]) for seed in SMALL[:25]]
+    found = [solve(repeated(seed), rows=[tight_row(repeated(seed), seed)]).solution for seed in SMALL[:25]]
     assert any(one is not None and one.recompute.choices for one in found)
     assert any(one is not None and one.recompute.arcs for one in found)
     assert any(one is not None and not one.recompute.choices and not one.recompute.arcs for one in found)
-    found = [solve(held(seed), rows=[tight_row(held(seed), seed)]) for seed in SMALL[:25]]
+    found = [solve(held(seed), rows=[tight_row(held(seed), seed)]).solution for seed in SMALL[:25]]
     assert any(one is not None and one.recompute.offload for one in found)
 
 
@@ -231,7 +232,7 @@ def test_layouts_do_not_make_each_other_again(limit: float, back: int) -> None:
     )
     problem = Problem(choices=(Choice(name="x", seconds=one, tie=one), Choice(name="y", seconds=one, tie=one)), edges=(edge,))
     kept = RetainedTerm(edge=0, keepers=(0,), bytes=np.array([4.0, 16.0, 4.0]), gone=True, homes=homes(edge))
-    found = solve(problem, rows=[Row(name="r", limit=limit, picks={}, uses={}, kept=(kept,))])
+    found = solve(problem, rows=[Row(name="r", limit=limit, picks={}, uses={}, kept=(kept,))]).solution
     if limit < 4:
         assert found is None
     else:
