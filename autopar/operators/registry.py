@@ -10,81 +10,44 @@ from autopar.ir.program import Argument, Op, Value
 from autopar.operators.call import Call, Local
 from autopar.operators.families import (
     attention,
+    backward_ops,
+    concat_repeat,
+    constructors,
     contraction,
+    indexing,
+    linalg_fft,
     losses,
-    pointwise,
+    normalization,
+    pointwise_binary,
+    pointwise_unary,
+    pooling_padding,
+    random_ops,
     recurrent,
     reductions,
     views,
 )
-from autopar.operators.families import (
-    backward_ops as gradients,
-)
-from autopar.operators.families import (
-    concat_repeat as arrange,
-)
-from autopar.operators.families import (
-    constructors as factories,
-)
-from autopar.operators.families import (
-    indexing as places,
-)
-from autopar.operators.families import (
-    linalg_fft as algebra,
-)
-from autopar.operators.families import (
-    normalization as normalise,
-)
-from autopar.operators.families import (
-    pooling_padding as windows,
-)
 from autopar.operators.fitting import Shape
 from autopar.operators.rule import OpSharding, ParallelForm, Rule
 
-ALIASES = {  # torch's second names
-    "aten.multiply": "aten.mul",
-    "aten.subtract": "aten.sub",
-    "aten.divide": "aten.div",
-    "aten.absolute": "aten.abs",
-    "aten.clip": "aten.clamp",
-    "aten.concat": "aten.cat",
-    "aten.concatenate": "aten.cat",
-    "aten.greater": "aten.gt",
-    "aten.greater_equal": "aten.ge",
-    "aten.less": "aten.lt",
-    "aten.less_equal": "aten.le",
-    "aten.not_equal": "aten.ne",
-    "aten.lift_fresh_copy": "aten.clone",
-    "aten.special_expit": "aten.sigmoid",
-    **{f"aten.arc{name}": f"aten.a{name}" for name in ("cos", "cosh", "sin", "sinh", "tan", "tanh", "tan2")},
-}
-FORMS = ("default", "Tensor", "Scalar")
-
-TABLE: dict[str, Rule] = {
-    **pointwise.TABLE,
-    **contraction.TABLE,
-    **views.TABLE,
-    **arrange.TABLE,
-    **places.TABLE,
-    **windows.TABLE,
-    **reductions.TABLE,
-    **attention.TABLE,
-    **normalise.TABLE,
-    **losses.TABLE,
-    **recurrent.TABLE,
-    **algebra.TABLE,
-    **factories.TABLE,
-    **gradients.TABLE,
-}
-
-RULES: Mapping[str, Rule] = TABLE | {
-    f"{second}.{form}": TABLE[f"{first}.{form}"]
-    for second, first in ALIASES.items()
-    for form in FORMS
-    if f"{first}.{form}" in TABLE
-}
-
-
+FAMILIES = (
+    pointwise_unary,
+    pointwise_binary,
+    random_ops,
+    contraction,
+    views,
+    concat_repeat,
+    indexing,
+    pooling_padding,
+    reductions,
+    attention,
+    normalization,
+    losses,
+    recurrent,
+    linalg_fft,
+    constructors,
+    backward_ops,
+)
+RULES: Mapping[str, Rule] = {target: row for family in FAMILIES for target, row in family.TABLE.items()}
 OTHERS: Mapping[str, Rule] = {  # of libraries that need not be there
     "transformers.grouped_mm_fallback.default": contraction.GROUPED_PRODUCT,
 }

@@ -18,52 +18,41 @@ from autopar.operators import RULES, fit
 from autopar.operators.call import Call
 from autopar.operators.families import (
     attention,
+    backward_ops,
+    concat_repeat,
+    constructors,
     contraction,
+    indexing,
+    linalg_fft,
     losses,
-    pointwise,
+    normalization,
+    pointwise_binary,
+    pointwise_unary,
+    pooling_padding,
+    random_ops,
     recurrent,
     reductions,
     views,
 )
-from autopar.operators.families import (
-    backward_ops as gradients,
-)
-from autopar.operators.families import (
-    concat_repeat as arrange,
-)
-from autopar.operators.families import (
-    constructors as factories,
-)
-from autopar.operators.families import (
-    indexing as places,
-)
-from autopar.operators.families import (
-    linalg_fft as algebra,
-)
-from autopar.operators.families import (
-    normalization as normalise,
-)
-from autopar.operators.families import (
-    pooling_padding as windows,
-)
-from autopar.operators.registry import TABLE
 from tests.operators.examples import EXAMPLES
 
 FAMILIES: Mapping[str, ModuleType] = {
-    "Element by element": pointwise,
+    "Element by element: one tensor": pointwise_unary,
+    "Element by element: several tensors": pointwise_binary,
+    "Random numbers": random_ops,
     "Sums of products": contraction,
     "Views": views,
-    "Joins and repetitions": arrange,
-    "Reading and writing at places": places,
-    "Planes and windows": windows,
+    "Joins and repetitions": concat_repeat,
+    "Reading and writing at places": indexing,
+    "Planes and windows": pooling_padding,
     "Reductions": reductions,
     "Attention": attention,
-    "Softmax and norms": normalise,
+    "Softmax and norms": normalization,
     "Losses": losses,
     "Recurrent networks": recurrent,
-    "Linear algebra and Fourier transforms": algebra,
-    "New tensors": factories,
-    "Backward operators": gradients,
+    "Linear algebra and Fourier transforms": linalg_fft,
+    "New tensors": constructors,
+    "Backward operators": backward_ops,
 }
 
 # Core ATen, less these: they return no tensor, or write into an operand, so that no rule can say anything of their results.
@@ -223,9 +212,6 @@ def _families() -> Iterator[str]:
         yield from _table(("operators", "rule", "example", "splits", "whole", "linear"), rows)
         yield ""
     yield from _forms()
-    yield "## Second names"
-    yield ""
-    yield ", ".join(f"`{short(target)}`" for target in sorted(set(RULES) - set(TABLE)))
 
 
 def _forms() -> Iterator[str]:
@@ -234,8 +220,8 @@ def _forms() -> Iterator[str]:
     yield "Ways to split what a rule keeps whole, with messages inside: `tests/operators/test_forms.py` runs all ranks at once."
     yield ""
     known: dict[tuple[str, ...], dict[str, None]] = {}
-    for target in sorted(TABLE):
-        for form in TABLE[target].distributed:
+    for target in sorted(RULES):
+        for form in RULES[target].distributed:
             sends = (", ".join(sent.kind for sent in each) for each in (form.forward, form.backward))
             known.setdefault((f"`{form.name}`", " ".join(form.factors), *sends), {})[f"`{short(target)}`"] = None
     rows = ((name, " ".join(targets), *rest) for (name, *rest), targets in known.items())

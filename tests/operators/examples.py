@@ -6,10 +6,9 @@ from functools import partial
 
 import torch
 
-from autopar.operators.families.pointwise import BINARY, DRAWS, SAME, UNARY, names
-from autopar.operators.registry import ALIASES, FORMS
 from tests.operators import examples_algebra, examples_backward, examples_planes
 from tests.operators.drawing import Example, Positive, T, between, bools, buffer, cplx, ex, ints, labels, places, pos, signs, t
+from tests.operators.names import ALIASES, BINARY, DRAWS, FORMS, SAME, UNARY, names
 
 BITS = ("bitwise", "__", "logical", "gcd", "lcm")
 UNDERIVED = ("floor_divide", "nextafter", "heaviside", "igamma", "special_bessel")  # without a derivative

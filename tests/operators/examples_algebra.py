@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.operators.families.linalg_fft import SQUARES
-from autopar.operators.families.pointwise import names
 from tests.operators.drawing import Example, buffer, cplx, definite, ex, signs, t
+from tests.operators.names import SQUARES, names
 
 MORE: dict[str, tuple[object, ...]] = {"aten.matrix_power.default": (3,), "aten.linalg_matrix_power.default": (3,)}
 

@@ -23,7 +23,7 @@ FITTED = [
     ("aten.embedding.default", ex(t(7, 6), ints(4, 10)), "v! h, ...1 ...0 -> ...1 ...0 h"),
     ("aten.split.Tensor", ex(t(4, 18), 6, 1), "d0 (k! c) -> d0 c, d0 c, d0 c"),
     ("aten.reshape.default", ex(t(2, 6, 10), (12, 2, 5)), "f0 f1 (f2 f3) -> (f0 f1) f2 f3"),
-    ("aten.expand.default", ex(t(4, 1), (2, 4, 6)), "d1 _ -> d0 d1 d2"),
+    ("aten.expand.default", ex(t(4, 1), (2, 4, 6)), "...1 _ -> ...2 ...1 ...0"),
     ("aten.cat.default", ex((t(4, 6), t(4, 10)), -1), "d0 _, d0 _ -> d0 _"),
     ("aten.mean.dim", ex(t(4, 6), (-1,), True), "d0 d1 -> d0 _"),
     ("aten.layer_norm.default", ex(t(4, 10, 6), (6,), t(6), t(6)), "...1 ...0 n0!, n0!, n0! -> ...1 ...0 n0!"),

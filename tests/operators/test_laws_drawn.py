@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from autopar.operators.checking.execution_check import check
-from autopar.operators.families.pointwise import BINARY, UNARY, names
 from tests.operators.drawing import Example, T, bools, buffer, ex, ints, t
 from tests.operators.examples import binary, unary
+from tests.operators.names import BINARY, UNARY, names
 
 Shape = tuple[int, ...]
 Call = tuple[str, Example]

@@ -6,8 +6,6 @@ from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
 from autopar.operators.families.losses import SUM
 from autopar.operators.families.normalization import native_groups
-from autopar.operators.families.pointwise import TWO
-from autopar.operators.families.reductions import along
 from autopar.operators.pattern_text import term
 from autopar.operators.rule import OpSharding, Rule, op
 
@@ -36,13 +34,6 @@ def layer_norm(call: Call) -> OpSharding:
     return call.fit(f"... {n}, ... {n}, ... {ones}, ... {ones}{parameters} -> ... {n}, {n}, {n}")
 
 
-def group_norm(call: Call) -> OpSharding:
-    """b (g c!) ...!, b (g c!) ...!, b g, b g, (g c!) -> b (g c!) ...!, (g c!), (g c!)"""
-    weight = ", (g c!)" if call.positions("weight") else ""
-    plane = "b (g c!) ...!"
-    return call.fit(f"{plane}, {plane}, b g, b g{weight} -> {plane}, (g c!), (g c!)", sizes={"g": call.number("group")})
-
-
 def batch_norm(call: Call) -> OpSharding:
     """b! c ...!, b! c ...!, c, c, c, c, c -> b! c ...!, c, c in training; in evaluation all splits"""
     whole = "!" if call.arguments["train"] else ""
@@ -58,20 +49,40 @@ def loss(call: Call) -> OpSharding:
     return call.fit(f"{'()' if not call.rank('grad_output') else f'...{whole}'}, {terms} -> ...{whole}")
 
 
-BINARY = """
-    gelu silu sigmoid tanh threshold elu leaky_relu hardtanh hardswish hardsigmoid mish softplus hardshrink softshrink logit
-    native_dropout
-"""
-LOSSES = "mse_loss smooth_l1_loss huber_loss binary_cross_entropy"
-
 TABLE: dict[str, Rule] = {
-    **{f"aten.{name}_backward.default": op(TWO, linear="grad_output grad_out") for name in BINARY.split()},
-    **{f"aten.{name}_backward.default": op(loss, linear="grad_output, weight") for name in LOSSES.split()},
-    "aten.glu_backward.default": op(along, linear="grad_output"),
-    "aten._softmax_backward_data.default": op(along, linear="grad_output"),
-    "aten._log_softmax_backward_data.default": op(along, linear="grad_output"),
-    "aten.convolution_backward.default": op(convolution, linear="grad_output", local=convolution_local),
+    # activations
+    "aten.gelu_backward.default": op("..., ... -> ...", linear="grad_output"),
+    "aten.silu_backward.default": op("..., ... -> ...", linear="grad_output"),
+    "aten.sigmoid_backward.default": op("..., ... -> ...", linear="grad_output"),
+    "aten.tanh_backward.default": op("..., ... -> ...", linear="grad_output"),
+    "aten.threshold_backward.default": op("..., ... -> ...", linear="grad_output"),
+    "aten.elu_backward.default": op("..., ... -> ...", linear="grad_output"),
+    "aten.leaky_relu_backward.default": op("..., ... -> ...", linear="grad_output"),
+    "aten.hardtanh_backward.default": op("..., ... -> ...", linear="grad_output"),
+    "aten.hardswish_backward.default": op("..., ... -> ...", linear="grad_output"),
+    "aten.hardsigmoid_backward.default": op("..., ... -> ...", linear="grad_output"),
+    "aten.mish_backward.default": op("..., ... -> ...", linear="grad_output"),
+    "aten.softplus_backward.default": op("..., ... -> ...", linear="grad_output"),
+    "aten.hardshrink_backward.default": op("..., ... -> ...", linear="grad_out"),
+    "aten.softshrink_backward.default": op("..., ... -> ...", linear="grad_output"),
+    "aten.logit_backward.default": op("..., ... -> ...", linear="grad_output"),
+    "aten.native_dropout_backward.default": op("..., ... -> ...", linear="grad_output"),
+    "aten.glu_backward.default": op("... _@dim ..., ... _@dim ... -> ... _@dim ...", linear="grad_output"),
+    # losses
+    "aten.mse_loss_backward.default": op(loss, linear="grad_output"),
+    "aten.smooth_l1_loss_backward.default": op(loss, linear="grad_output"),
+    "aten.huber_loss_backward.default": op(loss, linear="grad_output"),
+    "aten.binary_cross_entropy_backward.default": op(loss, linear="grad_output, weight"),
+    # softmax and norms
+    "aten._softmax_backward_data.default": op("... _@dim ..., ... _@dim ... -> ... _@dim ...", linear="grad_output"),
+    "aten._log_softmax_backward_data.default": op("... _@dim ..., ... _@dim ... -> ... _@dim ...", linear="grad_output"),
     "aten.native_layer_norm_backward.default": op(layer_norm, linear="grad_out"),
-    "aten.native_group_norm_backward.default": op(group_norm, linear="grad_out", local=native_groups),
+    "aten.native_group_norm_backward.default": op(
+        "b (g=group c!) ...!, b (g c!) ...!, b g, b g, (g c!) -> b (g c!) ...!, (g c!), (g c!)",
+        linear="grad_out",
+        local=native_groups,
+    ),
     "aten.native_batch_norm_backward.default": op(batch_norm, linear="grad_out"),
+    # convolutions
+    "aten.convolution_backward.default": op(convolution, linear="grad_output", local=convolution_local),
 }

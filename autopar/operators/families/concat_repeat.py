@@ -28,10 +28,8 @@ def joined(call: Call, dim: int) -> OpSharding:
 
 
 def stack(call: Call) -> OpSharding:
-    """the new dim stays whole"""
-    words = without(len(call.result), call.number("dim"))
-    piece = term(word for word in words if word != "_")
-    return call.fit(f"{', '.join(piece for _ in call.operands)} -> {term(words)}")
+    """The new dim stays whole."""
+    return call.fit(f"{', '.join('...' for _ in call.operands)} -> ... _@dim ...")
 
 
 def repeat(call: Call) -> OpSharding:
@@ -76,18 +74,6 @@ def meshgrid(call: Call) -> OpSharding:
     return call.fit(f"{held} -> {', '.join(term(swapped) for _ in words)}")
 
 
-def rot90(call: Call) -> OpSharding:
-    """both dims of the plane that turns stay whole"""
-    words = term(without(call.rank("self"), *call.numbers("dims")))
-    return call.fit(f"{words} -> {words}")
-
-
-def unfold(call: Call) -> OpSharding:
-    """the dim over which a window moves stays whole, the window is a new last dim"""
-    words = without(call.rank("self"), call.number("dimension"))
-    return call.fit(f"{term(words)} -> {term([*words, '_'])}")
-
-
 def side_by_side(call: Call) -> OpSharding:
     """tensors of one or more dims are joined along dim 1, vectors along their only dim"""
     return joined(call, min(len(call.result) - 1, 1))
@@ -101,18 +87,23 @@ def one_below_the_other(call: Call) -> OpSharding:
 
 
 TABLE: dict[str, Rule] = {
+    # joined
     "aten.cat.default": op(cat, linear="tensors"),
+    "aten.concat.default": op(cat, linear="tensors"),
+    "aten.concatenate.default": op(cat, linear="tensors"),
     "aten.hstack.default": op(side_by_side, linear="tensors"),
     "aten.vstack.default": op(one_below_the_other, linear="tensors"),
     "aten.row_stack.default": op(one_below_the_other, linear="tensors"),
     "aten.stack.default": op(stack, linear="tensors"),
+    # repeated
     "aten.repeat.default": op(repeat, linear="self", local=repeats),
     "aten.tile.default": op(repeat, linear="self", local=repeats),
     "aten.repeat_interleave.self_int": op(repeat_interleave, linear="self", local=interleaves),
     "aten.meshgrid.default": op(meshgrid, view=True),
     "aten.meshgrid.indexing": op(meshgrid, view=True),
-    "aten.unfold.default": op(unfold, linear="self", view=True),
-    "aten.rot90.default": op(rot90, linear="self"),
+    "aten.unfold.default": op("... _@dimension ... -> ... _@dimension ... _", linear="self", view=True),
+    # turned
+    "aten.rot90.default": op("... _@dims ... -> ... _@dims ...", linear="self"),
     "aten.flipud.default": op("_ ... -> _ ...", linear="self"),
     "aten.fliplr.default": op("d _ ... -> d _ ...", linear="self"),
 }

@@ -7,7 +7,6 @@ import torch
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
 from autopar.operators.families.views import result_size
-from autopar.operators.pattern_text import unread
 from autopar.operators.rule import OpSharding, Rule, op
 
 
@@ -22,34 +21,38 @@ def strides(call: Call, local: Local) -> dict[str, Argument]:
     return {"size": tuple(local.results[0]), "stride": torch.empty(local.results[0], device="meta").stride()}
 
 
-def new(call: Call) -> OpSharding:
-    """-> ...; the operand gives its dtype only"""
-    return call.fit(f"{unread(call.rank('self'))} -> ...")
-
-
-def unwritten(call: Call) -> OpSharding:
-    """-> ...; the operand gives its dtype only, and elements are whatever the memory holds"""
-    return call.fit(f"{unread(call.rank('self'))} -> ...", random=True)
-
-
-COUNTED = ("arange.default", "arange.start", "arange.start_step", "linspace.default", "logspace.default")
-# memory that is not written yet is as good as drawn at random
-DRAWN = ("rand.default", "randn.default", "randint.default", "randint.low", "normal.float_float", "empty.memory_format")
-ALIKE, SIZED, POSITIONS = op("... -> ..."), op("-> ...", local=result_size("size")), op("-> _")
-
 TABLE: dict[str, Rule] = {
-    **{f"aten.{name}": POSITIONS for name in COUNTED},
+    # constants: each rank makes its part
+    "aten.zeros.default": op("-> ...", local=result_size("size")),
+    "aten.ones.default": op("-> ...", local=result_size("size")),
+    "aten.full.default": op("-> ...", local=result_size("size")),
+    "aten.zeros_like.default": op("... -> ..."),
+    "aten.ones_like.default": op("... -> ..."),
+    "aten.full_like.default": op("... -> ..."),
+    "aten.new_zeros.default": op("_... -> ...", local=result_size("size")),
+    "aten.new_ones.default": op("_... -> ...", local=result_size("size")),
+    "aten.new_full.default": op("_... -> ...", local=result_size("size")),
+    "aten.scalar_tensor.default": op("-> ()"),
+    # positions
+    "aten.arange.default": op("-> _"),
+    "aten.arange.start": op("-> _"),
+    "aten.arange.start_step": op("-> _"),
+    "aten.linspace.default": op("-> _"),
+    "aten.logspace.default": op("-> _"),
     "aten.eye.default": op("-> _ _"),
     "aten.eye.m": op("-> _ _"),
     "aten.tril_indices.default": op("-> _ _"),
     "aten.triu_indices.default": op("-> _ _"),
-    "aten.scalar_tensor.default": op("-> ()"),
-    **{f"aten.{name}": SIZED for name in ("zeros.default", "ones.default", "full.default")},
-    **{f"aten.{name}": op("-> ...", local=result_size("size"), random=True) for name in DRAWN},
+    # random numbers
+    "aten.rand.default": op("-> ...", local=result_size("size"), random=True),
+    "aten.randn.default": op("-> ...", local=result_size("size"), random=True),
+    "aten.randint.default": op("-> ...", local=result_size("size"), random=True),
+    "aten.randint.low": op("-> ...", local=result_size("size"), random=True),
+    "aten.normal.float_float": op("-> ...", local=result_size("size"), random=True),
+    "aten.randperm.default": op("-> _", random=True),
+    # memory that is not written yet is as good as drawn at random
+    "aten.empty.memory_format": op("-> ...", local=result_size("size"), random=True),
     "aten.empty_strided.default": op(strided, local=strides),
     "aten.empty_like.default": op("... -> ...", random=True),
-    "aten.new_empty.default": op(unwritten, local=result_size("size")),
-    "aten.randperm.default": op("-> _", random=True),
-    **{f"aten.new_{name}.default": op(new, local=result_size("size")) for name in ("zeros", "ones", "full")},
-    **{f"aten.{name}_like.default": ALIKE for name in ("zeros", "ones", "full")},
+    "aten.new_empty.default": op("_... -> ...", local=result_size("size"), random=True),
 }

@@ -9,7 +9,7 @@ import torch
 
 from autopar.ir.program import Argument, Ref
 from autopar.operators.call import Call, Local
-from autopar.operators.pattern_text import term, unread, without
+from autopar.operators.pattern_text import term, without
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
 
@@ -86,13 +86,6 @@ def masked_put(call: Call) -> OpSharding | None:
     return call.fit(f"{term(words)}, {term(words[first : first + dims])}, {values} -> {term(words)}")
 
 
-def index_select(call: Call) -> OpSharding:
-    """the dim stays whole, the index stands in its place"""
-    words = without(call.rank("self"), call.number("dim"))
-    result = ["i" if word == "_" else word for word in words]
-    return call.fit(f"{term(words)}, {'i' if call.rank('index') else '()'} -> {term(result)}")
-
-
 def gather(call: Call) -> OpSharding | None:
     """the dim stays whole in the source and may be split in the index; other dims go together where they are equal"""
     if not isinstance(call.arguments["dim"], int):
@@ -136,88 +129,10 @@ def scattered(call: Call, along: str) -> OpSharding:
     return call.fit(f"{'' if along == '_' else '+'}{term(words)}, {given} -> {term(words)}")
 
 
-def index_add(call: Call) -> OpSharding:
-    """the dim stays whole in what is added to and may be split in what is added"""
-    words = without(call.rank("self"), call.number("dim"))
-    rows, source = ("n", ["n" if word == "_" else word for word in words]) if call.rank("index") else ("()", words)
-    return call.fit(f"+{term(words)}, {rows}, {term(source)} -> {term(words)}")
-
-
-def index_copy(call: Call) -> OpSharding:
-    """the dim stays whole in all three tensors"""
-    words = term(without(call.rank("self"), call.number("dim")))
-    return call.fit(f"{words}, {unread(call.rank('index'))}, {words} -> {words}")
-
-
-def index_fill(call: Call) -> OpSharding:
-    """the dim stays whole"""
-    words = term(without(call.rank("self"), call.number("dim")))
-    value = ", ()" if call.positions("value") else ""
-    return call.fit(f"{words}, {unread(call.rank('index'))}{value} -> {words}")
-
-
-def slice_scatter(call: Call) -> OpSharding:
-    """the written dim stays whole"""
-    words = term(without(call.rank("self"), call.number("dim")))
-    return call.fit(f"{words}, {words} -> {words}")
-
-
-def select_scatter(call: Call) -> OpSharding:
-    """the written dim stays whole"""
-    words = without(call.rank("self"), call.number("dim"))
-    return call.fit(f"{term(words)}, {term(word for word in words if word != '_')} -> {term(words)}")
-
-
-def diagonal(call: Call) -> OpSharding:
-    """both dims of the diagonal stay whole"""
-    words, line = crossed(call, call.rank("self"))
-    return call.fit(f"{words} -> {line}")
-
-
-def diagonal_scatter(call: Call) -> OpSharding:
-    """both dims of the diagonal stay whole"""
-    words, line = crossed(call, call.rank("self"))
-    return call.fit(f"{words}, {line} -> {words}")
-
-
-def diag_embed(call: Call) -> OpSharding:
-    """both dims of the diagonal stay whole"""
-    words, line = crossed(call, len(call.result))
-    return call.fit(f"{line} -> {words}")
-
-
-def crossed(call: Call, rank: int) -> tuple[str, str]:
-    """The words of a tensor with a diagonal, and of the diagonal."""
-    words = without(rank, call.number("dim1", 0), call.number("dim2", 1))
-    return term(words), term([*(word for word in words if word != "_"), "_"])
-
-
-def masked_scatter(call: Call) -> OpSharding:
-    """elements are taken in their order, so that all stays whole"""
-    return call.fit(f"...!, ...!, {unread(call.rank('source'))} -> ...!")
-
-
-def take(call: Call) -> OpSharding:
-    """the source stays whole, the index may be split"""
-    return call.fit(f"{unread(call.rank('self'))}, ... -> ...")
-
-
 def embedding_backward(call: Call) -> OpSharding:
     """... h, ... -> v! h; rows that are counted stay together"""
     mark = "!" if call.arguments["scale_grad_by_freq"] else ""
     return call.fit(f"...{mark} h, ...{mark} -> _ h")
-
-
-def spread_select(call: Call) -> OpSharding:
-    """the dim that was selected from stays whole"""
-    words = without(len(call.result), call.number("dim"))
-    return call.fit(f"{term(word for word in words if word != '_')} -> {term(words)}")
-
-
-def spread_slice(call: Call) -> OpSharding:
-    """the dim that was sliced stays whole"""
-    words = term(without(len(call.result), call.number("dim")))
-    return call.fit(f"{words} -> {words}")
 
 
 def input_sizes(call: Call, local: Local) -> dict[str, Argument]:
@@ -226,32 +141,38 @@ def input_sizes(call: Call, local: Local) -> dict[str, Argument]:
 
 
 TABLE: dict[str, Rule] = {
+    # by tensors of indices
     "aten.index.Tensor": op(index, linear="self", distributed=[FETCHED]),
     "aten._unsafe_index.Tensor": op(index, linear="self"),
     "aten.index_put.default": op(index_put, linear="self values"),
     "aten._unsafe_index_put.default": op(index_put, linear="self values"),
-    "aten.index_select.default": op(index_select, linear="self"),
+    # by one tensor of indices along a dim
+    "aten.index_select.default": op("... _@dim ..., [i] -> ... i@dim ...", linear="self"),
+    "aten.index_add.default": op("+... _@dim ..., [n], ... n@dim ... -> ... _@dim ...", linear="self source"),
+    "aten.index_copy.default": op("... _@dim ..., _..., ... _@dim ... -> ... _@dim ...", linear="self source"),
+    "aten.index_reduce.default": op("... _@dim ..., _..., ... _@dim ... -> ... _@dim ..."),
+    "aten.index_fill.int_Scalar": op("... _@dim ..., _... -> ... _@dim ...", linear="self value"),
+    "aten.index_fill.int_Tensor": op("... _@dim ..., _..., () -> ... _@dim ...", linear="self value"),
+    # by an index for each element
     "aten.gather.default": op(gather, linear="self"),
     "aten.take_along_dim.default": op(gather, linear="self"),
-    "aten.take.default": op(take, linear="self"),
+    "aten.take.default": op("_..., ... -> ...", linear="self"),
     "aten.scatter.src": op(scatter, linear="self src"),
     "aten.scatter.value": op(scatter, linear="self value"),
     "aten.scatter.reduce": op(scatter),
     "aten.scatter.value_reduce": op(scatter),
     "aten.scatter_add.default": op(scatter_add, linear="self src"),
     "aten.scatter_reduce.two": op(scatter_reduce),
-    "aten.index_add.default": op(index_add, linear="self source"),
-    "aten.index_copy.default": op(index_copy, linear="self source"),
-    "aten.index_reduce.default": op(index_copy),
-    "aten.index_fill.int_Scalar": op(index_fill, linear="self value"),
-    "aten.index_fill.int_Tensor": op(index_fill, linear="self value"),
-    "aten.slice_scatter.default": op(slice_scatter, linear="self src"),
-    "aten.select_scatter.default": op(select_scatter, linear="self src"),
-    "aten.diagonal_scatter.default": op(diagonal_scatter, linear="self src"),
-    "aten.masked_scatter.default": op(masked_scatter, linear="self source"),
-    "aten.diagonal.default": op(diagonal, linear="self", view=True),
-    "aten.diag_embed.default": op(diag_embed, linear="self"),
+    # by a mask: elements are taken in their order, so that all stays whole
+    "aten.masked_scatter.default": op("...!, ...!, _... -> ...!", linear="self source"),
+    # into a slice, a row or a diagonal
+    "aten.slice_scatter.default": op("... _@dim ..., ... _@dim ... -> ... _@dim ...", linear="self src"),
+    "aten.select_scatter.default": op("... _@dim ..., ... -> ... _@dim ...", linear="self src"),
+    "aten.diagonal_scatter.default": op("... _@dim1 ... _@dim2 ..., ... _ -> ... _@dim1 ... _@dim2 ...", linear="self src"),
+    "aten.diagonal.default": op("... _@dim1 ... _@dim2 ... -> ... _", linear="self", view=True),
+    "aten.diag_embed.default": op("... _ -> ... _@dim1 ... _@dim2 ...", linear="self"),
+    # gradients of reading
     "aten.embedding_dense_backward.default": op(embedding_backward, linear="grad_output"),
-    "aten.select_backward.default": op(spread_select, linear="grad_output", local=input_sizes),
-    "aten.slice_backward.default": op(spread_slice, linear="grad_output", local=input_sizes),
+    "aten.select_backward.default": op("... -> ... _@dim ...", linear="grad_output", local=input_sizes),
+    "aten.slice_backward.default": op("... _@dim ... -> ... _@dim ...", linear="grad_output", local=input_sizes),
 }

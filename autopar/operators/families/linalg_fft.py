@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 from autopar.operators.call import Call
-from autopar.operators.families.pointwise import names
-from autopar.operators.families.reductions import along
 from autopar.operators.pattern_text import term
 from autopar.operators.rule import OpSharding, Rule, op
-
-
-def matrices(call: Call) -> OpSharding:
-    """... y! x! -> ...; each matrix stays whole, and so does what is made of it"""
-    batch = len(call.operands[0].shape) - 2
-    results = (term(["...", *"_" * (len(value.shape) - batch)]) for value in call.op.results)
-    return call.fit(f"{', '.join('... _ _' for _ in call.operands)} -> {', '.join(results)}")
 
 
 def solve(call: Call) -> OpSharding:
@@ -39,23 +30,60 @@ def from_spectrogram(call: Call) -> OpSharding:
     return call.fit(f"{term(['...', *'_' * (call.rank('self') - batch)])}{window} -> ... _")
 
 
-SQUARES = """
-    inverse linalg_inv linalg_inv_ex det logdet slogdet linalg_det linalg_slogdet matrix_power linalg_matrix_power matrix_exp
-    linalg_matrix_exp cholesky cholesky_inverse linalg_cholesky linalg_cholesky_ex linalg_eigh linalg_eigvalsh linalg_qr
-    linalg_svd linalg_svdvals linalg_pinv.atol_rtol_float pinverse linalg_lu_factor linalg_cond
-    linalg_matrix_rank.atol_rtol_float
-"""
-TRANSFORMS = """
-    fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2
-    fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift _fft_r2c _fft_c2r _fft_c2c
-"""
-
 TABLE: dict[str, Rule] = {
-    **{target: op(matrices) for target in names(SQUARES)},
+    # inverses, determinants and powers
+    "aten.inverse.default": op("... _ _ -> ... _ _"),
+    "aten.linalg_inv.default": op("... _ _ -> ... _ _"),
+    "aten.linalg_inv_ex.default": op("... _ _ -> ... _ _, ..."),
+    "aten.pinverse.default": op("... _ _ -> ... _ _"),
+    "aten.linalg_pinv.atol_rtol_float": op("... _ _ -> ... _ _"),
+    "aten.det.default": op("... _ _ -> ..."),
+    "aten.linalg_det.default": op("... _ _ -> ..."),
+    "aten.logdet.default": op("... _ _ -> ..."),
+    "aten.slogdet.default": op("... _ _ -> ..., ..."),
+    "aten.linalg_slogdet.default": op("... _ _ -> ..., ..."),
+    "aten.matrix_power.default": op("... _ _ -> ... _ _"),
+    "aten.linalg_matrix_power.default": op("... _ _ -> ... _ _"),
+    "aten.matrix_exp.default": op("... _ _ -> ... _ _"),
+    "aten.linalg_matrix_exp.default": op("... _ _ -> ... _ _"),
+    "aten.linalg_cond.default": op("... _ _ -> ..."),
+    "aten.linalg_matrix_rank.atol_rtol_float": op("... _ _ -> ..."),
+    # factorisations
+    "aten.cholesky.default": op("... _ _ -> ... _ _"),
+    "aten.linalg_cholesky.default": op("... _ _ -> ... _ _"),
+    "aten.linalg_cholesky_ex.default": op("... _ _ -> ... _ _, ..."),
+    "aten.cholesky_inverse.default": op("... _ _ -> ... _ _"),
+    "aten.linalg_eigh.default": op("... _ _ -> ... _, ... _ _"),
+    "aten.linalg_eigvalsh.default": op("... _ _ -> ... _"),
+    "aten.linalg_qr.default": op("... _ _ -> ... [_] _, ... _ _"),
+    "aten.linalg_svd.default": op("... _ _ -> ... _ _, ... _, ... _ _"),
+    "aten.linalg_svdvals.default": op("... _ _ -> ... _"),
+    "aten.linalg_lu_factor.default": op("... _ _ -> ... _ _, ... _"),
+    # solutions
     "aten.linalg_solve.default": op(solve, linear="B"),
     "aten.linalg_solve_triangular.default": op(solve, linear="B"),
     "aten.cholesky_solve.default": op("... _ k, ... _ _ -> ... _ k", linear="self"),
-    **{f"aten.{name}.default": op(along, linear="self") for name in TRANSFORMS.split()},
+    # Fourier transforms along dims
+    "aten.fft_fft.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten.fft_ifft.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten.fft_rfft.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten.fft_irfft.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten.fft_hfft.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten.fft_ihfft.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten.fft_fft2.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten.fft_ifft2.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten.fft_rfft2.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten.fft_irfft2.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten.fft_fftn.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten.fft_ifftn.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten.fft_rfftn.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten.fft_irfftn.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten.fft_fftshift.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten.fft_ifftshift.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten._fft_r2c.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten._fft_c2r.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    "aten._fft_c2c.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
+    # spectrograms
     "aten.stft.default": op(spectrogram, linear="self, window"),
     "aten.stft.center": op(spectrogram, linear="self, window"),
     "aten.istft.default": op(from_spectrogram, linear="self"),

@@ -73,15 +73,15 @@ GATES = {
 }
 
 
-def cell(call: Call) -> OpSharding:
-    """... i!, ... h! -> ... h!; weights stay whole"""
-    names = (name for name, position in call.slots if position is not None)
-    ranks = (len(value.shape) for value in call.operands)
-    held = ("... _" if name in ("input", "hx") else unread(rank) for name, rank in zip(names, ranks, strict=True))
-    return call.fit(f"{', '.join(held)} -> {', '.join('... _' for _ in call.op.results)}")
-
-
 TABLE: dict[str, Rule] = {
-    **{f"aten.{name}.input": op(recurrent, distributed=[form]) for name, form in GATES.items()},
-    **{f"aten.{name}_cell.default": op(cell) for name in GATES},
+    # sequences
+    "aten.lstm.input": op(recurrent, distributed=[GATES["lstm"]]),
+    "aten.gru.input": op(recurrent, distributed=[GATES["gru"]]),
+    "aten.rnn_tanh.input": op(recurrent, distributed=[GATES["rnn_tanh"]]),
+    "aten.rnn_relu.input": op(recurrent, distributed=[GATES["rnn_relu"]]),
+    # one step: the weights stay whole
+    "aten.lstm_cell.default": op("... _, ... _, ... _, _ _, _ _, _, _ -> ... _, ... _"),
+    "aten.gru_cell.default": op("... _, ... _, _ _, _ _, _, _ -> ... _"),
+    "aten.rnn_tanh_cell.default": op("... _, ... _, _ _, _ _, _, _ -> ... _"),
+    "aten.rnn_relu_cell.default": op("... _, ... _, _ _, _ _, _, _ -> ... _"),
 }

@@ -111,17 +111,9 @@ def permute(call: Call) -> OpSharding:
     return call.fit(f"{term(dims(rank))} -> {term(f'd{size - 2}' for size in moved)}")
 
 
-def expand(call: Call) -> OpSharding:
-    """new dims and dims of size 1 grow"""
-    words = dims(len(call.result))
-    held = term(words[len(words) - call.rank("self") :])
-    return call.fit(f"{held}{f', {term(words)}' if len(call.operands) > 1 else ''} -> {term(words)}")
-
-
 def slice_(call: Call) -> OpSharding:
-    """the sliced dim stays whole, unless the slice takes all of it"""
-    words = without(call.rank("self"), call.number("dim")) if call.result != call.shape("self") else dims(call.rank("self"))
-    return call.fit(f"{term(words)} -> {term(words)}")
+    """The sliced dim stays whole, unless the slice takes all of it."""
+    return call.fit("... _@dim ... -> ... _@dim ..." if call.result != call.shape("self") else "... @dim ... -> ... @dim ...")
 
 
 def slice_bounds(call: Call, local: Local) -> dict[str, Argument]:
@@ -131,17 +123,9 @@ def slice_bounds(call: Call, local: Local) -> dict[str, Argument]:
     return {"start": 0, "end": local.results[0][call.number("dim")]}
 
 
-def narrow(call: Call) -> OpSharding:
-    """the narrowed dim stays whole"""
-    words = term(without(call.rank("self"), call.number("dim")))
-    return call.fit(f"{words} -> {words}")
-
-
-def select(call: Call) -> OpSharding:
-    """the dim stays whole and goes"""
-    words = without(call.rank("self"), call.number("dim"))
-    kept = term(word for word in words if word != "_")
-    return call.fit(f"{term(words)} -> {', '.join(kept for _ in call.op.results)}")
+def unbind(call: Call) -> OpSharding:
+    """... _@dim ... -> ..., once for each row."""
+    return call.fit(f"... _@dim ... -> {', '.join('...' for _ in call.op.results)}")
 
 
 def cut(call: Call) -> OpSharding:
@@ -188,46 +172,48 @@ def bits(call: Call) -> OpSharding:
     return call.fit("... -> ..." if same else "... _ -> ... _")
 
 
-RESHAPE = op(reshape, linear="self", view=True)
-PERMUTE = op(permute, linear="self", view=True)
-SQUEEZE = op(squeeze, linear="self", view=True)
-
 TABLE: dict[str, Rule] = {
+    # the same elements in another shape
     "aten.reshape.default": op(reshape, linear="self", view=True, local=result_size("shape")),
+    "aten.reshape_as.default": op(reshape, linear="self", view=True),
     "aten.view.default": op(reshape, linear="self", view=True, local=result_size("size")),
-    "aten._unsafe_view.default": op(reshape, linear="self", view=True, local=result_size("size")),
-    "aten.unflatten.int": op(reshape, linear="self", view=True, local=unflattened),
-    "aten.flatten.using_ints": RESHAPE,
-    "aten.ravel.default": RESHAPE,
-    "aten.unsqueeze.default": RESHAPE,
-    "aten.view_as.default": RESHAPE,
-    **{f"aten.atleast_{n}d.default": RESHAPE for n in (1, 2, 3)},
+    "aten.view_as.default": op(reshape, linear="self", view=True),
     "aten.view.dtype": op(bits, view=True),
-    "aten.reshape_as.default": RESHAPE,
-    "aten.squeeze.default": SQUEEZE,
-    "aten.squeeze.dim": SQUEEZE,
-    "aten.squeeze.dims": SQUEEZE,
-    "aten.permute.default": PERMUTE,
-    "aten.transpose.int": PERMUTE,
-    "aten.t.default": PERMUTE,
-    "aten.numpy_T.default": PERMUTE,
-    "aten.mT.default": PERMUTE,
-    "aten.movedim.int": PERMUTE,
-    "aten.movedim.intlist": PERMUTE,
-    "aten.moveaxis.int": PERMUTE,
-    "aten.moveaxis.intlist": PERMUTE,
-    "aten.adjoint.default": PERMUTE,
-    "aten.mH.default": PERMUTE,
-    "aten.matrix_H.default": PERMUTE,
-    "aten.swapaxes.default": PERMUTE,
-    "aten.swapdims.default": PERMUTE,
-    "aten.expand.default": op(expand, linear="self", view=True, local=result_size("size")),
-    "aten.broadcast_to.default": op(expand, linear="self", view=True, local=result_size("size")),
-    "aten.expand_as.default": op(expand, linear="self", view=True),
+    "aten._unsafe_view.default": op(reshape, linear="self", view=True, local=result_size("size")),
+    "aten.flatten.using_ints": op(reshape, linear="self", view=True),
+    "aten.unflatten.int": op(reshape, linear="self", view=True, local=unflattened),
+    "aten.ravel.default": op(reshape, linear="self", view=True),
+    "aten.unsqueeze.default": op(reshape, linear="self", view=True),
+    "aten.squeeze.default": op(squeeze, linear="self", view=True),
+    "aten.squeeze.dim": op(squeeze, linear="self", view=True),
+    "aten.squeeze.dims": op(squeeze, linear="self", view=True),
+    "aten.atleast_1d.default": op(reshape, linear="self", view=True),
+    "aten.atleast_2d.default": op(reshape, linear="self", view=True),
+    "aten.atleast_3d.default": op(reshape, linear="self", view=True),
+    # dims in another order
+    "aten.permute.default": op(permute, linear="self", view=True),
+    "aten.transpose.int": op(permute, linear="self", view=True),
+    "aten.swapaxes.default": op(permute, linear="self", view=True),
+    "aten.swapdims.default": op(permute, linear="self", view=True),
+    "aten.movedim.int": op(permute, linear="self", view=True),
+    "aten.movedim.intlist": op(permute, linear="self", view=True),
+    "aten.moveaxis.int": op(permute, linear="self", view=True),
+    "aten.moveaxis.intlist": op(permute, linear="self", view=True),
+    "aten.t.default": op("[a] [b] -> [b] [a]", linear="self", view=True),
+    "aten.numpy_T.default": op(permute, linear="self", view=True),
+    "aten.mT.default": op("... a b -> ... b a", linear="self", view=True),
+    "aten.mH.default": op("... a b -> ... b a", linear="self", view=True),
+    "aten.matrix_H.default": op("[a] [b] -> [b] [a]", linear="self", view=True),
+    "aten.adjoint.default": op("... a b -> ... b a", linear="self", view=True),
+    # broadcast
+    "aten.expand.default": op("... -> ...", linear="self", view=True, local=result_size("size")),
+    "aten.expand_as.default": op("..., ... -> ...", linear="self", view=True),
+    "aten.broadcast_to.default": op("... -> ...", linear="self", view=True, local=result_size("size")),
+    # parts
     "aten.slice.Tensor": op(slice_, linear="self", view=True, local=slice_bounds),
-    "aten.narrow.default": op(narrow, linear="self", view=True),
-    "aten.select.int": op(select, linear="self", view=True),
-    "aten.unbind.int": op(select, linear="self", view=True),
+    "aten.narrow.default": op("... _@dim ... -> ... _@dim ...", linear="self", view=True),
+    "aten.select.int": op("... _@dim ... -> ...", linear="self", view=True),
+    "aten.unbind.int": op(unbind, linear="self", view=True),
     "aten.split.Tensor": op(cut, linear="self", view=True, local=cut_sizes("split_size")),
     "aten.split.sizes": op(cut, linear="self", view=True, local=cut_sizes("split_size")),
     "aten.split_with_sizes.default": op(cut, linear="self", view=True, local=cut_sizes("split_sizes")),

@@ -1,0 +1,115 @@
+"""Rules of operators that work on several tensors, element by element."""
+
+from __future__ import annotations
+
+from autopar.operators.call import Call
+from autopar.operators.rule import OpSharding, Rule, op
+
+
+def prelu(call: Call) -> OpSharding:
+    """... c ..., c -> ... c ...; the channels are dim 1"""
+    if call.rank("weight") == 0 or call.shape("weight")[0] == 1:
+        return call.fit("..., ... -> ...")
+    return call.fit("b c ..., c -> b c ...")
+
+
+def searched(call: Call) -> OpSharding:
+    """... s!, ... n -> ... n; one sorted row serves any values"""
+    row, values = ("_", "...") if call.rank("sorted_sequence") == 1 else ("... _", "... n")
+    held = ", ".join([row, values, *(row for _ in call.positions("sorter"))])
+    return call.fit(f"{held} -> {values}")
+
+
+TABLE: dict[str, Rule] = {
+    # sums are linear in both tensors at once, products in each of them
+    "aten.add.Tensor": op("..., ... -> ...", linear="self other"),
+    "aten.sub.Tensor": op("..., ... -> ...", linear="self other"),
+    "aten.subtract.Tensor": op("..., ... -> ...", linear="self other"),
+    "aten.rsub.Tensor": op("..., ... -> ...", linear="self other"),
+    "aten.mul.Tensor": op("..., ... -> ...", linear="self, other"),
+    "aten.multiply.Tensor": op("..., ... -> ...", linear="self, other"),
+    "aten.div.Tensor": op("..., ... -> ...", linear="self"),
+    "aten.divide.Tensor": op("..., ... -> ...", linear="self"),
+    "aten.true_divide.Tensor": op("..., ... -> ...", linear="self"),
+    "aten.ldexp.Tensor": op("..., ... -> ...", linear="self"),
+    "aten.lerp.Scalar": op("..., ... -> ...", linear="self end"),
+    "aten.lerp.Tensor": op("..., ..., ... -> ...", linear="self end"),
+    "aten.addcmul.default": op("..., ..., ... -> ...", linear="self tensor1, self tensor2"),
+    "aten.addcdiv.default": op("..., ..., ... -> ...", linear="self tensor1"),
+    "aten.copy.default": op("..., ... -> ...", linear="self src, src"),
+    "aten.fill.Tensor": op("..., ... -> ...", linear="value"),
+    # arithmetic that is not linear
+    "aten.div.Tensor_mode": op("..., ... -> ..."),
+    "aten.floor_divide.default": op("..., ... -> ..."),
+    "aten.remainder.Tensor": op("..., ... -> ..."),
+    "aten.fmod.Tensor": op("..., ... -> ..."),
+    "aten.pow.Tensor_Tensor": op("..., ... -> ..."),
+    "aten.float_power.Tensor_Tensor": op("..., ... -> ..."),
+    "aten.hypot.default": op("..., ... -> ..."),
+    "aten.atan2.default": op("..., ... -> ..."),
+    "aten.arctan2.default": op("..., ... -> ..."),
+    "aten.copysign.Tensor": op("..., ... -> ..."),
+    "aten.nextafter.default": op("..., ... -> ..."),
+    "aten.heaviside.default": op("..., ... -> ..."),
+    "aten.gcd.default": op("..., ... -> ..."),
+    "aten.lcm.default": op("..., ... -> ..."),
+    "aten.logaddexp.default": op("..., ... -> ..."),
+    "aten.logaddexp2.default": op("..., ... -> ..."),
+    "aten.xlogy.Tensor": op("..., ... -> ..."),
+    "aten.special_xlogy.default": op("..., ... -> ..."),
+    "aten.special_xlog1py.default": op("..., ... -> ..."),
+    "aten.special_zeta.default": op("..., ... -> ..."),
+    "aten.igamma.default": op("..., ... -> ..."),
+    "aten.igammac.default": op("..., ... -> ..."),
+    "aten.polar.default": op("..., ... -> ..."),
+    "aten.prelu.default": op(prelu),
+    # complex numbers
+    "aten.complex.default": op("..., ... -> ...", linear="real imag"),
+    # the larger and the smaller
+    "aten.maximum.default": op("..., ... -> ..."),
+    "aten.minimum.default": op("..., ... -> ..."),
+    "aten.max.other": op("..., ... -> ..."),
+    "aten.min.other": op("..., ... -> ..."),
+    "aten.fmax.default": op("..., ... -> ..."),
+    "aten.fmin.default": op("..., ... -> ..."),
+    "aten.clamp.Tensor": op("..., ..., ... -> ..."),
+    "aten.clip.Tensor": op("..., ..., ... -> ..."),
+    "aten.clamp_min.Tensor": op("..., ... -> ..."),
+    "aten.clamp_max.Tensor": op("..., ... -> ..."),
+    # comparisons
+    "aten.eq.Tensor": op("..., ... -> ..."),
+    "aten.ne.Tensor": op("..., ... -> ..."),
+    "aten.not_equal.Tensor": op("..., ... -> ..."),
+    "aten.lt.Tensor": op("..., ... -> ..."),
+    "aten.less.Tensor": op("..., ... -> ..."),
+    "aten.le.Tensor": op("..., ... -> ..."),
+    "aten.less_equal.Tensor": op("..., ... -> ..."),
+    "aten.gt.Tensor": op("..., ... -> ..."),
+    "aten.greater.Tensor": op("..., ... -> ..."),
+    "aten.ge.Tensor": op("..., ... -> ..."),
+    "aten.greater_equal.Tensor": op("..., ... -> ..."),
+    "aten.isclose.default": op("..., ... -> ..."),
+    # bits
+    "aten.bitwise_and.Tensor": op("..., ... -> ..."),
+    "aten.bitwise_or.Tensor": op("..., ... -> ..."),
+    "aten.bitwise_xor.Tensor": op("..., ... -> ..."),
+    "aten.__and__.Tensor": op("..., ... -> ..."),
+    "aten.__or__.Tensor": op("..., ... -> ..."),
+    "aten.__xor__.Tensor": op("..., ... -> ..."),
+    "aten.logical_and.default": op("..., ... -> ..."),
+    "aten.logical_or.default": op("..., ... -> ..."),
+    "aten.logical_xor.default": op("..., ... -> ..."),
+    "aten.bitwise_left_shift.Tensor": op("..., ... -> ..."),
+    "aten.bitwise_right_shift.Tensor": op("..., ... -> ..."),
+    # choices
+    "aten.where.self": op("..., ..., ... -> ...", linear="self other"),
+    "aten.where.ScalarOther": op("..., ... -> ...", linear="self other"),
+    "aten.where.ScalarSelf": op("..., ... -> ...", linear="self other"),
+    "aten.where.Scalar": op("... -> ..."),
+    "aten.masked_fill.Scalar": op("..., ... -> ...", linear="self value"),
+    "aten.masked_fill.Tensor": op("..., ..., ... -> ...", linear="self value"),
+    # search: one of the two is known whole
+    "aten.bucketize.Tensor": op("..., _ -> ..."),
+    "aten.searchsorted.Tensor": op(searched),
+    "aten.isin.Tensor_Tensor": op("..., _... -> ..."),
+}
