@@ -26,6 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -36,7 +37,7 @@ unit: $(STAMP)
 	$(MAKE) --jobs=4 --output-sync=target $(PARTS)
 
 unit-front: $(STAMP)
-	$(BIN)/python -m pytest -q tests/test_architecture.py tests/ir tests/capture tests/passes tests/analysis tests/search_space tests/planning tests/plan
+	$(BIN)/python -m pytest -q --doctest-modules autopar tests/test_architecture.py tests/ir tests/capture tests/passes tests/analysis tests/search_space tests/planning tests/plan
 
 unit-operators: $(STAMP)
 	$(BIN)/python -m pytest -q tests/operators tests/cost_models

@@ -167,14 +167,14 @@ def test_what_cannot_be_captured_is_refused_with_the_line(
     assert capfd.readouterr().err == ""
 
 
-def test_the_line_is_that_of_the_deed() -> None:
+def test_a_refusal_of_capture_names_the_line_that_did_it() -> None:
     with pytest.raises(CaptureError) as refusal:
         capture(Does(function), X)
     line = function.__code__.co_firstlineno + 1
     assert refusal.value.details["at"] == f"{HERE}:{line} in function"
 
 
-def test_functions_and_hooks_work_again_afterwards() -> None:
+def test_autograd_functions_and_hooks_work_again_after_capture() -> None:
     with pytest.raises(CaptureError):
         capture(Does(function), X)
     x = X.clone().requires_grad_()

@@ -161,7 +161,7 @@ def test_a_model_output_of_hugging_face_is_returned_as_its_class() -> None:
     assert list(rebuilt.keys()) == ["loss", "logits"]
 
 
-def test_results_that_are_no_tensors_are_left_out_with_one_notice() -> None:
+def test_results_that_are_not_tensors_are_left_out_with_one_notice() -> None:
     class Cache(nn.Module):
         def forward(self, x: torch.Tensor) -> dict[str, object]:
             return {"x": x * 2, "cache": object()}

@@ -134,7 +134,9 @@ def test_a_target_that_cannot_be_imported_fails_with_the_reason(home: Path, caps
 
 
 @pytest.mark.parametrize("figure", ["step_time", "peak_memory", "bytes"])
-def test_each_figure_counts(home: Path, capsys: pytest.CaptureFixture[str], figure: str) -> None:
+def test_each_of_step_time_peak_memory_and_bytes_is_compared_with_the_baseline(
+    home: Path, capsys: pytest.CaptureFixture[str], figure: str
+) -> None:
     path = home / "baselines/b.json"
     data = json.loads(path.read_text())
     if figure == "bytes":
@@ -271,7 +273,7 @@ def test_a_target_in_a_file_is_named_from_the_folder_of_its_baseline(tmp_path: P
     assert found_from("package.models:gpt2", Path("baselines")) == "package.models:gpt2"
 
 
-def test_ours_watch_six_models_on_several_meshes_and_devices() -> None:
+def test_the_baselines_of_the_repository_watch_six_models_on_several_meshes_and_devices() -> None:
     found = [read(path)[0] for path in files(OURS)]
     assert len(found) >= 10
     assert len({baseline.target for baseline in found}) >= 6

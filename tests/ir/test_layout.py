@@ -97,6 +97,6 @@ def test_a_negative_dim_counts_from_the_end() -> None:
 
 
 @pytest.mark.parametrize("line", ["S(0)", "I, I, I", "S(0), X", "S(2), I", "S(1), I", "S(0/3), I", "S(0), S(0)"])
-def test_text_that_is_no_layout_of_the_shape_is_refused(line: str) -> None:
+def test_text_that_is_not_a_layout_of_the_shape_is_refused(line: str) -> None:
     with pytest.raises(LayoutError):
         parse(line, (4, 15), (2, 4))

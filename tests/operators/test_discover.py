@@ -142,7 +142,7 @@ def test_what_is_linear_near_zero_only_is_not_linear() -> None:
     assert autopar.discover_rule("aten::relu", (r(4, 6).abs(),)).linear == ""
 
 
-def test_if_nothing_splits_it_says_so() -> None:
+def test_discovery_says_so_if_no_dim_can_be_split() -> None:
     found = autopar.discover_rule("aten::linalg_inv", (r(4, 4),))
     assert found.factors == ()
     assert str(found) == "# no dim of aten::linalg_inv can be split, and it is not linear: every device runs all of it"
@@ -157,7 +157,7 @@ def test_integers_and_probabilities_are_drawn_like_those_given() -> None:
     assert len(autopar.discover_rule("aten::bitwise_and.Tensor", (ints(4, 6), ints(4, 6))).factors) == 2
 
 
-def test_large_operands_are_made_small() -> None:
+def test_discovery_tries_large_operands_at_small_sizes() -> None:
     found = autopar.discover_rule("aten::matmul", (torch.randn(1024, 2048), torch.randn(2048, 1024)))
     assert found.rule == "... a, a b -> ... b"
 

@@ -172,7 +172,7 @@ PRIMES = [2, 2, 3, 2, 3]
 
 @settings(max_examples=60, deadline=None)
 @given(before=shapes(PRIMES), after=shapes(PRIMES))
-def test_any_reshape_obeys_the_law(before: tuple[int, ...], after: tuple[int, ...]) -> None:
+def test_a_split_rule_of_any_reshape_obeys_the_law(before: tuple[int, ...], after: tuple[int, ...]) -> None:
     left, right, sizes = regroup(before, after)
     assert [math.prod(sizes[f] for f, _ in group) for group in left] == list(before)
     assert [math.prod(sizes[f] for f, _ in group) for group in right] == list(after)

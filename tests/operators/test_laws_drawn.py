@@ -71,7 +71,7 @@ def unaries(draw: DrawFn) -> Call:
 
 @drawn
 @given(unaries())
-def test_of_one_tensor(call: Call) -> None:
+def test_a_split_rule_of_one_tensor_obeys_the_law(call: Call) -> None:
     obeys(call)
 
 
@@ -89,7 +89,7 @@ def binaries(draw: DrawFn) -> Call:
 
 @drawn
 @given(binaries())
-def test_of_two_tensors_that_broadcast(call: Call) -> None:
+def test_a_split_rule_of_two_tensors_that_broadcast_obeys_the_law(call: Call) -> None:
     obeys(call)
 
 
@@ -113,7 +113,7 @@ def choices(draw: DrawFn) -> Call:
 
 @drawn
 @given(choices())
-def test_of_a_condition_and_tensors(call: Call) -> None:
+def test_a_split_rule_of_a_condition_and_tensors_obeys_the_law(call: Call) -> None:
     obeys(call)
 
 
@@ -143,7 +143,7 @@ def products(draw: DrawFn) -> Call:
 
 @drawn
 @given(products())
-def test_of_matrices_and_vectors(call: Call) -> None:
+def test_a_split_rule_of_matrices_and_vectors_obeys_the_law(call: Call) -> None:
     obeys(call)
 
 
@@ -164,7 +164,7 @@ def reductions(draw: DrawFn) -> Call:
 
 @drawn
 @given(reductions())
-def test_of_dims_that_are_reduced(call: Call) -> None:
+def test_a_split_rule_of_a_reduction_obeys_the_law(call: Call) -> None:
     obeys(call)
 
 
@@ -180,7 +180,7 @@ def alongs(draw: DrawFn) -> Call:
 
 @drawn
 @given(alongs())
-def test_of_a_dim_that_it_runs_along(call: Call) -> None:
+def test_a_split_rule_of_an_op_along_a_dim_obeys_the_law(call: Call) -> None:
     obeys(call)
 
 
@@ -217,7 +217,7 @@ def views(draw: DrawFn) -> Call:
 
 @settings(drawn, max_examples=200)
 @given(views())
-def test_of_a_tensor_seen_otherwise(call: Call) -> None:
+def test_a_split_rule_of_a_view_obeys_the_law(call: Call) -> None:
     obeys(call)
 
 
@@ -250,7 +250,7 @@ def cuts(draw: DrawFn) -> Call:
 
 @drawn
 @given(cuts())
-def test_of_pieces(call: Call) -> None:
+def test_a_split_rule_of_pieces_obeys_the_law(call: Call) -> None:
     obeys(call)
 
 
@@ -280,7 +280,7 @@ def picks(draw: DrawFn) -> Call:
 
 @drawn
 @given(picks())
-def test_of_what_is_picked_by_an_index(call: Call) -> None:
+def test_a_split_rule_of_indexing_obeys_the_law(call: Call) -> None:
     obeys(call)
 
 
@@ -308,7 +308,7 @@ def norms(draw: DrawFn) -> Call:
 
 @drawn
 @given(norms())
-def test_of_norms(call: Call) -> None:
+def test_a_split_rule_of_a_norm_obeys_the_law(call: Call) -> None:
     obeys(call)
 
 
@@ -329,7 +329,7 @@ def attentions(draw: DrawFn) -> Call:
 
 @drawn
 @given(attentions())
-def test_of_attention(call: Call) -> None:
+def test_a_split_rule_of_attention_obeys_the_law(call: Call) -> None:
     obeys(call)
 
 
@@ -355,7 +355,7 @@ def convolutions(draw: DrawFn) -> Call:
 
 @drawn
 @given(convolutions())
-def test_of_convolutions(call: Call) -> None:
+def test_a_split_rule_of_a_convolution_obeys_the_law(call: Call) -> None:
     obeys(call)
 
 
@@ -376,7 +376,7 @@ def pools(draw: DrawFn) -> Call:
 
 @rarely
 @given(pools())
-def test_of_windows_over_a_plane(call: Call) -> None:
+def test_a_split_rule_of_windows_over_a_plane_obeys_the_law(call: Call) -> None:
     obeys(call)
 
 
@@ -401,5 +401,5 @@ def losses(draw: DrawFn) -> Call:
 
 @drawn
 @given(losses())
-def test_of_losses(call: Call) -> None:
+def test_a_split_rule_of_a_loss_obeys_the_law(call: Call) -> None:
     obeys(call)

@@ -186,7 +186,7 @@ def test_a_guarded_script_may_define_operators_and_verify_them(tmp_path: Path) -
     assert ran.stdout == "ok\n", ran.stderr
 
 
-def test_an_unguarded_one_is_told_to_guard_itself(tmp_path: Path) -> None:
+def test_a_script_that_verifies_own_operators_without_a_main_guard_is_told_to_add_one(tmp_path: Path) -> None:
     ran = run(tmp_path / "script.py", SCRIPT.replace("GUARD", "True"))
     assert ran.returncode == 1
     assert "a worker process cannot start workers" in ran.stderr

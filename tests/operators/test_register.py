@@ -80,7 +80,7 @@ def test_a_registered_rule_is_the_rule_of_the_operator() -> None:
     assert autopar.check_rule(own.scaled_linear, (X, W, B, 0.5)).factors == ("...0", "k", "n")
 
 
-def test_another_rule_must_say_that_it_replaces_one() -> None:
+def test_registering_a_second_rule_must_say_that_it_replaces_the_first() -> None:
     register_linear()
     with pytest.raises(RuleError, match=r"^own::scaled_linear has another sharding rule already") as refusal:
         autopar.register_rule("own::scaled_linear", "... k!, n k!, n -> ... n")

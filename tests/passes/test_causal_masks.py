@@ -77,7 +77,7 @@ OTHER = [
 
 
 @pytest.mark.parametrize("mask", OTHER)
-def test_any_other_mask_stays(mask: Callable[[], torch.Tensor]) -> None:
+def test_a_mask_that_is_neither_causal_nor_open_stays(mask: Callable[[], torch.Tensor]) -> None:
     assert said(attend(mask)) == [(True, False)]
 
 

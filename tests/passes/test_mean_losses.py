@@ -65,7 +65,7 @@ def test_a_divided_sum_is_the_mean_in_value_and_gradient(
     torch.testing.assert_close(*gradients, equal_nan=True, **exact)
 
 
-def test_a_sum_stays_a_sum() -> None:
+def test_a_loss_that_is_a_sum_is_not_divided() -> None:
     captured = program(lambda x, t: F.cross_entropy(x, t, reduction="sum"), SCORES, TARGET)
     assert str(means(captured)) == str(captured)
 

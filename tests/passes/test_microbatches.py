@@ -160,7 +160,7 @@ MIXED: dict[str, tuple[Function, str]] = {
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_a_loss_that_is_no_sum_over_samples_is_refused(name: str) -> None:
+def test_a_loss_that_is_not_a_sum_over_samples_is_refused(name: str) -> None:
     function, said = MIXED[name]
     with pytest.raises(ConstraintError, match=f"a step cannot run in 4 micro-batches: .*{said}"):
         microbatches(normalise(program(function, X.clone().requires_grad_(), W.clone().requires_grad_())), 4)

@@ -33,7 +33,7 @@ NOTHING = [
 
 
 @pytest.mark.parametrize("body", NOTHING)
-def test_what_changes_nothing_is_dropped(body: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_simplification_drops_ops_that_change_nothing(body: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert targets(simplify(program(lambda x: body(x * 2) + 1, X))) == ["mul.Tensor", "add.Tensor"]
 
 
@@ -80,7 +80,7 @@ def test_fills_are_spelt_in_one_way() -> None:
     assert targets(simple).count("full.default") == 5
 
 
-def test_what_does_change_something_stays() -> None:
+def test_simplification_keeps_ops_that_change_something() -> None:
     def body(x: torch.Tensor) -> object:
         return x + 0, F.dropout(x, 0.5, training=False), x.view(torch.int32), x[::2], x.int() + 0
 

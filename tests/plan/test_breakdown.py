@@ -25,7 +25,7 @@ from autopar.search_space.strategies import STRATEGIES
 from autopar.verify.testing import random_plan_of
 from tests.capture.models import MODELS
 from tests.plan.test_plan import MESH, captured, plan
-from tests.support.planning import gpt2, llama
+from tests.support.planning import gpt2
 from tests.support.prices import bill
 
 NAMES = ("gpt2", "llama", "vit")
@@ -44,13 +44,13 @@ def check_adds_up(made: Plan) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_evidence_adds_up_to_the_totals(name: str, strategy: str) -> None:
+def test_the_cost_breakdown_of_a_strategy_adds_up_to_its_totals(name: str, strategy: str) -> None:
     check_adds_up(plan(name, strategy))
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_so_does_that_of_a_random_plan(name: str, seed: int) -> None:
+def test_the_cost_breakdown_of_a_random_plan_adds_up_to_its_totals(name: str, seed: int) -> None:
     options = Options(device="h100", strategy="random")
     check_adds_up(random_plan_of(captured(name), connected_mesh(MESH, options), seed, options))
 
@@ -95,7 +95,7 @@ def test_a_plan_from_its_json_is_reported_alike(name: str) -> None:
 @pytest.mark.parametrize(
     "damage", [{"breakdown": {}}, {"breakdown": None}, {"breakdown": {"cost_parameters": [{"of": "device"}]}}]
 )
-def test_damaged_evidence_is_a_damaged_plan(damage: dict[str, object]) -> None:
+def test_a_plan_with_a_damaged_cost_breakdown_is_damaged(damage: dict[str, object]) -> None:
     data = json.loads(plan("gpt2").to_json()) | damage
     with pytest.raises(PlanError, match="the plan is damaged"):
         Plan.from_json(json.dumps(data))
@@ -148,7 +148,6 @@ def test_rows_of_batch_and_sequence_are_told_apart_by_their_stride() -> None:
     assert sample.role(replace(rows, shape=(7, 3)), 1, 1) == "dim 1 (size 3)"
 
 
-def test_evidence_without_figures_is_no_evidence() -> None:
+def test_a_cost_breakdown_without_cost_parameters_is_refused() -> None:
     with pytest.raises(KeyError):
         CostBreakdown.of({})
-    assert llama(8, 64, 256).program.inputs

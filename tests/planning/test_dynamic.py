@@ -87,7 +87,7 @@ def test_loss_and_gradients_at_another_size_are_those_of_the_sequential_model(
     ],
     ids=["accumulated", "many parts", "bf16", "vocabulary"],
 )
-def test_so_they_are_in_micro_batches_in_mixed_precision_and_over_a_split_vocabulary(
+def test_other_sizes_in_micro_batches_mixed_precision_and_a_split_vocabulary_have_the_sequential_numbers(
     pool: WorkerPool, name: str, strategy: str, options: dict[str, object]
 ) -> None:
     model, sample = models.make(name)
@@ -98,7 +98,7 @@ def test_so_they_are_in_micro_batches_in_mixed_precision_and_over_a_split_vocabu
     assert found.ok, str(found)
 
 
-def test_so_they_are_where_keys_and_values_go_round(pool: WorkerPool) -> None:
+def test_other_sizes_under_ring_attention_have_the_sequential_numbers(pool: WorkerPool) -> None:
     torch.manual_seed(0)
     model, x, on = Looking(8, causal=True), torch.randn(1, 256, 8), table.mesh((4,))
     budget = planning.smallest(read_program(model, x), on)
@@ -109,7 +109,7 @@ def test_so_they_are_where_keys_and_values_go_round(pool: WorkerPool) -> None:
     assert found.ok, str(found)
 
 
-def test_so_they_are_where_tokens_go_to_their_experts(pool: WorkerPool) -> None:
+def test_other_sizes_of_a_mixture_of_experts_have_the_sequential_numbers(pool: WorkerPool) -> None:
     (model, sample), on = mixture(), table.mesh((4,))
     plan = autopar.plan(model, sample, on, dynamic={"batch": 0})
     assert form(plan, "grouped_mm_fallback#0") == "expert_parallel_grouped_mm"

@@ -78,7 +78,9 @@ def test_loss_and_gradients_are_those_of_the_whole_batch_and_the_messages_those_
 
 @pytest.mark.parametrize("loss", ["sum", "mse", "weighted"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", 3])
-def test_so_they_are_for_sums_means_and_weighted_means(pool: WorkerPool, loss: str, strategy: str | int) -> None:
+def test_micro_batches_of_sum_mean_and_weighted_losses_have_the_numbers_of_the_whole_batch(
+    pool: WorkerPool, loss: str, strategy: str | int
+) -> None:
     model, sample = regressed(loss)
     on = table.mesh((2, 2))
     if isinstance(strategy, int):
@@ -268,7 +270,7 @@ def test_auto_takes_one_micro_batch_where_memory_is_plenty_and_more_where_it_is_
 
 
 @pytest.mark.parametrize("shape", [(), (0,)])
-def test_auto_is_one_where_there_is_no_batch(shape: tuple[int, ...]) -> None:
+def test_auto_micro_batches_are_one_where_there_is_no_batch(shape: tuple[int, ...]) -> None:
     with torch.device("meta"):
         found = autopar.plan(Scaled(), torch.zeros(shape), (1,), device="h100", microbatches="auto")
     assert found.microbatches == 1
@@ -283,7 +285,7 @@ def fitting(budget: int) -> list[Plan]:
     return plans
 
 
-def test_auto_says_the_smallest_budget_over_all_numbers() -> None:
+def test_auto_micro_batches_report_the_smallest_budget_over_all_numbers() -> None:
     with pytest.raises(BudgetError) as caught:
         planning.plan(PLAIN, ON, microbatches="auto", budget=1)
     smallest = int(caught.value.details["smallest"].removeprefix("budget="))
@@ -292,13 +294,13 @@ def test_auto_says_the_smallest_budget_over_all_numbers() -> None:
     assert planning.plan(PLAIN, ON, microbatches="auto", budget=smallest).peak_memory <= smallest
 
 
-def test_auto_is_one_where_the_batch_cannot_be_parted() -> None:
+def test_auto_micro_batches_are_one_where_the_batch_cannot_be_parted() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 256), nn.ReLU())
     assert autopar.plan(model, torch.zeros(32, 64), (4,), device="h100", microbatches="auto").microbatches == 1
 
 
-def test_auto_passes_over_parts_that_the_strategy_cannot_split() -> None:
+def test_auto_micro_batches_pass_over_parts_that_the_strategy_cannot_split() -> None:
     captured = planning.layers(12 * 997, 64, 512, 512, 64)  # over four devices in three parts, but not in two
     with pytest.raises(ConstraintError, match="cannot split a micro-batch of 5982 over 4 devices") as refused:
         planning.plan(captured, ON, strategy="ddp", microbatches=2)

@@ -263,7 +263,7 @@ def test_six_heads_are_split_over_four_ranks_where_that_is_asked_for(pool: Worke
     assert report.ok, report
 
 
-def test_so_are_heads_of_one_projection_to_queries_keys_and_values(pool: WorkerPool) -> None:
+def test_heads_of_one_fused_projection_are_padded_and_split_over_ranks_that_do_not_divide_them(pool: WorkerPool) -> None:
     model, sample = gpt2(width=24, heads=6)
     plan = autopar.plan(model, sample, (4,), device="h100", constraints={"*:scaled_dot_product_attention": "S(1)"})
     attention = "transformer.h.0.attn:scaled_dot_product_attention#0"

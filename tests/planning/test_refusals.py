@@ -253,7 +253,7 @@ def test_a_damaged_plan_is_refused(damage: Callable[[dict[str, Any]], object], s
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"a": 1}', "not a plan"])
-def test_a_file_that_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_plan_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
     check(lambda: Plan.load(path), PlanError, f"{path} is damaged", "make the plan again")

@@ -121,7 +121,7 @@ def test_a_bucket_converts_as_each_weight_alone_in_one_collective(pool: WorkerPo
             assert Counter(found.log) == messages(pair, used), (pair, used)
 
 
-def test_the_pairs_are_those_that_a_stored_weight_can_take() -> None:
+def test_the_tested_conversions_are_those_that_a_stored_weight_can_take() -> None:
     assert len(PAIRS) == 7
     assert {CONVERSIONS[pair][0] for pair in PAIRS} == {"identity", "slice", "keep", "all_gather", "pad", "all_to_all"}
 

@@ -151,7 +151,7 @@ def test_nothing_is_marked_without_gradients_or_when_the_memory_is_the_sources()
     assert kept
 
 
-def test_of_a_bundle_what_is_saved_comes_back_together_one_bundle_ahead() -> None:
+def test_saved_tensors_of_a_bucket_come_back_together_one_bucket_ahead() -> None:
     parameters, rematerializer = weights(9), Rematerializer()
     buckets = [Counted() for _ in range(3)]
 
@@ -176,7 +176,7 @@ def test_of_a_bundle_what_is_saved_comes_back_together_one_bundle_ahead() -> Non
     assert sent_ahead == [[2, 2, 2]], "the first bundle is on its way before the backward of the second has ended"
 
 
-def test_a_value_that_is_no_gathered_one_is_saved_as_it_is() -> None:
+def test_a_value_that_is_not_a_gathered_weight_is_saved_as_it_is() -> None:
     rematerializer = Rematerializer()
     x = torch.randn(4, requires_grad=True)
     with rematerializer.active():

@@ -72,7 +72,7 @@ def test_a_function_that_does_not_exist_is_an_error(pool: WorkerPool) -> None:
         pool.run(f"{__name__}:nothing")
 
 
-def test_an_unguarded_script_may_use_it_and_its_workers_die_with_it(tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_may_use_a_pool_and_its_workers_die_with_it(tmp_path: Path) -> None:
     (tmp_path / "autopar_who.py").write_text("import os\ndef am_i(_): return os.getpid()\n")
     script = tmp_path / "script.py"
     script.write_text(

@@ -74,6 +74,6 @@ def test_a_dim_that_an_axis_does_not_divide_is_not_split() -> None:
     assert states((7, 3), (2,), ((1,), (1,)), True) == [[I, R, P]]
 
 
-def test_blocks_give_a_split_of_their_own() -> None:
+def test_blocks_of_a_dim_give_a_layout_of_their_own() -> None:
     assert split(0, 4) in states((24,), (2,), ((1, 3),), True)[0]
     assert split(0, 4) not in states((24,), (2,), ((1,),), True)[0]

@@ -76,7 +76,7 @@ def test_within_rows_the_best_is_found_with_windows_as_without(seed: int) -> Non
         assert found.seconds == pytest.approx(expected.seconds, rel=1e-6)
 
 
-def test_something_is_left_out() -> None:
+def test_reduced_cost_fixing_leaves_something_out() -> None:
     sizes = []
     for seed in SEEDS:
         problem = random_problem(seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -60,9 +59,8 @@ def mesh(sizes: tuple[int, ...]) -> Mesh:
     return replace(Mesh.of(sizes), links=tuple(links), device=device)
 
 
-@functools.cache
 def verified(case: Case, pool: WorkerPool) -> Report:
-    """The report of a case; run once, however often it is asked for."""
+    """The report of a case."""
     model, batch = make(case.model)
     on = mesh(case.sizes)
     if isinstance(case.plan, int):

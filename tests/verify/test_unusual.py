@@ -71,7 +71,7 @@ def test_a_weight_is_gathered_again_if_the_backward_needs_a_view_of_it(pool: Wor
 
 @pytest.mark.parametrize("plan", ["auto", "fsdp", "megatron"])
 @pytest.mark.parametrize("use", COPIED)
-def test_a_copy_of_a_weight_is_kept(pool: WorkerPool, use: str, plan: str) -> None:
+def test_a_copy_of_a_weight_in_the_model_is_kept_with_equal_numbers(pool: WorkerPool, use: str, plan: str) -> None:
     report = verified((Through(use), torch.randn(16, 8)), plan, pool)
     assert report.ok, str(report)
 
