@@ -1,4 +1,4 @@
-"""What is known of a program on a mesh before any choice is made."""
+"""Facts about a program on a mesh that hold for every plan."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from autopar.operators import OpSharding
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Analysis:
-    """What is known of a program on a mesh before any choice: rules, block counts, repeated blocks, what autograd saves."""
+    """Facts about a program on a mesh that hold for every plan: rules, block counts, repeated blocks, saved tensors."""
 
     program: Program
     sizes: tuple[int, ...]
     classes: Classes
     fits: Mapping[str, OpSharding | None]
     blocks: Mapping[str, Blocks]
-    cpu: bool  # whether the device is one: some operators save other things there
+    cpu: bool  # whether the device is a CPU, where some operators save other tensors
 
     @functools.cached_property
     def saved(self) -> dict[str, SavedTensors]:
@@ -42,7 +42,7 @@ class Analysis:
 
     @functools.cached_property
     def may_run(self) -> frozenset[str]:
-        """The ops that may run again."""
+        """The ops that may be recomputed in the backward."""
         return may_run(self.program, self.fits)
 
     @functools.cached_property
@@ -56,23 +56,22 @@ class Analysis:
 
     @functools.cached_property
     def weights(self) -> frozenset[str]:
-        """The parameters, their copies and views: once gathered and used they are dropped, and gathered again where the
-        backward needs them."""
+        """The parameters, their copies and views: gathered ones are freed after use, and gathered again in the backward."""
         return weights(self.program)
 
     @functools.cached_property
     def copies(self) -> dict[str, str]:
-        """The parameter of each copy of one in another dtype."""
+        """The parameter of each copy of a parameter in another dtype, by the name of the copy."""
         return copies(self.program)
 
     @functools.cached_property
     def bucketed(self) -> frozenset[str]:
-        """The weights that travel with others."""
+        """The weights that belong to a bucket."""
         return frozenset(itertools.chain(*weight_buckets(self.program, moved=True)))
 
     @functools.cached_property
     def summed(self) -> dict[str, torch.dtype]:
-        """The dtype in which gradients of weights are added up, where it is not their own."""
+        """The dtype in which the gradients of a weight are reduced, for weights where it is not their own."""
         return summed(self.program)
 
     @functools.cached_property
@@ -87,7 +86,7 @@ class Analysis:
 
     @functools.cached_property
     def backward(self) -> frozenset[str]:
-        """The values that get a gradient in a step: those that a differentiable op reads, and what the user differentiates."""
+        """The values that receive a gradient in a step, from the scalar outputs, or all if none is a scalar."""
         program = self.program
         outputs = {o.value for o in program.outputs}
         scalars = {name for name in outputs if not program.values[name].shape and program.values[name].requires_grad}
@@ -99,9 +98,9 @@ class Analysis:
 
 
 def analyse(program: Program, mesh: Mesh, *, apart: Callable[[str], str] = lambda value: "", repeated: bool = True) -> Analysis:
-    """Fit rules, spread block counts, fold repeated blocks (`fold` says what `apart` and `repeated` mean).
+    """Fit rules, propagate block counts, fold repeated blocks; see `fold` for `apart` and `repeated`.
 
-    Raises RuleError for an op that only one device can run.
+    Raises RuleError on a mesh of several devices for an op with a sparse gradient, which cannot be reduced.
     """
     if mesh.size > 1:
         _dense(program)
@@ -119,7 +118,7 @@ def analyse(program: Program, mesh: Mesh, *, apart: Callable[[str], str] = lambd
 
 
 def _dense(program: Program) -> None:
-    """Raise RuleError for an op whose gradient is a sparse tensor: neither collectives nor DTensors know these."""
+    """Raise RuleError for an op whose gradient is a sparse tensor, which collectives and DTensors do not support."""
     for op in program.ops:
         if op.requires_grad and "sparse" in (named := bound(op)) and named["sparse"] is True:
             raise RuleError(
@@ -135,7 +134,7 @@ def representatives(program: Program, classes: Classes) -> dict[str, Op]:
 
 
 def has_gradient(analysis: Analysis, value: str, consumer: str) -> bool:
-    """Whether a gradient comes back to a value from an op class, or from an output."""
+    """Whether an op class, or an output, passes a gradient to this value."""
     if value not in analysis.backward:
         return False
     op = analysis.program.op.get(consumer)
@@ -143,7 +142,7 @@ def has_gradient(analysis: Analysis, value: str, consumer: str) -> bool:
 
 
 def saves(analysis: Analysis, consumer: str, position: int) -> bool:
-    """Whether the backward of an op class needs this operand, a weight, again: of its own, or for what reads it as a view."""
+    """Whether autograd saves this operand, a weight, for an op class, or for an op that reads a view of it."""
     if consumer not in analysis.program.op:
         return False
     if consumer in analysis.saved and position in analysis.saved[consumer].operands:

@@ -1,4 +1,4 @@
-"""Block counts: into how many equal blocks a dim may be cut before it is split, so that a fused projection splits head by head.
+"""Block counts: how many equal blocks a dim may consist of, each of which is split, as a fused projection needs.
 
 c_attn  (768, 2304) -> split in 3 -> (768, 768) x 3          dim 1 of c_attn: 1 block, or 3
 """
@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from autopar.ir.program import Op, Program
 from autopar.operators import OpSharding
 
-Blocks = tuple[tuple[int, ...], ...]  # per dim: into how many blocks it may be cut before it is split (always 1, and more)
+Blocks = tuple[tuple[int, ...], ...]  # per dim: how many blocks it may be cut into before each is split (1 among them)
 
 
 def block_counts(program: Program, fits: Mapping[str, OpSharding | None]) -> dict[str, Blocks]:
-    """The block counts of every dim of every value: 1, and those for which a split, chunk or merge of dims asks, spread along
-    the factors to all values that they touch."""
+    """The block counts of every dim of every value: 1, and those that a split, chunk or merge of dims needs.
+
+    They are propagated along factors to all values that have them.
+    """
     known: dict[str, list[set[int]]] = {name: [{1} for _ in value.shape] for name, value in program.values.items()}
     for op in program.ops:
         fitted = fits[op.name]
@@ -30,7 +32,7 @@ def block_counts(program: Program, fits: Mapping[str, OpSharding | None]) -> dic
 
 
 def _spread(op: Op, fitted: OpSharding | None, known: dict[str, list[set[int]]]) -> bool:
-    """Carry block counts from the dims that have a factor to the others that have it."""
+    """Propagate block counts between dims of an op that have a common factor; whether any was added."""
     if fitted is None:
         return False
     names = (*op.operands, *(r.name for r in op.results))
@@ -55,7 +57,7 @@ def _spread(op: Op, fitted: OpSharding | None, known: dict[str, list[set[int]]])
 
 
 def left_blocks(fitted: OpSharding, parts: tuple[int, ...], factor: int) -> int:
-    """Into how many blocks the factors left of this one cut their dim."""
+    """The number of blocks into which the factors left of this one cut their dim."""
     left = 1
     for other in parts[: parts.index(factor)]:
         left *= fitted.factors[other].size

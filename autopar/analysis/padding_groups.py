@@ -1,10 +1,11 @@
-"""Strands: dims of a program's values that are tied together by the rules of its operators, and may be padded together.
+"""Padding groups: dims of a program's values that the rules of its operators tie together, so that they are padded together.
 
     wte [n, 8], logits [4, 6, n]                     a vocabulary of n words
     wq [(n 8), 16], q [4, 6, (n 8)], h [4, 6, n, 8]  n heads of width 8
 
-A strand begins at parameters, whose padding is zero, and ends where nothing sees the padding (`contents`): in sums over it, at
-a loss, or at an output. An operator that has it along two factors, or in a part of one that it shares with others, breaks it.
+A group begins at parameters, which are padded with zeros, and ends where the padding cannot change a result: in sums over it,
+at a loss, or at an output, where it is cut off (`padding_values`). A group is rejected if an operator has it along two factors,
+or along part of a factor.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Dims = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class PaddedDim:
-    """Where the padded elements of a value stand: its dim is `(left n right)`."""
+    """The padded factor n within a dim of a value, which is `(left n right)`."""
 
     dim: int
     left: int = 1
@@ -32,13 +33,13 @@ class PaddedDim:
 
     @property
     def all(self) -> bool:
-        """Whether they are all of the dim."""
+        """Whether n is the whole dim."""
         return self.left == self.right == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddingGroup:
-    """So many elements in each of these values; the linear layers of `masked` make scores of them."""
+    """Values that are padded together, from `size` elements; padded logits of the linear layers `masked` become -inf."""
 
     size: int
     places: Mapping[str, PaddedDim]
@@ -47,7 +48,7 @@ class PaddingGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Spot:
-    """The same in an op: its factor is `(left n right)`."""
+    """The padded factor n within a factor of an op, which is `(left n right)`."""
 
     factor: int
     left: int
@@ -55,7 +56,7 @@ class _Spot:
 
 
 class GroupFinder:
-    """Finds strands along the rules of a program's ops."""
+    """Finds padding groups by following the rules of a program's ops."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -67,7 +68,7 @@ class GroupFinder:
         self.fit = functools.partial(fit_of, program)
 
     def places(self, name: str, dim: int) -> dict[str, PaddedDim]:
-        """What is tied to a dim: the values of a strand, if they are one."""
+        """The dims that are tied to this one, by value; `strand` decides whether they are a padding group."""
         size = self.program.values[name].shape[dim]
         found, waiting = {name: PaddedDim(dim)}, [name]
         while waiting:
@@ -80,7 +81,7 @@ class GroupFinder:
         return found
 
     def strand(self, places: Mapping[str, PaddedDim], size: int) -> PaddingGroup | None:
-        """These places as a strand, None if they are none: what is true would change."""
+        """The padding group of these dims; None if padding them would change results."""
         parameters = {parameter.value.name for parameter in self.program.parameters}
         if not all(name in parameters or name in self.program.producer for name in places):
             return None
@@ -104,12 +105,12 @@ class GroupFinder:
     def _contents(
         self, ops: Sequence[Op], spots: Mapping[str, _Spot], places: Mapping[str, PaddedDim], masked: bool
     ) -> dict[str, PaddingValue] | None:
-        """What stands in the padding of every value; None if it reaches what is true."""
+        """What the padding of every value contains; None if it would change elements outside of the padding."""
         held = {name: ZERO for name in places if name not in self.program.producer}
         for op in ops:
             fitted, spot = self.fit(op.name), spots[op.name]
             inside = [held.get(name) for name in op.operands]
-            made_up = masked and scores(op, inside) and (spot.left, spot.right) != (1, 1)  # a mask is the end of a bias
+            made_up = masked and scores(op, inside) and (spot.left, spot.right) != (1, 1)  # the mask is appended to the bias
             if fitted is None or made_up or (numbered(op) and spot.left > 1):
                 return None
             found = content(op, fitted, spot.factor, inside, masked=masked)
@@ -119,7 +120,7 @@ class GroupFinder:
         return held
 
     def _spot(self, op: Op, places: Mapping[str, PaddedDim], size: int) -> _Spot | None:
-        """The factor of an op in which the padded elements stand; None if they stand in several, or across some."""
+        """The factor of an op that has the padded elements; None if several have, or if they span several factors."""
         fitted = self.fit(op.name)
         found = {
             _inside(dims[places[name].dim], places[name], size, fitted)
@@ -128,7 +129,7 @@ class GroupFinder:
         return found.pop() if len(found) == 1 else None
 
     def _tied(self, op: Op, spot: _Spot) -> Iterator[tuple[str, PaddedDim]]:
-        """Where they stand in every operand and result that has the factor."""
+        """The padded dim of every operand and result that has the factor."""
         fitted = self.fit(op.name)
         assert fitted is not None, "it has a factor"
         for name, dims in _tensors(op, fitted):
@@ -144,7 +145,7 @@ class GroupFinder:
 
 
 def _inside(parts: tuple[int, ...], place: PaddedDim, size: int, fitted: OpSharding) -> _Spot | None:
-    """Of a dim's factors the one in which so many elements stand at a place."""
+    """The factor of a dim that contains the padded elements; None if no single factor does."""
     for i, factor in enumerate(parts):
         left, over = divmod(place.left, _product(parts[:i], fitted))
         right, beyond = divmod(place.right, _product(parts[i + 1 :], fitted))

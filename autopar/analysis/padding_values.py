@@ -1,11 +1,11 @@
-"""What stands in the padding of a value, and what an operator makes of it.
+"""What the padding of a value contains, propagated through operators.
 
-    ZERO      zeros            the padding of a weight, and what products and gelu make of it
-    SOME      finite numbers   sigmoid(0), say: a sum over it needs zeros beside it
-    LOWEST    minus infinity   scores that no distribution sees
+    ZERO      zeros            padded weights, products with them, functions with f(0) = 0 such as gelu
+    SOME      finite numbers   sigmoid(0), say: harmless in a sum only if multiplied by zeros
+    LOWEST    minus infinity   masked logits, which a softmax ignores
 
-An operator that is not in these tables takes no padding. One that has the factor in no result sums it away, or never looks at
-the padding: an embedding at rows that no index names.
+Operators that are not in these tables do not support padding. Where the padded factor is in no result, the op must sum it away
+or never read it, like an embedding whose indices stay below the padded rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.operators import OpSharding
 
 
 class PaddingValue(Enum):
-    """What stands in the padding."""
+    """What the padding of a value contains."""
 
     ZERO = "zeros"
     SOME = "finite numbers"
@@ -41,10 +41,10 @@ FINITE = frozenset("sigmoid softplus log_sigmoid hardsigmoid sin cos".split())
 def content(
     op: Op, fitted: OpSharding, factor: int, inside: Sequence[PaddingValue | None], *, masked: bool
 ) -> PaddingValue | None:
-    """What stands in the padding of an op's results if this factor of it is padded; None if the true results would change.
+    """What the padding of an op's results contains if this factor of it is padded; None if unpadded elements would change.
 
-    `inside` has what stands in that of each operand, None for one without the factor. Where the factor is in no result, any
-    content says that these are true. `masked`: the results of linear layers are given the scores that no distribution sees.
+    `inside` has what the padding of each operand contains, None for operands without the factor. Where no result has the
+    factor, any value means that results are right. `masked`: padded logits of linear layers are set to minus infinity.
     """
     name, held = aten(op.target), {found for found in inside if found}
     kept = [any(factor in dim for dim in dims) for dims in fitted.results]
@@ -68,17 +68,17 @@ def content(
 
 
 def numbered(op: Op) -> bool:
-    """Whether an op finds elements by their number, which padding must not change."""
+    """Whether an op looks elements up by index, which padding must not shift."""
     return aten(op.target) in NAMED or aten(op.target) == "cross_entropy_loss"
 
 
 def scores(op: Op, inside: Sequence[PaddingValue | None]) -> bool:
-    """Whether an op is a linear layer whose features are padded."""
+    """Whether an op is a linear layer whose output features are padded, so that its results may be masked logits."""
     return aten(op.target) == "linear" and not inside[0] and bool(inside[1])
 
 
 def _unseen(op: Op, name: str, fitted: OpSharding, inside: Sequence[PaddingValue | None]) -> bool:
-    """Whether results without the factor are what they are without padding."""
+    """Whether results without the padded factor equal those without padding."""
     if name in PRODUCTS:
         return LOWEST not in inside and ZERO in inside
     if name in NAMED:
@@ -97,14 +97,14 @@ def _product(fitted: OpSharding, inside: Sequence[PaddingValue | None]) -> Paddi
 
 
 def _distribution(name: str, over: bool, held: set[PaddingValue]) -> PaddingValue | None:
-    """Of a softmax over the factor, or of one for each of its elements."""
+    """The padding after a softmax over the padded factor (`over`), or over another one."""
     if not over:
         return None if LOWEST in held else SOME
     return None if held != {LOWEST} else ZERO if name == "softmax" else LOWEST
 
 
 def _attention(inside: Sequence[PaddingValue | None]) -> PaddingValue | None:
-    """Of heads; a mask of their own that is false throughout their padding would leave them without a number."""
+    """The padding after attention with padded heads; with a mask of their own it could be NaN, where a row is all masked."""
     return inside[2] if all(inside[:3]) and not any(inside[3:]) and LOWEST not in inside else None
 
 

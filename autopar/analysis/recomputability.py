@@ -1,9 +1,9 @@
-"""What may be computed a second time in the backward, and what comes back with something else because it lies in its memory.
+"""Which ops may be recomputed in the backward, and which results alias an operand, so that they return with it.
 
-y = gelu(x)              may run again
-y = dropout(x, 0.1)      may not: it would draw anew
-y = transpose(x, 0, 1)   need not: y lies in x, and comes back with it
-y = reshape(x, [6])      may, for it copies what does not lie in one piece; it comes back with x, copied or not
+y = gelu(x)              may be recomputed
+y = dropout(x, 0.1)      may not: it would draw other numbers
+y = transpose(x, 0, 1)   need not be: y is a view of x, and exists again when x does
+y = reshape(x, [6])      may be: a view of x, or a copy if x is not contiguous; either exists again when x does
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.ir.program import Op, Program, Value, aten, overload, writes
 from autopar.ir.schema import bound
 from autopar.operators import OpSharding, view_of
 
-# Operators that give a view where they can and a copy where they must.
+# Operators that return a view if strides allow it, and a copy otherwise.
 COPIES = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as", "resolve_conj", "resolve_neg"})
 CASTS = frozenset({"to", "type_as"})  # a copy in another dtype
 EINSUM = "aten.einsum.default"
@@ -27,13 +27,13 @@ DROPOUT = ("aten.dropout.default", "aten.feature_dropout.default")
 
 
 def may_run_again(op: Op, fitted: OpSharding | None) -> bool:
-    """Whether an op, with its rule, gives the same and changes nothing when it runs once more, and that can be of use."""
+    """Whether an op is deterministic, has no side effects, and can save memory by being recomputed: it is not always a view."""
     always_lies = (views(op) or view_of(op)) and not may_copy(op)
     return op.requires_grad and not draws(op, fitted) and not writes(op) and not always_lies
 
 
 def may_run(program: Program, fits: Mapping[str, OpSharding | None]) -> frozenset[str]:
-    """The ops that may run again: of those that can, all that read no buffer which an op writes, for it may have changed."""
+    """The ops of a program that may be recomputed: not those that read a buffer which an op writes, as it may have changed."""
     changing: set[str] = set()
     for op in program.ops:
         changing.update(writes(op))
@@ -43,7 +43,7 @@ def may_run(program: Program, fits: Mapping[str, OpSharding | None]) -> frozense
 
 
 def draws(op: Op, fitted: OpSharding | None) -> bool:
-    """Whether an op draws random numbers; of one without a rule torch's own tag says it."""
+    """Whether an op draws random numbers; for an op without a rule torch's own tag decides."""
     if fitted:
         return fitted.random
     rateless = op.target == ATTENTION and len(op.args) < 5 and "dropout_p" not in dict(op.kwargs)
@@ -51,7 +51,7 @@ def draws(op: Op, fitted: OpSharding | None) -> bool:
 
 
 def lies(op: Op, values: Mapping[str, Value]) -> bool:
-    """Whether the results lie in the memory of the first operand, or may: then they come back with it."""
+    """Whether the results alias the first operand, or may; they then exist again when it is recomputed."""
     if op.target in DROPOUT:  # what drops nothing returns its operand
         named = bound(op)
         return named["p"] == 0 or named["train"] is False
@@ -70,10 +70,10 @@ def _rearranges(op: Op) -> bool:
 
 
 def may_copy(op: Op) -> bool:
-    """Whether an op copies what it cannot give as a view."""
+    """Whether an op returns a view if strides allow it, and a copy otherwise."""
     return aten(op.target) in COPIES | CASTS
 
 
 def aliases(step: Conversion) -> bool:
-    """Whether the target of a conversion lies in the memory of its source."""
+    """Whether the target of a conversion aliases its source."""
     return step.primitives[0] == "identity"

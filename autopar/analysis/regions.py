@@ -1,11 +1,11 @@
-"""Regions: stretches of a program within which something may be computed a second time.
+"""Regions: segments of a program for activation checkpointing, which recompute their values independently.
 
     h.0: ln attn add ln mlp add        a region
-    h.1: ln attn add ln mlp add        a region, whose backward may ask h.1's operators to run again, but none of h.0's
+    h.1: ln attn add ln mlp add        a region, whose backward may recompute ops of h.1, but none of h.0
 
-What one region hands to another is kept if the backward needs it, so that a chain of values that are made again, all of them
-alive at once, ends where its region begins. A region is what stands under one index of a container ("h.0."), or as many of
-these in a row as hold two matrix products together.
+Values passed between regions are kept if the backward needs them, so that a chain of recomputed values, all alive at once, ends
+where its region begins. A region has the ops under one index of a container ("h.0."), or under several in a row, until there
+are two matrix products.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.ir.program import Program, aten
 
 
 def regions(program: Program) -> list[int]:
-    """For each op the place of the last op of its region."""
+    """For each op the index of the last op of its region."""
     starts, products, before = [0], 0, ""
     for i, op in enumerate(program.ops):
         match = INDEX.match(op.name)
@@ -31,7 +31,7 @@ def regions(program: Program) -> list[int]:
 
 
 def inner(program: Program) -> frozenset[str]:
-    """The ops whose results, with all that lies in their memory, stay within their region."""
+    """The ops whose results, and views of them, are used within their region only."""
     ends = regions(program)
     place = {op.name: i for i, op in enumerate(program.ops)}
     leaves = {output.value for output in program.outputs}

@@ -1,13 +1,13 @@
-"""Repeated blocks: ops and parameters that stand at the same place of equal blocks share one decision.
+"""Repeated blocks: ops and parameters at the same position of equal blocks share one decision.
 
     h.0: ln attn mlp                      class  h.*: ln attn mlp    members h.0, h.1, h.2
     h.1: ln attn mlp        ->
     h.2: ln attn mlp
 
 A block is everything under one index of a container ("h.3."). Two siblings are equal if their ops agree one by one in target,
-static arguments, shapes and dtypes. Only blocks with at least two matrix products are folded: in a row of single linear layers
-each must be free to choose its own side of a column-row pair. Nothing is dropped: the values between classes are grouped apart,
-by producer and by every consumer (`value_classes`), and each group is priced as often as it occurs.
+static arguments, shapes and dtypes. Only blocks with at least two matrix products are folded: in a sequence of linear layers
+each must be free to be either side of a column-row pair. Nothing is approximated: values between classes are grouped by
+producer and by every consumer (`ValueClass`), and each group is priced as often as it occurs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Classes:
 def fold(program: Program, *, apart: Callable[[str], str] = lambda value: "", repeated: bool = True) -> Classes:
     """Group the ops, given tensors and values of a program by repeated blocks.
 
-    Values of which `apart` says different things are never in one class; with `repeated=False` every op is a class of its own.
+    Values with different `apart` labels are never in one class; with `repeated=False` every op is a class of its own.
     """
     folded = _folded_prefixes(program, apart) if repeated else {}
     first: dict[tuple[str, str], str] = {}
@@ -120,7 +120,7 @@ def _wild(name: str, folded: Mapping[str, str]) -> str:
 
 
 def signature(op: Op, values: Mapping[str, Value]) -> str:
-    """What decides the candidates of an op and their prices: target, static arguments, operand and result kinds."""
+    """Everything that decides the candidates of an op and their prices: target, static arguments, operand and result kinds."""
 
     def describe(leaf: Ref | Static) -> str:
         return _kind(values[leaf.name]) if isinstance(leaf, Ref) else text(leaf)

@@ -1,11 +1,11 @@
 """What autograd keeps for the backward of an operator.
 
-The operator is run once on meta tensors of its global shapes, and torch's saved-tensor hooks tell what it keeps. A kept tensor
-that shares its storage with an operand or a result is that operand or result (a linear keeps a transposed view of its weight,
-say); what shares none is internal: statistics, masks, the log-softmax of a loss. Operands count as contiguous. The same run,
-and its backward, tell what the operator takes for itself while it runs, and which gradients are only passed on.
+The operator is run once on meta tensors of its global shapes, and saved tensor hooks show what it keeps. A saved tensor that
+shares its storage with an operand or a result counts as that operand or result (a linear saves a transposed view of its weight,
+say); others are internal: statistics, masks, the log-softmax of a loss. Operands are taken to be contiguous. The same run and
+its backward show how much workspace the operator needs, and which gradients alias the incoming one.
 
-Two operators are told by formula, since on meta tensors they take another path than on the device:
+Two operators are described by formula, since on meta tensors they take another path than on the device:
 
     attention    the fused kernels keep q, k, v, the mask, the result and one logarithm per row of scores
                  (T. Dao, FlashAttention-2, 2023; torch's CPU kernel likewise); where no fused kernel serves, the run decides
@@ -37,11 +37,11 @@ DROPOUT = ("aten.dropout.default", "aten.feature_dropout.default", "aten.native_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Bytes at the global shapes, of which a rank has its share: as of the tensor that they are proportional to."""
+    """Bytes at the global shapes, proportional to one of the op's tensors: a rank has the same share of both."""
 
     bytes: Bytes
-    follows: int  # that tensor, counted through operands then results
-    elements: int  # of it, global
+    follows: int  # that tensor: its position among operands, then results
+    elements: int  # of that tensor, global
 
     def local(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
         """The bytes on one rank, whose local shapes are given."""
@@ -50,10 +50,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensors:
-    """What one op keeps: positions of its operands and results, and what is internal.
+    """What one op saves for the backward: positions of its operands and results, and internal tensors.
 
-    `forward` is what it takes at most while it runs, beside operands, results and what is internal; `backward` is what its
-    backward takes beside these and all gradients, less than nothing where they are never there together.
+    `forward` is the peak workspace of the forward, beside operands, results and internal tensors; `backward` that of the
+    backward, beside these and all gradients, which is negative where they are never alive at the same time.
     """
 
     operands: tuple[int, ...] = ()
@@ -61,23 +61,23 @@ class SavedTensors:
     internal: tuple[Share, ...] = ()
     forward: Share | None = None
     backward: Share | None = None
-    through: tuple[int, ...] = ()  # positions of the operands whose gradient lies in the memory of a result's
+    through: tuple[int, ...] = ()  # positions of operands whose gradient aliases a result's gradient
 
     @property
     def internal_bytes(self) -> Bytes:
-        """What is internal, at the global shapes."""
+        """Total bytes of internal tensors, at the global shapes."""
         return sum(share.bytes for share in self.internal)
 
     def local_internal(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
-        """The internal bytes on one rank, whose local shapes are given."""
+        """Bytes of internal tensors on one rank with these local shapes."""
         return sum(share.local(operands, results) for share in self.internal)
 
     def local_forward(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
-        """The same of what it takes while it runs."""
+        """Bytes of workspace of the forward on one rank with these local shapes."""
         return self.forward.local(operands, results) if self.forward else 0
 
     def local_backward(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
-        """The same of what its backward takes."""
+        """Bytes of workspace of the backward on one rank with these local shapes."""
         return self.backward.local(operands, results) if self.backward else 0
 
 
@@ -85,10 +85,10 @@ NOTHING = SavedTensors()
 
 
 def saved(op: Op, values: Mapping[str, Value], *, cpu: bool = False) -> SavedTensors:
-    """What autograd keeps of `op` when it runs on an accelerator, or on the CPU.
+    """What autograd saves for `op` on an accelerator, or on the CPU.
 
-    Nothing is kept by an op whose results need no gradient. An operator that does not run on meta tensors is taken to keep all
-    its operands and results.
+    An op whose results need no gradient saves nothing. One that does not run on meta tensors is taken to save all operands and
+    its first result.
     """
     if not op.requires_grad:
         return NOTHING
@@ -100,16 +100,18 @@ def saved(op: Op, values: Mapping[str, Value], *, cpu: bool = False) -> SavedTen
 def saved_here(
     op: Op, values: Mapping[str, Value], tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], *, cpu: bool
 ) -> tuple[SavedTensors, list[torch.Tensor]]:
-    """What autograd keeps of an op on one rank, and its results; operands are meta tensors as they lie there, like the results.
+    """What autograd saves for an op on one rank, and the op's results, as meta tensors with local shapes and strides.
 
-    A kernel may copy an operand that does not lie in one piece, and autograd keeps the copy instead: so the strides matter. The
-    arguments of `op` are those for the local shapes; `shapes` are the results'.
+    Strides matter because a kernel may copy a non-contiguous operand, and autograd then saves the copy. The arguments of `op`
+    are those for local shapes; `shapes` are those of the results.
     """
     fused = _formula(op, [values[name] for name in op.operands], cpu)
-    if fused and op.target == ATTENTION and tensors[0].shape == shapes[0]:  # a fused kernel lays the result out like the query
+    if (
+        fused and op.target == ATTENTION and tensors[0].shape == shapes[0]
+    ):  # the result of a fused kernel has the query's strides
         return fused if op.requires_grad else NOTHING, [torch.empty_like(tensors[0]).requires_grad_(op.requires_grad)]
     found, kinds = _ran(op, tensors)
-    if not kinds:  # perhaps only its distributed form can do with such parts: it keeps of them what is kept of the whole
+    if not kinds:  # these shapes may need a parallel form, which saves what the op saves at global shapes
         found, _ = _ran(op, [_empty(values[name].shape, values[name]) for name in op.operands])
     as_given = [shape for shape, _ in kinds] == list(shapes)
     results = [
@@ -127,7 +129,7 @@ def _empty(shape: Shape, value: Value) -> torch.Tensor:
 
 
 def _ran(op: Op, tensors: Sequence[torch.Tensor]) -> Ran:
-    """Run an op, or remember."""
+    """Run an op on meta tensors; ops that differ in names only run once."""
     args, kwargs = _numbered(op)
     specs = tuple((tuple(x.shape), x.stride(), x.dtype, x.requires_grad) for x in tensors)
     # 1, 1.0 and True are equal as keys but not as arguments, so that the text stands in the key too.

@@ -1,10 +1,10 @@
-"""Which ops that give a view where they can must copy: the program on meta tensors as they lie in memory before any conversion.
+"""Which ops that return a view if strides allow it must copy: the program is run on meta tensors, without conversions.
 
-    k = transpose(x, 1, 2)             (2, 128, 4, 8) -> (2, 4, 128, 8): lies in x, not in one piece
-    e = expand(k, [2, 4, 128, 2, 8])   lies in x
+    k = transpose(x, 1, 2)             (2, 128, 4, 8) -> (2, 4, 128, 8): a view of x, not contiguous
+    e = expand(k, [2, 4, 128, 2, 8])   a view of x
     y = reshape(e, [2, 8, 128, 8])     a copy
 
-Splits change sizes, seldom how something lies: the whole shapes speak for the local ones.
+Splits change sizes but seldom the order of strides, so global shapes stand for local ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.ir.program import Value
 
 
 def copied(analysis: Analysis) -> frozenset[str]:
-    """The names of these ops."""
+    """The names of the ops that copy."""
     program = analysis.program
     given = program.given
     there = {value.name: _empty(value) for value in given}
@@ -33,7 +33,7 @@ def copied(analysis: Analysis) -> frozenset[str]:
 
 
 def is_view(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor can be seen in another shape."""
+    """Whether `tensor.view(shape)` is possible."""
     if tuple(tensor.shape) == shape:
         return tensor.is_contiguous()
     try:

@@ -1,12 +1,12 @@
-"""Weight buckets: which weights travel together, known before any layout is chosen.
+"""Weight buckets: which weights are communicated in one collective, decided before layouts are.
 
     h.0.ln.weight  h.0.ln.bias  h.0.fc.weight  h.0.fc.bias      one bucket
     h.1.ln.weight  h.1.ln.bias  h.1.fc.weight  h.1.fc.bias      one bucket
     ln.weight  ln.bias  head.weight                             one bucket
 
-A bucket holds at most `LIMIT` bytes; a larger weight travels alone. What is gathered takes memory from the first use of a
-bucket to its last, so a bucket stays within a block: everything under one index of a container ("h.0"), or the ops between
-two of them. Where only gradients travel, blocks share a bucket.
+A bucket has at most `LIMIT` bytes; a larger weight is a bucket of its own. Gathered weights take memory from the first use of
+the bucket to the last, so a bucket stays within a block: the ops under one index of a container ("h.0"), or those between two
+blocks. Where only gradients are communicated, a bucket may span blocks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LIMIT: Bytes = 25 * 2**20  # of whole weights: the bucket of torch's Distributed
 
 @remembered
 def weight_buckets(program: Program, *, moved: bool) -> tuple[tuple[str, ...], ...]:
-    """The parameters, and copies of them in other dtypes, that ops read: by their first use, those of one bundle together.
+    """The parameters that ops read, and copies of them in other dtypes, grouped into buckets in the order of first use.
 
-    `moved` if the weights themselves are sent, not only their gradients.
+    `moved` if the weights themselves are communicated, not only their gradients.
     """
     cast, sums = copies(program), summed(program)
     weights = {name: program.values[name] for name in (*(p.value.name for p in program.parameters), *cast)}
@@ -45,13 +45,13 @@ def weight_buckets(program: Program, *, moved: bool) -> tuple[tuple[str, ...], .
 
 
 def _block(op: Op) -> str:
-    """The outermost indexed module in which an op stands; empty outside of them."""
+    """The outermost module with an index that contains an op; empty if there is none."""
     match = INDEX.match(op.name)
     return match[1] + match[2] if match else ""
 
 
 def _filled(values: list[Value]) -> Iterator[list[str]]:
-    """The values in order, cut where a bundle is full."""
+    """The names of the values in order, cut where a bucket is full."""
     held: list[str] = []
     size = 0
     for value in values:

@@ -1,4 +1,4 @@
-"""Weights under all their names in a program: the parameters, views that lie in their memory, and copies in other dtypes."""
+"""Weights of a program: the parameters, views of them, and copies in other dtypes."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ CAST = "aten.to.dtype"
 def weights(program: Program) -> frozenset[str]:
     """The parameters, frozen ones too, and every view or copy in another dtype of one, or of a view or copy of one.
 
-        v = transpose(w, 0, 1)      v lies in w
-        s, t = split(v, 4)          so do s and t
-        b = to(w, bfloat16)         b is a copy of w
-        c = reshape(t, [32])        c is neither: it cannot be had without a copy of its own
+        v = transpose(w, 0, 1)      v is a view of w
+        s, t = split(v, 4)          so are s and t
+        b = to(w, bfloat16)         b is a copy of w in another dtype
+        c = reshape(t, [32])        c is neither: t is not contiguous, so c is a copy in the same dtype
 
-    Once gathered and used they are dropped, and gathered or cast again where the backward needs them. What is converted on
-    the way may be laid out otherwise: then a view may be taken for a copy.
+    Once gathered and used they are freed, and gathered or cast again where the backward needs them. Strides are those of
+    unconverted weights: a conversion may change them, and then a copy may be classified as a view.
     """
     return frozenset(_derived(program))
 
 
 @remembered
 def copies(program: Program) -> dict[str, str]:
-    """The parameter of each copy of one in another dtype."""
+    """The parameter of each copy of a parameter in another dtype, by the name of the copy."""
     parameters = {p.value.name for p in program.parameters}
     return {op.results[0].name: op.operands[0] for op in program.ops if casts(op) and op.operands[0] in parameters}
 
 
 @remembered
 def summed(program: Program) -> dict[str, torch.dtype]:
-    """The dtype in which the gradient of a weight is added up over devices, where that is not its own.
+    """The dtype in which the gradient of a weight is reduced over devices, for weights where it is not their own.
 
-    A copy in bfloat16 of a float32 parameter has a gradient in bfloat16, but its addends are added in float32, or in what the
-    parameter's `reduce` says. The sum is rounded once, as the gradient of such a copy is on one device.
+    A bfloat16 copy of a float32 parameter has a bfloat16 gradient, but partial gradients are summed in float32, or in the
+    parameter's `reduce` dtype. The sum is rounded once, as the gradient of such a copy is on one device.
     """
     found = {}
     for name, (parameter, tensor) in _derived(program).items():
@@ -47,7 +47,7 @@ def summed(program: Program) -> dict[str, torch.dtype]:
 
 
 def _derived(program: Program) -> dict[str, tuple[Parameter, torch.Tensor]]:
-    """Every weight with the parameter that it comes from, and as a meta tensor, strides and all."""
+    """Every weight with the parameter that it comes from, and a meta tensor with its strides."""
     values = program.values
     found = {p.value.name: (p, _tensor(p.value)) for p in program.parameters}
     for op in program.ops:
@@ -73,7 +73,7 @@ def casts(op: Op) -> bool:
 
 
 def _run(op: Op, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The results of an op on meta tensors, strides and all."""
+    """The results of an op on meta tensors, with their strides."""
     args, kwargs = filled(op.args, op.kwargs, lambda ref: tensors[ref.name])
     found = overload(op.target)(*args, **kwargs)
     return [found] if isinstance(found, torch.Tensor) else list(found)

@@ -1,4 +1,4 @@
-"""Program to program: one pass a file, one rewrite a pass; `normalise` runs those that every captured program goes through."""
+"""Passes from program to program, one rewrite per file; `normalise` runs those that every captured program goes through."""
 
 from autopar.passes.pipeline import normalise
 

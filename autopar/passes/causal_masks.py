@@ -1,4 +1,4 @@
-"""Attention masks that are provably causal, or let everything pass, are said so instead of computed."""
+"""Attention masks that are provably causal become `is_causal=True`; masks that are provably all true are dropped."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from autopar.passes.index_analysis import affine, facts
 from autopar.passes.index_analysis.affine import Affine, Fact, Formula, Select, Shape
 
 _ATTENTION = "aten.scaled_dot_product_attention.default"
-_CLOSED = torch.finfo(torch.float16).min  # an additive mask at most this closes an entry
+_CLOSED = torch.finfo(torch.float16).min  # entries of an additive mask at or below this are masked out
 
 
 def causal(program: Program) -> Program:
-    """Say what masks do instead of computing them; nothing is evaluated at its size.
+    """Replace masks by what they provably do, by symbolic analysis of index expressions: no mask is evaluated.
 
     m = k <= q                                                    (m is dead)
     a = attention(x, y, z, m)       ->      a = attention(x, y, z, is_causal=True)
@@ -53,7 +53,7 @@ def _attention(op: Op, program: Program, known: dict[str, Fact], rewriter: Rewri
 
 
 def _opened(fact: Fact | None, shape: Shape) -> Formula | None:
-    """Where a mask lets pass; None if that is not known, or if it does more."""
+    """The condition under which a mask admits an entry; None if that is unknown, or if the mask also adds a bias."""
     match fact:
         case None:
             return None
@@ -77,7 +77,7 @@ def _lower_triangle(shape: Shape) -> Formula:
 
 
 def _passed(op: Op, known: dict[str, Fact]) -> Ref | None:
-    """The operand that `and`, `or` and `where` pass on, if the others are known to be true or false."""
+    """The operand that `and`, `or` or `where` returns, if the others are constants."""
     name = aten(op.target)
     if name in ("__and__", "bitwise_and", "logical_and", "__or__", "bitwise_or", "logical_or") and len(op.args) == 2:
         neutral = "and" in name
@@ -93,7 +93,7 @@ def _passed(op: Op, known: dict[str, Fact]) -> Ref | None:
 
 
 def _fits(op: Op, kept: Ref, program: Program) -> bool:
-    """Whether the operand is the result but for broadcasting."""
+    """Whether the operand equals the result except for broadcasting."""
     value, result = program.values[kept.name], op.results[0]
     return (value.dtype, value.requires_grad) == (result.dtype, result.requires_grad)
 
@@ -107,7 +107,7 @@ def _forward(op: Op, kept: Ref, program: Program, rewriter: Rewriter) -> None:
 
 
 def _in_order(op: Op, program: Program, known: dict[str, Fact]) -> bool:
-    """Whether x[i, j, ...] takes every element of x once and in order: each index is a coordinate, later ones further right."""
+    """Whether x[i, j, ...] reads every element of x once and in order: its indices are coordinates, in increasing order."""
     source, indices = op.args
     if not isinstance(source, Ref) or not isinstance(indices, tuple):
         return False

@@ -1,4 +1,4 @@
-"""Ops that nothing needs are dropped."""
+"""Dead code elimination."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.ir.program import Op, Parameter, Program, overload
 
 
 def dead(program: Program) -> Program:
-    """Drop every op whose results are neither returned nor read; ops that write in place stay. Marks what is used anew.
+    """Drop every op whose results are neither returned nor read; ops that write in place stay. Updates `Parameter.used`.
 
     a = exp(x)
     b = mul(x, x)      ->      b = mul(x, x)

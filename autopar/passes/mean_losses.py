@@ -1,4 +1,4 @@
-"""Mean losses become sums divided by what they are the mean of, so that they may be split exactly."""
+"""Mean losses become sums divided by a count, so that they can be split exactly."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ELEMENTS = frozenset(
 
 
 def means(program: Program) -> Program:
-    """Divide the sum instead of taking the mean: by the targets that are not ignored (or their weights), or by a fixed count.
+    """Replace a mean by a sum, divided by the number (or weight) of targets that are not ignored, or by a constant count.
 
         l = cross_entropy_loss(x, t)      s = cross_entropy_loss(x, t, reduction=sum)
                                           n = to(sum(ne(t, -100)), float)
                                    ->     l = div(s, n)
         l = mse_loss(x, y)                l = div(mse_loss(x, y, reduction=sum), 128)
 
-    The formula is torch.nn.functional's; if every target is ignored, 0/0 is NaN there as here.
+    The formula is that of torch.nn.functional; if every target is ignored, the result is 0/0, NaN, as in torch.
     """
     rewriter = Rewriter(program)
     for op in program.ops:
@@ -64,7 +64,7 @@ def _divided(op: Op, program: Program, rewriter: Rewriter) -> None:
 
 
 def _counted(op: Op, now: dict[str, Argument], rewriter: Rewriter) -> Ref:
-    """The number, or the total weight, of the targets that are not ignored; float32 at least, as a count must be exact."""
+    """The number, or total weight, of the targets that are not ignored; in float32 at least, so that counts are exact."""
     target, weight = now["target"], now["weight"]
     counted = rewriter.beside(op, "aten.ne.Scalar", (target, now["ignore_index"]))
     if weight is not None:

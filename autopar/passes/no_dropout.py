@@ -1,4 +1,4 @@
-"""The program without its random zeros, and without other random numbers."""
+"""The program without dropout and other random numbers, so that it can be compared with another run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _CHANCE = {
     "scaled_dot_product_attention": "dropout_p",
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), "dropout"),
 }
-HALF = 0.5  # what is drawn of every distribution
+HALF = 0.5  # in place of numbers from any distribution
 DRAWS = frozenset("rand randn rand_like randn_like bernoulli normal normal_functional uniform exponential log_normal".split())
 
 
 def without_dropout(program: Program) -> Program:
-    """Every dropout drops nothing, and what is drawn is one half. The ops keep their names and factors, so that a plan of the
-    program is a plan of the result.
+    """Set dropout rates to zero and replace random tensors by constants of one half.
+
+    Ops keep their names and factors, so that a plan for the program is a plan for the result.
 
     a = dropout(x, 0.1, True)                         a = dropout(x, 0.0, True)
     b = attention(q, k, v, None, 0.1, True)    ->     b = attention(q, k, v, None, 0.0, True)
@@ -36,7 +37,7 @@ def without_dropout(program: Program) -> Program:
 
 
 def drawn(op: Op) -> bool:
-    """Whether an op only draws numbers that `without_dropout` can fix: from no or one tensor, whose gradient ends there."""
+    """Whether `without_dropout` replaces an op by a constant: it draws numbers and passes no gradient on."""
     return aten(op.target) in DRAWS and len(op.operands) < 2 and not op.requires_grad
 
 
@@ -57,7 +58,7 @@ def _certain(op: Op) -> Op:
 
 
 def without_training(program: Program) -> Program:
-    """The program as evaluation runs it, if only the flags that a parallel module switches itself differ.
+    """The program in evaluation mode, as far as it differs by training flags only, which a parallel module sets itself.
 
     a = dropout(x, 0.1, True)                       a = dropout(x, 0.1, False)
     b = attention(q, k, v, None, 0.1, True)    ->   b = attention(q, k, v, None, 0.0, True)
@@ -66,7 +67,7 @@ def without_training(program: Program) -> Program:
 
 
 def switched(op: Op) -> bool:
-    """Whether an op draws, or counts, as it does in training only."""
+    """Whether an op behaves as in training, by a flag or a rate that evaluation switches off."""
     named = bound(op)
     if op.target == ATTENTION:
         return named["dropout_p"] != 0

@@ -14,7 +14,7 @@ PASSES: tuple[Callable[[Program], Program], ...] = (simplify, causal, means, dea
 
 
 def normalise(program: Program) -> Program:
-    """The program with one spelling for each thing, causal masks said, mean losses exact, and nothing that is not needed."""
+    """The program in normal form: canonical ops, recognised causal masks, mean losses as quotients, no dead code."""
     for rewrite in PASSES:
         program = rewrite(program)
     return program

@@ -21,12 +21,12 @@ MIXED = "bf16-mixed"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PRECISIONS = (*DTYPES, MIXED)
 
-# Beside those that autocast gives float32: norms that it leaves alone, and what begins with a state made in float32.
+# Beside the ops that autocast runs in float32: norms that it does not list, and recurrent layers, whose first state is float32.
 SINGLE = frozenset(
     "batch_norm instance_norm rms_norm native_layer_norm native_group_norm lstm gru rnn_tanh rnn_relu "
     "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split()
 )
-# What fills in a number that float32 may hold and bfloat16 not: the smallest float32 is minus infinity there.
+# Ops whose fill value may overflow in bfloat16: the lowest float32 is minus infinity there.
 FILLING = frozenset("where masked_fill".split())
 
 
@@ -38,7 +38,7 @@ def stored(precision: str | None, reduce: str | None) -> torch.dtype | None:
         raise ConstraintError(f"reduce={reduce!r} is unknown", fix=f"None, or one of {', '.join(DTYPES)}")
     if reduce is not None and precision != MIXED:
         raise ConstraintError(
-            f"reduce={reduce!r} says how gradients are added up with precision={MIXED!r}",
+            f"reduce={reduce!r} is the dtype of gradient reductions with precision={MIXED!r} only",
             precision=repr(precision),
             fix=f"precision={MIXED!r}, or leave reduce out: gradients have the dtype of their parameters",
         )
@@ -46,7 +46,7 @@ def stored(precision: str | None, reduce: str | None) -> torch.dtype | None:
 
 
 def received(program: Program, dtypes: Mapping[str, torch.dtype]) -> Program:
-    """Inputs arrive in these dtypes, and are cast where they are first read.
+    """Give inputs these dtypes, and cast them at their first use.
 
     x: bfloat16[3]           x: float32[3]
     y = gelu(x)        ->    c = to(x, bfloat16)
@@ -64,20 +64,20 @@ def received(program: Program, dtypes: Mapping[str, torch.dtype]) -> Program:
 
 
 def mixed(program: Program, reduce: torch.dtype | None = None) -> Program:
-    """The program computing in bfloat16 over what is stored in float32, as under torch.autocast.
+    """The program with computations in bfloat16 on parameters stored in float32, as under torch.autocast.
 
                                             c = to(w, bfloat16)
         y = linear(x, w)             ->     y = linear(x, c)              bfloat16
         z = layer_norm(y, v)                d = to(y, float32)
                                             z = layer_norm(d, v)          float32
 
-    Matrix products take bfloat16, losses, norms, softmax and the like float32: autocast's own lists. Other operators take
-    what comes, but parameters and floating inputs in bfloat16, where autocast gives float32: so the stream between the
-    blocks is bfloat16, and no weight travels wider than it must. What depends on neither, such as masks and the angles
-    of rotary positions, is computed as it was. Outputs have the dtypes that they had.
+    Matrix products run in bfloat16; losses, norms, softmax and the like in float32: autocast's own lists. Other operators
+    keep the dtype of their operands, but unlike in autocast they read parameters and floating inputs in bfloat16: the
+    residual stream is then bfloat16, and weights are communicated in bfloat16. Values that depend on neither, such as masks
+    and rotary angles, are computed as before. Outputs keep their dtypes.
 
-    A parameter is cast once, before it is gathered; its gradient comes back through the cast and is stored in float32. Over
-    devices gradients are added up in float32 too, unless `reduce` names another dtype (`autopar.analysis.weights.summed`).
+    A parameter is cast once, before it is gathered; its gradient passes through the cast and is stored in float32. Gradients
+    are reduced in float32 too, unless `reduce` names another dtype (`autopar.analysis.weights.summed`).
 
     Raises ConstraintError if a parameter is floating and not float32.
     """
@@ -100,8 +100,8 @@ class _Mixed:
         parameters = (replace(p, reduce=reduce) for p in old.parameters)
         self.rewriter.parameters = tuple(parameters)
         floating = (value for value in (*old.inputs, *(p.value for p in old.parameters)) if _single(value))
-        self.given = {value.name for value in floating}  # what may be had in either dtype
-        self.real = set(self.given)  # what depends on these
+        self.given = {value.name for value in floating}  # values available in either dtype
+        self.real = set(self.given)  # values that depend on these
         self.casts: dict[tuple[str, torch.dtype], Ref] = {}
         self.returned = {output.value for output in old.outputs}
         for op in old.ops:
@@ -119,7 +119,7 @@ class _Mixed:
         args, kwargs = self._cast(op, new, self._wanted(op, names))
         try:
             found = self.rewriter.infer(op.target, args, kwargs)
-        except RuntimeError:  # it does not take them mixed, or does not run on meta: as it was
+        except RuntimeError:  # it rejects mixed dtypes, or has no meta kernel: run it in float32
             args, kwargs = self._cast(op, new, torch.float32)
             found = kinds(op)
         self.rewriter.put(op, op.target, args, kwargs, found)
@@ -138,7 +138,7 @@ class _Mixed:
     def _cast(
         self, op: Op, new: tuple[tuple[Argument, ...], Keywords], wanted: torch.dtype | None
     ) -> tuple[tuple[Argument, ...], Keywords]:
-        """The new arguments of an op in the dtype that it wants; where it wants none, what is given in bfloat16."""
+        """The new arguments of an op in the dtype `wanted`; if that is None, parameters and inputs in bfloat16."""
 
         def change(leaf: Ref | Static) -> Argument:
             if not isinstance(leaf, Ref):
@@ -149,7 +149,7 @@ class _Mixed:
         return tuple(substitute(a, change) for a in new[0]), tuple((name, substitute(a, change)) for name, a in new[1])
 
     def _as(self, op: Op, ref: Ref, dtype: torch.dtype) -> Ref:
-        """A value in this dtype: cast once, at the place of the op that wants it first."""
+        """A value in this dtype; the cast is inserted once, before the first op that needs it."""
         if not autocast.castable(self.values[ref.name].dtype, dtype):
             return ref
         if (ref.name, dtype) not in self.casts:
@@ -158,7 +158,7 @@ class _Mixed:
         return self.casts[ref.name, dtype]
 
     def _return(self, old: Value) -> None:
-        """An output has the dtype that it had."""
+        """Cast an output back to its dtype in the old program."""
         if old.name in self.old.producer and self.values[self._now(old.name)].dtype != old.dtype:
             self.rewriter.forward(old.name, self._as(self.old.producer[old.name], Ref(self._now(old.name)), old.dtype))
 

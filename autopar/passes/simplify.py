@@ -1,4 +1,4 @@
-"""One way to say each thing: ops that change nothing go, and spellings of the same op become one."""
+"""Canonical form: ops that change nothing are dropped, and every view, cast and fill has one spelling."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DULL = {"pin_memory": (None, False), "layout": (None, torch.strided), "memory_f
 
 
 def simplify(program: Program) -> Program:
-    """Drop what changes nothing and spell views, casts and fills in one way.
+    """Drop ops that change nothing, and write views, casts and fills in one way.
 
         a = view(x, [-1, 4])              a = reshape(x, [8, 4])
         b = contiguous(a)
@@ -28,7 +28,8 @@ def simplify(program: Program) -> Program:
         e = new_zeros(x, [3])             e = full([3], 0, dtype=...)
         f = histc(n, 4, 0, 3)             f = to.dtype(histc(to.dtype(n, float64), 4, 0, 3), int32)     (n is int32)
 
-    Integers are counted as floats, since the CPU counts no others. A copy is its original, unless the program writes a buffer.
+    Histograms of integers are computed in floats, since the CPU has no integer kernel. Clones are dropped unless the program
+    writes a buffer.
     Dropout stays unless its p is 0: a model captured for evaluation may be trained.
     """
     rewriter = Rewriter(program)
@@ -38,7 +39,7 @@ def simplify(program: Program) -> Program:
         if op.target == "aten.broadcast_tensors.default":
             _broadcast(op, program, rewriter)
             continue
-        if op.target == "aten.clone.default" and written:  # what it copies may be written later
+        if op.target == "aten.clone.default" and written:  # the original may be written later
             rewriter.keep(op)
             continue
         if len(op.results) != 1 or op.results[0].name != op.name or not op.target.startswith("aten."):
@@ -55,7 +56,7 @@ def simplify(program: Program) -> Program:
 
 
 def _broadcast(op: Op, program: Program, rewriter: Rewriter) -> None:
-    """Each result is its operand, expanded where the shapes differ: a mean-squared error broadcasts tensors of one shape."""
+    """Replace a broadcast by an expand per operand, or by nothing where shapes agree, as in most mean-squared errors."""
     for name, result in zip(op.operands, op.results, strict=True):
         operand = rewriter.new(Ref(name))
         assert isinstance(operand, Ref)
@@ -65,7 +66,7 @@ def _broadcast(op: Op, program: Program, rewriter: Rewriter) -> None:
 
 
 def _unchanged(op: Op, program: Program) -> Ref | None:
-    """The operand that the result equals, if it is known to be one."""
+    """The operand that the result provably equals; None if there is none."""
     first = op.args[0] if op.args else None
     if not isinstance(first, Ref):
         return None
@@ -80,13 +81,13 @@ def _unchanged(op: Op, program: Program) -> Ref | None:
     if name == "dropout" and op.args[1] == 0:
         return first
     second = op.args[1] if len(op.args) == 2 and type(op.args[1]) in (int, float) else None
-    if name in ("add", "sub") and second == 0 and not result.dtype.is_floating_point:  # -0.0 + 0 is another number
+    if name in ("add", "sub") and second == 0 and not result.dtype.is_floating_point:  # -0.0 + 0 is 0.0
         return first
     return first if name in ("mul", "div") and second == 1 and not op.kwargs else None
 
 
 def _spell(op: Op, program: Program, rewriter: Rewriter) -> None:
-    """Keep the op in its one spelling."""
+    """Keep an op in its canonical spelling."""
     name, result = aten(op.target), op.results[0]
     first = op.args[0] if op.args else None
     kwargs = tuple((key, value) for key, value in op.kwargs if value not in _DULL.get(key, ()))
@@ -116,7 +117,7 @@ def _spell(op: Op, program: Program, rewriter: Rewriter) -> None:
 
 
 def _slice(op: Op, values: dict[str, Value]) -> tuple[Argument, ...]:
-    """(x, dim, start, end) or (x, y, dim, start, end): no negative number, no end past the dim, a step only if it is not 1."""
+    """The arguments (x, dim, start, end[, step]) of a slice, or (x, y, dim, ...) of slice_scatter, within bounds."""
     named = bound(op)
     source, dim, step = named["self"], named["dim"], named["step"]
     assert isinstance(source, Ref)

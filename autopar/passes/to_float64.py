@@ -1,4 +1,4 @@
-"""The program in double precision."""
+"""Double precision: the program that verification runs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ WIDE = {
 
 
 def promote(program: Program) -> Program:
-    """Every float32, bfloat16 and float16 becomes float64, complex numbers likewise, in values and in arguments; names stay.
+    """Replace float32, bfloat16 and float16 by float64, and complex dtypes likewise, in values and arguments; names stay.
 
         x: float32[3]                               x: float64[3]
         y: bfloat16[3] = to.dtype(x, bfloat16)  ->  y: float64[3] = to.dtype(x, float64)
         z: float32[] = full([], -3.4e38)            z: float64[] = full([], -3.4e38, dtype=float64)
 
-    Fill constants stay: they only say "very small". Where an op makes floats of integers by itself, its result has torch's
-    default dtype as before, and becomes double where it meets one.
+    Fill constants stay: they are approximations of minus infinity. An op that converts integers to floats implicitly still
+    returns torch's default dtype, which promotes to double in the next op with a double operand.
     """
     values: dict[str, Value] = {value.name: _wide(value) for value in program.inputs}
     parameters, buffers = _held(program.parameters), _held(program.buffers)
@@ -61,5 +61,5 @@ def _leaf(leaf: Ref | Static) -> Argument:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in double precision."""
+    """The double-precision dtype for a floating or complex dtype; other dtypes unchanged."""
     return WIDE.get(dtype, dtype)

@@ -285,7 +285,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
         autopar.plan(model, sample, (1,), device="h100", precision="fp8")
     with pytest.raises(ConstraintError, match="reduce='fp16' is unknown"):
         autopar.plan(model, sample, (1,), device="h100", precision=MIXED, reduce="fp16")
-    with pytest.raises(ConstraintError, match="says how gradients are added up with precision='bf16-mixed'"):
+    with pytest.raises(ConstraintError, match="is the dtype of gradient reductions with precision='bf16-mixed' only"):
         autopar.plan(model, sample, (1,), device="h100", precision="bf16", reduce="fp32")
     with pytest.raises(ConstraintError, match="is for models in float32: weight is bfloat16"):
         autopar.plan(model.to(torch.bfloat16), sample.to(torch.bfloat16), (1,), device="h100", precision=MIXED)

@@ -1,6 +1,7 @@
-"""What values hold at each of their coordinates, found without computing any of them.
+"""Index analysis: integer and boolean values as formulas in their coordinates, without evaluating them.
 
-Three tables, one line per operator, say which facts follow from which; an operator without a line ends what is known.
+Three tables, one line per operator, derive the fact about a result from those about operands; results of other operators are
+unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TABLE = VIEWS | NUMBERS | TRUTHS
 
 
 def facts(program: Program) -> dict[str, Fact]:
-    """What is known of the values of a program, without computing any of them."""
+    """The facts about the values of a program, by name; values without a fact are missing."""
     known: dict[str, Fact] = {}
     for op in program.ops:
         result = op.results[0]
@@ -37,7 +38,7 @@ def facts(program: Program) -> dict[str, Fact]:
 
 
 def _typed(fact: Fact, result: Value) -> Fact | None:
-    """The fact as the result's dtype holds it: truth values as formulas, integers in range, floats only if they are few."""
+    """The fact in the result's dtype: formulas for booleans, integers within range, floats with at most two values."""
     if result.dtype is torch.bool:
         return formula(fact, result.shape)
     held = number(fact, result.shape)

@@ -1,11 +1,11 @@
-"""What a value holds at each of its coordinates, where that is simple: a small logic of whole numbers.
+"""Facts about a value as a function of its coordinates: affine integers and boolean formulas over them.
 
     Affine    scale[0] i0 + scale[1] i1 + ... + base              arange, positions, constants
     Formula   True | False | affine >= 0 | all of | some of       comparisons of those
-    Choice    yes where a formula holds, no elsewhere             additive masks
+    Select    yes where a formula holds, no elsewhere             additive masks
 
-A fact is bound to a shape; coordinate d runs from 0 to shape[d] - 1. Constraints that always or never hold there are folded, so
-that facts are compared as they are.
+A fact belongs to a shape; coordinate d runs from 0 to shape[d] - 1. Formulas that are constant on the shape are folded, so that
+equal facts compare equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """A number that is affine in the coordinates; `base` may be a float if no coordinate counts."""
+    """A number that is affine in the coordinates; `base` may be a float if every scale is zero."""
 
     scale: tuple[int, ...]
     base: int | float
@@ -94,13 +94,13 @@ def at_least_zero(number: Affine, shape: Shape) -> Formula:
 
 
 def both(parts: Iterable[Formula]) -> Formula:
-    """All of them hold."""
+    """The conjunction of formulas, folded."""
     kept = _flat(parts, All, neutral=True)
     return False if False in kept else _joined(kept, All, empty=True)
 
 
 def either(parts: Iterable[Formula]) -> Formula:
-    """One of them holds, or several."""
+    """The disjunction of formulas, folded."""
     kept = _flat(parts, Some, neutral=False)
     return True if True in kept else _joined(kept, Some, empty=False)
 
@@ -121,7 +121,7 @@ def _joined(parts: list[Formula], kind: type[All] | type[Some], *, empty: bool) 
 
 
 def negated(formula: Formula, shape: Shape) -> Formula:
-    """The formula does not hold."""
+    """The negation of a formula over integers."""
     match formula:
         case bool():
             return not formula
@@ -156,7 +156,7 @@ def moved(fact: Fact, places: Sequence[Affine], shape: Shape) -> Fact:
 
 
 def flattened(number: Affine, shape: Shape) -> Affine:
-    """Without the coordinates of dims of size 1, which are 0."""
+    """The number without the coordinates of dims of size 1, which are always 0."""
     return Affine(tuple(s if size > 1 else 0 for s, size in zip(number.scale, shape, strict=True)), number.base)
 
 
@@ -172,7 +172,7 @@ def _formula(fact: Fact) -> Formula:
 
 
 def truth(fact: Fact, test: Callable[[int | float], bool], shape: Shape) -> Formula | None:
-    """Where a number that takes one or two values passes a test; None for one that takes more."""
+    """The formula for `test(number)`, for a number that takes at most two values; None for other numbers."""
     match fact:
         case Affine(base=base):
             return test(base) if fact.constant else None

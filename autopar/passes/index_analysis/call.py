@@ -1,4 +1,4 @@
-"""An op, and what is known of its operands."""
+"""An op together with the facts about its operands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Number = int | float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexCall:
-    """An op with what is known of its operands."""
+    """An op together with the facts about its operands; `named` has its arguments by name."""
 
     op: Op
     values: Mapping[str, Value]

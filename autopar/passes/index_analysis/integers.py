@@ -1,4 +1,4 @@
-"""Facts about arithmetic on whole numbers and constants."""
+"""Facts about integer arithmetic and constants."""
 
 from __future__ import annotations
 
