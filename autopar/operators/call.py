@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from autopar.errors import RuleError
 from autopar.ir.program import Argument, Op, Value, overload, refs
-from autopar.operators.fitting import Misfit, Shape, Tensor, fitted
+from autopar.operators.fitting import Misfit, Shape, TensorTerm, fitted
 from autopar.operators.notation import Pattern, parse
 from autopar.operators.rule import OpSharding
 
@@ -157,7 +157,7 @@ class Call:
         """A static argument by which a pattern places or sizes factors; None if the op has no such argument."""
         return self.numbers(name) if name in self.arguments else None
 
-    def _tensors(self, pattern: Pattern) -> list[Tensor]:
+    def _tensors(self, pattern: Pattern) -> list[TensorTerm]:
         """Every tensor with its term, in the order of the text; absent optional operands are dropped."""
         slots = [position for _, position in self.slots]
         if len(pattern.operands) != len(slots):
@@ -169,8 +169,8 @@ class Call:
         given = zip(pattern.operands, slots, strict=True)
         results = enumerate(zip(pattern.results, self.op.results, strict=True))
         return [
-            *(Tensor("operand", at, term, self.operands[at].shape) for term, at in given if at is not None),
-            *(Tensor("result", at, term, value.shape) for at, (term, value) in results),
+            *(TensorTerm("operand", at, term, self.operands[at].shape) for term, at in given if at is not None),
+            *(TensorTerm("result", at, term, value.shape) for at, (term, value) in results),
         ]
 
 

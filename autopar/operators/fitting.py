@@ -17,8 +17,8 @@ from autopar.operators.notation import ALL_ALONE, ALONE, ANY, Dim, Pattern, Term
 from autopar.operators.rule import Dims, Factor, OpSharding
 
 Shape = tuple[int, ...]
-Words = tuple[Word, ...]
-ALONE_DIM: Words = (Word(ALONE, whole=True),)
+DimWords = tuple[Word, ...]
+ALONE_DIM: DimWords = (Word(ALONE, whole=True),)
 
 
 class Misfit(Exception):
@@ -26,7 +26,7 @@ class Misfit(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class TensorTerm:
     """One operand or result of a call, with what the pattern says of it."""
 
     side: str  # "operand" or "result"
@@ -42,7 +42,7 @@ class Tensor:
 
 def fitted(
     pattern: Pattern,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[TensorTerm],
     argument: Callable[[str], tuple[int, ...] | None],
     sizes: Mapping[str, int],
     *,
@@ -69,7 +69,7 @@ def _listed(argument: Callable[[str], tuple[int, ...] | None], name: str) -> tup
     return found
 
 
-def _without_lacking(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+def _without_lacking(tensors: Sequence[TensorTerm]) -> Iterator[TensorTerm]:
     """The tensors without the dims in brackets that they lack; results lack what all operands lack."""
     asked: set[str] = set()
     there: set[str] = set()
@@ -97,7 +97,7 @@ class _NamedDims:
     places: Mapping[str, tuple[int, ...]]
 
     @staticmethod
-    def of(tensors: Sequence[Tensor], known: Mapping[str, tuple[int, ...]]) -> _NamedDims | None:
+    def of(tensors: Sequence[TensorTerm], known: Mapping[str, tuple[int, ...]]) -> _NamedDims | None:
         """None where no argument names a dim."""
         holders = [tensor for tensor in tensors if tensor.term.named]
         if not holders:
@@ -108,7 +108,7 @@ class _NamedDims:
         places = {name: tuple(sorted({d % rank for d in known[name]})) if rank and known[name] else every for name in names}
         return _NamedDims(rank=rank, places=places)
 
-    def words(self, tensor: Tensor) -> Iterator[Word]:
+    def words(self, tensor: TensorTerm) -> Iterator[Word]:
         """What stands for the open dims of a tensor."""
         rest = next(dim.words[0] for dim in tensor.term.dims if dim.open)
         found: dict[int, Word] = {}
@@ -129,7 +129,7 @@ class _NamedDims:
         return (found.get(place, Word(f"d{place}", rest.whole)) for place in places[len(places) - tensor.free :])
 
 
-def _written(tensor: Tensor, named: _NamedDims | None) -> Iterator[Words]:
+def _written(tensor: TensorTerm, named: _NamedDims | None) -> Iterator[DimWords]:
     """The words of every dim, with `...` written out."""
     dims = tensor.term.dims
     open_ = [i for i, dim in enumerate(dims) if dim.open]
@@ -147,7 +147,7 @@ def _written(tensor: Tensor, named: _NamedDims | None) -> Iterator[Words]:
     yield from (dim.words for dim in dims[last:])
 
 
-Written = Sequence[tuple[Tensor, Sequence[tuple[Words, int]]]]
+Written = Sequence[tuple[TensorTerm, Sequence[tuple[DimWords, int]]]]
 
 
 def _solved(written: Written, sizes: Mapping[str, int]) -> dict[str, int]:

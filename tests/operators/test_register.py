@@ -45,6 +45,7 @@ def test_a_check_says_what_was_split(op: object) -> None:
 def test_arguments_may_have_names_and_the_overload_follows_from_them() -> None:
     assert autopar.check_rule("aten::linear", {"input": X, "bias": B, "weight": W}).factors == ("...0", "k", "n")
     assert autopar.check_rule("aten::softmax", (X, -1)).operator == "aten::softmax.int"
+    assert autopar.check_rule("aten::cumsum", (X, 1), rule="... @dim! ... -> ... @dim! ...").factors == ("d0",)
     assert autopar.check_rule("aten::add", (X, 0.0)).operator == "aten::add.Tensor"
 
 
@@ -138,10 +139,11 @@ REFUSED: list[tuple[Callable[[], object], str, str]] = [
     (lambda: autopar.register_rule(own.gated, "a -> a, a"), "the rule of own::gated names 2 results, the operator has 1", ""),
     (
         lambda: autopar.register_rule(own.gated, "a -> a", linear="y"),
-        "the rule of own::gated speaks of 'y', which is no argument: x",
+        "the rule of own::gated speaks of 'y', which is not an argument: x",
         "",
     ),
     (lambda: autopar.register_rule(own.gated, "a -> a", when={"k": 1}), "the rule of own::gated speaks of 'k'", ""),
+    (lambda: autopar.register_rule(own.gated, "... @dim ... -> ..."), "the rule of own::gated speaks of 'dim'", ""),
     (lambda: autopar.register_rule(own.gated, "a -> a?"), "cannot read the rule 'a -> a?'", "write it like"),
     (lambda: autopar.register_rule(own.gated, "a -> a", example=(X,)), "the rule of own.gated.default does not fit", "every"),
 ]

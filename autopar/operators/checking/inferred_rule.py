@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from autopar.errors import RuleError
 from autopar.operators.checking.execution_check import check
-from autopar.operators.checking.probe import Class, Place, Probe
+from autopar.operators.checking.probe import Class, OperandDim, Probe
 from autopar.operators.checking.sample_call import Example
 from autopar.operators.checking.uneven_check import joins_unevenly
 from autopar.operators.registry import fit
@@ -42,8 +42,8 @@ class InferredRule:
 
     probe: Probe
     members: tuple[Class, ...]
-    operands: Mapping[Place, Words]
-    results: Mapping[Place, Words]
+    operands: Mapping[OperandDim, Words]
+    results: Mapping[OperandDim, Words]
     able: frozenset[int] = frozenset()
     added: frozenset[int] = frozenset()  # operands that are added once
     averages: bool = False
@@ -67,7 +67,7 @@ class InferredRule:
                 return "_"
             return f"({' '.join(map(name, words))})" if len(words) > 1 else name(words[0])
 
-        def term(known: Mapping[Place, Words], position: int, rank: int) -> str:
+        def term(known: Mapping[OperandDim, Words], position: int, rank: int) -> str:
             return " ".join(dim(known.get((position, d), ())) for d in range(rank)) or "()"
 
         example = self.probe.example
@@ -150,13 +150,13 @@ def surveyed(probe: Probe, classes: Sequence[Class]) -> InferredRule:
     base = probe.run()
     assert base is not None, "every size was tried"
     square = {number for number, one in enumerate(classes) if _square(one)}
-    operands: dict[Place, Words] = {
+    operands: dict[OperandDim, Words] = {
         place: (InferredWord(number),) for number, one in enumerate(classes) for place in one if number not in square
     }
     growth = _growth(probe, classes, base)
     form = InferredRule(probe=probe, members=tuple(classes), operands=operands, results={})
     sizes = [form.size(number) for number in range(len(classes))]
-    parts: dict[Place, Fraction] = {}  # what a dim is beside the product of its classes
+    parts: dict[OperandDim, Fraction] = {}  # what a dim is beside the product of its classes
     units = [1] * len(classes)  # how many pieces of a class there are, of which the results have one
     for place, numbers in growth.items():
         parts[place] = Fraction(base.results[place[0]].shape[place[1]], math.prod(sizes[n] for n in numbers))
@@ -165,7 +165,7 @@ def surveyed(probe: Probe, classes: Sequence[Class]) -> InferredRule:
     for number, one in enumerate(classes):
         if units[number] > 1 and number not in square:
             operands |= {place: (InferredWord(number, f"in{place}"), InferredWord(number)) for place in one}
-    results: dict[Place, Words] = {}
+    results: dict[OperandDim, Words] = {}
     for place, numbers in growth.items():
         rest = parts[place] * math.prod(units[n] for n in numbers)
         twice = any(other[0] == place[0] and other != place and set(n) & set(numbers) for other, n in growth.items())
@@ -181,10 +181,10 @@ def _square(one: Class) -> bool:
     return len({position for position, _ in one}) < len(one)
 
 
-def _growth(probe: Probe, classes: Sequence[Class], base: Example) -> dict[Place, list[int]]:
+def _growth(probe: Probe, classes: Sequence[Class], base: Example) -> dict[OperandDim, list[int]]:
     """The classes in proportion to which each dim of a result grows; one that grows otherwise with some is left out."""
-    growth: dict[Place, list[int]] = {}
-    crooked: set[Place] = set()
+    growth: dict[OperandDim, list[int]] = {}
+    crooked: set[OperandDim] = set()
     shapes = [tuple(result.shape) for result in base.results]
     for number, one in enumerate(classes):
         size, taken = probe.size(min(one)), {probe.size(place) for place in probe.places()}

@@ -15,9 +15,9 @@ from autopar.errors import RuleError
 from autopar.ir.program import Argument, qualified
 from autopar.operators.checking.sample_call import Example, Keywords
 
-Place = tuple[int, int]  # an operand, and a dim of it
-Class = frozenset[Place]  # dims that have one size
-Sizes = Mapping[Place, int]
+OperandDim = tuple[int, int]  # an operand, and a dim of it
+Class = frozenset[OperandDim]  # dims that have one size
+Sizes = Mapping[OperandDim, int]
 
 SMALL = (6, 10, 4, 14, 9, 15, 8, 22, 21, 26)  # none is prime: each can be split twice
 LARGE = 16  # from which on a size is made small before anything else is tried
@@ -77,11 +77,11 @@ class Probe:
         tensors = self.example.tensors.values()
         return [tuple(new.get((i, d), size) for d, size in enumerate(x.shape)) for i, x in enumerate(tensors)]
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[OperandDim]:
         """Every dim of every operand; those of size 1 have no factor."""
         return [(i, d) for i, shape in enumerate(self.shapes()) for d, size in enumerate(shape) if size > 1]
 
-    def size(self, place: Place) -> int:
+    def size(self, place: OperandDim) -> int:
         """The size of a dim."""
         return self.shapes()[place[0]][place[1]]
 
@@ -165,4 +165,4 @@ def _finite(found: Example) -> bool:
     return all(bool(result.isfinite().all()) for result in found.results)
 
 
-__all__ = ["Class", "Place", "Probe"]
+__all__ = ["Class", "OperandDim", "Probe"]

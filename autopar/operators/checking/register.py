@@ -52,12 +52,24 @@ def check_rule(
 ) -> Checked:
     """Check an operator's rule, or the one given, by execution: run it on parts, join them, and compare with the whole.
 
-    `op` is an overload, "mylib::op", or what `torch.library.custom_op` returned; `arguments` are those of one call, in order
-    or by name: tensors of random numbers, with dims of different sizes that can be divided. Values are compared, and the
-    gradients of the tensors that require them (of all floating-point ones if none does). For `rule` and the rest see
-    `register_rule`.
+    Values are compared, and the gradients of the tensors that require them (of all floating-point ones if none does).
 
-    Raises RuleError, saying which factor was split how, which tensor is wrong, and by how much; or that there is no rule.
+    Args:
+        op: An overload, `"mylib::op"`, or what `torch.library.custom_op` returned.
+        arguments: Those of one call, in order or by name: tensors of random numbers, with dims of different sizes that can be
+            divided.
+        rule: A pattern to check instead of the operator's own rule; `linear`, `averages` and `when` belong to it, as in
+            `register_rule`.
+        linear: Groups of arguments in which the operator is jointly linear.
+        averages: What is summed away is then divided by its size.
+        when: The static arguments for which the rule holds.
+
+    Returns:
+        What was checked, and held.
+
+    Raises:
+        RuleError: The rule is wrong: it says which factor was split how, which tensor is wrong, and by how much. Or the
+            operator has no rule for this call.
 
     >>> print(check_rule("aten::mm", (torch.randn(4, 6), torch.randn(6, 10))))
     aten::mm  m k, k n -> m n
@@ -101,15 +113,23 @@ def register_rule(
 ) -> None:
     """Give an operator a sharding rule, `"... k, n k, +n -> ... n"`: names for the dims of its tensors, operands -> results.
 
-    Dims of one name are split together. A factor in no result is summed away: split, it leaves addends. `!` keeps a factor
-    whole, `+` marks an operand that is added once, `(a b)` is one dim made of two factors, `...` any dims, `_` one that stays
-    whole. `linear` names groups of arguments in which the operator is jointly linear: "input bias, weight bias". With
-    `averages` what is summed away is then divided by its size, as a mean does. `when` says for which static arguments the rule
-    holds ({"dim": -1}); other calls have none. With an `example`, the arguments of a call, the rule is checked first (see
-    `check_rule`).
+    Dims of one name are split together. A factor in no result is summed away: split, it leaves a partial sum. `!` keeps a
+    factor whole, `+` marks an operand that is added once, `(a b)` is one dim made of two factors, `[a]` a dim that a tensor may
+    lack, `...` any dims, `... @dim ...` any dims of which the argument `dim` names some, `_` a dim that stays whole. The whole
+    grammar is in `autopar.operators.notation`.
 
-    Raises RuleError for a rule that is wrong, cannot be read, or differs from the one that the operator has already, unless
-    `replace`. It is then not registered.
+    Args:
+        op: An overload, `"mylib::op"`, or what `torch.library.custom_op` returned.
+        rule: The pattern.
+        linear: Groups of arguments in which the operator is jointly linear: `"input bias, weight bias"`.
+        averages: What is summed away is then divided by its size, as a mean does.
+        when: The static arguments for which the rule holds, `{"dim": -1}`; other calls have no rule.
+        example: The arguments of a call, on which the rule is checked first (see `check_rule`).
+        replace: Whether another rule that the operator has already may be replaced.
+
+    Raises:
+        RuleError: The rule is wrong, cannot be read, or differs from the one that the operator has, unless `replace`. It is
+            then not registered.
     """
     target = target_of(op, () if example is None else example)
     made, known = _row(target, rule, linear, averages, when), rule_of(target)
@@ -138,9 +158,9 @@ def _row(target: str, rule: str, linear: str, averages: bool, when: Mapping[str,
     if "List[Tensor]" not in several and len(pattern.results) != len(several):
         raise _misnamed(target, f"names {len(pattern.results)} results, the operator has {len(several)}", rule)
     formals = {a.name: a for a in schema.arguments}
-    for name in [*linear.replace(",", " ").split(), *(when or {})]:
+    for name in [*linear.replace(",", " ").split(), *(when or {}), *pattern.arguments]:
         if name not in formals:
-            raise _misnamed(target, f"speaks of {name!r}, which is no argument: {', '.join(formals)}", rule)
+            raise _misnamed(target, f"speaks of {name!r}, which is not an argument: {', '.join(formals)}", rule)
     return row(
         rule,
         linear=linear,

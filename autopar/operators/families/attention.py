@@ -9,7 +9,7 @@ from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm,
 
 
 def attention(call: Call) -> OpSharding:
-    """... q d!, ... k! d!, ... k! e!, ... q m! -> ... q e!; q! when causal, heads are (h g) over h when grouped"""
+    """Queries split unless they are causal; keys and values stay whole. Grouped heads are `(h g)`, of which keys have h."""
     q = "q!" if call.arguments["is_causal"] else "q"
     query, key, value = (call.shape(name) for name in ("query", "key", "value"))
     random = call.arguments["dropout_p"] != 0.0

@@ -11,7 +11,7 @@ from autopar.operators.rule import OpSharding, Rule, op
 
 
 def convolution(call: Call) -> OpSharding:
-    """b o y! x!, b i! v! u!, o i! s! r! -> b i! v! u!, o i! s! r!, o; of several groups the groups split, not the channels"""
+    """`b o _ _, b i! _ _, o i! _ _ -> b i! _ _, o i! _ _, o`; of several groups the groups split instead of the channels."""
     space = " ".join("_" for _ in range(call.rank("weight") - 2))
     count = call.number("groups", 1)
     inside, outside = ("(g i!)", "(g o!)") if count > 1 else ("i!", "o")
@@ -27,7 +27,7 @@ def convolution_local(call: Call, local: Local) -> dict[str, Argument]:
 
 
 def layer_norm(call: Call) -> OpSharding:
-    """... n!, ... n!, ... 1, ... 1, n!, n! -> ... n!, n!, n!"""
+    """The normalised dims stay whole; the gradients of weight and bias are sums over the others."""
     n = term(f"n{i}!" for i in range(len(call.numbers("normalized_shape"))))
     ones = n.replace("n", "s")
     parameters = "".join(f", {n}" for name in ("weight", "bias") if call.positions(name))
@@ -35,7 +35,7 @@ def layer_norm(call: Call) -> OpSharding:
 
 
 def batch_norm(call: Call) -> OpSharding:
-    """b! c ...!, b! c ...!, c, c, c, c, c -> b! c ...!, c, c in training; in evaluation all splits"""
+    """In training only channels split; in evaluation all dims do."""
     whole = "!" if call.arguments["train"] else ""
     plane, channels = f"b{whole} c ...{whole}", call.shape("input")[1:2]
     held = "".join(f", {'c' if value.shape == channels else '_'}" for value in call.operands[2:])  # no statistics are empty
@@ -43,7 +43,7 @@ def batch_norm(call: Call) -> OpSharding:
 
 
 def loss(call: Call) -> OpSharding:
-    """..., ..., ... -> ...; the mean's count is that of the whole, so that all stays whole there"""
+    """Element by element; the gradient of a mean is divided by the count of the whole, so that all dims stay whole."""
     whole = "" if call.number("reduction") in (0, SUM) else "!"
     terms = ", ".join(f"...{whole}" for _ in call.operands[1:])
     return call.fit(f"{'()' if not call.rank('grad_output') else f'...{whole}'}, {terms} -> ...{whole}")

@@ -9,7 +9,7 @@ from autopar.operators.rule import OpSharding, Rule, op
 
 
 def cat(call: Call) -> OpSharding:
-    """... c ..., k times -> ... (k! c) ...; unequal pieces keep the dim whole"""
+    """The dim along which k equal tensors are joined is `(k! c)`; it stays whole if they are unequal."""
     return joined(call, call.number("dim") % len(call.result))
 
 
@@ -33,7 +33,7 @@ def stack(call: Call) -> OpSharding:
 
 
 def repeat(call: Call) -> OpSharding:
-    """... d ... -> ... (r d) ...; the repeats r are the outer factor"""
+    """A repeated dim is `(r d)`: the repeats r are the outer factor."""
     repeats, rank = call.numbers("repeats") or call.numbers("dims"), call.rank("self")
     words = dims(rank)
     repeats = (1,) * (rank - len(repeats)) + repeats
@@ -52,7 +52,7 @@ def repeats(call: Call, local: Local) -> dict[str, Argument]:
 
 
 def repeat_interleave(call: Call) -> OpSharding:
-    """... d ... -> ... (d r) ...; the repeats r are the inner factor"""
+    """A repeated dim is `(d r)`: the repeats r are the inner factor; all stays whole if elements are repeated without a dim."""
     words, sizes = dims(call.rank("self")), {"r": call.number("repeats")}
     if not isinstance(call.arguments["dim"], int):  # over all elements
         return call.fit(f"{term('_' for _ in words)} -> _")
@@ -67,7 +67,7 @@ def interleaves(call: Call, local: Local) -> dict[str, Argument]:
 
 
 def meshgrid(call: Call) -> OpSharding:
-    """a, b, c -> a b c, each; "xy" swaps the first two"""
+    """`a, b, c -> a b c, a b c, a b c`, for any number of vectors; indexing="xy" swaps the first two dims."""
     words = dims(len(call.operands))
     swapped = [words[1], words[0], *words[2:]] if call.arguments.get("indexing") == "xy" and len(words) > 1 else words
     held = ", ".join(word if value.shape else "()" for word, value in zip(words, call.operands, strict=True))
@@ -75,12 +75,12 @@ def meshgrid(call: Call) -> OpSharding:
 
 
 def side_by_side(call: Call) -> OpSharding:
-    """tensors of one or more dims are joined along dim 1, vectors along their only dim"""
+    """Tensors are joined along dim 1, vectors along their only dim."""
     return joined(call, min(len(call.result) - 1, 1))
 
 
 def one_below_the_other(call: Call) -> OpSharding:
-    """tensors of two or more dims are joined along dim 0; vectors become rows, which stay whole"""
+    """Tensors of two or more dims are joined along dim 0; vectors become rows, and the dim that counts them stays whole."""
     if len(call.operands[0].shape) < 2:
         return call.fit(f"{', '.join('d1' if value.shape else '()' for value in call.operands)} -> _ d1")
     return joined(call, 0)

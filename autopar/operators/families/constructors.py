@@ -11,7 +11,7 @@ from autopar.operators.rule import OpSharding, Rule, op
 
 
 def strided(call: Call) -> OpSharding | None:
-    """-> ...; no rule for other strides than those of elements in their order"""
+    """Any part of memory that is not written yet; only strides of elements in their order have a rule."""
     in_order = torch.empty(call.result, device="meta").stride()
     return call.fit("-> ...", random=True) if call.numbers("stride") == in_order else None
 

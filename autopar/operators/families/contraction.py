@@ -14,7 +14,7 @@ from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm,
 
 
 def einsum(call: Call) -> OpSharding:
-    """as its equation says; a letter that stands twice in one tensor takes a diagonal, and stays whole"""
+    """The equation is the pattern; a letter that stands twice in one tensor takes a diagonal, and stays whole."""
     equation = str(call.arguments["equation"]).replace(" ", "").replace("...", "*")
     sources, _, result = equation.partition("->")
     letters = [c for c in string.ascii_uppercase + string.ascii_lowercase if sources.count(c) == 1]
@@ -31,7 +31,7 @@ def einsum(call: Call) -> OpSharding:
 
 
 def multi_dot(call: Call) -> OpSharding:
-    """a b, b c, c d -> a d; the first and the last may be vectors"""
+    """`a b, b c, c d -> a d`, for any number of matrices; the first and the last may be vectors."""
     ends = [len(value.shape) for value in call.operands]
     words = [[f"d{i}", f"d{i + 1}"] for i in range(len(ends))]
     words[0], words[-1] = words[0][2 - ends[0] :], words[-1][: ends[-1]]
@@ -41,7 +41,7 @@ def multi_dot(call: Call) -> OpSharding:
 
 
 def inner(call: Call) -> OpSharding:
-    """a k, b k -> a b, for any number of dims a and b; a scalar multiplies"""
+    """`a k, b k -> a b`, for any number of dims a and b; a scalar multiplies."""
     a, b = [f"a{d}" for d in range(call.rank("self"))], [f"b{d}" for d in range(call.rank("other"))]
     if not a or not b:
         return call.fit(f"{term(a)}, {term(b)} -> {term(a + b)}")
@@ -49,7 +49,7 @@ def inner(call: Call) -> OpSharding:
 
 
 def tensordot(call: Call) -> OpSharding:
-    """a k, k b -> a b, for any number of dims a, b and k"""
+    """`a k, k b -> a b`, for any number of dims a, b and k, in any order."""
     left, right = (call.numbers(name) for name in ("dims_self", "dims_other"))
     a, b = [f"a{d}" for d in range(call.rank("self"))], [f"b{d}" for d in range(call.rank("other"))]
     for number, (one, other) in enumerate(zip(left, right, strict=True)):
@@ -58,7 +58,7 @@ def tensordot(call: Call) -> OpSharding:
 
 
 def kron(call: Call) -> OpSharding:
-    """a b, c d -> (a c) (b d), for any number of dims"""
+    """`a b, c d -> (a c) (b d)`, for any number of dims."""
     ranks = call.rank("self"), call.rank("other")
     first, second = ([f"{letter}{d}" for d in range(rank)] for letter, rank in zip("ab", ranks, strict=True))
     short = max(ranks)
@@ -67,23 +67,23 @@ def kron(call: Call) -> OpSharding:
 
 
 def distances(call: Call) -> OpSharding:
-    """... p k, ... r k -> ... p r; k stays whole but for sums of absolute values, p = 1"""
+    """`... p k, ... r k -> ... p r`; k stays whole but for sums of absolute values, p = 1."""
     k = "k" if call.arguments["p"] == 1 else "k!"
     return call.fit(f"... p {k}, ... r {k} -> ... p r")
 
 
 def own_distances(call: Call) -> OpSharding:
-    """n! k -> p!; k stays whole but for sums of absolute values, p = 1"""
+    """The rows stay whole; k does too, but for sums of absolute values, p = 1."""
     return call.fit(f"_ {'k' if call.arguments['p'] == 1 else 'k!'} -> _")
 
 
 def row_distances(call: Call) -> OpSharding:
-    """... k!, ... k! -> ..."""
+    """`... k!, ... k! -> ...`; with keepdim the dim stays, of size 1."""
     return call.fit(f"... k!, ... k! -> ...{' _' if call.arguments['keepdim'] else ''}")
 
 
 def cross(call: Call) -> OpSharding:
-    """the dim of size 3 stays whole"""
+    """The dim of size 3 stays whole."""
     words = term(without(len(call.result), three(call, call.result)))
     return call.fit(f"{words}, {words} -> {words}")
 
@@ -100,7 +100,7 @@ def crossed_dim(call: Call, local: Local) -> dict[str, Argument]:
 
 
 def embedding(call: Call) -> OpSharding:
-    """v! h, ... -> ... h; the rows looked up stay on one device when gradients are counted or sparse"""
+    """`v! h, ... -> ... h`; the rows looked up stay on one device when gradients are scaled by frequency, or sparse."""
     return call.fit("v! h, ... -> ... h" if plain_rows(call) else "v! h, ...! -> ...! h")
 
 
@@ -113,7 +113,7 @@ VOCABULARY = ParallelForm(name="vocab_parallel_embedding", factors=("v",), able=
 
 
 def convolution(call: Call) -> OpSharding:
-    """b i space!, o i window!, +o -> b o space!; groups split instead of channels where there are several"""
+    """`b i _ _, o i _ _, +o -> b o _ _`; of several groups the groups split instead of the channels."""
     space = " ".join("_" for _ in range(call.rank("weight") - 2))
     batch = "b " if call.rank("input") == call.rank("weight") else ""
     groups = call.number("groups", 1)

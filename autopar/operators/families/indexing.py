@@ -14,7 +14,7 @@ from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm,
 
 
 def index(call: Call) -> OpSharding | None:
-    """indexed dims stay whole, the indices' dims stand in their place: first if the indices are not neighbours"""
+    """Indexed dims stay whole; the dims of the indices take their place, or come first if the indices are not neighbours."""
     if masked(call):
         return None  # a mask: the number of rows depends on the data
     source, picked, indices = indexed(call, ["..."])
@@ -45,7 +45,7 @@ FETCHED = ParallelForm(
 
 
 def index_put(call: Call) -> OpSharding | None:
-    """as a choice for a mask; indexed dims stay whole, and what is accumulated there may be split over the indices"""
+    """Indexed dims stay whole; what is accumulated there may be split over the indices. A mask chooses element by element."""
     if masked(call):
         return masked_put(call)
     rank = max(len(call.operands[p].shape) for p in call.positions("indices"))
@@ -87,7 +87,7 @@ def masked_put(call: Call) -> OpSharding | None:
 
 
 def gather(call: Call) -> OpSharding | None:
-    """the dim stays whole in the source and may be split in the index; other dims go together where they are equal"""
+    """The dim stays whole in the source and may be split in the index; other dims go together where they are equal."""
     if not isinstance(call.arguments["dim"], int):
         return None  # over all elements
     shape, picked = (call.operands[p].shape for _, p in call.slots if p is not None)
@@ -100,18 +100,18 @@ def gather(call: Call) -> OpSharding | None:
 
 
 def scatter(call: Call) -> OpSharding:
-    """the dim stays whole; other dims go together where all are equal"""
+    """The dim stays whole; other dims go together where all are equal."""
     return scattered(call, "_")
 
 
 def scatter_add(call: Call) -> OpSharding:
-    """the dim stays whole in what is added to and may be split in what is added; other dims go together where all are equal"""
+    """The dim stays whole in what is added to, and may be split in what is added; other dims go together where all are equal."""
     index, source, dim = call.shape("index"), call.shape("src"), call.number("dim")
     return scattered(call, "n" if index and index[dim] == source[dim] else "_")
 
 
 def scatter_reduce(call: Call) -> OpSharding:
-    """as scatter_add for a sum with what is there, else as scatter; sums and means are linear"""
+    """A sum with what is there may be split in what is added, all else stays whole along the dim; sums and means are linear."""
     sums = call.arguments["reduce"] == "sum" and call.arguments["include_self"]
     fitted = scatter_add(call) if sums else scatter(call)
     linear = [("self", "src")] if call.arguments["reduce"] in ("sum", "mean") else []
@@ -130,7 +130,7 @@ def scattered(call: Call, along: str) -> OpSharding:
 
 
 def embedding_backward(call: Call) -> OpSharding:
-    """... h, ... -> v! h; rows that are counted stay together"""
+    """`... h, ... -> _ h`; all stays together if gradients are scaled by frequency."""
     mark = "!" if call.arguments["scale_grad_by_freq"] else ""
     return call.fit(f"...{mark} h, ...{mark} -> _ h")
 

@@ -8,7 +8,7 @@ from autopar.operators.rule import OpSharding, Rule, op
 
 
 def solve(call: Call) -> OpSharding:
-    """... n! m!, ... n! k -> ... m! k; right-hand sides split, a single one lacks k"""
+    """`... _ _, ... _ k -> ... _ k`: right-hand sides split; a single one lacks k."""
     matrix, given = (value.shape for value in call.operands)
     if len(given) == 1 or (len(given) == len(matrix) - 1 and given == matrix[:-1]):
         return call.fit("... _ _, ... _ -> ... _")
@@ -17,14 +17,14 @@ def solve(call: Call) -> OpSharding:
 
 
 def spectrogram(call: Call) -> OpSharding:
-    """... t!, w! -> ... f! t!; windows overlap in time"""
+    """Windows overlap in time, so that only the batch splits."""
     window = ", _" if call.positions("window") else ""
     batch = call.rank("self") - 1
     return call.fit(f"... _{window} -> {term(['...', *'_' * (len(call.result) - batch)])}")
 
 
 def from_spectrogram(call: Call) -> OpSharding:
-    """... f! t!, w! -> ... t!; windows overlap in time"""
+    """Windows overlap in time, so that only the batch splits."""
     window = ", _" if call.positions("window") else ""
     batch = len(call.result) - 1
     return call.fit(f"{term(['...', *'_' * (call.rank('self') - batch)])}{window} -> ... _")

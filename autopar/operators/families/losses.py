@@ -17,7 +17,7 @@ def is_mean(call: Call) -> bool:
 
 
 def classified(call: Call) -> OpSharding:
-    """n c! space, n space, c! -> () or, without reduction, -> n space; the mean over what is not ignored stays whole"""
+    """`n c! ..., n ..., c! -> [...]`: classes stay whole; for a mean over the targets that are not ignored, all dims do."""
     rank, reduction = call.rank("self"), call.number("reduction")
     batch, space = ("n", dims(rank - 2)) if rank > 1 else ("", [])
     soft = call.rank("target") == rank and call.operands[call.positions("target")[0]].dtype.is_floating_point
@@ -29,7 +29,7 @@ def classified(call: Call) -> OpSharding:
 
 
 def aligned(call: Call) -> OpSharding | None:
-    """t! n c!, n s!, n, n -> () or, without reduction, -> n"""
+    """`_ n _, n _, n, n -> [n]`: sequences stay whole, the batch splits."""
     if (call.rank("log_probs"), call.rank("targets"), call.rank("target_lengths")) != (3, 2, 1):
         return None  # targets one after the other are found by the lengths of those before them
     return call.fit(f"_ n _, n _, n, n -> {'n' if call.number('reduction') == 0 else '()'}")

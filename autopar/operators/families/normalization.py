@@ -47,7 +47,7 @@ RMS_NORM = ParallelForm(
 
 
 def normalised(call: Call) -> OpSharding:
-    """... n!, n!, n! -> ... n!; n stands for all the normalised dims"""
+    """`... n!, n!, n! -> ... n!`, for any number of normalised dims n."""
     n = term(f"n{i}!" for i in range(len(call.numbers("normalized_shape"))))
     parameters = "".join(f", {n}" for name in ("weight", "bias") if call.positions(name))
     statistics = f", ... {n.replace('n', 's')}" * (len(call.op.results) - 1)  # native_layer_norm's mean and rstd, of size 1
@@ -99,7 +99,7 @@ def native_groups(call: Call, local: Local) -> dict[str, Argument]:
 
 
 def batch_norm(call: Call) -> OpSharding:
-    """b! c ...!, c, c, c, c -> b! c ...! in training; in evaluation all splits"""
+    """In training only channels split; in evaluation all dims do."""
     whole = "!" if call.arguments.get("training") else ""
     plane = f"b{whole} c{planes(call, whole)}"
     given = ", c" * (len(call.operands) - 1)
@@ -133,7 +133,7 @@ BATCH_NORM, BATCH_NORM_PLANES = (
 
 
 def instance_norm(call: Call) -> OpSharding:
-    """b c ...!, c, c, c, c -> b c ...!"""
+    """`b c ...!, c, c, c, c -> b c ...!`; running statistics are means over the batch, which then stays whole."""
     batch = "b!" if call.positions("running_mean") else "b"  # running statistics are the means over the batch
     return call.fit(f"{batch} c{planes(call, '!')}, c, c, c, c -> {batch} c{planes(call, '!')}")
 
@@ -163,7 +163,7 @@ SOFTMAX, LOG_SOFTMAX, SAFE_SOFTMAX = (
 
 
 def weight_norm(call: Call) -> OpSharding:
-    """each slice along the dim has its own norm: the other dims stay whole"""
+    """Each slice along the dim has its own norm: the other dims stay whole."""
     words = sliced(call.rank("v"), call.number("dim"))  # -1 names none
     held = words if call.rank("g") else "()"
     return call.fit(f"{words}, {held} -> {', '.join([words, held][: len(call.op.results)])}")

@@ -7,14 +7,14 @@ from autopar.operators.rule import OpSharding, Rule, op
 
 
 def prelu(call: Call) -> OpSharding:
-    """... c ..., c -> ... c ...; the channels are dim 1"""
+    """`b c ..., c -> b c ...`: a weight for each channel, or one for all."""
     if call.rank("weight") == 0 or call.shape("weight")[0] == 1:
         return call.fit("..., ... -> ...")
     return call.fit("b c ..., c -> b c ...")
 
 
 def searched(call: Call) -> OpSharding:
-    """... s!, ... n -> ... n; one sorted row serves any values"""
+    """`... _, ... n -> ... n`; one sorted row serves any values."""
     row, values = ("_", "...") if call.rank("sorted_sequence") == 1 else ("... _", "... n")
     held = ", ".join([row, values, *(row for _ in call.positions("sorter"))])
     return call.fit(f"{held} -> {values}")

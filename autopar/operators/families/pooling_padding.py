@@ -9,7 +9,7 @@ from autopar.operators.rule import OpSharding, Rule, op
 
 
 def pad(call: Call) -> OpSharding:
-    """padded dims stay whole"""
+    """Padded dims stay whole."""
     amounts, rank = call.numbers("pad") or call.numbers("padding"), call.rank("self")
     padded = {rank - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
     words = term("_" if d in padded else f"d{d}" for d in range(rank))

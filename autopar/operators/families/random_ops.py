@@ -7,17 +7,17 @@ from autopar.operators.rule import OpSharding, Rule, op
 
 
 def rrelu(call: Call) -> OpSharding:
-    """... -> ...; draws random slopes in training"""
+    """Element by element; draws random slopes in training."""
     return call.fit("... -> ...", random=bool(call.arguments["training"]))
 
 
 def dropout(call: Call) -> OpSharding:
-    """... -> ...; draws random numbers in training"""
+    """Element by element; draws random numbers in training."""
     return call.fit("... -> ..." if len(call.op.results) == 1 else "... -> ..., ...", random=draws(call))
 
 
 def feature_dropout(call: Call) -> OpSharding:
-    """b c ...! -> b c ...!; a channel is dropped as one"""
+    """`b c ...! -> b c ...!`: a channel is dropped as one."""
     return call.fit("b c ...! -> b c ...!", random=draws(call))
 
 

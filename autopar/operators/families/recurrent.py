@@ -10,7 +10,7 @@ from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm,
 
 
 def recurrent(call: Call) -> OpSharding:
-    """_ b _, (_ b _ per state), g! _ and g! per weight -> _ b _, (_ b _ per state); b _ _ if the batch comes first"""
+    """The batch splits; time stays whole, and so do the gates g of all weights."""
     sequence = "b _ _" if call.arguments["batch_first"] else "_ b _"
     held = {"input": sequence, "hx": "_ b _"}
     ranks = {position: len(value.shape) for position, value in enumerate(call.operands)}

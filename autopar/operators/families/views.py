@@ -67,7 +67,7 @@ def _meet(left: Sequence[int], right: Sequence[int]) -> tuple[int, int]:
 
 
 def reshape(call: Call) -> OpSharding:
-    """by a gcd walk over both shapes; merged dims may be split in blocks"""
+    """The factors that both shapes have in common (`regroup`); merged dims may be split in blocks."""
     shape = call.operands[0].shape
     old, new, sizes = regroup(shape, call.result) if 0 not in shape else (blank(shape), blank(call.result), [])
 
@@ -96,7 +96,7 @@ def unflattened(call: Call, local: Local) -> dict[str, Argument]:
 
 
 def squeeze(call: Call) -> OpSharding:
-    """dims of size 1 go; a longer dim stays whole if it would go when split to size 1"""
+    """Dims of size 1 go; a longer dim stays whole if it would go when split to size 1."""
     shape = call.shape("self")
     asked = {d % max(len(shape), 1) for d in call.numbers("dim")} if "dim" in call.arguments else set(range(len(shape)))
     kept = {d: f"d{d}{'!' if d in asked else ''}" for d in range(len(shape)) if shape[d] != 1 or d not in asked}
@@ -104,7 +104,7 @@ def squeeze(call: Call) -> OpSharding:
 
 
 def permute(call: Call) -> OpSharding:
-    """dims change places"""
+    """Dims change places."""
     rank = call.rank("self")
     marked = torch.empty(tuple(range(2, rank + 2)), device="meta")  # each dim known by its size
     moved = overload(call.op.target)(marked, *call.op.args[1:], **dict(call.op.kwargs)).shape
@@ -124,17 +124,17 @@ def slice_bounds(call: Call, local: Local) -> dict[str, Argument]:
 
 
 def unbind(call: Call) -> OpSharding:
-    """... _@dim ... -> ..., once for each row."""
+    """`... _@dim ... -> ...`, with as many results as the dim has rows."""
     return call.fit(f"... _@dim ... -> {', '.join('...' for _ in call.op.results)}")
 
 
 def cut(call: Call) -> OpSharding:
-    """... (k! c) ... -> ... c ..., k times; unequal pieces keep the dim whole"""
+    """A dim that is cut into k equal pieces is `(k! c)`; it stays whole if they are unequal."""
     return cut_along(call, call.number("dim") % call.rank("self"))
 
 
 def cut_side_by_side(call: Call) -> OpSharding:
-    """as split, along dim 1, a vector along its only dim"""
+    """A tensor is cut along dim 1, a vector along its only dim."""
     return cut_along(call, min(call.rank("self") - 1, 1))
 
 
@@ -167,7 +167,7 @@ def places(call: Call, local: Local) -> dict[str, Argument]:
 
 
 def bits(call: Call) -> OpSharding:
-    """... -> ... between dtypes of one size, else ... d! -> ... e!"""
+    """`... -> ...` between dtypes of one size, else `... _ -> ... _`."""
     same = call.operands[0].dtype.itemsize == call.op.results[0].dtype.itemsize
     return call.fit("... -> ..." if same else "... _ -> ... _")
 
