@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx, nn
 
-from autopar.ir.dynamic_dims import Dims, Dynamic
+from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.mesh import Bytes, Device
 from autopar.operators.checking.discover import discover_rule
 from autopar.operators.checking.register import check_rule, register_rule
@@ -35,7 +35,7 @@ def plan(
     strict: bool = False,
     microbatches: int | str = 1,
     offload: bool = True,
-    dynamic: Mapping[str, Dims | Dynamic] | None = None,
+    dynamic: Mapping[str, DimSizes | Dynamic] | None = None,
 ) -> Plan:
     """Plan how a model trains on a mesh; needs neither processes nor weights (the model may be on `meta`).
 

@@ -15,7 +15,7 @@ from autopar.capture.meta_copy import attributes, skeleton
 from autopar.capture.signature import on_meta
 from autopar.codegen import ModuleState, OutputLayout, ParallelModule, Steps, emit
 from autopar.errors import PlanError
-from autopar.ir.dynamic_dims import Place, Size, declared, describe_sizes, dim_sizes
+from autopar.ir.dynamic_dims import InputDim, Size, declared, describe_sizes, dim_sizes
 from autopar.ir.layout import I
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
@@ -94,7 +94,7 @@ class _Source:
     sample: object
     options: Options
 
-    def read(self, places: Mapping[Place, int]) -> Captured:
+    def read(self, places: Mapping[InputDim, int]) -> Captured:
         """The model captured with these sizes at dims of its sample."""
         return read_program(self.model, self.sample, self.options.precision, self.options.reduce, places)
 

@@ -19,8 +19,7 @@ from autopar.analysis.fits import fit_of
 from autopar.analysis.padding_values import ZERO, PaddingValue, content, numbered, scores
 from autopar.ir.program import Op, Program
 from autopar.operators import OpSharding
-
-Dims = tuple[tuple[int, ...], ...]
+from autopar.operators.rule import Dims
 
 
 @dataclass(frozen=True, slots=True)

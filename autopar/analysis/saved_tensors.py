@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from autopar.ir.builder import Keywords
+from autopar.ir.layout import Shape
 from autopar.ir.mesh import Bytes
 from autopar.ir.program import Argument, Op, Ref, Static, Value, elements, filled, overload, substitute, text
 from autopar.operators.call import Call
 from autopar.runtime.memory_tracker import MemoryTracker
-
-Shape = tuple[int, ...]
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 RECURRENT = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
@@ -149,13 +149,12 @@ def _numbered(op: Op) -> tuple[tuple[Argument, ...], Keywords]:
     return args, tuple((name, substitute(argument, number)) for name, argument in op.kwargs)
 
 
-Spec = tuple[Shape, Shape, torch.dtype, bool]  # shape, strides, dtype, requires_grad
+MetaSpec = tuple[Shape, Shape, torch.dtype, bool]  # shape, strides, dtype, requires_grad
 Ran = tuple["SavedTensors", tuple[tuple[Shape, Shape], ...]]  # what is kept; shape and strides of every result
-Keywords = tuple[tuple[str, Argument], ...]
 
 
 @functools.cache
-def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, specs: tuple[Spec, ...]) -> Ran:
+def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, specs: tuple[MetaSpec, ...]) -> Ran:
     """Run the operator on meta tensors and look at what autograd keeps."""
     operands = [
         torch.empty_strided(shape, strides, dtype=dtype, device="meta", requires_grad=grad)

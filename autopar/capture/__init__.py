@@ -19,7 +19,7 @@ from autopar.capture.meta_copy import skeleton
 from autopar.capture.signature import Signature, read_call
 from autopar.capture.trace import trace
 from autopar.errors import CaptureError
-from autopar.ir.dynamic_dims import Place
+from autopar.ir.dynamic_dims import InputDim
 from autopar.ir.program import Program
 
 __all__ = ["Captured", "Signature", "capture"]
@@ -35,7 +35,7 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, sample_input: object, dtype: torch.dtype | None = None, places: Mapping[Place, int] | None = None
+    model: nn.Module, sample_input: object, dtype: torch.dtype | None = None, places: Mapping[InputDim, int] | None = None
 ) -> Captured:
     """Trace a model in its present mode on a sample of the global batch (a tensor, a tuple of arguments, or a mapping).
 

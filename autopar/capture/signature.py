@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError, InputError
-from autopar.ir.dynamic_dims import Place, Shape, Size, numbers
+from autopar.ir.dynamic_dims import InputDim, Shape, Size, numbers
 from autopar.ir.program import Static
 
 _STATIC = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -135,7 +135,7 @@ class ModelCall:
         args, kwargs, leaves = pytree.tree_map_only(torch.Tensor, cast, (self.args, self.kwargs, self.leaves))
         return replace(self, args=args, kwargs=kwargs, leaves=leaves)
 
-    def at(self, places: Mapping[Place, int]) -> ModelCall:
+    def at(self, places: Mapping[InputDim, int]) -> ModelCall:
         """The same call with other sizes at some dims of its tensors."""
         tensors = {path: leaf for path, leaf in self.leaves if isinstance(leaf, torch.Tensor)}
         other: dict[int, torch.Tensor] = {}
@@ -315,7 +315,7 @@ def _describe(value: object) -> str:
     return repr(value)
 
 
-def _checked(planned: TensorSpec, given: object, varying: Set[Place]) -> torch.Tensor:
+def _checked(planned: TensorSpec, given: object, varying: Set[InputDim]) -> torch.Tensor:
     if given is None:
         raise InputError(f"argument {planned.path} is missing", planned=planned, fix="call the model as it was planned")
     if not isinstance(given, torch.Tensor):

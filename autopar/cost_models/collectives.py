@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from autopar.ir.mesh import Link
 
-Number = TypeVar("Number", float, NDArray[np.float64])
+_Number = TypeVar("_Number", float, NDArray[np.float64])
 
 
-def seconds(kind: str, bytes: Number, n: int, link: Link) -> Number:
+def seconds(kind: str, bytes: _Number, n: int, link: Link) -> _Number:
     """Seconds of one collective among `n` ranks of a mesh axis; `bytes` may be an array of sizes.
 
     `bytes` is the larger side's buffer on one rank: what is gathered, what is scattered, what is reduced, what is exchanged.

@@ -25,12 +25,12 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from autopar.analysis.saved_tensors import ATTENTION, DROPOUT, NOTHING, SavedTensors, saved
+from autopar.ir.layout import Shape
 from autopar.ir.mesh import Device, Seconds
 from autopar.ir.program import Op, Value, aten, filled, overload
 from autopar.operators import view_of
 from autopar.operators.call import Call
 
-Shape = tuple[int, ...]
 Shapes = Sequence[Shape]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError, MeshError
-from autopar.ir.dynamic_dims import Dims
+from autopar.ir.dynamic_dims import DimSizes
 from autopar.ir.mesh import Mesh
 
 HOW = "file.py:function or package.module:function, a function that returns (model, sample_input), or a saved plan.json"
@@ -50,7 +50,7 @@ def parse_constraint(text: str) -> tuple[str, str]:
     return name.strip(), layout.strip()
 
 
-def parse_dynamic(text: str) -> tuple[str, Dims]:
+def parse_dynamic(text: str) -> tuple[str, DimSizes]:
     """The name and the dims of a text such as "batch=0" or "batch=input_ids:0,labels:0"; raises UsageError for any other text.
 
     >>> parse_dynamic("sequence=input_ids:1,labels:1")

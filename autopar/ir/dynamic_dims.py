@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import ConstraintError, InputError
+from autopar.ir.layout import Shape
 
-Shape = tuple[int, ...]
-Place = tuple[str, int]  # (path of an input, dim)
-Dims = int | Mapping[str, int]
+InputDim = tuple[str, int]  # (path of an input, dim)
+DimSizes = int | Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Dynamic:
     """A size that may vary: its dims (one number, or a dim for each input by name) and, if there are any, its bounds."""
 
-    dims: Dims
+    dims: DimSizes
     least: int = 2
     most: int | None = None
 
@@ -32,7 +32,7 @@ class Size:
     """A size that may vary: where the inputs have it, what it is in the sample, and what a plan allows."""
 
     name: str
-    places: tuple[Place, ...]
+    places: tuple[InputDim, ...]
     sample: int
     least: int
     most: int | None
@@ -71,11 +71,11 @@ class Size:
         return f"{self.name} ({self.where}): {self.allowed}, planned at {self.sample}"
 
 
-def declared(dynamic: Mapping[str, Dims | Dynamic], shapes: Mapping[str, Shape]) -> tuple[Size, ...]:
+def declared(dynamic: Mapping[str, DimSizes | Dynamic], shapes: Mapping[str, Shape]) -> tuple[Size, ...]:
     """The sizes that a user declares for a sample with these shapes. Raises ConstraintError for what it does not have."""
     if not isinstance(dynamic, Mapping):
         raise ConstraintError(f"dynamic={dynamic!r} names no sizes", fix='a mapping of names to dims, such as {"batch": 0}')
-    found: dict[Place, str] = {}
+    found: dict[InputDim, str] = {}
     sizes = []
     for name, given in dynamic.items():
         wanted = given if isinstance(given, Dynamic) else Dynamic(given)
@@ -88,7 +88,7 @@ def declared(dynamic: Mapping[str, Dims | Dynamic], shapes: Mapping[str, Shape])
     return tuple(sizes)
 
 
-def _places(name: str, dims: Dims, shapes: Mapping[str, Shape]) -> tuple[Place, ...]:
+def _places(name: str, dims: DimSizes, shapes: Mapping[str, Shape]) -> tuple[InputDim, ...]:
     what, fix = f"dynamic[{name!r}]", "a dim, a mapping of inputs to dims, or autopar.Dynamic(dims, least=..., most=...)"
     if isinstance(dims, bool) or not isinstance(dims, (int, Mapping)):
         raise ConstraintError(f"{what} is {dims!r}", fix=fix)
@@ -106,7 +106,7 @@ def _places(name: str, dims: Dims, shapes: Mapping[str, Shape]) -> tuple[Place, 
     return tuple((path, dim % len(shapes[path])) for path, dim in dims.items())
 
 
-def _size(name: str, places: tuple[Place, ...], wanted: Dynamic, shapes: Mapping[str, Shape]) -> Size:
+def _size(name: str, places: tuple[InputDim, ...], wanted: Dynamic, shapes: Mapping[str, Shape]) -> Size:
     lengths = {f"dim {dim} of {path}": shapes[path][dim] for path, dim in places}
     sample, *more = dict.fromkeys(lengths.values())
     if more:
@@ -141,7 +141,7 @@ def numbers(sizes: Sequence[Size], shapes: Mapping[str, Shape]) -> tuple[int, ..
     return tuple(found)
 
 
-def dim_sizes(sizes: Sequence[Size], found: Sequence[int] | None = None) -> dict[Place, int]:
+def dim_sizes(sizes: Sequence[Size], found: Sequence[int] | None = None) -> dict[InputDim, int]:
     """The size of every dim that varies, for these numbers; without any for those of the sample."""
     given = [size.sample for size in sizes] if found is None else found
     return {place: number for size, number in zip(sizes, given, strict=True) for place in size.places}
@@ -156,4 +156,4 @@ def _text(shapes: Mapping[str, Shape]) -> str:
     return ", ".join(f"{path} {list(shape)}" for path, shape in shapes.items())
 
 
-__all__ = ["Dims", "Dynamic", "Place", "Shape", "Size", "declared", "describe_sizes", "dim_sizes", "numbers"]
+__all__ = ["DimSizes", "Dynamic", "InputDim", "Shape", "Size", "declared", "describe_sizes", "dim_sizes", "numbers"]

@@ -30,6 +30,8 @@ import torch
 
 from autopar.errors import LayoutError
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class State:

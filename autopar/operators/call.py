@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import RuleError
+from autopar.ir.layout import Shape
 from autopar.ir.program import Argument, Op, Value, overload, refs
-from autopar.operators.fitting import Misfit, Shape, TensorTerm, fitted
+from autopar.operators.fitting import Misfit, TensorTerm, fitted
 from autopar.operators.notation import Pattern, parse
 from autopar.operators.rule import OpSharding
 

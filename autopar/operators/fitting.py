@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.ir.layout import Shape
 from autopar.operators.notation import ALL_ALONE, ALONE, ANY, Dim, Pattern, Term, Word
 from autopar.operators.rule import Dims, Factor, OpSharding
 
-Shape = tuple[int, ...]
 DimWords = tuple[Word, ...]
 ALONE_DIM: DimWords = (Word(ALONE, whole=True),)
 

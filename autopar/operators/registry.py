@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from autopar.ir.layout import Shape
 from autopar.ir.program import Argument, Op, Value
 from autopar.operators.call import Call, Local
 from autopar.operators.families import (
@@ -26,7 +27,6 @@ from autopar.operators.families import (
     reductions,
     views,
 )
-from autopar.operators.fitting import Shape
 from autopar.operators.rule import OpSharding, ParallelForm, Rule
 
 FAMILIES = (

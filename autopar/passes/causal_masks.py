@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from autopar.ir.builder import Rewriter
+from autopar.ir.layout import Shape
 from autopar.ir.program import Argument, Op, Program, Ref, aten, elements
 from autopar.ir.schema import bound, packed
 from autopar.passes.index_analysis import affine, facts
-from autopar.passes.index_analysis.affine import Affine, Fact, Formula, Select, Shape
+from autopar.passes.index_analysis.affine import Affine, Fact, Formula, Select
 
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _CLOSED = torch.finfo(torch.float16).min  # entries of an additive mask at or below this are masked out

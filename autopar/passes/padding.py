@@ -26,12 +26,11 @@ from autopar.analysis.fits import fit_of
 from autopar.analysis.padding_groups import GroupFinder, PaddedDim, PaddingGroup
 from autopar.errors import LayoutError
 from autopar.ir.builder import Keywords, Rewriter
-from autopar.ir.layout import chunk
+from autopar.ir.layout import Shape, chunk
 from autopar.ir.program import Argument, Op, Program, Ref, aten
 from autopar.ir.shape_inference import Kind
 from autopar.operators import localise
 
-Shape = tuple[int, ...]
 Rooms = Mapping[str, Shape]  # the shapes of padded values: of every strand one, and every parameter of which it is a whole dim
 MOST = 1 / 3  # of a dim: more padding is more than what a few devices can win
 ATTENTION, HEADS = "scaled_dot_product_attention", -3  # the operator with heads, and which dim of its result they are

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.ir.dynamic_dims import Dims, Dynamic
+from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.mesh import Bytes, Device
 from autopar.plan.plan import Plan
 
@@ -31,7 +31,7 @@ class Options:
     strict: bool = False
     microbatches: int | str = 1
     offload: bool = True
-    dynamic: Mapping[str, Dims | Dynamic] = field(default_factory=dict)
+    dynamic: Mapping[str, DimSizes | Dynamic] = field(default_factory=dict)
 
     def text(self) -> dict[str, str]:
         """The options as a plan keeps them; what was left to default is empty."""

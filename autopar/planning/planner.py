@@ -18,7 +18,7 @@ from autopar.cost_models.links import connect
 from autopar.formulation.cost_breakdown import account
 from autopar.formulation.formulate import assignment
 from autopar.formulation.step_collectives import Message, messages
-from autopar.ir.dynamic_dims import Place, Size, declared
+from autopar.ir.dynamic_dims import InputDim, Size, declared
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes import normalise
@@ -85,7 +85,7 @@ def read_program(
     sample_input: object,
     precision: str | None = None,
     reduce: str | None = None,
-    places: Mapping[Place, int] | None = None,
+    places: Mapping[InputDim, int] | None = None,
 ) -> Captured:
     """Capture a model and bring its program into the form in which it is planned, and into the precision in which it runs.
 

@@ -15,7 +15,7 @@ from fractions import Fraction
 from autopar.analysis.analysis import Analysis, analyse
 from autopar.errors import CaptureError, InputError
 from autopar.ir.conversion import Conversion
-from autopar.ir.dynamic_dims import Place, Size, dim_sizes
+from autopar.ir.dynamic_dims import InputDim, Size, dim_sizes
 from autopar.ir.layout import Layout, State, split, valid
 from autopar.ir.program import Argument, Op, Program, Value
 from autopar.operators import OpSharding
@@ -80,7 +80,7 @@ class Respecializer:
         )
 
 
-def varied(resolved: ResolvedPlan, sizes: Sequence[Size], at: Callable[[dict[Place, int]], Program]) -> ResolvedPlan:
+def varied(resolved: ResolvedPlan, sizes: Sequence[Size], at: Callable[[dict[InputDim, int]], Program]) -> ResolvedPlan:
     """A plan that knows which sizes may vary and in what steps; `at` gives the whole batch's program at other sizes.
 
     Raises CaptureError if the model computes something else at another size.

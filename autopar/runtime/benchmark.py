@@ -17,7 +17,7 @@ from autopar.runtime.collectives import PRIMITIVES, SplitPosition
 from autopar.runtime.custom_ops import Operators
 from autopar.runtime.world import Axis
 
-Spec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, requires_grad
+OperandSpec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, requires_grad
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ENOUGH: Seconds = 0.02  # of one measurement, repeated until it takes as long
 ROUNDS = 5  # measurements, of which the median counts
@@ -31,7 +31,7 @@ class TimedCall:
     target: str
     args: tuple[Argument, ...]
     kwargs: tuple[tuple[str, Argument], ...]
-    operands: tuple[Spec, ...]
+    operands: tuple[OperandSpec, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

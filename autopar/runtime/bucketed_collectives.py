@@ -36,9 +36,9 @@ from autopar.runtime.collectives import (
     wait,
 )
 from autopar.runtime.rematerialize.manager import Rematerializer
+from autopar.runtime.rematerialize.recompute import Tensors
 from autopar.runtime.world import Axis
 
-Tensors = Sequence[torch.Tensor]
 Splits = Sequence[Sequence[int]]  # a `SplitPosition` per weight, trailing defaults left out
 
 

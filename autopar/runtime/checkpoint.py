@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.ir.layout import take
 
-Run = tuple[int, int, int]  # start in the whole, length, start in the part
+IndexRun = tuple[int, int, int]  # start in the whole, length, start in the part
 # torch's own methods are not annotated
 OF_TORCH: tuple[Callable[..., list[WriteItem]], Callable[..., list[ChunkStorageMetadata]], Callable[..., torch.Tensor]] = (
     DTensor.__create_write_items__,
@@ -28,7 +28,9 @@ OF_TORCH: tuple[Callable[..., list[WriteItem]], Callable[..., list[ChunkStorageM
 )
 
 
-def runs(size: int, dim: int, placements: Sequence[Placement], sizes: Sequence[int], coordinates: Sequence[int]) -> list[Run]:
+def runs(
+    size: int, dim: int, placements: Sequence[Placement], sizes: Sequence[int], coordinates: Sequence[int]
+) -> list[IndexRun]:
     """The elements of a dim of this size that a rank holds, as runs of neighbours; the mesh divides the dim."""
     held = torch.arange(size)
     for placement, parts, index in zip(placements, sizes, coordinates, strict=True):
@@ -39,7 +41,7 @@ def runs(size: int, dim: int, placements: Sequence[Placement], sizes: Sequence[i
     return [(int(held[start]), end - start, start) for start, end in itertools.pairwise(breaks) if end > start]
 
 
-def boxes(stored: DTensor) -> list[tuple[Run, ...]]:
+def boxes(stored: DTensor) -> list[tuple[IndexRun, ...]]:
     """The boxes of the whole that this rank holds: one run per dim each."""
     sizes, here = stored.device_mesh.mesh.shape, stored.device_mesh.get_coordinate()
     assert here is not None
@@ -58,7 +60,7 @@ def _blocked(stored: DTensor) -> bool:
     return any(isinstance(placement, _StridedShard) for placement in stored.placements)
 
 
-def _chunk(box: tuple[Run, ...]) -> ChunkStorageMetadata:
+def _chunk(box: tuple[IndexRun, ...]) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(
         offsets=torch.Size(start for start, _, _ in box), sizes=torch.Size(length for _, length, _ in box)
     )

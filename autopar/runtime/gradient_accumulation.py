@@ -14,7 +14,7 @@ Outside of `step` every forward and backward communicates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -23,9 +23,8 @@ import torch
 from autopar.runtime import bucketed_collectives
 from autopar.runtime.bucketed_collectives import PendingBucket, Splits
 from autopar.runtime.rematerialize.manager import Rematerializer
+from autopar.runtime.rematerialize.recompute import Tensors
 from autopar.runtime.world import Axis
-
-Tensors = Sequence[torch.Tensor]
 
 
 class GradientAccumulator:

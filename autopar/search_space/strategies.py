@@ -27,7 +27,7 @@ from autopar.operators import OpSharding
 STRATEGIES = ("auto", "ddp", "zero1", "zero2", "fsdp", "megatron", "replicate")
 SHARDED = ("zero1", "zero2", "fsdp")  # parameters are stored split on all axes, and gathered for use
 OTHER_NAMES = {"zero3": "fsdp"}
-Pattern = tuple[State | None, ...]  # a layout, None where an axis is free
+LayoutPattern = tuple[State | None, ...]  # a layout, None where an axis is free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class StrategyConstraints:
     They are gathered `once` for all micro-batches, or in each.
     """
 
-    patterns: Mapping[str, Pattern] = field(default_factory=dict)
+    patterns: Mapping[str, LayoutPattern] = field(default_factory=dict)
     taken: Mapping[str, Layout] = field(default_factory=dict)
     weights: frozenset[str] = frozenset()
     gathered: frozenset[str] = frozenset()
@@ -90,8 +90,8 @@ def strategy_constraints(
     weights = {p.value.name: p.value for p in program.parameters if p.used}
     last = len(mesh.sizes) - 1
     data = range(last if strategy == "megatron" else last + 1)
-    whole: Pattern = (I,) * len(mesh.sizes)
-    stored: dict[str, Pattern] = dict.fromkeys(weights, whole)
+    whole: LayoutPattern = (I,) * len(mesh.sizes)
+    stored: dict[str, LayoutPattern] = dict.fromkeys(weights, whole)
     if strategy in SHARDED:
         stored = {name: _first_dim(program.true.get(name, value.shape), mesh) for name, value in weights.items()}
     elif strategy == "megatron":
@@ -247,13 +247,13 @@ def _compared(program: Program, fits: Mapping[str, OpSharding | None], taken: Ma
     return found
 
 
-def constrained(program: Program, mesh: Mesh, constraints: Mapping[str, str]) -> dict[str, Pattern]:
+def constrained(program: Program, mesh: Mesh, constraints: Mapping[str, str]) -> dict[str, LayoutPattern]:
     """The layouts that constraints ask for, by value."""
     if not isinstance(constraints, Mapping):
         raise ConstraintError(
             f"constraints is a {type(constraints).__name__}", fix='a dict name -> layout, {"*.weight": "I, S(0)"}'
         )
-    found: dict[str, Pattern] = {}
+    found: dict[str, LayoutPattern] = {}
     origin: dict[str, str] = {}
     known = list(targets(program)) if constraints else []
     for glob, line in constraints.items():
@@ -280,7 +280,7 @@ def constrained(program: Program, mesh: Mesh, constraints: Mapping[str, str]) ->
     return found | dict.fromkeys(_read_ahead(program, found), (I,) * len(mesh.sizes))
 
 
-def _read_ahead(program: Program, constrained: Mapping[str, Pattern]) -> Iterator[str]:
+def _read_ahead(program: Program, constrained: Mapping[str, LayoutPattern]) -> Iterator[str]:
     """The buffers that must be whole on every device, each of which computes ahead of micro-batches with them."""
     ops = program.loop.ahead.ops if program.loop and program.loop.ahead else ()
     read = {name for op in ops for name in op.operands}
@@ -292,7 +292,7 @@ def _read_ahead(program: Program, constrained: Mapping[str, Pattern]) -> Iterato
             yield buffer.value.name
 
 
-def _pattern(program: Program, value: Value, mesh: Mesh, glob: str, line: str) -> Pattern:
+def _pattern(program: Program, value: Value, mesh: Mesh, glob: str, line: str) -> LayoutPattern:
     try:
         pattern = parse(line, value.shape, mesh.sizes, value.name)
     except LayoutError as error:

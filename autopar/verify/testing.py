@@ -17,7 +17,7 @@ from autopar.capture import Captured
 from autopar.cost_models import optimizers
 from autopar.formulation.formulate import assignment, formulate
 from autopar.formulation.memory_model import MemoryModel
-from autopar.ir.dynamic_dims import Dims, Dynamic, declared
+from autopar.ir.dynamic_dims import DimSizes, Dynamic, declared
 from autopar.ir.mesh import Mesh
 from autopar.passes.microbatches import microbatches as parts
 from autopar.plan.options import Options
@@ -53,7 +53,7 @@ def random_plan(
     *,
     precision: str | None = None,
     microbatches: int = 1,
-    dynamic: Mapping[str, Dims | Dynamic] | None = None,
+    dynamic: Mapping[str, DimSizes | Dynamic] | None = None,
 ) -> Plan:
     """Any plan that can run, drawn at random: every op takes any candidate, every value any route, anything is made again.
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import autopar
 from autopar.errors import CaptureError, ConstraintError, InputError, PlanError
 from autopar.explain import report
-from autopar.ir.dynamic_dims import Dims, Dynamic, dim_sizes
+from autopar.ir.dynamic_dims import DimSizes, Dynamic, dim_sizes
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import read_plan
@@ -28,8 +28,8 @@ from autopar.verify.verification import verify
 from tests.support import models, planning, table
 from tests.verify.test_parallel_forms import Looking, form, mixture
 
-WORDS: dict[str, Dims | Dynamic] = {"batch": 0, "sequence": Dynamic(1, least=8, most=24)}
-IMAGES: dict[str, Dims | Dynamic] = {"batch": {"pixel_values": 0, "labels": 0}}
+WORDS: dict[str, DimSizes | Dynamic] = {"batch": 0, "sequence": Dynamic(1, least=8, most=24)}
+IMAGES: dict[str, DimSizes | Dynamic] = {"batch": {"pixel_values": 0, "labels": 0}}
 DYNAMIC = {"gpt2": WORDS, "llama": WORDS, "t5": WORDS, "bert": WORDS, "opt": WORDS, "cnn": IMAGES, "vit": IMAGES}
 
 
@@ -136,7 +136,7 @@ class Sentences(nn.Module):
         return {"loss": loss if self.training else 2 * loss, "scores": scores}
 
 
-BOTH: dict[str, Dims | Dynamic] = {"batch": 0, "sequence": Dynamic(1, most=32)}
+BOTH: dict[str, DimSizes | Dynamic] = {"batch": 0, "sequence": Dynamic(1, most=32)}
 
 
 def sentences(batch: int, length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,7 +213,7 @@ def test_a_saved_plan_keeps_what_may_vary_and_reports_say_so(tmp_path: Path) -> 
     assert "sequence (dim 1 of tokens, targets): 2 to 32, planned at 16" in str(plan)
 
 
-def alone(dynamic: Mapping[str, Dims | Dynamic] = BOTH) -> nn.Module:
+def alone(dynamic: Mapping[str, DimSizes | Dynamic] = BOTH) -> nn.Module:
     """The model on one device."""
     return autopar.parallelize(double(), sentences(16, 16), (1,), device="h100", dynamic=dynamic)
 
@@ -288,7 +288,7 @@ def test_a_size_that_the_mesh_does_not_divide_is_refused() -> None:
         ({"batch": Dynamic(0, most=8)}, "'batch' is 16 in the sample, and may be 2 to 8"),
     ],
 )
-def test_a_declaration_that_does_not_fit_the_sample_is_refused(dynamic: dict[str, Dims | Dynamic], first: str) -> None:
+def test_a_declaration_that_does_not_fit_the_sample_is_refused(dynamic: dict[str, DimSizes | Dynamic], first: str) -> None:
     with pytest.raises(ConstraintError) as refusal:
         autopar.plan(double(), sentences(16, 20), (4,), device="h100", dynamic=dynamic)
     assert str(refusal.value).startswith(first)

@@ -33,7 +33,7 @@ class InferredWord:
     constant: str = ""
 
 
-Words = tuple[InferredWord, ...]
+InferredWords = tuple[InferredWord, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -42,8 +42,8 @@ class InferredRule:
 
     probe: Probe
     members: tuple[Class, ...]
-    operands: Mapping[OperandDim, Words]
-    results: Mapping[OperandDim, Words]
+    operands: Mapping[OperandDim, InferredWords]
+    results: Mapping[OperandDim, InferredWords]
     able: frozenset[int] = frozenset()
     added: frozenset[int] = frozenset()  # operands that are added once
     averages: bool = False
@@ -62,12 +62,12 @@ class InferredRule:
         def able(word: InferredWord) -> bool:
             return word.number in self.able and not word.constant
 
-        def dim(words: Words) -> str:
+        def dim(words: InferredWords) -> str:
             if not any(map(able, words)):  # what stays whole needs no name, and no size
                 return "_"
             return f"({' '.join(map(name, words))})" if len(words) > 1 else name(words[0])
 
-        def term(known: Mapping[OperandDim, Words], position: int, rank: int) -> str:
+        def term(known: Mapping[OperandDim, InferredWords], position: int, rank: int) -> str:
             return " ".join(dim(known.get((position, d), ())) for d in range(rank)) or "()"
 
         example = self.probe.example
@@ -119,7 +119,7 @@ class InferredRule:
                     for more in itertools.combinations(lacking, count):
                         yield replace(form, added=self.added | set(more))
 
-    def _orders(self, words: Words, number: int) -> list[Words]:
+    def _orders(self, words: InferredWords, number: int) -> list[InferredWords]:
         """The orders in which the factors of a dim may stand; that of one which splits already is known."""
         open_ = InferredWord(number) in words and not any(word.number in self.able for word in words)
         return list(itertools.permutations(words)) if open_ else [words]
@@ -150,7 +150,7 @@ def surveyed(probe: Probe, classes: Sequence[Class]) -> InferredRule:
     base = probe.run()
     assert base is not None, "every size was tried"
     square = {number for number, one in enumerate(classes) if _square(one)}
-    operands: dict[OperandDim, Words] = {
+    operands: dict[OperandDim, InferredWords] = {
         place: (InferredWord(number),) for number, one in enumerate(classes) for place in one if number not in square
     }
     growth = _growth(probe, classes, base)
@@ -165,7 +165,7 @@ def surveyed(probe: Probe, classes: Sequence[Class]) -> InferredRule:
     for number, one in enumerate(classes):
         if units[number] > 1 and number not in square:
             operands |= {place: (InferredWord(number, f"in{place}"), InferredWord(number)) for place in one}
-    results: dict[OperandDim, Words] = {}
+    results: dict[OperandDim, InferredWords] = {}
     for place, numbers in growth.items():
         rest = parts[place] * math.prod(units[n] for n in numbers)
         twice = any(other[0] == place[0] and other != place and set(n) & set(numbers) for other, n in growth.items())

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autopar.errors import RuleError
+from autopar.ir.builder import Keywords
 from autopar.ir.program import Argument, qualified
-from autopar.operators.checking.sample_call import Example, Keywords
+from autopar.operators.checking.sample_call import Example
 
 OperandDim = tuple[int, int]  # an operand, and a dim of it
 Class = frozenset[OperandDim]  # dims that have one size

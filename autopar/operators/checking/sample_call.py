@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from autopar.errors import RuleError
+from autopar.ir.builder import Keywords
 from autopar.ir.program import Argument, Op, Ref, Value, filled, overload, qualified
 
 Arguments = Sequence[object] | Mapping[str, object]  # in the order of the schema, or by name
-Keywords = tuple[tuple[str, Argument], ...]
 STATIC = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 UNDERIVED = "autograd kernel was not registered"  # what torch warns of, when the backward of such an operator runs
 

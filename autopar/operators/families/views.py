@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from autopar.ir.layout import Shape
 from autopar.ir.program import Argument, overload
 from autopar.operators.call import Call, Local
-from autopar.operators.fitting import Shape
 from autopar.operators.pattern_text import dims, term, without
 from autopar.operators.rule import OpSharding, Rule, op
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-Shape = tuple[int, ...]
+from autopar.ir.layout import Shape
 
 
 @dataclass(frozen=True, slots=True)

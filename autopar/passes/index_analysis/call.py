@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from autopar.ir.layout import Shape
 from autopar.ir.program import Argument, Op, Ref, Value
 from autopar.passes.index_analysis import affine
-from autopar.passes.index_analysis.affine import Affine, Fact, Formula, Select, Shape
+from autopar.passes.index_analysis.affine import Affine, Fact, Formula, Select
 
 Number = int | float
 
@@ -62,7 +63,7 @@ class IndexCall:
         return affine.constant(argument, 0) if isinstance(argument, (int, float)) else None
 
 
-Rule = Callable[[IndexCall], Fact | None]
+FactRule = Callable[[IndexCall], Fact | None]
 
 
 def formula(fact: Fact | None, shape: Shape) -> Formula | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 
+from autopar.ir.layout import Shape
 from autopar.ir.program import Ref
 from autopar.passes.index_analysis import affine
-from autopar.passes.index_analysis.affine import Affine, Fact, Select, Shape
-from autopar.passes.index_analysis.call import IndexCall, Number, Rule, number
+from autopar.passes.index_analysis.affine import Affine, Fact, Select
+from autopar.passes.index_analysis.call import FactRule, IndexCall, Number, number
 
 
-def _fill(fixed: Number | None) -> Rule:
+def _fill(fixed: Number | None) -> FactRule:
     def rule(call: IndexCall) -> Fact | None:
         found = call.named.get("fill_value") if fixed is None else fixed
         return affine.constant(found, len(call.shape)) if isinstance(found, (bool, int, float)) else None
@@ -26,7 +27,7 @@ def _arange(call: IndexCall) -> Fact | None:
     return affine.flattened(affine.coordinate(0, 1, step=step, start=start), call.shape)
 
 
-def _arithmetic(combine: Callable[[Number, Number], Number], sign: int) -> Rule:
+def _arithmetic(combine: Callable[[Number, Number], Number], sign: int) -> FactRule:
     """a + b and a - b; `sign` is b's."""
 
     def rule(call: IndexCall) -> Fact | None:
@@ -100,7 +101,7 @@ def _diff(call: IndexCall) -> Fact | None:
     return first if first == step or size[dim] == 1 else None
 
 
-NUMBERS: dict[str, Rule] = {
+NUMBERS: dict[str, FactRule] = {
     "arange": _arange,
     "full": _fill(None),
     "zeros": _fill(0),

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import torch
 
+from autopar.ir.layout import Shape
 from autopar.passes.index_analysis import affine
-from autopar.passes.index_analysis.affine import Affine, Fact, Formula, Select, Shape
-from autopar.passes.index_analysis.call import IndexCall, Number, Rule, formula, number
+from autopar.passes.index_analysis.affine import Affine, Fact, Formula, Select
+from autopar.passes.index_analysis.call import FactRule, IndexCall, Number, formula, number
 from autopar.passes.index_analysis.integers import times
 
 _TESTS: dict[str, Callable[[Number, Number], bool]] = {
@@ -22,7 +23,7 @@ _TESTS: dict[str, Callable[[Number, Number], bool]] = {
 }
 
 
-def _compare(name: str) -> Rule:
+def _compare(name: str) -> FactRule:
     def rule(call: IndexCall) -> Fact | None:
         left = number(call.wide(call.named["self"]), call.shape)
         right = number(call.wide(call.named["other"]), call.shape)
@@ -60,7 +61,7 @@ def _order(name: str, left: Affine, right: Affine, shape: Shape) -> Formula | No
             return equal if name == "eq" else affine.negated(equal, shape)
 
 
-def _connected(connect: Callable[[list[Formula]], Formula]) -> Rule:
+def _connected(connect: Callable[[list[Formula]], Formula]) -> FactRule:
     def rule(call: IndexCall) -> Fact | None:
         if call.op.results[0].dtype is not torch.bool:
             return None
@@ -79,7 +80,7 @@ def _not(call: IndexCall) -> Fact | None:
     return None if held is None else affine.negated(held, call.shape)
 
 
-def _where(condition: str, yes: str, no: str) -> Rule:
+def _where(condition: str, yes: str, no: str) -> FactRule:
     def rule(call: IndexCall) -> Fact | None:
         when = formula(call.wide(call.named[condition]), call.shape)
         if when is None or isinstance(when, bool):
@@ -97,7 +98,7 @@ def _where(condition: str, yes: str, no: str) -> Rule:
     return rule
 
 
-def _triangle(sign: int) -> Rule:
+def _triangle(sign: int) -> FactRule:
     """tril keeps i0 + diagonal >= i1 (sign 1), triu i1 - diagonal >= i0 (sign -1), of the last two dims."""
 
     def rule(call: IndexCall) -> Fact | None:
@@ -117,7 +118,7 @@ def _times(call: IndexCall) -> Fact | None:
     return _connected(affine.both)(call) if call.op.results[0].dtype is torch.bool else times(call)
 
 
-TRUTHS: dict[str, Rule] = {
+TRUTHS: dict[str, FactRule] = {
     "__and__": _connected(affine.both),
     "bitwise_and": _connected(affine.both),
     "logical_and": _connected(affine.both),

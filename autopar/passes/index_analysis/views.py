@@ -8,7 +8,7 @@ from autopar.ir.program import Ref
 from autopar.ir.shape_inference import broadcast
 from autopar.passes.index_analysis import affine
 from autopar.passes.index_analysis.affine import Affine, Fact
-from autopar.passes.index_analysis.call import IndexCall, Rule
+from autopar.passes.index_analysis.call import FactRule, IndexCall
 
 
 def _placed(call: IndexCall, places: Sequence[Affine]) -> Fact | None:
@@ -92,7 +92,7 @@ def _index(call: IndexCall) -> Fact | None:
     return _placed(call, places)
 
 
-VIEWS: dict[str, Rule] = {
+VIEWS: dict[str, FactRule] = {
     "expand": _expand,
     "reshape": _regroup,
     "unsqueeze": _regroup,
