@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx, nn
 
+from autopar.cost_models.cost_model import CATALOG, CostModel
 from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.mesh import Bytes, Device
 from autopar.operators.checking.discover import discover_rule
@@ -36,23 +37,44 @@ def plan(
     microbatches: int | str = 1,
     offload: bool = True,
     dynamic: Mapping[str, DimSizes | Dynamic] | None = None,
+    cost_model: CostModel = CATALOG,
 ) -> Plan:
     """Plan how a model trains on a mesh; needs neither processes nor weights (the model may be on `meta`).
 
-    `sample_input` is the global batch: a tensor, a tuple of arguments, or a mapping of keywords. `mesh` is a tuple of sizes, a
-    dict name -> size, an `autopar.Mesh` or a `DeviceMesh`. `device` names a catalog entry ("h100"), by default this machine's
-    accelerator, else its CPU; `budget` is bytes per device (or "80GB"), by default 90% of the device. `strategy` is "auto",
-    "ddp", "zero1", "zero2", "fsdp" (ZeRO-3), "megatron" or "replicate"; `constraints` maps names (globs) to layouts; `outputs`
-    is "whole" or "sharded" for tensors that are not scalars; with `strict`, an operator without a rule is an error. `precision`
-    is by default the model's own, "fp32" and "bf16" plan for `model.to(dtype)`, "bf16-mixed" computes and gathers in bfloat16
-    over float32 shards: there gradients are added up in float32 unless `reduce` is "bf16". `microbatches` is the number of
-    parts of the batch that a step takes one after the other (`parallel.step`), so as to hold fewer activations; "auto" plans
-    it too. `dynamic` names sizes that may be others than in the sample, for which the plan is made: `{"batch": 0}`, that dim of
-    every input which is as long there as the first; `{"sequence": {"input_ids": 1}}`; `autopar.Dynamic(dims, least, most)`.
-    Without `offload` the host's memory holds nothing for the backward, where the device's is short.
+    Args:
+        model: the module to plan; it is not changed.
+        sample_input: the global batch: a tensor, a tuple of arguments, or a mapping of keywords.
+        mesh: a tuple of sizes, a dict name -> size, an `autopar.Mesh` or a `DeviceMesh`; the last axis is the innermost.
+        device: a catalog entry ("h100"), a profile.json, or an `autopar.Device`; by default this machine's accelerator, else
+            its CPU.
+        budget: bytes per device, or a text like "80GB"; by default 90% of the device's memory.
+        strategy: "auto", or a named one: "ddp", "zero1", "zero2", "fsdp" (ZeRO-3), "megatron", "replicate".
+        optimizer: the optimizer whose state and step are counted, by its name in `autopar.cost_models.optimizers`.
+        constraints: layouts by name of parameters, inputs, modules or ops (globs): `{"*.weight": "I, S(0)"}`; `*` in a layout
+            leaves an axis free.
+        outputs: "whole" or "sharded" for results that are not scalars; by default sharded beside a scalar loss, else whole.
+        precision: "fp32" or "bf16" plan for `model.to(dtype)`; "bf16-mixed" computes and gathers in bfloat16 over float32
+            shards. By default the model's own.
+        reduce: with "bf16-mixed", the dtype in which gradients are reduced: "bf16", by default float32.
+        strict: make an operator without a sharding rule an error; otherwise it is planned whole, with a warning.
+        microbatches: how many equal parts of the batch a step takes one after the other (`parallel.step`), so as to hold fewer
+            activations; "auto" plans their number too.
+        offload: allow offloading of saved activations to host memory.
+        dynamic: sizes that may differ from the sample's: `{"batch": 0}` for that dim of every input that is as long there as
+            the first, `{"sequence": {"input_ids": 1}}`, or `autopar.Dynamic(dims, least, most)`.
+        cost_model: prices of ops, conversions and collectives (`autopar.cost_models.cost_model.CostModel`); by default those
+            of the catalog, or of a measured profile.
 
-    Raises an `autopar.AutoparError` that says what is wrong: CaptureError, ConstraintError, BudgetError, MeshError, InputError,
-    RuleError.
+    Returns:
+        The fastest plan that fits the budget, or the best found, with the proven gap.
+
+    Raises:
+        CaptureError: the model cannot be captured, or is not the same program at other dynamic sizes.
+        ConstraintError: an option has no such value, or the constraints leave no way to run the model.
+        BudgetError: no plan fits; the error names the smallest budget that works.
+        MeshError: the mesh or device is not known, or an axis is of no use to the model.
+        InputError: the optimizer or the sample is not known to autopar.
+        RuleError: an operator has no sharding rule (`strict`), or can only run on one device.
 
     >>> import autopar, torch
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
@@ -62,6 +84,7 @@ def plan(
     options = Options(
         device=device, budget=budget, strategy=strategy, optimizer=optimizer, constraints=constraints or {}, outputs=outputs,
         precision=precision, reduce=reduce, strict=strict, microbatches=microbatches, offload=offload, dynamic=dynamic or {},
+        cost_model=cost_model,
     )  # fmt: skip
     return make_plan(model, sample_input, mesh, options).plan
 
@@ -69,14 +92,32 @@ def plan(
 def parallelize(
     model: nn.Module, sample_input: object, mesh: object, *, plan: Plan | None = None, **options: object
 ) -> fx.GraphModule:
-    """This rank's part of the model, as an `fx.GraphModule` that is called, trained and saved like the original.
+    """Make this rank's part of the model: an `fx.GraphModule` that is called, trained and saved like the original.
 
-    Run it under torchrun with as many processes as the mesh has devices (a mesh of one device needs none); rank 0 plans, and
-    its weights are the ones that count. `options` are those of `plan`, which may also be made before and given. The user's
-    model is left as it is. A model on `meta` gives a module on `meta`: load a checkpoint into it, or call `autopar.initialize`.
+    Run it under torchrun with as many processes as the mesh has devices; a mesh of one device needs none. Rank 0 plans, and
+    its weights are the ones that count. A model on `meta` gives a module on `meta`: load a checkpoint into it, or call
+    `autopar.initialize`.
 
-    Raises PlanError if the plan was made for another model or mesh, MeshError if the mesh is not as large as the world, and
-    what `plan` raises.
+    Args:
+        model: the module to run in parallel; it is left as it is.
+        sample_input: the global batch, the same on every rank: a tensor, a tuple of arguments, or a mapping of keywords.
+        mesh: as for `plan`; its size is the world's.
+        plan: a plan that was made or loaded before, for this model, sample and mesh; by default rank 0 makes one.
+        **options: those of `plan`.
+
+    Returns:
+        The parallel module. Its parameters are `DTensor`s under their own names, so that optimizers, gradient clipping and
+        `torch.distributed.checkpoint` work; `step` runs micro-batches.
+
+    Raises:
+        PlanError: the plan was made for another model, sample or mesh, or the ranks captured different programs.
+        MeshError: the mesh is not as large as the world.
+        AutoparError: what `plan` raises.
+
+    >>> import autopar, torch
+    >>> parallel = autopar.parallelize(nn.Linear(8, 4), torch.randn(2, 8), mesh=(1,))
+    >>> parallel(torch.randn(2, 8)).shape
+    torch.Size([2, 4])
     """
     return build(model, sample_input, mesh, plan, Options(**options_of(options)))  # type: ignore[arg-type]
 
@@ -85,7 +126,26 @@ def verify(model: nn.Module, sample_input: object, mesh: object, *, plan: Plan |
     """Run the model sequentially and in parallel in float64 and compare outputs, loss and every gradient.
 
     Starts its own gloo processes on this machine, one per device of the mesh. Dropout is 0 on both sides. A second comparison
-    holds the captured program against the user's module in its own dtype. `report.ok` says whether all agree.
+    holds the captured program against the user's module in its own dtype.
+
+    Args:
+        model: the module to verify, with weights (not on `meta`).
+        sample_input: the global batch, as for `plan`.
+        mesh: as for `plan`.
+        plan: the plan to verify; by default one is made.
+        **options: those of `plan`.
+
+    Returns:
+        A report: `ok` says whether all agree, `rows` the error of every tensor, and it prints as a table.
+
+    Raises:
+        InputError: the model is on `meta`.
+        PlanError: the plan was made for another model, sample or mesh.
+        AutoparError: what `plan` raises.
+
+    >>> import autopar, torch
+    >>> autopar.verify(nn.Linear(8, 4), torch.randn(2, 8), mesh=(1,)).ok
+    True
     """
     return _verify(model, sample_input, mesh, plan, Options(**options_of(options)))  # type: ignore[arg-type]
 

@@ -1,26 +1,21 @@
-"""The account of a plan's decisions: where its seconds and bytes go, as the evidence that a plan keeps.
+"""The cost breakdown of an assignment: where its seconds and bytes go, as a plan keeps it.
 
-Nothing is decided here and nothing priced anew: what is added up is what the integer program paid.
+Nothing is decided here and nothing priced anew: the events of a step are grouped by what they are.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-
-import numpy as np
+from collections.abc import Iterator, Sequence
 
 from autopar.analysis.analysis import Analysis
-from autopar.cost_models.compute import dtype_of, peak, pricer
-from autopar.cost_models.links import host_seconds
-from autopar.cost_models.optimizers import Optimizer, step_seconds
+from autopar.cost_models.compute import dtype_of, peak
+from autopar.cost_models.optimizers import Optimizer
 from autopar.formulation.memory_model import MemoryModel
-from autopar.formulation.prices import WHOLE_SUM, arrival_seconds, primitive_seconds, rounding_seconds, work
-from autopar.ir.conversion import COLLECTIVES
-from autopar.ir.layout import Layout, blocks, local_shape
+from autopar.formulation.step_time import Kind, StepEvent
+from autopar.ir.layout import Layout, blocks
 from autopar.ir.mesh import Bytes, Mesh, Seconds
-from autopar.ir.program import Op, Program, Value, aten, elements
-from autopar.memory.recompute_closure import reruns
+from autopar.ir.program import Op, Program, aten
 from autopar.operators import OpSharding, ParallelForm
 from autopar.operators.dim_labels import ROLES, LabelSample, role, role_of_dim
 from autopar.plan.breakdown import (
@@ -35,7 +30,7 @@ from autopar.plan.breakdown import (
     CostBreakdown,
     CostParameter,
 )
-from autopar.search_space.assignment import Assignment, RecomputeChoice, backward_conversions
+from autopar.search_space.assignment import Assignment
 from autopar.search_space.candidates import Candidate, Form
 
 SAVED, RECOMPUTED, TEMPORARY = "saved activations", "recomputed activations", "temporary"
@@ -47,20 +42,20 @@ PURPOSE = {
 }  # fmt: skip
 
 
-def account(memory_model: MemoryModel, chosen: Assignment, optimizer: Optimizer, limit: CostParameter) -> CostBreakdown:
-    """The evidence for decisions; `limit` is the budget."""
-    analysis, mesh = memory_model.formulated.analysis, memory_model.formulated.mesh
+def account(memory_model: MemoryModel, chosen: Assignment, events: Sequence[StepEvent], limit: CostParameter) -> CostBreakdown:
+    """The breakdown of an assignment, whose step has these events; `limit` is the budget."""
+    prices, analysis = memory_model.formulated.prices, memory_model.formulated.analysis
     moment = int(memory_model.liveness.walk(chosen).argmax())
-    run = reruns(analysis, chosen)
-    compute = dict(_compute(analysis, chosen, mesh))
-    held, offload = memory_model.held(chosen, moment), _away(analysis, run, mesh)
+    held, forward, backward = memory_model.held(chosen, moment), _by_name(events, "forward"), _by_name(events, "backward")
+    recompute, offload = _by_name(events, "recompute"), _by_name(events, "offload")
+    ops = [op.name for op in analysis.program.ops]
     return CostBreakdown(
-        cost_parameters=(*_figures(analysis.program, mesh, optimizer, bool(offload)), limit),
-        compute=compute,
-        recompute={op.name: compute[op.name][0] for op in analysis.program.ops if op.name in run.ops and op.name in compute},
-        conversions=_arrivals(analysis.program, chosen, mesh) + conversions(analysis, chosen, mesh),
-        optimizer=_optimizer(analysis.program, chosen, optimizer, mesh),
-        memory=_memory(analysis.program, held, optimizer),
+        cost_parameters=(*_figures(analysis.program, prices.mesh, prices.optimizer, bool(offload)), limit),
+        compute={name: (forward[name], backward[name]) for name in ops if name in forward},
+        recompute={name: recompute[name] for name in ops if name in recompute},
+        conversions=sum(event.seconds for event in events if event.kind == "conversion"),
+        optimizer=sum(event.seconds for event in events if event.kind == "optimizer"),
+        memory=_memory(analysis.program, held, prices.optimizer),
         moment=_moment(analysis.program, moment),
         fullest=tuple(held[:5]),
         runs=dict(_runs(analysis, chosen)),
@@ -71,13 +66,12 @@ def account(memory_model: MemoryModel, chosen: Assignment, optimizer: Optimizer,
     )
 
 
-def _away(analysis: Analysis, recompute: RecomputeChoice, mesh: Mesh) -> dict[str, Seconds]:
-    """Seconds of what goes to the host and comes back."""
+def _by_name(events: Sequence[StepEvent], kind: Kind) -> dict[str, Seconds]:
+    """The seconds of the events of a kind, by op or value."""
     found: dict[str, Seconds] = {}
-    assert mesh.device is not None
-    for name, layout in recompute.offload:
-        size = _bytes(analysis.program.values[name], layout, mesh.sizes)
-        found[name] = found.get(name, 0.0) + analysis.program.runs * host_seconds(size, mesh.device)
+    for event in events:
+        if event.kind == kind:
+            found[event.name] = found.get(event.name, 0.0) + event.seconds
     return found
 
 
@@ -101,61 +95,6 @@ def _figures(program: Program, mesh: Mesh, optimizer: Optimizer, offload: bool) 
         yield CostParameter(of=axis, name="bandwidth", value=link.bandwidth, unit="B/s", source=link.source)
         yield CostParameter(of=axis, name="latency", value=link.latency, unit="s", source=link.source)
     yield CostParameter(of=OPTIMIZER, name=optimizer.name, value=optimizer.states, unit="", source=optimizer.source)
-
-
-def _compute(analysis: Analysis, chosen: Assignment, mesh: Mesh) -> Iterator[tuple[str, tuple[Seconds, Seconds]]]:
-    """Forward and backward seconds of every op that takes time."""
-    program, sizes, of = analysis.program, mesh.sizes, analysis.classes.of
-    assert mesh.device is not None
-    known: dict[str, tuple[Seconds, Seconds]] = {}
-    for op in program.ops:
-        if of[op.name] not in known:
-            candidate, price = chosen.ops[op.name], pricer(op, program.values, mesh.device)
-            shapes = [program.values[name].shape for name in op.operands]
-            inside = [local_shape(s, x, sizes) for s, x in zip(shapes, candidate.operands, strict=True)]
-            outside = [local_shape(r.shape, x, sizes) for r, x in zip(op.results, candidate.results, strict=True)]
-            there, back = price.forward_seconds(inside, outside), price.backward_seconds(inside, outside)
-            times = program.runs * work(analysis.fits[op.name], candidate, sizes)
-            known[of[op.name]] = times * there, times * back
-        if any(known[of[op.name]]):
-            yield op.name, known[of[op.name]]
-
-
-def _arrivals(program: Program, chosen: Assignment, mesh: Mesh) -> Seconds:
-    """Slices of the inputs, with what is computed ahead."""
-    device, given = mesh.device, chosen.given
-    assert device is not None
-    return sum(arrival_seconds(program, value, given[value.name], mesh.sizes, device) for value in program.inputs)
-
-
-def conversions(analysis: Analysis, chosen: Assignment, mesh: Mesh) -> Seconds:
-    """Seconds of slices, pads and copies on the way of values that no collective does, those done again too."""
-    program, sizes, run, total = analysis.program, mesh.sizes, reruns(analysis, chosen), 0.0
-    for name, steps in chosen.routes.items():
-        back, dtype = backward_conversions(analysis, chosen, name), program.values[name].dtype
-        wider = analysis.summed.get(name, dtype).itemsize // dtype.itemsize
-        for step in steps:
-            sides = [_bytes(program.values[name], layout, sizes) for layout in (step.source, step.target)]
-            large, small = np.array([max(sides)]), np.array([min(sides)])
-            if wider > 1 and step in back and step.primitives[1] == WHOLE_SUM:
-                total += float(rounding_seconds(large, wider, mesh)[0])
-            recompute = (name, step) in run.steps and name not in analysis.weights
-            for primitive in (*step.primitives[: 1 + (step in back)], *step.primitives[:recompute]):
-                if primitive not in COLLECTIVES:
-                    total += program.runs * float(primitive_seconds(primitive, large, small, step.axis, mesh)[0])
-    return total
-
-
-def _optimizer(program: Program, chosen: Assignment, optimizer: Optimizer, mesh: Mesh) -> Seconds:
-    assert mesh.device is not None
-    trained = [p.value for p in program.parameters if p.value.requires_grad]
-    local = sum(_bytes(value, chosen.given[value.name], mesh.sizes) for value in trained)
-    return step_seconds(float(local), optimizer, mesh.device)
-
-
-def _bytes(value: Value, layout: Layout, sizes: tuple[int, ...]) -> Bytes:
-    """The size of one rank's part."""
-    return elements(local_shape(value.shape, layout, sizes)) * value.dtype.itemsize
 
 
 def _memory(program: Program, held: list[Allocation], optimizer: Optimizer) -> dict[str, Bytes]:

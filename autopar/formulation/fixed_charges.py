@@ -1,4 +1,4 @@
-"""Tolls: the latency of messages that weights share, paid once by all those that go the same way."""
+"""Fixed charges: the latency of messages that weights share, paid once by all those that go the same way."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import numpy as np
 from autopar.analysis.analysis import Analysis
 from autopar.analysis.repeated_blocks import ValueClass
 from autopar.analysis.weight_buckets import weight_buckets
-from autopar.formulation.prices import added_up, latency
+from autopar.formulation.prices import Prices, added_up
 from autopar.ir.conversion import CONVERSIONS
-from autopar.ir.mesh import Mesh
 from autopar.search_space.buckets import TOGETHER, shared
 from autopar.search_space.layout_graph import LayoutGraph
 from autopar.search_space.strategies import StrategyConstraints
@@ -24,7 +23,7 @@ BACK, AGAIN = 0, 1  # the surcharges of a wire: gradients on their way back, wei
 
 def fixed_charges(
     analysis: Analysis,
-    mesh: Mesh,
+    prices: Prices,
     edges: Sequence[Edge],
     values: Sequence[ValueClass],
     spaces: Sequence[LayoutGraph],
@@ -43,7 +42,7 @@ def fixed_charges(
         moved: Counter(frozenset(place[name] for name in names) for names in weight_buckets(analysis.program, moved=moved))
         for moved in (False, True)
     }
-    axes = range(len(mesh.sizes))
+    axes = range(len(prices.mesh.sizes))
     for (number, (forward, backward)), axis, before in itertools.product(enumerate(CONVERSIONS.values()), axes, axes):
         if before and forward == "identity":
             continue
@@ -64,9 +63,9 @@ def fixed_charges(
                     ways.append(ChargeTrigger(edge=w, consumers=consumers, arcs=arcs))
             together = strategy_constraints.once or (kind == backward and added_up(forward, backward))
             runs = 1 if together else analysis.program.runs
-            seconds = runs * count * latency(kind, axis, mesh)
+            seconds = runs * count * prices.latency(kind, axis)
             if ways and seconds > 0:
-                yield FixedCharge(name=f"{kind} over {mesh.axes[axis]}", seconds=seconds, ways=tuple(ways))
+                yield FixedCharge(name=f"{kind} over {prices.mesh.axes[axis]}", seconds=seconds, ways=tuple(ways))
 
 
 def _kinds(edge: Edge, graph: LayoutGraph) -> tuple[Ints, Ints, Ints]:

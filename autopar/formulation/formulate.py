@@ -6,6 +6,7 @@ values                       ->  wires      the layout graph between the layouts
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
@@ -16,14 +17,15 @@ from autopar.analysis.recomputability import lies
 from autopar.analysis.regions import inner
 from autopar.analysis.repeated_blocks import OUTPUT, ValueClass
 from autopar.analysis.weight_buckets import weight_buckets
-from autopar.cost_models.links import host_seconds
+from autopar.cost_models.cost_model import CATALOG, CostModel
 from autopar.cost_models.optimizers import Optimizer
 from autopar.formulation.fixed_charges import fixed_charges
-from autopar.formulation.prices import arc_seconds, choice_seconds, recompute_seconds, ties
+from autopar.formulation.prices import Prices, arc_seconds, choice_seconds, recompute_seconds, ties
 from autopar.formulation.step_collectives import inside, returns
+from autopar.formulation.step_time import StepPrices
 from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, Conversion
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import Device, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output, Program, Value
 from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.search_space.candidates import Candidate, distributed
@@ -46,7 +48,7 @@ class PlanningProblem:
     """A problem with what each choice and wire stands for."""
 
     analysis: Analysis
-    mesh: Mesh
+    prices: Prices
     problem: Problem
     names: tuple[str, ...]  # class of each choice
     candidates: tuple[tuple[Candidate, ...], ...]
@@ -58,7 +60,18 @@ class PlanningProblem:
 
     @property
     def program(self) -> Program:
+        """The program that is planned."""
         return self.analysis.program
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh with its device and links."""
+        return self.prices.mesh
+
+    @functools.cached_property
+    def step_prices(self) -> StepPrices:
+        """What the events of a step cost."""
+        return StepPrices(self.analysis, self.prices)
 
     def only(self, solution: Solution) -> PlanningProblem:
         """The same with the layouts of a solution alone; what is made again, and the routes, are still to choose."""
@@ -91,6 +104,7 @@ def formulate(
     mesh: Mesh,
     optimizer: Optimizer,
     *,
+    cost_model: CostModel = CATALOG,
     strategy_constraints: StrategyConstraints = NO_DEMANDS,
     sharded_outputs: Callable[[Output], bool] = lambda output: False,
 ) -> PlanningProblem:
@@ -99,9 +113,8 @@ def formulate(
     `strategy_constraints` limits candidates and conversions, `sharded_outputs` says which outputs may leave split. `mesh`
     must have links and a device. Raises ConstraintError where nothing is left to choose.
     """
-    device = mesh.device
-    assert device is not None, "a mesh is priced with its device"
     assert mesh.links, "a mesh is priced with its links"
+    prices = Prices(mesh=mesh, optimizer=optimizer, model=cost_model)
     lists = dict(offers(analysis, strategy_constraints, sharded_outputs))
     place = {name: i for i, name in enumerate(lists)}
     reruns = _reruns(analysis)
@@ -109,13 +122,13 @@ def formulate(
     choices = tuple(
         Choice(
             name=name,
-            seconds=choice_seconds(analysis, name, found, optimizer, device)
-            + _returning(analysis, name, found, mesh)
-            + _inside(analysis, name, found, mesh, "forward", "backward")
-            + (recompute_seconds(analysis, name, found, device) if name in recast else 0.0),
+            seconds=choice_seconds(analysis, name, found, prices)
+            + _returning(analysis, name, found, prices)
+            + _inside(analysis, name, found, prices, "forward", "backward")
+            + (recompute_seconds(analysis, name, found, prices) if name in recast else 0.0),
             tie=ties(analysis, name, found),
             count=len(analysis.classes.members[name]),
-            recompute=recompute_seconds(analysis, name, found, device) + _inside(analysis, name, found, mesh, "forward")
+            recompute=recompute_seconds(analysis, name, found, prices) + _inside(analysis, name, found, prices, "forward")
             if name in reruns - recast
             else None,
         )
@@ -124,14 +137,14 @@ def formulate(
     edges, values, spaces = [], [], []
     for value_class in analysis.classes.values:
         if value_class.consumers:
-            graph, edge = _wire(analysis, mesh, value_class, lists, place, strategy_constraints)
+            graph, edge = _wire(analysis, prices, value_class, lists, place, strategy_constraints)
             edges.append(edge)
             values.append(value_class)
             spaces.append(graph)
-    found = tuple(fixed_charges(analysis, mesh, edges, values, spaces, strategy_constraints))
+    found = tuple(fixed_charges(analysis, prices, edges, values, spaces, strategy_constraints))
     return PlanningProblem(
         analysis=analysis,
-        mesh=mesh,
+        prices=prices,
         problem=Problem(choices=choices, edges=tuple(edges), fixed_charges=found),
         names=tuple(lists),
         candidates=tuple(map(tuple, lists.values())),
@@ -160,14 +173,14 @@ def _recast(analysis: Analysis) -> frozenset[str]:
     return frozenset(of[name] for name in runs if saves(analysis, of[name], 0))
 
 
-def _returning(analysis: Analysis, name: str, found: Sequence[Candidate], mesh: Mesh) -> float:
+def _returning(analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices) -> float:
     """Seconds in which the gradient of an input comes back; there is one way to take an input."""
     value = next((value for value in analysis.program.inputs if value.name == name), None)
-    back = returns(analysis, value, found[0].results[0], mesh) if value else ()
+    back = returns(analysis, value, found[0].results[0], prices) if value else ()
     return analysis.program.runs * sum(message.seconds for message in back)
 
 
-def _inside(analysis: Analysis, name: str, found: Sequence[Candidate], mesh: Mesh, *passes: str) -> Floats | float:
+def _inside(analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices, *passes: str) -> Floats | float:
     """Seconds of what the candidates of an op class send inside in these passes, all members together."""
     program, op = analysis.program, analysis.program.op.get(name)
     if op is None or not any(distributed(analysis.fits[name], candidate) for candidate in found):
@@ -180,7 +193,7 @@ def _inside(analysis: Analysis, name: str, found: Sequence[Candidate], mesh: Mes
                 message.seconds
                 for where in passes
                 if where == "forward" or differentiated
-                for message in inside(op, analysis.fits[name], candidate, program.values, mesh, where)
+                for message in inside(op, analysis.fits[name], candidate, program.values, prices, where)
             )
             for candidate in found
         ]
@@ -189,24 +202,24 @@ def _inside(analysis: Analysis, name: str, found: Sequence[Candidate], mesh: Mes
 
 def _wire(
     analysis: Analysis,
-    mesh: Mesh,
+    prices: Prices,
     values: ValueClass,
     lists: Mapping[str, list[Candidate]],
     place: Mapping[str, int],
     strategy_constraints: StrategyConstraints,
 ) -> tuple[LayoutGraph, Edge]:
-    program = analysis.program
+    program, sizes = analysis.program, analysis.sizes
     value = program.values[values.example]
     made = [c.results[values.result] for c in lists[values.producer]]
     wanted = [[c.operands[position] for c in lists[name]] for name, position in values.consumers]
     allowed = tuple(
-        tuple(sorted({layout[axis] for layouts in (made, *wanted) for layout in layouts})) for axis in range(len(mesh.sizes))
+        tuple(sorted({layout[axis] for layouts in (made, *wanted) for layout in layouts})) for axis in range(len(sizes))
     )
-    graph = layout_graph(value.shape, mesh.sizes, allowed, analysis.blocks[value.name])
+    graph = layout_graph(value.shape, sizes, allowed, analysis.blocks[value.name])
     weight = value.name in analysis.weights
     summed, bucketed = analysis.summed.get(value.name), value.name in analysis.bucketed
     runs = 1 if strategy_constraints.once and bucketed else program.runs
-    there, back, rerun = arc_seconds(graph, value, mesh, bucketed=bucketed, summed=summed, runs=runs)
+    there, back, rerun = arc_seconds(graph, value, prices, bucketed=bucketed, summed=summed, runs=runs)
     arcs = _arcs(analysis, value, graph, strategy_constraints)
     count, free = len(values.members), np.isin(graph.pair[arcs], FREE)
     anew = _anew(graph, arcs, weight=weight)
@@ -236,7 +249,7 @@ def _wire(
         free=free,
         count=count,
         recompute=recompute if value.requires_grad and not (weight and strategy_constraints.held) else None,
-        offload=_away(value, graph, program.runs * count, mesh.device) if _may_leave(analysis, value) else None,
+        offload=_away(value, graph, program.runs * count, prices) if _may_leave(analysis, value) else None,
     )  # fmt: skip
     if edge.offload is not None:  # said of the memory in which several layouts may lie
         edge = replace(edge, offload=np.where(homes(edge) == np.arange(edge.nodes), edge.offload, np.inf))
@@ -270,12 +283,12 @@ def _may_leave(analysis: Analysis, value: Value) -> bool:
     return value.requires_grad and value.name in analysis.program.producer and value.name not in analysis.weights
 
 
-def _away(value: Value, graph: LayoutGraph, count: int, device: Device | None) -> Floats | None:
+def _away(value: Value, graph: LayoutGraph, count: int, prices: Prices) -> Floats | None:
     """Seconds of moving so many members to the host and back, by layout; only where a layout has memory of its own."""
-    if device is None or device.host is None:
+    if prices.device.host is None:
         return None
     sizes = (value.dtype.itemsize * graph.elements).tolist()
-    return count * np.array([host_seconds(size, device) for size in sizes])
+    return count * np.array([prices.offload(size) for size in sizes])
 
 
 def _where(values: ValueClass, true: Callable[[str, int], bool]) -> frozenset[int]:

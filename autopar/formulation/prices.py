@@ -1,6 +1,6 @@
 """Prices of candidates and conversions: seconds on one device, for the forward and the backward of a step.
 
-op           roofline at local shapes (`cost_models.compute`)
+op           its cost at local shapes
 parameter    its optimizer step
 conversion   a collective by its link, a local primitive by the memory that it moves; its gradient likewise
 
@@ -10,18 +10,18 @@ All but the optimizer's step is paid for every micro-batch, and once what is `ad
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from autopar.analysis.analysis import Analysis
 from autopar.analysis.repeated_blocks import OUTPUT
-from autopar.cost_models.collectives import seconds as collective_seconds
-from autopar.cost_models.compute import pricer
-from autopar.cost_models.optimizers import Optimizer, step_seconds
+from autopar.cost_models.cost_model import CATALOG, CostModel, OpCost
+from autopar.cost_models.optimizers import OPTIMIZERS, Optimizer
 from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, SUMS
 from autopar.ir.layout import Layout, local_shape
-from autopar.ir.mesh import Device, Mesh
+from autopar.ir.mesh import Device, Mesh, Seconds
 from autopar.ir.program import Op, Program, Value, elements
 from autopar.operators import OpSharding
 from autopar.search_space.buckets import TOGETHER
@@ -30,31 +30,97 @@ from autopar.search_space.layout_graph import LayoutGraph
 from autopar.solver.problem import Floats, Ints
 
 
-def choice_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], optimizer: Optimizer, device: Device) -> Floats:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """A cost model on a mesh with device and links, and the optimizer that steps there."""
+
+    mesh: Mesh
+    optimizer: Optimizer = OPTIMIZERS["adamw"]
+    model: CostModel = CATALOG
+
+    @property
+    def device(self) -> Device:
+        """The device that runs the ops."""
+        assert self.mesh.device is not None, "a mesh is priced with its device"
+        return self.mesh.device
+
+    def op(self, op: Op, values: Mapping[str, Value]) -> OpCost:
+        """The cost of an op as a function of its local shapes."""
+        return self.model.op_cost(op, values, self.device)
+
+    def collectives(self, kind: str, sizes: Floats, axis: int) -> Floats:
+        """Seconds of a collective over a mesh axis, for buffers of so many bytes."""
+        return np.asarray(self.model.collective_seconds(kind, sizes, self.mesh.sizes[axis], self.mesh.links[axis]))
+
+    def collective(self, kind: str, size: float, axis: int) -> Seconds:
+        """Seconds of one collective over a mesh axis, for a buffer of so many bytes."""
+        return float(self.collectives(kind, np.array([size], dtype=np.float64), axis)[0])
+
+    def latency(self, kind: str, axis: int) -> Seconds:
+        """Seconds of a collective that sends nothing."""
+        return self.collective(kind, 0.0, axis)
+
+    def primitive(self, primitive: str, large: Ints, small: Ints, axis: int) -> Floats:
+        """A collective, or a local primitive by the memory that it moves (slice: part read and written; pad: whole)."""
+        if primitive in COLLECTIVES:
+            return self.collectives(primitive, large.astype(np.float64), axis)
+        if primitive == "identity":
+            return np.zeros(len(large))
+        return self.model.copy_seconds((2 * small if primitive == "slice" else small + large).astype(np.float64), self.device)
+
+    def rounding(self, sizes: Ints, wider: int) -> Floats:
+        """Seconds in which sums are rounded to a dtype so many times narrower, in which they are of these sizes."""
+        return self.model.copy_seconds(((1 + wider) * sizes).astype(np.float64), self.device)
+
+    def offload(self, size: float) -> Seconds:
+        """Seconds of moving bytes to host memory and back."""
+        return self.model.offload_seconds(size, self.device)
+
+    def optimizer_step(self, stored: float) -> Seconds:
+        """Seconds of one optimizer step over the bytes of parameters that one device stores."""
+        return self.model.optimizer_seconds(stored, self.optimizer, self.device)
+
+    def slicing(self, value: Value, layout: Layout) -> Seconds:
+        """Seconds of slicing a whole input, one axis after the other."""
+        seconds, size = 0.0, value.bytes
+        for axis, state in enumerate(layout):
+            if state.kind == "S":
+                size //= self.mesh.sizes[axis]
+                seconds += float(self.model.copy_seconds(np.array([2.0 * size]), self.device)[0])
+        return seconds
+
+    def arrival(self, program: Program, value: Value, layout: Layout) -> Seconds:
+        """Seconds of taking an input in every run; the first that is computed ahead pays for all of them."""
+        seconds, loop = program.runs * self.slicing(value, layout), program.loop
+        if loop and loop.ahead and value == program.ahead[0]:
+            for op in loop.ahead.ops:
+                shapes = [loop.ahead.values[name].shape for name in op.operands], [r.shape for r in op.results]
+                seconds += self.op(op, loop.ahead.values).forward_seconds(*shapes)
+        return seconds
+
+
+def choice_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices) -> Floats:
     """Seconds of each candidate of an op class, a given tensor or an output, all members together."""
     program, sizes = analysis.program, analysis.sizes
     count = len(analysis.classes.members[name])
     if name in program.op:
         op, fitted = program.op[name], analysis.fits[name]
-        return program.runs * count * np.array(op_seconds(op, fitted, found, program.values, sizes, device))
+        return program.runs * count * np.array(op_seconds(op, fitted, found, program.values, prices))
     if name.startswith(OUTPUT):
         return np.zeros(len(found))
     value = program.values[name]
-    local = [elements(local_shape(value.shape, c.results[0], sizes)) * value.dtype.itemsize for c in found]
-    trained = name in {p.value.name for p in program.parameters} and value.requires_grad
     if name in {v.name for v in program.inputs}:
-        return np.array([arrival_seconds(program, value, c.results[0], sizes, device) for c in found])
-    return np.array([count * step_seconds(b, optimizer, device) if trained else 0.0 for b in local])
+        return np.array([prices.arrival(program, value, c.results[0]) for c in found])
+    if not value.requires_grad or name not in {p.value.name for p in program.parameters}:
+        return np.zeros(len(found))
+    local = [elements(local_shape(value.shape, c.results[0], sizes)) * value.dtype.itemsize for c in found]
+    return np.array([count * prices.optimizer_step(size) for size in local])
 
 
-def recompute_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], device: Device) -> Floats:
+def recompute_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices) -> Floats:
     """Seconds of the forward of an op class under each candidate, all members together."""
-    program, sizes = analysis.program, analysis.sizes
-    return (
-        program.runs
-        * len(analysis.classes.members[name])
-        * np.array(op_seconds(program.op[name], analysis.fits[name], found, program.values, sizes, device, backward=False))
-    )
+    program, times = analysis.program, analysis.program.runs * len(analysis.classes.members[name])
+    return times * np.array(op_seconds(program.op[name], analysis.fits[name], found, program.values, prices, backward=False))
 
 
 def ties(analysis: Analysis, name: str, found: Sequence[Candidate]) -> Floats:
@@ -80,39 +146,19 @@ def oddness(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> f
 
 
 def _result_bytes(analysis: Analysis, name: str, found: Sequence[Candidate]) -> Floats:
+    """The bytes that each candidate of a class leaves on a rank."""
     program = analysis.program
-    values = program.op[name].results if name in program.op else [program.values[name]] if name in program.values else []
-    return np.array(
-        [
-            float(
-                sum(
-                    elements(local_shape(v.shape, x, analysis.sizes)) * v.dtype.itemsize
-                    for v, x in zip(values, c.results, strict=True)
-                )
-            )
-            for c in found
-        ]
-    )
+    values: Sequence[Value] = ()
+    if name in program.op:
+        values = program.op[name].results
+    elif name in program.values:
+        values = (program.values[name],)
 
+    def left(candidate: Candidate) -> float:
+        pairs = zip(values, candidate.results, strict=True) if values else ()
+        return float(sum(elements(local_shape(v.shape, x, analysis.sizes)) * v.dtype.itemsize for v, x in pairs))
 
-def arrival_seconds(program: Program, value: Value, layout: Layout, sizes: tuple[int, ...], device: Device) -> float:
-    """Seconds of taking an input in every run; the first of those that are computed ahead stands for all of them."""
-    seconds, loop = program.runs * slicing_seconds(value, layout, sizes, device), program.loop
-    if loop and loop.ahead and value == program.ahead[0]:
-        for op in loop.ahead.ops:
-            shapes = [loop.ahead.values[name].shape for name in op.operands], [r.shape for r in op.results]
-            seconds += pricer(op, loop.ahead.values, device).forward_seconds(*shapes)
-    return seconds
-
-
-def slicing_seconds(value: Value, layout: Layout, sizes: tuple[int, ...], device: Device) -> float:
-    """Seconds of slicing a whole input, one axis after the other."""
-    seconds, size = 0.0, value.bytes
-    for axis, state in enumerate(layout):
-        if state.kind == "S":
-            size //= sizes[axis]
-            seconds += max(2 * size / device.bandwidth, device.launch)
-    return seconds
+    return np.array([left(candidate) for candidate in found])
 
 
 def op_seconds(
@@ -120,24 +166,31 @@ def op_seconds(
     fitted: OpSharding | None,
     found: Sequence[Candidate],
     values: Mapping[str, Value],
-    sizes: tuple[int, ...],
-    device: Device,
+    prices: Prices,
     *,
     backward: bool = True,
-) -> list[float]:
-    """Forward and backward seconds of one op under each candidate; equal local shapes are priced once."""
-    pricing = pricer(op, values, device)
-    price = pricing if backward else pricing.forward_seconds
-    shapes = [values[name].shape for name in op.operands], [r.shape for r in op.results]
-    known: dict[tuple[object, object], float] = {}
+) -> list[Seconds]:
+    """Seconds of one op under each candidate, with or without its backward; equal local shapes are priced once."""
+    cost, sizes = prices.op(op, values), prices.mesh.sizes
+    known: dict[tuple[object, object], Seconds] = {}
     result = []
     for candidate in found:
-        inside = tuple(local_shape(s, layout, sizes) for s, layout in zip(shapes[0], candidate.operands, strict=True))
-        outside = tuple(local_shape(s, layout, sizes) for s, layout in zip(shapes[1], candidate.results, strict=True))
+        inside, outside = local_shapes(op, candidate, values, sizes)
         if (inside, outside) not in known:
-            known[inside, outside] = price(inside, outside)
+            there = cost.forward_seconds(inside, outside)
+            known[inside, outside] = there + cost.backward_seconds(inside, outside) if backward else there
         result.append(known[inside, outside] * work(fitted, candidate, sizes))
     return result
+
+
+def local_shapes(
+    op: Op, candidate: Candidate, values: Mapping[str, Value], sizes: tuple[int, ...]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """The shapes of an op's operands and results on one rank under a candidate."""
+    operands = (values[name].shape for name in op.operands)
+    inside = tuple(local_shape(shape, layout, sizes) for shape, layout in zip(operands, candidate.operands, strict=True))
+    outside = tuple(local_shape(r.shape, layout, sizes) for r, layout in zip(op.results, candidate.results, strict=True))
+    return inside, outside
 
 
 def work(fitted: OpSharding | None, candidate: Candidate, sizes: tuple[int, ...]) -> float:
@@ -147,12 +200,12 @@ def work(fitted: OpSharding | None, candidate: Candidate, sizes: tuple[int, ...]
 
 
 def arc_seconds(
-    graph: LayoutGraph, value: Value, mesh: Mesh, *, bucketed: bool, summed: torch.dtype | None = None, runs: int = 1
+    graph: LayoutGraph, value: Value, prices: Prices, *, bucketed: bool, summed: torch.dtype | None = None, runs: int = 1
 ) -> tuple[Floats, Floats, Floats]:
     """Per arc: seconds of the conversion, of its gradient, and of its collective alone if it is run again, in all runs.
 
-    `bucketed` if the value travels with others: the latency that it shares with them is a toll (`formulate`). `summed` is the
-    dtype in which gradients are added up, if not the value's.
+    `bucketed` if the value travels with others: the latency that it shares with them is a fixed charge (`formulate`). `summed`
+    is the dtype in which gradients are added up, if not the value's.
     """
     size = value.dtype.itemsize
     large = np.maximum(graph.elements[graph.source], graph.elements[graph.target]) * size
@@ -160,16 +213,16 @@ def arc_seconds(
     wider = summed.itemsize // size if summed else 1
     there, back, rerun = np.zeros((3, len(large)))
     for number, (forward, backward) in enumerate(CONVERSIONS.values()):
-        for axis in range(len(mesh.sizes)):
+        for axis in range(len(prices.mesh.sizes)):
             here = np.flatnonzero((graph.pair == number) & (graph.axis == axis))
-            there[here] = primitive_seconds(forward, large[here], small[here], axis, mesh)
+            there[here] = prices.primitive(forward, large[here], small[here], axis)
             times = wider if backward in SUMS else 1
-            back[here] = primitive_seconds(backward, times * large[here], times * small[here], axis, mesh)
+            back[here] = prices.primitive(backward, times * large[here], times * small[here], axis)
             if wider > 1 and backward == WHOLE_SUM:
-                back[here] += rounding_seconds(large[here], wider, mesh)
+                back[here] += prices.rounding(large[here], wider)
             if bucketed:
-                there[here] -= latency(forward, axis, mesh) if forward in TOGETHER[0] else 0.0
-                back[here] -= latency(backward, axis, mesh) if backward in TOGETHER[1] else 0.0
+                there[here] -= prices.latency(forward, axis) if forward in TOGETHER[0] else 0.0
+                back[here] -= prices.latency(backward, axis) if backward in TOGETHER[1] else 0.0
             if forward in COLLECTIVES:
                 rerun[here] = there[here]
             back[here] *= 1 if bucketed and added_up(forward, backward) else runs
@@ -185,26 +238,4 @@ def added_up(forward: str, backward: str) -> bool:
     return (forward, backward) == ("identity", "all_reduce")
 
 
-def primitive_seconds(primitive: str, large: Ints, small: Ints, axis: int, mesh: Mesh) -> Floats:
-    """A collective by its link; a local primitive by the memory that it moves (slice: part read and written; pad: whole)."""
-    if primitive in COLLECTIVES:
-        return np.asarray(collective_seconds(primitive, large.astype(np.float64), mesh.sizes[axis], mesh.links[axis]))
-    if primitive == "identity":
-        return np.zeros(len(large))
-    assert mesh.device is not None
-    moved = 2 * small if primitive == "slice" else small + large
-    return np.maximum(moved / mesh.device.bandwidth, mesh.device.launch)
-
-
 WHOLE_SUM = "all_reduce"  # what comes back from the other sum is a shard, which is rounded in no time
-
-
-def rounding_seconds(size: Ints, wider: int, mesh: Mesh) -> Floats:
-    """Seconds in which sums are rounded to a dtype so many times narrower, in which they are of this size."""
-    assert mesh.device is not None
-    return np.maximum((1 + wider) * size / mesh.device.bandwidth, mesh.device.launch)
-
-
-def latency(kind: str, axis: int, mesh: Mesh) -> float:
-    """Seconds of a collective that sends nothing."""
-    return float(collective_seconds(kind, 0.0, mesh.sizes[axis], mesh.links[axis]))

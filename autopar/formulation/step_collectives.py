@@ -14,10 +14,10 @@ from itertools import repeat
 import torch
 
 from autopar.analysis.analysis import Analysis
-from autopar.cost_models.collectives import seconds as collective_seconds
+from autopar.formulation.prices import Prices
 from autopar.ir.conversion import COLLECTIVES, SUMS, Conversion, arrival
 from autopar.ir.layout import Layout, local_shape
-from autopar.ir.mesh import Bytes, Mesh, Seconds
+from autopar.ir.mesh import Bytes, Seconds
 from autopar.ir.program import Op, Value
 from autopar.memory.recompute_closure import reruns
 from autopar.operators import OpSharding
@@ -42,19 +42,19 @@ class Message:
     seconds: Seconds
 
 
-def messages(analysis: Analysis, chosen: Assignment, mesh: Mesh) -> Iterator[Message]:
+def messages(analysis: Analysis, chosen: Assignment, prices: Prices) -> Iterator[Message]:
     """Every collective of one step, forward and backward."""
     rerun = reruns(analysis, chosen)
-    yield from _between(analysis, chosen, mesh, rerun)
-    yield from _own(analysis, chosen, mesh, rerun)
+    for _, message in conversion_messages(analysis, chosen, prices, rerun):
+        yield message
+    for _, message in (*op_messages(analysis, chosen, prices, rerun), *input_messages(analysis, chosen, prices)):
+        yield message
 
 
-def between(analysis: Analysis, chosen: Assignment, mesh: Mesh) -> Iterator[Message]:
-    """Those of conversions, which no candidate pays."""
-    return _between(analysis, chosen, mesh, reruns(analysis, chosen))
-
-
-def _between(analysis: Analysis, chosen: Assignment, mesh: Mesh, rerun: RecomputeChoice) -> Iterator[Message]:
+def conversion_messages(
+    analysis: Analysis, chosen: Assignment, prices: Prices, rerun: RecomputeChoice
+) -> Iterator[tuple[tuple[str, Conversion], Message]]:
+    """The collectives of conversions, each with the first conversion that it serves; no candidate pays for these."""
     runs = analysis.program.runs
     alone = [
         Bucket(level=0, steps=((name, step),))
@@ -74,23 +74,29 @@ def _between(analysis: Analysis, chosen: Assignment, mesh: Mesh, rerun: Recomput
         ):
             together = [steps] if kind in kinds and steps else [[one] for one in steps]
             for sent in together if kind in COLLECTIVES else ():
-                message = _message(analysis, mesh, kind, where, sent, gradient=gradient)
-                yield from repeat(message, 1 if once else runs)
+                message = _message(analysis, prices, kind, where, sent, gradient=gradient)
+                yield from repeat((sent[0], message), 1 if once else runs)
 
 
-def _own(analysis: Analysis, chosen: Assignment, mesh: Mesh, rerun: RecomputeChoice) -> Iterator[Message]:
-    """Those for which candidates pay: of ops in a distributed form, and of the gradients of inputs."""
+def op_messages(
+    analysis: Analysis, chosen: Assignment, prices: Prices, rerun: RecomputeChoice
+) -> Iterator[tuple[str, Message]]:
+    """The collectives inside ops in a distributed form, each with its op, whose candidate pays for it."""
     program = analysis.program
     for op in program.ops:
         candidate = chosen.ops[op.name]
         differentiated = any(result.name in analysis.backward for result in op.results)
         passes = [("forward", False), *[("backward", False)] * differentiated, *[("backward", True)] * (op.name in rerun.ops)]
         for where, recompute in passes:
-            for message in inside(op, analysis.fits[op.name], candidate, program.values, mesh, where, recompute=recompute):
-                yield from repeat(message, program.runs)
-    for value in program.inputs:
-        for message in returns(analysis, value, chosen.given[value.name], mesh):
-            yield from repeat(message, program.runs)
+            for message in inside(op, analysis.fits[op.name], candidate, program.values, prices, where, recompute=recompute):
+                yield from repeat((op.name, message), program.runs)
+
+
+def input_messages(analysis: Analysis, chosen: Assignment, prices: Prices) -> Iterator[tuple[str, Message]]:
+    """The collectives that make the gradients of inputs whole again, each with its input, whose candidate pays for it."""
+    for value in analysis.program.inputs:
+        for message in returns(analysis, value, chosen.given[value.name], prices):
+            yield from repeat((value.name, message), analysis.program.runs)
 
 
 def inside(
@@ -98,7 +104,7 @@ def inside(
     fitted: OpSharding | None,
     candidate: Candidate,
     values: Mapping[str, Value],
-    mesh: Mesh,
+    prices: Prices,
     where: str,
     *,
     recompute: bool = False,
@@ -109,26 +115,27 @@ def inside(
     if own is None or fitted is None:
         return
     axis, form = own
-    operands = [local_shape(values[name].shape, x, mesh.sizes) for name, x in zip(op.operands, candidate.operands, strict=True)]
-    results = [local_shape(r.shape, x, mesh.sizes) for r, x in zip(op.results, candidate.results, strict=True)]
+    sizes = prices.mesh.sizes
+    operands = [local_shape(values[name].shape, x, sizes) for name, x in zip(op.operands, candidate.operands, strict=True)]
+    results = [local_shape(r.shape, x, sizes) for r, x in zip(op.results, candidate.results, strict=True)]
     call, dtype = Call.of(op), values[op.operands[0]].dtype
-    local = Local(fitted=fitted, operands=operands, results=results, parts=parts_of(fitted, candidate, mesh.sizes))
+    local = Local(fitted=fitted, operands=operands, results=results, parts=parts_of(fitted, candidate, sizes))
     for sent in form.forward if where == "forward" or recompute else form.backward:
         size = sent.elements(call, local) * max(dtype.itemsize, torch.float32.itemsize if sent.wide else 1)
-        seconds = float(collective_seconds(sent.kind, float(size), mesh.sizes[axis], mesh.links[axis]))
+        seconds = prices.collective(sent.kind, size, axis)
         message = Message(values=(op.results[0].name,), axis=axis, kind=sent.kind, where=where, bytes=size, seconds=seconds)
-        yield from repeat(message, sent.times(call, local, mesh.sizes[axis]))
+        yield from repeat(message, sent.times(call, local, sizes[axis]))
 
 
-def returns(analysis: Analysis, value: Value, layout: Layout, mesh: Mesh) -> Iterator[Message]:
+def returns(analysis: Analysis, value: Value, layout: Layout, prices: Prices) -> Iterator[Message]:
     """The collectives that make the gradient of an input whole again in one run, if the user wants one and takes it split."""
     if value.name in analysis.backward:
         for step in arrival(layout):
-            yield _message(analysis, mesh, step.primitives[1], "backward", [(value.name, step)])
+            yield _message(analysis, prices, step.primitives[1], "backward", [(value.name, step)])
 
 
 def _message(
-    analysis: Analysis, mesh: Mesh, kind: str, where: str, sent: Sequence[tuple[str, Conversion]], *, gradient: bool = True
+    analysis: Analysis, prices: Prices, kind: str, where: str, sent: Sequence[tuple[str, Conversion]], *, gradient: bool = True
 ) -> Message:
     names, steps = zip(*sent, strict=True)
     axis = steps[0].axis
@@ -136,8 +143,8 @@ def _message(
     sums = analysis.summed if gradient and kind in SUMS else {}
     dtypes = [sums.get(value.name, value.dtype) for value in values]
     size = sum(
-        step.collective_bytes(value.shape, dtype.itemsize, mesh.sizes)
+        step.collective_bytes(value.shape, dtype.itemsize, prices.mesh.sizes)
         for value, dtype, step in zip(values, dtypes, steps, strict=True)
     )
-    seconds = float(collective_seconds(kind, float(size), mesh.sizes[axis], mesh.links[axis]))
+    seconds = prices.collective(kind, size, axis)
     return Message(values=names, axis=axis, kind=kind, where=where, bytes=size, seconds=seconds)

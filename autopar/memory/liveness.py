@@ -18,6 +18,7 @@ lengthens the life of that: its *home*.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,7 @@ class Liveness:
         self.gradients = Gradients(program, analysis.sizes, self.saved, analysis.backward, self.bytes)
         self._bytes: dict[Node, Bytes] = {}
         self._own: dict[tuple[str, Candidate], Workspace] = {}
+        self._last: _Step | None = None  # the walk of an assignment is asked for its peak, its moment, its schedule
 
     def walk(self, chosen: Assignment) -> Floats:
         """The most bytes alive at every moment of the step."""
@@ -85,7 +87,16 @@ class Liveness:
 
     def lives(self, chosen: Assignment) -> list[LiveRange]:
         """Everything that takes memory at some moment."""
-        return list(_Step(self, chosen).lives())
+        return self._step(chosen).all
+
+    def schedule(self, chosen: Assignment) -> Schedule:
+        """When a step does what."""
+        return self._step(chosen).schedule
+
+    def _step(self, chosen: Assignment) -> _Step:
+        if self._last is None or self._last.chosen is not chosen:
+            self._last = _Step(self, chosen)
+        return self._last
 
     def bytes(self, node: Node) -> Bytes:
         """The size of one rank's part."""
@@ -136,6 +147,11 @@ class _Step:
         self.remaking = Rematerialization(of.program, of.saved, chosen, self.schedule, self.home, of.copied)
         for home, until in list(self.remaking.holds(self._last)):
             self._last[home] = max(self._last[home], until)
+
+    @functools.cached_property
+    def all(self) -> list[LiveRange]:
+        """Everything that takes memory at some moment."""
+        return list(self.lives())
 
     def lives(self) -> Iterator[LiveRange]:
         """See `Liveness.lives`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from autopar.cost_models.cost_model import CATALOG, CostModel
 from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.mesh import Bytes, Device
 from autopar.plan.plan import Plan
@@ -17,7 +18,7 @@ PLENTY: Bytes = 1 << 60  # a budget that never binds
 class Options:
     """What the user may ask of a plan; `budget` is bytes per device, a text like "80GB", or None for 90% of the device.
 
-    `microbatches` is their number in a step, or "auto".
+    `microbatches` is their number in a step, or "auto"; `cost_model` prices the step, by default from the catalog.
     """
 
     device: str | Device | None = None
@@ -32,6 +33,7 @@ class Options:
     microbatches: int | str = 1
     offload: bool = True
     dynamic: Mapping[str, DimSizes | Dynamic] = field(default_factory=dict)
+    cost_model: CostModel = CATALOG
 
     def text(self) -> dict[str, str]:
         """The options as a plan keeps them; what was left to default is empty."""
@@ -45,6 +47,7 @@ class Options:
             "constraints": "; ".join(f"{name}: {layout}" for name, layout in self.constraints.items()),
             "microbatches": "" if self.microbatches == 1 else str(self.microbatches),
             **({} if self.offload else {"offload": "no"}),
+            **({"cost_model": self.cost_model.name} if self.cost_model.name != CATALOG.name else {}),
         }
 
     def under(self, plan: Plan | None) -> Options:

@@ -14,18 +14,18 @@ from autopar.cost_models import optimizers
 from autopar.cost_models.optimizers import Optimizer
 from autopar.errors import AutoparError, BudgetError, ConstraintError
 from autopar.formulation.budget_loop import smallest, within
-from autopar.formulation.cost_breakdown import conversions
 from autopar.formulation.formulate import PlanningProblem, assignment, formulate
 from autopar.formulation.memory_model import MemoryModel
-from autopar.formulation.step_collectives import between
+from autopar.formulation.step_time import step_time
 from autopar.ir.mesh import Bytes, Mesh, Seconds
 from autopar.ir.program import Output, Program
+from autopar.memory.schedule import Schedule
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.plan.text import size_text
 from autopar.planning.model_checks import useless_axes
 from autopar.search_space.strategies import constrained, strategy_constraints
-from autopar.solver.problem import Solution, away_price, local_price
+from autopar.solver.problem import Solution
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
 SMALLEST = "smallest"  # what a BudgetError calls the smallest budget that works
@@ -87,22 +87,17 @@ def cheaper(best: Optimized, analysis: Analysis, mesh: Mesh, options: Options, s
 
     Raises ConstraintError if the other form cannot run as is asked for.
     """
-    memory_model, seconds = _ledger(analysis, mesh, best.optimizer, options), step_time(best.formulated, best.solution)
+    memory_model, seconds = _ledger(analysis, mesh, best.optimizer, options), solution_time(best.formulated, best.solution)
     limit, cutoff = parse_bytes(options.budget, mesh), (1 - settings.padding_gain) * seconds
     found = within(memory_model.formulated, memory_model, limit, cutoff=cutoff, settings=settings.near_relaxation())
-    if found is None or step_time(memory_model.formulated, found) >= seconds:
+    if found is None or solution_time(memory_model.formulated, found) >= seconds:
         return best
     return replace(best, memory_model=memory_model, solution=found)
 
 
-def step_time(formulated: PlanningProblem, solution: Solution) -> Seconds:
-    """Seconds of a step: the solver's price with the messages of conversions as they are sent, where it may miss a few."""
-    analysis, chosen, mesh = formulated.analysis, assignment(formulated, solution), formulated.mesh
-    sent = sum(message.seconds for message in between(analysis, chosen, mesh))
-    own = local_price(formulated.problem, solution.picks, solution.recompute) + away_price(
-        formulated.problem, solution.recompute
-    )
-    return own + conversions(analysis, chosen, mesh) + sent
+def solution_time(formulated: PlanningProblem, solution: Solution) -> Seconds:
+    """Seconds of the step that a solution stands for, with its messages as they are sent."""
+    return step_time(Schedule(formulated.program, assignment(formulated, solution)), formulated.step_prices)
 
 
 def sharded(program: Program, outputs: str | None) -> Callable[[Output], bool]:
@@ -124,7 +119,10 @@ def _ledger(analysis: Analysis, mesh: Mesh, optimizer: Optimizer, options: Optio
     if options.strategy != "replicate":
         useless_axes(analysis, mesh)
     outputs = sharded(analysis.program, options.outputs)
-    return MemoryModel(formulate(analysis, mesh, optimizer, strategy_constraints=wanted, sharded_outputs=outputs), optimizer)
+    formulated = formulate(
+        analysis, mesh, optimizer, cost_model=options.cost_model, strategy_constraints=wanted, sharded_outputs=outputs
+    )
+    return MemoryModel(formulated, optimizer)
 
 
 def _impossible(memory_model: MemoryModel, limit: Bytes, options: Options, settings: SearchSettings) -> AutoparError:
@@ -157,12 +155,12 @@ def _with_free_layouts(best: Optimized, limit: Bytes, settings: SearchSettings) 
     if free is None:
         return best
     other = formulated.only(free)
-    cutoff = step_time(formulated, solution)
+    cutoff = solution_time(formulated, solution)
     found = within(other, MemoryModel(other, best.optimizer), limit, cutoff=cutoff, settings=settings)
     if found is None:
         return best
     found = replace(found, picks=free.picks, bound=min(solution.bound, found.seconds), status="feasible")
-    return min(best, replace(best, solution=found), key=lambda one: step_time(one.formulated, one.solution))
+    return min(best, replace(best, solution=found), key=lambda one: solution_time(one.formulated, one.solution))
 
 
 def _best_named(
@@ -175,13 +173,13 @@ def _best_named(
             memory_model = _ledger(analysis, best.formulated.mesh, best.optimizer, replace(options, strategy=strategy))
         except ConstraintError:
             continue
-        seconds = step_time(best.formulated, best.solution)
+        seconds = solution_time(best.formulated, best.solution)
         found = within(memory_model.formulated, memory_model, limit, cutoff=seconds, settings=settings)
-        if found is not None and step_time(memory_model.formulated, found) < seconds:
+        if found is not None and solution_time(memory_model.formulated, found) < seconds:
             best = replace(
                 best, memory_model=memory_model, solution=replace(found, bound=min(bound, found.seconds), status="feasible")
             )
     return best
 
 
-__all__ = ["Optimized", "analysed", "cheaper", "sharded", "solved", "step_time"]
+__all__ = ["Optimized", "analysed", "cheaper", "sharded", "solution_time", "solved"]

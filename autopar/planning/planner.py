@@ -17,7 +17,9 @@ from autopar.cost_models import catalog
 from autopar.cost_models.links import connect
 from autopar.formulation.cost_breakdown import account
 from autopar.formulation.formulate import assignment
-from autopar.formulation.step_collectives import Message, messages
+from autopar.formulation.prices import Prices
+from autopar.formulation.step_collectives import messages
+from autopar.formulation.step_time import step_events
 from autopar.ir.dynamic_dims import InputDim, Size, declared
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
@@ -144,11 +146,11 @@ def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None
     program, mesh, analysis = formulated.program, formulated.mesh, formulated.analysis
     chosen = chosen or assignment(formulated, solution)
     choices, layouts, routes, recompute = describe(program, chosen, analysis.fits, mesh.sizes)
-    sent = list(messages(analysis, chosen, mesh))
+    prices = formulated.step_prices
+    events = step_events(found.memory_model.liveness.schedule(chosen), prices)
     said = "90% of the device's memory" if options.budget is None else "asked for"
     limit = CostParameter(of=BUDGET, name="memory", value=parse_bytes(options.budget, mesh), unit="B", source=said)
-    breakdown = account(found.memory_model, chosen, found.optimizer, limit)
-    seconds = breakdown.local + sum(message.seconds for message in sent)
+    seconds = sum(event.seconds for event in events)
     return Plan(
         hash=program.hash,
         axes=mesh.axes,
@@ -161,25 +163,23 @@ def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None
         gap=max(0.0, seconds - solution.bound) / seconds if seconds else 0.0,
         step_time=seconds,
         peak_memory=round(float(found.memory_model.liveness.walk(chosen).max())),
-        collectives=tuple(_collective(message, mesh) for message in sent),
+        collectives=tuple(collectives_of(analysis, chosen, prices.prices)),
         choices=choices,
         layouts=layouts,
         routes=routes,
         recompute=recompute,
         once=chosen.once,
         padded=paddings(program),
-        breakdown=breakdown,
+        breakdown=account(found.memory_model, chosen, events, limit),
     )
 
 
-def collectives_of(analysis: Analysis, chosen: Assignment, mesh: Mesh) -> Iterator[Collective]:
-    """Every collective of one step, forward and backward; the weights of a bundle travel in one."""
-    return (_collective(message, mesh) for message in messages(analysis, chosen, mesh))
-
-
-def _collective(message: Message, mesh: Mesh) -> Collective:
-    name, *more = message.values
-    return Collective(
-        value=name, more=tuple(more), axis=mesh.axes[message.axis], kind=message.kind, bytes=message.bytes,
-        where=message.where, seconds=message.seconds,
-    )  # fmt: skip
+def collectives_of(analysis: Analysis, chosen: Assignment, prices: Prices) -> Iterator[Collective]:
+    """Every collective of one step, forward and backward; the weights of a bucket travel in one."""
+    for message in messages(analysis, chosen, prices):
+        name, *more = message.values
+        axis = prices.mesh.axes[message.axis]
+        yield Collective(
+            value=name, more=tuple(more), axis=axis, kind=message.kind, bytes=message.bytes, where=message.where,
+            seconds=message.seconds,
+        )  # fmt: skip

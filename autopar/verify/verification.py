@@ -21,6 +21,7 @@ from autopar.analysis.analysis import analyse
 from autopar.capture import Captured, Signature
 from autopar.codegen import ModuleState, OutputLayout, ParallelModule, emit
 from autopar.errors import InputError
+from autopar.formulation.prices import Prices
 from autopar.ir.dynamic_dims import declared, describe_sizes, dim_sizes, numbers
 from autopar.ir.layout import I
 from autopar.ir.mesh import Mesh
@@ -196,7 +197,7 @@ def compare(
 def _expected(program: Program, plan: Plan, mesh: Mesh) -> Iterable[Collective]:
     """The plan's list, for the promoted program on CPUs, where some operators save other things."""
     analysis = replace(analyse(program, mesh), cpu=True)
-    return collectives_of(analysis, resolve(plan, program, analysis.fits), mesh)
+    return collectives_of(analysis, resolve(plan, program, analysis.fits), Prices(mesh=mesh))
 
 
 Answer = tuple[dict[tuple[str, str], float], list[Issued]]

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  (an operator)
 
+from autopar.formulation.prices import Prices
 from autopar.formulation.step_collectives import inside
 from autopar.ir.program import Op, Value
 from autopar.operators import RULES, OpSharding, fit
@@ -88,7 +89,7 @@ def sent(op: Op, fitted: OpSharding, values: dict[str, Value], trial: Trial) -> 
         forms.append(("D", which, [*own.values()][-1]) if own else ("S", which, stride))
     candidate = Candidate(forms=tuple(forms), operands=tuple(operands), results=tuple(results))
     on = planning.mesh(trial.sizes, planning.NVLINK)
-    said = (one for where in ("forward", "backward") for one in inside(op, fitted, candidate, values, on, where))
+    said = (one for where in ("forward", "backward") for one in inside(op, fitted, candidate, values, Prices(mesh=on), where))
     return Counter((one.kind, one.where, one.bytes) for one in said)
 
 

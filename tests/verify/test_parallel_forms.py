@@ -14,6 +14,7 @@ from torch import nn
 import autopar
 from autopar.analysis.analysis import analyse
 from autopar.explain.phrases import runs
+from autopar.formulation.prices import Prices
 from autopar.ir.mesh import Mesh
 from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
@@ -556,7 +557,9 @@ def test_what_sends_inside_can_be_made_again_and_sends_again(pool: WorkerPool, n
     plan = replace(plan, recompute={f"between:{name}#0": ("run",)})
     program = read_program(model, x).program
     analysis = analyse(program, on)
-    sent = Counter(c.where for c in collectives_of(analysis, resolve(plan, program, analysis.fits), on) if name in c.value)
+    sent = Counter(
+        c.where for c in collectives_of(analysis, resolve(plan, program, analysis.fits), Prices(mesh=on)) if name in c.value
+    )
     forward, backward = SENT[name](8, 256, 2)
     assert sent == {"forward": len(forward), "backward": len(forward) + len(backward)}
     report = verify(model, x, on, plan, Options(), pool)
