@@ -42,8 +42,8 @@ LOOSE = 6  # modules outside of folders, at most: beyond these the root is a lis
 KNOWN_IN = {
     "torch.fx": ("capture/", "codegen/", "api"),  # the api names the type that it returns
     "torch.distributed": ("runtime/", "parallelize"),  # a mesh that the user made is told by its type
-    "pulp": ("solver/integer_program",),
-    "highspy": ("solver/integer_program", "solver/highs"),
+    "pulp": ("solver/",),
+    "highspy": ("solver/",),
     "pytest": ("explain/plan_cost",),
     "time": ("runtime/", "planning/planner"),  # no clock decides a plan; the planner says how long its phases took
 }

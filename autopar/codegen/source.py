@@ -36,7 +36,7 @@ class CodeGraph(fx.Graph):
         """The code as fx writes it, with our functions under their own names, imports, comments and short lines."""
         code = super().python_code(root_module, **options)
         code.globals = {self._short(name, held): held for name, held in code.globals.items()}
-        lines = [self._renamed(line, code.globals) for line in code.src.strip("\n").splitlines()]
+        lines = self._renamed(code.src.strip("\n"), code.globals).splitlines()
         body = [short for line in self._commented(lines) for part in _split_deletion(line) for short in _wrapped(part)]
         code.src = "\n".join([*_imports(code.globals, "\n".join(body)), "", "", *body]).rstrip() + "\n"
         return code
@@ -46,14 +46,14 @@ class CodeGraph(fx.Graph):
         own = getattr(held, "__name__", name)
         return own if _ours(held) and all(node.name != own for node in self.nodes) else name
 
-    def _renamed(self, line: str, known: Mapping[str, object]) -> str:
-        """A line with fx's long names of our functions (module and name, joined by underscores) made short."""
+    def _renamed(self, source: str, known: Mapping[str, object]) -> str:
+        """The source with fx's long names of our functions (module and name, joined by underscores) made short."""
 
         def short(match: re.Match[str]) -> str:
             return match[2] if match[2] in known else match[0]
 
         modules = "|".join(sorted({held.__module__.replace(".", "_") for held in known.values() if _ours(held)}))
-        return re.sub(rf"\b({modules})_(\w+)(?=\()", short, line) if modules else line
+        return re.sub(rf"\b({modules})_(\w+)(?=\()", short, source) if modules else source
 
     def _commented(self, lines: list[str]) -> list[str]:
         """The lines with each section's name before its first line."""

@@ -30,7 +30,7 @@ OF_TARGET = ("mesh", "device", "budget", "strategy", "optimizer", "constraint", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CheckedCost:
     """What a plan cost before and what it costs now; `error` says why there is no plan now."""
 
     name: str
@@ -111,7 +111,7 @@ def _one(path: Path, target: str, planned: Callable[[], Plan], tolerance: float,
         raise UsageError(f"{path} holds {len(old)} baselines, which name their targets", fix="leave out TARGET")
     plan = planned()
     new = Baseline(target=seen_from(target, path.parent), summary=Summary.of(plan))
-    outcomes = [Outcome(name=str(new), old=was.summary, new=new.summary, tolerance=tolerance) for was in old]
+    outcomes = [CheckedCost(name=str(new), old=was.summary, new=new.summary, tolerance=tolerance) for was in old]
     for outcome in outcomes:
         print("\n".join(outcome.lines()))
     if not update:
@@ -135,7 +135,7 @@ def _all(path: Path, tolerance: float, *, update: bool) -> int:
         asked = baseline.summary.options
         key = found_from(baseline.target, file.parent), asked.get("precision", ""), asked.get("reduce", "")
         targets[key].append(place)
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, CheckedCost] = {}
     for (target, precision, reduce), places in targets.items():
         found = _outcomes(target, precision, reduce, [held[place][1] for place in places], tolerance)
         for place, outcome in zip(places, found, strict=True):
@@ -146,7 +146,9 @@ def _all(path: Path, tolerance: float, *, update: bool) -> int:
     return _verdict([outcome.status for outcome in outcomes.values()], update=update)
 
 
-def _outcomes(target: str, precision: str, reduce: str, baselines: Sequence[Baseline], tolerance: float) -> Iterator[Outcome]:
+def _outcomes(
+    target: str, precision: str, reduce: str, baselines: Sequence[Baseline], tolerance: float
+) -> Iterator[CheckedCost]:
     """The baselines of one target compared with what its plans cost now."""
     program: Program | AutoparError
     try:
@@ -154,7 +156,7 @@ def _outcomes(target: str, precision: str, reduce: str, baselines: Sequence[Base
     except AutoparError as error:
         program = error
     for baseline in baselines:
-        outcome = Outcome(name=str(baseline), old=baseline.summary, tolerance=tolerance)
+        outcome = CheckedCost(name=str(baseline), old=baseline.summary, tolerance=tolerance)
         try:
             yield replace(outcome, new=_summary(program, baseline))
         except AutoparError as error:
@@ -168,7 +170,7 @@ def _summary(program: Program | AutoparError, baseline: Baseline) -> Summary:
     return Summary.of(plan_program(program, connected_mesh(mesh, baseline.options), baseline.options))
 
 
-def _update(held: Sequence[tuple[Path, Baseline]], outcomes: Mapping[int, Outcome]) -> None:
+def _update(held: Sequence[tuple[Path, Baseline]], outcomes: Mapping[int, CheckedCost]) -> None:
     """Write the files of which a baseline differs from today's plan."""
     files: dict[Path, list[int]] = defaultdict(list)
     for place, (file, _) in enumerate(held):

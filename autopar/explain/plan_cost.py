@@ -13,7 +13,7 @@ from torch import nn
 from autopar.api import plan
 from autopar.errors import AutoparError
 from autopar.explain.baseline import Baseline, BaselineError, read, write
-from autopar.explain.check import BETTER, TOLERANCE, WORSE, Outcome
+from autopar.explain.check import BETTER, TOLERANCE, WORSE, CheckedCost
 from autopar.explain.summary import Summary
 from autopar.plan.plan import Plan
 
@@ -65,7 +65,7 @@ class PlanCost:
             pytest.fail("\n".join([*outcome.lines(), f"if this change is intended: {UPDATE}"]), pytrace=False)
         return made
 
-    def _compared(self, made: Plan, name: str, tolerance: float) -> Outcome | None:
+    def _compared(self, made: Plan, name: str, tolerance: float) -> CheckedCost | None:
         """The plan compared with its baseline; None if the baseline is written instead."""
         path, new = self.folder / f"{name}.json", Summary.of(made)
         if name in self.seen:
@@ -80,7 +80,7 @@ class PlanCost:
         found = read(path)
         if len(found) != 1:
             raise BaselineError(f"{path} holds {len(found)} baselines, but a test compares with one", fix=UPDATE)
-        outcome = Outcome(name=name, old=found[0].summary, new=new, tolerance=tolerance)
+        outcome = CheckedCost(name=name, old=found[0].summary, new=new, tolerance=tolerance)
         if outcome.status == BETTER:
             self.tell("\n".join([*outcome.lines(), f"        {UPDATE} keeps the improvement"]))
         return outcome

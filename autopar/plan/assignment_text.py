@@ -160,6 +160,7 @@ class _Reader:
 
     def __init__(self, plan: Plan, program: Program) -> None:
         self.plan, self.program = plan, program
+        self._layouts: dict[tuple[tuple[int, ...], str], Layout] = {}  # many values have the same shape and layout
 
     def candidate(self, op: Op, fitted: OpSharding | None) -> Candidate:
         forms = tuple(_form(entry, fitted) for entry in _entries(self.plan.choices[op.name]))
@@ -168,8 +169,10 @@ class _Reader:
         return candidate(op, fitted, self.program.values, forms)
 
     def layout(self, name: str, shape: tuple[int, ...], line: str) -> Layout:
-        states = parse(line, shape, self.plan.sizes, name)
-        return tuple(state or I for state in states)
+        if (shape, line) not in self._layouts:
+            states = parse(line, shape, self.plan.sizes, name)
+            self._layouts[shape, line] = tuple(state or I for state in states)
+        return self._layouts[shape, line]
 
     def stored(self, name: str, shape: tuple[int, ...], line: str) -> Layout:
         """The layout of what is given or returned: I and S."""

@@ -105,7 +105,7 @@ class WorkerPool:
 
     def _run(self, function: str, payload: object, ranks: int | None, timeout: float, keep: bool) -> list[object]:
         ranks = self.world if ranks is None else ranks
-        self._start()
+        self._start(ranks)
         self._number += 1
         with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
             file = str(Path(folder, "payload"))
@@ -137,11 +137,11 @@ class WorkerPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         self.close()
 
-    def _start(self) -> None:
-        """Fork a worker for every rank without one."""
+    def _start(self, ranks: int) -> None:
+        """Fork the workers of ranks 0 .. `ranks`-1 that are missing."""
         if self._root is None:
             self._root = self._accept()
-        missing = [rank for rank in range(self.world) if rank not in self._workers]
+        missing = [rank for rank in range(ranks) if rank not in self._workers]
         for rank in missing:
             self._root.send(rank)
         for _ in missing:
