@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -54,12 +55,11 @@ def fitted(
     Raises Misfit where pattern and shapes contradict each other.
     """
     known = {name: _listed(argument, name) for name in pattern.arguments}
-    words = (word for tensor in tensors for dim in tensor.term.dims for word in dim.words if word.size)
-    sizes = {**sizes, **{word.name: math.prod(known[word.size]) for word in words}}
-    whole = list(_without_lacking(tensors))
-    named = _NamedDims.of(whole, known)
-    written = [(tensor, list(zip(_written(tensor, named), tensor.shape, strict=True))) for tensor in whole]
-    return _sharding(str(pattern), written, _solved(written, sizes), asks=asks, random=random)
+    sizes = {**sizes, **{word.name: math.prod(known[word.size]) for word in pattern.words if word.size}}
+    tensors = list(_without_lacking(tensors)) if pattern.lacks else tensors
+    named = _NamedDims.of(tensors, known) if known else None
+    written = [(tensor, list(zip(_written(tensor, named), tensor.shape, strict=True))) for tensor in tensors]
+    return _sharding(pattern.text, written, _solved(written, sizes), asks=asks, random=random)
 
 
 def _listed(argument: Callable[[str], tuple[int, ...] | None], name: str) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def _without_lacking(tensors: Sequence[TensorTerm]) -> Iterator[TensorTerm]:
         if tensor.side == "operand":
             asked |= {_name(dim) for dim in dims if dim.optional}
             there |= {_name(dim) for dim in kept if dim.optional}
-        yield replace(tensor, term=replace(tensor.term, dims=kept))
+        yield tensor if kept == tensor.term.dims else replace(tensor, term=replace(tensor.term, dims=kept))
 
 
 def _name(dim: Dim) -> str:
@@ -133,18 +133,24 @@ def _written(tensor: TensorTerm, named: _NamedDims | None) -> Iterator[DimWords]
     """The words of every dim, with `...` written out."""
     dims = tensor.term.dims
     open_ = [i for i, dim in enumerate(dims) if dim.open]
-    if tensor.free < 0 or (tensor.free and not open_):
+    free = len(tensor.shape) - len(dims) + len(open_)
+    if free < 0 or (free and not open_):
         raise Misfit(f'"{tensor.term}" names {len(dims) - len(open_)} dims, a tensor has {len(tensor.shape)}')
     first, last = (open_[0], open_[-1] + 1) if open_ else (len(dims), len(dims))
     yield from (dim.words for dim in dims[:first])
     if open_ and dims[first].words[0].name == ALL_ALONE:
-        yield from (ALONE_DIM for _ in range(tensor.free))
+        yield from (ALONE_DIM for _ in range(free))
     elif open_ and named is not None:
         yield from ((word,) for word in named.words(tensor))
     elif open_:
         whole = dims[first].words[0].whole
-        yield from ((Word(f"{ANY}{right}", whole),) for right in reversed(range(tensor.free)))
+        yield from ((_numbered(right, whole),) for right in reversed(range(free)))
     yield from (dim.words for dim in dims[last:])
+
+
+@functools.cache
+def _numbered(right: int, whole: bool) -> Word:
+    return Word(f"{ANY}{right}", whole)
 
 
 Written = Sequence[tuple[TensorTerm, Sequence[tuple[DimWords, int]]]]

@@ -90,21 +90,35 @@ class Term:
         return f"{'+' if self.added else ''}{' '.join(map(str, self.dims)) or '()'}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """A parsed rule; prints as it was written."""
+    """A parsed rule; prints as it was written. It is fitted to many calls: what they all ask is found once."""
 
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
 
-    @property
+    @functools.cached_property
+    def words(self) -> tuple[Word, ...]:
+        """All words of all tensors."""
+        return tuple(word for term in (*self.operands, *self.results) for dim in term.dims for word in dim.words)
+
+    @functools.cached_property
     def arguments(self) -> tuple[str, ...]:
         """The static arguments that it reads."""
-        words = (word for term in (*self.operands, *self.results) for dim in term.dims for word in dim.words)
-        return tuple(dict.fromkeys(word.at or word.size for word in words if word.at or word.size))
+        return tuple(dict.fromkeys(word.at or word.size for word in self.words if word.at or word.size))
+
+    @functools.cached_property
+    def lacks(self) -> bool:
+        """Whether a tensor may lack a dim."""
+        return any(dim.optional and not dim.open for term in (*self.operands, *self.results) for dim in term.dims)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The pattern as text."""
+        return f"{', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}".lstrip()
 
     def __str__(self) -> str:
-        return f"{', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}".lstrip()
+        return self.text
 
 
 @functools.lru_cache(maxsize=4096)

@@ -105,7 +105,7 @@ def scatter(call: Call) -> OpSharding:
 
 
 def scatter_add(call: Call) -> OpSharding:
-    """The dim stays whole in what is added to, and may be split in what is added; other dims go together where all are equal."""
+    """The dim stays whole in what is added to, may be split in what is added; other dims go together where all are equal."""
     index, source, dim = call.shape("index"), call.shape("src"), call.number("dim")
     return scattered(call, "n" if index and index[dim] == source[dim] else "_")
 
