@@ -87,9 +87,17 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=4, n_embd=128, n_head=8, vocab_size=256, n_positions=LENGTH, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+        n_layer=4,
+        n_embd=128,
+        n_head=8,
+        vocab_size=256,
+        n_positions=LENGTH,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # transformers warns that it cannot tell this from the name of the class
     return model

@@ -36,8 +36,13 @@ def qwen3() -> Built:
 def mixtral() -> Built:
     """Four experts, two for each token, and a loss that balances them; one operator takes all tokens, sorted by expert."""
     config = transformers.MixtralConfig(
-        **BLOCKS, **WORDS, **GROUPED, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
-    )  # fmt: skip
+        **BLOCKS,
+        **WORDS,
+        **GROUPED,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+    )
     model, sample = transformers.MixtralForCausalLM(config), words()
     return model, sample
 
@@ -58,10 +63,22 @@ def roberta() -> Built:
 def whisper() -> Built:
     """Convolutions over a spectrogram, an encoder, a decoder that writes words."""
     config = transformers.WhisperConfig(
-        vocab_size=VOCABULARY, num_mel_bins=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=8,
-        decoder_attention_heads=8, encoder_ffn_dim=64, decoder_ffn_dim=64, d_model=32, max_source_positions=16,
-        max_target_positions=32, pad_token_id=0, bos_token_id=0, eos_token_id=0, decoder_start_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        num_mel_bins=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=8,
+        decoder_attention_heads=8,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        d_model=32,
+        max_source_positions=16,
+        max_target_positions=32,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+        decoder_start_token_id=0,
+    )
     sample = {"input_features": torch.randn(BATCH, 16, 32), "labels": words()["labels"]}
     return transformers.WhisperForConditionalGeneration(config), sample
 
@@ -69,19 +86,43 @@ def whisper() -> Built:
 def mamba2() -> Built:
     """No attention: states that decay along the words, chunk by chunk, and short convolutions."""
     config = transformers.Mamba2Config(
-        vocab_size=VOCABULARY, hidden_size=32, state_size=8, num_hidden_layers=2, num_heads=8, head_dim=8, n_groups=2,
-        chunk_size=8, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        state_size=8,
+        num_hidden_layers=2,
+        num_heads=8,
+        head_dim=8,
+        n_groups=2,
+        chunk_size=8,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
     return transformers.Mamba2ForCausalLM(config), words()
 
 
 def deepseek() -> Built:
     """Keys and values out of a narrow latent, experts chosen by group, and one that all tokens share."""
     config = transformers.DeepseekV3Config(
-        **BLOCKS, **WORDS, num_key_value_heads=8, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
-        moe_intermediate_size=16, n_shared_experts=1, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
-        v_head_dim=8, first_k_dense_replace=1, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        **BLOCKS,
+        **WORDS,
+        num_key_value_heads=8,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=16,
+        n_shared_experts=1,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
     return transformers.DeepseekV3ForCausalLM(config), words()
 
 
@@ -91,7 +132,7 @@ def clip() -> Built:
         text_config={**BLOCKS, **WORDS, "projection_dim": 16, "bos_token_id": 0, "eos_token_id": 63, "pad_token_id": 1},
         vision_config={**BLOCKS, "image_size": 32, "patch_size": 8, "projection_dim": 16},
         projection_dim=16,
-    )  # fmt: skip
+    )
     tokens = words()["input_ids"].clamp(max=VOCABULARY - 2)
     tokens[torch.arange(BATCH), torch.tensor(LENGTHS) - 1] = VOCABULARY - 1  # the end of each text
     sample = {"input_ids": tokens, "attention_mask": mask(), "pixel_values": images(32, LABELS)["pixel_values"]}
@@ -101,8 +142,12 @@ def clip() -> Built:
 def resnet() -> Built:
     """Convolutions and batch norms, two stages of bottlenecks."""
     config = transformers.ResNetConfig(
-        embedding_size=16, hidden_sizes=[32, 64], depths=[1, 2], num_labels=LABELS, layer_type="bottleneck",
-    )  # fmt: skip
+        embedding_size=16,
+        hidden_sizes=[32, 64],
+        depths=[1, 2],
+        num_labels=LABELS,
+        layer_type="bottleneck",
+    )
     return transformers.ResNetForImageClassification(config), images(32, LABELS)
 
 
@@ -189,10 +234,27 @@ def lstm() -> Built:
 MODELS: dict[str, Callable[[], Built]] = {
     one.__name__: one
     for one in (
-        gpt2, llama, mistral, qwen3, opt, bert, roberta, t5, vit, clip, whisper, mixtral, mixtral_batched, deepseek, mamba2,
-        resnet, unet, lstm, recommender,
+        gpt2,
+        llama,
+        mistral,
+        qwen3,
+        opt,
+        bert,
+        roberta,
+        t5,
+        vit,
+        clip,
+        whisper,
+        mixtral,
+        mixtral_batched,
+        deepseek,
+        mamba2,
+        resnet,
+        unet,
+        lstm,
+        recommender,
     )
-}  # fmt: skip
+}
 
 
 def make(name: str) -> Built:

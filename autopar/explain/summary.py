@@ -80,10 +80,18 @@ class Summary:
         )
         stored = {name: layout for name, layout in plan.layouts.items() if ":" not in name or name.startswith(OUTPUT)}
         return Summary(
-            hash=plan.hash, axes=plan.axes, sizes=plan.sizes, links=plan.links, device=plan.device, options=plan.options,
-            step_time=plan.step_time, peak_memory=plan.peak_memory, collectives=sent, stored=stored,
+            hash=plan.hash,
+            axes=plan.axes,
+            sizes=plan.sizes,
+            links=plan.links,
+            device=plan.device,
+            options=plan.options,
+            step_time=plan.step_time,
+            peak_memory=plan.peak_memory,
+            collectives=sent,
+            stored=stored,
             runs={op: ", ".join(words) for op, words in plan.breakdown.runs.items()},
-        )  # fmt: skip
+        )
 
     def to_data(self) -> dict[str, object]:
         """The summary as JSON has it."""
@@ -97,19 +105,28 @@ class Summary:
         """The summary that JSON data denote; raises what indexing and converting raise where they do not denote one."""
         found: Any = data
         return Summary(
-            hash=str(found["hash"]), device=str(found["device"]), axes=tuple(map(str, found["axes"])),
-            sizes=tuple(map(int, found["sizes"])), links=tuple(map(str, found["links"])),
+            hash=str(found["hash"]),
+            device=str(found["device"]),
+            axes=tuple(map(str, found["axes"])),
+            sizes=tuple(map(int, found["sizes"])),
+            links=tuple(map(str, found["links"])),
             options={str(name): str(text) for name, text in found["options"].items()},
-            step_time=float(found["step_time"]), peak_memory=int(found["peak_memory"]),
+            step_time=float(found["step_time"]),
+            peak_memory=int(found["peak_memory"]),
             collectives=tuple(
                 CommunicationTotal(
-                    kind=str(entry["kind"]), axis=str(entry["axis"]), where=str(entry["pass"]), number=int(entry["number"]),
-                    bytes=int(entry["bytes"]), seconds=float(entry["seconds"]),
+                    kind=str(entry["kind"]),
+                    axis=str(entry["axis"]),
+                    where=str(entry["pass"]),
+                    number=int(entry["number"]),
+                    bytes=int(entry["bytes"]),
+                    seconds=float(entry["seconds"]),
                 )
                 for entry in found["collectives"]
             ),
-            stored=unfold(found["stored"]), runs=unfold(found["runs"]),
-        )  # fmt: skip
+            stored=unfold(found["stored"]),
+            runs=unfold(found["runs"]),
+        )
 
 
 def fold(entries: Mapping[str, str]) -> dict[str, str]:

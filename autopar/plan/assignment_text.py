@@ -93,8 +93,9 @@ def paddings(program: Program) -> dict[str, str]:
     returned = {output.value for output in program.outputs}
     return {
         name: f"{shape_text(true)} -> {shape_text(program.values[name].shape)}"
-        for name, true in program.padded if name not in returned
-    }  # fmt: skip
+        for name, true in program.padded
+        if name not in returned
+    }
 
 
 def as_planned(plan: Plan, program: Program) -> Program:

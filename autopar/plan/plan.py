@@ -113,19 +113,27 @@ class Plan:
             ]
             known = {f.name for f in fields(Collective)}
             return Plan(
-                axes=tuple(map(str, mesh["axes"])), sizes=tuple(map(int, mesh["sizes"])), links=tuple(map(str, mesh["links"])),
-                hash=str(data["hash"]), device=str(data["device"]), status=str(data["status"]), gap=float(data["gap"]),
-                step_time=float(data["step_time"]), peak_memory=int(data["peak_memory"]),
-                options={str(k): str(v) for k, v in data["options"].items()}, microbatches=int(data["microbatches"]),
+                axes=tuple(map(str, mesh["axes"])),
+                sizes=tuple(map(int, mesh["sizes"])),
+                links=tuple(map(str, mesh["links"])),
+                hash=str(data["hash"]),
+                device=str(data["device"]),
+                status=str(data["status"]),
+                gap=float(data["gap"]),
+                step_time=float(data["step_time"]),
+                peak_memory=int(data["peak_memory"]),
+                options={str(k): str(v) for k, v in data["options"].items()},
+                microbatches=int(data["microbatches"]),
                 choices={str(k): str(v) for k, v in data["choices"].items()},
                 layouts={str(k): str(v) for k, v in data["layouts"].items()},
                 routes={str(k): tuple(map(str, v)) for k, v in data["routes"].items()},
                 recompute={str(k): tuple(map(str, v)) for k, v in data["recompute"].items()},
                 padded={str(k): str(v) for k, v in data["padded"].items()},
                 collectives=tuple(Collective(**{k: v for k, v in entry.items() if k in known}) for entry in entries),
-                breakdown=CostBreakdown.of(data["breakdown"]), once=bool(data["once"]),
+                breakdown=CostBreakdown.of(data["breakdown"]),
+                once=bool(data["once"]),
                 dynamic=tuple(Size.of(entry) for entry in data["dynamic"]),
-            )  # fmt: skip
+            )
         except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"{name} is damaged", error=f"{type(error).__name__}: {error}", fix=fix) from error
 

@@ -73,8 +73,14 @@ def encoded(x: torch.Tensor) -> torch.Tensor:
 
 
 CHECKS = (
-    refused, refused_with_a_reason_more, refused_for_one_of_two_reasons, asserted, checked_by_the_library, looked_at, encoded,
-)  # fmt: skip
+    refused,
+    refused_with_a_reason_more,
+    refused_for_one_of_two_reasons,
+    asserted,
+    checked_by_the_library,
+    looked_at,
+    encoded,
+)
 
 
 @pytest.mark.parametrize("body", CHECKS)

@@ -102,9 +102,17 @@ def complex_part(y: torch.Tensor) -> torch.Tensor:
 
 
 WRITES = (
-    through_a_slice, through_views_of_views, through_splits, shift_right, before_and_after, other_dtype, diagonal,
-    whole_diagonal, into_another, complex_part,
-)  # fmt: skip
+    through_a_slice,
+    through_views_of_views,
+    through_splits,
+    shift_right,
+    before_and_after,
+    other_dtype,
+    diagonal,
+    whole_diagonal,
+    into_another,
+    complex_part,
+)
 
 
 @pytest.mark.parametrize("body", WRITES)

@@ -86,8 +86,10 @@ def test_a_gathered_weight_is_priced_for_two_gathers_and_a_scatter() -> None:
         gather, scatter = (collective_seconds(kind, float(size), 8, on.links[0]) for kind in ("all_gather", "reduce_scatter"))
         own = planning.of(plan, parameter.value.name)
         assert Counter((c.kind, c.where) for c in own) == {
-            ("all_gather", "forward"): 1, ("all_gather", "backward"): 1, ("reduce_scatter", "backward"): 1
-        }  # fmt: skip
+            ("all_gather", "forward"): 1,
+            ("all_gather", "backward"): 1,
+            ("reduce_scatter", "backward"): 1,
+        }
         assert sum(c.seconds for c in own) == pytest.approx(2 * gather + scatter)
         assert {c.bytes for c in own} == {size}
 

@@ -67,9 +67,18 @@ def test_in_less_memory_than_checkpoints_of_whole_blocks_less_is_computed_again(
     """Both measured: bytes of live tensors at the peak of a step, and its operations."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_layer=4, n_embd=128, n_head=4, vocab_size=128, n_positions=128, bos_token_id=0, eos_token_id=0, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+        n_layer=4,
+        n_embd=128,
+        n_head=4,
+        vocab_size=128,
+        n_positions=128,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     model, tokens = transformers.GPT2LMHeadModel(config), torch.randint(0, 128, (16, 128))
     model.loss_type, batch = "ForCausalLM", {"input_ids": tokens, "labels": tokens}
     wrapped = copy.deepcopy(model)

@@ -25,10 +25,18 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 LINE = (1e-4, 8e-9)
 LINK = measured_link(2, dict.fromkeys(KINDS, LINE), "made up")
 DEVICE = Device(
-    name="cpu, 2 processes measured", flops={"float32": 1e10}, memory=1 << 30, bandwidth=1e10, launch=1e-6, inner="gloo",
-    outer="gloo", per_node=2, source="made up", rates={"aten.linear.default": (2e9, 1e9), "optimizer.adamw": (1e9, 0.0)},
+    name="cpu, 2 processes measured",
+    flops={"float32": 1e10},
+    memory=1 << 30,
+    bandwidth=1e10,
+    launch=1e-6,
+    inner="gloo",
+    outer="gloo",
+    per_node=2,
+    source="made up",
+    rates={"aten.linear.default": (2e9, 1e9), "optimizer.adamw": (1e9, 0.0)},
     links={2: LINK},
-)  # fmt: skip
+)
 
 
 def linear() -> tuple[Op, dict[str, Value]]:
@@ -36,9 +44,7 @@ def linear() -> tuple[Op, dict[str, Value]]:
         return Value(name=name, shape=shape, dtype=torch.float32, requires_grad=True)
 
     operands = {v.name: v for v in (value("x", 64, 32), value("w", 16, 32))}
-    op = Op(
-        name=":linear#0", target="aten.linear.default", args=(Ref("x"), Ref("w")), results=(value("y", 64, 16),)
-    )  # fmt: skip
+    op = Op(name=":linear#0", target="aten.linear.default", args=(Ref("x"), Ref("w")), results=(value("y", 64, 16),))
     return op, operands
 
 

@@ -40,8 +40,13 @@ def explained(**options: object) -> Explanation:
 
 
 NAMES = (
-    "lm_head", "transformer.wte.weight", f"{LAYER}.mlp.c_fc", f"{LAYER}.attn", f"{LAYER}.mlp.c_fc.weight", f"{LAYER}:add#0",
-)  # fmt: skip
+    "lm_head",
+    "transformer.wte.weight",
+    f"{LAYER}.mlp.c_fc",
+    f"{LAYER}.attn",
+    f"{LAYER}.mlp.c_fc.weight",
+    f"{LAYER}:add#0",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

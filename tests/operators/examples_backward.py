@@ -82,7 +82,13 @@ TABLE: dict[str, list[Example]] = {
     ],
     "aten.max_pool3d_with_indices_backward.default": [
         ex(
-            t(2, 4, 3, 2, 4), SPACE, (2, 2, 2), (2, 2, 2), (0, 0, 0), (1, 1, 1), False,
+            t(2, 4, 3, 2, 4),
+            SPACE,
+            (2, 2, 2),
+            (2, 2, 2),
+            (0, 0, 0),
+            (1, 1, 1),
+            False,
             places(2, 4, 3, 2, 4, high=192, dims=3),
         )
     ],
@@ -103,4 +109,4 @@ TABLE: dict[str, list[Example]] = {
     ],
     "aten.select_backward.default": [ex(t(4, 6), (4, 10, 6), 1, 3)],
     "aten.slice_backward.default": [ex(t(4, 3, 6), (4, 10, 6), 1, 0, 9, 3)],
-}  # fmt: skip
+}

@@ -38,9 +38,12 @@ Change = tuple[str, ParallelForm, Ranks]  # in words, the form, and what runs it
 STATES = {"R": "I", "I": "R", "P": "I"}
 # Forms whose ranks use their index, beside communicating.
 PLACED = (
-    "vocab_parallel_embedding", "vocab_parallel_cross_entropy", "vocab_parallel_nll_loss", "query_parallel_attention",
+    "vocab_parallel_embedding",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_nll_loss",
+    "query_parallel_attention",
     "grouped_query_attention",
-)  # fmt: skip
+)
 # Wrong sizes abort the process: in kernels, or in what gloo receives.
 TRUSTING = ("query_parallel_attention", "ring_attention", "expert_parallel_grouped_mm")
 CALLS = EXAMPLES | {"transformers.grouped_mm_fallback.default": [ex(t(12, 5), t(4, 5, 6), Ends((4,), torch.int64, 12))]}

@@ -97,10 +97,14 @@ def test_forms_that_are_made_wrong_are_caught() -> None:
     """A third of what `sabotage_forms` tries, in a process of its own: a kernel may trust the sizes that it is given."""
     root = Path(__file__).parents[2]
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.operators.sabotage_forms", "--every", "3"], cwd=root,
+        [sys.executable, "-m", "tests.operators.sabotage_forms", "--every", "3"],
+        cwd=root,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     *lines, last = ran.stdout.splitlines()
     assert last == f"all {len(lines)} were caught"

@@ -47,9 +47,13 @@ WRONG = [
     ("aten.amax.default", "a b -> a", "", ex(t(4, 6), (1,))),  # a maximum is no sum
     ("aten.mean.dim", "a b -> a", "", ex(t(4, 6), (1,))),  # a sum of means
     ("aten.embedding.default", "v h, ... -> ... h", "", ex(t(6, 4), ints(10, high=6))),  # a row may lie elsewhere
-    ("aten.scaled_dot_product_attention.default", "... q d!, ... k! d!, ... k! e!, ... q k! -> ... q e!", "",
-     ex(t(2, 4, 6, 3), t(2, 4, 6, 3), t(2, 4, 6, 3), None, 0.0, True)),  # causal: rows know their place
-]  # fmt: skip
+    (
+        "aten.scaled_dot_product_attention.default",
+        "... q d!, ... k! d!, ... k! e!, ... q k! -> ... q e!",
+        "",
+        ex(t(2, 4, 6, 3), t(2, 4, 6, 3), t(2, 4, 6, 3), None, 0.0, True),
+    ),  # causal: rows know their place
+]
 
 
 @pytest.mark.parametrize("target, text, linear, example", WRONG, ids=[target for target, *_ in WRONG])

@@ -274,7 +274,7 @@ def picks(draw: DrawFn) -> Call:
         ("aten.index_add.default", ex(t(*shape), dim, ints(equal[at], high=size), t(*equal))),
         ("aten.embedding.default", ex(t(size, draw(SIZES)), ints(*index, high=size))),
         ("aten.embedding.default", ex(t(size, draw(SIZES)), ints(*index, high=size), draw(st.integers(0, size - 1)))),
-    ]  # fmt: skip
+    ]
     return draw(st.sampled_from(calls))
 
 

@@ -109,7 +109,7 @@ def test_an_unreadable_rule_says_where_and_why(text: str, why: str, place: str) 
 
 
 MISFITS = [
-    ("a b, a -> a b", 'names 2 dims, a tensor has 3'),
+    ("a b, a -> a b", "names 2 dims, a tensor has 3"),
     ("... k, k -> ... k", '"k" names 1 dims, a tensor has 2'),
     ("a b k, n k -> a b n", "(k) has size 10, but 6 elsewhere"),
     ("a b k -> a b k", "it names 1 operands, the op has 2"),
@@ -118,7 +118,7 @@ MISFITS = [
     ("a b (k l), n m -> a b (k l)", "the sizes of the factors of (k l) are unknown"),
     ("... @dim ..., _... -> ...", "the op has no argument 'dim'"),
     ("[a] b, k n -> [a] b n", '"[a] b" names 2 dims, a tensor has 3'),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("text, why", MISFITS)
@@ -154,12 +154,20 @@ WRITTEN_OUT = [
     (LINEAR, "... k, [n] k, +[n] -> ... [n]", ex(t(4, 6), t(10, 6)), "...0 k, n k -> ...0 n"),
     ("aten.mse_loss.default", "..., ... -> [...]", ex(t(4, 6), t(4, 6), 2), "...1 ...0, ...1 ...0 -> ()"),
     # sizes by arguments, dims that are not read
-    ("aten.pixel_shuffle.default", "... (c r=upscale_factor! s=upscale_factor!) y x -> ... c (y r!) (x s!)", ex(t(8, 3, 5), 2),
-     "(c r! s!) y x -> c (y r!) (x s!)"),
-    ("aten.im2col.default", "... c _ _ -> ... (c k=kernel_size!) _", ex(t(2, 6, 6), (2, 3), (1, 1), (0, 0), (1, 1)),
-     "c _ _ -> (c k!) _"),
+    (
+        "aten.pixel_shuffle.default",
+        "... (c r=upscale_factor! s=upscale_factor!) y x -> ... c (y r!) (x s!)",
+        ex(t(8, 3, 5), 2),
+        "(c r! s!) y x -> c (y r!) (x s!)",
+    ),
+    (
+        "aten.im2col.default",
+        "... c _ _ -> ... (c k=kernel_size!) _",
+        ex(t(2, 6, 6), (2, 3), (1, 1), (0, 0), (1, 1)),
+        "c _ _ -> (c k!) _",
+    ),
     ("aten.new_zeros.default", "_... -> ...", ex(t(3, 2), (4,)), "_ _ -> ...0"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("target, text, example, fitted", WRITTEN_OUT)

@@ -25,9 +25,13 @@ def test_every_rule_that_is_made_wrong_is_caught() -> None:
     root = Path(__file__).parent.parent.parent
     ran = subprocess.run(
         [sys.executable, "-m", "tests.operators.sabotage", "--seed", "0", "--count", "20"],
-        cwd=root, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.endswith("20 of 20 were caught\n")
     assert [kind for kind in KINDS if kind not in ran.stdout] == []

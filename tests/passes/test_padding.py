@@ -125,12 +125,13 @@ PADDED = {
     "a mixture of words": (lambda: Words(mixed), tokens, {"table.weight": (104, 8)}),
     **{
         f"a width with {between.__name__}": (
-            lambda between=between: Wide(between), rows,
+            lambda between=between: Wide(between),
+            rows,
             {"rise.weight": (32, 8), "rise.bias": (32,), "gate.weight": (32, 8), "fall.weight": (8, 32)},
         )
         for between in (F.gelu, F.silu, torch.sigmoid, torch.relu)
     },
-}  # fmt: skip
+}
 ATTENTION = ":scaled_dot_product_attention#0"
 SPLIT = {
     "three projections": (lambda: Heads(), (4, 8, 6, 5)),

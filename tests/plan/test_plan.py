@@ -107,9 +107,26 @@ def test_the_json_has_the_fields_that_others_may_rely_on(tmp_path: Path) -> None
     assert Plan.load(tmp_path / "plan.json") == made
     data = json.loads((tmp_path / "plan.json").read_text())
     assert set(data) == {
-        "version", "hash", "mesh", "device", "options", "status", "gap", "step_time", "peak_memory", "once",
-        "choices", "layouts", "routes", "recompute", "padded", "collectives", "breakdown", "microbatches", "dynamic",
-    }  # fmt: skip
+        "version",
+        "hash",
+        "mesh",
+        "device",
+        "options",
+        "status",
+        "gap",
+        "step_time",
+        "peak_memory",
+        "once",
+        "choices",
+        "layouts",
+        "routes",
+        "recompute",
+        "padded",
+        "collectives",
+        "breakdown",
+        "microbatches",
+        "dynamic",
+    }
     assert data["mesh"] == {"axes": ["axis0", "axis1"], "sizes": [2, 2], "links": ["nvlink4", "nvlink4"]}
     assert data["hash"] == captured("gpt2").program.hash
     assert data["layouts"]["transformer.wte.weight"] == "I, I"

@@ -43,9 +43,17 @@ def gpt2(words: int = WORDS, *, width: int = WIDTH, heads: int = 4, dropout: flo
     """GPT-2 with a vocabulary that no mesh divides, which its head shares; some targets are ignored."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_layer=1, n_embd=width, n_head=heads, vocab_size=words, n_positions=LENGTH, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
-    )  # fmt: skip
+        n_layer=1,
+        n_embd=width,
+        n_head=heads,
+        vocab_size=words,
+        n_positions=LENGTH,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+    )
     model = transformers.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"
     tokens = torch.randint(words, (ROWS, LENGTH))
@@ -273,8 +281,9 @@ def test_heads_of_one_fused_projection_are_padded_and_split_over_ranks_that_do_n
 
 
 VARYING: dict[str, tuple[Callable[[], Built], dict[str, str]]] = {
-    **MODELS, "heads": (heads, {":scaled_dot_product_attention": "S(1)"}),
-}  # fmt: skip
+    **MODELS,
+    "heads": (heads, {":scaled_dot_product_attention": "S(1)"}),
+}
 
 
 def twice(sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -34,9 +34,16 @@ ROUNDING = 2**-8  # of one bfloat16
 SIZES = (2, 4)
 TIGHT = "tight"  # auto, with nine tenths of the memory that it would take
 CASES = [
-    ("gpt2", "auto"), ("gpt2", TIGHT), ("llama", "megatron"), ("llama", 3), ("bert", 5), ("vit", "fsdp"), ("vit", "zero2"),
-    ("cnn", 1), ("cnn", "ddp"),
-]  # fmt: skip
+    ("gpt2", "auto"),
+    ("gpt2", TIGHT),
+    ("llama", "megatron"),
+    ("llama", 3),
+    ("bert", 5),
+    ("vit", "fsdp"),
+    ("vit", "zero2"),
+    ("cnn", 1),
+    ("cnn", "ddp"),
+]
 
 
 @functools.cache
@@ -128,9 +135,15 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 SAVED = ("c_attn.weight", "c_proj.weight", "c_fc.weight", "wte.weight")  # by the products; of biases autograd keeps nothing
 OWN = [
-    ("gpt2", "fsdp", None), ("gpt2", "fsdp", "bf16"), ("gpt2", "ddp", "bf16"), ("gpt2", "zero2", None),
-    ("gpt2", TIGHT, None), ("llama", "megatron", None), ("vit", 2, None), ("llama", 7, None),
-]  # fmt: skip
+    ("gpt2", "fsdp", None),
+    ("gpt2", "fsdp", "bf16"),
+    ("gpt2", "ddp", "bf16"),
+    ("gpt2", "zero2", None),
+    ("gpt2", TIGHT, None),
+    ("llama", "megatron", None),
+    ("vit", 2, None),
+    ("llama", 7, None),
+]
 
 
 @pytest.mark.parametrize("name, how, reduce", OWN)

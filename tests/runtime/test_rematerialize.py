@@ -70,8 +70,11 @@ def test_ops_run_once_more_and_give_the_same_gradients() -> None:
     assert all(map(torch.equal, found, expected))
     extra = counts.counts - expected_counts.counts
     assert {name: extra[name] for name in ("mm", "gelu", "native_layer_norm", "_softmax")} == {
-        "mm": 4, "gelu": 4, "native_layer_norm": 4, "_softmax": 4,
-    }  # fmt: skip
+        "mm": 4,
+        "gelu": 4,
+        "native_layer_norm": 4,
+        "_softmax": 4,
+    }
 
 
 def test_nothing_but_the_first_operand_is_alive_between_forward_and_backward() -> None:

@@ -200,9 +200,14 @@ def test_a_row_of_the_first_members_never_says_more_than_they_take(seed: int) ->
 
 def test_what_is_only_shared_lies_in_one_memory() -> None:
     edge = replace(
-        random_problem(1).edges[0], nodes=4, source=np.array([0, 1, 2]), target=np.array([1, 2, 3]),
-        seconds=np.zeros(3), conditional_costs=(), free=np.array([True, False, True]),
-    )  # fmt: skip
+        random_problem(1).edges[0],
+        nodes=4,
+        source=np.array([0, 1, 2]),
+        target=np.array([1, 2, 3]),
+        seconds=np.zeros(3),
+        conditional_costs=(),
+        free=np.array([True, False, True]),
+    )
     found = homes(edge)
     assert found[0] == found[1]
     assert found[2] == found[3]

@@ -49,7 +49,7 @@ def gpt2() -> Built:
     """Learned positions, fused query, key and value, tied head."""
     config = transformers.GPT2Config(
         n_layer=2, n_embd=32, n_head=8, vocab_size=VOCABULARY, n_positions=32, bos_token_id=0, eos_token_id=0
-    )  # fmt: skip
+    )
     model = transformers.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # transformers warns that it cannot tell this from the name of the class
     return model, words()
@@ -69,18 +69,33 @@ def bert() -> Built:
 def opt() -> Built:
     """Causal and padded; positions are counted along the mask."""
     config = transformers.OPTConfig(
-        num_hidden_layers=2, hidden_size=32, ffn_dim=64, num_attention_heads=8, **WORDS, word_embed_proj_dim=32,
-        bos_token_id=0, eos_token_id=0, pad_token_id=1,
-    )  # fmt: skip
+        num_hidden_layers=2,
+        hidden_size=32,
+        ffn_dim=64,
+        num_attention_heads=8,
+        **WORDS,
+        word_embed_proj_dim=32,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
     return transformers.OPTForCausalLM(config), words(attention_mask=mask())
 
 
 def t5() -> Built:
     """Encoder and decoder, relative positions, an embedding used three times."""
     config = transformers.T5Config(  # type: ignore[call-arg]
-        num_layers=2, num_decoder_layers=2, d_model=32, d_ff=64, num_heads=8, d_kv=4, vocab_size=VOCABULARY,
-        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
+        num_layers=2,
+        num_decoder_layers=2,
+        d_model=32,
+        d_ff=64,
+        num_heads=8,
+        d_kv=4,
+        vocab_size=VOCABULARY,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
     return transformers.T5ForConditionalGeneration(config), words()
 
 
@@ -96,10 +111,17 @@ class Cnn(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 3, stride=2, groups=2), nn.GELU(), nn.Dropout2d(0.1),
-            nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-        )  # fmt: skip
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, stride=2, groups=2),
+            nn.GELU(),
+            nn.Dropout2d(0.1),
+            nn.Conv2d(32, 32, 3, padding=1, bias=False),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        )
         self.head = nn.Sequential(nn.Dropout(0.5), nn.Linear(32, 8))
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -113,8 +135,14 @@ def cnn() -> Built:
 
 
 MODELS: dict[str, Callable[[], Built]] = {
-    "gpt2": gpt2, "llama": llama, "bert": bert, "opt": opt, "t5": t5, "vit": vit, "cnn": cnn,
-}  # fmt: skip
+    "gpt2": gpt2,
+    "llama": llama,
+    "bert": bert,
+    "opt": opt,
+    "t5": t5,
+    "vit": vit,
+    "cnn": cnn,
+}
 
 
 def make(name: str) -> Built:

@@ -70,10 +70,17 @@ def llama(batch: int, length: int, width: int, depth: int = 2, vocabulary: int =
     """Llama with grouped queries; heads of 64, half as many for keys and values, an inner width of twice the width."""
     heads = max(8, width // 64)
     config = transformers.LlamaConfig(
-        num_hidden_layers=depth, hidden_size=width, intermediate_size=2 * width, num_attention_heads=heads,
-        num_key_value_heads=heads // 2, vocab_size=vocabulary, max_position_embeddings=max(length, 32),
-        tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        num_hidden_layers=depth,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        vocab_size=vocabulary,
+        max_position_embeddings=max(length, 32),
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return _language(transformers.LlamaForCausalLM, config, batch, length, masked=False)
 
 

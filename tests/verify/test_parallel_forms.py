@@ -118,10 +118,16 @@ class Judged(nn.Module):
         return nn.functional.cross_entropy(self.scores(x), target, self.weight, **more).sum()
 
 
-@pytest.mark.parametrize("reduction, smoothing, weighed, hard, sums", [
-    ("sum", 0.0, False, True, 2), ("mean", 0.1, False, True, 2), ("none", 0.1, True, True, 3), ("mean", 0.0, True, True, 3),
-    ("mean", 0.1, True, False, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "reduction, smoothing, weighed, hard, sums",
+    [
+        ("sum", 0.0, False, True, 2),
+        ("mean", 0.1, False, True, 2),
+        ("none", 0.1, True, True, 3),
+        ("mean", 0.0, True, True, 3),
+        ("mean", 0.1, True, False, 3),
+    ],
+)
 def test_a_cross_entropy_with_weights_and_smoothing_is_split_over_its_classes(
     pool: WorkerPool, reduction: str, smoothing: float, weighed: bool, hard: bool, sums: int
 ) -> None:
@@ -308,10 +314,16 @@ class Called(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("name, more, expected", [
-    ("special_softmax", (), "softmax"), ("_softmax", (False,), "softmax"), ("_safe_softmax", (), "safe_softmax"),
-    ("special_log_softmax", (), "log_softmax"), ("_log_softmax", (False,), "log_softmax"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, more, expected",
+    [
+        ("special_softmax", (), "softmax"),
+        ("_softmax", (False,), "softmax"),
+        ("_safe_softmax", (), "safe_softmax"),
+        ("special_log_softmax", (), "log_softmax"),
+        ("_log_softmax", (False,), "log_softmax"),
+    ],
+)
 def test_a_distribution_over_a_split_dim_in_any_spelling_sends_the_same(
     pool: WorkerPool, name: str, more: tuple[object, ...], expected: str
 ) -> None:
@@ -417,9 +429,17 @@ def shown(queries: int, length: int, *, truth: bool) -> torch.Tensor:
     return seen if truth else torch.zeros(seen.shape).masked_fill(~seen, -9.0)
 
 
-@pytest.mark.parametrize("queries, truth, tight", [
-    (1, True, False), (1, True, True), (1, False, True), (256, True, False), (256, True, True), (256, False, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "queries, truth, tight",
+    [
+        (1, True, False),
+        (1, True, True),
+        (1, False, True),
+        (256, True, False),
+        (256, True, True),
+        (256, False, False),
+    ],
+)
 def test_attention_with_a_mask_over_a_split_sequence_gives_equal_numbers(
     pool: WorkerPool, queries: int, truth: bool, tight: bool
 ) -> None:
@@ -518,9 +538,17 @@ def mixture() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """One layer of attention and of eight experts, two for each token, which choose unevenly; with a batch."""
     torch.manual_seed(0)
     config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     tokens = torch.randint(64, (8, 16))
     return transformers.MixtralForCausalLM(config), {"input_ids": tokens, "labels": tokens}
 
@@ -536,10 +564,11 @@ def test_experts_are_split_and_tokens_sent_to_them(pool: WorkerPool, ranks: int)
     rows, width, inner = 2 * 8 * 16, 16, 32
     astray = math.ceil(math.sqrt(rows / (2 * math.pi)))
     sizes = {
-        "index#0": ([rows // ranks * width],) * 2, "index#2": ([rows // ranks * width],) * 2,
+        "index#0": ([rows // ranks * width],) * 2,
+        "index#2": ([rows // ranks * width],) * 2,
         "grouped_mm_fallback#0": (own := [astray * width, astray * 2 * inner], [*own, own[0]]),
         "grouped_mm_fallback#1": (own := [astray * inner, astray * width], [*own, own[0]]),
-    }  # fmt: skip
+    }
     for name, passes in sizes.items():
         sent = Counter((c.where, c.kind, c.bytes) for c in planning.of(plan, f"{place}:{name}"))
         expected = zip(("forward", "backward"), passes, strict=True)
