@@ -35,7 +35,7 @@ class LayoutError(AutoparError):
 
 
 class MeshError(AutoparError):
-    """The mesh does not fit the world, or is no mesh at all."""
+    """The mesh does not fit the number of processes, or is not a valid mesh."""
 
 
 class ConstraintError(AutoparError):

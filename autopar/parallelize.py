@@ -104,7 +104,7 @@ class _Source:
 
 
 class _Sized:
-    """The same model at other sizes, under the same plan and over the parameters as they are stored."""
+    """Builds the module for other dynamic sizes, under the same plan and over the same stored parameters."""
 
     def __init__(self, source: _Source, resolved: ResolvedPlan) -> None:
         self.source, self.resizer = source, Respecializer(resolved)
@@ -120,7 +120,7 @@ class _Sized:
 
 
 class _Other:
-    """The same model in the other mode: captured and planned when first needed, over the parameters as they are stored."""
+    """Builds the module for the other of training and evaluation, when first needed, over the same stored parameters."""
 
     def __init__(self, source: _Source, captured: Captured, mesh: Mesh, plan: Plan) -> None:
         self.source, self.captured, self.mesh, self.plan = source, captured, mesh, plan

@@ -48,17 +48,31 @@ KNOWN_IN = {
     "time": ("runtime/", "planning/planner"),  # no clock decides a plan; the planner says how long its phases took
 }
 
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
+DEPENDENT = (
+    "The same ",
+    "Those ",
+    "That of ",
+    "As ",
+    "Like ",
+    "Likewise",
+    "Also ",
+    "Neither ",
+    "Nothing will",
+)  # of another one
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """What the laws ask of a file: its dotted imports and names (torch.fx.Node), its docstring, its public classes."""
+    """What the laws ask of a file: its dotted imports and names (torch.fx.Node), its docstrings, its public types."""
 
     place: str
     room: str
     names: frozenset[str]
     imports: frozenset[str]
     documented: bool
-    classes: tuple[str, ...]
+    types: tuple[str, ...]  # public classes and type aliases
+    docstrings: tuple[str, ...]
 
     def knows(self, library: str) -> bool:
         """Whether it imports a library or names something of it."""
@@ -81,8 +95,17 @@ def parsed(path: Path) -> Module:
         names=imports | {dotted(node) for node in nodes if isinstance(node, ast.Attribute)},
         imports=imports,
         documented=not tree.body or ast.get_docstring(tree) is not None,
-        classes=tuple(node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")),
+        types=tuple(name for node in tree.body for name in public_type(node)),
+        docstrings=tuple(filter(None, (ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED)))),
     )
+
+
+def public_type(node: ast.stmt) -> Iterator[str]:
+    """The name of a public class, or of a type alias: an assignment to a name in CamelCase."""
+    match node:
+        case ast.ClassDef(name=name) | ast.Assign(targets=[ast.Name(id=name)]) if name[0].isupper():
+            if isinstance(node, ast.ClassDef) or not name.isupper():
+                yield name
 
 
 def imported(node: ast.AST) -> Iterator[str]:
@@ -149,10 +172,16 @@ def test_every_module_says_what_it_is() -> None:
     assert [module.place for module in modules() if not module.documented] == []
 
 
-def test_no_two_public_classes_share_a_name() -> None:
+def test_a_docstring_stands_alone() -> None:
+    """Without the one above it: not "The same of ..." or "Those that ..."."""
+    found = [(m.place, text.splitlines()[0]) for m in modules() for text in m.docstrings if text.startswith(DEPENDENT)]
+    assert found == []
+
+
+def test_no_two_public_classes_or_type_aliases_share_a_name() -> None:
     places = defaultdict(list)
     for module in modules():
-        for name in module.classes:
+        for name in module.types:
             places[name].append(module.place)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 

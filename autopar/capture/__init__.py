@@ -1,9 +1,9 @@
 """Capture: an ordinary module becomes a Program, and its call a Signature.
 
-skeleton    a copy without weights, on the meta device
-signature   how it is called and what it returns
-trace       torch.export, with what it would lose watched
-lower       the exported graph as a Program
+meta_copy    a copy without weights, on the meta device
+signature    how the model is called and what it returns
+trace        torch.export, guarded against what it would drop silently
+lower        the exported graph as a Program
 """
 
 from __future__ import annotations
@@ -39,20 +39,25 @@ def capture(
 ) -> Captured:
     """Trace a model in its present mode on a sample of the global batch (a tensor, a tuple of arguments, or a mapping).
 
-    With a `dtype` what is floating has that one in the program, as after `model.to(dtype)`, but not in the signature; `places`
-    are dims of the sample that get another size.
-    Neither model nor sample are changed, moved or computed with. Raises CaptureError, naming the line of the model, for what
-    cannot be captured, and InputError for a sample that does not fit `forward`.
+    Neither model nor sample are changed, moved or computed with.
+
+    Args:
+        dtype: cast floating tensors of the program, as `model.to(dtype)` would; the signature keeps the sample's dtypes.
+        places: replace the sizes of these dims of the sample.
+
+    Raises:
+        CaptureError: something cannot be captured; names the line of the model.
+        InputError: the sample does not fit `forward`.
     """
     call = read_call(model, sample_input).at(places or {})
-    bones = skeleton(model, dtype)
-    held = set(bones.first)
+    copied = skeleton(model, dtype)
+    held = set(copied.first)
     for path, leaf in call.leaves:
         if path in held and isinstance(leaf, torch.Tensor):
             raise CaptureError(
                 f"forward's argument {path} has the name of a parameter or buffer of the model", fix="rename one of them"
             )
     cast = call.to(dtype) if dtype else call
-    traced = trace(bones.module, cast)
-    program, signature = lower(traced, bones, cast), call.signature(traced.returned)
+    traced = trace(copied.module, cast)
+    program, signature = lower(traced, copied, cast), call.signature(traced.returned)
     return Captured(program=program, signature=signature, training=model.training)

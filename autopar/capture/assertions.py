@@ -55,7 +55,7 @@ def _checks(file: str) -> tuple[Check, ...]:
     """The checks in a file: what asserts, and what does nothing but raise."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:  # what was typed, or is no Python
+    except SyntaxError:  # typed interactively, or not Python
         return ()
     return tuple(
         node

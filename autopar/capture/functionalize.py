@@ -1,7 +1,7 @@
-"""Tensors that share memory, told apart by version: how writes in place become values.
+"""Functionalization: in-place writes become values, by versions of shared storages.
 
 A tensor of the traced graph is a handle. Handles that are views of one another share a storage. A write replaces the value of
-the root of the storage and raises its version; a view that is read later finds its version stale and is taken anew.
+the root of the storage and raises its version; a view that is read later finds its version stale and is computed again.
 
     y = x[:, 1:]            y = slice(x, 1, 1)
     y.copy_(z)       ->     x' = slice_scatter(x, z, 1, 1)
@@ -22,7 +22,7 @@ _SAME = ("alias", "detach", "contiguous", "to", "dropout", "view_of", "clone", "
 
 @dataclass(slots=True)
 class Storage:
-    """Memory that one or several tensors lie in; `owner` says whose it is if it is not the graph's own."""
+    """Memory that one or several tensors view; `owner` names the input, parameter or buffer that it belongs to, if any."""
 
     owner: str = ""
     version: int = 0
@@ -30,7 +30,7 @@ class Storage:
 
 @dataclass(slots=True, kw_only=True)
 class View:
-    """How a tensor lies in another one: `target(parent, *rest)`, result number `index` of the results with these shapes."""
+    """How a tensor views another one: result `index` of `target(parent, *rest)`, whose results have these shapes."""
 
     parent: Handle
     target: str
@@ -51,7 +51,7 @@ class Handle:
 
 
 def read(handle: Handle) -> Ref:
-    """The value of a tensor now."""
+    """The present value of a tensor; a stale view is computed again."""
     if handle.seen != handle.storage.version and handle.view is not None:
         handle.ref = handle.view.take(read(handle.view.parent))
         handle.seen = handle.storage.version
@@ -59,7 +59,7 @@ def read(handle: Handle) -> Ref:
 
 
 def write(handle: Handle, new: Ref, emit: Emit, value: Callable[[Ref], Value]) -> None:
-    """Give a tensor a new value, and with it every tensor that shares its memory.
+    """Assign a new value to a tensor, and with it to every tensor that aliases it.
 
     Raises LookupError for a view whose inverse is not known.
     """
@@ -100,7 +100,7 @@ def scatter(view: View, parent: Ref, new: Ref, emit: Emit, value: Callable[[Ref]
 
 
 def _complex(name: str, parent: Ref, new: Ref, rest: tuple[Argument, ...], emit: Emit, rank: int) -> Ref:
-    """A part of a complex tensor written in terms of real ones, since torch does not differentiate the other way.
+    """Write a part of a complex tensor through real views, since torch cannot differentiate the complex scatter.
 
     Their real and imaginary parts stand in a last dim, so that dims that are counted from the end are one further.
     """

@@ -1,4 +1,4 @@
-"""From the exported fx graph to a Program: regions inlined, writes in place made values, `requires_grad` computed."""
+"""Lowering of the exported fx graph to a Program: regions are inlined, in-place writes become values."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from autopar.ir.builder import Builder, Keywords
 from autopar.ir.program import Argument, Output, Parameter, Program, Ref, Value, aten, refs, substitute
 from autopar.ir.shape_inference import Kind
 
-_COUNTER = "num_batches_tracked"  # counts where it stands, as batch_norm itself writes
+_COUNTER = "num_batches_tracked"  # written in place, like the running statistics that batch_norm updates
 Held = Handle | tuple["Held", ...] | Argument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """What surrounds a piece of the graph: whether gradients are on, and the dtype of autocast if it is on."""
+    """The context of a subgraph: whether gradients are enabled, and the dtype of autocast if it is."""
 
     grad: bool = True
     cast: torch.dtype | None = None
 
 
 def lower(traced: Traced, skeleton: MetaCopy, call: ModelCall) -> Program:
-    """The program of an exported model; raises CaptureError for what a program cannot say."""
+    """The program of an exported model; raises CaptureError for what a program cannot express."""
     exported = traced.exported
     for spec in exported.graph_signature.output_specs:
         if spec.kind is not OutputKind.USER_OUTPUT:
@@ -56,7 +56,7 @@ def lower(traced: Traced, skeleton: MetaCopy, call: ModelCall) -> Program:
 
 
 def _given(traced: Traced, skeleton: MetaCopy, call: ModelCall) -> Iterator[Held]:
-    """What the placeholders of the exported graph stand for, in order."""
+    """The values of the exported graph's placeholders, in order."""
     leaves = iter(call.leaves)
     places = [node for node in traced.exported.graph.nodes if node.op == "placeholder"]
     for spec, place in zip(traced.exported.graph_signature.input_specs, places, strict=True):
@@ -69,7 +69,7 @@ def _given(traced: Traced, skeleton: MetaCopy, call: ModelCall) -> Iterator[Held
         if name is None:
             at = next((nodes.source(user) for user in place.users), "")
             fix = "register it as a buffer of the module, so that it can be placed on the devices"
-            raise CaptureError("forward makes a tensor of numbers that the graph cannot hold", at=at, fix=fix)
+            raise CaptureError("forward creates a tensor from numbers that the graph cannot contain", at=at, fix=fix)
         owner = "the parameter " if spec.kind is InputKind.PARAMETER else buffers.OWNER
         yield Handle(ref=Ref(name), storage=Storage(f"{owner}{name}"))
 
@@ -125,7 +125,7 @@ class Lowering:
             region = replace(region, cast=autocast.dtype(statics) if statics[2] else None)
         else:
             fix = "write it without torch.cond, while_loop and the like"
-            raise CaptureError(f"{node.target} holds a graph of its own", at=nodes.source(node), fix=fix)
+            raise CaptureError(f"{node.target} contains a graph of its own", at=nodes.source(node), fix=fix)
         body = node.args[at]
         assert isinstance(body, fx.Node)
         inner = module.get_submodule(str(body.target))
@@ -167,7 +167,7 @@ class Lowering:
     def emit(
         self, node: fx.Node, target: str, args: tuple[Argument, ...], kwargs: Keywords, region: Region
     ) -> tuple[tuple[Ref, ...], bool]:
-        """Append an op at the place of `node`, operands whose gradient ends here detached; its results, and if it is a list."""
+        """Append the op of `node`, detaching operands in a no_grad region; returns its results, and whether they are a list."""
         if region.cast is not None:
             args, kwargs = self.cast(target, args, kwargs, region.cast, node)
         if not region.grad:
@@ -184,11 +184,11 @@ class Lowering:
         return results, isinstance(found, tuple)
 
     def found(self, node: fx.Node, target: str, args: tuple[Argument, ...], kwargs: Keywords) -> Kind | tuple[Kind, ...]:
-        """What the op returns: asked of the op, or of the trace for an op that does not run on meta tensors."""
+        """The kinds of an op's results: from running it on meta tensors, or from the trace if it has no meta kernel."""
         try:
             return self.builder.infer(target, args, kwargs)
         except Exception:
-            if target != str(node.target):  # the trace knows of another op
+            if target != str(node.target):  # the trace has the in-place op
                 raise
             grad = any(self.builder.values[ref.name].requires_grad for ref in refs((*args, *(a for _, a in kwargs))))
             traced = node.meta.get("val")
@@ -197,7 +197,7 @@ class Lowering:
             if isinstance(traced, (list, tuple)) and all(isinstance(tensor, torch.Tensor) for tensor in traced):
                 return tuple(nodes.traced_kind(tensor, grad) for tensor in traced)
             raise CaptureError(
-                f"{target} returns what is no tensor", at=nodes.source(node), fix="leave it out of forward"
+                f"{target} returns something other than tensors", at=nodes.source(node), fix="leave it out of forward"
             ) from None
 
     def cut(self, args: tuple[Argument, ...], kwargs: Keywords, node: fx.Node) -> tuple[tuple[Argument, ...], Keywords]:
@@ -236,7 +236,7 @@ class Lowering:
         return tuple(substitute(a, change) for a in args), tuple((name, substitute(a, change)) for name, a in kwargs)
 
     def mutate(self, node: fx.Node, args: tuple[Held, ...], kwargs: tuple[tuple[str, Held], ...], region: Region) -> Held:
-        """Lower a write in place: compute the new value, and give it to the tensor and all that share its memory.
+        """Lower an in-place write: compute the new value, and assign it to the tensor and everything that aliases it.
 
         A buffer keeps its last value when the program ends.
         """
@@ -281,7 +281,7 @@ class Lowering:
         return place
 
     def result_in_place(self, node: fx.Node, args: tuple[Argument, ...], kwargs: Keywords, region: Region, old: Value) -> Ref:
-        """The value that a write in place leaves behind, in the shape and dtype of the tensor written."""
+        """The value of a tensor after an in-place write, in its shape and dtype."""
         name = aten(str(node.target))
         source = args[1] if len(args) > 1 else None
         match name, source:
@@ -309,7 +309,7 @@ class Lowering:
         return new
 
     def apart(self, program: Program) -> Program:
-        """Beside a scalar that is differentiated, every other output with a gradient becomes a value of its own (an alias)."""
+        """If a scalar is differentiated, alias every other output that has a gradient, so that it is a value of its own."""
         kinds = [self.builder.values[output.value] for output in program.outputs]
         if not any(value.shape == () and value.requires_grad for value in kinds):
             return program
@@ -325,7 +325,7 @@ class Lowering:
 
 
 def _marked(program: Program) -> Program:
-    """The program, its parameters and buffers knowing whether they are used."""
+    """The program with `used` set for its parameters and buffers."""
     used = {name for op in program.ops for name in op.operands} | {output.value for output in program.outputs}
 
     def mark(held: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
@@ -335,7 +335,7 @@ def _marked(program: Program) -> Program:
 
 
 def _leaf(argument: object, env: dict[fx.Node, Held], node: fx.Node) -> Held:
-    """An fx argument in our terms."""
+    """An fx argument as an argument of the program."""
     if isinstance(argument, fx.Node):
         return env.get(argument)
     if isinstance(argument, (list, tuple)):
@@ -352,7 +352,7 @@ def _now(held: Held) -> Argument:
 
 
 def _parent(node: fx.Node, args: tuple[Held, ...]) -> Handle | None:
-    """The first operand if the results lie in its memory."""
+    """The first operand if the results are views of it."""
     first = args[0] if args else None
     source = node.args[0] if node.args else None
     if not isinstance(first, Handle) or not isinstance(source, fx.Node):

@@ -70,7 +70,7 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None) -> MetaCopy:
 
 
 def _forget_caches(hollow: nn.Module) -> None:
-    """Have no model inside return a cache, whatever its configuration says: it is no tensor, and grows as text is written."""
+    """Have no model inside return a cache, whatever its configuration says: it is not a tensor."""
     for module in hollow.modules():
         config = vars(module).get("config")
         if getattr(config, "use_cache", False) is True:

@@ -1,4 +1,4 @@
-"""What the nodes of an exported fx graph say about themselves."""
+"""Properties of the nodes of an exported fx graph."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:
 
 
 def writes_in_place(graph: fx.Graph) -> bool:
-    """Whether any of its ops writes in place."""
+    """Whether any op of a graph writes in place."""
     return any(isinstance(node.target, torch._ops.OpOverload) and writes(node.target) for node in graph.nodes)
 
 
@@ -43,7 +43,7 @@ def writes(target: torch._ops.OpOverload) -> bool:
 
 
 def needed(graph: fx.Graph) -> frozenset[fx.Node]:
-    """The nodes from which results come and that write; not those that only checks of values look at."""
+    """The nodes that results or in-place writes depend on; nodes that only assertions read are not needed."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node in found or node.op == "output" or _acts(node):
@@ -52,14 +52,14 @@ def needed(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 def _acts(node: fx.Node) -> bool:
-    """Whether a node does more than to return its results."""
+    """Whether a node has side effects."""
     if isinstance(node.target, torch._ops.OpOverload):
         return writes(node.target) or str(node.target) == BATCH_NORM
     return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def returning(node: fx.Node) -> str:
-    """The operator that returns what that of a node writes: add.Tensor for add_.Tensor, and for add.out."""
+    """The functional variant of a node's in-place operator: add.Tensor for add_.Tensor, and for add.out."""
     _, name, variant = str(node.target).split(".")
     target = f"aten.{re.sub(r'^__i', '__', name) if name.endswith('__') else name.removesuffix('_')}.{variant}"
     if str(node.target) in _FORMS:
@@ -75,12 +75,12 @@ def returning(node: fx.Node) -> str:
         overload(target)
     except AttributeError:
         fix = f"use the form of {name} that returns its result"
-        raise CaptureError(f"{node.target} has no form without writing", at=source(node), fix=fix) from None
+        raise CaptureError(f"{node.target} has no functional variant", at=source(node), fix=fix) from None
     return target
 
 
 def traced_kind(tensor: torch.Tensor, grad: bool) -> Kind:
-    """What the trace knows of a tensor, some operand of whose op requires grad or none."""
+    """The kind of a traced tensor; `grad` says whether an operand of its op requires grad."""
     differentiable = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     return Kind(tuple(tensor.shape), tensor.dtype, grad and differentiable)
 

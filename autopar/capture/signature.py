@@ -1,4 +1,4 @@
-"""How a model is called and what it returns: flat tensors on our side, the user's structures on theirs.
+"""How a model is called and what it returns: the program has flat tensors, the user has nested structures.
 
 This is the one place that knows pytrees.
 """
@@ -24,7 +24,7 @@ _STATIC = (type(None), bool, int, float, complex, str, torch.dtype, torch.device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A tensor argument: its place among the arguments ("input_ids", "batch.0"), shape and dtype."""
+    """A tensor argument: its path among the arguments ("input_ids", "batch.0"), shape and dtype."""
 
     path: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class ReturnSpec:
 
     @property
     def flat(self) -> ReturnSpec:
-        """The same tensors in a list, which needs no class of the user's."""
+        """A specification of the same tensors in a plain list, without the user's classes."""
         places = tuple(range(len(self.paths)))
         return ReturnSpec(spec=pytree.tree_structure(list(places)), paths=self.paths, leaves=places)
 
@@ -68,7 +68,7 @@ class Signature:
     constants: tuple[tuple[str, Static], ...]
     defaults: tuple[tuple[str, Static], ...]
     returned: ReturnSpec
-    sizes: tuple[Size, ...] = ()  # those that may be other ones than planned
+    sizes: tuple[Size, ...] = ()  # sizes that may differ from the planned ones
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -76,7 +76,7 @@ class Signature:
         return {planned.path: planned.shape for planned in self.tensors}
 
     def numbers(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """What the sizes that may vary are in a call; raises InputError for one that the plan does not allow."""
+        """The values of the dynamic sizes in a call; raises InputError for one that the plan does not allow."""
         return numbers(self.sizes, {p.path: tuple(t.shape) for p, t in zip(self.tensors, tensors, strict=True)})
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
@@ -84,7 +84,7 @@ class Signature:
         given = dict(_leaves(named(self.names, self.rest, args, kwargs)))
         for planned in self.tensors:
             if any(path.startswith(f"{planned.path}.") for path in given):
-                what = f"argument {planned.path} is no tensor but holds others"
+                what = f"argument {planned.path} is not a tensor but a container of tensors"
                 raise InputError(what, planned=planned, fix="give the tensor itself")
         varying = {place for size in self.sizes for place in size.places}
         tensors = [_checked(planned, given.pop(planned.path, None), varying) for planned in self.tensors]
@@ -108,7 +108,7 @@ class Signature:
         return tensors
 
     def rebuild(self, outputs: Sequence[object]) -> object:
-        """What the user's model returns, made of the program's outputs (in order)."""
+        """The return value of the user's model, from the program's outputs in order."""
         return self.returned.rebuild(outputs)
 
     def _text(self) -> str:
@@ -127,7 +127,7 @@ class ModelCall:
     defaults: tuple[tuple[str, Static], ...]
 
     def to(self, dtype: torch.dtype) -> ModelCall:
-        """The same call with its floating tensors in this dtype."""
+        """This call with its floating tensors cast to a dtype."""
 
         def cast(leaf: torch.Tensor) -> torch.Tensor:
             return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad) if leaf.is_floating_point() else leaf
@@ -136,7 +136,7 @@ class ModelCall:
         return replace(self, args=args, kwargs=kwargs, leaves=leaves)
 
     def at(self, places: Mapping[InputDim, int]) -> ModelCall:
-        """The same call with other sizes at some dims of its tensors."""
+        """This call with the sizes of some dims of its tensors replaced."""
         tensors = {path: leaf for path, leaf in self.leaves if isinstance(leaf, torch.Tensor)}
         other: dict[int, torch.Tensor] = {}
         for path, leaf in tensors.items():
@@ -151,7 +151,7 @@ class ModelCall:
         return replace(self, args=args, kwargs=kwargs, leaves=leaves)
 
     def signature(self, returned: ReturnSpec) -> Signature:
-        """The signature of a model that returns this."""
+        """The signature of a model with this call and return value."""
         return Signature(
             names=self.names,
             rest=self.rest,
@@ -196,7 +196,7 @@ def read_call(model: nn.Module, sample_input: object) -> ModelCall:
             raise InputError(f"argument {path} is a {type(leaf).__name__}", fix=fix)
     if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
         raise InputError(
-            f"the sample holds no tensor but {_describe(sample_input)}",
+            f"the sample contains no tensor: it is {_describe(sample_input)}",
             fix="the global batch: a tensor, a tuple of arguments, or a mapping of keywords",
         )
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -211,7 +211,7 @@ def read_call(model: nn.Module, sample_input: object) -> ModelCall:
 
 
 def read_result(result: object) -> tuple[tuple[torch.Tensor, ...], ReturnSpec, tuple[str, ...]]:
-    """The tensors in what a model returned, how to put them back, and the paths of what is left out."""
+    """The tensors in a model's return value, the structure around them, and the paths of leaves that are lost."""
     known(result)
     spec = pytree.tree_structure(result)
     tensors: list[torch.Tensor] = []
@@ -229,7 +229,7 @@ def read_result(result: object) -> tuple[tuple[torch.Tensor, ...], ReturnSpec, t
                 lost.append(path)
     if not tensors:
         raise CaptureError(
-            f"forward returns no tensor but a {type(result).__name__}",
+            f"forward returns a {type(result).__name__} without tensors",
             fix="return tensors, containers or a dataclass of them",
         )
     return tuple(tensors), ReturnSpec(spec=spec, paths=tuple(paths), leaves=tuple(leaves)), tuple(lost)
@@ -247,9 +247,9 @@ def named(names: Sequence[str], rest: str, args: Sequence[object], kwargs: Mappi
 
 
 def known(value: object) -> None:
-    """Have pytrees know the dataclasses in what a model takes or returns: each is its fields.
+    """Register the dataclasses in a model's arguments or return value as pytree nodes.
 
-    One that cannot be made of its fields stays as it is.
+    Dataclasses with fields that their constructor does not take remain leaves.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(value) if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)]
     made_of_fields = [leaf for leaf in leaves if all(one.init for one in dataclasses.fields(leaf))]
@@ -281,7 +281,7 @@ def _leaves(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def _distinct(leaves: Iterable[tuple[str, object]]) -> Iterator[tuple[str, object]]:
-    """The leaves, of those with one path the later ones numbered: {"a.b": x, "a": {"b": y}} has "a.b" and "a.b#1"."""
+    """The leaves with unique paths: repeated ones are numbered, so {"a.b": x, "a": {"b": y}} has "a.b" and "a.b#1"."""
     seen: Counter[str] = Counter()
     for path, leaf in leaves:
         yield f"{path}#{seen[path]}" if seen[path] else path, leaf
@@ -319,7 +319,9 @@ def _checked(planned: TensorSpec, given: object, varying: Set[InputDim]) -> torc
     if given is None:
         raise InputError(f"argument {planned.path} is missing", planned=planned, fix="call the model as it was planned")
     if not isinstance(given, torch.Tensor):
-        raise InputError(f"argument {planned.path} is no tensor", given=_describe(given), planned=planned, fix="give a tensor")
+        raise InputError(
+            f"argument {planned.path} is not a tensor", given=_describe(given), planned=planned, fix="give a tensor"
+        )
     if given.dtype != planned.dtype:
         raise InputError(
             f"argument {planned.path} has another dtype than planned", given=_describe(given), planned=planned, fix="convert it"

@@ -1,4 +1,4 @@
-"""Which line of the user's model is to blame: the innermost frame that is neither torch's nor ours."""
+"""The line of the user's model behind an error: the innermost frame that is neither torch's nor ours."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def _foreign(file: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def from_text(stack: str) -> str:
-    """The place named last in a printed stack trace, as `file.py:12 in forward`; empty if there is none."""
+    """The innermost user frame of a printed stack trace, as `file.py:12 in forward`; empty if there is none."""
     frames = [match.groups() for match in _FRAME.finditer(stack)]
     places = [f"{file}:{line} in {name}" for file, line, name in frames if _foreign(file)]
     return places[-1] if places else ""
 
 
 def from_error(error: BaseException) -> str:
-    """The place where an exception, or the first one that caused it, passed last through the user's code."""
+    """The innermost user frame of an exception or of the exceptions that caused it."""
     for link in reversed(list(chain(error))):
         for frame in reversed(traceback.extract_tb(link.__traceback__)):
             if _foreign(frame.filename):
@@ -37,7 +37,7 @@ def from_error(error: BaseException) -> str:
 
 
 def here() -> str:
-    """The place in the user's code that called us."""
+    """The innermost user frame of the present call."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not _foreign(frame.f_code.co_filename):
         frame = frame.f_back
@@ -45,7 +45,7 @@ def here() -> str:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception, what caused it, what caused that, and so on."""
+    """An exception followed by the chain of its causes."""
     link: BaseException | None = error
     seen: list[BaseException] = []
     while link is not None and link not in seen:

@@ -1,4 +1,4 @@
-"""Running torch.export, and saying in our words why it failed."""
+"""torch.export, with its errors explained in terms of the user's model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SAID = {  # what torch says: what it means, and the way out
         "register it as a buffer, and take x.detach() instead of x.data",
     ),
     "FlexAttention is only supported on": (
-        "flex_attention is no operator that can be planned",
+        "flex_attention is not an operator that can be planned",
         "call scaled_dot_product_attention with a mask",
     ),
 }
@@ -67,7 +67,7 @@ def trace(module: nn.Module, call: ModelCall) -> Traced:
         raise explained(error, type(module).__name__) from error
     returned, lost = found[-1]
     if lost:
-        warnings.warn(f"{type(module).__name__} returns what is no tensor; left out: {', '.join(lost)}", stacklevel=4)
+        warnings.warn(f"{type(module).__name__} returns values that are not tensors; left out: {', '.join(lost)}", stacklevel=4)
     return Traced(exported=exported, returned=returned)
 
 
@@ -88,7 +88,7 @@ def explained(error: Exception, model: str) -> AutoparError:
         return CaptureError(f"the control flow of {model} depends on the values of a tensor", at=at, fix=_BRANCH)
     if unknown := next((found for link in source_location.chain(error) if (found := _NO_FAKE.search(str(link)))), None):
         name = next(filter(None, unknown.groups()))
-        return CaptureError(f"{name} has no fake implementation: what it returns is not known before it runs", at=at, fix=_FAKE)
+        return CaptureError(f"{name} has no fake implementation, so the shapes of its results are unknown", at=at, fix=_FAKE)
     fix = (
         _DEVICE if "FakeTensorDeviceMismatchError" in kinds or "on the same device" in said else "see the error above this one"
     )
@@ -97,7 +97,7 @@ def explained(error: Exception, model: str) -> AutoparError:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps back what torch prints, logs and warns of while it traces; what the model prints appears when it is done."""
+    """Suppress what torch prints, logs and warns of while it traces; what the model prints is shown afterwards."""
     names = ("export._trace", "fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")
     loggers = [logging.getLogger(f"torch.{name}") for name in names]
     levels = [logger.level for logger in loggers]

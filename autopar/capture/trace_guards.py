@@ -1,4 +1,4 @@
-"""What tracing would lose without a word, or stop at: watched while a model is traced.
+"""Guards around tracing: raise an error for what torch.export would drop silently, and help it over what it rejects.
 
 An `autograd.Function` is traced through its forward only, a tensor hook leaves no trace at all, and `torch.tensor([1, 2])` or
 `x[[1, 2]]` on the meta device has no numbers. The first two are refused; the others are made of operators that carry them.
@@ -63,7 +63,7 @@ def _replaced(owner: type | object, name: str, stand_in: object) -> Iterator[Non
 
 def _apply(original: classmethod[Function, ..., object]) -> Callable[..., object]:
     def apply(cls: type[Function], *args: object, **kwargs: object) -> object:
-        if cls.__module__ == "torch.utils.checkpoint":  # the planner decides what is rebuilt: run the block as it is
+        if cls.__module__ == "torch.utils.checkpoint":  # the planner decides what is recomputed: run the block as it is
             run, _preserve, *rest = args
             assert callable(run)
             return run(*rest)
@@ -103,14 +103,14 @@ def _refuse_packing(*_: object, **__: object) -> None:
 
 
 class _Autocast(torch.autocast):
-    """`torch.autocast(x.device.type)` where x is on the meta device: cast as on the CPU, where the graph says what is cast."""
+    """`torch.autocast("meta")`, as `torch.autocast(x.device.type)` becomes while tracing, records the casts of the CPU."""
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__("cpu" if device_type == "meta" else device_type, *args, **kwargs)
 
 
 def _said_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Whether nn.Transformer is told that a mask is causal; what the mask is, the graph shows (`passes.causal_masks`)."""
+    """`is_causal` of nn.Transformer as the caller gave it, without inspecting the mask: `passes.causal_masks` does that."""
     return is_causal is True
 
 
@@ -175,7 +175,7 @@ def _numbers(data: object) -> tuple[tuple[int, ...], list[bool | int | float]] |
 
 
 def _dtype(data: object, numbers: list[bool | int | float]) -> torch.dtype:
-    """What `torch.tensor` makes of them."""
+    """The dtype that `torch.tensor` gives to these numbers."""
     if isinstance(data, (np.ndarray, np.generic)):
         return getattr(torch, data.dtype.name)  # type: ignore[no-any-return]
     if not numbers or any(isinstance(number, float) for number in numbers):

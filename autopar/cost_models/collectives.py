@@ -1,7 +1,7 @@
 """Collectives: the alpha-beta model of R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication
 Operations in MPICH", 2005, for n ranks, messages of latency a, and b bytes in the larger buffer of one rank:
 
-    all_gather      ceil(log2 n) a + b (n - 1)/n / bandwidth      recursive doubling (Bruck where n is no power of two)
+    all_gather      ceil(log2 n) a + b (n - 1)/n / bandwidth      recursive doubling (Bruck where n is not a power of two)
     reduce_scatter  ceil(log2 n) a + b (n - 1)/n / bandwidth      recursive halving
     all_reduce      reduce_scatter + all_gather                   Rabenseifner
     all_to_all      (n - 1) a + b (n - 1)/n / bandwidth           pairwise exchange

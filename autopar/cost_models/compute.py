@@ -168,7 +168,7 @@ class Pricer:
         return self.forward_seconds(operands, results) + self.backward_seconds(operands, results)
 
     def forward_seconds(self, operands: Shapes, results: Shapes) -> Seconds:
-        """Seconds of one forward."""
+        """Seconds of one forward at these local shapes."""
         return self._seconds(self.forward(operands, results), 0)
 
     def backward_seconds(self, operands: Shapes, results: Shapes) -> Seconds:
@@ -186,7 +186,7 @@ class Pricer:
         return work.flops if self.product is not None or self.attention else work.bytes
 
     def forward(self, operands: Shapes, results: Shapes) -> Work:
-        """What the forward does."""
+        """Operations, bytes and kernels of one forward."""
         if self.free:
             return Work()
         read = sum(math.prod(s) * size for s, size in zip(operands, self.operands, strict=True))
@@ -197,7 +197,7 @@ class Pricer:
         return Work(flops=self.flops(operands, results), bytes=read + written + inside, kernels=1)
 
     def flops(self, operands: Shapes, results: Shapes) -> int:
-        """Operations of one forward."""
+        """Floating-point operations of one forward."""
         if self.product is not None:
             return self.product.flops(operands, results)
         if self.attention:
@@ -213,7 +213,7 @@ class Pricer:
         return max(math.prod(shape) for shape in (*operands, *results))
 
     def gradient(self, operands: Shapes, results: Shapes) -> Work:
-        """What the backward does."""
+        """Operations, bytes and kernels of one backward."""
         if not self.backward:
             return Work()
         if self.product is not None:

@@ -49,7 +49,7 @@ def load(path: str | Path) -> Device:
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise MeshError(
-            f"{path} is no profile of a machine",
+            f"{path} is not a machine profile",
             error=f"{type(error).__name__}: {error}",
             fix="python -m autopar.profile --processes N --save profile.json writes one",
         ) from error

@@ -12,7 +12,7 @@ from autopar.analysis.analysis import Analysis
 from autopar.cost_models.compute import dtype_of, peak
 from autopar.cost_models.optimizers import Optimizer
 from autopar.formulation.memory_model import MemoryModel
-from autopar.formulation.step_time import Kind, StepEvent
+from autopar.formulation.step_time import EventKind, StepEvent
 from autopar.ir.layout import Layout, blocks
 from autopar.ir.mesh import Bytes, Mesh, Seconds
 from autopar.ir.program import Op, Program, aten
@@ -66,7 +66,7 @@ def account(memory_model: MemoryModel, chosen: Assignment, events: Sequence[Step
     )
 
 
-def _by_name(events: Sequence[StepEvent], kind: Kind) -> dict[str, Seconds]:
+def _by_name(events: Sequence[StepEvent], kind: EventKind) -> dict[str, Seconds]:
     """The seconds of the events of a kind, by op or value."""
     found: dict[str, Seconds] = {}
     for event in events:

@@ -74,7 +74,7 @@ class PlanningProblem:
         return StepPrices(self.analysis, self.prices)
 
     def only(self, solution: Solution) -> PlanningProblem:
-        """The same with the layouts of a solution alone; what is made again, and the routes, are still to choose."""
+        """This problem restricted to the layouts of a solution; recomputation and routes are still to be chosen."""
         picks = [np.array([pick]) for pick in solution.picks]
         return replace(
             self,

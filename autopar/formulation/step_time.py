@@ -33,7 +33,7 @@ from autopar.memory.schedule import ConversionEvent, Schedule
 from autopar.search_space.assignment import RecomputeChoice, backward_conversions
 from autopar.search_space.candidates import Candidate
 
-Kind = Literal["forward", "backward", "recompute", "collective", "conversion", "offload", "optimizer"]
+EventKind = Literal["forward", "backward", "recompute", "collective", "conversion", "offload", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class StepEvent:
     """
 
     time: int
-    kind: Kind
+    kind: EventKind
     name: str
     seconds: Seconds
     message: Message | None = None

@@ -176,7 +176,7 @@ class _Cutter:
         return self.refs[name, want]
 
     def _computed_ahead(self, name: str, want: State) -> Ref:
-        """A further input."""
+        """A value computed once per step, as an additional input of the micro-batch program."""
         old = self.program.values[name]
         value = replace(old, name=f"ahead:{name}{'' if want == I else '/part'}", shape=self._shape(old, want))
         self.ahead.append((name, want))

@@ -60,7 +60,7 @@ def rooms(program: Program, sizes: Sequence[int], *, parts: bool = False) -> dic
 
 
 def _seeds(program: Program, parts: bool) -> Iterator[tuple[str, int]]:
-    """Where strands may begin."""
+    """The dims (value, dim) from which padding groups are searched."""
     for value in (p.value for p in program.parameters if p.used):
         yield from ((value.name, dim) for dim in range(len(value.shape)))
     for op in program.ops if parts else ():

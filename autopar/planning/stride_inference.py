@@ -118,7 +118,7 @@ class StrideInference:
         return self.old.values[name].shape[dim], self.new.program.values[name].shape[dim]
 
     def _beside(self, digit: Split) -> Iterator[tuple[Split, Fraction]]:
-        """The same digit in other dims, by the rules of the ops that touch the value: its stride is so many times theirs."""
+        """The split of this dim in other dims, by the rules of ops that touch the value: its stride is a multiple of theirs."""
         for op in self.touching.get(digit.name, ()):
             before, now = self.fits[op.name], self.new.fits[op.name]
             if before is None or now is None:

@@ -36,7 +36,7 @@ class Resettable(Protocol):
 
 @runtime_checkable
 class OldResettable(Protocol):
-    """The same under the name that nn.MultiheadAttention and nn.Transformer give it."""
+    """A module with `reset_parameters` under the name that nn.MultiheadAttention and nn.Transformer use."""
 
     def _reset_parameters(self) -> None: ...
 

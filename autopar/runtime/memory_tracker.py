@@ -102,7 +102,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Bytes allocated at present."""
+        """Bytes of the storages that are allocated at present."""
         return sum(self._seen[number][1] * (1 if allocated else -1) for number, allocated in self._log)
 
     def peak(self) -> Peak:

@@ -43,7 +43,7 @@ class Context:
         return self.axes[self.mesh.axes.index(name)]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Context:
-        """The same object: a copied module runs in the same processes."""
+        """Return this object itself: a copied module runs in the same processes."""
         return self
 
     @property

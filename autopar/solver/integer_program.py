@@ -334,7 +334,7 @@ class IntegerProgram:
         return ColumnRef(nodes=nodes, columns=self.columns.pick[choice] + np.arange(len(nodes)), values=np.ones(len(nodes)))
 
     def _rerun(self, number: int, keeper: int) -> ColumnRef | None:
-        """The same of the columns that run one end again; None if it may not."""
+        """The columns that recompute one end, by choice; None if it may not be recomputed."""
         edge = self.problem.edges[number]
         choice, nodes = edge.producer, edge.produced
         if keeper != PRODUCER:
@@ -392,7 +392,7 @@ class IntegerProgram:
         return extra * (cost[cost > 0].min(initial=1.0) / most * 1e-3 if most and not self.peak else 0.0)
 
     def to_pulp(self) -> pulp.LpProblem:
-        """The same integer program in PuLP, for other solvers, for `.lp` files that a person can read, and for tests."""
+        """This integer program in PuLP, for other solvers, for `.lp` files that a person can read, and for tests."""
         program = pulp.LpProblem("autopar", pulp.LpMinimize)
         integer = np.concatenate(self.integer)
         kinds = [pulp.LpInteger if whole else pulp.LpContinuous for whole in integer]

@@ -105,7 +105,7 @@ def verify(
     """See `autopar.verify`; `pool` reuses running workers."""
     tensors = tensors_of(model)
     if empty := [name for name, tensor in tensors.items() if tensor.is_meta]:
-        raise InputError(f"{empty[0]} is on meta: there are no numbers to compare", fix="build the model with weights")
+        raise InputError(f"{empty[0]} is on the meta device and has no data to compare", fix="build the model with weights")
     if plan is not None:
         check_mesh(plan, Mesh.of(mesh))
     options = options.under(plan)

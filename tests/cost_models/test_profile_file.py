@@ -57,9 +57,9 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "x", "source": "y", "device": 3, "links": {}, "rates": {}}'])
 def test_a_file_that_is_not_a_profile_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "machine.json").write_text(text)
-    with pytest.raises(MeshError, match="is no profile of a machine"):
+    with pytest.raises(MeshError, match="is not a machine profile"):
         load(tmp_path / "machine.json")
-    with pytest.raises(MeshError, match="is no profile of a machine"):
+    with pytest.raises(MeshError, match="is not a machine profile"):
         load(tmp_path / "missing.json")
 
 

@@ -156,8 +156,8 @@ def test_an_infeasible_budget_names_the_smallest_that_works_and_what_fills_it(st
         (lambda m: m(X.double()), "argument input has another dtype than planned", "convert it"),
         (lambda m: m(X.to("meta")), "argument input is on meta, but the model runs on cpu", "input.to('cpu')"),
         (lambda m: m(), "argument input is missing", "as it was planned"),
-        (lambda m: m(3.0), "argument input is no tensor", "give a tensor"),
-        (lambda m: m([X]), "argument input is no tensor but holds others", "the tensor itself"),
+        (lambda m: m(3.0), "argument input is not a tensor", "give a tensor"),
+        (lambda m: m([X]), "argument input is not a tensor but a container of tensors", "the tensor itself"),
         (lambda m: m(X, X), "2 positional arguments, but forward takes 1", ""),
         (lambda m: m(X, mask=X), "argument mask is not in the plan", "plan with a sample that has it"),
     ],
@@ -175,8 +175,8 @@ def test_a_call_under_autocast_is_refused() -> None:
 def test_models_and_samples_that_are_none_are_refused() -> None:
     none: Any = lambda x: x  # noqa: E731
     check(lambda: autopar.plan(none, X, (2,)), InputError, "the model is a function", "torch.nn.Module")
-    check(lambda: plan(sample="x"), InputError, "the sample holds no tensor but 'x'", "the global batch")
-    check(lambda: plan(sample=[1.0]), InputError, "the sample holds no tensor but [1.0]", "the global batch")
+    check(lambda: plan(sample="x"), InputError, "the sample contains no tensor: it is 'x'", "the global batch")
+    check(lambda: plan(sample=[1.0]), InputError, "the sample contains no tensor: it is [1.0]", "the global batch")
     check(lambda: plan(sample=[object()]), InputError, "argument input is a object", "pass tensors")
     first = "the sample does not fit Sequential.forward: missing a required argument: 'input'"
     check(lambda: plan(sample={"y": X}), InputError, first, "")
@@ -190,7 +190,7 @@ def test_a_sample_of_another_width_is_refused_without_noise(capfd: pytest.Captur
 
 def test_numbers_that_are_not_there_cannot_be_verified() -> None:
     meta = model().to("meta")
-    first = "0.weight is on meta: there are no numbers to compare"
+    first = "0.weight is on the meta device and has no data to compare"
     check(lambda: autopar.verify(meta, X, (1,)), InputError, first, "with weights")
     first = "argument input is on meta, but the model runs on cpu"
     check(lambda: autopar.verify(model(), X.to("meta"), (1,), **DEVICE), InputError, first, "input.to('cpu')")

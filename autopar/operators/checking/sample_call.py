@@ -110,13 +110,13 @@ class Example:
         return plain.asking(grads)
 
     def on(self, tensors: Sequence[torch.Tensor], arguments: tuple[tuple[Argument, ...], Keywords] | None = None) -> Example:
-        """The same call with other tensors, perhaps with other static arguments; raises RuleError where it does not run."""
+        """This call with other tensors, and perhaps other static arguments; raises RuleError if it does not run."""
         grads = frozenset(name for name, value in self.values.items() if value.requires_grad)
         args, kwargs = arguments or (self.op.args, self.op.kwargs)
         return _called(self.op.target, args, kwargs, dict(zip(self.tensors, tensors, strict=True)), grads)
 
     def asking(self, grads: frozenset[str]) -> Example:
-        """The same call with gradients asked of these operands."""
+        """This call with gradients required of these operands."""
         return _made(self.op, self.tensors, self.results, grads)
 
     @property

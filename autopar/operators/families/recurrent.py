@@ -36,13 +36,13 @@ def steps(call: Call, local: Local) -> int:
 
 
 def gates(call: Call, local: Local) -> int:
-    """Those of one step of one layer in one direction, of all ranks."""
+    """Gates of one time step of one layer in one direction, over all ranks."""
     rows = local.operands[call.positions("params")[0]][0]
     return local.operands[1][1] * rows * local.split("g")
 
 
 def states(call: Call, local: Local) -> int:
-    """Those of one step in one direction."""
+    """Elements of the states of one time step in one direction."""
     return local.operands[1][1] * local.operands[1][2]
 
 
