@@ -32,8 +32,8 @@ from autopar.errors import AutoparError
 from autopar.explain.cli_arguments import built
 from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Device, Link, Mesh
-from autopar.ir.program import Op, Program, writes
-from autopar.operators import OpSharding, localise, view_of
+from autopar.ir.program import Op, Program
+from autopar.operators import OpSharding, localise, view_of, writes
 from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
 from autopar.planning.planner import connected_mesh, plan_program, read_program
@@ -94,7 +94,7 @@ def _operators(program: Program, processes: int) -> Iterator[Timed]:
     chosen = resolve(plan, program, analysis.fits)
     assert mesh.device is not None
     for op in program.ops:
-        if not view_of(op) and not writes(op):
+        if not view_of(op, program.values) and not writes(op):
             yield _local(op, analysis.fits[op.name], program, chosen, mesh)
 
 

@@ -18,9 +18,9 @@ from autopar.analysis.weight_buckets import weight_buckets
 from autopar.analysis.weights import copies, summed, views, weights
 from autopar.errors import RuleError
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Op, Program, writes
+from autopar.ir.program import Op, Program
 from autopar.ir.schema import bound
-from autopar.operators import OpSharding
+from autopar.operators import OpSharding, writes
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -11,8 +11,9 @@ are two matrix products.
 from __future__ import annotations
 
 from autopar.analysis.recomputability import lies
-from autopar.analysis.repeated_blocks import INDEX, PRODUCTS
-from autopar.ir.program import Program, aten
+from autopar.analysis.repeated_blocks import INDEX
+from autopar.ir.program import Program
+from autopar.operators import row_of
 
 
 def regions(program: Program) -> list[int]:
@@ -24,7 +25,7 @@ def regions(program: Program) -> list[int]:
         if block != before and products >= 2:
             starts.append(i)
             products = 0
-        products += aten(op.target) in PRODUCTS
+        products += row_of(op).contracts
         before = block
     ends = [*starts[1:], len(program.ops)]
     return [end - 1 for start, end in zip(starts, ends, strict=True) for _ in range(start, end)]

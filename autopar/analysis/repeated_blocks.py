@@ -17,10 +17,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.program import Op, Program, Ref, Static, Value, aten, substitute, text
+from autopar.ir.program import Op, Program, Ref, Static, Value, substitute, text
+from autopar.operators import row_of
 
 INDEX = re.compile(r"^(.*?(?:^|\.))(\d+)((?:\.|:).*|)$")
-PRODUCTS = frozenset({"linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "conv1d", "conv2d", "conv3d", "convolution"})
 OUTPUT = "output:"  # prefix of the pseudo-consumer that stands for an output of the model
 
 
@@ -101,7 +101,7 @@ def _folded_prefixes(program: Program, apart: Callable[[str], str]) -> dict[str,
             blocks[match[1] + match[2]].append(op)
     kinds: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for prefix, ops in blocks.items():
-        if sum(aten(op.target) in PRODUCTS for op in ops) >= 2:
+        if sum(row_of(op).contracts for op in ops) >= 2:
             container = prefix[: prefix.rindex(".") + 1] if "." in prefix else ""
             rows = (op.name.removeprefix(prefix) + _row(op, program, apart) for op in ops)
             kinds[container, *rows].append(prefix)

@@ -27,12 +27,10 @@ from autopar.ir.builder import Keywords
 from autopar.ir.layout import Shape
 from autopar.ir.mesh import Bytes
 from autopar.ir.program import Argument, Op, Ref, Static, Value, elements, filled, overload, substitute, text
+from autopar.operators import row_of
 from autopar.operators.call import Call
+from autopar.operators.facts import OpKind
 from autopar.runtime.memory_tracker import MemoryTracker
-
-ATTENTION = "aten.scaled_dot_product_attention.default"
-RECURRENT = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
-DROPOUT = ("aten.dropout.default", "aten.feature_dropout.default", "aten.native_dropout.default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +104,8 @@ def saved_here(
     are those for local shapes; `shapes` are those of the results.
     """
     fused = _formula(op, [values[name] for name in op.operands], cpu)
-    if (
-        fused and op.target == ATTENTION and tensors[0].shape == shapes[0]
-    ):  # the result of a fused kernel has the query's strides
+    # the result of a fused kernel has the query's strides
+    if fused and row_of(op).kind is OpKind.ATTENTION and tensors[0].shape == shapes[0]:
         return fused if op.requires_grad else NOTHING, [torch.empty_like(tensors[0]).requires_grad_(op.requires_grad)]
     found, kinds = _ran(op, tensors)
     if not kinds:  # these shapes may need a parallel form, which saves what the op saves at global shapes
@@ -243,11 +240,11 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _formula(op: Op, operands: Sequence[Value], cpu: bool) -> SavedTensors | None:
     """What is kept where the device takes another path than meta tensors do; None where it does not."""
-    if op.target == ATTENTION:
+    row = row_of(op)
+    if row.kind is OpKind.ATTENTION:
         return _attention(op, operands, cpu)
-    if op.target in DROPOUT and not cpu:
-        arguments = Call.of(op).arguments
-        if arguments.get("train") is False or arguments.get("p") == 0:
+    if row.kind is OpKind.DROPOUT and not cpu:
+        if not row.draws(Call.of(op)):
             return NOTHING
         count = elements(operands[0].shape)
         return SavedTensors(internal=(Share(bytes=count, follows=0, elements=count),))
@@ -256,7 +253,7 @@ def _formula(op: Op, operands: Sequence[Value], cpu: bool) -> SavedTensors | Non
 
 def _copied(op: Op, found: SavedTensors, tensors: Sequence[torch.Tensor], cpu: bool) -> SavedTensors:
     """A recurrent network on the CPU multiplies all steps at once: of steps that do not lie in their order it keeps a copy."""
-    if not cpu or op.target not in RECURRENT or 0 not in found.operands:
+    if not cpu or row_of(op).kind is not OpKind.RECURRENT or 0 not in found.operands:
         return found
     steps = tensors[0].transpose(0, 1) if Call.of(op).arguments["batch_first"] else tensors[0]
     if steps.is_contiguous():

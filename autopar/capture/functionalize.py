@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from autopar.ir.program import Argument, Ref, Value, aten
+from autopar.operators import rule_of
+from autopar.operators.facts import OpKind
 
 Emit = Callable[[str, tuple[Argument, ...]], Ref]
-_RESHAPES = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as")
-_SAME = ("alias", "detach", "contiguous", "to", "dropout", "view_of", "clone", "expand")
+_SAME = (OpKind.SAME, OpKind.CAST, OpKind.DROPOUT, OpKind.EXPAND)  # where the shape stays
 
 
 @dataclass(slots=True)
@@ -74,7 +75,8 @@ def write(handle: Handle, new: Ref, emit: Emit, value: Callable[[Ref], Value]) -
 
 def scatter(view: View, parent: Ref, new: Ref, emit: Emit, value: Callable[[Ref], Value]) -> Ref:
     """The parent of a view after the view was given the value `new`."""
-    name = aten(view.target)
+    name, rule = aten(view.target), rule_of(view.target)
+    kind = rule.kind if rule else None
     whole = value(parent).shape
     match name, view.rest:
         case (("slice" | "select" | "diagonal"), rest) if value(new).dtype.is_complex:
@@ -92,9 +94,9 @@ def scatter(view: View, parent: Ref, new: Ref, emit: Emit, value: Callable[[Ref]
             dim = rest[1] if len(rest) > 1 and isinstance(rest[1], int) else 0
             start = sum(shape[dim] for shape in view.shapes[: view.index])
             return emit("aten.slice_scatter.default", (parent, new, dim, start, start + view.shapes[view.index][dim]))
-        case _ if name in _RESHAPES:
+        case _ if name == "unsqueeze" or kind is OpKind.RESHAPE:
             return emit("aten.reshape.default", (new, whole))
-        case _ if name in _SAME and value(new).shape == whole:
+        case _ if kind in _SAME and value(new).shape == whole:
             return new
     raise LookupError(name or view.target)
 

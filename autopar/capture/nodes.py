@@ -11,8 +11,9 @@ from torch import fx
 from autopar.capture import source_location
 from autopar.capture.trace import varying
 from autopar.errors import CaptureError
-from autopar.ir.program import BATCH_NORM, overload
+from autopar.ir.program import overload
 from autopar.ir.shape_inference import Kind
+from autopar.operators import rule_of
 
 _FORMS = {"aten.bernoulli_.float": "aten.bernoulli.p", "aten.normal_.default": "aten.normal_functional.default"}
 
@@ -54,7 +55,8 @@ def needed(graph: fx.Graph) -> frozenset[fx.Node]:
 def _acts(node: fx.Node) -> bool:
     """Whether a node has side effects."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return writes(node.target) or str(node.target) == BATCH_NORM
+        rule = rule_of(str(node.target))
+        return writes(node.target) or (rule is not None and bool(rule.writes))
     return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 

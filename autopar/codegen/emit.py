@@ -26,7 +26,8 @@ from autopar.ir.conversion import Conversion, arrival
 from autopar.ir.layout import I, Layout, digits, local_shape
 from autopar.ir.program import Argument, Op, Output, Program, Ref, Value, overload
 from autopar.memory.prefetch import PrefetchOrder
-from autopar.operators import OpSharding, localise, scale
+from autopar.operators import OpSharding, localise, row_of, scale, training_flag
+from autopar.operators.call import parameters
 from autopar.runtime import collectives, random, storage
 from autopar.runtime.gradient_accumulation import accumulate_gradients
 from autopar.runtime.parallel_ops import PARALLEL_OPS
@@ -37,9 +38,6 @@ from autopar.search_space.buckets import Bucket
 from autopar.search_space.candidates import Candidate, distributed, parts_of
 
 Target = str | Callable[..., object]
-
-TRAINING = {"aten.dropout.default": 2, "aten.feature_dropout.default": 2, "aten.batch_norm.default": 5}  # place of the flag
-ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 def emit(
@@ -89,7 +87,7 @@ class _Emitter:
         self.axes = [self._state(f"axes.{identifier(axis.name)}") for axis in self.context.axes]
         random_ops = any(draws(op, self.fits[op.name]) for op in program.ops)
         self.rng_state = self._state("rng_state") if random_ops else None
-        has_flag = training and (random_ops or any(op.target in TRAINING for op in program.ops))
+        has_flag = training and (random_ops or any(map(training_flag, program.ops)))
         self.training = self._node("get_attr", "training", (), "training") if has_flag else None
         self.rematerializer = self._state("rematerializer") if self.assignment.recompute != RecomputeChoice() else None
         self.accumulator = self._state("accumulator") if program.runs > 1 else None
@@ -241,24 +239,35 @@ class _Emitter:
 
     def _call(self, op: Op, candidate: Candidate, arguments: list[object], named: dict[str, object]) -> fx.Node:
         target = overload(op.target)
-        if self.training and op.target in TRAINING and arguments[TRAINING[op.target]] is True:
-            arguments[TRAINING[op.target]] = self.training
+        if self.training:
+            self._switch(op, arguments, named)
         if own := distributed(self.fits[op.name], candidate):
             axis, form = own
             return self._run(op, form.name, [self.axes[axis], *arguments], identifier(op.name), named)
         if not draws(op, self.fits[op.name]):
             return self._run(op, target, arguments, identifier(op.name), named)
-        if self.training and op.target == ATTENTION:
-            rate = (arguments[4] if len(arguments) > 4 else named["dropout_p"], self.training)
-            active = self._node("call_function", random.dropout_rate, rate, f"{identifier(op.name)}_dropout_p")
-            if len(arguments) > 4:
-                arguments[4] = active
-            else:
-                named["dropout_p"] = active
         split = [self.axes[a] for a, form in enumerate(candidate.forms) if form[0] == "S"]
         index, self.random_ops = self.random_ops, self.random_ops + 1
         seeded = (target, self.rng_state, index, split, *arguments)
         return self._node("call_function", random.seeded, seeded, identifier(op.name), named)
+
+    def _switch(self, op: Op, arguments: list[object], named: dict[str, object]) -> None:
+        """Let the flag of an op follow the module's, or its rate where it has no flag; what is off stays off."""
+        flag, rate = training_flag(op), row_of(op).rate
+        if not flag and not (rate and draws(op, self.fits[op.name])):
+            return
+        name = flag or rate
+        place = [parameter.name for parameter in parameters(op.target)].index(name)
+        now = arguments[place] if place < len(arguments) else named.get(name)
+        if flag and now is not True:
+            return
+        made = self.training
+        if not flag:
+            made = self._node("call_function", random.dropout_rate, (now, self.training), f"{identifier(op.name)}_dropout_p")
+        if place < len(arguments):
+            arguments[place] = made
+        else:
+            named[name] = made
 
     def _run(self, op: Op, target: Target, arguments: list[object], name: str, named: dict[str, object]) -> fx.Node:
         """Call an ATen operator, or a parallel operator by its name; recomputed in the backward if the plan says so."""

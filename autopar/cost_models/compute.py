@@ -6,13 +6,12 @@ S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performa
 is assumed, since a measured profile says it better: it has a rate for the forward and the backward of each operator.
 
 Forward: operands are read once, results written once, and so is what autograd keeps inside (a mask, statistics). Operations
-are 2 m n k for a matrix product, 2 x outputs x window for a convolution, 4 b h q k d for attention (half of it when causal),
-else one per element. A view costs nothing.
+are those of the products that an operator's row names (`autopar.operators.flops`), else one per element. A view costs nothing.
 
-Backward: each operand of a product that needs a gradient costs one more product; attention 2.5 times its forward, five products
-for two (T. Dao, FlashAttention-2, 2023, section 4.1). Other operators read the results' gradients and what autograd kept, and
-write the operands' gradients. A gradient that is handed on as it is (of an add, say) costs nothing. Adding up the gradients of
-a value that has several consumers is not counted here.
+Backward: one more product for each side of a product that needs a gradient; fused attention computes its scores once more (T.
+Dao, FlashAttention-2, 2023, section 4.1). Other operators read the results' gradients and what autograd kept, and write the
+operands' gradients. A gradient that is handed on as it is (of an add, say) costs nothing. Adding up the gradients of a value
+that has several consumers is not counted here.
 """
 
 from __future__ import annotations
@@ -24,12 +23,14 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from autopar.analysis.saved_tensors import ATTENTION, DROPOUT, NOTHING, SavedTensors, saved
+from autopar.analysis.saved_tensors import NOTHING, SavedTensors, saved
 from autopar.ir.layout import Shape
 from autopar.ir.mesh import Device, Seconds
 from autopar.ir.program import Op, Value, aten, filled, overload
-from autopar.operators import view_of
-from autopar.operators.call import Call
+from autopar.operators import Rule, fit, row_of, view_of
+from autopar.operators.call import Call, Local
+from autopar.operators.facts import OpKind
+from autopar.operators.flops import Product
 
 Shapes = Sequence[Shape]
 
@@ -63,81 +64,7 @@ def peak(dtype: torch.dtype, device: Device) -> float:
     return device.flops.get(str(dtype).removeprefix("torch."), device.flops["float32"])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
-    """An operator that is a matrix product: the two operands that are multiplied, and its operations at given shapes."""
-
-    factors: tuple[int, int]
-    flops: Callable[[Shapes, Shapes], int]
-
-
-def _times_last(position: int) -> Callable[[Shapes, Shapes], int]:
-    """2 x results x the last dim of an operand."""
-    return lambda operands, results: 2 * math.prod(results[0]) * (operands[position][-1] if operands[position] else 1)
-
-
-def _convolution(operands: Shapes, results: Shapes) -> int:
-    """2 x outputs x window; the weight is (out, in / groups, window...)."""
-    return 2 * math.prod(results[0]) * math.prod(operands[1][1:])
-
-
-def _transposed(operands: Shapes, results: Shapes) -> int:
-    """2 x inputs x window; the weight is (in, out / groups, window...)."""
-    return 2 * math.prod(operands[0]) * math.prod(operands[1][1:])
-
-
-def _recurrent(operands: Shapes, results: Shapes) -> int:
-    """2 x steps x batch x elements of the matrices; sequence and states have three dims, biases one."""
-    return 2 * math.prod(operands[0][:2]) * sum(math.prod(shape) for shape in operands if len(shape) == 2)
-
-
-FIRST = Product(factors=(0, 1), flops=_times_last(0))
-SECOND = Product(factors=(1, 2), flops=_times_last(1))  # operand 0 is added
-WINDOW = Product(factors=(0, 1), flops=_convolution)
-TRANSPOSED = Product(factors=(0, 1), flops=_transposed)
-
-PRODUCTS: dict[str, Product] = {
-    "aten.linear.default": FIRST,
-    "aten.matmul.default": FIRST,
-    "aten.mm.default": FIRST,
-    "aten.bmm.default": FIRST,
-    "aten.mv.default": FIRST,
-    "aten.dot.default": FIRST,
-    "aten.addmm.default": SECOND,
-    "aten.addmv.default": SECOND,
-    "aten.baddbmm.default": SECOND,
-    "aten.conv1d.default": WINDOW,
-    "aten.conv2d.default": WINDOW,
-    "aten.conv3d.default": WINDOW,
-    "aten.conv1d.padding": WINDOW,
-    "aten.conv2d.padding": WINDOW,
-    "aten.conv3d.padding": WINDOW,
-    "aten.convolution.default": WINDOW,
-    "aten.conv_transpose1d.default": TRANSPOSED,
-    "aten.conv_transpose2d.input": TRANSPOSED,
-    "aten.conv_transpose3d.input": TRANSPOSED,
-    "transformers.grouped_mm_fallback.default": FIRST,
-    "aten.lstm.input": Product(factors=(0, 3), flops=_recurrent),  # the sequence, two states, the weights
-    **{f"aten.{name}.input": Product(factors=(0, 2), flops=_recurrent) for name in ("gru", "rnn_tanh", "rnn_relu")},
-}
-
-# Operators that read only the elements they pick: twice the result, and the index. The operand they pick from.
-PICKS: dict[str, int] = {
-    "aten.embedding.default": 0,
-    "aten.index.Tensor": 0,
-    "aten.index_select.default": 0,
-    "aten.gather.default": 0,
-}
-
-# Operators whose result's gradient is the operand's gradient as it is, where the shapes are equal: the operands.
-HANDED_ON: dict[str, tuple[int, ...]] = {
-    "aten.add.Tensor": (0, 1),
-    "aten.add.Scalar": (0,),
-    "aten.sub.Tensor": (0,),
-    "aten.sub.Scalar": (0,),
-    "aten.clone.default": (0,),
-    "aten.contiguous.default": (0,),
-}
+Operations = Callable[[Shapes, Shapes], Sequence[Product]]  # the products of an op at local shapes of operands and results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +79,8 @@ class Pricer:
     operands: tuple[int, ...]  # bytes per element
     results: tuple[int, ...]
     free: bool  # no kernel in the forward
-    product: Product | None
-    attention: float  # operations per query row, key and channel: 4, or 2 when causal; 0 for other operators
-    counted: Callable[[Shapes, Shapes], int] | None  # operations, by the user's own formula
+    operations: Operations | None  # None: one per element
+    fused: bool  # one kernel runs all of its products, and one their backward
     picks: int | None  # the operand of which only the picked elements are read
     continuous: bool  # whether it computes with floating-point numbers
     backward: bool
@@ -176,14 +102,14 @@ class Pricer:
         return self._seconds(self.gradient(operands, results), 1) if self.backward else 0.0
 
     def _seconds(self, work: Work, which: int) -> Seconds:
-        """At the measured rate if there is one: operations of products and attention, bytes of other operators."""
+        """At the measured rate if there is one."""
         if not self.rates or not work.kernels:
             return roofline(work, self.peak, self.device)
         return max(self.amount(work) / self.rates[which], self.device.launch)
 
     def amount(self, work: Work) -> int:
-        """What a measured rate counts: operations of products and attention, bytes of other operators."""
-        return work.flops if self.product is not None or self.attention else work.bytes
+        """What a measured rate counts: operations of what consists of products, bytes of other operators."""
+        return work.flops if self.operations is not None else work.bytes
 
     def forward(self, operands: Shapes, results: Shapes) -> Work:
         """Operations, bytes and kernels of one forward."""
@@ -198,14 +124,8 @@ class Pricer:
 
     def flops(self, operands: Shapes, results: Shapes) -> int:
         """Floating-point operations of one forward."""
-        if self.product is not None:
-            return self.product.flops(operands, results)
-        if self.attention:
-            # q k^T is b h q k d, and the weighted sum b h q k e
-            query, key, value = operands[:3]
-            return int(self.attention * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]) / 2)
-        if self.counted is not None:
-            return self.counted(operands, results)
+        if self.operations is not None:
+            return sum(product.flops for product in self.operations(operands, results))
         if not self.continuous:
             return 0
         if self.picks is not None:
@@ -216,8 +136,8 @@ class Pricer:
         """Operations, bytes and kernels of one backward."""
         if not self.backward:
             return Work()
-        if self.product is not None:
-            return self._product_gradient(self.product, operands, results)
+        if self.operations is not None and not self.fused:
+            return self._products_gradient(self.operations(operands, results), operands, results)
         written = [p for p in self.gradients if not (p in self.handed_on and operands[p] == results[0])]
         if self.free:  # a view's gradient is a view too, unless the view leaves out or repeats elements
             same = len(results) == 1 and math.prod(operands[0]) == math.prod(results[0])
@@ -228,67 +148,82 @@ class Pricer:
         moved += sum(math.prod(operands[p]) * self.operands[p] for p in (*written, *self.saved.operands))
         moved += sum(math.prod(results[p]) * self.results[p] for p in self.saved.results)
         moved += self.saved.local_internal(operands, results)
-        forward = self.flops(operands, results)
-        times = 2.5 if self.attention else 2 if self.counted else 1
-        return Work(flops=int(times * forward), bytes=moved, kernels=1)
+        return Work(flops=self.backward_flops(operands, results), bytes=moved, kernels=1)
 
-    def _product_gradient(self, product: Product, operands: Shapes, results: Shapes) -> Work:
-        """One product per factor that needs a gradient, one sum per operand that is added."""
+    def backward_flops(self, operands: Shapes, results: Shapes) -> int:
+        """Operations of one backward, but for adding up the gradients of what is added."""
+        if self.operations is None:
+            return self.flops(operands, results)
+        return sum(product.backward(self.gradients) for product in self.operations(operands, results))
+
+    def _products_gradient(self, products: Sequence[Product], operands: Shapes, results: Shapes) -> Work:
+        """A product for each side of one that needs a gradient, a sum for each operand that is added."""
         given = math.prod(results[0]) * self.results[0]
         sizes = [math.prod(s) * size for s, size in zip(operands, self.operands, strict=True)]
-        factors = [p for p in self.gradients if p in product.factors]
-        added = [p for p in self.gradients if p not in product.factors]
-        both = sum(sizes[p] for p in product.factors)
+        multiplied = frozenset().union(*(product.left | product.right for product in products))
+        added = [p for p in self.gradients if p not in multiplied]
+        sides = [
+            given + sum(sizes[p] for p in product.left | product.right)
+            for product in products
+            for side in (product.left, product.right)
+            if not side.isdisjoint(self.gradients)
+        ]
         return Work(
-            flops=len(factors) * product.flops(operands, results) + len(added) * math.prod(results[0]),
-            bytes=len(factors) * (given + both) + sum(given + sizes[p] for p in added),
-            kernels=len(factors) + len(added),
+            flops=self.backward_flops(operands, results) + len(added) * math.prod(results[0]),
+            bytes=sum(sides) + sum(given + sizes[p] for p in added),
+            kernels=len(sides) + len(added),
         )
 
 
 def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
     """The pricer of one op on one device; `values` gives its operands. Build it once, call it for each candidate.
 
-    An operator that no table names is priced by its bytes and one operation per element, or by its formula in torch's flop
-    counter: then its backward is twice its forward, as that of a product is.
+    An operator that no row says the operations of is priced by its bytes and one operation per element, or by its formula in
+    torch's flop counter: then its backward is twice its forward, as that of a product is.
     """
-    operands = tuple(values[name] for name in op.operands)
+    row, call = row_of(op), Call.of(op, values)
     backward = op.requires_grad
-    kept = saved(op, values, cpu=device.cpu) if backward else NOTHING
-    arguments = Call.of(op).arguments if op.target == ATTENTION or op.target in DROPOUT else {}
-    idle = op.target in DROPOUT and (arguments.get("train") is False or arguments.get("p") == 0)
-    dtype = dtype_of(op, operands)
+    dtype = dtype_of(op, call.operands)
     return Pricer(
         device=device,
         peak=peak(dtype, device),
-        operands=tuple(value.dtype.itemsize for value in operands),
+        operands=tuple(value.dtype.itemsize for value in call.operands),
         results=tuple(value.dtype.itemsize for value in op.results),
-        free=idle or view_of(op),
-        product=PRODUCTS.get(op.target),
-        attention=(2.0 if arguments.get("is_causal") else 4.0) if op.target == ATTENTION else 0.0,
-        counted=_counted(op),
-        picks=PICKS.get(op.target),
+        free=view_of(op, values),
+        operations=_operations(op, row, call, values),
+        fused=row.flops is None or row.kind is OpKind.ATTENTION,
+        picks=next(iter(call.positions(row.picks)), None),
         continuous=dtype.is_floating_point or dtype.is_complex,
         backward=backward,
-        gradients=tuple(p for p, value in enumerate(operands) if value.requires_grad) if backward else (),
+        gradients=tuple(p for p, value in enumerate(call.operands) if value.requires_grad) if backward else (),
         results_with_gradient=tuple(p for p, value in enumerate(op.results) if value.requires_grad),
-        handed_on=frozenset(HANDED_ON.get(op.target, ())),
-        saved=kept,
+        handed_on=frozenset(p for name in row.hands_on for p in call.positions(name)),
+        saved=saved(op, values, cpu=device.cpu) if backward else NOTHING,
         rates=device.rates.get(op.target),
     )
 
 
-def _counted(op: Op) -> Callable[[Shapes, Shapes], int] | None:
+def _operations(op: Op, row: Rule, call: Call, values: Mapping[str, Value]) -> Operations | None:
+    """The products of an op by its row, else by torch's flop counter; None if neither knows it."""
+    flops, fitted = row.flops, fit(op, values) if row.flops else None
+    if flops is None or fitted is None:
+        return _counted(op)
+    return lambda operands, results: flops(call, Local(fitted=fitted, operands=operands, results=results, parts=()))
+
+
+def _counted(op: Op) -> Operations | None:
     """The formula that was given to `torch.utils.flop_counter.register_flop_formula` for an operator of another library."""
     formula = None if aten(op.target) else flop_registry.get(overload(op.target).overloadpacket)
     if formula is None:
         return None
+    all_of_them = frozenset(range(len(op.operands)))
 
-    def count(operands: Shapes, results: Shapes) -> int:
+    def count(operands: Shapes, results: Shapes) -> list[Product]:
         feed = iter(operands)
         args, kwargs = filled(op.args, op.kwargs, lambda _: torch.empty(next(feed), device="meta"))
         made = [torch.empty(shape, device="meta") for shape in results]
-        return int(formula(*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made)))
+        flops = int(formula(*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made)))
+        return [Product(flops=flops, left=all_of_them, right=all_of_them)]
 
     return count
 

@@ -15,9 +15,9 @@ from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.step_time import EventKind, StepEvent
 from autopar.ir.layout import Layout, blocks
 from autopar.ir.mesh import Bytes, Mesh, Seconds
-from autopar.ir.program import Op, Program, aten
-from autopar.operators import OpSharding, ParallelForm
-from autopar.operators.dim_labels import ROLES, LabelSample, role, role_of_dim
+from autopar.ir.program import Op, Program
+from autopar.operators import OpSharding, ParallelForm, row_of
+from autopar.operators.dim_labels import LabelSample, role, role_of_dim
 from autopar.plan.breakdown import (
     ADDENDS,
     DEVICE,
@@ -134,7 +134,7 @@ def _runs(analysis: Analysis, chosen: Assignment) -> Iterator[tuple[str, tuple[s
 def told(analysis: Analysis, op: Op) -> bool:
     """Whether a person wants to know how an op runs: it uses a parameter, or is well known."""
     read = any(name in analysis.weights for name in op.operands) and op.results[0].name not in analysis.copies
-    return aten(op.target) in ROLES or read
+    return row_of(op).says is not None or read
 
 
 def words(op: Op, fitted: OpSharding | None, candidate: Candidate, program: Program, sample: LabelSample) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ def stored_words(analysis: Analysis, name: str, layout: Layout) -> tuple[str, ..
     """What a stored layout of a parameter splits on each axis: its dims are named by an op that uses it."""
     names = [name, *(copy for copy, of in analysis.copies.items() if of == name)]
     readers = [(op, used) for used in names for op in analysis.readers[used]]
-    known = [(op, used) for op, used in readers if aten(op.target) in ROLES]
+    known = [(op, used) for op, used in readers if row_of(op).says]
     op, used = (known or readers)[0] if readers else (None, name)
     fitted = analysis.fits[op.name] if op else None
     if op is None or fitted is None:

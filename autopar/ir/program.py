@@ -284,18 +284,6 @@ def text(argument: Argument) -> str:
     return repr(argument) if isinstance(argument, str) else str(argument)
 
 
-BATCH_NORM = "aten.batch_norm.default"  # its schema does not say that it writes its running statistics in training
-
-
-def writes(op: Op) -> tuple[str, ...]:
-    """The values that an op changes in place."""
-    if op.target == BATCH_NORM:
-        return tuple(ref.name for ref in refs((*op.args[3:5],)))
-    arguments = dict(zip((a.name for a in overload(op.target)._schema.arguments), op.args, strict=False)) | dict(op.kwargs)
-    changed = (a.name for a in overload(op.target)._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    return tuple(ref.name for name in changed if name in arguments for ref in refs(arguments[name]))
-
-
 def aten(target: str) -> str:
     """The name of an operator of ATen, `linear` of "aten.linear.default"; empty for an operator of another library."""
     library, name, *_ = target.split(".")

@@ -3,7 +3,11 @@
 fit(op, values)                                -> OpSharding | None   which factors the op has
 localise(op, fitted, operands, results, parts) -> args, kwargs        static arguments for local shapes
 scale(op, fitted, parts)                       -> int                 what a local mean must be divided by
-view_of(op)                                    -> bool                whether the result shares its operand's memory
+row_of(op)                                     -> Rule                all that is known of its operator
+alias_of(op, values)                           -> Alias               whether the result shares its operand's memory
+view_of(op, values)                            -> bool                whether it is planned so: no kernel, no price
+writes(op)                                     -> names               the values that it changes in place
+training_flag(op)                              -> name                the argument that follows the module's training mode
 rule_of(target)                                -> Rule | None         the user's rule, else that of the tables
 
 A row may have distributed forms beside its factors: ways to split what is otherwise whole, with messages inside.
@@ -11,7 +15,19 @@ A row may have distributed forms beside its factors: ways to split what is other
 `autopar.operators.dim_labels` says what factors mean to a person.
 """
 
-from autopar.operators.registry import RULES, fit, localise, rule_of, scale, view_of
+from autopar.operators.registry import (
+    RULES,
+    alias_of,
+    fit,
+    localise,
+    row_named,
+    row_of,
+    rule_of,
+    scale,
+    training_flag,
+    view_of,
+    writes,
+)
 from autopar.operators.rule import Factor, InternalCollective, OpSharding, ParallelForm, Rule, op
 
 __all__ = [
@@ -21,10 +37,15 @@ __all__ = [
     "OpSharding",
     "ParallelForm",
     "Rule",
+    "alias_of",
     "fit",
     "localise",
     "op",
+    "row_named",
+    "row_of",
     "rule_of",
     "scale",
+    "training_flag",
     "view_of",
+    "writes",
 ]

@@ -50,6 +50,15 @@ class Local:
         """Into how many parts the factor of this name is split."""
         return math.prod(n for factor, n in zip(self.fitted.factors, self.parts, strict=True) if factor.name == name)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The size of each factor on this rank, told by a dim that it makes up alone; the whole size where there is none."""
+        found: dict[int, int] = {}
+        tensors = zip((*self.operands, *self.results), (*self.fitted.operands, *self.fitted.results), strict=True)
+        for shape, dims in tensors:
+            found |= {dim[0]: size for size, dim in zip(shape, dims, strict=True) if len(dim) == 1}
+        return tuple(found.get(f, factor.size) for f, factor in enumerate(self.fitted.factors))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:

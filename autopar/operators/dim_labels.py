@@ -5,44 +5,26 @@ addmm  n/512   ->   out-features          layer_norm  ...1/4   ->   batch
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.ir.program import Op, Program, Value, aten
+from autopar.operators.registry import RULES, row_of
 from autopar.operators.rule import OpSharding
-
-PRODUCT = {"k": "in-features", "n": "out-features"}
-CONVOLUTION = {"b": "batch", "i": "in-channels", "o": "out-channels", "g": "groups of channels"}
-SCORES = {"c": "classes"}
-
-# operator: (what a person calls it, the meaning of its factors); what is not named here is named after its dim
-ROLES: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "linear": ("linear", PRODUCT),
-    "addmm": ("linear", PRODUCT),
-    "mm": ("linear", PRODUCT),
-    "matmul": ("matrix product", {"k": "inner dim"}),
-    "bmm": ("matrix product", {"k": "inner dim"}),
-    "baddbmm": ("matrix product", {"k": "inner dim"}),
-    "embedding": ("embedding", {"v": "vocabulary", "h": "width"}),
-    "scaled_dot_product_attention": ("attention", {"...0": "heads", "h": "heads", "q": "sequence"}),
-    "cross_entropy_loss": ("loss", SCORES),
-    "nll_loss": ("loss", SCORES),
-    "nll_loss_nd": ("loss", SCORES),
-    "mse_loss": ("loss", {}),
-    "layer_norm": ("norm", {}),
-    "rms_norm": ("norm", {}),
-    "group_norm": ("norm", {"b": "batch", "g": "groups of channels"}),
-    "batch_norm": ("norm", {"b": "batch", "c": "channels"}),
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), ("convolution", CONVOLUTION)),
-    **{f"conv_transpose{d}d": ("convolution", CONVOLUTION) for d in (1, 2, 3)},
-}
 
 
 def kind_of(op: str) -> str:
     """What a person calls the operator of an op ("h.0.attn.c_attn:addmm#0" is a linear)."""
-    target = op.rpartition(":")[2].partition("#")[0]
-    return ROLES[target][0] if target in ROLES else target
+    name = op.rpartition(":")[2].partition("#")[0]
+    return _names().get(name, name)
+
+
+@functools.cache
+def _names() -> Mapping[str, str]:
+    """What a person calls operators, by their short names."""
+    return {aten(target): rule.says.name for target, rule in RULES.items() if rule.says}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +55,8 @@ class LabelSample:
 
 def role(op: Op, fitted: OpSharding, factor: int, stride: int, values: Mapping[str, Value], sample: LabelSample) -> str:
     """What a person calls a factor of an op that is split with this stride."""
-    named = ROLES.get(aten(op.target), ("", {}))[1].get(fitted.factors[factor].name)
-    if named:
+    said = row_of(op).says
+    if said and (named := said.factor(fitted.factors[factor].name)):
         return named
     tensors = [*zip(op.results, fitted.results, strict=True)]
     tensors += [(values[name], dims) for name, dims in zip(op.operands, fitted.operands, strict=True)]
@@ -91,6 +73,6 @@ def role_of_dim(op: Op, fitted: OpSharding, position: int, dim: int, values: Map
     """What a person calls a dim of the operand at this position, a parameter, say: by the factor that it is made of."""
     value = values[op.operands[position]]
     parts = fitted.operands[position][dim]
-    named = ROLES.get(aten(op.target), ("", {}))[1]
-    found = next((named[fitted.factors[f].name] for f in parts if fitted.factors[f].name in named), "")
+    said = row_of(op).says
+    found = next(filter(None, (said.factor(fitted.factors[f].name) for f in parts)), "") if said else ""
     return found or (f"dim {dim}" if len(value.shape) > 1 else "features")

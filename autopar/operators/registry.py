@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.ir.layout import Shape
-from autopar.ir.program import Argument, Op, Value
+from autopar.ir.program import Argument, Op, Value, aten, overload, refs
 from autopar.operators.call import Call, Local
+from autopar.operators.facts import Alias, Autocast, Mean, OpKind
 from autopar.operators.families import (
     attention,
     backward_ops,
@@ -19,6 +21,7 @@ from autopar.operators.families import (
     linalg_fft,
     losses,
     normalization,
+    overlay,
     pointwise_binary,
     pointwise_unary,
     pooling_padding,
@@ -27,6 +30,7 @@ from autopar.operators.families import (
     reductions,
     views,
 )
+from autopar.operators.flops import product
 from autopar.operators.rule import OpSharding, ParallelForm, Rule
 
 FAMILIES = (
@@ -47,10 +51,19 @@ FAMILIES = (
     constructors,
     backward_ops,
 )
-RULES: Mapping[str, Rule] = {target: row for family in FAMILIES for target, row in family.TABLE.items()}
-OTHERS: Mapping[str, Rule] = {  # of libraries that need not be there
-    "transformers.grouped_mm_fallback.default": contraction.GROUPED_PRODUCT,
+KNOWN = overlay.facts()
+RULES: Mapping[str, Rule] = {
+    target: replace(row, **KNOWN.get(target, {})) for family in FAMILIES for target, row in family.TABLE.items()
 }
+OTHERS: Mapping[str, Rule] = {
+    # of a library that need not be there
+    "transformers.grouped_mm_fallback.default": replace(contraction.GROUPED_PRODUCT, flops=product(overlay.rows, 0, 1)),
+    # without a rule for splitting
+    "aten._reshape_alias.default": Rule(alias=Alias.ALWAYS, kind=OpKind.RESHAPE),
+    "aten.nll_loss2d.default": Rule(mean=Mean.TARGETS, autocast=Autocast.FP32),
+    "aten.conv_tbc.default": Rule(autocast=Autocast.LOWER),
+}
+UNKNOWN = Rule()
 REGISTERED: dict[str, Rule] = {}  # the user's, by `autopar.register_rule`
 
 
@@ -108,7 +121,52 @@ def scale(op: Op, fitted: OpSharding, parts: Sequence[int], *, rule: Rule | None
     return math.prod(parts[f] for f in fitted.summed)
 
 
-def view_of(op: Op) -> bool:
-    """Whether the results share the memory of the first operand: no kernel, no price."""
+def row_of(op: Op) -> Rule:
+    """What is known of the operator of an op: its row, an empty one if it has none."""
+    return rule_of(op.target) or UNKNOWN
+
+
+@functools.cache
+def row_named(name: str) -> Rule:
+    """What is known of an operator of ATen by its short name, "dropout", under which functions of torch are known too."""
+    found = (rule for target, rule in RULES.items() if aten(target) == name)
+    return next(found, UNKNOWN)
+
+
+def alias_of(op: Op, values: Mapping[str, Value]) -> Alias:
+    """Whether the results of an op share the memory of its first operand; without a row the schema tells."""
+    if not op.operands:
+        return Alias.NEVER
     rule = rule_of(op.target)
-    return rule is not None and rule.view
+    if rule is not None:
+        return rule.alias if isinstance(rule.alias, Alias) else rule.alias(Call.of(op, values))
+    schema = overload(op.target)._schema
+    shared = not schema.is_mutable and any(returned.alias_info is not None for returned in schema.returns)
+    return Alias.ALWAYS if shared else Alias.NEVER
+
+
+def view_of(op: Op, values: Mapping[str, Value]) -> bool:
+    """Whether an op is planned as a view of its first operand: no kernel, no price."""
+    return row_of(op).alias is not Alias.NEVER and alias_of(op, values) is not Alias.NEVER
+
+
+def writes(op: Op) -> tuple[str, ...]:
+    """The values that an op changes in place: by its schema, or by its row where the schema does not say so."""
+    row, formals = row_of(op), overload(op.target)._schema.arguments
+    changed = row.writes or tuple(a.name for a in formals if a.alias_info is not None and a.alias_info.is_write)
+    if not changed:
+        return ()
+    arguments = Call.of(op).arguments
+    if row.writes and row.training and not arguments[row.training]:
+        return ()
+    return tuple(ref.name for name in changed for ref in refs(arguments[name]))
+
+
+def training_flag(op: Op) -> str:
+    """The argument of an op that follows the module's training mode, by name; empty if there is none.
+
+    A norm that keeps no running statistics takes those of the batch in evaluation too.
+    """
+    row = row_of(op)
+    kept = not row.writes or any(refs(tuple(Call.of(op).arguments[name] for name in row.writes)))
+    return row.training if kept else ""

@@ -7,14 +7,17 @@ decide. A `OpSharding` is what it says about one op, with sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from autopar.operators.facts import Alias, Autocast, Mean, Mixed, OpKind, Says
 from autopar.operators.notation import parse
 
 if TYPE_CHECKING:
     from autopar.ir.program import Argument
     from autopar.operators.call import Call, Local
+    from autopar.operators.flops import Flops
+    from autopar.operators.padding import Padding
 
 Dims = tuple[tuple[int, ...], ...]  # per dim of one tensor: its factors, outer to inner
 
@@ -129,25 +132,53 @@ class OpSharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One row of the table; make it with `op`."""
+    """One row of the table, all that is known of an operator; make it with `op`."""
 
-    text: str  # the pattern; empty where a function decides
+    # How it splits.
+    text: str = ""  # the pattern; empty where a function decides
     shapes: Callable[[Call], OpSharding | None] | None = None  # decides where a text cannot; None: this use has no rule
     linear: tuple[tuple[str, ...], ...] = ()  # groups of argument names in which the op is jointly linear
     local: Callable[[Call, Local], dict[str, Argument]] | None = None  # static arguments for local shapes, by name
     averages: Callable[[Call], bool] | None = None  # whether what is summed away is then divided by its global count
-    random: bool = False
-    view: bool = False  # the result shares the memory of the first operand
     when: tuple[tuple[str, Argument], ...] = ()  # static arguments that a call must have; other calls have no rule
     distributed: tuple[ParallelForm, ...] = ()  # other ways to split it
+    # What it costs.
+    flops: Flops | None = None  # the products that it consists of; None: one operation per element
+    picks: str = ""  # the argument of which it reads only the elements that it picks
+    hands_on: tuple[str, ...] = ()  # arguments whose gradient is the result's as it is, where the shapes are equal
+    # What it does to memory and state.
+    alias: Alias | Callable[[Call], Alias] = Alias.NEVER  # whether the results share the memory of the first operand
+    writes: tuple[str, ...] = ()  # arguments that it writes in training, though its schema does not say so
+    random: bool = False  # draws random numbers, where `training` is on and `rate` is not zero
+    training: str = ""  # the argument that says whether it runs as in training
+    rate: str = ""  # the argument that says how much is dropped
+    # What rewrites need to know.
+    kind: OpKind | None = None
+    fills: float | str | None = None  # the number that stands everywhere, or the argument that says it
+    mean: Mean | None = None  # what it divides by where it takes a mean
+    padding: Padding | None = None  # what padding becomes; None: it cannot be padded
+    autocast: Autocast | None = None
+    mixed: Mixed | None = None
+    # The words for a person.
+    says: Says | None = None
+
+    @property
+    def contracts(self) -> bool:
+        """Whether it is made of matrix products with operands that may be weights."""
+        return self.flops is not None and self.kind is not OpKind.ATTENTION
+
+    def draws(self, call: Call) -> bool:
+        """Whether this use draws random numbers, by the arguments that the row names."""
+        on = not self.training or bool(call.arguments[self.training])
+        return self.random and on and (not self.rate or call.arguments[self.rate] != 0)
 
     def fit(self, call: Call) -> OpSharding | None:
         """The factors of one op."""
-        if any(call.arguments.get(name) != value for name, value in self.when):
+        known = self.text or self.shapes
+        if not known or any(call.arguments.get(name) != value for name, value in self.when):
             return None
-        if self.shapes:
-            return self.shapes(call)
-        return call.fit(self.text, random=self.random)
+        fitted = self.shapes(call) if self.shapes else call.fit(self.text)
+        return replace(fitted, random=True) if fitted and self.draws(call) else fitted
 
     def __str__(self) -> str:
         return self.text or f"decided by {getattr(self.shapes, '__name__', 'a function')}"
@@ -159,12 +190,26 @@ def op(
     linear: str = "",
     local: Callable[[Call, Local], dict[str, Argument]] | None = None,
     averages: Callable[[Call], bool] | None = None,
-    random: bool = False,
-    view: bool = False,
     when: Mapping[str, Argument] | None = None,
     distributed: Sequence[ParallelForm] = (),
+    flops: Flops | None = None,
+    picks: str = "",
+    hands_on: str = "",
+    view: bool = False,
+    alias: Alias | Callable[[Call], Alias] = Alias.NEVER,
+    writes: str = "",
+    random: bool = False,
+    training: str = "",
+    rate: str = "",
+    kind: OpKind | None = None,
+    fills: float | str | None = None,
+    mean: Mean | None = None,
+    padding: Padding | None = None,
+    autocast: Autocast | None = None,
+    mixed: Mixed | None = None,
+    says: Says | None = None,
 ) -> Rule:
-    """A row of the table: a pattern or a function that decides, and `linear` groups of argument names.
+    """A row of the table: a pattern or a function that decides, `linear` groups of argument names, and facts (see `Rule`).
 
     >>> print(op("m k, n k, +n -> m n", linear="input bias, weight bias"))
     m k, n k, +n -> m n
@@ -176,8 +221,21 @@ def op(
         linear=tuple(tuple(group.split()) for group in linear.split(",") if group.strip()),
         local=local,
         averages=averages,
-        random=random,
-        view=view,
         when=tuple((when or {}).items()),
         distributed=tuple(distributed),
+        flops=flops,
+        picks=picks,
+        hands_on=tuple(hands_on.split()),
+        alias=Alias.ALWAYS if view else alias,
+        writes=tuple(writes.split()),
+        random=random,
+        training=training,
+        rate=rate,
+        kind=kind,
+        fills=fills,
+        mean=mean,
+        padding=padding,
+        autocast=autocast,
+        mixed=mixed,
+        says=says,
     )

@@ -8,10 +8,11 @@ from autopar.ir.builder import Rewriter
 from autopar.ir.layout import Shape
 from autopar.ir.program import Argument, Op, Program, Ref, aten, elements
 from autopar.ir.schema import bound, packed
+from autopar.operators import row_of
+from autopar.operators.facts import OpKind
 from autopar.passes.index_analysis import affine, facts
 from autopar.passes.index_analysis.affine import Affine, Fact, Formula, Select
 
-_ATTENTION = "aten.scaled_dot_product_attention.default"
 _CLOSED = torch.finfo(torch.float16).min  # entries of an additive mask at or below this are masked out
 
 
@@ -28,7 +29,7 @@ def causal(program: Program) -> Program:
     known = facts(program)
     rewriter = Rewriter(program)
     for op in program.ops:
-        if op.target == _ATTENTION:
+        if row_of(op).kind is OpKind.ATTENTION:
             _attention(op, program, known, rewriter)
         elif (kept := _passed(op, known)) is not None and _fits(op, kept, program):
             _forward(op, kept, program, rewriter)
@@ -79,13 +80,13 @@ def _lower_triangle(shape: Shape) -> Formula:
 
 def _passed(op: Op, known: dict[str, Fact]) -> Ref | None:
     """The operand that `and`, `or` or `where` returns, if the others are constants."""
-    name = aten(op.target)
-    if name in ("__and__", "bitwise_and", "logical_and", "__or__", "bitwise_or", "logical_or") and len(op.args) == 2:
-        neutral = "and" in name
+    kind = row_of(op).kind
+    if kind in (OpKind.AND, OpKind.OR) and len(op.args) == 2:
+        neutral = kind is OpKind.AND
         for one, other in (op.args, op.args[::-1]):
             if isinstance(one, Ref) and known.get(one.name) is neutral and isinstance(other, Ref):
                 return other
-    if name == "where" and len(op.args) == 3:
+    if aten(op.target) == "where" and len(op.args) == 3:
         when, yes, no = op.args
         truth = known.get(when.name) if isinstance(when, Ref) else None
         chosen: Argument = (yes if truth else no) if isinstance(truth, bool) else None

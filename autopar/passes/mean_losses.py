@@ -5,16 +5,13 @@ from __future__ import annotations
 import torch
 
 from autopar.ir.builder import Rewriter
-from autopar.ir.program import Argument, Op, Program, Ref, aten, elements
+from autopar.ir.program import Argument, Op, Program, Ref, elements
 from autopar.ir.schema import bound, packed
 from autopar.ir.shape_inference import broadcast
+from autopar.operators import row_of
+from autopar.operators.facts import Mean
 
 _MEAN, _SUM = 1, 2  # torch.nn._reduction's numbers
-_CLASSES = frozenset("cross_entropy_loss nll_loss nll_loss_nd nll_loss2d".split())
-_ELEMENTS = frozenset(
-    "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss "
-    "binary_cross_entropy binary_cross_entropy_with_logits".split()
-)
 
 
 def means(program: Program) -> Program:
@@ -29,8 +26,7 @@ def means(program: Program) -> Program:
     """
     rewriter = Rewriter(program)
     for op in program.ops:
-        name = aten(op.target)
-        if name in _CLASSES | _ELEMENTS and bound(op).get("reduction") == _MEAN:
+        if row_of(op).mean and bound(op)["reduction"] == _MEAN:
             _divided(op, program, rewriter)
         else:
             rewriter.keep(op)
@@ -51,7 +47,7 @@ def _divided(op: Op, program: Program, rewriter: Rewriter) -> None:
     total = rewriter.beside(op, op.target, args, kwargs)
     shapes = program.values[scores.name].shape, program.values[target.name].shape
     count: Argument
-    if aten(op.target) in _ELEMENTS:
+    if row_of(op).mean is Mean.ELEMENTS:
         count = elements(broadcast(*shapes))
     elif program.values[target.name].dtype.is_floating_point:  # probabilities: the mean is over the batch
         count = elements(shapes[0]) // shapes[0][1 if len(shapes[0]) > 1 else 0]

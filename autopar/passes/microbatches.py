@@ -24,8 +24,8 @@ from autopar.analysis.fits import fit_of
 from autopar.errors import ConstraintError
 from autopar.ir.builder import Builder, kinds
 from autopar.ir.layout import I, P, R, State, local_shape, split
-from autopar.ir.program import BATCH_NORM, Argument, Loop, Op, Output, Program, Ref, Static, Value, elements, substitute, writes
-from autopar.operators import OpSharding, localise, scale
+from autopar.ir.program import Argument, Loop, Op, Output, Program, Ref, Static, Value, elements, substitute
+from autopar.operators import OpSharding, localise, row_of, scale, writes
 from autopar.passes.dead_code_elimination import dead
 from autopar.search_space.candidates import INVARIANT, Candidate, candidate, candidates, parts_of
 
@@ -87,7 +87,7 @@ class _Cutter:
     def cut(self) -> Program:
         for op in self.program.ops:
             self._op(op)
-        written = (op for op in self.program.ops if writes(op) and op.target != BATCH_NORM)  # which writes where it mixes
+        written = (op for op in self.program.ops if writes(op) and not row_of(op).writes)  # which writes where it mixes
         if writer := next(written, None):
             self._refuse(f"each of them would write {writes(writer)[0]}", writer)
         ends = [(output, *self._output(output)) for output in self.program.outputs]

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.ir.program import Argument, Op, Program, Ref, aten
+from autopar.ir.program import Argument, Op, Program, Ref
 from autopar.ir.schema import bound, packed
+from autopar.operators import row_of, training_flag
+from autopar.operators.facts import OpKind
 
-ATTENTION = "aten.scaled_dot_product_attention.default"
-TRAINING = {"aten.dropout.default": "train", "aten.feature_dropout.default": "train", "aten.batch_norm.default": "training"}
-_CHANCE = {
-    "dropout": "p",
-    "native_dropout": "p",
-    "alpha_dropout": "p",
-    "feature_dropout": "p",
-    "feature_alpha_dropout": "p",
-    "scaled_dot_product_attention": "dropout_p",
-    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), "dropout"),
-}
 HALF = 0.5  # in place of numbers from any distribution
-DRAWS = frozenset("rand randn rand_like randn_like bernoulli normal normal_functional uniform exponential log_normal".split())
 
 
 def without_dropout(program: Program) -> Program:
@@ -38,11 +28,11 @@ def without_dropout(program: Program) -> Program:
 
 def drawn(op: Op) -> bool:
     """Whether `without_dropout` replaces an op by a constant: it draws numbers and passes no gradient on."""
-    return aten(op.target) in DRAWS and len(op.operands) < 2 and not op.requires_grad
+    return row_of(op).kind is OpKind.DRAW and len(op.operands) < 2 and not op.requires_grad
 
 
 def _certain(op: Op) -> Op:
-    name = aten(op.target)
+    row = row_of(op)
     if drawn(op):
         named = bound(op)
         target = "aten.full_like.default" if op.operands else "aten.full.default"
@@ -50,10 +40,14 @@ def _certain(op: Op) -> Op:
         dtype = {"dtype": op.results[0].dtype, "device": named.get("device")}
         args, kwargs = packed(target, shape | {"fill_value": HALF} | dtype)
         return replace(op, target=target, args=args, kwargs=kwargs)
-    sure: dict[str, Argument] = {_CHANCE[name]: 0.0} if name in _CHANCE else {"training": False} if name == "rrelu" else {}
-    if not sure:
+    return _with(op, {row.rate: 0.0} if row.rate else {row.training: False} if row.random and row.training else {})
+
+
+def _with(op: Op, changes: dict[str, Argument]) -> Op:
+    """The op with some of its arguments changed, by name."""
+    if not changes:
         return op
-    args, kwargs = packed(op.target, bound(op) | sure)
+    args, kwargs = packed(op.target, bound(op) | changes)
     return replace(op, args=args, kwargs=kwargs)
 
 
@@ -68,15 +62,10 @@ def without_training(program: Program) -> Program:
 
 def switched(op: Op) -> bool:
     """Whether an op behaves as in training, by a flag or a rate that evaluation switches off."""
-    named = bound(op)
-    if op.target == ATTENTION:
-        return named["dropout_p"] != 0
-    return op.target in TRAINING and named[TRAINING[op.target]] is True
+    flag, rate = training_flag(op), row_of(op).rate
+    return bound(op)[flag] is True if flag else bool(rate) and bound(op)[rate] != 0
 
 
 def _quiet(op: Op) -> Op:
-    if op.target != ATTENTION and op.target not in TRAINING:
-        return op
-    off: dict[str, Argument] = {"dropout_p": 0.0} if op.target == ATTENTION else {TRAINING[op.target]: False}
-    args, kwargs = packed(op.target, bound(op) | off)
-    return replace(op, args=args, kwargs=kwargs)
+    flag, rate = training_flag(op), row_of(op).rate
+    return _with(op, {flag: False} if flag else {rate: 0.0} if rate else {})

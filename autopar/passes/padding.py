@@ -27,13 +27,14 @@ from autopar.analysis.padding_groups import GroupFinder, PaddedDim, PaddingGroup
 from autopar.errors import LayoutError
 from autopar.ir.builder import Keywords, Rewriter
 from autopar.ir.layout import Shape, chunk
-from autopar.ir.program import Argument, Op, Program, Ref, aten
+from autopar.ir.program import Argument, Op, Program, Ref
 from autopar.ir.shape_inference import Kind
-from autopar.operators import localise
+from autopar.operators import localise, row_of
+from autopar.operators.facts import OpKind
 
 Rooms = Mapping[str, Shape]  # the shapes of padded values: of every strand one, and every parameter of which it is a whole dim
 MOST = 1 / 3  # of a dim: more padding is more than what a few devices can win
-ATTENTION, HEADS = "scaled_dot_product_attention", -3  # the operator with heads, and which dim of its result they are
+HEADS = -3  # which dim of attention's result they are
 
 
 def rooms(program: Program, sizes: Sequence[int], *, parts: bool = False) -> dict[str, Shape]:
@@ -64,7 +65,7 @@ def _seeds(program: Program, parts: bool) -> Iterator[tuple[str, int]]:
     for value in (p.value for p in program.parameters if p.used):
         yield from ((value.name, dim) for dim in range(len(value.shape)))
     for op in program.ops if parts else ():
-        if aten(op.target) == ATTENTION and len(op.results[0].shape) > -HEADS:
+        if row_of(op).kind is OpKind.ATTENTION and len(op.results[0].shape) > -HEADS:
             yield op.results[0].name, len(op.results[0].shape) + HEADS
 
 

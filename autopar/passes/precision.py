@@ -15,19 +15,13 @@ from autopar.analysis.weights import CAST
 from autopar.capture import autocast
 from autopar.errors import ConstraintError
 from autopar.ir.builder import Keywords, Rewriter, kinds
-from autopar.ir.program import Argument, Op, Program, Ref, Static, Value, aten, refs, substitute, writes
+from autopar.ir.program import Argument, Op, Program, Ref, Static, Value, refs, substitute
+from autopar.operators import row_of, writes
+from autopar.operators.facts import Mixed
 
 MIXED = "bf16-mixed"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PRECISIONS = (*DTYPES, MIXED)
-
-# Beside the ops that autocast runs in float32: norms that it does not list, and recurrent layers, whose first state is float32.
-SINGLE = frozenset(
-    "batch_norm instance_norm rms_norm native_layer_norm native_group_norm lstm gru rnn_tanh rnn_relu "
-    "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split()
-)
-# Ops whose fill value may overflow in bfloat16: the lowest float32 is minus infinity there.
-FILLING = frozenset("where masked_fill".split())
 
 
 def stored(precision: str | None, reduce: str | None) -> torch.dtype | None:
@@ -127,11 +121,12 @@ class _Mixed:
 
     def _wanted(self, op: Op, names: list[str]) -> torch.dtype | None:
         """The dtype to which all floating operands are cast; None if they may stay as they are."""
-        name = aten(op.target)
+        row = row_of(op)
         dtypes = [torch.bfloat16 if operand in self.given else self.values[operand].dtype for operand in names]
-        if name in SINGLE or writes(op) or (name in FILLING and (torch.float32 in dtypes or _huge(op))):
+        fills = row.mixed is Mixed.FILL and (torch.float32 in dtypes or _huge(op))
+        if row.mixed is Mixed.FP32 or fills or writes(op):
             return torch.float32
-        if name == "alias" and op.results[0].name in self.returned:
+        if op.target == "aten.alias.default" and op.results[0].name in self.returned:
             return op.results[0].dtype
         return autocast.operand_dtype(op.target, dtypes, torch.bfloat16)
 

@@ -7,14 +7,12 @@ import math
 import torch
 
 from autopar.ir.builder import Rewriter, kinds
-from autopar.ir.program import Argument, Op, Program, Ref, Value, aten, writes
+from autopar.ir.program import Argument, Op, Program, Ref, Value, aten
 from autopar.ir.schema import bound
+from autopar.operators import row_of, writes
+from autopar.operators.facts import OpKind
 
-_NOTHING = frozenset("contiguous clone lift_fresh lift_fresh_copy alias detach".split())
-_CASTS = frozenset("to _to_copy type_as".split())
-_RESHAPES = frozenset("view reshape _unsafe_view _reshape_alias view_as reshape_as flatten unflatten squeeze".split())
-_EXPANDS = frozenset("expand expand_as broadcast_to".split())
-_FILLS = {"zeros": 0, "ones": 1, "new_zeros": 0, "new_ones": 1, "new_full": None, "scalar_tensor": None, "full": None}
+_UNCHANGED = (OpKind.SAME, OpKind.CAST, OpKind.RESHAPE, OpKind.EXPAND)  # where shape and dtype stay
 _DULL = {"pin_memory": (None, False), "layout": (None, torch.strided), "memory_format": (None, torch.preserve_format)}
 
 
@@ -74,8 +72,8 @@ def _unchanged(op: Op, program: Program) -> Ref | None:
     if (operand.shape, operand.dtype, operand.requires_grad) != (result.shape, result.dtype, result.requires_grad):
         return None
     name = aten(op.target)
-    if name in _NOTHING | _CASTS | _RESHAPES | _EXPANDS:
-        return None if op.target == "aten.view.dtype" else first
+    if row_of(op).kind in _UNCHANGED:
+        return first
     if name == "slice" and (bound(op)["step"] == 1):
         return first
     if name == "dropout" and op.args[1] == 0:
@@ -88,19 +86,19 @@ def _unchanged(op: Op, program: Program) -> Ref | None:
 
 def _spell(op: Op, program: Program, rewriter: Rewriter) -> None:
     """Keep an op in its canonical spelling."""
-    name, result = aten(op.target), op.results[0]
+    name, row, result = aten(op.target), row_of(op), op.results[0]
     first = op.args[0] if op.args else None
     kwargs = tuple((key, value) for key, value in op.kwargs if value not in _DULL.get(key, ()))
-    if name in _RESHAPES and op.target != "aten.view.dtype":
+    if row.kind is OpKind.RESHAPE:
         rewriter.keep(op, target="aten.reshape.default", args=(first, result.shape), kwargs=())
-    elif name in _EXPANDS:
+    elif row.kind is OpKind.EXPAND:
         rewriter.keep(op, target="aten.expand.default", args=(first, result.shape), kwargs=())
-    elif name in _CASTS and isinstance(first, Ref) and program.values[first.name].shape == result.shape:
+    elif row.kind is OpKind.CAST and isinstance(first, Ref) and program.values[first.name].shape == result.shape:
         rewriter.keep(op, target="aten.to.dtype", args=(first, result.dtype), kwargs=())
     elif name in ("slice", "slice_scatter"):
         rewriter.keep(op, args=_slice(op, program.values), kwargs=())
-    elif name in _FILLS:
-        fill = bound(op).get({"scalar_tensor": "s"}.get(name, "fill_value"), _FILLS[name])
+    elif row.fills is not None:
+        fill = bound(op)[row.fills] if isinstance(row.fills, str) else row.fills
         device = bound(op).get("device")
         rewriter.keep(
             op,

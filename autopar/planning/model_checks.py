@@ -7,8 +7,8 @@ import warnings
 from autopar.analysis.analysis import Analysis
 from autopar.errors import MeshError, RuleError
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Op, qualified, text, writes
-from autopar.operators import rule_of
+from autopar.ir.program import Op, qualified, text
+from autopar.operators import rule_of, writes
 
 
 def useless_axes(analysis: Analysis, mesh: Mesh) -> None:

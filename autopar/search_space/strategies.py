@@ -15,14 +15,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from autopar.analysis.repeated_blocks import PRODUCTS
 from autopar.analysis.weights import copies
 from autopar.errors import ConstraintError, LayoutError
 from autopar.ir.conversion import CONVERSIONS
 from autopar.ir.layout import I, Layout, State, parse, split
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Program, Value, aten
-from autopar.operators import OpSharding
+from autopar.ir.program import Program, Value
+from autopar.operators import OpSharding, row_of
 
 STRATEGIES = ("auto", "ddp", "zero1", "zero2", "fsdp", "megatron", "replicate")
 SHARDED = ("zero1", "zero2", "fsdp")  # parameters are stored split on all axes, and gathered for use
@@ -208,7 +207,7 @@ def _multiplied(
             if name in read and op.results[0].name not in of:
                 factors = [fitted.factors[f] for dim in fitted.operands[position] for f in dim] if fitted else []
                 able = any(not factor.whole and factor.size % parts == 0 for factor in factors)
-                read[name].append(able and aten(op.target) in PRODUCTS)
+                read[name].append(able and row_of(op).contracts)
     return frozenset(name for name, able in read.items() if able and all(able))
 
 

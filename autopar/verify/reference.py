@@ -10,8 +10,9 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture import Captured
 from autopar.capture.signature import read_result
-from autopar.ir.program import writes
-from autopar.passes.no_dropout import DRAWS, HALF
+from autopar.operators import row_named, writes
+from autopar.operators.facts import OpKind
+from autopar.passes.no_dropout import HALF
 from autopar.runtime.storage import local_part_like, to_local
 
 
@@ -73,21 +74,22 @@ class _NoDropout(TorchFunctionMode):
     ) -> object:
         given = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+        kind = row_named(name.removesuffix("_")).kind
+        if "dropout" in name and not name.startswith("native"):
             return args[0] if args else given["input"]
         if name == "multi_head_attention_forward":  # a function of torch's own, inside which nothing is seen
             args = (*args[:10], 0.0, *args[11:])
-        if name == "scaled_dot_product_attention":
+        if kind is OpKind.ATTENTION:
             if len(args) > 4:
                 args = (*args[:4], 0.0, *args[5:])
             else:
                 given["dropout_p"] = 0.0
-        if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # the only number with a point among its arguments
+        if kind is OpKind.RECURRENT:  # the only number with a point among its arguments
             args = tuple(0.0 if isinstance(argument, float) else argument for argument in args)
         if name == "rrelu":
             args, given = args[:3], {n: a for n, a in given.items() if n != "training"}
         found: object = func(*args, **given)  # type: ignore[operator]
-        fixed = name.removesuffix("_") in DRAWS and isinstance(found, torch.Tensor) and found.is_floating_point()
+        fixed = kind is OpKind.DRAW and isinstance(found, torch.Tensor) and found.is_floating_point()
         return found.fill_(HALF) if fixed and isinstance(found, torch.Tensor) else found
 
 

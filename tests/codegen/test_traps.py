@@ -16,13 +16,13 @@ from autopar.analysis.analysis import analyse
 from autopar.capture import Captured
 from autopar.cost_models import optimizers
 from autopar.cost_models.collectives import seconds as collective_seconds
-from autopar.cost_models.compute import PRODUCTS, pricer
+from autopar.cost_models.compute import pricer
 from autopar.errors import BudgetError
 from autopar.formulation.formulate import formulate
 from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Device, Mesh
 from autopar.ir.program import elements
-from autopar.operators import fit
+from autopar.operators import fit, row_of
 from autopar.plan.assignment_text import resolve
 from autopar.plan.plan import Plan
 from autopar.solver.problem import price
@@ -199,7 +199,7 @@ def test_no_product_is_repeated_where_splitting_is_free(model: Model, sizes: tup
     plan = planning.plan(captured, on)
     program = captured.program
     chosen = resolve(plan, program, {op.name: fit(op, program.values) for op in program.ops})
-    products = [op for op in program.ops if op.target in PRODUCTS or "attention" in op.target]
+    products = [op for op in program.ops if row_of(op).flops]
     assert products
     for op in products:
         counted, values = pricer(op, program.values, on.device), program.values  # type: ignore[arg-type]

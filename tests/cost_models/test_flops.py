@@ -38,7 +38,7 @@ def said(plan: Plan, model: nn.Module, batch: models.Sample) -> int:
     program, total = read_program(model, batch).program, 0
     for op in (program.op[name] for name in plan.breakdown.recompute):
         price = pricer(op, program.values, ON.device)
-        if price.product is not None:
+        if price.operations is not None:
             total += price.flops([program.values[n].shape for n in op.operands], [r.shape for r in op.results])
     return total
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.ir.program import Op, Ref
-from autopar.operators import fit, localise, scale, view_of
+from autopar.ir.program import Ref
+from autopar.operators import fit, localise, scale
 from autopar.operators.checking.execution_check import check
 from autopar.operators.families.views import regroup
 from tests.operators.examples import Example, bools, ex, ints, pos, t
@@ -121,12 +121,6 @@ def test_a_mean_is_divided_by_the_parts_of_what_it_averages() -> None:
     assert fitted is not None
     assert scale(op, fitted, [1, 3]) == 3
     assert scale(op, fitted, [4, 1]) == 1
-
-
-def test_views_are_known() -> None:
-    assert view_of(Op(name="y", target="aten.transpose.int", results=()))
-    assert not view_of(Op(name="y", target="aten.relu.default", results=()))
-    assert not view_of(Op(name="y", target="aten.unheard.of", results=()))
 
 
 WALKS = [

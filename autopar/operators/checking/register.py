@@ -5,6 +5,7 @@ autopar.register_rule("mylib::scaled", "... n, n -> ... n", linear="x, scale", e
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from autopar.ir.program import Argument, overload, qualified
 from autopar.operators.checking.execution_check import check, trials
 from autopar.operators.checking.sample_call import Arguments, Example, target_of
 from autopar.operators.notation import parse
-from autopar.operators.registry import REGISTERED, fit, rule_of
+from autopar.operators.registry import REGISTERED, RULES, fit, rule_of
 from autopar.operators.rule import Rule, always
 from autopar.operators.rule import op as row
 
@@ -161,13 +162,18 @@ def _row(target: str, rule: str, linear: str, averages: bool, when: Mapping[str,
     for name in [*linear.replace(",", " ").split(), *(when or {}), *pattern.arguments]:
         if name not in formals:
             raise _misnamed(target, f"speaks of {name!r}, which is not an argument: {', '.join(formals)}", rule)
-    return row(
+    made = row(
         rule,
         linear=linear,
         averages=always if averages else None,
         random=torch.Tag.nondeterministic_seeded in overload(target).tags,
         when={name: _static(value) for name, value in (when or {}).items()},
     )
+    known = RULES.get(target, made)  # what is known of the operator beside how it splits stays known
+    return dataclasses.replace(
+        known, text=made.text, shapes=None, linear=made.linear, local=None, averages=made.averages, random=made.random,
+        when=made.when, distributed=(),
+    )  # fmt: skip
 
 
 def _misnamed(target: str, why: str, rule: str) -> RuleError:

@@ -1,0 +1,72 @@
+"""The words in which a row of the table says what is known of an operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Alias(Enum):
+    """Whether the results share the memory of the first operand."""
+
+    NEVER = "a copy"
+    ALWAYS = "a view, or the operand itself"
+    MAYBE = "a view where strides allow, else a copy"  # what is priced and planned as a view
+
+
+class Autocast(Enum):
+    """What torch.autocast does with the floating-point operands ("Autocast Op Reference", documentation of torch.amp)."""
+
+    LOWER = "cast to the lower precision"
+    FP32 = "cast to float32"
+    WIDEST = "cast to float32 if one of them is float32"
+
+
+class Mixed(Enum):
+    """What `precision="bf16-mixed"` does with an operator that autocast leaves alone."""
+
+    FP32 = "cast to float32"
+    FILL = "cast to float32 if it fills in a number that bfloat16 cannot hold"
+
+
+class OpKind(Enum):
+    """Operators that rewrites and analyses treat alike."""
+
+    SAME = "the operand itself, or a copy of it"
+    CAST = "the operand in another dtype"
+    RESHAPE = "the operand's elements in their order, in another shape"
+    EXPAND = "the operand broadcast"
+    FILL = "one number everywhere"
+    DRAW = "floating-point numbers drawn from a distribution, and nothing else"
+    DROPOUT = "the operand with some elements zeroed by a mask of its size"
+    AND = "true where both operands are"
+    OR = "true where one of the operands is"
+    ATTENTION = "fused attention: query, key, value, mask"
+    RECURRENT = "a recurrent layer: sequence, states, parameters"
+
+
+class Mean(Enum):
+    """What a loss with reduction="mean" divides the sum by."""
+
+    ELEMENTS = "the elements of input and target, broadcast"
+    TARGETS = "the targets that are not ignored, or their weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Says:
+    """What a person calls an operator, and the factors of its rule: `n` of a linear is its out-features."""
+
+    name: str
+    factors: tuple[tuple[str, str], ...] = ()
+
+    def factor(self, name: str) -> str:
+        """What a person calls the factor of this name; empty if there is no word."""
+        return dict(self.factors).get(name, "")
+
+
+def says(name: str, **factors: str) -> Says:
+    """The words for an operator: `says("linear", k="in-features", n="out-features")`."""
+    return Says(name, tuple(factors.items()))
+
+
+__all__ = ["Alias", "Autocast", "Mean", "Mixed", "OpKind", "Says", "says"]
