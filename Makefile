@@ -31,22 +31,27 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Side by side: many tests keep one core busy, others wait for processes of their own. Each part is the tests of these rooms.
+# Side by side: many tests keep one core busy, others wait for processes of their own. Each part is the tests of these rooms; each
+# process of a part imports torch, and starts one pool of workers if it needs one.
 PARTS := unit-front unit-operators unit-middle unit-back
 unit: $(STAMP)
 	$(MAKE) --jobs=4 --output-sync=target $(PARTS)
 
+FRONT := ir capture passes analysis search_space cost_models formulation plan explain docs
 unit-front: $(STAMP)
-	$(BIN)/python -m pytest -q --doctest-modules autopar tests/test_architecture.py tests/ir tests/capture tests/passes tests/analysis tests/search_space tests/planning tests/plan
+	$(BIN)/python -m pytest -q --doctest-modules autopar tests/test_architecture.py $(FRONT:%=tests/%)
 
+OPERATORS := operators solver
 unit-operators: $(STAMP)
-	$(BIN)/python -m pytest -q tests/operators tests/cost_models
+	$(BIN)/python -m pytest -q $(OPERATORS:%=tests/%)
 
+MIDDLE := planning memory codegen runtime
 unit-middle: $(STAMP)
-	$(BIN)/python -m pytest -q tests/solver tests/memory tests/explain tests/codegen tests/runtime tests/docs
+	$(BIN)/python -m pytest -q $(MIDDLE:%=tests/%)
 
+BACK := verify
 unit-back: $(STAMP)
-	$(BIN)/python -m pytest -q tests/verify
+	$(BIN)/python -m pytest -q $(BACK:%=tests/%)
 
 cost: $(STAMP)
 	$(BIN)/python -m autopar.explain --check baselines/

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -184,6 +185,12 @@ def test_no_two_public_classes_or_type_aliases_share_a_name() -> None:
         for name in module.types:
             places[name].append(module.place)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_the_tests_of_every_room_are_in_one_part_of_make_test() -> None:
+    parts = re.findall(r"^(?:FRONT|OPERATORS|MIDDLE|BACK) := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert len(parts) == 4
+    assert sorted(" ".join(parts).split()) == sorted({path.parent.name for path in Path(__file__).parent.glob("*/test_*.py")})
 
 
 @pytest.mark.parametrize("name", ["passes", "cost_models", "solver"])

@@ -17,13 +17,12 @@ from autopar.operators import RULES, fit, row_of, view_of
 from autopar.operators.call import Call
 from autopar.operators.checking.execution_check import trials
 from tests.operators.drawing import differentiable
-from tests.operators.examples import EXAMPLES
+from tests.operators.examples import EXAMPLES, calls
 
 
 def trained(target: str) -> Iterator[tuple[Op, dict[str, Value]]]:
     """The examples of an operator, as ops that need a gradient where they can have one."""
-    for example in EXAMPLES[target]:
-        op, values, _ = example.build(target)
+    for op, values in calls(target):
         grad = any(values[name].requires_grad for name in op.operands)
         results = (replace(r, requires_grad=grad and differentiable(r)) for r in op.results)
         yield replace(op, results=tuple(results)), values

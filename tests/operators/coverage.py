@@ -34,7 +34,7 @@ from autopar.operators.families import (
     reductions,
     views,
 )
-from tests.operators.examples import EXAMPLES
+from tests.operators.examples import calls
 
 FAMILIES: Mapping[str, ModuleType] = {
     "Element by element: one tensor": pointwise_unary,
@@ -103,8 +103,7 @@ def entry(target: str) -> Entry:
     patterns: list[str] = []
     texts: list[str] = []
     random = False
-    for example in EXAMPLES[target]:
-        op, values, _ = example.build(target)
+    for op, values in calls(target):
         fitted = fit(op, values)
         assert fitted is not None
         for factor in fitted.factors:

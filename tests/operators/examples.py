@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 
 import torch
 
+from autopar.ir.program import Op, Value
 from tests.operators import examples_algebra, examples_backward, examples_planes
 from tests.operators.drawing import Example, Positive, T, between, bools, buffer, cplx, ex, ints, labels, places, pos, signs, t
 from tests.operators.names import ALIASES, BINARY, DRAWS, FORMS, SAME, UNARY, names
@@ -564,3 +566,9 @@ EXAMPLES = TABLE | {
     for form in FORMS
     if f"{first}.{form}" in TABLE
 }
+
+
+@functools.cache
+def calls(target: str) -> tuple[tuple[Op, dict[str, Value]], ...]:
+    """The ops of an operator's examples with their values, built once per process for all who need no tensors."""
+    return tuple(example.build(target)[:2] for example in EXAMPLES[target])

@@ -24,7 +24,7 @@ from autopar.operators import RULES, Factor, OpSharding, Rule, fit
 from autopar.operators.call import Call
 from autopar.operators.checking.execution_check import check
 from autopar.operators.rule import Dims
-from tests.operators.examples import EXAMPLES
+from tests.operators.examples import EXAMPLES, calls
 
 LINEAR, MEMBER = "calls an operand linear", "takes a member from a group"
 TRUSTING = ("backward", "native_batch_norm", "_weight_norm")  # that take any sizes, and write where there is nothing
@@ -115,7 +115,7 @@ def mutations(target: str) -> Iterator[Mutation]:
     """Every mutation of a rule that changes what it says of its first example that it changes at all."""
     if any(name in target for name in TRUSTING):
         return
-    built = [example.build(target)[:2] for example in EXAMPLES[target]]
+    built = calls(target)
     fits = [fit(op, values) for op, values in built]
     if any(fitted and fitted.random for fitted in fits):  # of what draws only shapes can be checked
         return

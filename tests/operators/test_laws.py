@@ -9,7 +9,7 @@ from autopar.operators import RULES, fit
 from autopar.operators.checking.execution_check import check
 from autopar.operators.rule import op as row
 from tests.cost_models.cost_ops import call
-from tests.operators.examples import EXAMPLES, Example, ex, ints, t
+from tests.operators.examples import EXAMPLES, Example, calls, ex, ints, t
 
 
 def test_every_rule_has_an_example() -> None:
@@ -26,6 +26,16 @@ def test_splitting_a_factor_and_joining_gives_the_whole(target: str) -> None:
         op, values, tensors = example.build(target)
         assert fit(op, values) is not None
         check(op, values, tensors)
+
+
+def test_the_factors_of_an_op_have_different_names_so_that_a_choice_in_a_plan_can_name_one() -> None:
+    for op, values in (made for target in sorted(EXAMPLES) for made in calls(target)):
+        fitted = fit(op, values)
+        assert fitted is not None
+        names = [factor.name for factor in fitted.factors if not factor.whole]
+        assert len(names) == len(set(names)), f"{op.target}: {fitted}"
+        assert not any("," in name or "/" in name for name in names), f"{op.target}: {fitted}"
+        assert not {"I", "R"} & set(names), f"{op.target}: {fitted}"
 
 
 @pytest.mark.parametrize("target", sorted(EXAMPLES))

@@ -17,9 +17,8 @@ from autopar.capture import Captured
 from autopar.errors import PlanError
 from autopar.ir.layout import I
 from autopar.ir.mesh import Mesh
-from autopar.operators import fit
 from autopar.plan import resolved as reading
-from autopar.plan.assignment_text import describe, form_text, resolve
+from autopar.plan.assignment_text import describe, resolve
 from autopar.plan.options import Options
 from autopar.plan.plan import Collective, Plan
 from autopar.plan.resolved import ResolvedPlan, read_plan
@@ -28,7 +27,6 @@ from autopar.planning.planner import connected_mesh, read_program, resolve_progr
 from autopar.search_space.strategies import STRATEGIES
 from autopar.verify.testing import random_plan_of
 from tests.capture.models import MODELS
-from tests.operators.examples import EXAMPLES
 
 MESH = (2, 2)
 
@@ -86,19 +84,6 @@ def test_the_process_that_planned_emits_its_assignment_without_reading_it_as_tex
     monkeypatch.setattr(Plan, "from_json", refuse)
     model, x = torch.nn.Linear(8, 4), torch.randn(2, 8)
     torch.testing.assert_close(autopar.parallelize(model, x, (1,))(x), model(x))
-
-
-@pytest.mark.parametrize("target", sorted(EXAMPLES))
-def test_the_factors_of_an_op_have_different_names_so_that_a_choice_can_name_one(target: str) -> None:
-    for example in EXAMPLES[target]:
-        op, values, _ = example.build(target)
-        fitted = fit(op, values)
-        assert fitted is not None
-        names = [factor.name for factor in fitted.factors if not factor.whole]
-        assert len(names) == len(set(names)), f"{fitted}"
-        assert not any("," in name or "/" in name for name in names)
-        texts = [form_text(("S", f, 1), fitted) for f, factor in enumerate(fitted.factors) if not factor.whole]
-        assert not {"I/1", "R/1"} & set(texts)
 
 
 def test_the_json_has_the_fields_that_others_may_rely_on(tmp_path: Path) -> None:
