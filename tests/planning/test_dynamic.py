@@ -26,7 +26,9 @@ from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
 from autopar.verify.verification import verify
 from tests.support import models, planning, table
-from tests.verify.test_parallel_forms import Looking, form, mixture
+from tests.support.planning import form
+from tests.verify.test_parallel_attention import Looking
+from tests.verify.test_parallel_recurrence_and_experts import mixture
 
 WORDS: dict[str, DimSizes | Dynamic] = {"batch": 0, "sequence": Dynamic(1, least=8, most=24)}
 IMAGES: dict[str, DimSizes | Dynamic] = {"batch": {"pixel_values": 0, "labels": 0}}

@@ -171,3 +171,9 @@ def solution_of(plan: Plan, formulated: PlanningProblem) -> tuple[tuple[int, ...
         ends = [(graph.nodes[s], graph.nodes[t]) for s, t in zip(edge.source.tolist(), edge.target.tolist(), strict=True)]
         arcs.append(tuple(ends.index((step.source, step.target)) for step in chosen.routes.get(values.example, ())))
     return tuple(picks), tuple(arcs)
+
+
+def form(plan: Plan, name: str) -> str:
+    """In which form the one op of this name runs on the last axis."""
+    (choice,) = (choice for op, choice in plan.choices.items() if name in op)
+    return choice.rpartition(", ")[2].partition("/")[0]
