@@ -179,6 +179,21 @@ def test_a_pattern_is_written_out_for_the_shapes_of_a_call(target: str, text: st
     assert found.text == text
 
 
+@settings(max_examples=60, deadline=None)
+@given(rank=st.integers(1, 4), data=st.data(), keepdim=st.booleans(), mark=st.sampled_from(["", "!"]))
+def test_dims_that_an_argument_lists_are_as_good_as_written_by_hand(
+    rank: int, data: st.DataObject, keepdim: bool, mark: str
+) -> None:
+    gone = data.draw(st.sets(st.integers(0, rank - 1)))
+    listed = tuple(d - rank if data.draw(st.booleans()) else d for d in sorted(gone, reverse=data.draw(st.booleans())))
+    op, values, _ = ex(t(*range(2, rank + 2)), listed, keepdim).build(SUM)
+    gone = gone or set(range(rank))  # an empty list means all dims
+    held = " ".join(f"d{d}{mark if d in gone else ''}" for d in range(rank))
+    kept = " ".join("_" if d in gone else f"d{d}" for d in range(rank) if keepdim or d not in gone)
+    by_hand = fit(op, values, rule=row(f"{held} -> {kept or '()'}"))
+    assert fit(op, values, rule=row(f"... @dim{mark} ... -> ... ...")) == by_hand
+
+
 def test_two_arguments_cannot_name_one_dim() -> None:
     op, values, _ = ex(t(4, 6), 0, 0).build("aten.transpose.int")
     with pytest.raises(RuleError) as raised:
