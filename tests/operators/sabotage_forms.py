@@ -26,7 +26,7 @@ from autopar.errors import RuleError
 from autopar.ir.program import Op, Value
 from autopar.operators import OpSharding, ParallelForm, Rule, fit, rule_of
 from autopar.operators.checking.execution_check import Ranks, check, distributed_trials
-from autopar.runtime import attention, exchange, forms, losses, norms, recurrent
+from autopar.runtime import attention, losses, norms, parallel_ops, recurrent, row_dispatch
 from autopar.runtime.threaded_ranks import ranks
 from autopar.runtime.world import Axis
 from tests.operators.drawing import Ends, ex, t
@@ -48,7 +48,7 @@ PLACED = (
 TRUSTING = ("query_parallel_attention", "ring_attention", "expert_parallel_grouped_mm")
 CALLS = EXAMPLES | {"transformers.grouped_mm_fallback.default": [ex(t(12, 5), t(4, 5, 6), Ends((4,), torch.int64, 12))]}
 TRUE = {
-    ("group_norm_channels", "splits d1 for c"),  # planes in place of channels
+    ("group_norm_channels", "splits ...0 for c"),  # planes in place of channels
     ("all_to_all_rows", "does not split v"),  # the first rank has all rows, and sends them
 }
 
@@ -113,14 +113,14 @@ def _changes(form: ParallelForm, rule: Rule, op: Op, values: dict[str, Value]) -
     if any(map(lacks, fitted.results)):
         yield "results in another state", replace(form, results=STATES[form.results] if form.results == "P" else "P"), ranks
     for what, factors in _factors(form, fitted):
-        alike = (one for one in rule.distributed if forms.FORMS[one.name] is forms.FORMS[form.name])
+        alike = (one for one in rule.distributed if parallel_ops.PARALLEL_OPS[one.name] is parallel_ops.PARALLEL_OPS[form.name])
         wrong = replace(form, factors=factors, nested=False)
         if factors not in [one.factors for one in alike] and form.name not in TRUSTING and _serves(wrong, (op, values, {})):
             yield what, wrong, ranks
     if form.name in PLACED:
         yield "every rank is the first", form, misplaced
     for module, name, kind, instead in MESSAGES:
-        own = forms.FORMS[form.name].__module__ == module.__name__
+        own = parallel_ops.PARALLEL_OPS[form.name].__module__ == module.__name__
         if own and kind in {sent.kind for sent in (*form.forward, *form.backward)}:
             yield f"no {name}", form, partial(_without, module, name, instead)  # type: ignore[misc]
 
@@ -178,14 +178,14 @@ def own(x: torch.Tensor, since: list[int], to: list[int], rows: int, group: str)
 
 
 MESSAGES: tuple[tuple[ModuleType, str, str, Callable[..., object]], ...] = (
-    (forms, "summed", "all_reduce", deaf),
-    (forms, "largest", "all_reduce", deaf),
-    (losses, "summed", "all_reduce", deaf),
-    (losses, "largest", "all_reduce", deaf),
-    (norms, "summed", "all_reduce", deaf),
-    (norms, "gathered", "all_gather", alone),
-    (attention, "passed_on", "all_to_all", kept),
-    (exchange, "exchange", "all_to_all", own),
+    (parallel_ops, "all_reduce_sum", "all_reduce", deaf),
+    (parallel_ops, "all_reduce_max", "all_reduce", deaf),
+    (losses, "all_reduce_sum", "all_reduce", deaf),
+    (losses, "all_reduce_max", "all_reduce", deaf),
+    (norms, "all_reduce_sum", "all_reduce", deaf),
+    (norms, "all_gather_stack", "all_gather", alone),
+    (attention, "ring_step", "all_to_all", kept),
+    (row_dispatch, "dispatch_rows", "all_to_all", own),
     (recurrent, "all_gather__slice", "all_gather", repeated),
     (recurrent, "identity__all_reduce", "all_reduce", deaf),
 )
