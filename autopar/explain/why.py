@@ -21,7 +21,7 @@ from autopar.operators.dim_labels import LabelSample, kind_of
 from autopar.plan.text import Part, folded, grid, milliseconds, size_text
 from autopar.planning.optimize import Optimized
 from autopar.search_space.candidates import Candidate
-from autopar.solver.problem import FixedCharge, Solution, gone, paid, route_price
+from autopar.solver.problem import FixedCharge, Solution, charge_share, route_price, trigger_share
 from autopar.solver.routes import tree
 
 MOST = 8  # candidates shown, and operators if a name matches many
@@ -129,7 +129,9 @@ def _prices(solved: Optimized, choice: int, most: int) -> dict[int, tuple[Second
         if moved is not None:
             seconds = sum(route_price(problem.edges[w], moved.picks, moved.arcs[w]) for w in around)
             seconds += sum(
-                fixed_charge.seconds for fixed_charge in fixed_charges if paid(problem, fixed_charge, moved.picks, moved.arcs)
+                fixed_charge.seconds
+                for fixed_charge in fixed_charges
+                if charge_share(problem, fixed_charge, moved.picks, moved.arcs)
             )
             prices[pick] = float(own[pick]), seconds
     return prices
@@ -146,9 +148,9 @@ def _alone(solved: Optimized, around: Sequence[int]) -> list[FixedCharge]:
     problem, solution = solved.formulated.problem, solved.solution
     found = []
     for fixed_charge in problem.fixed_charges:
-        theirs = [way for way in fixed_charge.ways if way.edge in around]
-        others = [way for way in fixed_charge.ways if way.edge not in around]
-        if theirs and not any(gone(problem, way, solution.picks, solution.arcs) for way in others):
+        theirs = [trigger for trigger in fixed_charge.triggers if trigger.edge in around]
+        others = [trigger for trigger in fixed_charge.triggers if trigger.edge not in around]
+        if theirs and not any(trigger_share(problem, trigger, solution.picks, solution.arcs) for trigger in others):
             found.append(fixed_charge)
     return found
 

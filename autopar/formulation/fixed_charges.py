@@ -49,7 +49,7 @@ def fixed_charges(
         due = [(forward, None), (forward, AGAIN)] if forward in TOGETHER[0] else []
         due += [(backward, BACK)] if backward in TOGETHER[1] else []
         for (group, count), (kind, surcharge) in itertools.product(groups[forward != "identity"].items(), due):
-            ways = []
+            triggers = []
             for w in sorted(group):
                 edge, arcs = edges[w], (kinds[w][0] == axis) & (kinds[w][1] == number)
                 if forward != "identity":
@@ -60,12 +60,12 @@ def fixed_charges(
                 if surcharge == AGAIN and not strategy_constraints.dropped:
                     consumers = None if edge.recompute is not None else frozenset()
                 if consumers != frozenset() and arcs.any():
-                    ways.append(ChargeTrigger(edge=w, consumers=consumers, arcs=arcs))
+                    triggers.append(ChargeTrigger(edge=w, consumers=consumers, arcs=arcs))
             together = strategy_constraints.once or (kind == backward and added_up(forward, backward))
             runs = 1 if together else analysis.program.runs
             seconds = runs * count * prices.latency(kind, axis)
-            if ways and seconds > 0:
-                yield FixedCharge(name=f"{kind} over {prices.mesh.axes[axis]}", seconds=seconds, ways=tuple(ways))
+            if triggers and seconds > 0:
+                yield FixedCharge(name=f"{kind} over {prices.mesh.axes[axis]}", seconds=seconds, triggers=tuple(triggers))
 
 
 def _kinds(edge: Edge, graph: LayoutGraph) -> tuple[Ints, Ints, Ints]:

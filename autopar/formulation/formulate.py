@@ -32,7 +32,7 @@ from autopar.search_space.candidates import Candidate, distributed
 from autopar.search_space.domains import offers
 from autopar.search_space.layout_graph import LayoutGraph, layout_graph
 from autopar.search_space.strategies import StrategyConstraints
-from autopar.solver.problem import Bools, Choice, ConditionalCost, Consumer, Edge, Floats, Ints, Problem, Solution, homes
+from autopar.solver.problem import Bools, Choice, ConditionalCost, Consumer, Edge, Floats, Ints, Problem, Solution, storages
 
 FREE = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if forward == "identity"]
 ANEW = [  # what may be converted again but weights: a change of dims takes as much as what it is made from
@@ -252,7 +252,7 @@ def _wire(
         offload=_away(value, graph, program.runs * count, prices) if _may_leave(analysis, value) else None,
     )  # fmt: skip
     if edge.offload is not None:  # said of the memory in which several layouts may lie
-        edge = replace(edge, offload=np.where(homes(edge) == np.arange(edge.nodes), edge.offload, np.inf))
+        edge = replace(edge, offload=np.where(storages(edge) == np.arange(edge.nodes), edge.offload, np.inf))
     return graph, edge
 
 
@@ -343,7 +343,7 @@ def _absent(formulated: PlanningProblem, solution: Solution) -> Iterator[tuple[s
     """What a solution moves to the host: the members after those that are made again."""
     for (w, node), count in solution.recompute.offload.items():
         edge, values = formulated.problem.edges[w], formulated.edges[w]
-        lies = homes(edge)
+        lies = storages(edge)
         made = [(int(edge.produced[solution.picks[edge.producer]]), solution.recompute.choices.get(edge.producer, 0))]
         made += [(int(edge.target[arc]), solution.recompute.arcs.get((w, arc), 0)) for arc in solution.arcs[w]]
         there = [(layout, members) for layout, members in made if lies[layout] == lies[node]]

@@ -18,7 +18,7 @@ from autopar.ir.program import Value, elements
 from autopar.memory.alias_sets import AliasSets
 from autopar.memory.live_ranges import LivenessInputs, SavedLiveRange, lifetimes
 from autopar.memory.liveness import Liveness, Workspace
-from autopar.solver.problem import PRODUCER, Floats, InFlightTerm, RetainedTerm, Row, homes
+from autopar.solver.problem import PRODUCER, Floats, InFlightTerm, RetainedTerm, Row, storages
 
 OF_OPS = ("internal", "forward", "backward")
 
@@ -46,7 +46,7 @@ class MemoryRows:
         self.starts = np.array([life.start for life in self.lives])
         self.stops = np.array([life.stop for life in self.lives])
         self.bytes = [self._layouts(w) for w in range(len(formulated.edges))]
-        self.homes = [homes(edge) for edge in formulated.problem.edges]
+        self.storages = [storages(edge) for edge in formulated.problem.edges]
         self.given = list(_total(self._given(optimizer.states)).items())
         self.stepped = list(_total(self._stepped(optimizer)).items())
         self._own: dict[str, list[Workspace]] = {}
@@ -61,8 +61,8 @@ class MemoryRows:
             name=f"moment {moment}", limit=limit, constant=constant, uses={},
             picks=_total((*given, *self._of_ops(now), *self._of_gradients(known))),
             recompute=_total(self._of_ops([x for x in now if moment < x.needed], sign=-1)),
-            kept=tuple(self._kept([x for x in now if x.kind == "rerun" or x.name in there], moment)),
-            least=tuple(self._least((*between, *waiting))),
+            retained=tuple(self._kept([x for x in now if x.kind == "rerun" or x.name in there], moment)),
+            in_flight=tuple(self._least((*between, *waiting))),
         )  # fmt: skip
 
     def _of_ops(self, now: Iterable[SavedLiveRange], sign: int = 1) -> Iterator[tuple[int, Floats]]:
@@ -103,9 +103,10 @@ class MemoryRows:
             w, found = self.edge[names[0]], ends[names[0]]
             count, last = self.formulated.problem.edges[w].count, max(self.number[name] for name in names)
             yield RetainedTerm(
-                edge=w, there=tuple(sorted(found["read"])), keepers=tuple(sorted(found["kept"])),
-                reruns=tuple(sorted(found["rerun"])), gone=moment < needed[names[0]], given=names[0] in self.families.free,
-                bytes=len(names) * self.bytes[w], homes=self.homes[w], part=(last + 1) / count,
+                edge=w, read_by=tuple(sorted(found["read"])), saved_by=tuple(sorted(found["kept"])),
+                rerun_by=tuple(sorted(found["rerun"])), droppable=moment < needed[names[0]],
+                free_as_produced=names[0] in self.families.free,
+                bytes=len(names) * self.bytes[w], storages=self.storages[w], first_share=(last + 1) / count,
             )  # fmt: skip
 
     def _end(self, life: SavedLiveRange) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from autopar.solver import highs
 from autopar.solver.highs import Meaning, SolverError, SolverResult
 from autopar.solver.integer_program import MICROSECONDS, IntegerProgram
-from autopar.solver.problem import Bools, Ints
+from autopar.solver.problem import Ints
 from autopar.solver.relaxation import fractional, picks_of
 from autopar.solver.settings import SearchSettings
 
@@ -72,7 +72,7 @@ def rens(
     unused = relaxed.values <= settings.integrality
     if known is not None:
         unused &= known.values <= settings.integrality
-    zeros = [np.flatnonzero(unused & _integers(program, arcs=True))]
+    zeros = [np.flatnonzero(unused & program.integers(arcs=True))]
     found = _branch(program, settings, settings.rens_nodes, integer_arcs=True, zeros=zeros, start=known).result
     return None if found is None else replace(found, bound=relaxed.bound)
 
@@ -94,7 +94,7 @@ def _branch(
         solution = highspy.HighsSolution()
         solution.col_value = start.values.tolist()
         solver.setSolution(solution)
-    integer = np.flatnonzero(_integers(program, arcs=integer_arcs)).astype(np.int32)
+    integer = np.flatnonzero(program.integers(arcs=integer_arcs)).astype(np.int32)
     solver.changeColsIntegrality(len(integer), integer, np.full(len(integer), INTEGER))
     solver.setOptionValue("mip_max_nodes", nodes)
     solver.setOptionValue("mip_rel_gap", settings.gap)
@@ -109,12 +109,3 @@ def _branch(
     objective, bound = info.objective_function_value / MICROSECONDS, info.mip_dual_bound / MICROSECONDS
     result = SolverResult(values=highs.values(solver), objective=objective, bound=bound)
     return Branched(result=result, complete=meaning is Meaning.SOLVED)
-
-
-def _integers(program: IntegerProgram, *, arcs: bool) -> Bools:
-    """Which columns are integers."""
-    found = np.concatenate(program.integer)
-    if arcs:
-        for first, edge in zip(program.columns.use, program.problem.edges, strict=True):
-            found[first : first + len(edge.seconds)] = True
-    return found

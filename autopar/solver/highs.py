@@ -14,7 +14,7 @@ import highspy
 import numpy as np
 
 from autopar.errors import AutoparError
-from autopar.solver.integer_program import SparseBlock
+from autopar.solver.matrix import SparseBlock
 from autopar.solver.problem import Floats
 
 

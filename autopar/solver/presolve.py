@@ -1,11 +1,10 @@
-"""Followers are merged before the solver sees them: an op without a price takes its producer's choice, where that is exact.
+"""Presolve aggregation: an op without a price of its own takes its producer's choice, where that is exact.
 
     a = linear(x)     pick[a, 8 ways]              a, b    pick[ab, 8 ways]
     b = reshape(a)    pick[b, 6 ways]    ->
 
-It is exact if b reads nothing else, alone reads a, and every conversion of a before b can be made after b instead at no
-higher price:
-b's candidates must then cover every layout in which a is produced, one each.
+It is exact if b, the follower, reads nothing else, is the only reader of a, its leader, and every conversion of a before b can
+be made after b instead at no higher price: b's candidates must then cover every layout in which a is produced, one each.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Aggregated:
     edge: Mapping[int, int]
 
     def expand(self, solution: Solution) -> Solution:
-        """The solution of the original problem: a merged wire needs no conversion."""
+        """The solution of the original problem: a merged edge needs no conversion."""
         picks = tuple(
             int(pick[solution.picks[self.choice[leader]]]) for leader, pick in zip(self.leader, self.pick, strict=True)
         )
@@ -50,7 +49,7 @@ class Aggregated:
         return replace(solution, picks=picks, arcs=arcs, recompute=recompute)
 
     def row(self, row: Row) -> Row:
-        """A row of the original problem, said of the merged one."""
+        """A row of the original problem as a row of the merged one."""
         picks: dict[int, Floats] = {}
         recompute: dict[int, Floats] = {}
 
@@ -63,28 +62,28 @@ class Aggregated:
         for choice, bytes_of in row.recompute.items():
             add(recompute, choice, bytes_of)
         kept = []
-        for entry in row.kept:
+        for entry in row.retained:
             edge = self.original.edges[entry.edge]
             if entry.edge in self.edge:
                 kept.append(replace(entry, edge=self.edge[entry.edge]))
-            elif entry.there or entry.keepers:  # a follower runs again with its leader: what is between them is made again
-                if not entry.given:
+            elif entry.read_by or entry.saved_by:  # a follower reruns with its leader
+                if not entry.free_as_produced:
                     add(picks, edge.producer, entry.bytes[edge.produced])
-                if not entry.given and not entry.there and entry.gone:
+                if not entry.free_as_produced and not entry.read_by and entry.droppable:
                     add(recompute, edge.producer, -entry.bytes[edge.produced])
         least = []
-        for one in row.least:
+        for one in row.in_flight:
             if one.edge in self.edge:
                 least.append(replace(one, edge=self.edge[one.edge]))
             else:
                 producer = self.original.edges[one.edge]
                 add(picks, producer.producer, one.bytes[producer.produced])
         uses = {self.edge[w]: bytes_of for w, bytes_of in row.uses.items() if w in self.edge}
-        return replace(row, picks=picks, recompute=recompute, uses=uses, kept=tuple(kept), least=tuple(least))
+        return replace(row, picks=picks, recompute=recompute, uses=uses, retained=tuple(kept), in_flight=tuple(least))
 
 
 def merge_followers(problem: Problem, settings: SearchSettings = DEFAULTS) -> Aggregated:
-    """Merge every follower into its leader."""
+    """Merge every follower into its leader; without `settings.presolve` none."""
     leader = list(range(len(problem.choices)))
     pick: list[Ints] = [np.arange(len(c.seconds)) for c in problem.choices]
     outputs: dict[int, list[int]] = {}
@@ -93,7 +92,7 @@ def merge_followers(problem: Problem, settings: SearchSettings = DEFAULTS) -> Ag
         outputs.setdefault(edge.producer, []).append(w)
         for consumer in edge.consumers:
             inputs.setdefault(consumer.choice, []).append(w)
-    gone: set[int] = set()
+    merged: set[int] = set()
     for follower in range(len(problem.choices) if settings.presolve else 0):
         edges = inputs.get(follower, [])
         if len(edges) != 1 or len(problem.edges[edges[0]].consumers) != 1:
@@ -106,8 +105,8 @@ def merge_followers(problem: Problem, settings: SearchSettings = DEFAULTS) -> Ag
         if after is None or outputs[edge.producer] != [edges[0]]:
             continue
         leader[follower], pick[follower] = first, after
-        gone.add(edges[0])
-    return _rebuild(problem, leader, pick, gone)
+        merged.add(edges[0])
+    return _rebuild(problem, leader, pick, merged)
 
 
 def _follow(problem: Problem, edge: Edge, produced: Ints, results: list[Edge], equal: float) -> Ints | None:
@@ -134,10 +133,10 @@ def _due(edge: Edge) -> Floats:
     return np.asarray(edge.seconds + sum(conditional_costs, np.zeros(len(edge.seconds))))
 
 
-def _rebuild(problem: Problem, leader: list[int], pick: list[Ints], gone: set[int]) -> Aggregated:
+def _rebuild(problem: Problem, leader: list[int], pick: list[Ints], merged: set[int]) -> Aggregated:
     kept = [o for o in range(len(problem.choices)) if leader[o] == o]
     choice = {o: i for i, o in enumerate(kept)}
-    edges = [w for w in range(len(problem.edges)) if w not in gone]
+    edges = [w for w in range(len(problem.edges)) if w not in merged]
 
     def consumer(old: Consumer) -> Consumer:
         return replace(old, choice=choice[leader[old.choice]], wants=old.wants[pick[old.choice]])
@@ -153,9 +152,10 @@ def _rebuild(problem: Problem, leader: list[int], pick: list[Ints], gone: set[in
     places = {w: i for i, w in enumerate(edges)}
     fixed_charges = tuple(
         replace(
-            fixed_charge, ways=tuple(replace(way, edge=places[way.edge]) for way in fixed_charge.ways if way.edge in places)
+            charge,
+            triggers=tuple(replace(one, edge=places[one.edge]) for one in charge.triggers if one.edge in places),
         )
-        for fixed_charge in problem.fixed_charges
+        for charge in problem.fixed_charges
     )
     return Aggregated(
         original=problem, problem=Problem(choices=choices, edges=tuple(new), fixed_charges=fixed_charges), leader=tuple(leader),

@@ -1,8 +1,9 @@
-"""The part of a problem in which every solution lies that costs little more than the relaxation.
+"""Reduced-cost fixing: the part of a problem in which every solution lies that costs little more than the relaxation.
 
-By the duals of a relaxation, a solution that takes a candidate or a conversion costs at least the relaxation and the reduced
-cost of that. What is dearer than a width is left out. So a solution of what is left that costs no more than that width is as
-good as if nothing had been left out; rows only make solutions dearer, so that this holds whatever rows are added later.
+By the duals of a relaxation, a solution that uses a candidate or an arc costs at least the relaxation plus its reduced cost.
+Columns with a reduced cost above `width` are fixed to zero, which is to leave them out. So a solution of what is left that
+costs at most `width` more than the relaxation is as good as if nothing had been left out; rows only make solutions more
+expensive, so that this holds whatever rows are added later.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from autopar.solver.problem import Bools, Edge, Floats, Ints, Problem, Recompute
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Window:
-    """A smaller problem and the way back: what is left of each choice's candidates, and of each wire's arcs and layouts."""
+    """A smaller problem and the way back: the candidates left of each choice, the arcs and layouts left of each edge."""
 
     problem: Problem
     picks: Sequence[Ints]
@@ -39,19 +40,19 @@ class Window:
         )
 
     def row(self, row: Row) -> Row:
-        """A row of the original problem, said of the smaller one."""
+        """A row of the original problem as a row of the smaller one."""
         return replace(
             row,
             picks={choice: bytes_of[self.picks[choice]] for choice, bytes_of in row.picks.items()},
             uses={w: bytes_of[self.arcs[w]] for w, bytes_of in row.uses.items()},
             recompute={choice: bytes_of[self.picks[choice]] for choice, bytes_of in row.recompute.items()},
-            kept=tuple(self._kept(kept) for kept in row.kept),
-            least=tuple(replace(least, bytes=least.bytes[self.nodes[least.edge]]) for least in row.least),
+            retained=tuple(self._kept(kept) for kept in row.retained),
+            in_flight=tuple(replace(least, bytes=least.bytes[self.nodes[least.edge]]) for least in row.in_flight),
         )
 
     def _kept(self, kept: RetainedTerm) -> RetainedTerm:
         nodes = self.nodes[kept.edge]
-        return replace(kept, bytes=kept.bytes[nodes], homes=_first(kept.home(nodes)))
+        return replace(kept, bytes=kept.bytes[nodes], storages=_first(kept.storage(nodes)))
 
 
 def whole_problem(problem: Problem) -> Window:
@@ -88,28 +89,28 @@ def window(
         ),
         edges=tuple(edge for edge, _, _ in parts),
         fixed_charges=tuple(
-            replace(fixed_charge, ways=tuple(replace(way, arcs=way.arcs[left[way.edge]]) for way in fixed_charge.ways))
-            for fixed_charge in problem.fixed_charges
+            replace(charge, triggers=tuple(replace(one, arcs=one.arcs[left[one.edge]]) for one in charge.triggers))
+            for charge in problem.fixed_charges
         ),
     )  # fmt: skip
     return Window(problem=smaller, picks=picks, arcs=left, nodes=[nodes for _, _, nodes in parts])
 
 
 def _part(edge: Edge, picks: Sequence[Ints], used: Bools) -> tuple[Edge, Ints, Ints]:
-    """What is left of a wire, with the arcs and layouts that it had: what lies in what is left is left, too."""
-    there = np.zeros(edge.nodes, dtype=bool)
-    there[edge.produced[picks[edge.producer]]] = True
+    """What is left of an edge, with the arcs and layouts that are left: aliases of a layout that is left are left, too."""
+    present = np.zeros(edge.nodes, dtype=bool)
+    present[edge.produced[picks[edge.producer]]] = True
     for consumer in edge.consumers:
-        there[consumer.wants[picks[consumer.choice]]] = True
-    there[edge.source[used]] = there[edge.target[used]] = True
+        present[consumer.wants[picks[consumer.choice]]] = True
+    present[edge.source[used]] = present[edge.target[used]] = True
     while True:
-        below = edge.source[edge.free & there[edge.target]]
-        if there[below].all():
+        below = edge.source[edge.free & present[edge.target]]
+        if present[below].all():
             break
-        there[below] = True
-    nodes = np.flatnonzero(there)
-    arcs = np.flatnonzero(used | (edge.free & there[edge.source] & there[edge.target]))
-    place = np.cumsum(there) - 1
+        present[below] = True
+    nodes = np.flatnonzero(present)
+    arcs = np.flatnonzero(used | (edge.free & present[edge.source] & present[edge.target]))
+    place = np.cumsum(present) - 1
     return (
         replace(
             edge,
@@ -130,6 +131,6 @@ def _part(edge: Edge, picks: Sequence[Ints], used: Bools) -> tuple[Edge, Ints, I
 
 
 def _first(names: Ints) -> Ints:
-    """For each entry the place of the first that is equal."""
+    """For each entry the place of the first one that is equal."""
     _, first, inverse = np.unique(names, return_index=True, return_inverse=True)
     return np.asarray(first[inverse])

@@ -43,7 +43,7 @@ class Relaxation:
     def add_fixed_charges(self) -> None:
         """Solve without fixed charges, then add them: from that optimum the one with them is near, from nothing it is far."""
         self._highs.run()
-        columns, rows = self.program.columns.count, self.program.rows
+        columns, rows = self.program.matrix.columns, self.program.matrix.rows
         self.program.add_fixed_charges()
         highs.append(self._highs, self.program.block(columns, rows))
 
@@ -53,7 +53,8 @@ class Relaxation:
         A row of a name that is there already is tightened in place: the last basis is near. Otherwise so much is new that
         presolving beats the last basis, but not in a program that is large before there are any rows.
         """
-        columns, first_row, first = self.program.columns.count, self.program.rows, not self.bounds_memory
+        matrix, first = self.program.matrix, not self.bounds_memory
+        columns, first_row = matrix.columns, matrix.rows
         if first:
             self.bounds_memory = True
             self.program.add_recomputation()
@@ -63,10 +64,10 @@ class Relaxation:
                 self.program.add_memory_row(row)
             else:
                 self._highs.changeRowBounds(tightened.row, -highspy.kHighsInf, tightened.upper)
-        if self.program.rows > first_row:
+        if matrix.rows > first_row:
             self._solved = False
-            small = self.program.rows < self.settings.warm_start_rows
-            large = self.program.rows > self.settings.presolve_again_rows
+            small = matrix.rows < self.settings.warm_start_rows
+            large = matrix.rows > self.settings.presolve_again_rows
             if small if first else large:
                 self._load()
             else:
@@ -111,7 +112,7 @@ class Relaxation:
             return hard
         soft = settings.resolving_iterations
         if not self._solved:
-            soft = max(settings.improving_iterations, round(self._per_row * self.program.rows))
+            soft = max(settings.improving_iterations, round(self._per_row * self.program.matrix.rows))
         return soft if hard is None else min(hard, soft)
 
     def _interior_points(self) -> Meaning:
@@ -131,8 +132,8 @@ class Relaxation:
         """By how many seconds, at least, a solution that uses it costs more than the relaxation: candidates by choice, arcs by
         edge."""
         duals = np.maximum(np.array(self._highs.getSolution().col_dual), 0.0) / MICROSECONDS
-        arcs = []
-        for edge, use, flows in zip(self.program.problem.edges, self.program.columns.use, self.program.flows, strict=True):
+        arcs, columns = [], self.program.columns
+        for edge, use, flows in zip(self.program.problem.edges, columns.use, columns.flow, strict=True):
             number, others = len(edge.seconds), [flow for flow in flows if flow != use]
             cheapest = [duals[flow : flow + number] for flow in others] or [np.zeros(number)]
             arcs.append(duals[use : use + number] + np.minimum.reduce(cheapest))
@@ -156,8 +157,8 @@ def fractional_recomputation(program: IntegerProgram, result: SolverResult, tole
     """Whether a part of a member is recomputed, converted again or offloaded."""
     problem, columns = program.problem, program.columns
     blocks = [(first, len(problem.choices[choice].seconds)) for choice, first in columns.rerun.items()]
-    blocks += [(first, len(problem.edges[edge].seconds)) for edge, first in columns.resent.items()]
-    blocks += [(first, len(layouts)) for first, layouts in columns.back.values()]
+    blocks += [(first, len(problem.edges[edge].seconds)) for edge, first in columns.reconvert.items()]
+    blocks += [(first, len(layouts)) for first, layouts in columns.offload.values()]
     return any(bool(fractional(result.values[first : first + number], tolerance).any()) for first, number in blocks)
 
 

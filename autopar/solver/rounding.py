@@ -9,7 +9,7 @@ import numpy as np
 
 from autopar.solver.highs import SolverResult
 from autopar.solver.integer_program import IntegerProgram
-from autopar.solver.problem import RecomputeCounts, Solution, homes, price
+from autopar.solver.problem import RecomputeCounts, Solution, price, storages
 from autopar.solver.routes import tree
 from autopar.solver.settings import SearchSettings
 
@@ -38,10 +38,12 @@ def rounded(program: IntegerProgram, result: SolverResult, settings: SearchSetti
             raise NoRouteError(f"{edge.name}: no route to the layouts that were picked")
         arcs.append(route)
     rerun = {choice: _members(values[first + picks[choice]], tolerance) for choice, first in columns.rerun.items()}
-    resent = {(w, arc): _members(values[first + arc], tolerance) for w, first in columns.resent.items() for arc in arcs[w]}
+    reconverted = {
+        (w, arc): _members(values[first + arc], tolerance) for w, first in columns.reconvert.items() for arc in arcs[w]
+    }
     recompute = RecomputeCounts(
         choices={choice: members for choice, members in rerun.items() if members},
-        arcs={end: members for end, members in resent.items() if members},
+        arcs={end: members for end, members in reconverted.items() if members},
         offload=_offloaded(program, result, picks, arcs, tolerance),
     )
     seconds = price(problem, picks, tuple(arcs), recompute)
@@ -54,12 +56,12 @@ def _offloaded(
 ) -> dict[tuple[int, int], int]:
     """How many members of each edge come back from the host, by layout, of the layouts that the value has."""
     found: dict[tuple[int, int], int] = {}
-    for w, (first, layouts) in program.columns.back.items():
-        edge, storage = program.problem.edges[w], homes(program.problem.edges[w])
-        present = {int(storage[edge.produced[picks[edge.producer]]]), *(int(storage[edge.target[arc]]) for arc in arcs[w])}
+    for w, (first, layouts) in program.columns.offload.items():
+        edge, storage = program.problem.edges[w], storages(program.problem.edges[w])
+        available = {int(storage[edge.produced[picks[edge.producer]]]), *(int(storage[edge.target[arc]]) for arc in arcs[w])}
         for place, layout in enumerate(layouts.tolist()):
             members = min(edge.count, _members(result.values[first + place], tolerance))
-            if members and layout in present:
+            if members and layout in available:
                 found[w, layout] = members
     return found
 

@@ -1,4 +1,4 @@
-"""Routes: the cheapest trees from the layout in which a wire is produced to those that are wanted."""
+"""Routes: the cheapest trees from the layout in which a value is produced to the layouts that are wanted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from autopar.solver.problem import Edge, Problem, Solution, paid, price, route_price
+from autopar.solver.problem import Edge, Problem, Solution, charge_share, price, route_price
 
 
 def tree(edge: Edge, picks: Sequence[int], allowed: npt.NDArray[np.int64] | None = None) -> tuple[int, ...] | None:
@@ -45,10 +45,10 @@ def _shortest(graph: nx.DiGraph[int], sources: list[int], goal: int, seconds: li
 
 
 def reroute(problem: Problem, solution: Solution, equal: float) -> Solution:
-    """Every route that may pay tolls led anew at the tolls that are paid already, from the plainest start of equal price.
+    """Lead every route with a fixed charge again, where charges that are paid already are free, from the start of least `tie`.
 
     Among routes and layouts of equal price the solver takes any, so that weights which could share a message may go in
-    different orders. The solution itself if that costs more.
+    different orders. Prices count as equal up to the relative difference `equal`. The solution itself if that costs more.
     """
     picks, arcs, sent = list(solution.picks), list(solution.arcs), dict(solution.recompute.arcs)
     recompute = {w: members for (w, _), members in sent.items()}
@@ -56,11 +56,13 @@ def reroute(problem: Problem, solution: Solution, equal: float) -> Solution:
     ends = _Ends(problem)
     extra = [np.zeros(len(edge.seconds)) for edge in problem.edges]
     for fixed_charge in problem.fixed_charges:
-        due = fixed_charge.seconds * (1.0 - paid(problem, fixed_charge, solution.picks, solution.arcs, solution.recompute))
-        for way in fixed_charge.ways:
-            share = 1.0 if way.consumers is not None else recompute.get(way.edge, 0) / problem.edges[way.edge].count
-            extra[way.edge] += way.arcs * due * share
-    for w in sorted({way.edge for fixed_charge in problem.fixed_charges for way in fixed_charge.ways} - uneven):
+        due = fixed_charge.seconds * (
+            1.0 - charge_share(problem, fixed_charge, solution.picks, solution.arcs, solution.recompute)
+        )
+        for trigger in fixed_charge.triggers:
+            share = 1.0 if trigger.consumers is not None else recompute.get(trigger.edge, 0) / problem.edges[trigger.edge].count
+            extra[trigger.edge] += trigger.arcs * due * share
+    for w in sorted({trigger.edge for fixed_charge in problem.fixed_charges for trigger in fixed_charge.triggers} - uneven):
         edge, members = problem.edges[w], recompute.get(w, 0)
         dues = edge.recompute if edge.recompute is not None and members else np.full(len(edge.seconds), np.inf)
         may = np.isfinite(dues)
@@ -88,9 +90,9 @@ def reroute(problem: Problem, solution: Solution, equal: float) -> Solution:
 def _starts(
     problem: Problem, picks: Sequence[int], arcs: Sequence[tuple[int, ...]], choice: int, ends: _Ends, equal: float
 ) -> Iterator[list[int]]:
-    """The picks with every other that a choice may take at the same price, where nothing but its own wire hangs on it.
+    """The picks with each candidate of equal price of a choice, where no other edge depends on it.
 
-    So it is for a parameter, and for a copy of one that nothing else reads, cast as it is stored: then both change.
+    That holds for a parameter, and for a cast of one that nothing else reads: then both change.
     """
 
     def changed(*others: tuple[int, int]) -> list[int]:
@@ -113,7 +115,7 @@ def _starts(
 
 
 class _Ends:
-    """How many wires each choice makes, and which it reads."""
+    """How many edges each choice produces, and which it reads."""
 
     def __init__(self, problem: Problem) -> None:
         self.made = Counter(edge.producer for edge in problem.edges)
@@ -123,14 +125,14 @@ class _Ends:
                 self.read[consumer.choice].append(w)
 
     def only(self, choice: int, source: Edge) -> bool:
-        """Whether a choice makes one wire and reads one alone, whose producer makes no other and reads nothing."""
+        """Whether a choice produces one edge and is the only reader of one, whose producer has no other and reads nothing."""
         given = source.producer
         alone = len(self.read[choice]) == len(source.consumers) == 1
         return alone and self.made[choice] == self.made[given] == 1 and not self.read[given]
 
 
 def _alike(problem: Problem, picks: Sequence[int], choice: int, equal: float) -> list[int]:
-    """The candidates that cost what the pick costs, the least `tie` first."""
+    """The candidates of the price of the pick, the least `tie` first."""
     found = problem.choices[choice]
     same = np.flatnonzero(np.isclose(found.seconds, found.seconds[picks[choice]], rtol=equal, atol=0.0))
     return [int(c) for c in same[np.argsort(found.tie[same], kind="stable")]]

@@ -1,4 +1,4 @@
-"""Small random problems, and their solution by enumeration: every pick, every tree of every wire."""
+"""Small random problems, and their solution by enumeration: every pick, every tree of every edge."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autopar.solver.problem import (
 
 
 def random_problem(seed: int) -> Problem:
-    """Three to five choices in a random order of production, wires over layout graphs of three nodes; ties are common."""
+    """Three to five choices in a random order of production, edges over layout graphs of three nodes; ties are common."""
     draw = random.Random(seed)
     cost = (lambda: float(draw.randint(0, 3))) if seed % 2 else (lambda: draw.uniform(0, 3))
     choices = tuple(
@@ -38,23 +38,23 @@ def random_problem(seed: int) -> Problem:
     for producer in range(len(choices) - 1):
         later = list(range(producer + 1, len(choices)))
         readers = sorted(draw.sample(later, draw.randint(1, min(2, len(later)))))
-        edges.append(_random_wire(draw, cost, choices, producer, readers))
-    fixed_charges = tuple(_random_toll(draw, cost, edges) for _ in range(seed % 4))
+        edges.append(_random_edge(draw, cost, choices, producer, readers))
+    fixed_charges = tuple(_random_charge(draw, cost, edges) for _ in range(seed % 4))
     return Problem(choices=choices, edges=tuple(edges), fixed_charges=fixed_charges)
 
 
-def _random_toll(draw, cost, edges) -> FixedCharge:
-    """Seconds for one or two wires; a unit goes at most once along the arcs of a way, for they all lead to one node."""
+def _random_charge(draw, cost, edges) -> FixedCharge:
+    """Seconds for one or two edges; a unit goes at most once along the arcs of a trigger, for they all lead to one node."""
     ways = []
     for w in draw.sample(range(len(edges)), draw.randint(1, min(2, len(edges)))):
         consumers = frozenset(k for k in range(len(edges[w].consumers)) if draw.random() < 0.7)
         ways.append(
             ChargeTrigger(edge=w, consumers=consumers or frozenset({0}), arcs=edges[w].target == draw.randrange(edges[w].nodes))
         )
-    return FixedCharge(name="toll", seconds=cost(), ways=tuple(ways))
+    return FixedCharge(name="charge", seconds=cost(), triggers=tuple(ways))
 
 
-def _random_wire(draw, cost, choices, producer, readers) -> Edge:
+def _random_edge(draw, cost, choices, producer, readers) -> Edge:
     nodes = 3
     arcs = [(i, j) for i in range(nodes) for j in range(nodes) if i != j and draw.random() < 0.8]
     arcs += [(i, (i + 1) % nodes) for i in range(nodes) if (i, (i + 1) % nodes) not in arcs]
@@ -86,7 +86,7 @@ def random_row(problem: Problem, seed: int) -> Row:
     kept = tuple(
         RetainedTerm(
             edge=i,
-            keepers=draw.choice([(0,), (PRODUCER,), tuple(range(len(w.consumers))), (PRODUCER, 0)]),
+            saved_by=draw.choice([(0,), (PRODUCER,), tuple(range(len(w.consumers))), (PRODUCER, 0)]),
             bytes=size(w.nodes),
         )
         for i, w in enumerate(problem.edges)
@@ -98,8 +98,8 @@ def random_row(problem: Problem, seed: int) -> Row:
         constant=float(draw.randint(0, 3)),
         picks={i: size(len(c.seconds)) for i, c in enumerate(problem.choices)},
         uses={i: size(len(w.seconds)) for i, w in enumerate(problem.edges)},
-        kept=kept,
-        least=least,
+        retained=kept,
+        in_flight=least,
     )
 
 
@@ -107,16 +107,16 @@ def bytes_of(problem: Problem, row: Row, picks: tuple[int, ...], arcs: tuple[tup
     """The left side of a row, computed without the solver."""
     total = row.constant + sum(float(b[picks[c]]) for c, b in row.picks.items())
     total += sum(float(b[list(arcs[w])].sum()) for w, b in row.uses.items())
-    for kept in row.kept:
+    for kept in row.retained:
         edge = problem.edges[kept.edge]
         ends = {
             int(edge.produced[picks[edge.producer]])
             if k == PRODUCER
             else int(edge.consumers[k].wants[picks[edge.consumers[k].choice]])
-            for k in kept.keepers
+            for k in kept.saved_by
         }
         total += sum(float(kept.bytes[node]) for node in ends)
-    for least in row.least:
+    for least in row.in_flight:
         edge = problem.edges[least.edge]
         ends = {int(k.wants[picks[k.choice]]) for k in edge.consumers} | {int(edge.produced[picks[edge.producer]])}
         total += min(float(least.bytes[node]) for node in ends)
@@ -154,17 +154,17 @@ def enumerate_all(problem: Problem, rows: tuple[Row, ...] = ()) -> float | None:
 
 
 def _undominated(problem: Problem, picks: tuple[int, ...], number: int, rows: tuple[Row, ...]) -> list[tuple[int, ...]]:
-    """The trees of a wire that no other tree matches in price, in every row and in every toll."""
+    """The trees of an edge that no other tree matches in price, in every row and in every charge."""
     edge, ways = (
         problem.edges[number],
-        [way for fixed_charge in problem.fixed_charges for way in fixed_charge.ways if way.edge == number],
+        [trigger for fixed_charge in problem.fixed_charges for trigger in fixed_charge.triggers if trigger.edge == number],
     )
     scored = [
         (
             tuple(
                 [route_price(edge, picks, t)]
                 + [float(row.uses[number][list(t)].sum()) for row in rows]
-                + [float(way.arcs[list(leading_to(edge, way.consumers, picks, t))].any()) for way in ways]
+                + [float(trigger.arcs[list(leading_to(edge, trigger.consumers, picks, t))].any()) for trigger in ways]
             ),
             t,
         )

@@ -7,6 +7,7 @@ import pytest
 
 from autopar.solver.integer_program import MICROSECONDS, IntegerProgram
 from autopar.solver.problem import Solution, price
+from autopar.solver.pulp_export import to_pulp
 from autopar.solver.routes import reroute
 from autopar.solver.settings import EXACT
 from autopar.solver.solve import solve
@@ -32,7 +33,7 @@ def test_the_solver_finds_the_optimum_of_small_problems(seed: int) -> None:
 def test_pulp_states_the_same_program(seed: int) -> None:
     problem = random_problem(seed)
     model = IntegerProgram(problem)
-    program = model.to_pulp()
+    program = to_pulp(model)
     program.solve(pulp.HiGHS(msg=False))
     assert pulp.value(program.objective) / MICROSECONDS == pytest.approx(enumerate_all(problem), rel=1e-6, abs=1e-9)
 

@@ -22,9 +22,9 @@ from autopar.solver.problem import (
     RetainedTerm,
     Row,
     end_node,
-    homes,
     price,
     row_bytes,
+    storages,
 )
 from autopar.solver.settings import EXACT
 from autopar.solver.solve import solve
@@ -35,7 +35,7 @@ SMALL = [seed for seed in range(200) if len(random_problem(seed).choices) == 3]
 
 
 def repeated(seed: int) -> Problem:
-    """A random problem of three choices, two members each; some may run again, wires may be converted again."""
+    """A random problem of three choices, two members each; some may run again, edges may be converted again."""
     draw, problem = random.Random(seed), replace(random_problem(seed), fixed_charges=())
     some = lambda number: np.array([draw.uniform(0.1, 2.0) for _ in range(number)])  # noqa: E731
     return replace(
@@ -50,7 +50,7 @@ def repeated(seed: int) -> Problem:
 
 
 def held(seed: int) -> Problem:
-    """The same, where the host may hold the first wire as one of its readers wants it."""
+    """The same, where the host may hold the first edge as one of its readers wants it."""
     draw, problem = random.Random(seed), repeated(seed)
     first, *others = problem.edges
     seconds = np.full(first.nodes, np.inf)
@@ -62,7 +62,7 @@ CASES = [(repeated, seed) for seed in SMALL[:25]] + [(held, seed) for seed in SM
 
 
 def tight_row(problem: Problem, seed: int) -> Row:
-    """A row over what is kept of every wire and inside every choice, which plain solutions break."""
+    """A row over what is kept of every edge and inside every choice, which plain solutions break."""
     draw = random.Random(seed)
     size = lambda number: np.array([float(draw.randint(1, 5)) for _ in range(number)])  # noqa: E731
     inside = {i: MEMBERS * size(len(c.seconds)) for i, c in enumerate(problem.choices)}
@@ -73,8 +73,12 @@ def tight_row(problem: Problem, seed: int) -> Row:
         reruns = tuple(k for k in every if problem.choices[edge.consumers[k].choice].recompute is not None)
         gone, given, bytes_of = draw.random() < 0.8, draw.random() < 0.3, MEMBERS * size(edge.nodes)
         there = (draw.choice([PRODUCER, every[-1]]),) if draw.random() < 0.3 else ()
-        kept.append(RetainedTerm(edge=i, there=there, keepers=keepers, reruns=reruns, bytes=bytes_of, gone=gone, given=given))
-    return Row(name="tight", limit=float(draw.randint(8, 26)), picks=inside, uses={}, kept=tuple(kept),
+        kept.append(
+            RetainedTerm(
+                edge=i, read_by=there, saved_by=keepers, rerun_by=reruns, bytes=bytes_of, droppable=gone, free_as_produced=given
+            )
+        )
+    return Row(name="tight", limit=float(draw.randint(8, 26)), picks=inside, uses={}, retained=tuple(kept),
                recompute={i: -b for i, b in inside.items() if problem.choices[i].recompute is not None})  # fmt: skip
 
 
@@ -86,7 +90,7 @@ def members_bytes(
     for member in range(members):
         runs = {c for c, count in recompute.choices.items() if member < count}
         total += sum(float(b[picks[c]]) / members for c, b in row.picks.items() if c not in runs)
-        for kept in row.kept:
+        for kept in row.retained:
             edge = problem.edges[kept.edge]
             sent = [arc for (w, arc), count in recompute.arcs.items() if w == kept.edge and member < count]
             made = {int(edge.target[arc]) for arc in sent}
@@ -97,11 +101,11 @@ def members_bytes(
                 rerun_here = end_node(edge, PRODUCER, picks) == node
                 before[node] = sum(counts) + (recompute.choices.get(edge.producer, 0) if rerun_here else 0)
             made |= {node for node, first in before.items() if first <= member < first + recompute.offload[kept.edge, node]}
-            needed = {end_node(edge, k, picks) for k in kept.keepers} - (made if kept.gone else set())
-            rerun = {end_node(edge, k, picks) for k in kept.reruns if edge.consumers[k].choice in runs}
+            needed = {end_node(edge, k, picks) for k in kept.saved_by} - (made if kept.droppable else set())
+            rerun = {end_node(edge, k, picks) for k in kept.rerun_by if edge.consumers[k].choice in runs}
             needed |= (rerun | {int(edge.source[arc]) for arc in sent}) - made
-            needed |= {end_node(edge, k, picks) for k in kept.there}
-            needed -= {end_node(edge, PRODUCER, picks)} if kept.given else set()
+            needed |= {end_node(edge, k, picks) for k in kept.read_by}
+            needed -= {end_node(edge, PRODUCER, picks)} if kept.free_as_produced else set()
             total += sum(float(kept.bytes[node]) / members for node in needed)
     return total
 
@@ -185,9 +189,9 @@ def test_something_is_made_again_and_something_is_not() -> None:
 @pytest.mark.parametrize("seed", SMALL[:25])
 def test_a_row_of_the_first_members_never_says_more_than_they_take(seed: int) -> None:
     problem, draw, exact = repeated(seed), random.Random(seed), seed % 2
-    first = [replace(kept, part=1 / MEMBERS, gone=True) for kept in tight_row(problem, seed).kept]
-    first = [replace(kept, reruns=()) for kept in first] if exact else first
-    row = Row(name="first", limit=1.0, picks={}, uses={}, kept=tuple(first))
+    first = [replace(kept, first_share=1 / MEMBERS, droppable=True) for kept in tight_row(problem, seed).retained]
+    first = [replace(kept, rerun_by=()) for kept in first] if exact else first
+    row = Row(name="first", limit=1.0, picks={}, uses={}, retained=tuple(first))
     for _ in range(20):
         picks = tuple(draw.randrange(len(c.seconds)) for c in problem.choices)
         arcs = tuple(draw.choice([t for t in trees(w, picks) if straight(w, t)] or [()]) for w in problem.edges)
@@ -200,15 +204,10 @@ def test_a_row_of_the_first_members_never_says_more_than_they_take(seed: int) ->
 
 def test_what_is_only_shared_lies_in_one_memory() -> None:
     edge = replace(
-        random_problem(1).edges[0],
-        nodes=4,
-        source=np.array([0, 1, 2]),
-        target=np.array([1, 2, 3]),
-        seconds=np.zeros(3),
-        conditional_costs=(),
-        free=np.array([True, False, True]),
-    )
-    found = homes(edge)
+        random_problem(1).edges[0], nodes=4, source=np.array([0, 1, 2]), target=np.array([1, 2, 3]),
+        seconds=np.zeros(3), conditional_costs=(), free=np.array([True, False, True]),
+    )  # fmt: skip
+    found = storages(edge)
     assert found[0] == found[1]
     assert found[2] == found[3]
     assert found[0] != found[2]
@@ -236,8 +235,8 @@ def test_layouts_do_not_make_each_other_again(limit: float, back: int) -> None:
         recompute=seconds,
     )
     problem = Problem(choices=(Choice(name="x", seconds=one, tie=one), Choice(name="y", seconds=one, tie=one)), edges=(edge,))
-    kept = RetainedTerm(edge=0, keepers=(0,), bytes=np.array([4.0, 16.0, 4.0]), gone=True, homes=homes(edge))
-    found = solve(problem, rows=[Row(name="r", limit=limit, picks={}, uses={}, kept=(kept,))]).solution
+    kept = RetainedTerm(edge=0, saved_by=(0,), bytes=np.array([4.0, 16.0, 4.0]), droppable=True, storages=storages(edge))
+    found = solve(problem, rows=[Row(name="r", limit=limit, picks={}, uses={}, retained=(kept,))]).solution
     if limit < 4:
         assert found is None
     else:
