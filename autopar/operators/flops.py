@@ -1,6 +1,6 @@
 """Floating-point operations of an op, as the matrix products that it consists of.
 
-    "aten.linear.default": op("... k, n k, +n -> ... n", flops=contraction)        2 x the sizes of all factors: 2 m n k
+    op("m k, n k -> m n", flops=contraction)        2 x the sizes of all factors: 2 m n k
 
 A product takes one multiplication and one addition for each combination of its factors. The backward runs one more product of
 the same size for each side that needs a gradient. An operator without `flops` takes one operation per element.

@@ -17,11 +17,11 @@ from autopar.operators.families import (
     concat_repeat,
     constructors,
     contraction,
+    convolution,
     indexing,
     linalg_fft,
     losses,
     normalization,
-    overlay,
     pointwise_binary,
     pointwise_unary,
     pooling_padding,
@@ -30,7 +30,6 @@ from autopar.operators.families import (
     reductions,
     views,
 )
-from autopar.operators.flops import product
 from autopar.operators.rule import OpSharding, ParallelForm, Rule
 
 FAMILIES = (
@@ -38,6 +37,7 @@ FAMILIES = (
     pointwise_binary,
     random_ops,
     contraction,
+    convolution,
     views,
     concat_repeat,
     indexing,
@@ -51,13 +51,10 @@ FAMILIES = (
     constructors,
     backward_ops,
 )
-KNOWN = overlay.facts()
-RULES: Mapping[str, Rule] = {
-    target: replace(row, **KNOWN.get(target, {})) for family in FAMILIES for target, row in family.TABLE.items()
-}
+RULES: Mapping[str, Rule] = {target: row for family in FAMILIES for target, row in family.TABLE.items()}
 OTHERS: Mapping[str, Rule] = {
     # of a library that need not be there
-    "transformers.grouped_mm_fallback.default": replace(contraction.GROUPED_PRODUCT, flops=product(overlay.rows, 0, 1)),
+    "transformers.grouped_mm_fallback.default": contraction.GROUPED_PRODUCT,
     # without a rule for splitting
     "aten._reshape_alias.default": Rule(alias=Alias.ALWAYS, kind=OpKind.RESHAPE),
     "aten.nll_loss2d.default": Rule(mean=Mean.TARGETS, autocast=Autocast.FP32),

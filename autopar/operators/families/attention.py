@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 
+from autopar.operators import padding
 from autopar.operators.call import Call, Local
+from autopar.operators.facts import Autocast, OpKind, says
+from autopar.operators.flops import Product
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
 
@@ -12,12 +15,11 @@ def attention(call: Call) -> OpSharding:
     """Queries split unless they are causal; keys and values stay whole. Grouped heads are `(h g)`, of which keys have h."""
     q = "q!" if call.arguments["is_causal"] else "q"
     query, key, value = (call.shape(name) for name in ("query", "key", "value"))
-    random = call.arguments["dropout_p"] != 0.0
     if not call.arguments["enable_gqa"] or query[-3] == key[-3] == value[-3]:
-        return call.fit(f"... {q} d!, ... k! d!, ... k! e!, ... {q} m! -> ... {q} e!", random=random)
+        return call.fit(f"... {q} d!, ... k! d!, ... k! e!, ... {q} m! -> ... {q} e!")
     heads, held, sizes = ("(h g)", "h", {"h": key[-3]}) if key[-3] == value[-3] else ("_", "_", {})
     text = f"... {heads} {q} d!, ... {held} k! d!, ... {held} k! e!, {mask(call, heads, q)} -> ... {heads} {q} e!"
-    return call.fit(text, sizes=sizes, random=random)
+    return call.fit(text, sizes=sizes)
 
 
 def fused(call: Call) -> bool:
@@ -70,6 +72,27 @@ def mask(call: Call, heads: str, q: str) -> str:
     return {2: f"{q} m!", 3: f"{heads} {q} m!"}.get(rank, f"... {heads} {q} m!")
 
 
+def scores_and_values(call: Call, local: Local) -> list[Product]:
+    """q k^T is b h q k d, and the weighted sum b h q k e; half of both if causal. The scores are not saved."""
+    query, key, value = local.operands[:3]
+    pairs = (1 if call.arguments["is_causal"] else 2) * math.prod(query[:-1]) * key[-2]
+    return [
+        Product(flops=pairs * query[-1], left=frozenset({0}), right=frozenset({1}), again=True),
+        Product(flops=pairs * value[-1], left=frozenset({0, 1}), right=frozenset({2})),
+    ]
+
+
 TABLE: dict[str, Rule] = {
-    "aten.scaled_dot_product_attention.default": op(attention, linear="value", distributed=[GROUPED, QUERIES, *RINGS]),
+    "aten.scaled_dot_product_attention.default": op(
+        attention,
+        linear="value",
+        distributed=[GROUPED, QUERIES, *RINGS],
+        flops=scores_and_values,
+        random=True,
+        rate="dropout_p",
+        kind=OpKind.ATTENTION,
+        padding=padding.attention,
+        autocast=Autocast.LOWER,
+        says=says("attention", **{"...0": "heads"}, h="heads", q="sequence"),
+    ),
 }

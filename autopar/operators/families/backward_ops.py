@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
 from autopar.operators.families.losses import SUM
 from autopar.operators.families.normalization import native_groups
+from autopar.operators.flops import Product
 from autopar.operators.pattern_text import term
 from autopar.operators.rule import OpSharding, Rule, op
 
@@ -49,6 +52,20 @@ def loss(call: Call) -> OpSharding:
     return call.fit(f"{'()' if not call.rank('grad_output') else f'...{whole}'}, {terms} -> ...{whole}")
 
 
+def convolution_gradients(call: Call, local: Local) -> list[Product]:
+    """A product of the size of the convolution for each of the gradients of input and weight that is asked for."""
+    result, given, weight = local.operands[:3]
+    moved = given if call.arguments["transposed"] else result
+    flops = 2 * math.prod(moved) * math.prod(weight[1:])
+    asked = call.arguments["output_mask"]
+    assert isinstance(asked, tuple)
+    return [
+        Product(flops=flops, left=frozenset({0}), right=frozenset({other}))
+        for wanted, other in zip(asked[:2], (2, 1), strict=True)
+        if wanted
+    ]
+
+
 TABLE: dict[str, Rule] = {
     # activations
     "aten.gelu_backward.default": op("..., ... -> ...", linear="grad_output"),
@@ -84,5 +101,7 @@ TABLE: dict[str, Rule] = {
     ),
     "aten.native_batch_norm_backward.default": op(batch_norm, linear="grad_out"),
     # convolutions
-    "aten.convolution_backward.default": op(convolution, linear="grad_output", local=convolution_local),
+    "aten.convolution_backward.default": op(
+        convolution, linear="grad_output", local=convolution_local, flops=convolution_gradients
+    ),
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from autopar.ir.program import Argument
+from autopar.operators import padding
 from autopar.operators.call import Call, Local
+from autopar.operators.facts import Alias, Autocast
 from autopar.operators.pattern_text import dims, term, without
 from autopar.operators.rule import OpSharding, Rule, op
 
@@ -88,20 +90,20 @@ def one_below_the_other(call: Call) -> OpSharding:
 
 TABLE: dict[str, Rule] = {
     # joined
-    "aten.cat.default": op(cat, linear="tensors"),
-    "aten.concat.default": op(cat, linear="tensors"),
-    "aten.concatenate.default": op(cat, linear="tensors"),
+    "aten.cat.default": op(cat, linear="tensors", padding=padding.arranged, autocast=Autocast.WIDEST),
+    "aten.concat.default": op(cat, linear="tensors", padding=padding.arranged, autocast=Autocast.WIDEST),
+    "aten.concatenate.default": op(cat, linear="tensors", padding=padding.arranged, autocast=Autocast.WIDEST),
     "aten.hstack.default": op(side_by_side, linear="tensors"),
     "aten.vstack.default": op(one_below_the_other, linear="tensors"),
     "aten.row_stack.default": op(one_below_the_other, linear="tensors"),
-    "aten.stack.default": op(stack, linear="tensors"),
+    "aten.stack.default": op(stack, linear="tensors", padding=padding.arranged, autocast=Autocast.WIDEST),
     # repeated
     "aten.repeat.default": op(repeat, linear="self", local=repeats),
     "aten.tile.default": op(repeat, linear="self", local=repeats),
     "aten.repeat_interleave.self_int": op(repeat_interleave, linear="self", local=interleaves),
-    "aten.meshgrid.default": op(meshgrid, view=True),
-    "aten.meshgrid.indexing": op(meshgrid, view=True),
-    "aten.unfold.default": op("... _@dimension ... -> ... _@dimension ... _", linear="self", view=True),
+    "aten.meshgrid.default": op(meshgrid, alias=Alias.ALWAYS),
+    "aten.meshgrid.indexing": op(meshgrid, alias=Alias.ALWAYS),
+    "aten.unfold.default": op("... _@dimension ... -> ... _@dimension ... _", linear="self", alias=Alias.ALWAYS),
     # turned
     "aten.rot90.default": op("... _@dims ... -> ... _@dims ...", linear="self"),
     "aten.flipud.default": op("_ ... -> _ ...", linear="self"),

@@ -6,6 +6,7 @@ import torch
 
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
+from autopar.operators.facts import OpKind
 from autopar.operators.families.views import result_size
 from autopar.operators.rule import OpSharding, Rule, op
 
@@ -23,16 +24,16 @@ def strides(call: Call, local: Local) -> dict[str, Argument]:
 
 TABLE: dict[str, Rule] = {
     # constants: each rank makes its part
-    "aten.zeros.default": op("-> ...", local=result_size("size")),
-    "aten.ones.default": op("-> ...", local=result_size("size")),
-    "aten.full.default": op("-> ...", local=result_size("size")),
+    "aten.zeros.default": op("-> ...", local=result_size("size"), fills=0),
+    "aten.ones.default": op("-> ...", local=result_size("size"), fills=1),
+    "aten.full.default": op("-> ...", local=result_size("size"), fills="fill_value"),
     "aten.zeros_like.default": op("... -> ..."),
     "aten.ones_like.default": op("... -> ..."),
     "aten.full_like.default": op("... -> ..."),
-    "aten.new_zeros.default": op("_... -> ...", local=result_size("size")),
-    "aten.new_ones.default": op("_... -> ...", local=result_size("size")),
-    "aten.new_full.default": op("_... -> ...", local=result_size("size")),
-    "aten.scalar_tensor.default": op("-> ()"),
+    "aten.new_zeros.default": op("_... -> ...", local=result_size("size"), fills=0),
+    "aten.new_ones.default": op("_... -> ...", local=result_size("size"), fills=1),
+    "aten.new_full.default": op("_... -> ...", local=result_size("size"), fills="fill_value"),
+    "aten.scalar_tensor.default": op("-> ()", fills="s"),
     # positions
     "aten.arange.default": op("-> _"),
     "aten.arange.start": op("-> _"),
@@ -44,11 +45,11 @@ TABLE: dict[str, Rule] = {
     "aten.tril_indices.default": op("-> _ _"),
     "aten.triu_indices.default": op("-> _ _"),
     # random numbers
-    "aten.rand.default": op("-> ...", local=result_size("size"), random=True),
-    "aten.randn.default": op("-> ...", local=result_size("size"), random=True),
+    "aten.rand.default": op("-> ...", local=result_size("size"), random=True, kind=OpKind.DRAW),
+    "aten.randn.default": op("-> ...", local=result_size("size"), random=True, kind=OpKind.DRAW),
     "aten.randint.default": op("-> ...", local=result_size("size"), random=True),
     "aten.randint.low": op("-> ...", local=result_size("size"), random=True),
-    "aten.normal.float_float": op("-> ...", local=result_size("size"), random=True),
+    "aten.normal.float_float": op("-> ...", local=result_size("size"), random=True, kind=OpKind.DRAW),
     "aten.randperm.default": op("-> _", random=True),
     # memory that is not written yet is as good as drawn at random
     "aten.empty.memory_format": op("-> ...", local=result_size("size"), random=True),

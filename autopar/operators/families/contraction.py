@@ -1,4 +1,4 @@
-"""Rules of products that sum over a factor: linear layers, matrix products, convolutions, embeddings."""
+"""Rules of products that sum over a factor: linear layers, matrix products, embeddings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.ir.program import Argument
+from autopar.operators import padding
 from autopar.operators.call import Call, Local
+from autopar.operators.facts import Alias, Autocast, says
+from autopar.operators.flops import chain, contraction, product
 from autopar.operators.pattern_text import term, without
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
@@ -112,26 +115,6 @@ def plain_rows(call: Call) -> bool:
 VOCABULARY = ParallelForm(name="vocab_parallel_embedding", factors=("v",), able=plain_rows)
 
 
-def convolution(call: Call) -> OpSharding:
-    """`b i _ _, o i _ _, +o -> b o _ _`; of several groups the groups split instead of the channels."""
-    space = " ".join("_" for _ in range(call.rank("weight") - 2))
-    batch = "b " if call.rank("input") == call.rank("weight") else ""
-    groups = call.number("groups", 1)
-    transposed = "transpose" in call.op.target or bool(call.arguments.get("transposed"))
-    weight = "i o" if transposed else "o i"
-    if groups == 1:
-        return call.fit(f"{batch}i {space}, {weight} {space}, +o -> {batch}o {space}")
-    weight = "(g i!) o!" if transposed else "(g o!) i!"
-    text = f"{batch}(g i!) {space}, {weight} {space}, +(g o!) -> {batch}(g o!) {space}"
-    return call.fit(text, sizes={"g": groups})
-
-
-def convolution_groups(call: Call, local: Local) -> dict[str, Argument]:
-    """The groups that one rank holds."""
-    groups = call.number("groups", 1)
-    return {"groups": groups // local.split("g")} if groups > 1 else {}
-
-
 def astray(rows: int) -> int:
     """How many of its rows a rank exchanges if each of all these, sorted by expert, has chosen one at random.
 
@@ -151,61 +134,145 @@ def moved(operand: bool) -> Callable[[Call, Local], int]:
     return elements
 
 
+def rows(call: Call, local: Local) -> int:
+    """2 x results x columns: each row is multiplied by one matrix only."""
+    return 2 * math.prod(local.results[0]) * local.operands[0][-1]
+
+
+def einsum_alias(call: Call) -> Alias:
+    """A view where one tensor is permuted, or its diagonal taken, and nothing summed."""
+    before, arrow, after = str(call.arguments["equation"]).partition("->")
+    kept = after if arrow else [letter for letter in before if letter == "." or before.count(letter) == 1]
+    return Alias.ALWAYS if len(call.operands) == 1 and set(before) <= {*kept, " "} else Alias.NEVER
+
+
+LINEAR = says("linear", k="in-features", n="out-features")
+MATRIX_PRODUCT = says("matrix product", k="inner dim")
 # Rows go to the rank that has their matrix, and what results comes back; for the backward rows go once more.
 GIVEN, MADE = (InternalCollective("all_to_all", moved(operand), wide=False) for operand in (True, False))
 EXPERTS = ParallelForm(
     name="expert_parallel_grouped_mm", factors=("t", "e"), whole=(2,), forward=(GIVEN, MADE), backward=(GIVEN, MADE, GIVEN)
 )
 # One matrix for each group of rows; the third operand says where groups end.
-GROUPED_PRODUCT = op("t! k, e! k n, e! -> t! n", linear="input, weight", distributed=[EXPERTS])
+GROUPED_PRODUCT = op("t! k, e! k n, e! -> t! n", linear="input, weight", distributed=[EXPERTS], flops=product(rows, 0, 1))
 
 TABLE: dict[str, Rule] = {
     # products of matrices
-    "aten.linear.default": op("... k, [n] k, +[n] -> ... [n]", linear="input bias, weight bias"),
-    "aten.matmul.default": op("... [m] k, ... k [n] -> ... [m] [n]", linear="self, other"),
-    "aten.linalg_matmul.default": op("... [m] k, ... k [n] -> ... [m] [n]", linear="self, other"),
-    "aten.mm.default": op("m k, k n -> m n", linear="self, mat2"),
-    "aten.bmm.default": op("b m k, b k n -> b m n", linear="self, mat2"),
-    "aten.mv.default": op("m k, k -> m", linear="self, vec"),
-    "aten.dot.default": op("k, k -> ()", linear="self, tensor"),
-    "aten.vdot.default": op("k, k -> ()", linear="self, other"),
-    "aten.inner.default": op(inner, linear="self, other"),
+    "aten.linear.default": op(
+        "... k, [n] k, +[n] -> ... [n]",
+        linear="input bias, weight bias",
+        flops=contraction,
+        padding=padding.product,
+        autocast=Autocast.LOWER,
+        says=LINEAR,
+    ),
+    "aten.matmul.default": op(
+        "... [m] k, ... k [n] -> ... [m] [n]",
+        linear="self, other",
+        flops=contraction,
+        padding=padding.product,
+        autocast=Autocast.LOWER,
+        says=MATRIX_PRODUCT,
+    ),
+    "aten.linalg_matmul.default": op(
+        "... [m] k, ... k [n] -> ... [m] [n]",
+        linear="self, other",
+        flops=contraction,
+        padding=padding.product,
+        says=MATRIX_PRODUCT,
+    ),
+    "aten.mm.default": op(
+        "m k, k n -> m n", linear="self, mat2", flops=contraction, padding=padding.product, autocast=Autocast.LOWER, says=LINEAR
+    ),
+    "aten.bmm.default": op(
+        "b m k, b k n -> b m n",
+        linear="self, mat2",
+        flops=contraction,
+        padding=padding.product,
+        autocast=Autocast.LOWER,
+        says=MATRIX_PRODUCT,
+    ),
+    "aten.mv.default": op(
+        "m k, k -> m", linear="self, vec", flops=contraction, padding=padding.product, autocast=Autocast.LOWER
+    ),
+    "aten.dot.default": op(
+        "k, k -> ()", linear="self, tensor", flops=contraction, padding=padding.product, autocast=Autocast.WIDEST
+    ),
+    "aten.vdot.default": op(
+        "k, k -> ()", linear="self, other", flops=contraction, padding=padding.product, autocast=Autocast.WIDEST
+    ),
+    "aten.inner.default": op(inner, linear="self, other", flops=contraction, padding=padding.product, says=MATRIX_PRODUCT),
     "aten.outer.default": op("m, n -> m n", linear="self, vec2"),
     "aten.ger.default": op("m, n -> m n", linear="self, vec2"),
-    "aten.bilinear.default": op("... i, ... j, o i j, +o -> ... o", linear="input1 bias, input2 bias, weight bias"),
+    "aten.bilinear.default": op(
+        "... i, ... j, o i j, +o -> ... o",
+        linear="input1 bias, input2 bias, weight bias",
+        flops=contraction,
+        autocast=Autocast.WIDEST,
+    ),
     # a product, and a tensor added that may lack dims
-    "aten.addr.default": op("+[m] [n], m, n -> m n", linear="self vec1, self vec2"),
-    "aten.addmm.default": op("+[m] [n], m k, k n -> m n", linear="self mat1, self mat2"),
-    "aten.addmv.default": op("+[m], m k, k -> m", linear="self mat, self vec"),
-    "aten.addbmm.default": op("+[m] [n], b m k, b k n -> m n", linear="self batch1, self batch2"),
-    "aten.baddbmm.default": op("+[b] [m] [n], b m k, b k n -> b m n", linear="self batch1, self batch2"),
+    "aten.addr.default": op("+[m] [n], m, n -> m n", linear="self vec1, self vec2", autocast=Autocast.LOWER),
+    "aten.addmm.default": op(
+        "+[m] [n], m k, k n -> m n",
+        linear="self mat1, self mat2",
+        flops=contraction,
+        padding=padding.product,
+        autocast=Autocast.LOWER,
+        says=LINEAR,
+    ),
+    "aten.addmv.default": op(
+        "+[m], m k, k -> m", linear="self mat, self vec", flops=contraction, padding=padding.product, autocast=Autocast.LOWER
+    ),
+    "aten.addbmm.default": op(
+        "+[m] [n], b m k, b k n -> m n",
+        linear="self batch1, self batch2",
+        flops=contraction,
+        padding=padding.product,
+        autocast=Autocast.LOWER,
+        says=MATRIX_PRODUCT,
+    ),
+    "aten.baddbmm.default": op(
+        "+[b] [m] [n], b m k, b k n -> b m n",
+        linear="self batch1, self batch2",
+        flops=contraction,
+        padding=padding.product,
+        autocast=Autocast.LOWER,
+        says=MATRIX_PRODUCT,
+    ),
     # products of many dims, or of many tensors
-    "aten.einsum.default": op(einsum),
-    "aten.tensordot.default": op(tensordot, linear="self, other"),
+    "aten.einsum.default": op(
+        einsum, flops=contraction, alias=einsum_alias, padding=padding.product, autocast=Autocast.LOWER, says=MATRIX_PRODUCT
+    ),
+    "aten.tensordot.default": op(
+        tensordot,
+        linear="self, other",
+        flops=contraction,
+        padding=padding.product,
+        autocast=Autocast.WIDEST,
+        says=MATRIX_PRODUCT,
+    ),
     "aten.kron.default": op(kron, linear="self, other"),
-    "aten.linalg_multi_dot.default": op(multi_dot),
-    "aten.chain_matmul.default": op(multi_dot),
+    "aten.linalg_multi_dot.default": op(multi_dot, flops=chain, autocast=Autocast.LOWER),
+    "aten.chain_matmul.default": op(multi_dot, flops=chain, autocast=Autocast.LOWER),
     # vectors along a dim
-    "aten.linalg_vecdot.default": op("... @dim ..., ... @dim ... -> ...", linear="x, y"),
+    "aten.linalg_vecdot.default": op(
+        "... @dim ..., ... @dim ... -> ...", linear="x, y", flops=contraction, padding=padding.product, autocast=Autocast.LOWER
+    ),
     "aten.linalg_cross.default": op("... _@dim ..., ... _@dim ... -> ... _@dim ...", linear="self, other"),
-    "aten.cross.default": op(cross, linear="self, other", local=crossed_dim),
+    "aten.cross.default": op(cross, linear="self, other", local=crossed_dim, autocast=Autocast.WIDEST),
     # distances
-    "aten.cdist.default": op(distances),
+    "aten.cdist.default": op(distances, autocast=Autocast.FP32),
     "aten._cdist_forward.default": op(distances),
-    "aten.pdist.default": op(own_distances),
+    "aten.pdist.default": op(own_distances, autocast=Autocast.FP32),
     "aten._pdist_forward.default": op(own_distances),
     "aten.pairwise_distance.default": op(row_distances),
     # rows of a table
-    "aten.embedding.default": op(embedding, linear="weight", distributed=[VOCABULARY]),
-    # convolutions
-    "aten.conv1d.default": op(convolution, linear="input bias, weight bias", local=convolution_groups),
-    "aten.conv1d.padding": op(convolution, linear="input bias, weight bias", local=convolution_groups),
-    "aten.conv2d.default": op(convolution, linear="input bias, weight bias", local=convolution_groups),
-    "aten.conv2d.padding": op(convolution, linear="input bias, weight bias", local=convolution_groups),
-    "aten.conv3d.default": op(convolution, linear="input bias, weight bias", local=convolution_groups),
-    "aten.conv3d.padding": op(convolution, linear="input bias, weight bias", local=convolution_groups),
-    "aten.conv_transpose1d.default": op(convolution, linear="input bias, weight bias", local=convolution_groups),
-    "aten.conv_transpose2d.input": op(convolution, linear="input bias, weight bias", local=convolution_groups),
-    "aten.conv_transpose3d.input": op(convolution, linear="input bias, weight bias", local=convolution_groups),
-    "aten.convolution.default": op(convolution, linear="input bias, weight bias", local=convolution_groups),
+    "aten.embedding.default": op(
+        embedding,
+        linear="weight",
+        distributed=[VOCABULARY],
+        picks="weight",
+        padding=padding.embedded,
+        says=says("embedding", v="vocabulary", h="width"),
+    ),
 }

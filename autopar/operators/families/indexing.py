@@ -9,6 +9,7 @@ import torch
 
 from autopar.ir.program import Argument, Ref
 from autopar.operators.call import Call, Local
+from autopar.operators.facts import Alias, Autocast
 from autopar.operators.pattern_text import term, without
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
@@ -142,26 +143,26 @@ def input_sizes(call: Call, local: Local) -> dict[str, Argument]:
 
 TABLE: dict[str, Rule] = {
     # by tensors of indices
-    "aten.index.Tensor": op(index, linear="self", distributed=[FETCHED]),
-    "aten._unsafe_index.Tensor": op(index, linear="self"),
-    "aten.index_put.default": op(index_put, linear="self values"),
+    "aten.index.Tensor": op(index, linear="self", distributed=[FETCHED], picks="self"),
+    "aten._unsafe_index.Tensor": op(index, linear="self", picks="self"),
+    "aten.index_put.default": op(index_put, linear="self values", autocast=Autocast.WIDEST),
     "aten._unsafe_index_put.default": op(index_put, linear="self values"),
     # by one tensor of indices along a dim
-    "aten.index_select.default": op("... _@dim ..., [i] -> ... i@dim ...", linear="self"),
+    "aten.index_select.default": op("... _@dim ..., [i] -> ... i@dim ...", linear="self", picks="self"),
     "aten.index_add.default": op("+... _@dim ..., [n], ... n@dim ... -> ... _@dim ...", linear="self source"),
     "aten.index_copy.default": op("... _@dim ..., _..., ... _@dim ... -> ... _@dim ...", linear="self source"),
     "aten.index_reduce.default": op("... _@dim ..., _..., ... _@dim ... -> ... _@dim ..."),
     "aten.index_fill.int_Scalar": op("... _@dim ..., _... -> ... _@dim ...", linear="self value"),
     "aten.index_fill.int_Tensor": op("... _@dim ..., _..., () -> ... _@dim ...", linear="self value"),
     # by an index for each element
-    "aten.gather.default": op(gather, linear="self"),
-    "aten.take_along_dim.default": op(gather, linear="self"),
-    "aten.take.default": op("_..., ... -> ...", linear="self"),
+    "aten.gather.default": op(gather, linear="self", picks="self"),
+    "aten.take_along_dim.default": op(gather, linear="self", picks="self"),
+    "aten.take.default": op("_..., ... -> ...", linear="self", picks="self"),
     "aten.scatter.src": op(scatter, linear="self src"),
     "aten.scatter.value": op(scatter, linear="self value"),
     "aten.scatter.reduce": op(scatter),
     "aten.scatter.value_reduce": op(scatter),
-    "aten.scatter_add.default": op(scatter_add, linear="self src"),
+    "aten.scatter_add.default": op(scatter_add, linear="self src", autocast=Autocast.WIDEST),
     "aten.scatter_reduce.two": op(scatter_reduce),
     # by a mask: elements are taken in their order, so that all stays whole
     "aten.masked_scatter.default": op("...!, ...!, _... -> ...!", linear="self source"),
@@ -169,7 +170,7 @@ TABLE: dict[str, Rule] = {
     "aten.slice_scatter.default": op("... _@dim ..., ... _@dim ... -> ... _@dim ...", linear="self src"),
     "aten.select_scatter.default": op("... _@dim ..., ... -> ... _@dim ...", linear="self src"),
     "aten.diagonal_scatter.default": op("... _@dim1 ... _@dim2 ..., ... _ -> ... _@dim1 ... _@dim2 ...", linear="self src"),
-    "aten.diagonal.default": op("... _@dim1 ... _@dim2 ... -> ... _", linear="self", view=True),
+    "aten.diagonal.default": op("... _@dim1 ... _@dim2 ... -> ... _", linear="self", alias=Alias.ALWAYS),
     "aten.diag_embed.default": op("... _ -> ... _@dim1 ... _@dim2 ...", linear="self"),
     # gradients of reading
     "aten.embedding_dense_backward.default": op(embedding_backward, linear="grad_output"),

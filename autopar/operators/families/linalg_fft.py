@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from autopar.operators.call import Call
+import math
+
+from autopar.operators.call import Call, Local
+from autopar.operators.flops import Product
 from autopar.operators.pattern_text import term
 from autopar.operators.rule import OpSharding, Rule, op
 
@@ -30,6 +33,14 @@ def from_spectrogram(call: Call) -> OpSharding:
     return call.fit(f"{term(['...', *'_' * (call.rank('self') - batch)])}{window} -> ... _")
 
 
+def powers(call: Call, local: Local) -> list[Product]:
+    """Squares, and products of squares."""
+    matrix, n = local.operands[0], abs(call.number("n"))
+    count = n.bit_length() + n.bit_count() - 2 if n else 0
+    itself = frozenset({0})
+    return [Product(flops=2 * math.prod(matrix) * matrix[-1], left=itself, right=itself) for _ in range(count)]
+
+
 TABLE: dict[str, Rule] = {
     # inverses, determinants and powers
     "aten.inverse.default": op("... _ _ -> ... _ _"),
@@ -42,8 +53,8 @@ TABLE: dict[str, Rule] = {
     "aten.logdet.default": op("... _ _ -> ..."),
     "aten.slogdet.default": op("... _ _ -> ..., ..."),
     "aten.linalg_slogdet.default": op("... _ _ -> ..., ..."),
-    "aten.matrix_power.default": op("... _ _ -> ... _ _"),
-    "aten.linalg_matrix_power.default": op("... _ _ -> ... _ _"),
+    "aten.matrix_power.default": op("... _ _ -> ... _ _", flops=powers),
+    "aten.linalg_matrix_power.default": op("... _ _ -> ... _ _", flops=powers),
     "aten.matrix_exp.default": op("... _ _ -> ... _ _"),
     "aten.linalg_matrix_exp.default": op("... _ _ -> ... _ _"),
     "aten.linalg_cond.default": op("... _ _ -> ..."),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+from autopar.operators import padding
 from autopar.operators.call import Call, Local
+from autopar.operators.facts import Autocast, Mean, says
 from autopar.operators.pattern_text import dims, term
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
@@ -71,27 +73,55 @@ CHOSEN = ParallelForm(
     name="vocab_parallel_nll_loss", factors=("c",), able=chosen
 )  # a rank adds nothing for targets that lie elsewhere
 
+LOSS, SCORED = says("loss"), says("loss", c="classes")
+
 TABLE: dict[str, Rule] = {
     # element by element
-    "aten.mse_loss.default": op("..., ... -> [...]", averages=is_mean),
-    "aten.l1_loss.default": op("..., ... -> [...]", averages=is_mean),
-    "aten.smooth_l1_loss.default": op("..., ... -> [...]", averages=is_mean),
-    "aten.huber_loss.default": op("..., ... -> [...]", averages=is_mean),
-    "aten.kl_div.default": op("..., ... -> [...]", averages=is_mean),
-    "aten.soft_margin_loss.default": op("..., ... -> [...]", averages=is_mean),
-    "aten.hinge_embedding_loss.default": op("..., ... -> [...]", averages=is_mean),
-    "aten.poisson_nll_loss.default": op("..., ... -> [...]", averages=is_mean),
-    "aten.margin_ranking_loss.default": op("..., ..., ... -> [...]", averages=is_mean),
-    "aten.binary_cross_entropy.default": op("..., ..., ... -> [...]", averages=is_mean),
-    "aten.binary_cross_entropy_with_logits.default": op("..., ..., ..., ... -> [...]", averages=is_mean),
+    "aten.mse_loss.default": op("..., ... -> [...]", averages=is_mean, mean=Mean.ELEMENTS, autocast=Autocast.FP32, says=LOSS),
+    "aten.l1_loss.default": op("..., ... -> [...]", averages=is_mean, mean=Mean.ELEMENTS, autocast=Autocast.FP32),
+    "aten.smooth_l1_loss.default": op("..., ... -> [...]", averages=is_mean, mean=Mean.ELEMENTS, autocast=Autocast.FP32),
+    "aten.huber_loss.default": op("..., ... -> [...]", averages=is_mean, mean=Mean.ELEMENTS, autocast=Autocast.FP32),
+    "aten.kl_div.default": op("..., ... -> [...]", averages=is_mean, mean=Mean.ELEMENTS, autocast=Autocast.FP32),
+    "aten.soft_margin_loss.default": op("..., ... -> [...]", averages=is_mean, mean=Mean.ELEMENTS, autocast=Autocast.FP32),
+    "aten.hinge_embedding_loss.default": op("..., ... -> [...]", averages=is_mean, autocast=Autocast.FP32),
+    "aten.poisson_nll_loss.default": op("..., ... -> [...]", averages=is_mean, autocast=Autocast.FP32),
+    "aten.margin_ranking_loss.default": op("..., ..., ... -> [...]", averages=is_mean, autocast=Autocast.FP32),
+    "aten.binary_cross_entropy.default": op("..., ..., ... -> [...]", averages=is_mean, mean=Mean.ELEMENTS),
+    "aten.binary_cross_entropy_with_logits.default": op(
+        "..., ..., ..., ... -> [...]", averages=is_mean, mean=Mean.ELEMENTS, autocast=Autocast.FP32
+    ),
     # row by row: c is compared as a whole
-    "aten.cosine_embedding_loss.default": op("... c!, ... c!, ... -> [...]", averages=is_mean),
-    "aten.triplet_margin_loss.default": op("... c!, ... c!, ... c! -> [...]", averages=is_mean),
-    "aten.multi_margin_loss.default": op("... c!, ..., c! -> [...]", linear="weight", averages=is_mean),
-    "aten.multilabel_margin_loss.default": op("... c!, ... c! -> [...]", averages=is_mean),
+    "aten.cosine_embedding_loss.default": op("... c!, ... c!, ... -> [...]", averages=is_mean, autocast=Autocast.FP32),
+    "aten.triplet_margin_loss.default": op("... c!, ... c!, ... c! -> [...]", averages=is_mean, autocast=Autocast.FP32),
+    "aten.multi_margin_loss.default": op("... c!, ..., c! -> [...]", linear="weight", averages=is_mean, autocast=Autocast.FP32),
+    "aten.multilabel_margin_loss.default": op("... c!, ... c! -> [...]", averages=is_mean, autocast=Autocast.FP32),
     # over classes
-    "aten.cross_entropy_loss.default": op(classified, averages=is_mean, distributed=CLASSES),
-    "aten.nll_loss.default": op(classified, averages=is_mean, distributed=[CHOSEN]),
-    "aten.nll_loss_nd.default": op(classified, averages=is_mean, distributed=[CHOSEN]),
+    "aten.cross_entropy_loss.default": op(
+        classified,
+        averages=is_mean,
+        distributed=CLASSES,
+        mean=Mean.TARGETS,
+        padding=padding.classified,
+        autocast=Autocast.FP32,
+        says=SCORED,
+    ),
+    "aten.nll_loss.default": op(
+        classified,
+        averages=is_mean,
+        distributed=[CHOSEN],
+        mean=Mean.TARGETS,
+        padding=padding.named,
+        autocast=Autocast.FP32,
+        says=SCORED,
+    ),
+    "aten.nll_loss_nd.default": op(
+        classified,
+        averages=is_mean,
+        distributed=[CHOSEN],
+        mean=Mean.TARGETS,
+        padding=padding.named,
+        autocast=Autocast.FP32,
+        says=SCORED,
+    ),
     "aten.ctc_loss.Tensor": op(aligned, averages=is_mean),
 }

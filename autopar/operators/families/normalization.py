@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable
 
 from autopar.ir.program import Argument
+from autopar.operators import padding
 from autopar.operators.call import Call, Local
+from autopar.operators.facts import Autocast, Mixed, says
 from autopar.operators.pattern_text import dims, term
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, always, op
 
@@ -174,39 +176,84 @@ def sliced(rank: int, kept: int) -> str:
     return term(f"d{d}{'' if d == kept else '!'}" for d in range(rank))
 
 
+NORM = says("norm")
+
 TABLE: dict[str, Rule] = {
     # distributions along a dim
-    "aten.softmax.int": op("... n@dim! ... -> ... n@dim! ...", distributed=[SOFTMAX]),
-    "aten.special_softmax.default": op("... n@dim! ... -> ... n@dim! ...", distributed=[SOFTMAX]),
-    "aten._softmax.default": op("... n@dim! ... -> ... n@dim! ...", distributed=[SOFTMAX]),
-    "aten.log_softmax.int": op("... n@dim! ... -> ... n@dim! ...", distributed=[LOG_SOFTMAX]),
-    "aten.special_log_softmax.default": op("... n@dim! ... -> ... n@dim! ...", distributed=[LOG_SOFTMAX]),
-    "aten._log_softmax.default": op("... n@dim! ... -> ... n@dim! ...", distributed=[LOG_SOFTMAX]),
+    "aten.softmax.int": op(
+        "... n@dim! ... -> ... n@dim! ...",
+        distributed=[SOFTMAX],
+        padding=padding.distribution(padding.ZERO),
+        autocast=Autocast.FP32,
+    ),
+    "aten.special_softmax.default": op(
+        "... n@dim! ... -> ... n@dim! ...", distributed=[SOFTMAX], padding=padding.distribution(padding.ZERO)
+    ),
+    "aten._softmax.default": op(
+        "... n@dim! ... -> ... n@dim! ...", distributed=[SOFTMAX], padding=padding.distribution(padding.ZERO)
+    ),
+    "aten.log_softmax.int": op(
+        "... n@dim! ... -> ... n@dim! ...",
+        distributed=[LOG_SOFTMAX],
+        padding=padding.distribution(padding.LOWEST),
+        autocast=Autocast.FP32,
+    ),
+    "aten.special_log_softmax.default": op(
+        "... n@dim! ... -> ... n@dim! ...", distributed=[LOG_SOFTMAX], padding=padding.distribution(padding.LOWEST)
+    ),
+    "aten._log_softmax.default": op(
+        "... n@dim! ... -> ... n@dim! ...", distributed=[LOG_SOFTMAX], padding=padding.distribution(padding.LOWEST)
+    ),
     "aten._safe_softmax.default": op("... n@dim! ... -> ... n@dim! ...", distributed=[SAFE_SOFTMAX]),
     # over the last dims
-    "aten.layer_norm.default": op(normalised, local=normalised_here, distributed=[LAYER_NORM]),
-    "aten.native_layer_norm.default": op(normalised),
-    "aten.rms_norm.default": op(normalised, local=normalised_here, distributed=[RMS_NORM]),
+    "aten.layer_norm.default": op(
+        normalised, local=normalised_here, distributed=[LAYER_NORM], padding=padding.finite, autocast=Autocast.FP32, says=NORM
+    ),
+    "aten.native_layer_norm.default": op(normalised, autocast=Autocast.FP32, mixed=Mixed.FP32),
+    "aten.rms_norm.default": op(
+        normalised,
+        local=normalised_here,
+        distributed=[RMS_NORM],
+        padding=padding.finite,
+        autocast=Autocast.FP32,
+        mixed=Mixed.FP32,
+        says=NORM,
+    ),
     "aten._fused_rms_norm.default": op(normalised),
     # over groups of channels
     "aten.group_norm.default": op(
         "b (g=num_groups c!) [d0!] ...!, (g c!), (g c!) -> b (g c!) [d0!] ...!",
         local=groups,
         distributed=[GROUP_NORM, GROUP_NORM_CHANNELS],
+        autocast=Autocast.FP32,
+        says=says("norm", b="batch", g="groups of channels"),
     ),
     "aten.native_group_norm.default": op(
-        "b (g=group c!) [d0!] ...!, (g c!), (g c!) -> b (g c!) [d0!] ...!, b g, b g", local=native_groups
+        "b (g=group c!) [d0!] ...!, (g c!), (g c!) -> b (g c!) [d0!] ...!, b g, b g", local=native_groups, mixed=Mixed.FP32
     ),
     # over the batch
-    "aten.batch_norm.default": op(batch_norm, distributed=[BATCH_NORM, BATCH_NORM_PLANES]),
-    "aten.native_batch_norm.default": op(batch_norm),
+    "aten.batch_norm.default": op(
+        batch_norm,
+        distributed=[BATCH_NORM, BATCH_NORM_PLANES],
+        writes="running_mean running_var",
+        training="training",
+        mixed=Mixed.FP32,
+        says=says("norm", b="batch", c="channels"),
+    ),
+    "aten.native_batch_norm.default": op(batch_norm, writes="running_mean running_var", training="training"),
     "aten._native_batch_norm_legit.default": op(batch_norm),
     "aten._native_batch_norm_legit.no_stats": op(batch_norm),
     "aten._native_batch_norm_legit_no_training.default": op(batch_norm),
     # over the plane of each channel
-    "aten.instance_norm.default": op(instance_norm, distributed=[INSTANCE_NORM]),
+    "aten.instance_norm.default": op(
+        instance_norm,
+        distributed=[INSTANCE_NORM],
+        writes="running_mean running_var",
+        training="use_input_stats",
+        mixed=Mixed.FP32,
+    ),
     # of each slice of a tensor
     "aten._weight_norm.default": op(weight_norm, linear="g"),
     "aten._weight_norm_interface.default": op(weight_norm),
-    "aten.renorm.default": op("...! @dim ...! -> ...! @dim ...!"),
+    "aten.renorm.default": op("...! @dim ...! -> ...! @dim ...!", autocast=Autocast.FP32),
 }

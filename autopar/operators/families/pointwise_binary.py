@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from autopar.operators import padding
 from autopar.operators.call import Call
+from autopar.operators.facts import Autocast, Mixed, OpKind
 from autopar.operators.rule import OpSharding, Rule, op
 
 
@@ -22,20 +24,20 @@ def searched(call: Call) -> OpSharding:
 
 TABLE: dict[str, Rule] = {
     # sums are linear in both tensors at once, products in each of them
-    "aten.add.Tensor": op("..., ... -> ...", linear="self other"),
-    "aten.sub.Tensor": op("..., ... -> ...", linear="self other"),
-    "aten.subtract.Tensor": op("..., ... -> ...", linear="self other"),
-    "aten.rsub.Tensor": op("..., ... -> ...", linear="self other"),
-    "aten.mul.Tensor": op("..., ... -> ...", linear="self, other"),
-    "aten.multiply.Tensor": op("..., ... -> ...", linear="self, other"),
-    "aten.div.Tensor": op("..., ... -> ...", linear="self"),
-    "aten.divide.Tensor": op("..., ... -> ...", linear="self"),
+    "aten.add.Tensor": op("..., ... -> ...", linear="self other", hands_on="self other", padding=padding.added),
+    "aten.sub.Tensor": op("..., ... -> ...", linear="self other", hands_on="self", padding=padding.subtracted),
+    "aten.subtract.Tensor": op("..., ... -> ...", linear="self other", hands_on="self", padding=padding.subtracted),
+    "aten.rsub.Tensor": op("..., ... -> ...", linear="self other", hands_on="other"),
+    "aten.mul.Tensor": op("..., ... -> ...", linear="self, other", padding=padding.scaled),
+    "aten.multiply.Tensor": op("..., ... -> ...", linear="self, other", padding=padding.scaled),
+    "aten.div.Tensor": op("..., ... -> ...", linear="self", padding=padding.divided),
+    "aten.divide.Tensor": op("..., ... -> ...", linear="self", padding=padding.divided),
     "aten.true_divide.Tensor": op("..., ... -> ...", linear="self"),
     "aten.ldexp.Tensor": op("..., ... -> ...", linear="self"),
     "aten.lerp.Scalar": op("..., ... -> ...", linear="self end"),
     "aten.lerp.Tensor": op("..., ..., ... -> ...", linear="self end"),
-    "aten.addcmul.default": op("..., ..., ... -> ...", linear="self tensor1, self tensor2"),
-    "aten.addcdiv.default": op("..., ..., ... -> ...", linear="self tensor1"),
+    "aten.addcmul.default": op("..., ..., ... -> ...", linear="self tensor1, self tensor2", autocast=Autocast.WIDEST),
+    "aten.addcdiv.default": op("..., ..., ... -> ...", linear="self tensor1", autocast=Autocast.WIDEST),
     "aten.copy.default": op("..., ... -> ...", linear="self src, src"),
     "aten.fill.Tensor": op("..., ... -> ...", linear="value"),
     # arithmetic that is not linear
@@ -43,11 +45,11 @@ TABLE: dict[str, Rule] = {
     "aten.floor_divide.default": op("..., ... -> ..."),
     "aten.remainder.Tensor": op("..., ... -> ..."),
     "aten.fmod.Tensor": op("..., ... -> ..."),
-    "aten.pow.Tensor_Tensor": op("..., ... -> ..."),
+    "aten.pow.Tensor_Tensor": op("..., ... -> ...", autocast=Autocast.FP32),
     "aten.float_power.Tensor_Tensor": op("..., ... -> ..."),
     "aten.hypot.default": op("..., ... -> ..."),
-    "aten.atan2.default": op("..., ... -> ..."),
-    "aten.arctan2.default": op("..., ... -> ..."),
+    "aten.atan2.default": op("..., ... -> ...", autocast=Autocast.WIDEST),
+    "aten.arctan2.default": op("..., ... -> ...", autocast=Autocast.WIDEST),
     "aten.copysign.Tensor": op("..., ... -> ..."),
     "aten.nextafter.default": op("..., ... -> ..."),
     "aten.heaviside.default": op("..., ... -> ..."),
@@ -62,7 +64,7 @@ TABLE: dict[str, Rule] = {
     "aten.igamma.default": op("..., ... -> ..."),
     "aten.igammac.default": op("..., ... -> ..."),
     "aten.polar.default": op("..., ... -> ..."),
-    "aten.prelu.default": op(prelu),
+    "aten.prelu.default": op(prelu, autocast=Autocast.LOWER),
     # complex numbers
     "aten.complex.default": op("..., ... -> ...", linear="real imag"),
     # the larger and the smaller
@@ -90,24 +92,24 @@ TABLE: dict[str, Rule] = {
     "aten.greater_equal.Tensor": op("..., ... -> ..."),
     "aten.isclose.default": op("..., ... -> ..."),
     # bits
-    "aten.bitwise_and.Tensor": op("..., ... -> ..."),
-    "aten.bitwise_or.Tensor": op("..., ... -> ..."),
+    "aten.bitwise_and.Tensor": op("..., ... -> ...", kind=OpKind.AND),
+    "aten.bitwise_or.Tensor": op("..., ... -> ...", kind=OpKind.OR),
     "aten.bitwise_xor.Tensor": op("..., ... -> ..."),
-    "aten.__and__.Tensor": op("..., ... -> ..."),
-    "aten.__or__.Tensor": op("..., ... -> ..."),
+    "aten.__and__.Tensor": op("..., ... -> ...", kind=OpKind.AND),
+    "aten.__or__.Tensor": op("..., ... -> ...", kind=OpKind.OR),
     "aten.__xor__.Tensor": op("..., ... -> ..."),
-    "aten.logical_and.default": op("..., ... -> ..."),
-    "aten.logical_or.default": op("..., ... -> ..."),
+    "aten.logical_and.default": op("..., ... -> ...", kind=OpKind.AND),
+    "aten.logical_or.default": op("..., ... -> ...", kind=OpKind.OR),
     "aten.logical_xor.default": op("..., ... -> ..."),
     "aten.bitwise_left_shift.Tensor": op("..., ... -> ..."),
     "aten.bitwise_right_shift.Tensor": op("..., ... -> ..."),
     # choices
-    "aten.where.self": op("..., ..., ... -> ...", linear="self other"),
-    "aten.where.ScalarOther": op("..., ... -> ...", linear="self other"),
-    "aten.where.ScalarSelf": op("..., ... -> ...", linear="self other"),
-    "aten.where.Scalar": op("... -> ..."),
-    "aten.masked_fill.Scalar": op("..., ... -> ...", linear="self value"),
-    "aten.masked_fill.Tensor": op("..., ..., ... -> ...", linear="self value"),
+    "aten.where.self": op("..., ..., ... -> ...", linear="self other", mixed=Mixed.FILL),
+    "aten.where.ScalarOther": op("..., ... -> ...", linear="self other", mixed=Mixed.FILL),
+    "aten.where.ScalarSelf": op("..., ... -> ...", linear="self other", mixed=Mixed.FILL),
+    "aten.where.Scalar": op("... -> ...", mixed=Mixed.FILL),
+    "aten.masked_fill.Scalar": op("..., ... -> ...", linear="self value", mixed=Mixed.FILL),
+    "aten.masked_fill.Tensor": op("..., ..., ... -> ...", linear="self value", mixed=Mixed.FILL),
     # search: one of the two is known whole
     "aten.bucketize.Tensor": op("..., _ -> ..."),
     "aten.searchsorted.Tensor": op(searched),

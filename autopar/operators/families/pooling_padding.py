@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
+from autopar.operators.facts import Autocast
 from autopar.operators.pattern_text import term
 from autopar.operators.rule import OpSharding, Rule, op
 
@@ -65,29 +66,29 @@ TABLE: dict[str, Rule] = {
     "aten.adaptive_max_pool2d_backward.default": op("... _ _, ... _ _, ... _ _ -> ... _ _", linear="grad_output"),
     "aten.adaptive_max_pool3d_backward.default": op("... _ _ _, ... _ _ _, ... _ _ _ -> ... _ _ _", linear="grad_output"),
     # planes of another size
-    "aten.upsample_nearest1d.default": op("... _ -> ... _", linear="self"),
+    "aten.upsample_nearest1d.default": op("... _ -> ... _", linear="self", autocast=Autocast.FP32),
     "aten.upsample_nearest1d.vec": op("... _ -> ... _", linear="input"),
-    "aten.upsample_nearest2d.default": op("... _ _ -> ... _ _", linear="self"),
+    "aten.upsample_nearest2d.default": op("... _ _ -> ... _ _", linear="self", autocast=Autocast.FP32),
     "aten.upsample_nearest2d.vec": op("... _ _ -> ... _ _", linear="input"),
-    "aten.upsample_nearest3d.default": op("... _ _ _ -> ... _ _ _", linear="self"),
+    "aten.upsample_nearest3d.default": op("... _ _ _ -> ... _ _ _", linear="self", autocast=Autocast.FP32),
     "aten.upsample_nearest3d.vec": op("... _ _ _ -> ... _ _ _", linear="input"),
-    "aten._upsample_nearest_exact1d.default": op("... _ -> ... _", linear="self"),
+    "aten._upsample_nearest_exact1d.default": op("... _ -> ... _", linear="self", autocast=Autocast.FP32),
     "aten._upsample_nearest_exact1d.vec": op("... _ -> ... _", linear="input"),
-    "aten._upsample_nearest_exact2d.default": op("... _ _ -> ... _ _", linear="self"),
+    "aten._upsample_nearest_exact2d.default": op("... _ _ -> ... _ _", linear="self", autocast=Autocast.FP32),
     "aten._upsample_nearest_exact2d.vec": op("... _ _ -> ... _ _", linear="input"),
-    "aten._upsample_nearest_exact3d.default": op("... _ _ _ -> ... _ _ _", linear="self"),
+    "aten._upsample_nearest_exact3d.default": op("... _ _ _ -> ... _ _ _", linear="self", autocast=Autocast.FP32),
     "aten._upsample_nearest_exact3d.vec": op("... _ _ _ -> ... _ _ _", linear="input"),
-    "aten.upsample_linear1d.default": op("... _ -> ... _", linear="self"),
+    "aten.upsample_linear1d.default": op("... _ -> ... _", linear="self", autocast=Autocast.FP32),
     "aten.upsample_linear1d.vec": op("... _ -> ... _", linear="input"),
-    "aten.upsample_bilinear2d.default": op("... _ _ -> ... _ _", linear="self"),
+    "aten.upsample_bilinear2d.default": op("... _ _ -> ... _ _", linear="self", autocast=Autocast.FP32),
     "aten.upsample_bilinear2d.vec": op("... _ _ -> ... _ _", linear="input"),
-    "aten.upsample_trilinear3d.default": op("... _ _ _ -> ... _ _ _", linear="self"),
+    "aten.upsample_trilinear3d.default": op("... _ _ _ -> ... _ _ _", linear="self", autocast=Autocast.FP32),
     "aten.upsample_trilinear3d.vec": op("... _ _ _ -> ... _ _ _", linear="input"),
-    "aten.upsample_bicubic2d.default": op("... _ _ -> ... _ _", linear="self"),
+    "aten.upsample_bicubic2d.default": op("... _ _ -> ... _ _", linear="self", autocast=Autocast.FP32),
     "aten.upsample_bicubic2d.vec": op("... _ _ -> ... _ _", linear="input"),
-    "aten._upsample_bilinear2d_aa.default": op("... _ _ -> ... _ _", linear="self"),
+    "aten._upsample_bilinear2d_aa.default": op("... _ _ -> ... _ _", linear="self", autocast=Autocast.FP32),
     "aten._upsample_bilinear2d_aa.vec": op("... _ _ -> ... _ _", linear="input"),
-    "aten._upsample_bicubic2d_aa.default": op("... _ _ -> ... _ _", linear="self"),
+    "aten._upsample_bicubic2d_aa.default": op("... _ _ -> ... _ _", linear="self", autocast=Autocast.FP32),
     "aten._upsample_bicubic2d_aa.vec": op("... _ _ -> ... _ _", linear="input"),
     # their gradients
     "aten.upsample_nearest1d_backward.default": op("... _ -> ... _", linear="grad_output", local=input_size),
@@ -114,7 +115,7 @@ TABLE: dict[str, Rule] = {
     "aten.im2col.default": op("... c _ _ -> ... (c k=kernel_size!) _", linear="self"),
     "aten.col2im.default": op("... (c k=kernel_size!) _ -> ... c _ _", linear="self"),
     # places of a grid, which look anywhere
-    "aten.grid_sampler.default": op("b c _..., b [z] y x _ -> b c [z] y x", linear="input"),
+    "aten.grid_sampler.default": op("b c _..., b [z] y x _ -> b c [z] y x", linear="input", autocast=Autocast.WIDEST),
     "aten.grid_sampler_2d.default": op("b c _ _, b y x _ -> b c y x", linear="input"),
     "aten.grid_sampler_3d.default": op("b c _ _ _, b z y x _ -> b c z y x", linear="input"),
     "aten.grid_sampler_2d_backward.default": op("b c y x, b c _ _, b y x _ -> b c _ _, b y x _", linear="grad_output"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 from autopar.operators.call import Call, Local
+from autopar.operators.facts import Autocast, Mixed, OpKind
+from autopar.operators.flops import Product
 from autopar.operators.pattern_text import unread
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
@@ -73,15 +75,87 @@ GATES = {
 }
 
 
+def gate_products(call: Call, local: Local) -> list[Product]:
+    """For each layer and direction the sequence and the states of all steps times their matrices; states need gradients."""
+    matrices = [p for p in call.positions("params") if len(local.operands[p]) == 2]
+    steps, everything = math.prod(local.operands[0][:2]), frozenset(range(len(local.operands)))
+    first = first_layer(call, len(matrices))
+    return [
+        Product(
+            flops=2 * steps * math.prod(local.operands[p]),
+            left=frozenset({0}) if place in first else everything,
+            right=frozenset({p}),
+        )
+        for place, p in enumerate(matrices)
+    ]
+
+
+def first_layer(call: Call, count: int) -> set[int]:
+    """Which of the matrices multiply the sequence itself."""
+    each = count // ways(call)
+    return {direction * each for direction in range(ways(call) // call.number("num_layers"))}
+
+
+def cell_products(call: Call, local: Local) -> list[Product]:
+    """The input and the state times their matrices."""
+    weights = [call.positions(name)[0] for name in ("w_ih", "w_hh")]
+    given = 0, 1
+    rows_of = math.prod(local.operands[0][:-1])
+    return [
+        Product(flops=2 * rows_of * math.prod(local.operands[w]), left=frozenset({x}), right=frozenset({w}))
+        for x, w in zip(given, weights, strict=True)
+    ]
+
+
 TABLE: dict[str, Rule] = {
     # sequences
-    "aten.lstm.input": op(recurrent, distributed=[GATES["lstm"]]),
-    "aten.gru.input": op(recurrent, distributed=[GATES["gru"]]),
-    "aten.rnn_tanh.input": op(recurrent, distributed=[GATES["rnn_tanh"]]),
-    "aten.rnn_relu.input": op(recurrent, distributed=[GATES["rnn_relu"]]),
+    "aten.lstm.input": op(
+        recurrent,
+        distributed=[GATES["lstm"]],
+        flops=gate_products,
+        training="train",
+        rate="dropout",
+        kind=OpKind.RECURRENT,
+        mixed=Mixed.FP32,
+    ),
+    "aten.gru.input": op(
+        recurrent,
+        distributed=[GATES["gru"]],
+        flops=gate_products,
+        training="train",
+        rate="dropout",
+        kind=OpKind.RECURRENT,
+        mixed=Mixed.FP32,
+    ),
+    "aten.rnn_tanh.input": op(
+        recurrent,
+        distributed=[GATES["rnn_tanh"]],
+        flops=gate_products,
+        training="train",
+        rate="dropout",
+        kind=OpKind.RECURRENT,
+        mixed=Mixed.FP32,
+    ),
+    "aten.rnn_relu.input": op(
+        recurrent,
+        distributed=[GATES["rnn_relu"]],
+        flops=gate_products,
+        training="train",
+        rate="dropout",
+        kind=OpKind.RECURRENT,
+        mixed=Mixed.FP32,
+    ),
     # one step: the weights stay whole
-    "aten.lstm_cell.default": op("... _, ... _, ... _, _ _, _ _, _, _ -> ... _, ... _"),
-    "aten.gru_cell.default": op("... _, ... _, _ _, _ _, _, _ -> ... _"),
-    "aten.rnn_tanh_cell.default": op("... _, ... _, _ _, _ _, _, _ -> ... _"),
-    "aten.rnn_relu_cell.default": op("... _, ... _, _ _, _ _, _, _ -> ... _"),
+    "aten.lstm_cell.default": op(
+        "... _, ... _, ... _, _ _, _ _, _, _ -> ... _, ... _", flops=cell_products, autocast=Autocast.LOWER, mixed=Mixed.FP32
+    ),
+    "aten.gru_cell.default": op(
+        "... _, ... _, _ _, _ _, _, _ -> ... _", flops=cell_products, autocast=Autocast.LOWER, mixed=Mixed.FP32
+    ),
+    "aten.rnn_tanh_cell.default": op(
+        "... _, ... _, _ _, _ _, _, _ -> ... _", flops=cell_products, autocast=Autocast.LOWER, mixed=Mixed.FP32
+    ),
+    "aten.rnn_relu_cell.default": op(
+        "... _, ... _, _ _, _ _, _, _ -> ... _", flops=cell_products, autocast=Autocast.LOWER, mixed=Mixed.FP32
+    ),
 }

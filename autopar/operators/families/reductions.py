@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from autopar.operators import padding
 from autopar.operators.call import Call
+from autopar.operators.facts import Autocast
 from autopar.operators.pattern_text import unread
 from autopar.operators.rule import OpSharding, Rule, always, op
 
@@ -33,8 +35,8 @@ def quantile(call: Call) -> OpSharding:
 
 TABLE: dict[str, Rule] = {
     # sums and means: what is summed away may be split
-    "aten.sum.default": op("... -> ()", linear="self"),
-    "aten.sum.dim_IntList": op("... @dim ... -> ... ...", linear="self"),
+    "aten.sum.default": op("... -> ()", linear="self", padding=padding.summed, autocast=Autocast.FP32),
+    "aten.sum.dim_IntList": op("... @dim ... -> ... ...", linear="self", padding=padding.summed, autocast=Autocast.FP32),
     "aten.nansum.default": op("... @dim ... -> ... ..."),
     "aten.count_nonzero.default": op("... @dim ... -> ... ..."),
     "aten.count_nonzero.dim_IntList": op("... @dim ... -> ... ..."),
@@ -83,26 +85,26 @@ TABLE: dict[str, Rule] = {
     "aten.nanquantile.scalar": op("... @dim! ... -> ... ..."),
     "aten.histc.default": op(histogram),
     # products and exponentials
-    "aten.prod.default": op("...! -> ()"),
-    "aten.prod.dim_int": op("... @dim! ... -> ... ..."),
-    "aten.logsumexp.default": op("... @dim! ... -> ... ..."),
+    "aten.prod.default": op("...! -> ()", autocast=Autocast.FP32),
+    "aten.prod.dim_int": op("... @dim! ... -> ... ...", autocast=Autocast.FP32),
+    "aten.logsumexp.default": op("... @dim! ... -> ... ...", padding=padding.log_sum, autocast=Autocast.FP32),
     "aten.special_logsumexp.default": op("... @dim! ... -> ... ..."),
     # norms and distances
-    "aten.norm.Scalar": op(normed),
-    "aten.norm.ScalarOpt_dim": op(normed),
-    "aten.norm.ScalarOpt_dtype": op(normed),
-    "aten.norm.ScalarOpt_dim_dtype": op(normed),
-    "aten.linalg_vector_norm.default": op(normed),
+    "aten.norm.Scalar": op(normed, autocast=Autocast.FP32),
+    "aten.norm.ScalarOpt_dim": op(normed, autocast=Autocast.FP32),
+    "aten.norm.ScalarOpt_dtype": op(normed, autocast=Autocast.FP32),
+    "aten.norm.ScalarOpt_dim_dtype": op(normed, autocast=Autocast.FP32),
+    "aten.linalg_vector_norm.default": op(normed, autocast=Autocast.FP32),
     "aten.linalg_norm.default": op("... @dim! ... -> ... ..."),
-    "aten.linalg_matrix_norm.default": op("... @dim! ... -> ... ..."),
-    "aten.linalg_matrix_norm.str_ord": op("... @dim! ... -> ... ..."),
-    "aten.frobenius_norm.dim": op("... @dim! ... -> ... ..."),
-    "aten.nuclear_norm.dim": op("... @dim! ... -> ... ..."),
-    "aten.dist.default": op(distance),
-    "aten.cosine_similarity.default": op("... k@dim! ..., ... k@dim! ... -> ..."),
+    "aten.linalg_matrix_norm.default": op("... @dim! ... -> ... ...", autocast=Autocast.FP32),
+    "aten.linalg_matrix_norm.str_ord": op("... @dim! ... -> ... ...", autocast=Autocast.FP32),
+    "aten.frobenius_norm.dim": op("... @dim! ... -> ... ...", autocast=Autocast.FP32),
+    "aten.nuclear_norm.dim": op("... @dim! ... -> ... ...", autocast=Autocast.FP32),
+    "aten.dist.default": op(distance, autocast=Autocast.FP32),
+    "aten.cosine_similarity.default": op("... k@dim! ..., ... k@dim! ... -> ...", autocast=Autocast.FP32),
     # along a dim, which stays whole; the results may be longer or shorter there
-    "aten.cumsum.default": op("... _@dim ... -> ... _@dim ...", linear="self"),
-    "aten.cumprod.default": op("... _@dim ... -> ... _@dim ..."),
+    "aten.cumsum.default": op("... _@dim ... -> ... _@dim ...", linear="self", autocast=Autocast.FP32),
+    "aten.cumprod.default": op("... _@dim ... -> ... _@dim ...", autocast=Autocast.FP32),
     "aten.cummax.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ..."),
     "aten.cummin.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ..."),
     "aten.logcumsumexp.default": op("... _@dim ... -> ... _@dim ..."),
@@ -111,7 +113,7 @@ TABLE: dict[str, Rule] = {
     "aten.argsort.default": op("... _@dim ... -> ... _@dim ..."),
     "aten.topk.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ..."),
     "aten.diff.default": op("... _@dim ..., ... _@dim ..., ... _@dim ... -> ... _@dim ...", linear="self prepend append"),
-    "aten.flip.default": op("... _@dims ... -> ... _@dims ...", linear="self"),
+    "aten.flip.default": op("... _@dims ... -> ... _@dims ...", linear="self", padding=padding.arranged),
     "aten.roll.default": op("... _@dims ... -> ... _@dims ...", linear="self"),
     "aten.glu.default": op("... _@dim ... -> ... _@dim ..."),
     # triangles of matrices

@@ -10,7 +10,9 @@ import torch
 
 from autopar.ir.layout import Shape
 from autopar.ir.program import Argument, overload
+from autopar.operators import padding
 from autopar.operators.call import Call, Local
+from autopar.operators.facts import Alias, OpKind
 from autopar.operators.pattern_text import dims, term, without
 from autopar.operators.rule import OpSharding, Rule, op
 
@@ -174,55 +176,63 @@ def bits(call: Call) -> OpSharding:
 
 TABLE: dict[str, Rule] = {
     # the same elements in another shape
-    "aten.reshape.default": op(reshape, linear="self", view=True, local=result_size("shape")),
-    "aten.reshape_as.default": op(reshape, linear="self", view=True),
-    "aten.view.default": op(reshape, linear="self", view=True, local=result_size("size")),
-    "aten.view_as.default": op(reshape, linear="self", view=True),
-    "aten.view.dtype": op(bits, view=True),
-    "aten._unsafe_view.default": op(reshape, linear="self", view=True, local=result_size("size")),
-    "aten.flatten.using_ints": op(reshape, linear="self", view=True),
-    "aten.unflatten.int": op(reshape, linear="self", view=True, local=unflattened),
-    "aten.ravel.default": op(reshape, linear="self", view=True),
-    "aten.unsqueeze.default": op(reshape, linear="self", view=True),
-    "aten.squeeze.default": op(squeeze, linear="self", view=True),
-    "aten.squeeze.dim": op(squeeze, linear="self", view=True),
-    "aten.squeeze.dims": op(squeeze, linear="self", view=True),
-    "aten.atleast_1d.default": op(reshape, linear="self", view=True),
-    "aten.atleast_2d.default": op(reshape, linear="self", view=True),
-    "aten.atleast_3d.default": op(reshape, linear="self", view=True),
+    "aten.reshape.default": op(
+        reshape, linear="self", alias=Alias.MAYBE, local=result_size("shape"), kind=OpKind.RESHAPE, padding=padding.arranged
+    ),
+    "aten.reshape_as.default": op(reshape, linear="self", alias=Alias.MAYBE, kind=OpKind.RESHAPE),
+    "aten.view.default": op(reshape, linear="self", alias=Alias.ALWAYS, local=result_size("size"), kind=OpKind.RESHAPE),
+    "aten.view_as.default": op(reshape, linear="self", alias=Alias.ALWAYS, kind=OpKind.RESHAPE),
+    "aten.view.dtype": op(bits, alias=Alias.ALWAYS),
+    "aten._unsafe_view.default": op(reshape, linear="self", alias=Alias.ALWAYS, local=result_size("size"), kind=OpKind.RESHAPE),
+    "aten.flatten.using_ints": op(reshape, linear="self", alias=Alias.MAYBE, kind=OpKind.RESHAPE),
+    "aten.unflatten.int": op(reshape, linear="self", alias=Alias.ALWAYS, local=unflattened, kind=OpKind.RESHAPE),
+    "aten.ravel.default": op(reshape, linear="self", alias=Alias.MAYBE, kind=OpKind.RESHAPE),
+    "aten.unsqueeze.default": op(reshape, linear="self", alias=Alias.ALWAYS, padding=padding.arranged),
+    "aten.squeeze.default": op(squeeze, linear="self", alias=Alias.ALWAYS, kind=OpKind.RESHAPE, padding=padding.arranged),
+    "aten.squeeze.dim": op(squeeze, linear="self", alias=Alias.ALWAYS, kind=OpKind.RESHAPE, padding=padding.arranged),
+    "aten.squeeze.dims": op(squeeze, linear="self", alias=Alias.ALWAYS, kind=OpKind.RESHAPE, padding=padding.arranged),
+    "aten.atleast_1d.default": op(reshape, linear="self", alias=Alias.ALWAYS),
+    "aten.atleast_2d.default": op(reshape, linear="self", alias=Alias.ALWAYS),
+    "aten.atleast_3d.default": op(reshape, linear="self", alias=Alias.ALWAYS),
     # dims in another order
-    "aten.permute.default": op(permute, linear="self", view=True),
-    "aten.transpose.int": op(permute, linear="self", view=True),
-    "aten.swapaxes.default": op(permute, linear="self", view=True),
-    "aten.swapdims.default": op(permute, linear="self", view=True),
-    "aten.movedim.int": op(permute, linear="self", view=True),
-    "aten.movedim.intlist": op(permute, linear="self", view=True),
-    "aten.moveaxis.int": op(permute, linear="self", view=True),
-    "aten.moveaxis.intlist": op(permute, linear="self", view=True),
-    "aten.t.default": op("[a] [b] -> [b] [a]", linear="self", view=True),
-    "aten.numpy_T.default": op(permute, linear="self", view=True),
-    "aten.mT.default": op("... a b -> ... b a", linear="self", view=True),
-    "aten.mH.default": op("... a b -> ... b a", linear="self", view=True),
-    "aten.matrix_H.default": op("[a] [b] -> [b] [a]", linear="self", view=True),
-    "aten.adjoint.default": op("... a b -> ... b a", linear="self", view=True),
+    "aten.permute.default": op(permute, linear="self", alias=Alias.ALWAYS, padding=padding.arranged),
+    "aten.transpose.int": op(permute, linear="self", alias=Alias.ALWAYS, padding=padding.arranged),
+    "aten.swapaxes.default": op(permute, linear="self", alias=Alias.ALWAYS),
+    "aten.swapdims.default": op(permute, linear="self", alias=Alias.ALWAYS),
+    "aten.movedim.int": op(permute, linear="self", alias=Alias.ALWAYS),
+    "aten.movedim.intlist": op(permute, linear="self", alias=Alias.ALWAYS),
+    "aten.moveaxis.int": op(permute, linear="self", alias=Alias.ALWAYS),
+    "aten.moveaxis.intlist": op(permute, linear="self", alias=Alias.ALWAYS),
+    "aten.t.default": op("[a] [b] -> [b] [a]", linear="self", alias=Alias.ALWAYS, padding=padding.arranged),
+    "aten.numpy_T.default": op(permute, linear="self", alias=Alias.ALWAYS),
+    "aten.mT.default": op("... a b -> ... b a", linear="self", alias=Alias.ALWAYS),
+    "aten.mH.default": op("... a b -> ... b a", linear="self", alias=Alias.ALWAYS),
+    "aten.matrix_H.default": op("[a] [b] -> [b] [a]", linear="self", alias=Alias.ALWAYS),
+    "aten.adjoint.default": op("... a b -> ... b a", linear="self", alias=Alias.ALWAYS),
     # broadcast
-    "aten.expand.default": op("... -> ...", linear="self", view=True, local=result_size("size")),
-    "aten.expand_as.default": op("..., ... -> ...", linear="self", view=True),
-    "aten.broadcast_to.default": op("... -> ...", linear="self", view=True, local=result_size("size")),
+    "aten.expand.default": op(
+        "... -> ...", linear="self", alias=Alias.ALWAYS, local=result_size("size"), kind=OpKind.EXPAND, padding=padding.arranged
+    ),
+    "aten.expand_as.default": op("..., ... -> ...", linear="self", alias=Alias.ALWAYS, kind=OpKind.EXPAND),
+    "aten.broadcast_to.default": op(
+        "... -> ...", linear="self", alias=Alias.ALWAYS, local=result_size("size"), kind=OpKind.EXPAND
+    ),
     # parts
-    "aten.slice.Tensor": op(slice_, linear="self", view=True, local=slice_bounds),
-    "aten.narrow.default": op("... _@dim ... -> ... _@dim ...", linear="self", view=True),
-    "aten.select.int": op("... _@dim ... -> ...", linear="self", view=True),
-    "aten.unbind.int": op(unbind, linear="self", view=True),
-    "aten.split.Tensor": op(cut, linear="self", view=True, local=cut_sizes("split_size")),
-    "aten.split.sizes": op(cut, linear="self", view=True, local=cut_sizes("split_size")),
-    "aten.split_with_sizes.default": op(cut, linear="self", view=True, local=cut_sizes("split_sizes")),
-    "aten.chunk.default": op(cut, linear="self", view=True),
-    "aten.tensor_split.sections": op(cut, linear="self", view=True),
-    "aten.tensor_split.indices": op(cut, linear="self", view=True, local=places),
-    "aten.unsafe_split.Tensor": op(cut, linear="self", view=True, local=cut_sizes("split_size")),
-    "aten.unsafe_split_with_sizes.default": op(cut, linear="self", view=True, local=cut_sizes("split_sizes")),
-    "aten.unsafe_chunk.default": op(cut, linear="self", view=True),
-    "aten.hsplit.int": op(cut_side_by_side, linear="self", view=True),
-    "aten.vsplit.int": op(cut, linear="self", view=True),
+    "aten.slice.Tensor": op(slice_, linear="self", alias=Alias.ALWAYS, local=slice_bounds, padding=padding.arranged),
+    "aten.narrow.default": op("... _@dim ... -> ... _@dim ...", linear="self", alias=Alias.ALWAYS),
+    "aten.select.int": op("... _@dim ... -> ...", linear="self", alias=Alias.ALWAYS, padding=padding.arranged),
+    "aten.unbind.int": op(unbind, linear="self", alias=Alias.ALWAYS, padding=padding.arranged),
+    "aten.split.Tensor": op(cut, linear="self", alias=Alias.ALWAYS, local=cut_sizes("split_size"), padding=padding.arranged),
+    "aten.split.sizes": op(cut, linear="self", alias=Alias.ALWAYS, local=cut_sizes("split_size"), padding=padding.arranged),
+    "aten.split_with_sizes.default": op(
+        cut, linear="self", alias=Alias.ALWAYS, local=cut_sizes("split_sizes"), padding=padding.arranged
+    ),
+    "aten.chunk.default": op(cut, linear="self", alias=Alias.ALWAYS, padding=padding.arranged),
+    "aten.tensor_split.sections": op(cut, linear="self", alias=Alias.ALWAYS),
+    "aten.tensor_split.indices": op(cut, linear="self", alias=Alias.ALWAYS, local=places),
+    "aten.unsafe_split.Tensor": op(cut, linear="self", alias=Alias.ALWAYS, local=cut_sizes("split_size")),
+    "aten.unsafe_split_with_sizes.default": op(cut, linear="self", alias=Alias.ALWAYS, local=cut_sizes("split_sizes")),
+    "aten.unsafe_chunk.default": op(cut, linear="self", alias=Alias.ALWAYS),
+    "aten.hsplit.int": op(cut_side_by_side, linear="self", alias=Alias.ALWAYS),
+    "aten.vsplit.int": op(cut, linear="self", alias=Alias.ALWAYS),
 }
