@@ -211,7 +211,7 @@ def _steps(program: Program, assignment: Assignment, context: Context) -> Steps:
 
 
 def check_mesh(plan: Plan, mesh: Mesh) -> None:
-    """Raise PlanError if a plan is none or was made for another mesh."""
+    """Raise PlanError if it is not a plan, or was made for another mesh."""
     if not isinstance(plan, Plan):
         fix = "autopar.plan(...), or autopar.Plan.load(path) for a saved one"
         raise PlanError(f"plan is a {type(plan).__name__}", fix=fix)

@@ -23,10 +23,10 @@ from autopar.ir.mesh import Link
 _Number = TypeVar("_Number", float, NDArray[np.float64])
 
 
-def seconds(kind: str, bytes: _Number, n: int, link: Link) -> _Number:
-    """Seconds of one collective among `n` ranks of a mesh axis; `bytes` may be an array of sizes.
+def seconds(kind: str, size: _Number, n: int, link: Link) -> _Number:
+    """Seconds of one collective among `n` ranks of a mesh axis; `size` may be an array of sizes.
 
-    `bytes` is the larger side's buffer on one rank: what is gathered, what is scattered, what is reduced, what is exchanged.
+    `size` is the larger side's buffer on one rank: what is gathered, what is scattered, what is reduced, what is exchanged.
     An axis of one rank costs nothing.
 
     >>> link = Link(name="wire", latency=1e-6, bandwidth=1e9, source="made up")
@@ -35,12 +35,12 @@ def seconds(kind: str, bytes: _Number, n: int, link: Link) -> _Number:
     """
     if n > 1 and kind in link.lines:
         empty, per_byte = link.lines[kind]
-        return bytes * per_byte + empty
+        return size * per_byte + empty
     if kind == "all_reduce":
-        return seconds("reduce_scatter", bytes, n, link) + seconds("all_gather", bytes, n, link)
+        return seconds("reduce_scatter", size, n, link) + seconds("all_gather", size, n, link)
     if n == 1:
-        return bytes * 0.0
-    return bytes * ((n - 1) / n / link.bandwidth) + messages(kind, n) * link.latency
+        return size * 0.0
+    return size * ((n - 1) / n / link.bandwidth) + messages(kind, n) * link.latency
 
 
 def messages(kind: str, n: int) -> int:

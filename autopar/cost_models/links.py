@@ -60,7 +60,10 @@ def connect(mesh: Mesh, device: Device) -> Mesh:
     for size in reversed(mesh.sizes):
         starts_inside = _inside(span, mesh, device) and span < device.per_node
         span *= size
-        links.append(inner if _inside(span, mesh, device) else slower if starts_inside else outer)
+        if _inside(span, mesh, device):
+            links.append(inner)
+        else:
+            links.append(slower if starts_inside else outer)
     return dataclasses.replace(mesh, links=tuple(reversed(links)), device=device)
 
 

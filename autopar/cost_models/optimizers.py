@@ -42,10 +42,10 @@ class Optimizer:
 
 
 def _optimizer(
-    name: str, states: int, source: str, *, recompute: int = 0, together: int = 0, alone: tuple[int, int] = (0, 0)
+    name: str, states: int, source: str, *, twice: int = 0, together: int = 0, alone: tuple[int, int] = (0, 0)
 ) -> Optimizer:
-    """`recompute` counts the tensors that are read or written a second time."""
-    moved = 2 * states + 3 + recompute
+    """`twice` counts the tensors that are read or written a second time."""
+    moved = 2 * states + 3 + twice
     return Optimizer(name=name, states=states, moved=moved, source=source, together=together, alone=alone)
 
 
@@ -63,8 +63,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
         _optimizer("adagrad", 1, "torch.optim.Adagrad: sum", together=2, alone=(1, 1)),
         _optimizer("rmsprop", 1, "torch.optim.RMSprop: square_avg", together=1, alone=(1, 1)),
         _optimizer("lion", 1, "X. Chen et al., Symbolic Discovery of Optimization Algorithms, 2023: momentum"),
-        _optimizer("lars", 1, "Y. You et al., Large Batch Training of Convolutional Networks, 2017: momentum", recompute=2),
-        _optimizer("lamb", 2, "Y. You et al., Large Batch Optimization for Deep Learning, 2019: two moments", recompute=3),
+        _optimizer("lars", 1, "Y. You et al., Large Batch Training of Convolutional Networks, 2017: momentum", twice=2),
+        _optimizer("lamb", 2, "Y. You et al., Large Batch Optimization for Deep Learning, 2019: two moments", twice=3),
     )
 }
 

@@ -33,7 +33,7 @@ def save(device: Device, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Device:
-    """Read a measured device. Raises MeshError if the file is none."""
+    """Read a measured device. Raises MeshError if the file is not one."""
     try:
         data = json.loads(Path(path).read_text())
         source, held = str(data["source"]), data["device"]

@@ -39,7 +39,7 @@ def why_not(planned: Planned, options: Options, forced: Mapping[str, str]) -> Wh
     except ConstraintError as error:  # perhaps it can be met with padding
         unread = error
     else:
-        if all(patterns.accept(name, chosen.produced(name, program)) for name in patterns.patterns):
+        if all(patterns.allows_layout(name, chosen.produced(name, program)) for name in patterns.patterns):
             return WhyNot(forced=forced, plan=planned.plan)
     try:
         return WhyNot(forced=forced, plan=plan_program(program, mesh, both))

@@ -27,7 +27,7 @@ def fixed_charges(
     edges: Sequence[Edge],
     values: Sequence[ValueClass],
     spaces: Sequence[LayoutGraph],
-    strategy_constraints: StrategyConstraints,
+    constraints: StrategyConstraints,
 ) -> Iterator[FixedCharge]:
     """The latency of every message in which the weights of a bundle may travel, bundles of alike weights together.
 
@@ -57,11 +57,11 @@ def fixed_charges(
                 consumers: frozenset[int] | None = frozenset(range(len(edge.consumers)))
                 if surcharge is not None:
                     consumers = edge.conditional_costs[surcharge].consumers
-                if surcharge == AGAIN and not strategy_constraints.dropped:
+                if surcharge == AGAIN and not constraints.reshard_after_forward:
                     consumers = None if edge.recompute is not None else frozenset()
                 if consumers != frozenset() and arcs.any():
                     triggers.append(ChargeTrigger(edge=w, consumers=consumers, arcs=arcs))
-            together = strategy_constraints.once or (kind == backward and added_up(forward, backward))
+            together = constraints.once or (kind == backward and added_up(forward, backward))
             runs = 1 if together else analysis.program.runs
             seconds = runs * count * prices.latency(kind, axis)
             if triggers and seconds > 0:

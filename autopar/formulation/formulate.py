@@ -40,7 +40,7 @@ ANEW = [  # what may be converted again but weights: a change of dims takes as m
     if forward in ("all_gather", "all_reduce", "reduce_scatter", "slice")
 ]  # fmt: skip
 TO_INVARIANT = [number for number, (_, target) in enumerate(CONVERSIONS) if target == "I"]
-NO_DEMANDS = StrategyConstraints()
+UNCONSTRAINED = StrategyConstraints()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -105,20 +105,20 @@ def formulate(
     optimizer: Optimizer,
     *,
     cost_model: CostModel = CATALOG,
-    strategy_constraints: StrategyConstraints = NO_DEMANDS,
+    constraints: StrategyConstraints = UNCONSTRAINED,
     sharded_outputs: Callable[[Output], bool] = lambda output: False,
 ) -> PlanningProblem:
     """The planning problem of an analysed program.
 
-    `strategy_constraints` limits candidates and conversions, `sharded_outputs` says which outputs may leave split. `mesh`
+    `constraints` limits candidates and conversions, `sharded_outputs` says which outputs may leave split. `mesh`
     must have links and a device. Raises ConstraintError where nothing is left to choose.
     """
     assert mesh.links, "a mesh is priced with its links"
     prices = Prices(mesh=mesh, optimizer=optimizer, model=cost_model)
-    lists = dict(offers(analysis, strategy_constraints, sharded_outputs))
+    lists = dict(offers(analysis, constraints, sharded_outputs))
     place = {name: i for i, name in enumerate(lists)}
     reruns = _reruns(analysis)
-    recast = _recast(analysis) if strategy_constraints.dropped else frozenset[str]()
+    recast = _recast(analysis) if constraints.reshard_after_forward else frozenset[str]()
     choices = tuple(
         Choice(
             name=name,
@@ -137,11 +137,11 @@ def formulate(
     edges, values, spaces = [], [], []
     for value_class in analysis.classes.values:
         if value_class.consumers:
-            graph, edge = _wire(analysis, prices, value_class, lists, place, strategy_constraints)
+            graph, edge = _wire(analysis, prices, value_class, lists, place, constraints)
             edges.append(edge)
             values.append(value_class)
             spaces.append(graph)
-    found = tuple(fixed_charges(analysis, prices, edges, values, spaces, strategy_constraints))
+    found = tuple(fixed_charges(analysis, prices, edges, values, spaces, constraints))
     return PlanningProblem(
         analysis=analysis,
         prices=prices,
@@ -151,8 +151,8 @@ def formulate(
         edges=tuple(values),
         spaces=tuple(spaces),
         reruns=reruns,
-        dropped=strategy_constraints.dropped,
-        once=strategy_constraints.once,
+        dropped=constraints.reshard_after_forward,
+        once=constraints.once,
     )
 
 
@@ -206,7 +206,7 @@ def _wire(
     values: ValueClass,
     lists: Mapping[str, list[Candidate]],
     place: Mapping[str, int],
-    strategy_constraints: StrategyConstraints,
+    constraints: StrategyConstraints,
 ) -> tuple[LayoutGraph, Edge]:
     program, sizes = analysis.program, analysis.sizes
     value = program.values[values.example]
@@ -218,9 +218,9 @@ def _wire(
     graph = layout_graph(value.shape, sizes, allowed, analysis.blocks[value.name])
     weight = value.name in analysis.weights
     summed, bucketed = analysis.summed.get(value.name), value.name in analysis.bucketed
-    runs = 1 if strategy_constraints.once and bucketed else program.runs
+    runs = 1 if constraints.once and bucketed else program.runs
     there, back, rerun = arc_seconds(graph, value, prices, bucketed=bucketed, summed=summed, runs=runs)
-    arcs = _arcs(analysis, value, graph, strategy_constraints)
+    arcs = _arcs(analysis, value, graph, constraints)
     count, free = len(values.members), np.isin(graph.pair[arcs], FREE)
     anew = _anew(graph, arcs, weight=weight)
     recompute = np.where(anew, count * (rerun if weight else there)[arcs], np.inf)
@@ -243,12 +243,12 @@ def _wire(
             ),
             ConditionalCost(
                 seconds=count * rerun[arcs],
-                consumers=_where(values, lambda *end: weight and strategy_constraints.dropped and saves(analysis, *end)),
+                consumers=_where(values, lambda *end: weight and constraints.reshard_after_forward and saves(analysis, *end)),
             ),
         ),
         free=free,
         count=count,
-        recompute=recompute if value.requires_grad and not (weight and strategy_constraints.held) else None,
+        recompute=recompute if value.requires_grad and not (weight and constraints.keep_gathered) else None,
         offload=_away(value, graph, program.runs * count, prices) if _may_leave(analysis, value) else None,
     )  # fmt: skip
     if edge.offload is not None:  # said of the memory in which several layouts may lie
@@ -256,16 +256,16 @@ def _wire(
     return graph, edge
 
 
-def _arcs(analysis: Analysis, value: Value, graph: LayoutGraph, strategy_constraints: StrategyConstraints) -> Ints:
+def _arcs(analysis: Analysis, value: Value, graph: LayoutGraph, constraints: StrategyConstraints) -> Ints:
     """The conversions of a value's layout graph that a plan may use."""
     arcs, axes = np.arange(len(graph.source)), len(graph.nodes[0])
     if value.name in analysis.written:  # what is written in place is used as it is stored
         arcs = arcs[:0]
     if value.name in analysis.bucketed and value.requires_grad and analysis.program.runs > 1:
         arcs = arcs[~np.isin(graph.pair[arcs], TO_INVARIANT)]  # what is I is so because it is stored so: see `added_up`
-    if strategy_constraints.weights:
+    if constraints.weights:
         allowed = np.array(
-            [[strategy_constraints.allow(value.name, axis, *pair) for pair in CONVERSIONS] for axis in range(axes)]
+            [[constraints.allows_conversion(value.name, axis, *pair) for pair in CONVERSIONS] for axis in range(axes)]
         )
         arcs = arcs[allowed[graph.axis[arcs], graph.pair[arcs]]]
     return arcs

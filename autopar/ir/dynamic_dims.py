@@ -97,10 +97,10 @@ def _places(name: str, dims: DimSizes, shapes: Mapping[str, Shape]) -> tuple[Inp
         first = next(iter(lengths.values()), 0)
         dims = {path: dims for path, length in lengths.items() if length == first}
     if not dims:
-        raise ConstraintError(f"{what} is no dim of any input", inputs=_text(shapes), fix=fix)
+        raise ConstraintError(f"{what} is not a dim of any input", inputs=_text(shapes), fix=fix)
     for path, dim in dims.items():
         if path not in shapes:
-            raise ConstraintError(f"{what} names {path!r}, which is no tensor of the sample", inputs=_text(shapes))
+            raise ConstraintError(f"{what} names {path!r}, which is not a tensor of the sample", inputs=_text(shapes))
         if isinstance(dim, bool) or not isinstance(dim, int) or not -len(shapes[path]) <= dim < len(shapes[path]):
             raise ConstraintError(f"{what} names dim {dim!r} of {path}, which it does not have", inputs=_text(shapes))
     return tuple((path, dim % len(shapes[path])) for path, dim in dims.items())

@@ -191,7 +191,7 @@ ENTRY = re.compile(r"(?P<kind>[IRP*])|S\((?P<dim>-?\d+)(/(?P<blocks>\d+))?\)(/(?
 def parse(line: str, shape: tuple[int, ...], sizes: tuple[int, ...], name: str = "a tensor") -> tuple[State | None, ...]:
     """The layout that a text denotes, with None where it leaves an axis free (`*`).
 
-    A nest with a free axis in it is read as if the free axis did not split the dim. Raises LayoutError for text that is no
+    A nest with a free axis in it is read as if the free axis did not split the dim. Raises LayoutError for text that is not a
     layout, or one that does not fit the shape.
 
     >>> parse("S(0)/2, S(0)/1", (16,), (2, 4))

@@ -61,7 +61,7 @@ def _meta(argument: Argument, lookup: Callable[[str], Value]) -> object:
 
 
 def _tensor(value: Value) -> torch.Tensor:
-    """A meta tensor; one that requires grad is no leaf, since leaves refuse in-place operators."""
+    """A meta tensor; one that requires grad is not a leaf, since leaves refuse in-place operators."""
     tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
     return torch.empty_like(tensor).requires_grad_().view_as(tensor) if value.requires_grad else tensor
 

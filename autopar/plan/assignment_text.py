@@ -44,7 +44,7 @@ def _form(entry: str, fitted: OpSharding | None) -> Form:
     if entry in ("I", "R"):
         return entry, 0, 0
     if fitted is None:
-        raise ValueError(f"{entry!r} is no choice of an operator without a sharding rule: register its rule before")
+        raise ValueError(f"{entry!r} is not a choice of an operator without a sharding rule: register its rule first")
     if entry.startswith("P "):
         return "P", range(len(fitted.linear))[int(entry[2:])], 0
     name, _, stride = entry.rpartition("/")
@@ -54,7 +54,7 @@ def _form(entry: str, fitted: OpSharding | None) -> Form:
         return "D", forms.index(name), int(stride)
     if name not in names:
         known = ", ".join(f"{name}/stride" for name in (*names, *forms))
-        raise ValueError(f"{entry!r} is no choice: I, R, P and a number, or one of {known}")
+        raise ValueError(f"{entry!r} is not a choice: I, R, P and a number, or one of {known}")
     return "S", names.index(name), int(stride)
 
 
@@ -150,10 +150,19 @@ def resolve(plan: Plan, program: Program, fits: Mapping[str, OpSharding | None])
         )
         _check(program, assignment)
     except (KeyError, ValueError, IndexError, LayoutError) as error:
-        missing = isinstance(error, KeyError)
-        what = error.what if isinstance(error, AutoparError) else f"there is no entry for {error}" if missing else str(error)
-        raise PlanError("the plan is damaged", error=what, fix="make the plan again") from error
+        raise PlanError("the plan is damaged", error=_what(error), fix="make the plan again") from error
     return assignment
+
+
+def _what(error: Exception) -> str:
+    """What is wrong with an entry of a plan."""
+    match error:
+        case AutoparError():
+            return error.what
+        case KeyError():
+            return f"there is no entry for {error}"
+        case _:
+            return str(error)
 
 
 class _Reader:
@@ -188,7 +197,7 @@ class _Reader:
             source, target = (self.layout(name, shape, part) for part in line.split(" -> "))
             changed = [axis for axis, (s, t) in enumerate(zip(source, target, strict=True)) if s != t]
             if len(changed) != 1 or (source[changed[0]].kind, target[changed[0]].kind) not in CONVERSIONS:
-                raise ValueError(f"routes[{name!r}]: {line!r} is no conversion on one axis")
+                raise ValueError(f"routes[{name!r}]: {line!r} is not a conversion on one axis")
             yield Conversion(axis=changed[0], source=source, target=target)
 
     def recompute(self, allowed: Set[str]) -> RecomputeChoice:

@@ -49,7 +49,7 @@ class CostBreakdown:
     """What a plan's totals are made of, in seconds of one step and bytes on one device.
 
     `compute` is op -> (forward, backward) for ops that take time, `recompute` op -> its forward once more, for the backward;
-    `offload` value -> its way to the host and back; `conversions` counts slices, pads and copies that are no collectives, and
+    `offload` value -> its way to the host and back; `conversions` counts slices, pads and copies that are not collectives, and
     what is computed ahead of micro-batches. `runs` and `stored` say in words what is split, one entry per axis: what a person
     calls the dim ("out-features"), else "whole", "repeated" (its gradient in addends) or "addends". `runs` has the ops that
     use parameters and the well-known ones; `stored` the parameters, "input:" and the name of an argument, "output:" and the

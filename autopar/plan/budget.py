@@ -35,5 +35,5 @@ def parse_bytes(budget: Bytes | str | None, mesh: Mesh) -> Bytes:
     if size > 0:
         return size
     raise BudgetError(
-        f"{budget!r} is no memory budget", fix='bytes per device as a number, or a text such as "80GB" or "24GiB"'
+        f"{budget!r} is not a memory budget", fix='bytes per device as a number, or a text such as "80GB" or "24GiB"'
     )

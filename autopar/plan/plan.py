@@ -93,7 +93,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a saved plan. Raises PlanError if the file is no plan or is damaged."""
+        """Read a saved plan. Raises PlanError if the file is not a plan, or is damaged."""
         try:
             return Plan.from_json(Path(path).read_text(), str(path))
         except (OSError, UnicodeDecodeError) as error:

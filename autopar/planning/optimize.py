@@ -24,7 +24,7 @@ from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.plan.text import size_text
 from autopar.planning.model_checks import useless_axes
-from autopar.search_space.strategies import constrained, strategy_constraints
+from autopar.search_space.strategies import constrained, constraints_of
 from autopar.solver.problem import Solution
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
@@ -115,12 +115,12 @@ def _ledger(analysis: Analysis, mesh: Mesh, optimizer: Optimizer, options: Optio
 
     Raises ConstraintError if they leave no way to run the program, MeshError if an axis is of no use to it.
     """
-    wanted = strategy_constraints(analysis.program, mesh, options.strategy, options.constraints, analysis.fits)
+    wanted = constraints_of(analysis.program, mesh, options.strategy, options.constraints, analysis.fits)
     if options.strategy != "replicate":
         useless_axes(analysis, mesh)
     outputs = sharded(analysis.program, options.outputs)
     formulated = formulate(
-        analysis, mesh, optimizer, cost_model=options.cost_model, strategy_constraints=wanted, sharded_outputs=outputs
+        analysis, mesh, optimizer, cost_model=options.cost_model, constraints=wanted, sharded_outputs=outputs
     )
     return MemoryModel(formulated, optimizer)
 

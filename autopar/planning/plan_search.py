@@ -28,7 +28,7 @@ def best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, set
 
 def _number(asked: int | str) -> int:
     if isinstance(asked, bool) or not isinstance(asked, int):
-        raise ConstraintError(f"microbatches={asked!r} is no number", fix=f"how many a step has, or {AUTO!r}")
+        raise ConstraintError(f"microbatches={asked!r} is not a number", fix=f"how many a step has, or {AUTO!r}")
     return asked
 
 

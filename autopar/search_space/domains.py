@@ -16,23 +16,22 @@ from autopar.search_space.strategies import StrategyConstraints
 
 
 def offers(
-    analysis: Analysis, strategy_constraints: StrategyConstraints, sharded_outputs: Callable[[Output], bool]
+    analysis: Analysis, constraints: StrategyConstraints, sharded_outputs: Callable[[Output], bool]
 ) -> Iterator[tuple[str, list[Candidate]]]:
     """The candidates of every class that the demands allow. Raises ConstraintError where they allow none."""
     return (
-        (name, _accepted(analysis, name, found, strategy_constraints))
-        for name, found in _all(analysis, strategy_constraints, sharded_outputs)
+        (name, _accepted(analysis, name, found, constraints)) for name, found in _all(analysis, constraints, sharded_outputs)
     )
 
 
 def _all(
-    analysis: Analysis, strategy_constraints: StrategyConstraints, sharded_outputs: Callable[[Output], bool]
+    analysis: Analysis, constraints: StrategyConstraints, sharded_outputs: Callable[[Output], bool]
 ) -> Iterator[tuple[str, list[Candidate]]]:
     program, sizes = analysis.program, analysis.sizes
     whole = (I,) * len(sizes)
     for value in program.inputs:
         if analysis.classes.of[value.name] == value.name:
-            yield value.name, [Candidate(forms=(), operands=(), results=(strategy_constraints.taken.get(value.name, whole),))]
+            yield value.name, [Candidate(forms=(), operands=(), results=(constraints.input_layouts.get(value.name, whole),))]
     for parameter in (*program.parameters, *program.buffers):
         name = parameter.value.name
         if analysis.classes.of[name] == name:
@@ -73,22 +72,20 @@ def _all(
             yield OUTPUT + output.path, [Candidate(forms=(), operands=(whole,), results=())]
 
 
-def _accepted(
-    analysis: Analysis, name: str, found: list[Candidate], strategy_constraints: StrategyConstraints
-) -> list[Candidate]:
+def _accepted(analysis: Analysis, name: str, found: list[Candidate], constraints: StrategyConstraints) -> list[Candidate]:
     """The candidates of a class that the demands allow."""
     program = analysis.program
-    if name in strategy_constraints.divided:
+    if name in constraints.tensor_parallel:
         found = [c for c in found if c.results[0][-1].kind == "S"] or found
     results = [name] if name not in program.op else [r.name for r in program.op[name].results]
-    if not any(result in strategy_constraints.patterns for result in results):
-        if strategy_constraints.invariant:
+    if not any(result in constraints.patterns for result in results):
+        if constraints.invariant:
             return [c for c in found if all(state == I for layout in (*c.operands, *c.results) for state in layout)]
         return found
-    kept = [c for c in found if all(strategy_constraints.accept(r, x) for r, x in zip(results, c.results, strict=True))]
+    kept = [c for c in found if all(constraints.allows_layout(r, x) for r, x in zip(results, c.results, strict=True))]
     if not kept:
-        value = next(program.values[r] for r in results if r in strategy_constraints.patterns)
-        pattern = strategy_constraints.patterns[value.name]
+        value = next(program.values[r] for r in results if r in constraints.patterns)
+        pattern = constraints.patterns[value.name]
         asked = text(tuple(state or I for state in pattern), value.shape, analysis.sizes).split(", ")
         wanted = ", ".join("*" if state is None else entry for state, entry in zip(pattern, asked, strict=True))
         raise ConstraintError(

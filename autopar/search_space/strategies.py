@@ -33,43 +33,43 @@ LayoutPattern = tuple[State | None, ...]  # a layout, None where an axis is free
 class StrategyConstraints:
     """What a strategy and the user's constraints ask for.
 
-    `patterns` limits the layouts in which values are produced or stored, `taken` gives inputs that are sliced on arrival.
-    Weights are not gathered on the axes `ungathered`, and used unsplit with `weights_whole`; other values are neither gathered
-    nor exchanged on the `private` axes (what makes data parallelism), but for those in `gathered`: outputs, and what an op
-    needs whole. The weights `divided` are stored split on the last axis if they can be. `invariant`: everything is I. Gathered
-    weights are `dropped` after their use and gathered again for the backward, or `held` until then; else the solver decides.
-    They are gathered `once` for all micro-batches, or in each.
+    `patterns` limits the layouts in which values are produced or stored, `input_layouts` gives inputs that are sliced on
+    arrival. Weights are not gathered on `no_gather_axes`, and used unsplit with `weights_whole`. Other values are neither
+    gathered nor exchanged on `data_axes` (which makes data parallelism), except those in `may_gather`: outputs, and what an op
+    needs whole. The weights `tensor_parallel` are stored split on the last axis if they can be. `invariant`: everything is I.
+    Gathered weights are dropped after their use and gathered again for the backward (`reshard_after_forward`), or kept until
+    then (`keep_gathered`); else the solver decides. They are gathered `once` for all micro-batches, or in each.
     """
 
     patterns: Mapping[str, LayoutPattern] = field(default_factory=dict)
-    taken: Mapping[str, Layout] = field(default_factory=dict)
+    input_layouts: Mapping[str, Layout] = field(default_factory=dict)
     weights: frozenset[str] = frozenset()
-    gathered: frozenset[str] = frozenset()
-    ungathered: frozenset[int] = frozenset()
-    private: frozenset[int] = frozenset()
-    divided: frozenset[str] = frozenset()
+    may_gather: frozenset[str] = frozenset()
+    no_gather_axes: frozenset[int] = frozenset()
+    data_axes: frozenset[int] = frozenset()
+    tensor_parallel: frozenset[str] = frozenset()
     weights_whole: bool = False
     invariant: bool = False
-    dropped: bool = False
-    held: bool = False
+    reshard_after_forward: bool = False
+    keep_gathered: bool = False
     once: bool = False
 
-    def accept(self, name: str, layout: Layout) -> bool:
+    def allows_layout(self, name: str, layout: Layout) -> bool:
         """Whether a value may be produced or stored in this layout."""
         pattern = self.patterns.get(name)
         return pattern is None or all(want is None or want == got for want, got in zip(pattern, layout, strict=True))
 
-    def allow(self, value: str, axis: int, source: str, target: str) -> bool:
+    def allows_conversion(self, value: str, axis: int, source: str, target: str) -> bool:
         """Whether a value may be converted on an axis from one kind of state to another."""
         forward = CONVERSIONS[source, target][0]
         if value not in self.weights:
-            return axis not in self.private or value in self.gathered or forward in ("identity", "slice", "all_reduce")
+            return axis not in self.data_axes or value in self.may_gather or forward in ("identity", "slice", "all_reduce")
         if self.weights_whole and target not in "IR":
             return False
-        return axis not in self.ungathered or forward in ("identity", "keep", "slice")
+        return axis not in self.no_gather_axes or forward in ("identity", "keep", "slice")
 
 
-def strategy_constraints(
+def constraints_of(
     program: Program, mesh: Mesh, strategy: str, constraints: Mapping[str, str], fits: Mapping[str, OpSharding | None]
 ) -> StrategyConstraints:
     """The demands of a strategy, with the user's constraints on top; `fits` holds the rule of every op.
@@ -83,9 +83,9 @@ def strategy_constraints(
     patterns = constrained(program, mesh, constraints)
     sliced = {v.name: tuple(state or I for state in patterns[v.name]) for v in program.inputs if v.name in patterns}
     if strategy == "auto":
-        return StrategyConstraints(patterns=patterns, taken=sliced)
+        return StrategyConstraints(patterns=patterns, input_layouts=sliced)
     if strategy == "replicate":
-        return StrategyConstraints(patterns=patterns, taken=sliced, invariant=True)
+        return StrategyConstraints(patterns=patterns, input_layouts=sliced, invariant=True)
     weights = {p.value.name: p.value for p in program.parameters if p.used}
     last = len(mesh.sizes) - 1
     data = range(last if strategy == "megatron" else last + 1)
@@ -98,15 +98,15 @@ def strategy_constraints(
     taken = _batch(program, mesh, strategy, data)
     return StrategyConstraints(
         patterns=stored | patterns,
-        taken=taken | sliced,
+        input_layouts=taken | sliced,
         weights=frozenset((*weights, *copies(program))),
-        gathered=frozenset(o.value for o in program.outputs) | _wanted_whole(program, fits) | _compared(program, fits, taken),
-        private=frozenset(data),
-        ungathered=frozenset({last}) if strategy == "megatron" else frozenset(),
-        divided=_multiplied(program, weights, fits, mesh.sizes[last]) if strategy == "megatron" else frozenset(),
+        may_gather=frozenset(o.value for o in program.outputs) | _wanted_whole(program, fits) | _compared(program, fits, taken),
+        data_axes=frozenset(data),
+        no_gather_axes=frozenset({last}) if strategy == "megatron" else frozenset(),
+        tensor_parallel=_multiplied(program, weights, fits, mesh.sizes[last]) if strategy == "megatron" else frozenset(),
         weights_whole=strategy in ("ddp", *SHARDED),
-        dropped=strategy == "fsdp",
-        held=strategy in ("zero1", "zero2"),
+        reshard_after_forward=strategy == "fsdp",
+        keep_gathered=strategy in ("zero1", "zero2"),
         once=strategy == "zero1",
     )
 
@@ -257,7 +257,7 @@ def constrained(program: Program, mesh: Mesh, constraints: Mapping[str, str]) ->
     known = list(targets(program)) if constraints else []
     for glob, line in constraints.items():
         if not isinstance(line, str):
-            raise ConstraintError(f"the constraint {glob!r} is {line!r}, no text", fix='a layout such as "I, S(1)"')
+            raise ConstraintError(f"the constraint {glob!r} is {line!r}, which is not text", fix='a layout such as "I, S(1)"')
         hits = [value for name, value in known if fnmatchcase(name, glob)]
         if not hits:
             close = [name for name, _ in known if glob.strip("*") and glob.strip("*") in name][:3]

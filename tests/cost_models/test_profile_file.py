@@ -112,4 +112,4 @@ def test_a_machine_is_measured_and_planned_for(tmp_path: Path) -> None:
 
 def test_a_target_that_cannot_be_built_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"{tmp_path}/none.py:build", "--save", str(tmp_path / "x.json")]) == 1
-    assert "there is no file" in capsys.readouterr().err
+    assert "no such file" in capsys.readouterr().err

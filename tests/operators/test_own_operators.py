@@ -84,7 +84,7 @@ def test_a_plan_is_refused_where_the_rule_that_it_uses_is_not_registered() -> No
     REGISTERED.clear()
     with pytest.raises(PlanError, match=r"^the plan is damaged") as refusal:
         autopar.verify(model, X, on, plan=plan)
-    assert "is no choice of an operator without a sharding rule: register its rule before" in refusal.value.details["error"]
+    assert "is not a choice of an operator without a sharding rule: register its rule first" in refusal.value.details["error"]
 
 
 class Centred(nn.Module):

@@ -279,10 +279,10 @@ def test_a_size_that_the_mesh_does_not_divide_is_refused() -> None:
 @pytest.mark.parametrize(
     "dynamic, first",
     [
-        ({"batch": 5}, "dynamic['batch'] is no dim of any input"),
+        ({"batch": 5}, "dynamic['batch'] is not a dim of any input"),
         (["batch"], "dynamic=['batch'] names no sizes"),
         ({"batch": "x"}, "dynamic['batch'] is 'x'"),
-        ({"batch": {"words": 0}}, "dynamic['batch'] names 'words', which is no tensor of the sample"),
+        ({"batch": {"words": 0}}, "dynamic['batch'] names 'words', which is not a tensor of the sample"),
         ({"batch": {"tokens": 2}}, "dynamic['batch'] names dim 2 of tokens, which it does not have"),
         ({"batch": 0, "rows": {"tokens": 0}}, "dim 0 of tokens is declared twice: as 'batch' and as 'rows'"),
         ({"both": {"tokens": 0, "targets": 1}}, "'both' has several sizes in the sample: dim 0 of tokens is 16, dim 1 of "),

@@ -75,10 +75,10 @@ def test_a_mesh_larger_than_the_world_is_refused() -> None:
         ({"device": "tpu"}, MeshError, "no device is called 'tpu'", "autopar.Device"),
         ({"optimizer": "magic"}, InputError, "no optimizer is called 'magic'", "one of these names"),
         ({"outputs": "all"}, ConstraintError, "outputs='all' is unknown", '"whole" or "sharded"'),
-        ({"budget": "lots"}, BudgetError, "'lots' is no memory budget", '"24GiB"'),
-        ({"budget": "0GB"}, BudgetError, "'0GB' is no memory budget", '"24GiB"'),
-        ({"budget": -1}, BudgetError, "-1 is no memory budget", '"24GiB"'),
-        ({"budget": True}, BudgetError, "True is no memory budget", '"24GiB"'),
+        ({"budget": "lots"}, BudgetError, "'lots' is not a memory budget", '"24GiB"'),
+        ({"budget": "0GB"}, BudgetError, "'0GB' is not a memory budget", '"24GiB"'),
+        ({"budget": -1}, BudgetError, "-1 is not a memory budget", '"24GiB"'),
+        ({"budget": True}, BudgetError, "True is not a memory budget", '"24GiB"'),
     ],
 )
 def test_an_option_that_does_not_exist_is_refused(
@@ -110,7 +110,7 @@ CONSTRAINTS: list[tuple[object, str, str]] = [
     ({"0.weight": "I, S(1/64)"}, f"{MET}cannot split dim 1 of 0.weight over mesh axis 1 as 'I, S(1/64)' says", "leave the dim"),
     ({"0.weight": "I, P"}, "the constraint '0.weight' stores 0.weight in state P", "stored tensors are I or S"),
     ({"1": "P, *"}, "1:relu#0 cannot be produced as 'P, *'", "one of the layouts above, or *"),
-    ({"0.weight": ("I", "I")}, "the constraint '0.weight' is ('I', 'I'), no text", '"I, S(1)"'),
+    ({"0.weight": ("I", "I")}, "the constraint '0.weight' is ('I', 'I'), which is not text", '"I, S(1)"'),
     (["0.weight"], "constraints is a list", '{"*.weight": "I, S(0)"}'),
 ]
 
@@ -234,9 +234,9 @@ DAMAGE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda d: d["layouts"].update({"0.weight": "P"}), "what is stored, given or returned is I or S on every axis"),
     (lambda d: d["layouts"].pop("0.weight"), "there is no entry for '0.weight'"),
     (lambda d: d["choices"].pop("0:linear#0"), "there is no entry for '0:linear#0'"),
-    (lambda d: d["choices"].update({"0:linear#0": "q/3"}), "'q/3' is no choice: I, R, P and a number, or one of "),
+    (lambda d: d["choices"].update({"0:linear#0": "q/3"}), "'q/3' is not a choice: I, R, P and a number, or one of "),
     (lambda d: d["choices"].update({"0:linear#0": "I, I"}), "choices['0:linear#0'] has 2 entries, the mesh 1 axes"),
-    (lambda d: d["routes"].update({"0.weight": ["I -> I"]}), "'I -> I' is no conversion on one axis"),
+    (lambda d: d["routes"].update({"0.weight": ["I -> I"]}), "'I -> I' is not a conversion on one axis"),
 ]
 
 
@@ -308,7 +308,7 @@ def test_a_plan_that_stores_addends_is_refused_before_any_process_starts() -> No
     for name in ("0.weight", "input", "output:0"):
         bad = replace(made, layouts={**made.layouts, name: "P"})
         refusal = check(
-            lambda bad=bad: autopar.verify(model(), X, (2,), plan=bad), PlanError, "the plan is damaged", "recompute"
+            lambda bad=bad: autopar.verify(model(), X, (2,), plan=bad), PlanError, "the plan is damaged", "make the plan again"
         )  # type: ignore[misc]
         assert "is I or S on every axis" in refusal.details["error"]
 
