@@ -1,4 +1,4 @@
-"""Explain: what a plan does and why, what it costs beside others, and what it is emitted as.
+"""Explain: what a plan does and why, what it costs compared with others, and what it is emitted as.
 
     found = autopar.explain.explain(model, sample, mesh=(2, 4), device="h100")
     print(found)                                                       # the whole report

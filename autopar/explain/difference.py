@@ -33,7 +33,7 @@ class Total:
 
     @property
     def growth(self) -> float:
-        """By which part of the old figure the new one is larger: 0.1 for 10% more, infinite if it was zero."""
+        """The growth as a fraction of the old figure: 0.1 for 10% more, infinite if that was zero."""
         if math.isclose(self.old, self.new, rel_tol=SAME):
             return 0.0
         return self.new / self.old - 1 if self.old else math.inf
