@@ -10,7 +10,7 @@ from autopar.ir.dynamic_dims import Dynamic
 from autopar.ir.mesh import Device, Link, Mesh
 from autopar.plan.plan import Plan
 from autopar.verify import testing
-from autopar.verify.verification import Report
+from autopar.verify.report import Report
 
 __all__ = [
     "AutoparError", "Device", "Dynamic", "Link", "Mesh", "Plan", "Report", "check_rule", "discover_rule", "explain",

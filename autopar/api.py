@@ -16,7 +16,7 @@ from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.planning.planner import make_plan
 from autopar.runtime.initialize import initialize
-from autopar.verify.verification import Report
+from autopar.verify.report import Report
 from autopar.verify.verification import verify as _verify
 
 

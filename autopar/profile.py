@@ -1,4 +1,4 @@
-"""Measure this machine, so that plans are priced by what it does and not by data sheets.
+"""Profile this machine, so that plans are priced by measurements instead of data sheets.
 
     python -m autopar.profile train.py:build --processes 4 --save machine.json       build() returns (model, sample_input)
     python -m autopar.explain train.py:build --mesh 2,2 --device machine.json
@@ -48,7 +48,7 @@ OPTIMIZERS = ("adamw", "sgd")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """An operator to be timed with its work, forward and backward, in the unit of its rate."""
+    """An operator to measure, with its work in forward and backward in the unit of its rate: operations or bytes."""
 
     call: TimedCall
     work: tuple[int, int]
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m autopar.profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("targets", nargs="+", metavar="TARGET", help="file.py:function or package.module:function")
-    parser.add_argument("--processes", type=int, default=2, help="that work at the same time (2)")
+    parser.add_argument("--processes", type=int, default=2, help="number of processes that run at the same time (2)")
     parser.add_argument("--save", required=True, metavar="FILE.json")
     options = parser.parse_args(arguments)
     try:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def profile(programs: Sequence[Program], processes: int) -> Device:
-    """What `processes` gloo processes on this machine do with the operators of some programs, each."""
+    """The device that is measured with `processes` gloo processes running the operators of some programs."""
     timed = list(dict.fromkeys(found for program in programs for found in _operators(program, processes)))
     shapes = [p.value.shape for p in programs[0].parameters]
     groups = tuple(size for size in range(2, processes + 1) if processes % size == 0)
@@ -87,7 +87,7 @@ def profile(programs: Sequence[Program], processes: int) -> Device:
 
 
 def _operators(program: Program, processes: int) -> Iterator[Timed]:
-    """The operators of a program as one process runs them under data parallelism, those that take time."""
+    """The operators of a program that take time, at the local shapes of data parallelism."""
     mesh = connected_mesh((processes,), Options(device="cpu"))
     plan = plan_program(program, mesh, Options(device="cpu", strategy="ddp" if processes > 1 else "auto"))
     analysis = analyse(program, mesh)
@@ -115,7 +115,7 @@ def _local(op: Op, fitted: OpSharding | None, program: Program, chosen: Assignme
 
 
 def _device(timed: Sequence[Timed], job: Job, found: Sequence[Times]) -> Device:
-    """A device of the means over the processes."""
+    """A device with the mean rates over the processes."""
     base = catalog.cpu(len(found))
     work: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
     for place, one in enumerate(timed):
@@ -139,12 +139,12 @@ def _device(timed: Sequence[Timed], job: Job, found: Sequence[Times]) -> Device:
 
 
 def _rate(work: float, seconds: float) -> float:
-    """What is done in a second; what takes no time, or does no work, is as fast as can be written down."""
+    """Work per second; a large constant for what takes no time or does no work."""
     return work / seconds if work and seconds else 1e15
 
 
 def _link(size: int, job: Job, found: Sequence[Times], source: str) -> Link:
-    """Lines through the measured points, by least squares of the relative errors; neither part is negative."""
+    """Latency and seconds per byte of each collective, by least squares of relative errors; both non-negative."""
     lines: dict[str, tuple[float, float]] = {}
     sizes = np.array(job.bytes, dtype=np.float64)
     for kind in KINDS:

@@ -1,4 +1,7 @@
-"""What a parallel model needs while it runs: process groups, collectives, random numbers, stored parameters, workers.
+"""The runtime of a parallel model: process groups, collectives, random numbers, stored parameters, worker processes.
 
-torch.distributed is known here only.
+Only this folder uses torch.distributed. Process-wide state is limited to: torch's own process groups; the patch of
+`checkpoint.install`; copy streams (`offload`); and, outside of this folder, caches that depend on their keys only:
+`operators.registry.REGISTERED` (rules that the user registered, sent to workers by `custom_ops`), `@remembered` values per
+program (`ir.program`), `memory.recompute_closure._FOUND` per assignment, and `functools.cache`s of pure functions.
 """

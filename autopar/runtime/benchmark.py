@@ -1,4 +1,4 @@
-"""Times on one worker, while all the others do the same: they share the machine's cores and memory, as they do in training."""
+"""Measured times of operators, collectives and optimizers, while all workers run the same: they share cores and memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from autopar.runtime.world import Axis
 
 OperandSpec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, requires_grad
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-ENOUGH: Seconds = 0.02  # of one measurement, repeated until it takes as long
-ROUNDS = 5  # measurements, of which the median counts
-SIDE = 384  # of the square matrices that are multiplied between collectives: a millisecond or two
+ENOUGH: Seconds = 0.02  # duration of one measurement, for which the operation is repeated
+ROUNDS = 5  # measurements, of which the median is taken
+SIDE = 384  # of the square matrices multiplied between collectives, which takes a millisecond or two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedCall:
-    """An operator with its arguments; operands stand as `Ref`s in the order of `operands`."""
+    """An operator with its arguments, where `Ref`s are the `operands` in order."""
 
     target: str
     args: tuple[Argument, ...]
@@ -36,7 +36,7 @@ class TimedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What to time: operators, collectives in groups of these sizes with larger buffers of so many bytes, optimizers."""
+    """What to measure: operators, collectives for these group sizes and sizes of the larger buffer, optimizers."""
 
     operators: Operators
     calls: tuple[TimedCall, ...]
@@ -48,7 +48,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds: forward and backward of every call, `(group, kind, bytes)` of every collective, one step of every optimizer."""
+    """Seconds: forward and backward of each call, of collectives by (group size, kind, bytes), of a step of each optimizer."""
 
     calls: tuple[tuple[Seconds, Seconds], ...]
     collectives: dict[tuple[int, str, Bytes], Seconds]
@@ -56,7 +56,7 @@ class Times:
 
 
 def times(job: Job) -> Times:
-    """Do the job on this rank of a gloo group; every rank calls it with the same job."""
+    """Measure on this rank of a gloo group; all ranks call it with the same job."""
     job.operators.unpack()
     return Times(
         calls=tuple(map(_call, job.calls)),
@@ -66,7 +66,7 @@ def times(job: Job) -> Times:
 
 
 def repeated(run: Callable[[], object]) -> Seconds:
-    """The median time of one run."""
+    """The median time of one call."""
     run()
     begin = time.perf_counter()
     run()
@@ -101,7 +101,7 @@ def _call(call: TimedCall) -> tuple[Seconds, Seconds]:
 
 
 def _tensor(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
-    """Numbers near one; zeros where they may be places."""
+    """A tensor of numbers between 1 and 2; zeros for integers, which may be indices."""
     if dtype.is_floating_point or dtype.is_complex:
         return (1 + torch.rand(shape, dtype=dtype)).requires_grad_(requires_grad)
     return torch.ones(shape, dtype=dtype) if dtype is torch.bool else torch.zeros(shape, dtype=dtype)
@@ -129,9 +129,9 @@ def _collectives(job: Job) -> Iterator[tuple[tuple[int, str, Bytes], Seconds]]:
 
 
 def _agreed(run: Callable[[], object], count: Bytes) -> Seconds:
-    """The median time that a collective adds to a matrix product before it: in training ranks come to it from their work.
+    """The median time that a collective adds to a matrix product before it: in training ranks compute between them.
 
-    Every rank runs it equally often.
+    Every rank repeats it equally often.
     """
     often = max(3, min(20, (1 << 22) // count))
     factor = torch.ones(SIDE, SIDE)

@@ -1,6 +1,6 @@
-"""What torch.distributed.checkpoint must know of a DTensor whose dim is split in blocks.
+"""Support in torch.distributed.checkpoint for DTensors whose dim is split in blocks.
 
-torch describes a rank's part of a DTensor as one box, which a blocked split is not: torch 2.13 then refuses to save it and
+torch describes a rank's part of a DTensor as one box, but a blocked split has several: torch 2.13 then refuses to save it and
 reads wrong elements back. Checkpointing asks a DTensor for its boxes through three methods, and there may be several;
 `install` gives blocked DTensors (optimizer states too, since they inherit the placements) the true ones. Other DTensors keep
 torch's.
@@ -31,7 +31,7 @@ OF_TORCH: tuple[Callable[..., list[WriteItem]], Callable[..., list[ChunkStorageM
 def runs(
     size: int, dim: int, placements: Sequence[Placement], sizes: Sequence[int], coordinates: Sequence[int]
 ) -> list[IndexRun]:
-    """The elements of a dim of this size that a rank holds, as runs of neighbours; the mesh divides the dim."""
+    """The indices of a dim that a rank holds, as contiguous runs; the mesh divides the dim."""
     held = torch.arange(size)
     for placement, parts, index in zip(placements, sizes, coordinates, strict=True):
         if placement.is_shard(dim) or (isinstance(placement, _StridedShard) and placement.dim == dim):
@@ -42,7 +42,7 @@ def runs(
 
 
 def boxes(stored: DTensor) -> list[tuple[IndexRun, ...]]:
-    """The boxes of the whole that this rank holds: one run per dim each."""
+    """The boxes of the global tensor that this rank holds, each with one run per dim."""
     sizes, here = stored.device_mesh.mesh.shape, stored.device_mesh.get_coordinate()
     assert here is not None
     dims = (runs(size, dim, stored.placements, sizes, here) for dim, size in enumerate(stored.shape))
@@ -50,7 +50,7 @@ def boxes(stored: DTensor) -> list[tuple[IndexRun, ...]]:
 
 
 def install() -> None:
-    """Let checkpointing see the boxes of blocked DTensors; calling it again changes nothing."""
+    """Patch DTensor so that checkpointing sees the boxes of blocked splits; idempotent."""
     DTensor.__create_write_items__ = _write_items  # type: ignore[method-assign]
     DTensor.__create_chunk_list__ = _chunk_list  # type: ignore[method-assign]
     DTensor.__get_tensor_shard__ = _tensor_shard  # type: ignore[method-assign]

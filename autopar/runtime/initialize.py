@@ -1,9 +1,9 @@
-"""A model on meta is initialised by its own code, one module at a time, of which each rank keeps its shard.
+"""Deferred initialisation: a model on meta is initialised by its own code, module by module, and each rank keeps its shard.
 
-The code that a model brings (`reset_parameters`, or Hugging Face's `initialize_weights`) runs on a copy of the model whose
-tensors are on meta. When it touches one of them, a whole tensor stands in for it; when it goes on to another module, the whole
-is cut to this rank's part and dropped; when it comes back (GPT-2 draws some weights again), the whole is gathered. All ranks
-run the same code with the same seed, so their wholes are equal to each other, and to the sequential model's with that seed.
+The model's code (`reset_parameters`, or Hugging Face's `initialize_weights`) runs on a copy of the model whose tensors are on
+meta. When it reads or writes one of them, a materialised global tensor takes its place; when it proceeds to another module, the
+global tensor is cut to this rank's shard and freed; when it returns (GPT-2 initialises some weights twice), it is gathered. All
+ranks run the same code with the same seed, so global tensors are equal on all ranks, and equal to the sequential model's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class WholeResettable(Protocol):
 
 
 class InitialValues(Protocol):
-    """What a parallel module keeps for us."""
+    """The attributes of a parallel module's state that are read here."""
 
     context: Context
 
@@ -62,10 +62,17 @@ class Parallel(Protocol):
 
 
 def initialize(parallel: nn.Module, model: nn.Module) -> None:
-    """Initialise what is on meta in a parallel module by the code of the model on meta from which it was made.
+    """Initialise the tensors of a parallel module that are on meta, by the code of the model that it was built from.
 
-    Every rank calls it. Tensors that are no longer on meta (loaded ones) are kept. Raises InputError when the model is another
-    one, or when its code leaves a tensor on meta. Make the optimizer afterwards: parameters on meta are replaced.
+    Every rank calls it. Tensors that are not on meta (loaded ones) are kept. Create the optimizer afterwards, since parameters
+    on meta are replaced.
+
+    Args:
+        parallel: the module that `autopar.parallelize` returned.
+        model: the model on meta that was passed to it; its code runs on a copy.
+
+    Raises:
+        InputError: the model is a different one, or its code leaves a tensor on meta.
     """
     stored = _tensors(parallel)
     if not isinstance(parallel, Parallel):
@@ -91,8 +98,8 @@ def initialized(
 ) -> dict[str, torch.Tensor]:
     """The model's parameters and buffers, initialised by its own code and stored in these layouts, by name.
 
-    `model` is left untouched; what is not on meta keeps rank 0's value. Names that share a tensor get one. Every rank calls it.
-    Raises InputError when the model's code leaves a tensor on meta. `seed`: by default drawn from rank 0's generator.
+    Every rank calls it. `model` is not changed; tensors that are not on meta keep rank 0's value; tied names share a tensor.
+    `seed` is by default drawn from rank 0's generator. Raises InputError when the model's code leaves a tensor on meta.
     """
     seed = agreed_seed(context) if seed is None else seed
     fresh = copy.deepcopy(model)
@@ -129,7 +136,7 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _install(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put a tensor in the place of one of the same name; a buffer stays as persistent as it was."""
+    """Replace the parameter or buffer of this name; a buffer keeps its persistence."""
     owner, leaf = dict(root.named_modules(remove_duplicate=False))[_owner(name)], name.rpartition(".")[2]
     held: dict[str, torch.Tensor | None] = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers
     held[leaf] = tensor
@@ -137,14 +144,14 @@ def _install(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class _Whole:
-    """A whole tensor at work; it was written if its version has changed from `blank` (-1: it has had values from the start)."""
+    """A materialised global tensor; it was written if its version differs from `blank` (-1 if it had values from the start)."""
 
     tensor: torch.Tensor
     blank: int
 
 
 class _Shards(TorchFunctionMode):
-    """Whole tensors stand in for those on meta while a module is initialised; this rank's part of each remains."""
+    """Materialises tensors on meta while the module that owns them is initialised, and keeps this rank's shard of each."""
 
     def __init__(self, module: nn.Module, layouts: Mapping[str, Layout], context: Context) -> None:
         super().__init__()
@@ -174,19 +181,19 @@ class _Shards(TorchFunctionMode):
         return func(*tree_map(self.real, args), **tree_map(self.real, kwargs))
 
     def real(self, leaf: object) -> object:
-        """The whole that stands in for a placeholder; anything else as it is."""
+        """The materialised tensor for a tensor on meta; any other object unchanged."""
         found = self.placeholders.get(id(leaf))
         return self.live[found[0]].tensor if found else leaf
 
     def whole(self, name: str, placeholder: torch.Tensor) -> _Whole:
-        """Gathered, if parts of the tensor are there; otherwise memory without a meaning."""
+        """The global tensor: gathered if it was initialised before, else uninitialised memory."""
         if name not in self.parts:
             return _Whole(tensor=torch.empty_like(placeholder, device=self.context.device, requires_grad=False), blank=0)
         stored = to_dtensor(self.parts[name], tuple(placeholder.shape), self.layouts[name], self.context)
         return _Whole(tensor=full_tensor(stored).clone(), blank=-1)
 
     def drop(self, name: str) -> None:
-        """Keep this rank's part of a whole, if it was written; keep the whole too while somebody else holds its memory."""
+        """Keep this rank's shard of a tensor if it was written; keep the tensor while its storage is in use."""
         found = self.live.pop(name)
         like, storage = found.tensor.detach().to("meta"), weakref.ref(found.tensor.untyped_storage())
         if found.tensor._version != found.blank:

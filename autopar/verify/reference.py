@@ -1,4 +1,4 @@
-"""The user's module itself, run as it was captured, for what verification compares with the program."""
+"""The user's module, run as it was captured: what verification compares the captured program with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.runtime.storage import local_part_like, to_local
 
 
 def module_results(model: nn.Module, sample: object, captured: Captured) -> dict[tuple[str, str], torch.Tensor]:
-    """Outputs, gradients and written buffers of the user's module, which stays as it is."""
+    """Outputs, gradients and written buffers of the user's module, whose buffers are restored afterwards."""
     program, (args, kwargs) = captured.program, arguments(sample)
     if any(name == "use_cache" for name, _ in captured.signature.defaults):
         kwargs.setdefault("use_cache", False)  # as it was captured
@@ -43,14 +43,14 @@ def module_results(model: nn.Module, sample: object, captured: Captured) -> dict
 
 
 def arguments(sample: object) -> tuple[tuple[object, ...], dict[str, object]]:
-    """How a model is called with a sample: positions, and names."""
+    """The positional and keyword arguments that a sample stands for."""
     if isinstance(sample, Mapping):
         return (), {str(name): value for name, value in sample.items()}
     return (tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)), {}
 
 
 def differentiated_sum(outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The scalars, or without one the outputs, added with fixed weights."""
+    """A fixed weighted sum of the differentiable scalars, or of all differentiable outputs if none is a scalar."""
     differentiable = [o for o in outputs if o.requires_grad]
     scalars = [o for o in differentiable if not o.ndim]
     if not differentiable:
@@ -59,7 +59,7 @@ def differentiated_sum(outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _weighed(output: torch.Tensor, factor: int) -> torch.Tensor:
-    """The sum of an output under fixed weights; of one that is split, this rank's part of it."""
+    """A fixed weighted sum of an output; of a DTensor, this rank's part of the sum."""
     count = torch.arange(factor, factor + output.numel(), dtype=torch.float64).reshape(output.shape)
     weights = torch.complex(count.cos(), count.sin()) if output.is_complex() else count.cos()
     total = (to_local(output) * local_part_like(weights, output)).sum()
@@ -67,7 +67,7 @@ def _weighed(output: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Dropout with probability 0, also where a function is called with its own probability, and what is drawn as fixed."""
+    """Sets dropout rates to 0 in every function that has one, and replaces random tensors by constants."""
 
     def __torch_function__(
         self, func: object, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
@@ -77,14 +77,14 @@ class _NoDropout(TorchFunctionMode):
         kind = row_named(name.removesuffix("_")).kind
         if "dropout" in name and not name.startswith("native"):
             return args[0] if args else given["input"]
-        if name == "multi_head_attention_forward":  # a function of torch's own, inside which nothing is seen
+        if name == "multi_head_attention_forward":  # implemented in Python: functions that it calls do not reach this mode
             args = (*args[:10], 0.0, *args[11:])
         if kind is OpKind.ATTENTION:
             if len(args) > 4:
                 args = (*args[:4], 0.0, *args[5:])
             else:
                 given["dropout_p"] = 0.0
-        if kind is OpKind.RECURRENT:  # the only number with a point among its arguments
+        if kind is OpKind.RECURRENT:  # the dropout rate is the only float among the arguments
             args = tuple(0.0 if isinstance(argument, float) else argument for argument in args)
         if name == "rrelu":
             args, given = args[:3], {n: a for n, a in given.items() if n != "training"}

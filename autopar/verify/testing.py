@@ -1,4 +1,4 @@
-"""Plans for tests."""
+"""Helpers for tests: random plans, and measured peak memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from autopar.solver.routes import tree
 def peak(
     module: nn.Module, optimizer: torch.optim.Optimizer, batch: Iterable[torch.Tensor], step: Callable[[], object]
 ) -> Peak:
-    """The most bytes of tensors alive on this rank during a training step; one before it makes the optimizer's state."""
+    """The measured peak memory of tensors on this rank in a training step, after a first step that creates optimizer state."""
     step()
     gc.collect()
     states = [tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, torch.Tensor)]
@@ -55,7 +55,7 @@ def random_plan(
     microbatches: int = 1,
     dynamic: Mapping[str, DimSizes | Dynamic] | None = None,
 ) -> Plan:
-    """Any plan that can run, drawn at random: every op takes any candidate, every value any route, anything is made again.
+    """Any plan that can run, drawn at random: any candidate per op, any route per value, any recomputation.
 
     Good for tests of rules and conversions, for nothing else: memory and price are what they happen to be, on the mesh's own
     device if it has one.
@@ -71,7 +71,7 @@ def random_plan(
 
 
 def random_plan_of(captured: Captured, mesh: Mesh, seed: int, options: Options) -> Plan:
-    """A random plan for a model that is captured already, on a mesh with device and links."""
+    """A random plan for a captured model, on a mesh with device and links."""
     return _random(captured, mesh, seed, options).plan
 
 
@@ -89,7 +89,7 @@ def _random(captured: Captured, mesh: Mesh, seed: int, options: Options) -> Reso
 
 
 def random_again(analysis: Analysis, chosen: Assignment, draw: random.Random, *, host: bool = True) -> RecomputeChoice:
-    """Of the ops that may run again, of the conversions, and of what the host may hold, a random part of random size."""
+    """Random recomputation and offloading: random subsets, of random size, of ops, conversions and values."""
     program = analysis.program
     allowed, ops, steps, offload = analysis.may_run, draw.random(), draw.random(), host * draw.random()
     results = [(name, chosen.produced(name, program)) for name in program.producer if name not in analysis.weights]
@@ -102,7 +102,7 @@ def random_again(analysis: Analysis, chosen: Assignment, draw: random.Random, *,
 
 
 def random_solution(problem: Problem, draw: random.Random) -> Solution:
-    """Random picks, joined by routes that are cheapest under random prices."""
+    """Random picks, with routes that are cheapest under random prices."""
     drawn = [draw.randrange(len(choice.seconds)) for choice in problem.choices]
     for edge in problem.edges:
         if not len(edge.seconds) and edge.nodes > 1:  # no conversion is allowed: used as it is stored, which is first: whole

@@ -22,7 +22,7 @@ from autopar.planning.planner import connected_mesh, plan_program, read_program
 from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
-from autopar.verify.verification import sequential
+from autopar.verify.execution import sequential
 from tests.support import models
 from tests.support.planning import Run
 

@@ -14,7 +14,7 @@ from autopar.errors import LayoutError
 from autopar.parallelize import tensors_of
 from autopar.passes.padding import padded, rooms
 from autopar.planning.planner import read_program
-from autopar.verify.verification import _results, sequential
+from autopar.verify.execution import results, sequential
 
 WORDS, WIDTH, HIDDEN = 101, 8, 30
 
@@ -160,7 +160,7 @@ def test_what_is_true_of_a_padded_program_is_what_the_program_computes(
     assert room == expected
     wide = padded(captured.program, room)
     before, after = (
-        _results(sequential(replace(captured, program=program), tensors_of(model)), program, [given])
+        results(sequential(replace(captured, program=program), tensors_of(model)), program, [given])
         for program in (captured.program, wide)
     )
     assert before.keys() == after.keys() >= {("gradient", name) for name in expected}
@@ -184,7 +184,7 @@ def test_heads_are_padded_as_parts_of_dims_and_parameters_stay_what_they_are(
     assert wide.values[ATTENTION].shape == shape
     assert wide.parameters == captured.program.parameters
     before, after = (
-        _results(sequential(replace(captured, program=program), tensors_of(model)), program, [given])
+        results(sequential(replace(captured, program=program), tensors_of(model)), program, [given])
         for program in (captured.program, wide)
     )
     assert before.keys() == after.keys()

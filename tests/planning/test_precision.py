@@ -25,7 +25,8 @@ from autopar.runtime.recorder import Issued, recorded
 from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
-from autopar.verify.verification import sequential, verify
+from autopar.verify.execution import sequential
+from autopar.verify.verification import verify
 from tests.support import models, planning, table
 from tests.support.planning import Run
 

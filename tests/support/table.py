@@ -10,7 +10,8 @@ from autopar.cost_models import catalog
 from autopar.ir.mesh import Link, Mesh
 from autopar.plan.options import Options
 from autopar.runtime.workers import WorkerPool
-from autopar.verify.verification import Report, verify
+from autopar.verify.report import Report
+from autopar.verify.verification import verify
 from tests.support.models import MODELS, make
 
 MESHES = ((4,), (8,), (2, 4), (2, 2, 2))

@@ -15,7 +15,8 @@ import autopar
 from autopar.plan.options import Options
 from autopar.planning.planner import read_program
 from autopar.runtime.workers import WorkerPool
-from autopar.verify.verification import Report, verify
+from autopar.verify.report import Report
+from autopar.verify.verification import verify
 from tests.support import planning, table
 
 Made = tuple[nn.Module, object]
@@ -380,7 +381,7 @@ def test_verify_says_what_was_made_certain_and_what_draws_in_spite_of_it() -> No
     assert certain.notes == ("dropout was 0 on both sides",)
     fixed = autopar.verify(Layer(lambda _, y: (y * torch.empty_like(y).bernoulli_(0.9) * torch.rand(8, 1)).sum()), X, on)
     assert fixed.ok, str(fixed)
-    assert fixed.notes == ("what is drawn at random was 0.5 on both sides",)
+    assert fixed.notes == ("random numbers were 0.5 on both sides",)
     drawing = autopar.verify(Layer(lambda _, y: (y * torch.randperm(8)[:, None]).sum()), X, on)
     assert not drawing.ok
     assert "aten.randperm.default draws random numbers of its own at " in drawing.notes[0]
