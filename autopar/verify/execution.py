@@ -11,7 +11,8 @@ from autopar.capture import Captured
 from autopar.codegen import ModuleState, OutputLayout, ParallelModule, emit
 from autopar.ir.layout import I
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Program, writes
+from autopar.ir.program import Program
+from autopar.operators import writes
 from autopar.passes.to_float64 import wide
 from autopar.runtime.storage import with_dtype
 from autopar.runtime.world import connect

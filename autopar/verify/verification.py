@@ -23,7 +23,6 @@ from autopar.ir.dynamic_dims import declared, describe_sizes, dim_sizes, numbers
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, overload
 from autopar.ir.schema import bound
-from autopar.operators import writes
 from autopar.parallelize import assemble, check_mesh, tensors_of
 from autopar.passes.no_dropout import HALF, drawn, without_dropout
 from autopar.passes.to_float64 import promote, wide
