@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Term:
+class RowTerm:
     """A part of a memory row: columns and their bytes."""
 
     columns: Ints
@@ -34,11 +34,11 @@ class LayoutColumns:
     values: Floats
 
     def times(self, factor: float) -> LayoutColumns:
-        """The same columns with multiplied values."""
+        """These columns with their values multiplied."""
         return replace(self, values=factor * self.values)
 
 
-def retained_columns(problem: Problem, columns: Columns, matrix: Matrix, term: RetainedTerm) -> Term:
+def retained_columns(problem: Problem, columns: Columns, matrix: Matrix, term: RetainedTerm) -> RowTerm:
     """(keep): the columns that say what is retained of an edge, and their bytes."""
     edge = problem.edges[term.edge]
     read, saved = ([_picked(columns, edge, end) for end in ends] for ends in (term.read_by, term.saved_by))
@@ -49,7 +49,7 @@ def retained_columns(problem: Problem, columns: Columns, matrix: Matrix, term: R
     replaced = recomputed + free if term.droppable else free
     if len(read) + len(saved) == 1 and not rerun and not replaced:
         (only,) = (*read, *saved)
-        return Term(columns=only.columns, values=term.bytes[term.storage(only.layouts)])
+        return RowTerm(columns=only.columns, values=term.bytes[term.storage(only.layouts)])
     layouts = np.arange(edge.nodes)
     keep = matrix.add_columns(np.zeros(edge.nodes)) + layouts
     for ends, less in ((read, free), (saved, replaced), (rerun, recomputed + free)):
@@ -58,10 +58,10 @@ def retained_columns(problem: Problem, columns: Columns, matrix: Matrix, term: R
             rows = term.storage(np.concatenate([part.layouts for part in parts]))
             column = np.concatenate([part.columns for part in parts])
             matrix.add_rows(rows, column, np.concatenate([part.values for part in parts]), edge.nodes, 0.0, np.inf)
-    return Term(columns=keep, values=term.bytes)
+    return RowTerm(columns=keep, values=term.bytes)
 
 
-def in_flight_columns(problem: Problem, columns: Columns, matrix: Matrix, term: InFlightTerm) -> Term:
+def in_flight_columns(problem: Problem, columns: Columns, matrix: Matrix, term: InFlightTerm) -> RowTerm:
     """(step): the columns that say how much is on its way at least, and the bytes of each step up."""
     edge = problem.edges[term.edge]
     ends = [_picked(columns, edge, end) for end in range(PRODUCER, len(edge.consumers))]
@@ -75,7 +75,7 @@ def in_flight_columns(problem: Problem, columns: Columns, matrix: Matrix, term: 
         values = np.concatenate([np.ones(1), -np.ones(len(column) - 1)])
         matrix.add_row(column, values, 1.0 - len(ends), np.inf)
     always = np.full(len(ends[0].columns), sizes[0])
-    return Term(
+    return RowTerm(
         columns=np.concatenate([ends[0].columns, first + np.arange(len(steps))]),
         values=np.concatenate([always, np.diff(np.concatenate([sizes[:1], steps]))]),
     )

@@ -9,7 +9,7 @@ from autopar.solver.integer_program import IntegerProgram
 
 
 def to_pulp(program: IntegerProgram) -> pulp.LpProblem:
-    """The same program as PuLP's objects; variable `x3` is column 3."""
+    """The integer program as PuLP's objects; variable `x3` is column 3."""
     found, block = pulp.LpProblem("autopar", pulp.LpMinimize), program.block()
     kinds = [pulp.LpInteger if integer else pulp.LpContinuous for integer in program.integers()]
     variables = [found.add_variable(f"x{i}", 0, None, kind) for i, kind in enumerate(kinds)]
