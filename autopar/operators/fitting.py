@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.layout import Shape
-from autopar.operators.notation import ALL_ALONE, ALONE, ANY, Dim, Pattern, Term, Word
+from autopar.operators.notation import ALL_ALONE, ALONE, ANY, Dim, Pattern, PatternTerm, Word
 from autopar.operators.rule import Dims, Factor, OpSharding
 
 DimWords = tuple[Word, ...]
@@ -32,7 +32,7 @@ class TensorTerm:
 
     side: str  # "operand" or "result"
     position: int
-    term: Term
+    term: PatternTerm
     shape: Shape
 
     @property

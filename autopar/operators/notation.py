@@ -75,7 +75,7 @@ class Dim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Term:
+class PatternTerm:
     """The dims of one tensor."""
 
     dims: tuple[Dim, ...]
@@ -94,8 +94,8 @@ class Term:
 class Pattern:
     """A parsed rule; prints as it was written. It is fitted to many calls: what they all ask is found once."""
 
-    operands: tuple[Term, ...]
-    results: tuple[Term, ...]
+    operands: tuple[PatternTerm, ...]
+    results: tuple[PatternTerm, ...]
 
     @functools.cached_property
     def words(self) -> tuple[Word, ...]:
@@ -183,7 +183,7 @@ class _Reader:
     def error(self, why: str, token: int | None = None) -> RuleError:
         return _unreadable(self.text, self.tokens[self.next if token is None else token][1], why)
 
-    def terms(self, *, stop: str, may_add: bool) -> tuple[Term, ...]:
+    def terms(self, *, stop: str, may_add: bool) -> tuple[PatternTerm, ...]:
         terms = [self.term(may_add=may_add)]
         while self.peek() == ",":
             self.take()
@@ -192,7 +192,7 @@ class _Reader:
             raise self.error(f"{self.peek()!r} cannot follow a term" if self.peek() else "'->' is missing")
         return tuple(terms)
 
-    def term(self, *, may_add: bool) -> Term:
+    def term(self, *, may_add: bool) -> PatternTerm:
         self.seen.clear()
         added = self.peek() == "+"
         if added:
@@ -206,7 +206,7 @@ class _Reader:
         if not dims:
             raise self.error("a term is empty: a scalar is written ()")
         self.check(dims, places)
-        return Term(dims=tuple(dim for dim in dims if dim.words), added=added)
+        return PatternTerm(dims=tuple(dim for dim in dims if dim.words), added=added)
 
     def check(self, dims: Sequence[Dim], places: Sequence[int]) -> None:
         """Dims of any number stand together: `...`, `_...`, `... ...`, or `...` on both sides of every named one."""
