@@ -14,8 +14,7 @@ from autopar.errors import CaptureError
 from autopar.ir.program import overload
 from autopar.ir.shape_inference import Kind
 from autopar.operators import rule_of
-
-_FORMS = {"aten.bernoulli_.float": "aten.bernoulli.p", "aten.normal_.default": "aten.normal_functional.default"}
+from autopar.operators.registry import RETURNING
 
 
 def refuse_varying(node: fx.Node) -> None:
@@ -64,8 +63,8 @@ def returning(node: fx.Node) -> str:
     """The functional variant of a node's in-place operator: add.Tensor for add_.Tensor, and for add.out."""
     _, name, variant = str(node.target).split(".")
     target = f"aten.{re.sub(r'^__i', '__', name) if name.endswith('__') else name.removesuffix('_')}.{variant}"
-    if str(node.target) in _FORMS:
-        return _FORMS[str(node.target)]
+    if str(node.target) in RETURNING:
+        return RETURNING[str(node.target)]
     assert isinstance(node.target, torch._ops.OpOverload)
     if "out" in node.kwargs:
         taken = [(a.name, str(a.type)) for a in node.target._schema.arguments if not a.is_out]

@@ -61,6 +61,8 @@ OTHERS: Mapping[str, Rule] = {
     "aten.conv_tbc.default": Rule(autocast=Autocast.LOWER),
 }
 UNKNOWN = Rule()
+# Operators that write, and those that return what they write, where neither name nor overload tells.
+RETURNING = {"aten.bernoulli_.float": "aten.bernoulli.p", "aten.normal_.default": "aten.normal_functional.default"}
 REGISTERED: dict[str, Rule] = {}  # the user's, by `autopar.register_rule`
 
 

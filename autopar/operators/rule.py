@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autopar.ir.program import Argument
     from autopar.operators.call import Call, Local
     from autopar.operators.flops import Flops
+    from autopar.operators.index_facts.call import FactRule
     from autopar.operators.padding import Padding
 
 Dims = tuple[tuple[int, ...], ...]  # per dim of one tensor: its factors, outer to inner
@@ -159,6 +160,7 @@ class Rule:
     padding: Padding | None = None  # what padding becomes; None: it cannot be padded
     autocast: Autocast | None = None
     mixed: Mixed | None = None
+    index_fact: FactRule | None = None  # what is known of its values where something is known of its operands'
     # The words for a person.
     says: Says | None = None
 
@@ -206,6 +208,7 @@ def op(
     padding: Padding | None = None,
     autocast: Autocast | None = None,
     mixed: Mixed | None = None,
+    index_fact: FactRule | None = None,
     says: Says | None = None,
 ) -> Rule:
     """A row of the table: a pattern or a function that decides, `linear` groups of argument names, and facts (see `Rule`).
@@ -236,5 +239,6 @@ def op(
         padding=padding,
         autocast=autocast,
         mixed=mixed,
+        index_fact=index_fact,
         says=says,
     )

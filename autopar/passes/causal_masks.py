@@ -10,8 +10,9 @@ from autopar.ir.program import Argument, Op, Program, Ref, aten, elements
 from autopar.ir.schema import bound, packed
 from autopar.operators import row_of
 from autopar.operators.facts import OpKind
-from autopar.passes.index_analysis import affine, facts
-from autopar.passes.index_analysis.affine import Affine, Fact, Formula, Select
+from autopar.operators.index_facts import affine
+from autopar.operators.index_facts.affine import Affine, Fact, Formula, Select
+from autopar.passes.index_analysis import facts
 
 _CLOSED = torch.finfo(torch.float16).min  # entries of an additive mask at or below this are masked out
 

@@ -12,8 +12,9 @@ import torch
 
 from autopar.capture import capture
 from autopar.ir.program import Program
-from autopar.passes.index_analysis import affine, facts
-from autopar.passes.index_analysis.affine import Affine, All, AtLeast, Fact, Select, Some
+from autopar.operators.index_facts import affine
+from autopar.operators.index_facts.affine import Affine, All, AtLeast, Fact, Select, Some
+from autopar.passes.index_analysis import facts
 from autopar.passes.simplify import simplify
 from tests.capture import interpreter
 from tests.capture.models import MODELS

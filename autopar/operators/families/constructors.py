@@ -8,6 +8,7 @@ from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
 from autopar.operators.facts import OpKind
 from autopar.operators.families.views import result_size
+from autopar.operators.index_facts import integers
 from autopar.operators.rule import OpSharding, Rule, op
 
 
@@ -24,20 +25,20 @@ def strides(call: Call, local: Local) -> dict[str, Argument]:
 
 TABLE: dict[str, Rule] = {
     # constants: each rank makes its part
-    "aten.zeros.default": op("-> ...", local=result_size("size"), fills=0),
-    "aten.ones.default": op("-> ...", local=result_size("size"), fills=1),
-    "aten.full.default": op("-> ...", local=result_size("size"), fills="fill_value"),
-    "aten.zeros_like.default": op("... -> ..."),
-    "aten.ones_like.default": op("... -> ..."),
-    "aten.full_like.default": op("... -> ..."),
+    "aten.zeros.default": op("-> ...", local=result_size("size"), fills=0, index_fact=integers.zeros),
+    "aten.ones.default": op("-> ...", local=result_size("size"), fills=1, index_fact=integers.ones),
+    "aten.full.default": op("-> ...", local=result_size("size"), fills="fill_value", index_fact=integers.fill),
+    "aten.zeros_like.default": op("... -> ...", index_fact=integers.zeros),
+    "aten.ones_like.default": op("... -> ...", index_fact=integers.ones),
+    "aten.full_like.default": op("... -> ...", index_fact=integers.fill),
     "aten.new_zeros.default": op("_... -> ...", local=result_size("size"), fills=0),
     "aten.new_ones.default": op("_... -> ...", local=result_size("size"), fills=1),
     "aten.new_full.default": op("_... -> ...", local=result_size("size"), fills="fill_value"),
     "aten.scalar_tensor.default": op("-> ()", fills="s"),
     # positions
-    "aten.arange.default": op("-> _"),
-    "aten.arange.start": op("-> _"),
-    "aten.arange.start_step": op("-> _"),
+    "aten.arange.default": op("-> _", index_fact=integers.arange),
+    "aten.arange.start": op("-> _", index_fact=integers.arange),
+    "aten.arange.start_step": op("-> _", index_fact=integers.arange),
     "aten.linspace.default": op("-> _"),
     "aten.logspace.default": op("-> _"),
     "aten.eye.default": op("-> _ _"),

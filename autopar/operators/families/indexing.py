@@ -10,6 +10,7 @@ import torch
 from autopar.ir.program import Argument, Ref
 from autopar.operators.call import Call, Local
 from autopar.operators.facts import Alias, Autocast
+from autopar.operators.index_facts import views
 from autopar.operators.pattern_text import term, without
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
@@ -143,7 +144,7 @@ def input_sizes(call: Call, local: Local) -> dict[str, Argument]:
 
 TABLE: dict[str, Rule] = {
     # by tensors of indices
-    "aten.index.Tensor": op(index, linear="self", distributed=[FETCHED], picks="self"),
+    "aten.index.Tensor": op(index, linear="self", distributed=[FETCHED], picks="self", index_fact=views.index),
     "aten._unsafe_index.Tensor": op(index, linear="self", picks="self"),
     "aten.index_put.default": op(index_put, linear="self values", autocast=Autocast.WIDEST),
     "aten._unsafe_index_put.default": op(index_put, linear="self values"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.operators import padding
 from autopar.operators.call import Call
 from autopar.operators.facts import Autocast, Mixed, OpKind
+from autopar.operators.index_facts import integers, predicates
 from autopar.operators.rule import OpSharding, Rule, op
 
 
@@ -24,12 +25,18 @@ def searched(call: Call) -> OpSharding:
 
 TABLE: dict[str, Rule] = {
     # sums are linear in both tensors at once, products in each of them
-    "aten.add.Tensor": op("..., ... -> ...", linear="self other", hands_on="self other", padding=padding.added),
-    "aten.sub.Tensor": op("..., ... -> ...", linear="self other", hands_on="self", padding=padding.subtracted),
-    "aten.subtract.Tensor": op("..., ... -> ...", linear="self other", hands_on="self", padding=padding.subtracted),
-    "aten.rsub.Tensor": op("..., ... -> ...", linear="self other", hands_on="other"),
-    "aten.mul.Tensor": op("..., ... -> ...", linear="self, other", padding=padding.scaled),
-    "aten.multiply.Tensor": op("..., ... -> ...", linear="self, other", padding=padding.scaled),
+    "aten.add.Tensor": op(
+        "..., ... -> ...", linear="self other", hands_on="self other", padding=padding.added, index_fact=integers.plus
+    ),
+    "aten.sub.Tensor": op(
+        "..., ... -> ...", linear="self other", hands_on="self", padding=padding.subtracted, index_fact=integers.minus
+    ),
+    "aten.subtract.Tensor": op(
+        "..., ... -> ...", linear="self other", hands_on="self", padding=padding.subtracted, index_fact=integers.minus
+    ),
+    "aten.rsub.Tensor": op("..., ... -> ...", linear="self other", hands_on="other", index_fact=integers.reversed_minus),
+    "aten.mul.Tensor": op("..., ... -> ...", linear="self, other", padding=padding.scaled, index_fact=predicates.product),
+    "aten.multiply.Tensor": op("..., ... -> ...", linear="self, other", padding=padding.scaled, index_fact=predicates.product),
     "aten.div.Tensor": op("..., ... -> ...", linear="self", padding=padding.divided),
     "aten.divide.Tensor": op("..., ... -> ...", linear="self", padding=padding.divided),
     "aten.true_divide.Tensor": op("..., ... -> ...", linear="self"),
@@ -79,37 +86,39 @@ TABLE: dict[str, Rule] = {
     "aten.clamp_min.Tensor": op("..., ... -> ..."),
     "aten.clamp_max.Tensor": op("..., ... -> ..."),
     # comparisons
-    "aten.eq.Tensor": op("..., ... -> ..."),
-    "aten.ne.Tensor": op("..., ... -> ..."),
-    "aten.not_equal.Tensor": op("..., ... -> ..."),
-    "aten.lt.Tensor": op("..., ... -> ..."),
-    "aten.less.Tensor": op("..., ... -> ..."),
-    "aten.le.Tensor": op("..., ... -> ..."),
-    "aten.less_equal.Tensor": op("..., ... -> ..."),
-    "aten.gt.Tensor": op("..., ... -> ..."),
-    "aten.greater.Tensor": op("..., ... -> ..."),
-    "aten.ge.Tensor": op("..., ... -> ..."),
-    "aten.greater_equal.Tensor": op("..., ... -> ..."),
+    "aten.eq.Tensor": op("..., ... -> ...", index_fact=predicates.equal),
+    "aten.ne.Tensor": op("..., ... -> ...", index_fact=predicates.not_equal),
+    "aten.not_equal.Tensor": op("..., ... -> ...", index_fact=predicates.not_equal),
+    "aten.lt.Tensor": op("..., ... -> ...", index_fact=predicates.less),
+    "aten.less.Tensor": op("..., ... -> ...", index_fact=predicates.less),
+    "aten.le.Tensor": op("..., ... -> ...", index_fact=predicates.at_most),
+    "aten.less_equal.Tensor": op("..., ... -> ...", index_fact=predicates.at_most),
+    "aten.gt.Tensor": op("..., ... -> ...", index_fact=predicates.greater),
+    "aten.greater.Tensor": op("..., ... -> ...", index_fact=predicates.greater),
+    "aten.ge.Tensor": op("..., ... -> ...", index_fact=predicates.at_least),
+    "aten.greater_equal.Tensor": op("..., ... -> ...", index_fact=predicates.at_least),
     "aten.isclose.default": op("..., ... -> ..."),
     # bits
-    "aten.bitwise_and.Tensor": op("..., ... -> ...", kind=OpKind.AND),
-    "aten.bitwise_or.Tensor": op("..., ... -> ...", kind=OpKind.OR),
+    "aten.bitwise_and.Tensor": op("..., ... -> ...", kind=OpKind.AND, index_fact=predicates.both),
+    "aten.bitwise_or.Tensor": op("..., ... -> ...", kind=OpKind.OR, index_fact=predicates.either),
     "aten.bitwise_xor.Tensor": op("..., ... -> ..."),
-    "aten.__and__.Tensor": op("..., ... -> ...", kind=OpKind.AND),
-    "aten.__or__.Tensor": op("..., ... -> ...", kind=OpKind.OR),
+    "aten.__and__.Tensor": op("..., ... -> ...", kind=OpKind.AND, index_fact=predicates.both),
+    "aten.__or__.Tensor": op("..., ... -> ...", kind=OpKind.OR, index_fact=predicates.either),
     "aten.__xor__.Tensor": op("..., ... -> ..."),
-    "aten.logical_and.default": op("..., ... -> ...", kind=OpKind.AND),
-    "aten.logical_or.default": op("..., ... -> ...", kind=OpKind.OR),
+    "aten.logical_and.default": op("..., ... -> ...", kind=OpKind.AND, index_fact=predicates.both),
+    "aten.logical_or.default": op("..., ... -> ...", kind=OpKind.OR, index_fact=predicates.either),
     "aten.logical_xor.default": op("..., ... -> ..."),
     "aten.bitwise_left_shift.Tensor": op("..., ... -> ..."),
     "aten.bitwise_right_shift.Tensor": op("..., ... -> ..."),
     # choices
-    "aten.where.self": op("..., ..., ... -> ...", linear="self other", mixed=Mixed.FILL),
-    "aten.where.ScalarOther": op("..., ... -> ...", linear="self other", mixed=Mixed.FILL),
-    "aten.where.ScalarSelf": op("..., ... -> ...", linear="self other", mixed=Mixed.FILL),
-    "aten.where.Scalar": op("... -> ...", mixed=Mixed.FILL),
-    "aten.masked_fill.Scalar": op("..., ... -> ...", linear="self value", mixed=Mixed.FILL),
-    "aten.masked_fill.Tensor": op("..., ..., ... -> ...", linear="self value", mixed=Mixed.FILL),
+    "aten.where.self": op("..., ..., ... -> ...", linear="self other", mixed=Mixed.FILL, index_fact=predicates.where),
+    "aten.where.ScalarOther": op("..., ... -> ...", linear="self other", mixed=Mixed.FILL, index_fact=predicates.where),
+    "aten.where.ScalarSelf": op("..., ... -> ...", linear="self other", mixed=Mixed.FILL, index_fact=predicates.where),
+    "aten.where.Scalar": op("... -> ...", mixed=Mixed.FILL, index_fact=predicates.where),
+    "aten.masked_fill.Scalar": op("..., ... -> ...", linear="self value", mixed=Mixed.FILL, index_fact=predicates.masked_fill),
+    "aten.masked_fill.Tensor": op(
+        "..., ..., ... -> ...", linear="self value", mixed=Mixed.FILL, index_fact=predicates.masked_fill
+    ),
     # search: one of the two is known whole
     "aten.bucketize.Tensor": op("..., _ -> ..."),
     "aten.searchsorted.Tensor": op(searched),

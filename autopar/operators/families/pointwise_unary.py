@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.operators import padding
 from autopar.operators.call import Call
 from autopar.operators.facts import Alias, Autocast, OpKind
+from autopar.operators.index_facts import integers, predicates
 from autopar.operators.rule import Rule, op
 
 
@@ -31,14 +32,27 @@ TABLE: dict[str, Rule] = {
     "aten.lift_fresh_copy.default": op(
         "... -> ...", linear="self", hands_on="self", kind=OpKind.SAME, padding=padding.arranged
     ),
-    "aten.to.dtype": op("... -> ...", linear="self", alias=unless_cast, kind=OpKind.CAST, padding=padding.arranged),
-    "aten.to.device": op("... -> ...", linear="self", alias=unless_cast, kind=OpKind.CAST, padding=padding.arranged),
-    "aten.to.dtype_layout": op("... -> ...", linear="self", alias=unless_cast, kind=OpKind.CAST, padding=padding.arranged),
-    "aten.to.other": op("..., _... -> ...", linear="self", alias=unless_cast, kind=OpKind.CAST, padding=padding.arranged),
+    "aten.to.dtype": op(
+        "... -> ...", linear="self", alias=unless_cast, kind=OpKind.CAST, padding=padding.arranged, index_fact=integers.same
+    ),
+    "aten.to.device": op(
+        "... -> ...", linear="self", alias=unless_cast, kind=OpKind.CAST, padding=padding.arranged, index_fact=integers.same
+    ),
+    "aten.to.dtype_layout": op(
+        "... -> ...", linear="self", alias=unless_cast, kind=OpKind.CAST, padding=padding.arranged, index_fact=integers.same
+    ),
+    "aten.to.other": op(
+        "..., _... -> ...",
+        linear="self",
+        alias=unless_cast,
+        kind=OpKind.CAST,
+        padding=padding.arranged,
+        index_fact=integers.same,
+    ),
     "aten.type_as.default": op("..., _... -> ...", linear="self", alias=unless_cast, kind=OpKind.CAST),
     "aten._to_copy.default": op("... -> ...", linear="self", kind=OpKind.CAST),
-    "aten.neg.default": op("... -> ...", linear="self", padding=padding.zero_to_zero),
-    "aten.negative.default": op("... -> ...", linear="self"),
+    "aten.neg.default": op("... -> ...", linear="self", padding=padding.zero_to_zero, index_fact=integers.negative),
+    "aten.negative.default": op("... -> ...", linear="self", index_fact=integers.negative),
     "aten.positive.default": op("... -> ...", linear="self", alias=Alias.ALWAYS),
     # complex numbers, and their real and imaginary parts in a last dim
     "aten.real.default": op("... -> ...", linear="self", alias=Alias.ALWAYS),
@@ -54,12 +68,16 @@ TABLE: dict[str, Rule] = {
     "aten.sgn.default": op("... -> ..."),
     "aten.isreal.default": op("... -> ..."),
     # arithmetic with a number: a sum is linear in tensor and number together
-    "aten.add.Scalar": op("... -> ...", linear="self other", hands_on="self", padding=padding.added),
-    "aten.sub.Scalar": op("... -> ...", linear="self other", hands_on="self", padding=padding.subtracted),
-    "aten.subtract.Scalar": op("... -> ...", linear="self other", hands_on="self", padding=padding.subtracted),
-    "aten.rsub.Scalar": op("... -> ...", linear="self other"),
-    "aten.mul.Scalar": op("... -> ...", linear="self", padding=padding.scaled),
-    "aten.multiply.Scalar": op("... -> ...", linear="self", padding=padding.scaled),
+    "aten.add.Scalar": op("... -> ...", linear="self other", hands_on="self", padding=padding.added, index_fact=integers.plus),
+    "aten.sub.Scalar": op(
+        "... -> ...", linear="self other", hands_on="self", padding=padding.subtracted, index_fact=integers.minus
+    ),
+    "aten.subtract.Scalar": op(
+        "... -> ...", linear="self other", hands_on="self", padding=padding.subtracted, index_fact=integers.minus
+    ),
+    "aten.rsub.Scalar": op("... -> ...", linear="self other", index_fact=integers.reversed_minus),
+    "aten.mul.Scalar": op("... -> ...", linear="self", padding=padding.scaled, index_fact=predicates.product),
+    "aten.multiply.Scalar": op("... -> ...", linear="self", padding=padding.scaled, index_fact=predicates.product),
     "aten.div.Scalar": op("... -> ...", linear="self", padding=padding.divided),
     "aten.divide.Scalar": op("... -> ...", linear="self", padding=padding.divided),
     "aten.div.Scalar_mode": op("... -> ..."),
@@ -153,17 +171,17 @@ TABLE: dict[str, Rule] = {
     "aten.logit.default": op("... -> ..."),
     "aten.special_logit.default": op("... -> ..."),
     # comparisons with a number, and questions
-    "aten.eq.Scalar": op("... -> ..."),
-    "aten.ne.Scalar": op("... -> ..."),
-    "aten.not_equal.Scalar": op("... -> ..."),
-    "aten.lt.Scalar": op("... -> ..."),
-    "aten.less.Scalar": op("... -> ..."),
-    "aten.le.Scalar": op("... -> ..."),
-    "aten.less_equal.Scalar": op("... -> ..."),
-    "aten.gt.Scalar": op("... -> ..."),
-    "aten.greater.Scalar": op("... -> ..."),
-    "aten.ge.Scalar": op("... -> ..."),
-    "aten.greater_equal.Scalar": op("... -> ..."),
+    "aten.eq.Scalar": op("... -> ...", index_fact=predicates.equal),
+    "aten.ne.Scalar": op("... -> ...", index_fact=predicates.not_equal),
+    "aten.not_equal.Scalar": op("... -> ...", index_fact=predicates.not_equal),
+    "aten.lt.Scalar": op("... -> ...", index_fact=predicates.less),
+    "aten.less.Scalar": op("... -> ...", index_fact=predicates.less),
+    "aten.le.Scalar": op("... -> ...", index_fact=predicates.at_most),
+    "aten.less_equal.Scalar": op("... -> ...", index_fact=predicates.at_most),
+    "aten.gt.Scalar": op("... -> ...", index_fact=predicates.greater),
+    "aten.greater.Scalar": op("... -> ...", index_fact=predicates.greater),
+    "aten.ge.Scalar": op("... -> ...", index_fact=predicates.at_least),
+    "aten.greater_equal.Scalar": op("... -> ...", index_fact=predicates.at_least),
     "aten.isfinite.default": op("... -> ..."),
     "aten.isinf.default": op("... -> ..."),
     "aten.isnan.default": op("... -> ..."),
@@ -171,13 +189,13 @@ TABLE: dict[str, Rule] = {
     "aten.isposinf.default": op("... -> ..."),
     "aten.isin.Tensor_Scalar": op("... -> ..."),
     # bits
-    "aten.bitwise_not.default": op("... -> ..."),
-    "aten.logical_not.default": op("... -> ..."),
-    "aten.bitwise_and.Scalar": op("... -> ..."),
-    "aten.bitwise_or.Scalar": op("... -> ..."),
+    "aten.bitwise_not.default": op("... -> ...", index_fact=predicates.negation),
+    "aten.logical_not.default": op("... -> ...", index_fact=predicates.negation),
+    "aten.bitwise_and.Scalar": op("... -> ...", index_fact=predicates.both),
+    "aten.bitwise_or.Scalar": op("... -> ...", index_fact=predicates.either),
     "aten.bitwise_xor.Scalar": op("... -> ..."),
-    "aten.__and__.Scalar": op("... -> ..."),
-    "aten.__or__.Scalar": op("... -> ..."),
+    "aten.__and__.Scalar": op("... -> ...", index_fact=predicates.both),
+    "aten.__or__.Scalar": op("... -> ...", index_fact=predicates.either),
     "aten.__xor__.Scalar": op("... -> ..."),
     "aten.bitwise_left_shift.Tensor_Scalar": op("... -> ..."),
     "aten.bitwise_right_shift.Tensor_Scalar": op("... -> ..."),

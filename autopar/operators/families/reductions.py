@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.operators import padding
 from autopar.operators.call import Call
 from autopar.operators.facts import Autocast
+from autopar.operators.index_facts import integers, predicates
 from autopar.operators.pattern_text import unread
 from autopar.operators.rule import OpSharding, Rule, always, op
 
@@ -103,7 +104,9 @@ TABLE: dict[str, Rule] = {
     "aten.dist.default": op(distance, autocast=Autocast.FP32),
     "aten.cosine_similarity.default": op("... k@dim! ..., ... k@dim! ... -> ...", autocast=Autocast.FP32),
     # along a dim, which stays whole; the results may be longer or shorter there
-    "aten.cumsum.default": op("... _@dim ... -> ... _@dim ...", linear="self", autocast=Autocast.FP32),
+    "aten.cumsum.default": op(
+        "... _@dim ... -> ... _@dim ...", linear="self", autocast=Autocast.FP32, index_fact=integers.cumsum
+    ),
     "aten.cumprod.default": op("... _@dim ... -> ... _@dim ...", autocast=Autocast.FP32),
     "aten.cummax.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ..."),
     "aten.cummin.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ..."),
@@ -112,11 +115,13 @@ TABLE: dict[str, Rule] = {
     "aten.sort.stable": op("... _@dim ... -> ... _@dim ..., ... _@dim ..."),
     "aten.argsort.default": op("... _@dim ... -> ... _@dim ..."),
     "aten.topk.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ..."),
-    "aten.diff.default": op("... _@dim ..., ... _@dim ..., ... _@dim ... -> ... _@dim ...", linear="self prepend append"),
+    "aten.diff.default": op(
+        "... _@dim ..., ... _@dim ..., ... _@dim ... -> ... _@dim ...", linear="self prepend append", index_fact=integers.diff
+    ),
     "aten.flip.default": op("... _@dims ... -> ... _@dims ...", linear="self", padding=padding.arranged),
     "aten.roll.default": op("... _@dims ... -> ... _@dims ...", linear="self"),
     "aten.glu.default": op("... _@dim ... -> ... _@dim ..."),
     # triangles of matrices
-    "aten.tril.default": op("... _ _ -> ... _ _", linear="self"),
-    "aten.triu.default": op("... _ _ -> ... _ _", linear="self"),
+    "aten.tril.default": op("... _ _ -> ... _ _", linear="self", index_fact=predicates.lower_triangle),
+    "aten.triu.default": op("... _ _ -> ... _ _", linear="self", index_fact=predicates.upper_triangle),
 }

@@ -13,6 +13,7 @@ from autopar.ir.program import Argument, overload
 from autopar.operators import padding
 from autopar.operators.call import Call, Local
 from autopar.operators.facts import Alias, OpKind
+from autopar.operators.index_facts import views
 from autopar.operators.pattern_text import dims, term, without
 from autopar.operators.rule import OpSharding, Rule, op
 
@@ -177,7 +178,13 @@ def bits(call: Call) -> OpSharding:
 TABLE: dict[str, Rule] = {
     # the same elements in another shape
     "aten.reshape.default": op(
-        reshape, linear="self", alias=Alias.MAYBE, local=result_size("shape"), kind=OpKind.RESHAPE, padding=padding.arranged
+        reshape,
+        linear="self",
+        alias=Alias.MAYBE,
+        local=result_size("shape"),
+        kind=OpKind.RESHAPE,
+        padding=padding.arranged,
+        index_fact=views.regroup,
     ),
     "aten.reshape_as.default": op(reshape, linear="self", alias=Alias.MAYBE, kind=OpKind.RESHAPE),
     "aten.view.default": op(reshape, linear="self", alias=Alias.ALWAYS, local=result_size("size"), kind=OpKind.RESHAPE),
@@ -187,23 +194,33 @@ TABLE: dict[str, Rule] = {
     "aten.flatten.using_ints": op(reshape, linear="self", alias=Alias.MAYBE, kind=OpKind.RESHAPE),
     "aten.unflatten.int": op(reshape, linear="self", alias=Alias.ALWAYS, local=unflattened, kind=OpKind.RESHAPE),
     "aten.ravel.default": op(reshape, linear="self", alias=Alias.MAYBE, kind=OpKind.RESHAPE),
-    "aten.unsqueeze.default": op(reshape, linear="self", alias=Alias.ALWAYS, padding=padding.arranged),
-    "aten.squeeze.default": op(squeeze, linear="self", alias=Alias.ALWAYS, kind=OpKind.RESHAPE, padding=padding.arranged),
-    "aten.squeeze.dim": op(squeeze, linear="self", alias=Alias.ALWAYS, kind=OpKind.RESHAPE, padding=padding.arranged),
-    "aten.squeeze.dims": op(squeeze, linear="self", alias=Alias.ALWAYS, kind=OpKind.RESHAPE, padding=padding.arranged),
+    "aten.unsqueeze.default": op(
+        reshape, linear="self", alias=Alias.ALWAYS, padding=padding.arranged, index_fact=views.regroup
+    ),
+    "aten.squeeze.default": op(
+        squeeze, linear="self", alias=Alias.ALWAYS, kind=OpKind.RESHAPE, padding=padding.arranged, index_fact=views.regroup
+    ),
+    "aten.squeeze.dim": op(
+        squeeze, linear="self", alias=Alias.ALWAYS, kind=OpKind.RESHAPE, padding=padding.arranged, index_fact=views.regroup
+    ),
+    "aten.squeeze.dims": op(
+        squeeze, linear="self", alias=Alias.ALWAYS, kind=OpKind.RESHAPE, padding=padding.arranged, index_fact=views.regroup
+    ),
     "aten.atleast_1d.default": op(reshape, linear="self", alias=Alias.ALWAYS),
     "aten.atleast_2d.default": op(reshape, linear="self", alias=Alias.ALWAYS),
     "aten.atleast_3d.default": op(reshape, linear="self", alias=Alias.ALWAYS),
     # dims in another order
-    "aten.permute.default": op(permute, linear="self", alias=Alias.ALWAYS, padding=padding.arranged),
-    "aten.transpose.int": op(permute, linear="self", alias=Alias.ALWAYS, padding=padding.arranged),
+    "aten.permute.default": op(permute, linear="self", alias=Alias.ALWAYS, padding=padding.arranged, index_fact=views.permute),
+    "aten.transpose.int": op(permute, linear="self", alias=Alias.ALWAYS, padding=padding.arranged, index_fact=views.transpose),
     "aten.swapaxes.default": op(permute, linear="self", alias=Alias.ALWAYS),
     "aten.swapdims.default": op(permute, linear="self", alias=Alias.ALWAYS),
     "aten.movedim.int": op(permute, linear="self", alias=Alias.ALWAYS),
     "aten.movedim.intlist": op(permute, linear="self", alias=Alias.ALWAYS),
     "aten.moveaxis.int": op(permute, linear="self", alias=Alias.ALWAYS),
     "aten.moveaxis.intlist": op(permute, linear="self", alias=Alias.ALWAYS),
-    "aten.t.default": op("[a] [b] -> [b] [a]", linear="self", alias=Alias.ALWAYS, padding=padding.arranged),
+    "aten.t.default": op(
+        "[a] [b] -> [b] [a]", linear="self", alias=Alias.ALWAYS, padding=padding.arranged, index_fact=views.transpose
+    ),
     "aten.numpy_T.default": op(permute, linear="self", alias=Alias.ALWAYS),
     "aten.mT.default": op("... a b -> ... b a", linear="self", alias=Alias.ALWAYS),
     "aten.mH.default": op("... a b -> ... b a", linear="self", alias=Alias.ALWAYS),
@@ -211,16 +228,26 @@ TABLE: dict[str, Rule] = {
     "aten.adjoint.default": op("... a b -> ... b a", linear="self", alias=Alias.ALWAYS),
     # broadcast
     "aten.expand.default": op(
-        "... -> ...", linear="self", alias=Alias.ALWAYS, local=result_size("size"), kind=OpKind.EXPAND, padding=padding.arranged
+        "... -> ...",
+        linear="self",
+        alias=Alias.ALWAYS,
+        local=result_size("size"),
+        kind=OpKind.EXPAND,
+        padding=padding.arranged,
+        index_fact=views.expand,
     ),
     "aten.expand_as.default": op("..., ... -> ...", linear="self", alias=Alias.ALWAYS, kind=OpKind.EXPAND),
     "aten.broadcast_to.default": op(
         "... -> ...", linear="self", alias=Alias.ALWAYS, local=result_size("size"), kind=OpKind.EXPAND
     ),
     # parts
-    "aten.slice.Tensor": op(slice_, linear="self", alias=Alias.ALWAYS, local=slice_bounds, padding=padding.arranged),
+    "aten.slice.Tensor": op(
+        slice_, linear="self", alias=Alias.ALWAYS, local=slice_bounds, padding=padding.arranged, index_fact=views.cut
+    ),
     "aten.narrow.default": op("... _@dim ... -> ... _@dim ...", linear="self", alias=Alias.ALWAYS),
-    "aten.select.int": op("... _@dim ... -> ...", linear="self", alias=Alias.ALWAYS, padding=padding.arranged),
+    "aten.select.int": op(
+        "... _@dim ... -> ...", linear="self", alias=Alias.ALWAYS, padding=padding.arranged, index_fact=views.select
+    ),
     "aten.unbind.int": op(unbind, linear="self", alias=Alias.ALWAYS, padding=padding.arranged),
     "aten.split.Tensor": op(cut, linear="self", alias=Alias.ALWAYS, local=cut_sizes("split_size"), padding=padding.arranged),
     "aten.split.sizes": op(cut, linear="self", alias=Alias.ALWAYS, local=cut_sizes("split_size"), padding=padding.arranged),

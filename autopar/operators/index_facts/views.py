@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from autopar.ir.program import Ref
 from autopar.ir.shape_inference import broadcast
-from autopar.passes.index_analysis import affine
-from autopar.passes.index_analysis.affine import Affine, Fact
-from autopar.passes.index_analysis.call import FactRule, IndexCall
+from autopar.operators.index_facts import affine
+from autopar.operators.index_facts.affine import Affine, Fact
+from autopar.operators.index_facts.call import IndexCall
 
 
 def _placed(call: IndexCall, places: Sequence[Affine]) -> Fact | None:
@@ -16,11 +16,11 @@ def _placed(call: IndexCall, places: Sequence[Affine]) -> Fact | None:
     return None if fact is None else affine.moved(fact, places, call.shape)
 
 
-def _expand(call: IndexCall) -> Fact | None:
+def expand(call: IndexCall) -> Fact | None:
     return call.wide(call.named["self"])
 
 
-def _regroup(call: IndexCall) -> Fact | None:
+def regroup(call: IndexCall) -> Fact | None:
     """A reshape that only adds or removes dims of size 1, or of a value that is the same everywhere."""
     old, new = call.size(), call.shape
     targets = [d for d, size in enumerate(new) if size > 1]
@@ -32,7 +32,7 @@ def _regroup(call: IndexCall) -> Fact | None:
     return _placed(call, [affine.coordinate(next(remaining), rank) if size > 1 else affine.constant(0, rank) for size in old])
 
 
-def _transpose(call: IndexCall) -> Fact | None:
+def transpose(call: IndexCall) -> Fact | None:
     rank = len(call.shape)
     order = list(range(rank))
     if "dim0" in call.named:
@@ -43,21 +43,21 @@ def _transpose(call: IndexCall) -> Fact | None:
     return _placed(call, [affine.coordinate(d, rank) for d in order])
 
 
-def _permute(call: IndexCall) -> Fact | None:
+def permute(call: IndexCall) -> Fact | None:
     dims, rank = call.named["dims"], len(call.shape)
     assert isinstance(dims, tuple)
     order = [dim % rank for dim in dims if isinstance(dim, int)]
     return _placed(call, [affine.coordinate(order.index(d), rank) for d in range(rank)])
 
 
-def _slice(call: IndexCall) -> Fact | None:
+def cut(call: IndexCall) -> Fact | None:
     dim, rank, step = call.dim(), len(call.shape), call.named["step"]
     assert isinstance(step, int)
     start, _, _ = slice(call.wholenumber("start"), None).indices(call.size()[dim])
     return _placed(call, [affine.coordinate(d, rank, *((step, start) if d == dim else (1, 0))) for d in range(rank)])
 
 
-def _select(call: IndexCall) -> Fact | None:
+def select(call: IndexCall) -> Fact | None:
     size, rank = call.size(), len(call.shape)
     dim, index = call.dim(rank=len(size)), call.named["index"]
     assert isinstance(index, int)
@@ -66,7 +66,7 @@ def _select(call: IndexCall) -> Fact | None:
     return _placed(call, places)
 
 
-def _index(call: IndexCall) -> Fact | None:
+def index(call: IndexCall) -> Fact | None:
     """x[i, j, ...] with affine indices that stay inside x and stand side by side."""
     indices, size, rank = call.named["indices"], call.size(), len(call.shape)
     assert isinstance(indices, tuple)
@@ -90,17 +90,3 @@ def _index(call: IndexCall) -> Fact | None:
         assert isinstance(there, Affine)
         places.append(there)
     return _placed(call, places)
-
-
-VIEWS: dict[str, FactRule] = {
-    "expand": _expand,
-    "reshape": _regroup,
-    "unsqueeze": _regroup,
-    "squeeze": _regroup,
-    "transpose": _transpose,
-    "t": _transpose,
-    "permute": _permute,
-    "slice": _slice,
-    "select": _select,
-    "index": _index,
-}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from autopar.ir.layout import Shape
 from autopar.ir.program import Argument, Op, Ref, Value
-from autopar.passes.index_analysis import affine
-from autopar.passes.index_analysis.affine import Affine, Fact, Formula, Select
+from autopar.operators.index_facts import affine
+from autopar.operators.index_facts.affine import Affine, Fact, Formula, Select
 
 Number = int | float
 

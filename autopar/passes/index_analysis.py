@@ -1,6 +1,6 @@
 """Index analysis: integer and boolean values as formulas in their coordinates, without evaluating them.
 
-Three tables, one line per operator, derive the fact about a result from those about operands; results of other operators are
+The `index_fact` of an operator's row derives the fact about a result from those about operands; results of other operators are
 unknown.
 """
 
@@ -10,16 +10,12 @@ import math
 
 import torch
 
-from autopar.ir.program import Program, Value, aten
+from autopar.ir.program import Program, Value
 from autopar.ir.schema import bound
-from autopar.passes.index_analysis import affine
-from autopar.passes.index_analysis.affine import Affine, Fact, Select
-from autopar.passes.index_analysis.call import IndexCall, formula, number
-from autopar.passes.index_analysis.integers import NUMBERS
-from autopar.passes.index_analysis.predicates import TRUTHS
-from autopar.passes.index_analysis.views import VIEWS
-
-TABLE = VIEWS | NUMBERS | TRUTHS
+from autopar.operators import row_of
+from autopar.operators.index_facts import affine
+from autopar.operators.index_facts.affine import Affine, Fact, Select
+from autopar.operators.index_facts.call import IndexCall, formula, number
 
 
 def facts(program: Program) -> dict[str, Fact]:
@@ -27,7 +23,7 @@ def facts(program: Program) -> dict[str, Fact]:
     known: dict[str, Fact] = {}
     for op in program.ops:
         result = op.results[0]
-        rule = TABLE.get(aten(op.target))
+        rule = row_of(op).index_fact
         if rule is None or len(op.results) != 1 or 0 in result.shape:
             continue
         fact = rule(IndexCall(op=op, values=program.values, known=known, named=bound(op)))

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 
 from autopar.ir.layout import Shape
-from autopar.passes.index_analysis import affine
-from autopar.passes.index_analysis.affine import Affine, Fact, Formula, Select
-from autopar.passes.index_analysis.call import FactRule, IndexCall, Number, formula, number
-from autopar.passes.index_analysis.integers import times
+from autopar.operators.index_facts import affine
+from autopar.operators.index_facts.affine import Affine, Fact, Formula, Select
+from autopar.operators.index_facts.call import FactRule, IndexCall, Number, formula, number
+from autopar.operators.index_facts.integers import times
 
 _TESTS: dict[str, Callable[[Number, Number], bool]] = {
     "eq": operator.eq,
@@ -75,7 +75,7 @@ def _connected(connect: Callable[[list[Formula]], Formula]) -> FactRule:
     return rule
 
 
-def _not(call: IndexCall) -> Fact | None:
+def negation(call: IndexCall) -> Fact | None:
     held = formula(call.fact(), call.shape) if call.op.results[0].dtype is torch.bool else None
     return None if held is None else affine.negated(held, call.shape)
 
@@ -114,23 +114,11 @@ def _triangle(sign: int) -> FactRule:
     return rule
 
 
-def _times(call: IndexCall) -> Fact | None:
+def product(call: IndexCall) -> Fact | None:
     return _connected(affine.both)(call) if call.op.results[0].dtype is torch.bool else times(call)
 
 
-TRUTHS: dict[str, FactRule] = {
-    "__and__": _connected(affine.both),
-    "bitwise_and": _connected(affine.both),
-    "logical_and": _connected(affine.both),
-    "__or__": _connected(affine.either),
-    "bitwise_or": _connected(affine.either),
-    "logical_or": _connected(affine.either),
-    "mul": _times,
-    "bitwise_not": _not,
-    "logical_not": _not,
-    "where": _where("condition", "self", "other"),
-    "masked_fill": _where("mask", "value", "self"),
-    "tril": _triangle(1),
-    "triu": _triangle(-1),
-    **{name: _compare(name) for name in _TESTS},
-}
+both, either = _connected(affine.both), _connected(affine.either)
+where, masked_fill = _where("condition", "self", "other"), _where("mask", "value", "self")
+lower_triangle, upper_triangle = _triangle(1), _triangle(-1)
+equal, not_equal, less, at_most, greater, at_least = (_compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge"))

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from autopar.ir.layout import Shape
 from autopar.ir.program import Ref
-from autopar.passes.index_analysis import affine
-from autopar.passes.index_analysis.affine import Affine, Fact, Select
-from autopar.passes.index_analysis.call import FactRule, IndexCall, Number, number
+from autopar.operators.index_facts import affine
+from autopar.operators.index_facts.affine import Affine, Fact, Select
+from autopar.operators.index_facts.call import FactRule, IndexCall, Number, number
 
 
 def _fill(fixed: Number | None) -> FactRule:
@@ -20,7 +20,7 @@ def _fill(fixed: Number | None) -> FactRule:
     return rule
 
 
-def _arange(call: IndexCall) -> Fact | None:
+def arange(call: IndexCall) -> Fact | None:
     start, step = call.named.get("start", 0), call.named.get("step", 1)
     if not call.whole or not isinstance(start, int) or not isinstance(step, int):
         return None
@@ -41,7 +41,7 @@ def _arithmetic(combine: Callable[[Number, Number], Number], sign: int) -> FactR
     return rule
 
 
-def _reversed_minus(call: IndexCall) -> Fact | None:
+def reversed_minus(call: IndexCall) -> Fact | None:
     left, right = call.wide(call.named["other"]), call.wide(call.named["self"])
     if isinstance(left, Affine) and isinstance(right, Affine) and call.whole:
         return left.plus(right, -1)
@@ -69,22 +69,22 @@ def _pointwise(left: Fact | None, right: Fact | None, combine: Callable[[Number,
     return None
 
 
-def _negative(call: IndexCall) -> Fact | None:
+def negative(call: IndexCall) -> Fact | None:
     return _pointwise(affine.constant(-1, len(call.shape)), call.fact(), operator.mul, call.shape)
 
 
-def _cast(call: IndexCall) -> Fact | None:
+def same(call: IndexCall) -> Fact | None:
     return call.fact()
 
 
-def _cumsum(call: IndexCall) -> Fact | None:
+def cumsum(call: IndexCall) -> Fact | None:
     fact, rank = number(call.fact(), call.shape), len(call.shape)
     if not isinstance(fact, Affine) or not fact.constant or not call.whole:
         return None
     return affine.flattened(affine.coordinate(call.dim(), rank, step=int(fact.base), start=int(fact.base)), call.shape)
 
 
-def _diff(call: IndexCall) -> Fact | None:
+def diff(call: IndexCall) -> Fact | None:
     """Differences of neighbours along a dim, after a prepended first one, where all of them are the same number."""
     prepended, fact, size = call.named["prepend"], call.fact(), call.size()
     rank, dim = len(size), call.dim(rank=len(size))
@@ -101,19 +101,5 @@ def _diff(call: IndexCall) -> Fact | None:
     return first if first == step or size[dim] == 1 else None
 
 
-NUMBERS: dict[str, FactRule] = {
-    "arange": _arange,
-    "full": _fill(None),
-    "zeros": _fill(0),
-    "ones": _fill(1),
-    "full_like": _fill(None),
-    "zeros_like": _fill(0),
-    "ones_like": _fill(1),
-    "add": _arithmetic(operator.add, 1),
-    "sub": _arithmetic(operator.sub, -1),
-    "rsub": _reversed_minus,
-    "neg": _negative,
-    "to": _cast,
-    "cumsum": _cumsum,
-    "diff": _diff,
-}
+fill, zeros, ones = _fill(None), _fill(0), _fill(1)
+plus, minus = _arithmetic(operator.add, 1), _arithmetic(operator.sub, -1)

@@ -1,0 +1,8 @@
+"""What operators make of facts about the values at each coordinate: the `index_fact` of a row.
+
+affine       facts: integers that are affine in the coordinates, choices between two numbers, truth values
+call         an op with what is known of its operands
+integers     arithmetic on whole numbers and constants
+predicates   comparisons, logic, choices
+views        the coordinates of the operand in terms of the result's
+"""
