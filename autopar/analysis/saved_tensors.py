@@ -273,13 +273,14 @@ def _attention(op: Op, operands: Sequence[Value], cpu: bool) -> SavedTensors | N
         return None
     result, scalar = op.results[0], 8 if query.dtype == torch.float64 else 4
     rows = Share(bytes=elements(result.shape[:-1]) * scalar, follows=len(operands), elements=elements(result.shape))
-    boolean = [p for p in call.positions("attn_mask") if operands[p].dtype == torch.bool]  # as addends, kept in its stead
-    addends = (
+    # Boolean masks are converted to additive ones, which are saved instead.
+    boolean = [p for p in call.positions("attn_mask") if operands[p].dtype == torch.bool]
+    additive_masks = (
         Share(bytes=elements(operands[p].shape) * query.dtype.itemsize, follows=p, elements=elements(operands[p].shape))
         for p in boolean
     )
     return SavedTensors(
         operands=(0, 1, 2, *(p for p in call.positions("attn_mask") if p not in boolean)),
         results=(0,),
-        internal=(rows, *addends),
+        internal=(rows, *additive_masks),
     )

@@ -1,6 +1,6 @@
 """A pool of worker processes on this machine: one per rank, gloo over loopback.
 
-One fresh interpreter imports what is needed and forks the workers, by default anew for every run, because torch caches DTensor
+One fresh interpreter imports what is needed and forks the workers, by default for every run, because torch caches DTensor
 meshes, and with them names of process groups, in the process. It shares nothing with the caller, so the pool works from
 notebooks, from scripts without a `__main__` guard and under pytest:
 
@@ -53,7 +53,7 @@ class WorkerRestartWarning(UserWarning):
 
 
 class WorkerPool:
-    """`world` worker processes of one thread each, started anew for every run unless they are kept.
+    """`world` worker processes of one thread each, new ones for every run unless they are kept.
 
     `preload` names modules that are imported once for all workers. `restarts` counts the runs that were repeated because a
     worker's process died.

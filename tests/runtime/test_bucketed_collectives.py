@@ -1,4 +1,4 @@
-"""Weights that travel together are converted as they are alone, forward and backward, in one message."""
+"""Weights of one bucket are converted as each alone, forward and backward, in one collective."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_the_tested_conversions_are_those_that_a_stored_weight_can_take() -> Non
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_on_an_axis_of_one_device_nothing_happens(pair: tuple[str, str]) -> None:
+def test_on_an_axis_of_one_device_a_bucket_is_returned_as_it_is(pair: tuple[str, str]) -> None:
     axis, name = Axis(name="dp", size=1, index=0, group=""), "__".join(CONVERSIONS[pair])
     weights = [torch.randn(2, 3, requires_grad=True), torch.randn(4)]
     with recorded([axis]) as log:

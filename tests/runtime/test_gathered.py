@@ -1,4 +1,4 @@
-"""A gathered weight is gone after its use, comes back for the backward once, and changes no gradient."""
+"""A gathered weight is freed after its use, gathered once more in the backward, and gradients are unchanged."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -113,7 +113,7 @@ def test_the_gathered_memory_is_free_after_the_forward_and_after_the_backward() 
     assert not any(storage() for storage in alive)
 
 
-def test_marks_die_with_their_memory() -> None:
+def test_a_storage_is_forgotten_when_it_is_freed() -> None:
     rematerializer = Rematerializer()
     for _ in range(200):  # freed addresses are used again at once
         w = nn.Parameter(torch.randn(8, 8))
@@ -140,7 +140,7 @@ def test_part_of_a_backward_leaves_the_rest_intact() -> None:
     torch.testing.assert_close(torch.autograd.grad(two, x)[0], torch.autograd.grad(F.linear(x * 3, a * 2).square().sum(), x)[0])
 
 
-def test_nothing_is_marked_without_gradients_or_when_the_memory_is_the_sources() -> None:
+def test_nothing_is_recomputed_without_gradients_or_when_the_value_views_its_source() -> None:
     (w,), rematerializer = weights(1), Rematerializer()
     with rematerializer.active(), torch.no_grad():
         kept = Counted().run(rematerializer, w)
@@ -173,7 +173,7 @@ def test_saved_tensors_of_a_bucket_come_back_together_one_bucket_ahead() -> None
     found = gradients(loss, parameters)
     assert all(map(torch.equal, found, expected))
     assert [one.started for one in buckets] == [[3, 1], [3, 2], [3, 2]], "no bias is saved, nor what the input is multiplied by"
-    assert sent_ahead == [[2, 2, 2]], "the first bundle is on its way before the backward of the second has ended"
+    assert sent_ahead == [[2, 2, 2]], "the first bucket is prefetched before the backward of the second has ended"
 
 
 def test_a_value_that_is_not_a_gathered_weight_is_saved_as_it_is() -> None:
@@ -200,7 +200,7 @@ def test_a_gathered_value_may_be_cast_on_the_way(dtype: torch.dtype) -> None:
     assert counted.runs == 2
 
 
-def test_what_the_backward_has_had_is_not_sent_for_again() -> None:
+def test_a_bucket_that_the_backward_has_read_is_not_gathered_again() -> None:
     """A norm reads its bias, which was gathered first, before its weight: nothing is left to send for when it has both."""
     bias, weight = (nn.Parameter(torch.randn(6, dtype=torch.float64)) for _ in range(2))
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6).requires_grad_()
@@ -213,7 +213,7 @@ def test_what_the_backward_has_had_is_not_sent_for_again() -> None:
     assert (first.started, second.started) == ([1, 1], [1, 1])
 
 
-def test_an_op_made_of_a_gathered_weight_has_it_gathered_again() -> None:
+def test_recomputing_an_op_gathers_its_weight_again() -> None:
     (w,), counted, rematerializer = weights(1), Counted(), Rematerializer()
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
     with rematerializer.active():
@@ -228,7 +228,7 @@ def test_an_op_made_of_a_gathered_weight_has_it_gathered_again() -> None:
     assert counted.runs == 2
 
 
-def test_a_copy_in_another_dtype_is_gone_after_its_use_and_so_is_what_is_gathered_from_it() -> None:
+def test_a_copy_in_another_dtype_and_what_is_gathered_from_it_are_freed_after_use() -> None:
     parameters, counted, rematerializer = weights(4), Counted(), Rematerializer()
     alive: list[weakref.ref[torch.UntypedStorage]] = []
 

@@ -1,4 +1,4 @@
-"""The worker pool: results by rank, errors with their rank and traceback, and a pool that lives on after either."""
+"""The worker pool: results by rank, errors with rank and traceback, and a pool that can be used after an error."""
 
 import os
 import subprocess

@@ -178,7 +178,7 @@ def test_data_parallelism_shares_the_statistics_of_batch_norm_and_gathers_no_bat
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "softmax"])
-def test_what_sends_inside_can_be_made_again_and_sends_again(pool: WorkerPool, name: str) -> None:
+def test_a_parallel_operator_can_be_recomputed_and_communicates_again(pool: WorkerPool, name: str) -> None:
     torch.manual_seed(0)
     model, x, on = Normal(256, BETWEEN[name](256)), torch.randn(8, 8), table.mesh((2,))
     plan = autopar.plan(model, x, on)
