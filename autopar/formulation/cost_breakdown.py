@@ -115,7 +115,7 @@ def _memory(program: Program, held: list[Allocation], optimizer: Optimizer) -> d
 
 
 def _moment(program: Program, moment: int) -> str:
-    """When a moment of the ledger is."""
+    """When a moment of the walk is."""
     count = len(program.ops)
     if moment == 2 * count:
         return "the optimizer's step"

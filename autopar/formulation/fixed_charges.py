@@ -18,7 +18,7 @@ from autopar.search_space.layout_graph import LayoutGraph
 from autopar.search_space.strategies import StrategyConstraints
 from autopar.solver.problem import ChargeTrigger, Edge, FixedCharge, Ints
 
-BACK, AGAIN = 0, 1  # the surcharges of a wire: gradients on their way back, weights that are gathered again
+GRADIENT, REGATHER = 0, 1  # places in `Edge.conditional_costs`: gradients on their way back, weights that are gathered again
 
 
 def fixed_charges(
@@ -29,9 +29,9 @@ def fixed_charges(
     spaces: Sequence[LayoutGraph],
     constraints: StrategyConstraints,
 ) -> Iterator[FixedCharge]:
-    """The latency of every message in which the weights of a bundle may travel, bundles of alike weights together.
+    """The latency of every message in which the weights of a bucket may travel, buckets of alike weights together.
 
-    It is that of the large bundles wherever only gradients travel, though within a block if the weight has moved before. What
+    It is that of the large buckets wherever only gradients travel, though within a block if the weight has moved before. What
     moves goes over one axis after the other: weights share a message that are `shared` on as many axes before, which is how
     many steps they have gone, unless they change dims on their way. What is sent again is a message of its own: always, if
     gathered weights are dropped, else if the solver says so.
@@ -46,18 +46,18 @@ def fixed_charges(
     for (number, (forward, backward)), axis, before in itertools.product(enumerate(CONVERSIONS.values()), axes, axes):
         if before and forward == "identity":
             continue
-        due = [(forward, None), (forward, AGAIN)] if forward in TOGETHER[0] else []
-        due += [(backward, BACK)] if backward in TOGETHER[1] else []
-        for (group, count), (kind, surcharge) in itertools.product(groups[forward != "identity"].items(), due):
+        sent = [(forward, None), (forward, REGATHER)] if forward in TOGETHER[0] else []
+        sent += [(backward, GRADIENT)] if backward in TOGETHER[1] else []
+        for (group, count), (kind, condition) in itertools.product(groups[forward != "identity"].items(), sent):
             triggers = []
             for w in sorted(group):
                 edge, arcs = edges[w], (kinds[w][0] == axis) & (kinds[w][1] == number)
                 if forward != "identity":
                     arcs &= kinds[w][2] == before
                 consumers: frozenset[int] | None = frozenset(range(len(edge.consumers)))
-                if surcharge is not None:
-                    consumers = edge.conditional_costs[surcharge].consumers
-                if surcharge == AGAIN and not constraints.reshard_after_forward:
+                if condition is not None:
+                    consumers = edge.conditional_costs[condition].consumers
+                if condition == REGATHER and not constraints.reshard_after_forward:
                     consumers = None if edge.recompute is not None else frozenset()
                 if consumers != frozenset() and arcs.any():
                     triggers.append(ChargeTrigger(edge=w, consumers=consumers, arcs=arcs))
@@ -69,7 +69,7 @@ def fixed_charges(
 
 
 def _kinds(edge: Edge, graph: LayoutGraph) -> tuple[Ints, Ints, Ints]:
-    """The axis and the pair of each arc of a wire, and on how many axes its source is shared."""
+    """The axis and the pair of each arc of an edge, and on how many axes its source is shared."""
     of = {ends: i for i, ends in enumerate(zip(graph.source.tolist(), graph.target.tolist(), strict=True))}
     arcs = [of[ends] for ends in zip(edge.source.tolist(), edge.target.tolist(), strict=True)]
     return graph.axis[arcs], graph.pair[arcs], np.array([shared(layout) for layout in graph.nodes])[edge.source]

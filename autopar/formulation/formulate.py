@@ -1,7 +1,7 @@
-"""From a program to a planning problem, and from the solver's answer back to decisions about the program.
+"""From a program to a planning problem, and from the solver's answer back to an assignment.
 
 ops, given tensors, outputs  ->  choices    candidates priced at their local shapes, repeated blocks as one
-values                       ->  wires      the layout graph between the layouts that are produced and wanted
+values                       ->  edges      the layout graph between the layouts that are produced and wanted
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autopar.search_space.strategies import StrategyConstraints
 from autopar.solver.problem import Bools, Choice, ConditionalCost, Consumer, Edge, Floats, Ints, Problem, Solution, storages
 
 FREE = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if forward == "identity"]
-ANEW = [  # what may be converted again but weights: a change of dims takes as much as what it is made from
+RECONVERTIBLE = [  # what may be converted again but weights: a change of dims takes as much as what it is made from
     number for number, (forward, _) in enumerate(CONVERSIONS.values())
     if forward in ("all_gather", "all_reduce", "reduce_scatter", "slice")
 ]  # fmt: skip
@@ -45,7 +45,7 @@ UNCONSTRAINED = StrategyConstraints()
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlanningProblem:
-    """A problem with what each choice and wire stands for."""
+    """A problem with what each choice and edge stands for."""
 
     analysis: Analysis
     prices: Prices
@@ -54,7 +54,7 @@ class PlanningProblem:
     candidates: tuple[tuple[Candidate, ...], ...]
     edges: tuple[ValueClass, ...]
     spaces: tuple[LayoutGraph, ...]
-    reruns: frozenset[str]  # ops that may run again, or that come back with what does
+    reruns: frozenset[str]  # ops that may be recomputed, or that come back with what does
     dropped: bool  # whether gathered weights are dropped after their use, whatever that costs
     once: bool  # whether they are gathered once for all micro-batches
 
@@ -137,7 +137,7 @@ def formulate(
     edges, values, spaces = [], [], []
     for value_class in analysis.classes.values:
         if value_class.consumers:
-            graph, edge = _wire(analysis, prices, value_class, lists, place, constraints)
+            graph, edge = _edge(analysis, prices, value_class, lists, place, constraints)
             edges.append(edge)
             values.append(value_class)
             spaces.append(graph)
@@ -157,7 +157,7 @@ def formulate(
 
 
 def _reruns(analysis: Analysis) -> frozenset[str]:
-    """The ops that may run again for the backward, and those whose results come back with their operand's.
+    """The ops that may be recomputed for the backward, and those whose results come back with their operand's.
 
     A weight is cast again wherever its copy is needed; everything else stays within its region.
     """
@@ -167,7 +167,7 @@ def _reruns(analysis: Analysis) -> frozenset[str]:
 
 
 def _recast(analysis: Analysis) -> frozenset[str]:
-    """The classes of ops that cast weights which the backward needs: these run again where gathered weights are dropped."""
+    """The classes of ops that cast weights which the backward needs: recomputed where gathered weights are dropped."""
     of = analysis.classes.of
     runs = analysis.may_run & analysis.casts
     return frozenset(of[name] for name in runs if saves(analysis, of[name], 0))
@@ -200,7 +200,7 @@ def _inside(analysis: Analysis, name: str, found: Sequence[Candidate], prices: P
     )
 
 
-def _wire(
+def _edge(
     analysis: Analysis,
     prices: Prices,
     values: ValueClass,
@@ -222,8 +222,8 @@ def _wire(
     there, back, rerun = arc_seconds(graph, value, prices, bucketed=bucketed, summed=summed, runs=runs)
     arcs = _arcs(analysis, value, graph, constraints)
     count, free = len(values.members), np.isin(graph.pair[arcs], FREE)
-    anew = _anew(graph, arcs, weight=weight)
-    recompute = np.where(anew, count * (rerun if weight else there)[arcs], np.inf)
+    reconverted = _may_reconvert(graph, arcs, weight=weight)
+    recompute = np.where(reconverted, count * (rerun if weight else there)[arcs], np.inf)
     edge = Edge(
         name=value.name,
         producer=place[values.producer],
@@ -249,7 +249,7 @@ def _wire(
         free=free,
         count=count,
         recompute=recompute if value.requires_grad and not (weight and constraints.keep_gathered) else None,
-        offload=_away(value, graph, program.runs * count, prices) if _may_leave(analysis, value) else None,
+        offload=_offload_seconds(value, graph, program.runs * count, prices) if _may_leave(analysis, value) else None,
     )  # fmt: skip
     if edge.offload is not None:  # said of the memory in which several layouts may lie
         edge = replace(edge, offload=np.where(storages(edge) == np.arange(edge.nodes), edge.offload, np.inf))
@@ -271,11 +271,11 @@ def _arcs(analysis: Analysis, value: Value, graph: LayoutGraph, constraints: Str
     return arcs
 
 
-def _anew(graph: LayoutGraph, arcs: Ints, *, weight: bool) -> Bools:
-    """Which conversions may be done again for the backward: of weights those after which there is more than before."""
+def _may_reconvert(graph: LayoutGraph, arcs: Ints, *, weight: bool) -> Bools:
+    """Which conversions may be recomputed for the backward: of weights those after which there is more than before."""
     if weight:
         return graph.elements[graph.target[arcs]] > graph.elements[graph.source[arcs]]
-    return np.isin(graph.pair[arcs], ANEW)
+    return np.isin(graph.pair[arcs], RECONVERTIBLE)
 
 
 def _may_leave(analysis: Analysis, value: Value) -> bool:
@@ -283,7 +283,7 @@ def _may_leave(analysis: Analysis, value: Value) -> bool:
     return value.requires_grad and value.name in analysis.program.producer and value.name not in analysis.weights
 
 
-def _away(value: Value, graph: LayoutGraph, count: int, prices: Prices) -> Floats | None:
+def _offload_seconds(value: Value, graph: LayoutGraph, count: int, prices: Prices) -> Floats | None:
     """Seconds of moving so many members to the host and back, by layout; only where a layout has memory of its own."""
     if prices.device.host is None:
         return None
@@ -314,13 +314,15 @@ def assignment(formulated: PlanningProblem, solution: Solution) -> Assignment:
         given={value.name: picked[of[value.name]].results[0] for value in program.given},
         outputs={o.path: picked[OUTPUT + o.path].operands[0] for o in program.outputs},
         routes=routes,
-        recompute=_again(formulated, solution, routes),
+        recompute=_recompute_choice(formulated, solution, routes),
         once=formulated.once,
     )
 
 
-def _again(formulated: PlanningProblem, solution: Solution, routes: Mapping[str, tuple[Conversion, ...]]) -> RecomputeChoice:
-    """What a solution makes again: the first members of classes and values; gathered weights and casts if all are dropped."""
+def _recompute_choice(
+    formulated: PlanningProblem, solution: Solution, routes: Mapping[str, tuple[Conversion, ...]]
+) -> RecomputeChoice:
+    """What a solution recomputes: the first members of classes and values; gathered weights and casts if all are dropped."""
     analysis, ops, steps = formulated.analysis, set[str](), set[tuple[str, Conversion]]()
     for choice, count in solution.recompute.choices.items():
         ops.update(analysis.classes.members[formulated.names[choice]][:count])
@@ -328,19 +330,19 @@ def _again(formulated: PlanningProblem, solution: Solution, routes: Mapping[str,
         if arc in solution.arcs[w] and not formulated.problem.edges[w].free[arc]:
             place = solution.arcs[w].index(arc)
             steps.update((member, routes[member][place]) for member in formulated.edges[w].members[:count])
-    offload = frozenset(_absent(formulated, solution))
+    offload = frozenset(_offloaded(formulated, solution))
     for name in analysis.weights & routes.keys() if formulated.dropped else ():
         view = name in analysis.program.producer
         steps.update((name, step) for step in routes[name] if view or _gathered(routes[name], step))
-    beside = list(_beside(analysis, routes, steps)) if steps else []
+    beside = list(_with_their_bucket(analysis, routes, steps)) if steps else []
     steps.update(beside)
     ops.update(analysis.casts if formulated.dropped else ())
     ops.update(analysis.program.producer[name].name for name, _ in beside if name in analysis.copies)
     return RecomputeChoice(ops=frozenset(ops) & analysis.may_run, steps=frozenset(steps), offload=offload)
 
 
-def _absent(formulated: PlanningProblem, solution: Solution) -> Iterator[tuple[str, Layout]]:
-    """What a solution moves to the host: the members after those that are made again."""
+def _offloaded(formulated: PlanningProblem, solution: Solution) -> Iterator[tuple[str, Layout]]:
+    """What a solution moves to the host: the members after those that are recomputed."""
     for (w, node), count in solution.recompute.offload.items():
         edge, values = formulated.problem.edges[w], formulated.edges[w]
         lies = storages(edge)
@@ -351,10 +353,10 @@ def _absent(formulated: PlanningProblem, solution: Solution) -> Iterator[tuple[s
         yield from ((member, layout) for member in values.members[first : first + count])
 
 
-def _beside(
+def _with_their_bucket(
     analysis: Analysis, routes: Mapping[str, tuple[Conversion, ...]], steps: Set[tuple[str, Conversion]]
 ) -> Iterator[tuple[str, Conversion]]:
-    """The conversions of weights that the backward does not need, where others of their bundle are done again: they travel with
+    """The conversions of weights that the backward does not need, where others of their bucket are recomputed: they travel with
     these, and are dropped like them."""
     for names in weight_buckets(analysis.program, moved=True):
         kinds = {(step.axis, step.primitives) for name in names for step in routes.get(name, ()) if (name, step) in steps}

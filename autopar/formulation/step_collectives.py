@@ -1,4 +1,4 @@
-"""The messages of a step: every collective that is issued, with the weights of a bundle together in one.
+"""The messages of a step: every collective that is issued, with the weights of a bucket together in one.
 
 Those between ops belong to conversions; those inside are sent by ops in a distributed form.
 
@@ -93,7 +93,7 @@ def op_messages(
 
 
 def input_messages(analysis: Analysis, chosen: Assignment, prices: Prices) -> Iterator[tuple[str, Message]]:
-    """The collectives that make the gradients of inputs whole again, each with its input, whose candidate pays for it."""
+    """The collectives that make the gradients of inputs whole, each with its input, whose candidate pays for it."""
     for value in analysis.program.inputs:
         for message in returns(analysis, value, chosen.given[value.name], prices):
             yield from repeat((value.name, message), analysis.program.runs)
@@ -128,7 +128,7 @@ def inside(
 
 
 def returns(analysis: Analysis, value: Value, layout: Layout, prices: Prices) -> Iterator[Message]:
-    """The collectives that make the gradient of an input whole again in one run, if the user wants one and takes it split."""
+    """The collectives that make the gradient of an input whole in one run, if the user wants one and takes it split."""
     if value.name in analysis.backward:
         for step in arrival(layout):
             yield _message(analysis, prices, step.primitives[1], "backward", [(value.name, step)])

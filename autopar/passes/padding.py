@@ -6,9 +6,9 @@
     l = cross_entropy_loss(y, targets)             l = cross_entropy_loss(y, targets)
     output logits = y                              output logits = y           returned as [.., 101]
 
-What is padded together is a strand (`strands`). Parameters whose whole dim it is have their true shapes outside of the program
-only, in storage, checkpoints and for optimizers, and so have outputs. Others, in which it is a part of a dim, as six heads of
-width 8 are of 48 rows, the program pads itself:
+What is padded together is a group (`padding_groups`). Parameters whose whole dim it is have their true shapes outside of the
+program only, in storage, checkpoints and for optimizers, and so have outputs. Others, in which it is a part of a dim, as six
+heads of width 8 are of 48 rows, the program pads itself:
 
     q = linear(x, wq)                     ->       w = reshape(constant_pad_nd(reshape(wq, [6, 8, 16]), ...), [64, 16])
     h = reshape(q, [4, 6, 8])                      q = linear(x, w)
@@ -32,7 +32,7 @@ from autopar.ir.shape_inference import Kind
 from autopar.operators import localise, row_of
 from autopar.operators.facts import OpKind
 
-Rooms = Mapping[str, Shape]  # the shapes of padded values: of every strand one, and every parameter of which it is a whole dim
+Rooms = Mapping[str, Shape]  # the shapes of padded values: of every group one, and every parameter of which it is a whole dim
 MOST = 1 / 3  # of a dim: more padding is more than what a few devices can win
 HEADS = -3  # which dim of attention's result they are
 
@@ -43,7 +43,7 @@ def rooms(program: Program, sizes: Sequence[int], *, parts: bool = False) -> dic
     With `parts` those of attention too, whose heads are parts of dims: then parameters are padded in every step.
     """
     walk, found, seen = GroupFinder(program), dict[str, Shape](), set[tuple[str, int]]()
-    taken = set[str]()  # the computed values of strands: each may be padded in one dim
+    taken = set[str]()  # the computed values of groups: each may be padded in one dim
     for name, dim in _seeds(program, parts):
         size = program.values[name].shape[dim]
         room = longer(size, sizes)
@@ -51,8 +51,8 @@ def rooms(program: Program, sizes: Sequence[int], *, parts: bool = False) -> dic
             continue
         places = walk.places(name, dim)
         seen.update((other, place.dim) for other, place in places.items() if place.all)
-        strand = walk.strand(places, size)
-        if strand and taken.isdisjoint(computed := places.keys() & program.producer.keys()):
+        group = walk.strand(places, size)
+        if group and taken.isdisjoint(computed := places.keys() & program.producer.keys()):
             taken |= computed
             for other in (name, *(stored for stored in places.keys() - computed if places[stored].all)):
                 shape = found.get(other, program.values[other].shape)
@@ -89,14 +89,14 @@ def padded(program: Program, rooms: Rooms) -> Program:
     """
     if not rooms:
         return program
-    strands = list(_strands(program, rooms))
+    groups = list(_groups(program, rooms))
     held = {p.value.name for p in program.parameters}
     lengths: dict[str, dict[int, int]] = {}  # of padded dims
     late: dict[str, list[tuple[PaddedDim, int, int]]] = {}  # parameters that the program pads itself
-    for strand, room in strands:
-        for name, place in strand.places.items():
+    for group, room in groups:
+        for name, place in group.places.items():
             if name in held and not place.all:
-                late.setdefault(name, []).append((place, strand.size, room))
+                late.setdefault(name, []).append((place, group.size, room))
             else:
                 lengths.setdefault(name, {})[place.dim] = place.left * room * place.right
     shapes = {name: _with(program.values[name].shape, found) for name, found in lengths.items()}
@@ -104,7 +104,7 @@ def padded(program: Program, rooms: Rooms) -> Program:
         replace(p, value=replace(p.value, shape=shapes.get(p.value.name, p.value.shape))) for p in program.parameters
     )
     rewriter = Rewriter(replace(program, parameters=parameters))
-    masked = {name for strand, _ in strands for name in strand.masked}
+    masked = {name for group, _ in groups for name in group.masked}
     for op in program.ops:
         for name in dict.fromkeys(op.operands):
             for place, size, room in late.pop(name, ()):
@@ -118,18 +118,18 @@ def padded(program: Program, rooms: Rooms) -> Program:
     return replace(made, padded=tuple((name, true[name]) for name in made.values if name in true))
 
 
-def _strands(program: Program, rooms: Rooms) -> Iterator[tuple[PaddingGroup, int]]:
-    """The strands that begin at these values, and how long they are with padding."""
+def _groups(program: Program, rooms: Rooms) -> Iterator[tuple[PaddingGroup, int]]:
+    """The groups that begin at these values, and how long they are with padding."""
     walk, seen = GroupFinder(program), dict[tuple[str, int], int]()
     for name, shape in rooms.items():
         for dim, (size, room) in enumerate(zip(program.values[name].shape, shape, strict=True)):
             if size == room or seen.get((name, dim)) == room:
                 continue
-            strand = walk.strand(walk.places(name, dim), size)
-            if strand is None or size > room:
+            group = walk.strand(walk.places(name, dim), size)
+            if group is None or size > room:
                 raise LayoutError(f"dim {dim} of {name} cannot be padded", shape=program.values[name].shape, room=shape)
-            seen |= {(other, place.dim): place.left * room * place.right for other, place in strand.places.items()}
-            yield strand, room
+            seen |= {(other, place.dim): place.left * room * place.right for other, place in group.places.items()}
+            yield group, room
 
 
 def _with(shape: Shape, lengths: Mapping[int, int]) -> Shape:

@@ -61,7 +61,7 @@ def _form(entry: str, fitted: OpSharding | None) -> Form:
 def describe(
     program: Program, assignment: Assignment, fits: Mapping[str, OpSharding | None], sizes: tuple[int, ...]
 ) -> tuple[dict[str, str], dict[str, str], dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
-    """The decisions as text: `choices`, `layouts`, `routes` and `recompute` of a plan."""
+    """The assignment as text: `choices`, `layouts`, `routes` and `recompute` of a plan."""
     choices = {
         op.name: ", ".join(form_text(form, fits[op.name]) for form in assignment.ops[op.name].forms) for op in program.ops
     }
@@ -130,7 +130,7 @@ def check_program(plan: Plan, program: Program) -> None:
 
 
 def resolve(plan: Plan, program: Program, fits: Mapping[str, OpSharding | None]) -> Assignment:
-    """The decisions that a plan's text denotes for a program.
+    """The assignment that a plan's text denotes for a program.
 
     Raises PlanError if the plan was made for another program, or if an entry of it does not fit.
     """

@@ -1,4 +1,4 @@
-"""The evidence of a plan: the figures that it was priced with, and where its seconds and bytes go.
+"""The cost breakdown of a plan: the figures that it was priced with, and where its seconds and bytes go.
 
 step_time    =  compute (forward and backward of every op) + conversions + optimizer + the plan's collectives
 peak_memory  =  the sum of `memory`, at `moment`
@@ -83,7 +83,7 @@ class CostBreakdown:
 
     @property
     def recomputed(self) -> Seconds:
-        """Computing again in the backward what was not kept."""
+        """Recomputing in the backward what was not kept."""
         return sum(self.recompute.values())
 
     @property
@@ -98,7 +98,7 @@ class CostBreakdown:
 
     @staticmethod
     def of(data: object) -> CostBreakdown:
-        """The evidence that JSON data denote; raises what indexing and calling raise where they denote none."""
+        """The breakdown that JSON data denote; raises what indexing and calling raise where they denote none."""
         found: Any = data
         return CostBreakdown(
             cost_parameters=tuple(CostParameter(**entry) for entry in found["cost_parameters"]),

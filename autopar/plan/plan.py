@@ -1,4 +1,4 @@
-"""Plans: decisions as data, with what they cost. A plan is text through and through: it is validated, never executed.
+"""Plans: assignments as data, with what they cost. A plan is text through and through: it is validated, never executed.
 
 choices   op -> one form per axis: "I", "R", "P 0" (the rule's first linear group), "n/512" (factor n, stride 512),
           "vocabulary/512" (a distributed form, stride of its last factor)

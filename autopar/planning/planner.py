@@ -1,6 +1,6 @@
 """Planning: from a model and a mesh to a `Plan`.
 
-capture -> passes -> the best variant of the program (`variants`), solved as it is (`optimum`) -> plan
+capture -> passes -> the best variant of the program (`plan_search`), solved as it is (`optimize`) -> plan
 """
 
 from __future__ import annotations

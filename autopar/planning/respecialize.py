@@ -155,7 +155,7 @@ def _other(op: Op, called: str, what: str = "") -> CaptureError:
 
 
 class _Carrier:
-    """Decisions with other strides."""
+    """The assignment of a plan with other strides."""
 
     def __init__(self, old: Assignment, new: Analysis, strides: Mapping[Split, int], called: str) -> None:
         self.old, self.new, self.strides, self.called = old, new, strides, called

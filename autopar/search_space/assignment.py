@@ -1,4 +1,4 @@
-"""Decisions: everything that was chosen for a program, in terms of its ops and values.
+"""Assignments: everything that was chosen for a program, in terms of its ops and values.
 
 Enough to price a plan, to walk its memory and to emit its code. A `Plan` is the same as text, with what it costs.
 """
@@ -18,10 +18,10 @@ from autopar.search_space.candidates import Candidate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeChoice:
-    """What the backward makes again instead of keeping it from the forward.
+    """What the backward recomputes or fetches from the host instead of keeping it on the device.
 
     `ops` run once more when the backward asks for one of their results or for what autograd keeps inside them; of a value's
-    conversions the `steps`. What they read is kept, or made again in its turn, and with it what lies in its memory. The values
+    conversions the `steps`. What they read is kept, or recomputed in its turn, and with it what lies in its memory. The values
     `offload` go to the host's memory in these layouts, and come back when they are asked for.
     """
 
@@ -32,7 +32,7 @@ class RecomputeChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Assignment:
-    """A candidate per op, a layout per given tensor and output, a route per value; and what is made again for the backward.
+    """A candidate per op, a layout per given tensor and output, a route per value; and what the backward recomputes.
 
     `routes` lists the conversions of a value, each after the one whose target it starts from. Everything that autograd saves
     is kept, unless it is in `recompute`. If weights are gathered `once`, it is at the top, and micro-batches share them and

@@ -1,13 +1,13 @@
-"""Bundles: weights, or their copies in another dtype, whose conversions travel in one message: its latency is paid once.
+"""Buckets: weights, or their copies in another dtype, whose conversions travel in one message: its latency is paid once.
 
     h.0.ln.weight  h.0.ln.bias  h.0.fc.weight  h.0.fc.bias      all_gather, 4 values
     h.1.ln.weight  h.1.ln.bias  h.1.fc.weight  h.1.fc.bias      all_gather, 4 values
     ln.weight  ln.bias  head.weight                             all_gather, 3 values
 
-A bundle holds at most `LIMIT` bytes; a weight larger than that travels alone. What is gathered takes memory from the first use
-of a bundle to its last, so a bundle stays within a block: everything under one index of a container ("h.0"), or the ops between
-two of them. Where only gradients travel, blocks share a bundle. What is gathered again for the backward and what is kept until
-then are apart.
+A bucket holds at most `LIMIT` bytes; a weight larger than that travels alone. What is gathered takes memory from the first use
+of a bucket to its last, so a bucket stays within a block: everything under one index of a container ("h.0"), or the ops between
+two of them. Where only gradients travel, blocks share a bucket. What is gathered again for the backward and what is kept until
+then are in different buckets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.ir.conversion import Conversion
 from autopar.ir.layout import Layout, R
 from autopar.ir.program import Program
 
-# What is one message for a whole bundle: of its values (gathered again too), and of their gradients.
+# What is one message for a whole bucket: of its values (gathered again too), and of their gradients.
 TOGETHER = (frozenset({"all_gather"}), frozenset({"all_reduce", "reduce_scatter"}))
 
 
@@ -30,7 +30,7 @@ TOGETHER = (frozenset({"all_gather"}), frozenset({"all_reduce", "reduce_scatter"
 class Bucket:
     """One step of several weights: `steps` gives each weight's, all on one axis between the same two kinds of state.
 
-    A bundle begins after all those of the same weights with a lower `level`. Unless the weights have `moved`, their gradients
+    A bucket begins after all those of the same weights with a lower `level`. Unless the weights have `moved`, their gradients
     alone travel: micro-batches add them up first.
     """
 

@@ -18,7 +18,7 @@ from autopar.search_space.strategies import StrategyConstraints
 def offers(
     analysis: Analysis, constraints: StrategyConstraints, sharded_outputs: Callable[[Output], bool]
 ) -> Iterator[tuple[str, list[Candidate]]]:
-    """The candidates of every class that the demands allow. Raises ConstraintError where they allow none."""
+    """The candidates of every class that the constraints allow. Raises ConstraintError where they allow none."""
     return (
         (name, _accepted(analysis, name, found, constraints)) for name, found in _all(analysis, constraints, sharded_outputs)
     )
@@ -73,7 +73,7 @@ def _all(
 
 
 def _accepted(analysis: Analysis, name: str, found: list[Candidate], constraints: StrategyConstraints) -> list[Candidate]:
-    """The candidates of a class that the demands allow."""
+    """The candidates of a class that the constraints allow."""
     program = analysis.program
     if name in constraints.tensor_parallel:
         found = [c for c in found if c.results[0][-1].kind == "S"] or found

@@ -72,7 +72,7 @@ class StrategyConstraints:
 def constraints_of(
     program: Program, mesh: Mesh, strategy: str, constraints: Mapping[str, str], fits: Mapping[str, OpSharding | None]
 ) -> StrategyConstraints:
-    """The demands of a strategy, with the user's constraints on top; `fits` holds the rule of every op.
+    """What a strategy asks for, with the user's constraints on top; `fits` holds the rule of every op.
 
     Raises ConstraintError for a strategy that does not exist or does not fit, for a constraint that matches nothing, and for
     two that contradict each other.
