@@ -19,8 +19,8 @@ class SearchSettings:
     """
 
     gap: float = 1e-3
-    """Relative gap at which branching stops. Prices are less certain than a thousandth; at 1e-4 GPT-3 branches for minutes and
-    its plan stays the same (planning)."""
+    """Relative gap at which branching stops. Prices are less certain than a thousandth (planning: gpt3 ends at
+    0.07%)."""
 
     exact: bool = False
     """Branch until the gap is closed also where memory rows bind. For small problems and tests: with rows, the root node of a
@@ -36,21 +36,21 @@ class SearchSettings:
 
     warm_start_rows: int = 100_000
     """Rows of a program from which on its first memory rows are added to the last basis instead of presolving it again. Below
-    it presolve removes enough rows to win; at GPT-3's 260,000 it takes longer than the simplex method (planning)."""
+    it presolving pays; in a program that is large before there are any rows it does not (planning: gpt3)."""
 
     presolve_again_rows: int = 20_000
     """Rows from which on later memory rows are added by presolving again: the last basis is far when many columns come with
     them (planning: llama8b; budgets: all)."""
 
     improving_iterations: int = 5_000
-    """Simplex iterations of a relaxation whose answer can only improve a known solution, the first after new rows; a window's
-    needs at most 2,000 (budgets)."""
+    """Simplex iterations of a relaxation whose answer can only improve a known solution, the first after new rows; not varied
+    since it replaced a limit in seconds (budgets)."""
 
     improving_iterations_per_row: float = 1 / 5
-    """The same limit per row of the program, where that is more: a cold start takes about a tenth of the rows (planning)."""
+    """The same limit per row of the program, where that is more: large programs need more (planning: gpt3; not varied)."""
 
     resolving_iterations: int = 1_000
-    """The same limit when only bounds changed: from the last basis it takes a few hundred (budgets)."""
+    """The same limit when only bounds changed: the last basis is near (budgets; not varied)."""
 
     relaxation_iterations: int | None = None
     """Simplex iterations after which any relaxation is given up with a SolverError; None: never. Set where an answer is only
@@ -59,54 +59,56 @@ class SearchSettings:
     # windows of reduced costs
 
     windows: tuple[float, ...] = (0.005, 0.01, 0.04, 0.16)
-    """By how much a solution within memory rows may cost more than the relaxation without them, relative; tried in turn. The
-    first two hold most answers in a tenth of the columns; beyond 16% a window holds nearly everything (budgets)."""
+    """By how much a solution within memory rows may cost more than the relaxation without them, relative; tried in turn. Small
+    ones first, for they are solved soonest (budgets; the steps are not varied)."""
 
     lean_windows: tuple[float, ...] = (0.002, 0.005, 0.01, 0.04, 0.16)
-    """The same where the peak of memory is minimised: most of what can be saved is saved at 0.2% (budgets)."""
+    """The same where the peak of memory is minimised: most of what can be saved is saved in the first (budgets)."""
 
     largest_window: float = 0.5
-    """Share of the columns from which on a window is not worth building: the whole problem is about as fast (budgets)."""
+    """Share of the columns from which on a window is not worth building: leaving out the rest hardly pays (budgets)."""
 
     window_gap: float = 0.05
-    """Relative gap up to which a window's solution is kept as it is: beyond, the whole problem is searched, which improves
-    few of these (budgets)."""
+    """Relative gap up to which a window's solution is kept as it is: it is as good as what diving
+    in the whole problem finds (budgets; not varied)."""
 
     unlikely_price: float = 10.0
-    """Times the relaxation: a solution this expensive is not looked for in windows, where HiGHS would prove for long that there
-    is nothing cheaper (budgets, the smallest one of each model)."""
+    """Times the relaxation: a solution this expensive is not looked for in windows, only where there is no other
+    (budgets, the smallest one of each model)."""
 
     # from the relaxation to integers
 
     dive_threshold: float = 0.9
-    """Value of a pick from which on a dive fixes it to 1 together with others: at 0.99 a dive takes three times as many steps,
-    at 0.7 it fails more often (budgets)."""
+    """Value of a pick from which on a dive fixes it to 1 together with others: lower is faster and
+    fails more often (budgets; not varied)."""
 
     dive_backtracks: int = 2
-    """Steps that a dive may take back. A third backtrack never saved a dive in the budgets benchmark."""
+    """Steps that a dive may take back. Two leave a dive short (budgets; not varied)."""
 
     dive_iterations: int = 10_000
-    """Simplex iterations of one dive, after which it is given up; successful ones need at most 4,000 (budgets)."""
+    """Simplex iterations of one dive, after which it is given up; a safeguard (budgets; not varied)."""
 
     dive_gap: float = 1e-2
     """Relative gap of a dive beyond which its neighbourhood is searched by branching (`rens`): below, branching finds
     something better by less than the prices are certain (budgets)."""
 
     rens_nodes: int = 100
-    """Branch-and-bound nodes of that search. Its columns are those that the relaxation or the dive uses: all of budgets end
-    within 10 nodes and 0.1 CPU seconds; 2 s of branching on all columns, as it was before, found less (GPT-2 on (2, 4) at
+    """Branch-and-bound nodes of that search. Its columns are those that the relaxation or the dive uses, so few that it
+    ends at the root where it was tried; 2 s of branching on all columns, as it was before, found less (GPT-2 on (2, 4) at
     1.38 GiB: 8.093 ms in 2.2 s, now 8.049 ms in 0.06 s)."""
 
     open_choices: float = 0.2
     """Share of choices that the relaxation leaves open up to which those are branched on with the others fixed, before all
-    are: with more, this seldom closes the gap (planning)."""
+    are: with more, fixing the others saves little (planning;
+    not varied)."""
 
     branch_whole: bool = True
     """Whether the whole program is branched on where branching on open choices does not close the gap."""
 
     branch_nodes: int = 10_000
     """Branch-and-bound nodes of the whole program, after which the best solution so far is taken with its gap; none in sight is
-    a SolverError. Problems without memory rows close at the root (planning)."""
+    a SolverError. It replaces a limit of 300 s, which no case of planning came
+    near."""
 
     # equal prices
 
@@ -134,7 +136,7 @@ class SearchSettings:
     # the least memory
 
     least_memory_rounds: int = 12
-    """Rounds of relaxing and adding rows in each window while the peak is minimised; four is typical (budgets)."""
+    """Rounds of relaxing and adding rows in each window while the peak is minimised; a safeguard (budgets; not varied)."""
 
     least_memory_peaks: int = 3
     """Moments of one solution that bring rows in each of these rounds (budgets)."""

@@ -38,7 +38,7 @@ def random_problem(seed: int) -> Problem:
     for producer in range(len(choices) - 1):
         later = list(range(producer + 1, len(choices)))
         readers = sorted(draw.sample(later, draw.randint(1, min(2, len(later)))))
-        edges.append(_random_edge(draw, cost, choices, producer, readers))
+        edges.append(random_edge(draw, cost, choices, producer, readers))
     fixed_charges = tuple(_random_charge(draw, cost, edges) for _ in range(seed % 4))
     return Problem(choices=choices, edges=tuple(edges), fixed_charges=fixed_charges)
 
@@ -54,7 +54,8 @@ def _random_charge(draw, cost, edges) -> FixedCharge:
     return FixedCharge(name="charge", seconds=cost(), triggers=tuple(ways))
 
 
-def _random_edge(draw, cost, choices, producer, readers) -> Edge:
+def random_edge(draw, cost, choices, producer, readers) -> Edge:
+    """An edge over a layout graph of three nodes, connected in a circle."""
     nodes = 3
     arcs = [(i, j) for i in range(nodes) for j in range(nodes) if i != j and draw.random() < 0.8]
     arcs += [(i, (i + 1) % nodes) for i in range(nodes) if (i, (i + 1) % nodes) not in arcs]
