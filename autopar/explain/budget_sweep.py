@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autopar.errors import BudgetError
 from autopar.formulation.budget_loop import smallest
 from autopar.ir.mesh import Bytes, Seconds
 from autopar.plan.options import PLENTY, Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import Part, grid, milliseconds, size_text
-from autopar.planning.planner import Planned, plan_program
+from autopar.planning.optimize import solved_within
+from autopar.planning.planner import Planned, to_plan
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
 MARGIN = 1.01  # of the least memory: the smallest budget that is tried
@@ -32,22 +32,19 @@ class SweepStep:
 def budget_sweep(planned: Planned, options: Options) -> list[SweepStep]:
     """The fastest plans between the peak memory of the unconstrained optimum and the least memory that any plan needs.
 
-    Budgets are spaced evenly; the last is the least memory and a hundredth more.
+    Budgets are spaced evenly; the last is the least memory and a hundredth more. All plans are of the program as it was
+    planned: in its number of micro-batches, with its padding.
     """
     solved = planned.solved
+    analysis, mesh = solved.formulated.analysis, solved.formulated.mesh
     least = smallest(solved.formulated, solved.memory_model)
     assert least is not None, "there is a plan"
-    mesh, program = solved.formulated.mesh, planned.captured.program
-    free = plan_program(program, mesh, replace(options, budget=PLENTY))
-    low, high = MARGIN * float(solved.memory_model.walk(least).max()), float(free.peak_memory)
-    found = []
-    for share in SHARES:
-        budget = round(low + share * max(0.0, high - low))
-        try:
-            plan = free if share == 1.0 else plan_program(program, mesh, replace(options, budget=budget))
-        except BudgetError:
-            continue
-        found.append(_step(budget, plan))
+    ((_, free),) = solved_within(analysis, mesh, options, [PLENTY])
+    low = MARGIN * float(solved.memory_model.walk(least).max())
+    high = max(low, float(free.memory_model.walk(free.solution).max()))
+    budgets = [round(low + share * (high - low)) for share in SHARES[1:]]
+    found = [_step(round(high), to_plan(free, options))]
+    found += [_step(budget, to_plan(plan, options)) for budget, plan in solved_within(analysis, mesh, options, budgets)]
     for place in reversed(range(len(found) - 1)):  # what fits into less fits into more
         if found[place + 1].step_time < found[place].step_time:
             found[place] = replace(found[place + 1], budget=found[place].budget)

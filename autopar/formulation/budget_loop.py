@@ -14,6 +14,7 @@ from autopar.formulation.memory_model import MemoryModel
 from autopar.ir.mesh import Bytes
 from autopar.solver.highs import SolverError
 from autopar.solver.least_memory import least_memory
+from autopar.solver.price_ladder import PriceLadder
 from autopar.solver.problem import Floats, Row, Solution, row_bytes
 from autopar.solver.settings import DEFAULTS, SearchSettings
 from autopar.solver.solve import Outcome, solve
@@ -27,13 +28,15 @@ def within(
     limit: Bytes,
     *,
     cutoff: float = math.inf,
+    ladder: PriceLadder | None = None,
     settings: SearchSettings = DEFAULTS,
 ) -> Solution | None:
     """The cheapest solution whose walk stays within `limit` bytes per device; None if there is none below `cutoff` seconds.
 
-    Raises SolverError where HiGHS fails or a limit of the settings leaves no answer.
+    With a `ladder` (see `price_ladder`) solutions at prices of memory are tried first. Raises SolverError where HiGHS fails or
+    a limit of the settings leaves no answer.
     """
-    found = _within(formulated, memory_model, limit, cutoff=cutoff, settings=settings)
+    found = _within(formulated, memory_model, limit, cutoff=cutoff, ladder=ladder, settings=settings)
     if found.solution is not None or not settings.branch_whole or cutoff < math.inf:
         return found.solution  # what takes the least memory is hardly ever fast
     least = smallest(formulated, memory_model, settings=settings)
@@ -43,7 +46,13 @@ def within(
 
 
 def _within(
-    formulated: PlanningProblem, memory_model: MemoryModel, limit: float, *, cutoff: float, settings: SearchSettings
+    formulated: PlanningProblem,
+    memory_model: MemoryModel,
+    limit: float,
+    *,
+    cutoff: float,
+    settings: SearchSettings,
+    ladder: PriceLadder | None = None,
 ) -> Outcome:
     """The cheapest solution within a limit that is found near a relaxation, with what every solution costs at least."""
     unseen: dict[int, float] = {}  # bytes beyond what the row of a moment counts
@@ -60,7 +69,18 @@ def _within(
             unseen[fresh[0]] = max(tightened)
         return [memory_model.row(moment, float(limit), unseen[moment]) for moment in fresh]
 
-    return solve(formulated.problem, judge, cutoff=cutoff, settings=settings)
+    return solve(formulated.problem, judge, cutoff=cutoff, ladder=ladder, settings=settings)
+
+
+def price_ladder(formulated: PlanningProblem, memory_model: MemoryModel, settings: SearchSettings = DEFAULTS) -> PriceLadder:
+    """The ladder of prices of a problem, for several limits: each starts from the rungs of those before."""
+
+    def peak_rows(solution: Solution) -> tuple[float, list[Row]]:
+        alive = memory_model.walk(solution)
+        peak = float(alive.max())
+        return peak, [memory_model.row(moment, peak) for moment in _peaks(alive, 0.0, settings)[:1]]
+
+    return PriceLadder(formulated.problem, peak_rows, settings)
 
 
 def _peaks(alive: Floats, limit: float, settings: SearchSettings) -> list[int]:

@@ -6,14 +6,14 @@ analyse -> formulate -> merge followers -> solve, walk the memory, bound it, sol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.analysis.analysis import Analysis, analyse
 from autopar.cost_models import optimizers
 from autopar.cost_models.optimizers import Optimizer
 from autopar.errors import AutoparError, BudgetError, ConstraintError
-from autopar.formulation.budget_loop import smallest, within
+from autopar.formulation.budget_loop import price_ladder, smallest, within
 from autopar.formulation.formulate import PlanningProblem, assignment, formulate
 from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.step_time import step_time
@@ -72,14 +72,44 @@ def solved(
     solution = within(memory_model.formulated, memory_model, limit, settings=settings)
     if solution is None:
         raise _impossible(memory_model, limit, options, settings)
-    best = Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer)
-    if options.strategy == "auto" and solution.gap > settings.gap:
-        best = _with_free_layouts(best, limit, settings)
-    if options.strategy == "auto":
-        shared = (ONCE,) if analysis.program.runs > 1 else ()  # micro-batches that share weights are a program of their own
-        best = _best_named(best, analysis, options, limit, NAMED if solution.gap > 0 else shared, settings)
+    best = _beside_strategies(
+        Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer), options, limit, settings
+    )
     stop("solve")
     return best
+
+
+def solved_within(
+    analysis: Analysis, mesh: Mesh, options: Options, limits: Sequence[Bytes], *, settings: SearchSettings = DEFAULTS
+) -> Iterator[tuple[Bytes, Optimized]]:
+    """The solutions within one limit after the other, where there are any: one formulation, and one ladder of prices.
+
+    The ladder is climbed least if limits fall. Raises as `solved` does, but for limits that nothing fits into.
+    """
+    optimizer = optimizers.optimizer(options.optimizer)
+    memory_model = _ledger(analysis, mesh, optimizer, options)
+    ladder = price_ladder(memory_model.formulated, memory_model, settings)
+    for limit in limits:
+        solution = within(memory_model.formulated, memory_model, limit, ladder=ladder, settings=settings)
+        if solution is not None:
+            found = Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer)
+            yield limit, _beside_strategies(found, options, limit, settings)
+
+
+def _beside_strategies(best: Optimized, options: Options, limit: Bytes, settings: SearchSettings) -> Optimized:
+    """The better of a solution and, where it is far from its bound, of the named strategies and the unconstrained layouts."""
+    if options.strategy != "auto":
+        return best
+    analysis, far = best.formulated.analysis, _gap(best) > settings.strategies_gap
+    best = _with_free_layouts(best, limit, settings) if far else best
+    shared = (ONCE,) if analysis.program.runs > 1 else ()  # micro-batches that share weights are a program of their own
+    return _best_named(best, analysis, options, limit, NAMED if far else shared, settings)
+
+
+def _gap(found: Optimized) -> float:
+    """How much faster, relative, the best plan may be than a solution's step with all that it really sends."""
+    seconds = solution_time(found.formulated, found.solution)
+    return (seconds - found.solution.bound) / seconds if seconds else 0.0
 
 
 def cheaper(best: Optimized, analysis: Analysis, mesh: Mesh, options: Options, settings: SearchSettings) -> Optimized:
@@ -182,4 +212,4 @@ def _best_named(
     return best
 
 
-__all__ = ["Optimized", "analysed", "cheaper", "sharded", "solution_time", "solved"]
+__all__ = ["Optimized", "analysed", "cheaper", "sharded", "solution_time", "solved", "solved_within"]

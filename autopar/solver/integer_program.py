@@ -78,6 +78,7 @@ class IntegerProgram:
         self.problem, self.columns, self.matrix = problem, Columns(), Matrix()
         self._per_second = MICROSECONDS
         self._peak: tuple[int, float] | None = None  # the column of the peak, and its unit in bytes
+        self._peak_cost = np.zeros(1)
         self._memory_rows: dict[str, tuple[int, float]] = {}  # by name: the place of the block, and its unit in bytes
         for choice in problem.choices:  # (one)
             number, first = len(choice.seconds), self._add_columns(choice.seconds, integer=True)
@@ -205,6 +206,20 @@ class IntegerProgram:
         upper = ((0.0 if self._peak else row.limit) - row.constant) / scale
         return RowBound(row=self.matrix.change_upper(place, upper), upper=upper)
 
+    def add_peak(self, scale: float) -> int:
+        """From now on memory rows bound the peak, a column in units of `scale` bytes, and not their limits; returns the column.
+
+        It costs nothing until `price_peak`.
+        """
+        self._peak = self.matrix.add_columns(self._peak_cost), scale
+        return self._peak[0]
+
+    def price_peak(self, seconds: float) -> tuple[int, float]:
+        """Charge so many seconds per byte of the peak; returns its column and the cost of that."""
+        assert self._peak is not None, "there is a peak"
+        self._peak_cost[0] = seconds * self._peak[1] * MICROSECONDS
+        return self._peak[0], float(self._peak_cost[0])
+
     def minimise_peak(self, scale: float, seconds: float, settings: SearchSettings) -> int:
         """Minimise the most bytes of any row, in units of `scale`, and to a small part the time in units of `seconds`.
 
@@ -235,4 +250,4 @@ class IntegerProgram:
         for first, choice in zip(self.columns.pick, self.problem.choices, strict=True):
             extra[first : first + len(choice.tie)] = choice.tie
         most = extra.max(initial=0.0)
-        return cost + extra * (cost[cost > 0].min(initial=1.0) / most * 1e-3 if most and not self._peak else 0.0)
+        return cost + extra * (cost[cost > 0].min(initial=1.0) / most * 1e-3 if most and self._per_second == MICROSECONDS else 0.0)

@@ -73,17 +73,23 @@ class Relaxation:
             else:
                 highs.append(self._highs, self.program.block(columns, first_row))
 
+    def price_peak(self, seconds: float) -> None:
+        """Charge so many seconds per byte of the peak (`IntegerProgram.add_peak`)."""
+        self._highs.changeColCost(*self.program.price_peak(seconds))
+
     def _load(self) -> None:
         self._highs = highs.load(self.program.block())
 
-    def relax(self, cutoff: float = math.inf, *, improving: bool = False) -> Relaxed:
+    def relax(self, cutoff: float = math.inf, *, improving: bool = False, iterations: int | None = None) -> Relaxed:
         """Solve, below `cutoff` (in seconds, or in the program's unit when it minimises memory).
+
+        After `iterations`, if they are limited, there is no result.
 
         With a finite cutoff, or `improving`, a solution is known already: then iterations are limited, and there may be no
         result although there is a solution. Raises SolverError where HiGHS fails, and at `relaxation_iterations`.
         """
-        improving = improving or cutoff < math.inf
-        limit = self._iterations(improving)
+        improving = improving or cutoff < math.inf or iterations is not None
+        limit = self._iterations(improving) if iterations is None else iterations
         self._highs.setOptionValue("objective_bound", cutoff * MICROSECONDS)
         self._highs.setOptionValue("simplex_iteration_limit", highspy.kHighsIInf if limit is None else limit)
         meaning = highs.run(self._highs)

@@ -76,6 +76,22 @@ class SearchSettings:
     """Times the relaxation: a solution this expensive is not looked for in windows, only where there is no other
     (budgets, the smallest one of each model)."""
 
+    # memory at a price (`price_ladder`): for several budgets of one program
+
+    ladder_gap: float = 1e-2
+    """Relative gap up to which what the ladder finds is the answer; beyond, windows are searched for something better: they
+    found nothing below it (budgets)."""
+
+    ladder_rungs: int = 12
+    """Prices that are tried for one budget, going up and between two (budgets: at most eight)."""
+
+    ladder_step: float = 2.0
+    """The factor by which prices rise until a plan fits; the first is the step time per byte of its peak. A rung at twice the
+    price takes 0.1-0.5 CPU seconds, at four times up to 6 (GPT-2 on (2, 4), budgets)."""
+
+    ladder_iterations: int = 20_000
+    """Simplex iterations of one rung, after which the windows are searched instead: most rungs take 500 to 6,000 (budgets)."""
+
     # from the relaxation to integers
 
     dive_threshold: float = 0.9
@@ -154,6 +170,11 @@ class SearchSettings:
     """Weight of the step time beside the peak there: enough to decide between equal peaks, too little to trade memory."""
 
     # forms of a program
+
+    strategies_gap: float = 1e-2
+    """Relative gap of the best plan beyond which the named strategies, and the layouts of the unconstrained optimum, are tried
+    as well: they are points of the same search space, so that they can win that gap at most. They cost two thirds of the time
+    and won nothing below it (budgets)."""
 
     padding_gain: float = 5e-3
     """Of the step time: the least that padding dims must win. Below, padded weights are not worth their odd shapes (planning:

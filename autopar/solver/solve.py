@@ -4,6 +4,7 @@
     presolve   presolve.merge_followers        the aggregated problem has the same optimum
     relax      Relaxation.relax                every solution costs at least `bound`
     rows       LazyRows, _relax_with_rows      what a judge finds too large in a rounded relaxation is forbidden everywhere
+    prices     price_ladder.PriceLadder        where rows bind: the plans on both sides of the limit, and a bound at it
     window     reduced_cost_fixing.window      what is left out costs more than the window is wide, whatever rows are added
     dive       dive.dive                       where rows bind: a solution near the relaxation
     rens       branch.rens                     where that is far from its bound: the best one of what relaxation and dive use
@@ -12,8 +13,9 @@
     reroute    routes.reroute                  the same layouts for no more, in fewer messages
     bound      _bounded_by_whole               how far from the optimum the solution can be
 
-`solve` runs presolve and relax, then the others in one window after the other (`_search_windows`) and at last in the whole
-problem (`_search_whole`); `_search_rows` is rows to reroute in one of these. The answer is checked, not trusted: its price is
+`solve` runs presolve and relax, then the others in what bracketing prices use (`_search_prices`), in one window after the other
+(`_search_windows`) and at last in the whole problem (`_search_whole`), until one of these is near its bound; `_search_rows` is
+rows to reroute in one of them. The answer is checked, not trusted: its price is
 summed from its own picks and arcs (`problem.price`), and the bound is HiGHS's. No step reads a clock.
 """
 
@@ -27,6 +29,7 @@ from autopar.solver.branch import branch, branch_open_choices, rens
 from autopar.solver.dive import dive
 from autopar.solver.highs import SolverResult
 from autopar.solver.presolve import merge_followers
+from autopar.solver.price_ladder import PriceLadder
 from autopar.solver.problem import Problem, Row, Solution, row_bytes
 from autopar.solver.reduced_cost_fixing import Window, whole_problem, window
 from autopar.solver.relaxation import Relaxation, Relaxed, fractional_recomputation, relaxation_of
@@ -48,6 +51,11 @@ class Outcome:
     bound: float
     complete: bool = False
 
+    @property
+    def seconds(self) -> float:
+        """The price of the solution, infinite without one."""
+        return math.inf if self.solution is None else self.solution.seconds
+
 
 def solve(
     problem: Problem,
@@ -55,6 +63,7 @@ def solve(
     rows: Iterable[Row] = (),
     *,
     cutoff: float = math.inf,
+    ladder: PriceLadder | None = None,
     settings: SearchSettings = DEFAULTS,
 ) -> Outcome:
     """The cheapest solution that every row allows.
@@ -65,11 +74,12 @@ def solve(
             until a final solution breaks none. One that is not final is a rounded relaxation: it may bring rows, but need not.
         rows: rows that are known from the start.
         cutoff: only solutions below so many seconds count, and only those that are found soon.
+        ladder: relaxations of this problem at prices of memory, where the rows are of memory under one limit.
         settings: see `SearchSettings`.
 
     Raises SolverError where HiGHS fails or a limit of the settings leaves no answer.
     """
-    presolved = merge_followers(problem, settings)
+    presolved = merge_followers(problem, settings) if ladder is None else ladder.presolved
     memory = LazyRows(
         lambda solution, final: map(presolved.row, judge(presolved.expand(solution), final)), map(presolved.row, rows)
     )
@@ -79,7 +89,11 @@ def solve(
         return Outcome(solution=None, bound=relaxed.bound, complete=True)
     if not memory.rows:
         memory.broken_by_rounding(whole, relaxed.result)
-    found = _search_windows(whole, memory, relaxed.bound, cutoff)
+    found = Outcome(solution=None, bound=relaxed.bound)
+    if ladder is not None and memory.rows and cutoff == math.inf:
+        found = _search_prices(ladder, memory, settings)
+    if not found.complete:
+        found = _better(found, _search_windows(whole, memory, relaxed.bound, min(cutoff, found.seconds)))
     if not found.complete:
         found = _search_whole(whole, memory, found, cutoff)
     if found.solution is None:
@@ -138,6 +152,30 @@ class _Search:
         return all(
             row_bytes(problem, row, solution.picks, solution.arcs, solution.recompute) <= row.limit * slack for row in self.rows
         )
+
+
+def _search_prices(ladder: PriceLadder, memory: LazyRows, settings: SearchSettings) -> Outcome:
+    """Search what the plans on both sides of the limit use between them: a mixture of the two by members of classes."""
+    limit = memory.rows[0].limit
+    bracket = ladder.bracket(limit, memory.rows)
+    bound = ladder.bound(limit)
+    if bracket is None:
+        return Outcome(solution=None, bound=bound)
+    known = {row.name for row in memory.rows}
+    memory.rows += [row for row in ladder.rows(limit) if row.name not in known]
+    part = ladder.mixture(*bracket)
+    solution = _search_rows(_Search(part, settings), memory, math.inf).solution
+    if solution is None:
+        return Outcome(solution=None, bound=bound)
+    near = solution.seconds <= (1 + settings.ladder_gap) * bound
+    return Outcome(solution=part.expand(solution), bound=bound, complete=near)
+
+
+def _better(first: Outcome, second: Outcome) -> Outcome:
+    """The better solution of two searches, with the better bound."""
+    best = second if second.seconds < first.seconds else first
+    complete = first.complete or second.complete
+    return Outcome(solution=best.solution, bound=max(first.bound, second.bound), complete=complete)
 
 
 def _search_windows(whole: _Search, memory: LazyRows, relaxed: float, cutoff: float) -> Outcome:
