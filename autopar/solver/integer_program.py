@@ -250,4 +250,6 @@ class IntegerProgram:
         for first, choice in zip(self.columns.pick, self.problem.choices, strict=True):
             extra[first : first + len(choice.tie)] = choice.tie
         most = extra.max(initial=0.0)
-        return cost + extra * (cost[cost > 0].min(initial=1.0) / most * 1e-3 if most and self._per_second == MICROSECONDS else 0.0)
+        return cost + extra * (
+            cost[cost > 0].min(initial=1.0) / most * 1e-3 if most and self._per_second == MICROSECONDS else 0.0
+        )

@@ -4,9 +4,9 @@
     bound(B) = max_y L(y) - y B         every solution within B bytes costs at least that (Lagrange)
 
 Without a limit next to nothing couples the layers, so that the relaxation at a price is nearly always a plan, and the next
-price starts from its basis. The rungs on both sides of a limit bracket the answer: one fits and costs more, the other costs less and
-needs more. What the two use (`mixture`) is a small problem: its solutions treat so many members of each class as in the one and
-the rest as in the other, the first k layers recompute and the rest keep.
+price starts from its basis. The rungs on both sides of a limit bracket the answer: one fits and costs more, the other costs
+less and needs more. What the two use (`mixture`) is a small problem: its solutions treat so many members of each class as in
+the one and the rest as in the other, the first k layers recompute and the rest keep.
 
 A ladder serves many limits, which share its rungs. For a single limit, windows of reduced costs are about twice as fast.
 """
