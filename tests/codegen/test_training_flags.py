@@ -1,4 +1,7 @@
-"""What differs between training and evaluation follows the module's mode, whichever operator it stands in."""
+"""What differs between training and evaluation follows the module's mode, whichever operator it stands in.
+
+Where only flags differ that the emitted code switches, one graph serves both modes; else evaluation has a plan of its own.
+"""
 
 from __future__ import annotations
 
