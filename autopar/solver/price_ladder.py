@@ -8,7 +8,9 @@ price starts from its basis. The rungs on both sides of a limit bracket the answ
 less and needs more. What the two use (`mixture`) is a small problem: its solutions treat so many members of each class as in
 the one and the rest as in the other, the first k layers recompute and the rest keep.
 
-A ladder serves many limits, which share its rungs. For a single limit, windows of reduced costs are about twice as fast.
+A ladder serves many limits, which share its rungs: the budget sweep. For one limit it was slower than windows of reduced costs
+in each of four paired runs, with the same answers and bounds: 2.2, 2.9 and 17.0 against 1.2, 1.8 and 3.2 CPU seconds (GPT-2 on
+(2, 4)), 13.0 against 5.9 (Llama on (2, 4)). A single budget therefore uses windows only.
 """
 
 from __future__ import annotations
