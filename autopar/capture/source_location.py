@@ -11,7 +11,10 @@ from pathlib import Path
 
 import torch
 
-_OURS = tuple(str(Path(module).parent.resolve()) for module in (torch.__file__, str(Path(__file__).parent)))
+# Frames name files as they were imported, which may be through a link (a virtual environment that is one, say).
+_OURS = tuple(
+    {str(one) for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]) for one in (folder, folder.resolve())}
+)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 
 

@@ -64,7 +64,7 @@ class ParallelForm:
     place, make up for it. Operands and results that have one of the factors are S there.
     """
 
-    name: str  # of the function in `runtime.forms` that carries it out
+    name: str  # of the function in `runtime.parallel_ops` that runs it
     factors: tuple[str, ...]  # their names in the rule's text
     nested: bool = False  # there are two, parts of one dim, of which a rank's chunk lies within one part of the outer
     whole: tuple[int, ...] = ()  # positions of operands that stay whole though they have one of the factors

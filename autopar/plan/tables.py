@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autopar.plan.plan import Collective, Plan
 
 COLLECTIVE = {name: name.replace("_", "-") for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")}
-LEGEND = "I: replicated over the axis; S(d): split along dim d; S(d/k): split along dim d within each of its k blocks"
+LEGEND = "I: whole on every device of the axis; S(d): split along dim d; S(d/k): split within each of dim d's k blocks"
 
 
 def tables(plan: Plan) -> Iterator[Part]:
