@@ -1,4 +1,8 @@
-"""Solving within a memory budget: solve, walk the step, bound the moment of the peak, solve again."""
+"""Solving within a memory budget with lazy rows.
+
+Solve without memory rows, simulate the memory of the solution, add a row for each moment that exceeds the budget, and solve
+again until the simulation fits.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from autopar.solver.problem import Floats, Row, Solution, row_bytes
 from autopar.solver.settings import DEFAULTS, SearchSettings
 from autopar.solver.solve import Outcome, solve
 
-_LEAST: MutableMapping[MemoryModel, Solution] = WeakKeyDictionary()  # the solutions of least memory: often asked for twice
+_LEAST: MutableMapping[MemoryModel, Solution] = WeakKeyDictionary()  # of least memory: the search and its errors need it
 
 
 def within(
@@ -33,12 +37,12 @@ def within(
 ) -> Solution | None:
     """The cheapest solution whose walk stays within `limit` bytes per device; None if there is none below `cutoff` seconds.
 
-    With a `ladder` (see `price_ladder`) solutions at prices of memory are tried first. Raises SolverError where HiGHS fails or
-    a limit of the settings leaves no answer.
+    With a `ladder` (see `price_ladder`) relaxations with a price on peak memory are searched first. Raises SolverError where
+    HiGHS fails or a limit of the settings leaves no answer.
     """
     found = _within(formulated, memory_model, limit, cutoff=cutoff, ladder=ladder, settings=settings)
     if found.solution is not None or not settings.branch_whole or cutoff < math.inf:
-        return found.solution  # what takes the least memory is hardly ever fast
+        return found.solution  # the solution of least memory is hardly ever below a cutoff
     least = smallest(formulated, memory_model, settings=settings)
     if least is None or memory_model.walk(least).max() > limit:
         return None
@@ -54,26 +58,26 @@ def _within(
     settings: SearchSettings,
     ladder: PriceLadder | None = None,
 ) -> Outcome:
-    """The cheapest solution within a limit that is found near a relaxation, with what every solution costs at least."""
-    unseen: dict[int, float] = {}  # bytes beyond what the row of a moment counts
+    """The cheapest solution within a limit that the search near the relaxation finds, with a lower bound on every solution."""
+    tightened_by: dict[int, float] = {}  # by how many bytes the row of each moment is tightened
 
     def judge(solution: Solution, final: bool) -> list[Row]:
         alive = memory_model.walk(solution)
-        fresh = [moment for moment in _peaks(alive, limit, settings) if moment not in unseen]
-        unseen.update(dict.fromkeys(fresh, 0.0))
+        fresh = [moment for moment in _peaks(alive, limit, settings) if moment not in tightened_by]
+        tightened_by.update(dict.fromkeys(fresh, 0.0))
         if final and not fresh and alive.max() > limit:
-            # A moment that has its row already: a part of what the row does not see is asked for, twice as much the next time.
+            # The moment has a row, which counts less than the simulation: tighten it by part of the excess, doubled each time.
             fresh = [int(alive.argmax())]
             excess = float(alive.max()) - limit
-            tightened = (2 * unseen[fresh[0]], settings.tighten_first * excess, settings.tighten_least * limit)
-            unseen[fresh[0]] = max(tightened)
-        return [memory_model.row(moment, float(limit), unseen[moment]) for moment in fresh]
+            tightened = (2 * tightened_by[fresh[0]], settings.tighten_first * excess, settings.tighten_least * limit)
+            tightened_by[fresh[0]] = max(tightened)
+        return [memory_model.row(moment, float(limit), tightened_by[moment]) for moment in fresh]
 
     return solve(formulated.problem, judge, cutoff=cutoff, ladder=ladder, settings=settings)
 
 
 def price_ladder(formulated: PlanningProblem, memory_model: MemoryModel, settings: SearchSettings = DEFAULTS) -> PriceLadder:
-    """The ladder of prices of a problem, for several limits: each starts from the rungs of those before."""
+    """The price ladder of a problem, for a series of limits that share its rungs."""
 
     def peak_rows(solution: Solution) -> tuple[float, list[Row]]:
         alive = memory_model.walk(solution)
@@ -84,7 +88,7 @@ def price_ladder(formulated: PlanningProblem, memory_model: MemoryModel, setting
 
 
 def _peaks(alive: Floats, limit: float, settings: SearchSettings) -> list[int]:
-    """The moments at which more than the limit is alive and more than at any moment near, the highest first."""
+    """The local maxima of the memory curve above the limit, highest first."""
     near = max(1, int(len(alive) * settings.peak_neighbourhood))
     padded = np.pad(alive, near, constant_values=-np.inf)
     highest = np.lib.stride_tricks.sliding_window_view(padded, 2 * near + 1).max(axis=1)
@@ -97,7 +101,7 @@ def _peaks(alive: Floats, limit: float, settings: SearchSettings) -> list[int]:
 
 
 def smallest(formulated: PlanningProblem, memory_model: MemoryModel, *, settings: SearchSettings = DEFAULTS) -> Solution | None:
-    """A solution of least peak memory: nothing is found within `least_memory_step` less; None if there is no solution."""
+    """A solution of least peak memory, up to `least_memory_step`; None if the problem has no solution."""
     if memory_model in _LEAST:
         return _LEAST[memory_model]
     least = better = _least(formulated, memory_model, settings)
@@ -115,20 +119,20 @@ def smallest(formulated: PlanningProblem, memory_model: MemoryModel, *, settings
 
 
 def _least(formulated: PlanningProblem, memory_model: MemoryModel, settings: SearchSettings) -> Solution | None:
-    """A solution of about the least peak memory."""
+    """A solution that minimises peak memory, before `smallest` improves it."""
     cheapest = solve(formulated.problem, settings=settings).solution
     if cheapest is None:
         return None
 
-    def judge(solution: Solution, unseen: dict[int, float]) -> tuple[float, list[Row]]:
+    def judge(solution: Solution, tightened_by: dict[int, float]) -> tuple[float, list[Row]]:
         alive = memory_model.walk(solution)
         peak, rows = float(alive.max()), []
         for moment in _peaks(alive, 0.0, settings)[: settings.least_memory_peaks]:
             row = memory_model.row(moment, peak)
             seen = row_bytes(formulated.problem, row, solution.picks, solution.arcs, solution.recompute)
-            more = max(0.0, float(alive[moment]) - seen) if moment in unseen else 0.0  # what the row does not see
-            if moment not in unseen or more > unseen[moment] + settings.tighten_least * peak:
-                unseen[moment] = more
+            more = max(0.0, float(alive[moment]) - seen) if moment in tightened_by else 0.0  # what the row does not count
+            if moment not in tightened_by or more > tightened_by[moment] + settings.tighten_least * peak:
+                tightened_by[moment] = more
                 rows.append(memory_model.row(moment, peak, more))
         return peak, rows
 

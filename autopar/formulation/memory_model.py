@@ -1,7 +1,7 @@
-"""Memory of a solution: the timeline as the judge, and the rows that bound the integer program at single moments.
+"""The memory model: simulates a solution's memory, and gives the integer program a row for any moment of the step.
 
-The program starts without rows; each finished solution is walked, and the moment of its peak becomes a row if it exceeds the
-budget. What the walk finds there beyond the row is asked for when the row is made again (`within`).
+The integer program starts without memory rows. Each solution is simulated, and moments that exceed the budget become rows. The
+right-hand side of a row is tightened by the excess that the simulation finds (`budget_loop.within`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from autopar.plan.breakdown import Allocation
 from autopar.search_space.assignment import Assignment
 from autopar.solver.problem import Floats, Row, Solution
 
-OF_CLASSES = ("stored", "gradient", "internal")  # kinds that are named by class of ops or given tensors
+OF_CLASSES = ("stored", "gradient", "internal")  # kinds whose name is that of a class of ops or given tensors
 
 
 class MemoryModel:
-    """The timeline of a formulated program, and its rows."""
+    """Liveness analysis and memory rows of one planning problem."""
 
     def __init__(self, formulated: PlanningProblem, optimizer: Optimizer) -> None:
         self.formulated = formulated
@@ -30,7 +30,7 @@ class MemoryModel:
         return self.liveness.walk(assignment(self.formulated, solution))
 
     def held(self, chosen: Assignment, moment: int) -> list[Allocation]:
-        """What takes memory at a moment, by kind and by value or op, the most first; together it is what the walk finds."""
+        """Allocations at a moment by kind and by value or op, largest first; their total is the walk's value there."""
         analysis = self.formulated.analysis
         of, found = analysis.classes.of, dict[tuple[str, str], list[int]]()
         edges = {member: values.example for values in self.formulated.edges for member in values.members}
@@ -43,5 +43,5 @@ class MemoryModel:
         return sorted(named, key=lambda held: -held.bytes)
 
     def row(self, moment: int, limit: float, constant: float = 0.0) -> Row:
-        """The bytes alive at a moment, and `constant` more, as a row of the integer program."""
+        """The row `bytes alive at the moment + constant <= limit` of the integer program."""
         return self._rows.row(moment, limit, constant)

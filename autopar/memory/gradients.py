@@ -1,9 +1,9 @@
-"""The memory of gradients in the backward of a step: when each comes to be, what it is added to, and when it is gone.
+"""Memory of gradients in the backward: when each buffer is allocated, accumulated into, and freed.
 
-of an op's operand    comes with the op's backward; lies in the gradient of the result where that is only passed on
-of a value            what its readers give, added up: from the first of them in the backward to its producer's backward
-converted             follows on the backward of the first op that read the target
-of a weight           waits for all of its bundle; what the collective gives is one piece for all of them
+of an op's operand    allocated in the op's backward; aliases the gradient of the result where that is passed through
+of a value            sum over its readers: from the first contribution in the backward to the producer's backward
+of a conversion       converted back after the backward of the first op that read the converted value
+of a weight           waits until its whole bucket is complete; the collective returns one buffer for the bucket
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from autopar.memory.prefetch import Node
 from autopar.memory.schedule import DURING, ConversionEvent, LiveRange, Schedule, Step
 from autopar.search_space.assignment import Assignment
 
-PASSED = ("identity",)  # backward primitives whose result is what they are given
+PASSED = ("identity",)  # backward primitives that return their input
 
 
 @dataclass(slots=True, eq=False)
 class GradientBuffer:
-    """Memory of gradients: of what, and how many bytes; `claims` counts who needs it."""
+    """One allocation that holds the gradients `parts` (value, bytes); `claims` counts the references to it."""
 
     parts: Sequence[tuple[str, Bytes]]
     start: int
@@ -34,7 +34,7 @@ class GradientBuffer:
 
 
 class Gradients:
-    """The gradients of one step; `saved` knows the ops that have a backward, `backward` the values that get a gradient."""
+    """Live ranges of gradients; `saved` has an entry per op with a backward, `backward` are the values that get a gradient."""
 
     def __init__(
         self,
@@ -49,25 +49,25 @@ class Gradients:
         self.ends = [end for end in ends if not program.values[end.value].shape] or ends  # what the user differentiates
 
     def lives(self, chosen: Assignment, schedule: Schedule) -> Iterator[LiveRange]:
-        """Everything that takes memory at some moment."""
-        pieces: list[GradientBuffer] = []
-        step = _Step(self, chosen, schedule, pieces)
+        """The live ranges of all gradient buffers in one step."""
+        buffers: list[GradientBuffer] = []
+        step = _Step(self, chosen, schedule, buffers)
         yield from step.run()
-        for piece in pieces:
-            for name, size in piece.parts:
-                kind = "gradient" if piece.stored else "flowing" if name in self.program.producer else "transient"
-                yield LiveRange(kind, name, piece.start, piece.stop, size)
+        for buffer in buffers:
+            for name, size in buffer.parts:
+                kind = "gradient" if buffer.stored else "flowing" if name in self.program.producer else "transient"
+                yield LiveRange(kind, name, buffer.start, buffer.stop, size)
 
 
 class _Step:
-    """One backward; `waiting` holds what a value's gradient is so far."""
+    """One backward pass; `waiting` maps a value in a layout to the buffer in which its gradient accumulates."""
 
-    def __init__(self, of: Gradients, chosen: Assignment, schedule: Schedule, pieces: list[GradientBuffer]) -> None:
-        self.of, self.chosen, self.schedule, self.pieces = of, chosen, schedule, pieces
+    def __init__(self, of: Gradients, chosen: Assignment, schedule: Schedule, buffers: list[GradientBuffer]) -> None:
+        self.of, self.chosen, self.schedule, self.buffers = of, chosen, schedule, buffers
         self.waiting: dict[Node, GradientBuffer] = {}
 
     def run(self) -> Iterator[LiveRange]:
-        """The backward in its order; yields what lives only meanwhile."""
+        """Run the backward in order; yields temporary buffers, and gradients that accumulate over micro-batches."""
         begin = self.schedule.mirror(self.schedule.events[-1][0])
         for output in self.of.ends:
             node = output.value, self.chosen.outputs[output.path]
@@ -76,7 +76,7 @@ class _Step:
             if isinstance(event, Op):
                 self._op(event, self.schedule.mirror(time))
             else:
-                yield from self._back(event, self.schedule.mirror(time))
+                yield from self._convert_back(event, self.schedule.mirror(time))
         several, once = self.of.program.runs > 1, self.chosen.once
         for name, layout in self.schedule.prefetch.arrives if several and once else ():
             if name in self.of.backward:
@@ -90,7 +90,7 @@ class _Step:
                     self.waiting[node].stop = self.schedule.end + DURING
 
     def _op(self, op: Op, now: int) -> None:
-        """The backward of an op."""
+        """Run the backward of an op: consume its results' gradients, contribute to those of its operands."""
         candidate, kept = self.chosen.ops[op.name], self.of.saved.get(op.name)
         results = zip((r.name for r in op.results), candidate.results, strict=True)
         given = [self.waiting.pop(node) for node in results if node in self.waiting]
@@ -99,23 +99,23 @@ class _Step:
         for position, node in enumerate(zip(op.operands, candidate.operands, strict=True)):
             if node[0] in self.of.backward:
                 self._arrive(node, given[0] if position in kept.through else self._new([node], now), now)
-        for piece in given:
-            self._release(piece, now)
+        for buffer in given:
+            self._release(buffer, now)
 
-    def _back(self, done: ConversionEvent, now: int) -> Iterator[LiveRange]:
-        """The gradients of what was converted together, on their way back."""
-        steps = [(name, step) for name, step in done.steps if (name, step.target) in self.waiting]
-        if done.bucketed and steps and steps[0][1].primitives[1] in ("all_reduce", "reduce_scatter"):
-            yield from self._together(steps, now, self.schedule.mirror(done.begun))
+    def _convert_back(self, conversion: ConversionEvent, now: int) -> Iterator[LiveRange]:
+        """Convert gradients back; yields the buffers that this needs temporarily."""
+        steps = [(name, step) for name, step in conversion.steps if (name, step.target) in self.waiting]
+        if conversion.bucketed and steps and steps[0][1].primitives[1] in ("all_reduce", "reduce_scatter"):
+            yield from self._reduce_bucket(steps, now, self.schedule.mirror(conversion.begun))
             return
         for name, step in steps:
-            piece, source = self.waiting.pop((name, step.target)), (name, step.source)
+            buffer, source = self.waiting.pop((name, step.target)), (name, step.source)
             yield LiveRange("transient", name, now, now, beside(step, self.of.program.values[name], self.of.sizes, back=True))
-            self._arrive(source, piece if step.primitives[1] in PASSED else self._new([source], now), now)
-            self._release(piece, now)
+            self._arrive(source, buffer if step.primitives[1] in PASSED else self._new([source], now), now)
+            self._release(buffer, now)
 
-    def _together(self, steps: Sequence[Step], now: int, waited: int) -> Iterator[LiveRange]:
-        """The gradients of a bundle in one buffer: the sum of all ranks' lies in it, parts of the sum do not."""
+    def _reduce_bucket(self, steps: Sequence[Step], now: int, waited: int) -> Iterator[LiveRange]:
+        """Reduce the gradients of a bucket in one buffer: all_reduce works in place, reduce_scatter needs an output buffer."""
         sources = [(name, step.source) for name, step in steps]
         if steps[0][1].primitives[1] == "reduce_scatter":
             yield LiveRange("flight", steps[0][0], now, waited, sum(self.of.size((name, step.target)) for name, step in steps))
@@ -125,24 +125,24 @@ class _Step:
             self._release(self.waiting.pop((name, step.target)), now)
 
     def _new(self, nodes: Sequence[Node], now: int) -> GradientBuffer:
-        """Memory for the gradients of these."""
-        piece = GradientBuffer(parts=[(node[0], self.of.size(node)) for node in nodes], start=now, stop=now)
-        self.pieces.append(piece)
-        return piece
+        """Allocate one buffer for the gradients of these values."""
+        buffer = GradientBuffer(parts=[(node[0], self.of.size(node)) for node in nodes], start=now, stop=now)
+        self.buffers.append(buffer)
+        return buffer
 
-    def _arrive(self, node: Node, piece: GradientBuffer, now: int) -> None:
-        """One more gradient of a value: added to what there is, in place if nothing else needs that."""
-        piece.claims += 1
+    def _arrive(self, node: Node, buffer: GradientBuffer, now: int) -> None:
+        """Accumulate one more contribution to a gradient, in place if nothing else references the buffer."""
+        buffer.claims += 1
         before = self.waiting.get(node)
         if before is None:
-            self.waiting[node] = piece
+            self.waiting[node] = buffer
             return
-        self._release(piece, now)
+        self._release(buffer, now)
         if before.claims > 1:
             self._release(before, now)
             self.waiting[node] = total = self._new([node], now)
             total.claims = 1
 
-    def _release(self, piece: GradientBuffer, now: int) -> None:
-        piece.claims -= 1
-        piece.stop = max(piece.stop, now)
+    def _release(self, buffer: GradientBuffer, now: int) -> None:
+        buffer.claims -= 1
+        buffer.stop = max(buffer.stop, now)

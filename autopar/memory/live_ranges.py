@@ -1,22 +1,22 @@
-"""What is alive at the moment of an op, whatever the layouts: what the rows of the integer program are made of.
+"""Live ranges that hold for every choice of layouts: the terms of the memory rows in the integer program.
 
-Moments and memory are those of `solver.liveness`, which knows the decisions and is exact. What depends on the order of
-conversions, or on where a value lies between two of its readers, is left out or taken at its least, so that a row says at most
-what the timeline does. Of a value there is
+Moments are those of `memory.liveness`, which simulates one assignment exactly. Here the assignment is not known yet. Whatever
+depends on the order of conversions, or on the layout of a value between two consumers, is left out or counted at its smallest
+size, so that a row is a lower bound on the simulated memory. The kinds of live ranges of a value are
 
-    read         at the moment of an op what it reads, as it reads it, and what it makes until that is first read
-    kept         what an op reads or makes, for its backward, from the one to the other
-    rerun        what an op reads that may run again, until nobody asks for its results
-    between      after the first reader and before the last, in whatever layout
+    read         the layout that an op reads, while it runs; the layout produced, from the producer to the first read
+    kept         saved for the backward by an op that reads or produces it, until that op's backward
+    rerun        input of an op that may be recomputed, until the last use of the recomputed results
+    between      from the first read to the last, in an unknown layout
 
 of a gradient
 
-    fresh        that of an op's operand, in the op's backward
-    waiting      what there is of it between the backwards of the last reader and of the first, in whatever layout
-    gradient     after that, as produced, until the producer's backward; of a parameter to the end
+    fresh        gradient of one operand, while the op's backward runs
+    waiting      partial sum between the backwards of its last and first reader, in an unknown layout
+    gradient     complete, in the produced layout, until the producer's backward; of a parameter, until the end of the step
 
-and of an op what is stored, internal, or taken by its forward or its backward. What may be made again is taken to be asked for
-at the earliest moment possible: by all ops that may run again.
+and of an op: `internal` (saved by autograd beside operands and results), `forward` and `backward` (workspace). A value that
+may be recomputed is assumed to be recomputed as early as any op that may be recomputed could need it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ End = tuple[str, int]  # an op that reads a value, and as which operand
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedLiveRange:
-    """Something takes memory from `start` to `stop` (both included).
+    """Memory occupied from moment `start` to moment `stop`, both included.
 
-    `name` is a value, or an op for what is its own; `end` says who reads or keeps the value, None its producer. Until `needed`
-    what is made again is not there.
+    `name` is a value, or an op for its workspace and internal tensors; `end` is the op that reads or saves the value, None for
+    its producer. If it is recomputed it occupies no memory before the moment `needed`.
     """
 
     kind: str
@@ -48,9 +48,13 @@ class SavedLiveRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessInputs:
-    """What lifetimes depend on: what autograd saves of an op that has a backward, the values that get a gradient and those
-    that the user differentiates, the parameters and their views, the ops that lie in their operand's memory, those that may
-    run again (or lie in what does), and whether gathered weights are dropped."""
+    """What live ranges depend on.
+
+    `saved` says what autograd saves of an op that has a backward; `backward` are the values that get a gradient and `ends`
+    those that the user differentiates; `weights` are the parameters and their views; results of `lying` ops alias the first
+    operand; `reruns` may be recomputed (or alias a result that may); `dropped` says whether gathered weights are freed after
+    the forward.
+    """
 
     saved: Callable[[Op], SavedTensors | None]
     backward: Set[str]
@@ -62,7 +66,7 @@ class LivenessInputs:
 
 
 def lifetimes(program: Program, terms: LivenessInputs) -> Iterator[SavedLiveRange]:
-    """Every lifetime of a step."""
+    """The live ranges of a training step, in the order of values, then of ops."""
     uses = _Uses(program, terms)
     for name in program.values:
         yield from uses.value(name)
@@ -75,7 +79,7 @@ def lifetimes(program: Program, terms: LivenessInputs) -> Iterator[SavedLiveRang
 
 
 class _Uses:
-    """Who reads and keeps what, by the places of ops."""
+    """Readers and savers of each value, by the index of the op."""
 
     def __init__(self, program: Program, terms: LivenessInputs) -> None:
         self.program, self.terms, self.n = program, terms, len(program.ops)
@@ -83,24 +87,24 @@ class _Uses:
         self.given = {v.name for v in program.given}
         self.outputs = {output.value for output in program.outputs}
         self.readers: dict[str, list[tuple[int, End]]] = {name: [] for name in program.values}
-        self.keepers: dict[str, list[tuple[int, End | None]]] = {name: [] for name in program.values}
+        self.savers: dict[str, list[tuple[int, End | None]]] = {name: [] for name in program.values}
         for i, op in enumerate(program.ops):
             for position, name in enumerate(op.operands):
                 self.readers[name].append((i, (op.name, position)))
             kept = terms.saved(op)
             if kept is not None:
                 for position in kept.operands:
-                    self.keepers[op.operands[position]].append((i, (op.name, position)))
+                    self.savers[op.operands[position]].append((i, (op.name, position)))
                 for position in kept.results:
-                    self.keepers[op.results[position].name].append((i, None))
-        self.asked, self.runs = self._asked()
+                    self.savers[op.results[position].name].append((i, None))
+        self.needed_at, self.runs = self._first_needs()
 
     def back(self, i: int) -> int:
-        """The moment of the backward of the op at a place."""
+        """The moment at which the backward of op `i` runs."""
         return 2 * self.n - 1 - i
 
     def value(self, name: str) -> Iterator[SavedLiveRange]:
-        """A value in the forward, and what is kept of it."""
+        """Live ranges of a value in the forward and, where it is saved, up to the backward."""
         readers = self.readers[name]
         first = min((i for i, _ in readers), default=self.n)
         last = self.n if name in self.outputs else max((i for i, _ in readers), default=-1)
@@ -112,14 +116,14 @@ class _Uses:
             yield SavedLiveRange(kind="read", name=name, start=i, stop=i, end=end)
         if name not in self.given and first < last:
             yield SavedLiveRange(kind="between", name=name, start=first, stop=last - 1)
-        for i, keeper in self.keepers[name]:
+        for i, saver in self.savers[name]:
             start = i + 1
             if self.terms.dropped and name in self.terms.weights:
                 start = self.back(i)
-            yield SavedLiveRange(kind="kept", name=name, start=start, stop=self.back(i), needed=self.asked[name], end=keeper)
+            yield SavedLiveRange(kind="kept", name=name, start=start, stop=self.back(i), needed=self.needed_at[name], end=saver)
 
     def gradient(self, name: str) -> Iterator[SavedLiveRange]:
-        """The gradient of a value."""
+        """Live ranges of the gradient of a value."""
         places = [i for i, (op, _) in self.readers[name] if self.terms.saved(self.program.op[op]) is not None]
         places += [self.n] if name in self.terms.ends else []
         if not places:
@@ -133,7 +137,7 @@ class _Uses:
         yield SavedLiveRange(kind="gradient", name=name, start=start, stop=stop)
 
     def inside(self, i: int, op: Op) -> Iterator[SavedLiveRange]:
-        """What an op takes for itself, and the gradients of its operands."""
+        """Live ranges of an op's workspace and internal tensors, and of the gradients of its operands."""
         kept, now = self.terms.saved(op), self.back(i)
         if kept is None:
             return
@@ -146,27 +150,27 @@ class _Uses:
                 yield SavedLiveRange(kind="fresh", name=name, start=now, stop=now, end=(op.name, position))
 
     def rerun(self, i: int, op: Op) -> Iterator[SavedLiveRange]:
-        """What an op reads, if it runs again."""
+        """Live ranges of the inputs of an op that may be recomputed."""
         kept, names = self.terms.saved(op), [result.name for result in op.results]
         own = kept is not None and (kept.internal_bytes or kept.results)
         readers = [j for name in names for j, _ in self.readers[name]]
-        stop = self.back(i if own else min([j for name in names for j, _ in self.keepers[name]] or readers or [i]))
+        stop = self.back(i if own else min([j for name in names for j, _ in self.savers[name]] or readers or [i]))
         for position, name in enumerate(op.operands):
             if name not in self.given and not (self.terms.dropped and name in self.terms.weights):
-                needed = self.back(i) if name in self.terms.weights else self.asked[name]
+                needed = self.back(i) if name in self.terms.weights else self.needed_at[name]
                 yield SavedLiveRange(kind="rerun", name=name, start=i + 1, stop=stop, needed=needed, end=(op.name, position))
 
-    def _asked(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """The earliest moments at which the backward may ask for each value, and run each op again."""
+    def _first_needs(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """The earliest moments at which the backward may need each value, and may recompute each op."""
         never = 2 * self.n
-        asked = {name: min((self.back(i) for i, _ in found), default=never) for name, found in self.keepers.items()}
+        needed_at = {name: min((self.back(i) for i, _ in found), default=never) for name, found in self.savers.items()}
         runs: dict[str, int] = {}
         for i, op in reversed(list(enumerate(self.program.ops))):
             kept = self.terms.saved(op)
             own = self.back(i) if kept is not None and kept.internal_bytes else never
-            runs[op.name] = min([own, *(asked[result.name] for result in op.results)])
+            runs[op.name] = min([own, *(needed_at[result.name] for result in op.results)])
             if op.name in self.terms.reruns or op.name in self.terms.lying:
                 for name in op.operands:
                     if name not in self.terms.weights:
-                        asked[name] = min(asked[name], runs[op.name])
-        return asked, runs
+                        needed_at[name] = min(needed_at[name], runs[op.name])
+        return needed_at, runs

@@ -1,19 +1,19 @@
-"""The timeline of a training step: what is alive when, for given decisions. The plan's peak memory is read off it.
+"""Liveness analysis of one training step under a given assignment; the plan's peak memory is the maximum of its curve.
 
-Times are those of `solver.schedule`. Alive are
+Times are those of `memory.schedule`. Each storage has one or more live ranges, of these kinds:
 
-    stored       parameters and buffers with their optimizer state, inputs       the whole step
-    produced     a value as its producer leaves it                              until its last use
-    converted    its other layouts                                              from its conversion to its last use
-    kept         either of them, for the backward                               from its last use until nobody asks any more
-    internal     what autograd saves beside operands and results                until that backward
-    again        what was not kept, but made again                              from the first backward that asks to the last
-    flight       what is sent and arrives for a bundle of weights               from its beginning until it is there
-    transient    what an op or a conversion takes for itself                    while it runs
-    gradient, flowing and others are those of `solver.gradients`
+    stored       parameters and buffers with optimizer state, inputs        the whole step
+    produced     a value in the layout in which its producer leaves it      until its last use in the forward
+    converted    a value in another layout                                  from its conversion to its last use
+    kept         either of them, saved for the backward                     from that last use to its last use in the backward
+    internal     what autograd saves beside operands and results            until the op's backward
+    recompute    a value that is recomputed instead of kept                 from its first to its last use in the backward
+    flight       send and receive buffers of a bucket of weights            from when the message is issued until it arrives
+    transient    workspace of an op or a conversion                         while it runs
+    gradient, flowing: see `memory.gradients`
 
-What lies in the memory of something else (a view; what a conversion leaves where it is) takes none of its own, and
-lengthens the life of that: its *home*.
+A view, or the result of a conversion that moves nothing, has no storage of its own: it extends the live range of the storage
+that it aliases, its *home*.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from autopar.solver.problem import Floats, Ints
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What an op takes for itself on one rank: what autograd keeps inside, and more while it runs and in its backward."""
+    """Bytes on one rank: what autograd saves inside an op, and temporary memory of its forward and of its backward."""
 
     internal: Bytes
     forward: Bytes
@@ -53,7 +53,7 @@ class Workspace:
 
 
 class Liveness:
-    """The lives of a program's steps; what does not depend on decisions is found out once."""
+    """Liveness analysis of a program; whatever does not depend on the assignment is computed once."""
 
     def __init__(self, analysis: Analysis, optimizer: Optimizer) -> None:
         self.analysis, self.optimizer = analysis, optimizer
@@ -68,29 +68,29 @@ class Liveness:
         self.gradients = Gradients(program, analysis.sizes, self.saved, analysis.backward, self.bytes)
         self._bytes: dict[Node, Bytes] = {}
         self._own: dict[tuple[str, Candidate], Workspace] = {}
-        self._last: _Step | None = None  # the walk of an assignment is asked for its peak, its moment, its schedule
+        self._last: _Step | None = None  # an assignment is walked once for its curve, its peak and its schedule
 
     def walk(self, chosen: Assignment) -> Floats:
-        """The most bytes alive at every moment of the step."""
-        times, alive = _run(self.lives(chosen))
+        """The memory curve: the largest number of bytes alive within each moment of the step."""
+        times, alive = _memory_curve(self.lives(chosen))
         most = np.zeros(2 * self.count + 1)
         np.maximum.at(most, times // SPAN, alive)
         return most
 
     def alive(self, chosen: Assignment, moment: int) -> list[LiveRange]:
-        """What is alive when it is most in a moment."""
+        """The live ranges at the fullest time within a moment."""
         lives = self.lives(chosen)
-        times, alive = _run(lives)
+        times, alive = _memory_curve(lives)
         within = times // SPAN == moment
         now = int(times[within][alive[within].argmax()])
         return [life for life in lives if life.start <= now <= life.stop]
 
     def lives(self, chosen: Assignment) -> list[LiveRange]:
-        """Everything that takes memory at some moment."""
+        """All live ranges of the step."""
         return self._step(chosen).all
 
     def schedule(self, chosen: Assignment) -> Schedule:
-        """When a step does what."""
+        """The order and the times of the step's ops and conversions."""
         return self._step(chosen).schedule
 
     def _step(self, chosen: Assignment) -> _Step:
@@ -99,14 +99,14 @@ class Liveness:
         return self._last
 
     def bytes(self, node: Node) -> Bytes:
-        """The size of one rank's part."""
+        """Bytes of one rank's part of a value in a layout."""
         if node not in self._bytes:
             value = self.program.values[node[0]]
             self._bytes[node] = elements(local_shape(value.shape, node[1], self.sizes)) * value.dtype.itemsize
         return self._bytes[node]
 
     def own(self, op: Op, candidate: Candidate) -> Workspace:
-        """What an op takes for itself."""
+        """The workspace of an op under a candidate."""
         key = self.analysis.classes.of[op.name], candidate
         if key not in self._own:
             kept, values, sizes = self.saved.get(op.name, NOTHING), self.program.values, self.sizes
@@ -118,8 +118,8 @@ class Liveness:
         return self._own[key]
 
 
-def _run(lives: Sequence[LiveRange]) -> tuple[Ints, Floats]:
-    """All times at which something changes, and at the beginning of moments, with the bytes that are alive then."""
+def _memory_curve(lives: Sequence[LiveRange]) -> tuple[Ints, Floats]:
+    """Times at which an allocation changes or a moment begins, with the bytes alive from then on."""
     starts = np.array([life.start for life in lives], dtype=np.int64)
     stops = np.array([life.stop for life in lives], dtype=np.int64) + 1
     sizes = np.array([life.bytes for life in lives], dtype=np.float64)
@@ -131,30 +131,30 @@ def _run(lives: Sequence[LiveRange]) -> tuple[Ints, Floats]:
 
 
 class _Step:
-    """One step under one set of decisions."""
+    """The live ranges of one step under one assignment."""
 
     def __init__(self, of: Liveness, chosen: Assignment) -> None:
         self.of, self.program, self.chosen, self.n = of, of.program, chosen, of.count
         self.schedule = Schedule(of.program, chosen)
         self._homes: dict[Node, Node] = {}
-        self._first: dict[Node, int] = {}  # forward: when something comes to be, and its last use, by home
+        self._first: dict[Node, int] = {}  # first and last use in the forward, by home
         self._last: dict[Node, int] = {}
         for time, event in self.schedule.events:
             for node in _touched(event, chosen):
                 self._touch(node, time)
         for output in of.program.outputs:
             self._touch((output.value, chosen.outputs[output.path]), at(self.n, 0) - 1)
-        self.remaking = Rematerialization(of.program, of.saved, chosen, self.schedule, self.home, of.copied)
-        for home, until in list(self.remaking.holds(self._last)):
+        self.rematerialization = Rematerialization(of.program, of.saved, chosen, self.schedule, self.home, of.copied)
+        for home, until in list(self.rematerialization.extended(self._last)):
             self._last[home] = max(self._last[home], until)
 
     @functools.cached_property
     def all(self) -> list[LiveRange]:
-        """Everything that takes memory at some moment."""
+        """The live ranges of the step as a list, computed once."""
         return list(self.lives())
 
     def lives(self) -> Iterator[LiveRange]:
-        """See `Liveness.lives`."""
+        """Live ranges of inputs and parameters, values, ops, conversions and gradients, in that order."""
         yield from self._given()
         yield from self._values()
         yield from self._inside()
@@ -162,7 +162,7 @@ class _Step:
         yield from self.of.gradients.lives(self.chosen, self.schedule)
 
     def home(self, node: Node) -> Node:
-        """Where a value lies in memory."""
+        """The value in a layout whose storage this one aliases; itself where it has storage of its own."""
         found = self._homes.get(node)
         if found is None:
             name = node[0]
@@ -177,7 +177,7 @@ class _Step:
         return found
 
     def shared(self, home: Node) -> bool:
-        """Whether micro-batches share what lies here: weights that are gathered once for all of them."""
+        """Whether micro-batches share this storage: it holds weights that are gathered once for all of them."""
         return self.chosen.once and self.program.runs > 1 and home in self.schedule.prefetch.arrives
 
     def _touch(self, node: Node, now: int) -> None:
@@ -202,7 +202,7 @@ class _Step:
             yield LiveRange("stored", value.name, 0, end, whole + local * cut)
 
     def _values(self) -> Iterator[LiveRange]:
-        """What lies in memory of values."""
+        """Live ranges of activations and converted weights, in the forward and the backward."""
         for home, first in self._first.items():
             if home[0] in self.chosen.given and home[1] == self.chosen.given[home[0]]:
                 continue
@@ -211,47 +211,48 @@ class _Step:
                 yield LiveRange("converted", home[0], 0, self.schedule.end + SPAN - 1, size)
                 continue
             yield LiveRange("converted" if home in self.schedule.prefetch.into else "produced", home[0], first, last, size)
-            recompute = self.remaking.recompute(home)
+            recompute = self.rematerialization.live_range(home)
             if recompute:
                 yield LiveRange("recompute", home[0], *recompute, size)
-            elif (stop := self.remaking.kept(home)) > last:
+            elif (stop := self.rematerialization.kept_until(home)) > last:
                 yield LiveRange("kept", home[0], last + 1, stop, size)
 
     def _inside(self) -> Iterator[LiveRange]:
-        """What ops take for themselves."""
+        """Live ranges of the ops' workspace and of what autograd saves inside them."""
         for time, op in self.schedule.events:
             if not isinstance(op, Op) or op.name not in self.of.saved:
                 continue
             own, back = self.of.own(op, self.chosen.ops[op.name]), self.schedule.mirror(time)
-            recompute = self.remaking.made(op.name)
+            recompute = self.rematerialization.recomputed_at(op.name)
             for now in (time, recompute) if own.forward else ():
                 if now is not None:
                     yield LiveRange("transient", op.name, now, now, own.forward)
             yield LiveRange("transient", op.name, back, back, own.backward)
             if own.internal:
-                span = self.remaking.recompute(op.name)
+                span = self.rematerialization.live_range(op.name)
                 kind, start, stop = ("recompute", *span) if span else ("internal", time, back)
                 yield LiveRange(kind, op.name, start, stop, own.internal)
 
     def _converting(self) -> Iterator[LiveRange]:
-        """What conversions take for themselves, and bundles on their way."""
-        for _, done in self.schedule.events:
-            if isinstance(done, Op):
+        """Live ranges of the conversions' workspace, and of buckets in flight."""
+        for _, event in self.schedule.events:
+            if isinstance(event, Op):
                 continue
-            if done.gathers:
-                yield from self._flight(done.steps, done.begun, done.time)
-                wanted, sent, arrived = self.remaking.flight(done)
-                if wanted:
-                    yield from self._flight(wanted, sent, arrived)
+            if event.gathers:
+                yield from self._flight(event.steps, event.begun, event.time)
+                steps, issued, arrived = self.rematerialization.gathered_again(event)
+                if steps:
+                    yield from self._flight(steps, issued, arrived)
                 continue
-            for name, step in done.steps:
-                aside, recompute = beside(step, self.program.values[name], self.of.sizes), self.remaking.made(done)
-                yield from (
-                    LiveRange("transient", name, now, now, aside) for now in (done.time, recompute) if aside and now is not None
-                )
+            for name, step in event.steps:
+                recompute = self.rematerialization.recomputed_at(event)
+                scratch = beside(step, self.program.values[name], self.of.sizes)
+                for now in (event.time, recompute) if scratch else ():
+                    if now is not None:
+                        yield LiveRange("transient", name, now, now, scratch)
 
     def _flight(self, steps: Sequence[Step], begun: int, arrived: int) -> Iterator[LiveRange]:
-        """A bundle of gathered weights on its way: what is sent, and where it arrives until it is copied from there."""
+        """The buffers of a bucket's all-gather: its input, and its output until that is copied into the weights."""
         (first, step), size = steps[0], sum(self.of.bytes((name, step.target)) for name, step in steps)
         sent = sum(self.of.bytes((name, step.source)) for name, step in steps) if len(steps) > 1 else 0
         copied = len(steps) > 1 or beside(step, self.program.values[first], self.of.sizes) > 0
@@ -259,7 +260,7 @@ class _Step:
 
 
 def _touched(event: Op | ConversionEvent, chosen: Assignment) -> Iterator[Node]:
-    """What an event reads and makes."""
+    """The values, each in a layout, that an event reads and produces."""
     if isinstance(event, Op):
         candidate = chosen.ops[event.name]
         yield from zip(event.operands, candidate.operands, strict=True)

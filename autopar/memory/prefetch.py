@@ -1,4 +1,4 @@
-"""When bundles are sent for: one order for the emitted code and for the schedule that its memory is told by."""
+"""Prefetch order: when the all-gather of each bucket is issued, for the emitted code and for the simulated schedule alike."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Node = tuple[str, Layout]  # a value in a layout
 
 
 class PrefetchOrder:
-    """The bundles of a plan in the order of their weights' first use.
+    """The buckets of a plan in the order of their weights' first use.
 
-    Those that only gradients cause are sent for `first`, at the top, so that the backward waits for gradients last of all. A
-    gather is sent for when the one before it has come (`after`), so that it is on its way for one block; at the top too if all
-    micro-batches share it.
+    `first` are issued at the top of the forward: buckets that communicate only in the backward, so that the backward waits for
+    their gradients last, and all buckets if micro-batches share the gathered weights. Otherwise a gather is issued when the
+    one before it has arrived (`after`), which overlaps it with one block.
     """
 
     def __init__(self, program: Program, chosen: Assignment) -> None:
@@ -35,9 +35,9 @@ class PrefetchOrder:
         self.after = {} if chosen.once else self._after(program)
 
     def _unmoved(self, node: Node) -> bool:
-        """Whether a weight comes to a layout as it is stored or cast, and only its gradient is converted.
+        """Whether a weight reaches this layout without communication in the forward: stored or cast; only its gradient moves.
 
-        Not what is cast again for the backward: it is dropped after its use, and not made long before it.
+        False for a cast that is recomputed in the backward: it is freed after its use, so it must not be made early.
         """
         step = self.into.get(node)
         if step is None:
@@ -45,7 +45,7 @@ class PrefetchOrder:
         return not moves(step) and self._unmoved((node[0], step.source))
 
     def _after(self, program: Program) -> Mapping[Bucket, list[Bucket]]:
-        """For each gather those that follow: as many as there are dtypes (a block has a bundle of each), if they can begin."""
+        """The gathers to issue when each gather arrives: one per dtype (a block has a bucket of each) if ready."""
         gathers = [one for one in self.buckets if one.primitives[0] == "all_gather"]
         dtypes = {program.values[one.steps[0][0]].dtype for one in gathers}
         found: dict[Bucket, list[Bucket]] = {}
@@ -55,5 +55,5 @@ class PrefetchOrder:
         return found
 
     def _waits(self, one: Bucket) -> bool:
-        """Whether a bundle starts from what another one brings."""
+        """Whether a bucket reads weights that another bucket gathers."""
         return any((name, step.source) in self.arrives for name, step in one.steps)

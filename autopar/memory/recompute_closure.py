@@ -1,7 +1,7 @@
-"""What the backward of a plan runs again: of what its decisions would make again, that which something asks for.
+"""The recomputation closure: which of the recomputations that an assignment allows its backward really needs.
 
-The program is walked on meta tensors as one rank has them, strides and all, to see what autograd keeps of each op there. That
-is asked for, and what is made again asks for what it is made from.
+The program runs on meta tensors with the local shapes and strides of one rank, which shows what autograd saves of each op.
+Saved tensors are needed in the backward, and a tensor that is recomputed needs its own inputs in turn.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from autopar.search_space.candidates import parts_of
 Use = tuple[str, Layout]  # a value in one of its layouts
 
 
-_FOUND: MutableMapping[Assignment, RecomputeChoice] = WeakIdKeyDictionary()  # asked for by prices, messages and memory alike
+_FOUND: MutableMapping[Assignment, RecomputeChoice] = WeakIdKeyDictionary()  # prices, messages and memory all need it
 
 
 def reruns(analysis: Analysis, chosen: Assignment) -> RecomputeChoice:
-    """The ops and conversions that run again, and what comes back from the host."""
+    """The ops and conversions that the backward recomputes, and the values that it fetches from the host."""
     if chosen.recompute == RecomputeChoice():
         return chosen.recompute
     if chosen not in _FOUND:
@@ -39,7 +39,7 @@ def reruns(analysis: Analysis, chosen: Assignment) -> RecomputeChoice:
 
 
 class _Walk:
-    """One walk; `tensors` are the values that there are, on meta."""
+    """One walk over the program; `tensors` are the local values computed so far, on the meta device."""
 
     def __init__(self, analysis: Analysis, chosen: Assignment) -> None:
         self.analysis, self.chosen, self.program = analysis, chosen, analysis.program
@@ -47,7 +47,7 @@ class _Walk:
         self.tensors: dict[Use, torch.Tensor] = {}
 
     def asked(self) -> RecomputeChoice:
-        """What is asked for."""
+        """The closure of what autograd saves under the chosen recomputations and offloads."""
         recompute, program = self.chosen.recompute, self.program
         ops: set[str] = set()
         steps: set[tuple[str, Conversion]] = set()
@@ -65,48 +65,48 @@ class _Walk:
             if use in known:
                 continue
             known.add(use)
-            step, maker = self.into.get(use), program.producer.get(use[0])
-            if use in recompute.offload and not self._made_again(use):
+            step, producer = self.into.get(use), program.producer.get(use[0])
+            if use in recompute.offload and not self._recomputed(use):
                 offload.add(use)
             elif step is not None:
                 if (use[0], step) in recompute.steps:
                     steps.add((use[0], step))
                 if (use[0], step) in recompute.steps or aliases(step):
                     asked.append((use[0], step.source))
-            elif maker is not None and maker.name in recompute.ops:
-                ops.add(maker.name)
-                asked += self._read(maker)
-            elif maker is not None and lies(maker, program.values):
-                asked += self._read(maker)[:1]
+            elif producer is not None and producer.name in recompute.ops:
+                ops.add(producer.name)
+                asked += self._read(producer)
+            elif producer is not None and lies(producer, program.values):
+                asked += self._read(producer)[:1]
         return RecomputeChoice(ops=frozenset(ops), steps=frozenset(steps), offload=frozenset(offload))
 
-    def _made_again(self, use: Use) -> bool:
-        """Whether a value in a layout is made again, or comes back with what it lies in: the host need not hold it."""
-        step, maker, recompute = self.into.get(use), self.program.producer.get(use[0]), self.chosen.recompute
+    def _recomputed(self, use: Use) -> bool:
+        """Whether a value in a layout is recomputed, or is a view of storage that is restored: it need not be offloaded."""
+        step, producer, recompute = self.into.get(use), self.program.producer.get(use[0]), self.chosen.recompute
         if step is not None:
-            return (use[0], step) in recompute.steps or (aliases(step) and self._comes_back((use[0], step.source)))
-        if maker is None:
+            return (use[0], step) in recompute.steps or (aliases(step) and self._restored((use[0], step.source)))
+        if producer is None:
             return False
-        if lies(maker, self.program.values):
-            source = self._read(maker)[0]
-            copied = may_copy(maker) and not is_view(self._tensor(source), tuple(self.tensors[use].shape))
-            return self._comes_back(source) or (copied and maker.name in recompute.ops)
-        return maker.name in recompute.ops
+        if lies(producer, self.program.values):
+            source = self._read(producer)[0]
+            copied = may_copy(producer) and not is_view(self._tensor(source), tuple(self.tensors[use].shape))
+            return self._restored(source) or (copied and producer.name in recompute.ops)
+        return producer.name in recompute.ops
 
-    def _comes_back(self, use: Use) -> bool:
-        return use in self.chosen.recompute.offload or self._made_again(use)
+    def _restored(self, use: Use) -> bool:
+        return use in self.chosen.recompute.offload or self._recomputed(use)
 
     def _read(self, op: Op) -> list[Use]:
         return list(zip(op.operands, self.chosen.ops[op.name].operands, strict=True))
 
     def _saved(self, op: Op, kept: SavedTensors) -> Iterator[Use]:
-        """What autograd keeps of values."""
+        """The operands and results that autograd saves of an op."""
         read = self._read(op)
         yield from (read[place] for place in kept.operands)
         yield from ((op.results[place].name, self.chosen.ops[op.name].results[place]) for place in kept.results)
 
     def _kept(self, op: Op) -> SavedTensors:
-        """What autograd keeps of an op that runs on one rank."""
+        """What autograd saves of an op as one rank runs it; records the results in `tensors`."""
         values, sizes, candidate = self.program.values, self.analysis.sizes, self.chosen.ops[op.name]
         fitted = self.analysis.fits[op.name]
         inside = [local_shape(values[name].shape, layout, sizes) for name, layout in self._read(op)]
@@ -121,7 +121,7 @@ class _Walk:
         return kept
 
     def _tensor(self, use: Use) -> torch.Tensor:
-        """A value as one rank has it: what is converted lies in one piece, unless it was only shared or kept."""
+        """A value as one rank has it: contiguous after a conversion, unless that aliases it or keeps its strides."""
         if use not in self.tensors:
             name, layout = use
             step, value = self.into.get(use), self.program.values[name]

@@ -1,9 +1,8 @@
-"""When the backward asks for what, and when it makes again what was not kept.
+"""Rematerialization: when the backward recomputes, gathers again or fetches from the host what was not kept.
 
-An op of the backward asks for what autograd saved of its forward. What is made again is made when something first asks for
-it, after what it is made from, and stays until it was last asked for; what it is made from is held, if it was kept, until then.
-A bundle of weights is made again at once, all that will be asked for, and is sent for when the bundle after it in the forward
-asked for.
+The backward of an op needs what autograd saved of its forward. A value is recomputed at its first use in the backward, after
+its inputs, and stays alive until its last use; inputs that were kept stay alive as long. All weights of a bucket that the
+backward needs are gathered again in one message, which is issued when the bucket after it in the forward is first used.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from autopar.memory.prefetch import Node
 from autopar.memory.schedule import DURING, ConversionEvent, Schedule, Step
 from autopar.search_space.assignment import Assignment
 
-Thing = Node | str  # a value where it lies in memory, or what autograd keeps inside an op, by the op's name
+SavedStorage = Node | str  # the home of a value, or the tensors that autograd saves inside an op, by the op's name
 
 
 @dataclass(frozen=True, slots=True)
 class HostFetch:
-    """Something that comes back from the host."""
+    """The copy of an offloaded value back from the host."""
 
     home: Node
 
 
-Run = str | ConversionEvent | HostFetch  # what has something there again: an op that runs, conversions that are done together
+Run = str | ConversionEvent | HostFetch  # how storage is restored: by rerunning an op, by conversions, or from the host
 
 
 class Rematerialization:
-    """The requests of one backward; `copied` are ops that come back with their operand though they do not lie in it."""
+    """The recomputations of one backward; `copied` are view ops that copy on a rank and rerun with their operand."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class Rematerialization:
         copied: frozenset[str],
     ) -> None:
         self.program, self.saved, self.chosen, self.schedule, self.home = program, saved, chosen, schedule, home
-        self._runs: dict[Thing, Run] = {}  # what makes a thing again
+        self._runs: dict[SavedStorage, Run] = {}  # what restores a saved tensor
         self._sources: dict[Run, list[Node]] = {}
         for name, layout in chosen.recompute.offload:
             found = HostFetch(home((name, layout)))
@@ -51,39 +50,39 @@ class Rematerialization:
                 self._runs[found.home] = found
                 self._sources[found] = []
         for _, event in schedule.events:
-            self._find(event, copied)
-        self._wanted: set[Thing] = set()
-        self._direct: set[Thing] = set()
+            self._record(event, copied)
+        self._needed: set[SavedStorage] = set()
+        self._direct: set[SavedStorage] = set()
         for _, event in reversed(schedule.events):
-            self._want(event)
-        self._asked: dict[Thing, int] = {}  # when last
-        self._made: dict[Run, int] = {}
-        self._sent: dict[Run, int] = {}
+            self._mark_needed(event)
+        self._last_use: dict[SavedStorage, int] = {}  # last use in the backward
+        self._times: dict[Run, int] = {}  # in the backward
+        self._issued: dict[Run, int] = {}
         self._order = [e for _, e in schedule.events if isinstance(e, ConversionEvent) and e.gathers and e in self._sources]
-        self._place = {done: place for place, done in enumerate(self._order)}
+        self._place = {event: place for place, event in enumerate(self._order)}
         for time, event in reversed(schedule.events):
             if isinstance(event, Op):
                 self._now = (back := schedule.mirror(time)) - DURING
-                for thing in self._saves(event):
-                    self._ask(thing, back)
-        self._held: dict[Thing, int] = dict(self._asked)
+                for tensor in self._saves(event):
+                    self._use(tensor, back)
+        self._alive_until: dict[SavedStorage, int] = dict(self._last_use)
         for _, event in reversed(schedule.events):
-            self._hold(event)
+            self._extend(event)
 
-    def recompute(self, thing: Thing) -> tuple[int, int] | None:
-        """From when to when something is there that was made again."""
-        run = self._runs.get(thing)
-        if run is None or run not in self._made or thing not in self._asked:
+    def live_range(self, tensor: SavedStorage) -> tuple[int, int] | None:
+        """From when to when the backward holds a recomputed tensor; None if it is not recomputed."""
+        run = self._runs.get(tensor)
+        if run is None or run not in self._times or tensor not in self._last_use:
             return None
-        return self._made[run], self._asked[thing]
+        return self._times[run], self._last_use[tensor]
 
-    def holds(self, last: Mapping[Node, int]) -> Iterator[tuple[Node, int]]:
-        """Until when in the forward what is kept is held by what may be made from it again; `last` are the last uses."""
+    def extended(self, last: Mapping[Node, int]) -> Iterator[tuple[Node, int]]:
+        """Kept inputs of recomputations, each with the forward time to which it must live; `last` are last uses by home."""
         until: dict[Run, int] = {}
         for _, event in reversed(self.schedule.events):
             run: Run = event.name if isinstance(event, Op) else event
             if run in self._sources:
-                ends = [last[thing] for thing in self._makes(run) if not isinstance(thing, str)]
+                ends = [last[tensor] for tensor in self._restores(run) if not isinstance(tensor, str)]
                 end = max([until.get(run, -1), *ends])
                 for source in self._sources[run]:
                     if source in self._runs:
@@ -91,23 +90,23 @@ class Rematerialization:
                     else:
                         yield source, end
 
-    def kept(self, home: Node) -> int:
-        """Until when something is there that is kept; -1 if nothing asks for it."""
-        return -1 if home in self._runs else self._held.get(home, -1)
+    def kept_until(self, home: Node) -> int:
+        """The last use in the backward of a value that is kept; -1 if there is none."""
+        return -1 if home in self._runs else self._alive_until.get(home, -1)
 
-    def made(self, run: Run) -> int | None:
-        """When something runs again."""
-        return self._made.get(run)
+    def recomputed_at(self, run: Run) -> int | None:
+        """The time at which something is rerun in the backward; None if it is not."""
+        return self._times.get(run)
 
-    def flight(self, done: ConversionEvent) -> tuple[list[Step], int, int]:
-        """What of a bundle is gathered again, when it is sent for and when it is there."""
-        if done not in self._made:
+    def gathered_again(self, event: ConversionEvent) -> tuple[list[Step], int, int]:
+        """The weights of a bucket that are gathered again, and when their message is issued and has arrived."""
+        if event not in self._times:
             return [], 0, 0
-        steps = [(name, step) for name, step in done.steps if (name, step.target) in self._asked]
-        return steps, self._sent.get(done, self._made[done]), self._made[done]
+        steps = [(name, step) for name, step in event.steps if (name, step.target) in self._last_use]
+        return steps, self._issued.get(event, self._times[event]), self._times[event]
 
-    def _find(self, event: Op | ConversionEvent, copied: frozenset[str]) -> None:
-        """What an event makes, if it may run again."""
+    def _record(self, event: Op | ConversionEvent, copied: frozenset[str]) -> None:
+        """Record what an event restores, and from which inputs, if the assignment lets it run again."""
         if isinstance(event, Op):
             operands = list(self._operands(event))
             recompute = event.name in self.chosen.recompute.ops
@@ -128,8 +127,8 @@ class Rematerialization:
         nodes = zip((result.name for result in op.results), self.chosen.ops[op.name].results, strict=True)
         return (node for node in nodes if self.home(node) == node)
 
-    def _saves(self, op: Op) -> list[Thing]:
-        """What autograd saves of an op."""
+    def _saves(self, op: Op) -> list[SavedStorage]:
+        """What autograd saves of an op, by home."""
         kept = self.saved.get(op.name)
         if kept is None:
             return []
@@ -137,7 +136,7 @@ class Rematerialization:
         results = [self.home((op.results[p].name, candidate.results[p])) for p in kept.results]
         return [*(operands[p] for p in kept.operands), *results, *([op.name] if kept.internal else [])]
 
-    def _makes(self, run: Run) -> list[Thing]:
+    def _restores(self, run: Run) -> list[SavedStorage]:
         if isinstance(run, HostFetch):
             return [run.home]
         if isinstance(run, ConversionEvent):
@@ -145,74 +144,74 @@ class Rematerialization:
         return [run, *self._results(self.program.op[run])]
 
     def _needs(self, run: Run) -> list[Node]:
-        """What a run reads of what will be asked for."""
+        """The inputs of a run; of a bucket only those of weights that the backward needs."""
         if isinstance(run, ConversionEvent):
-            return [self.home((name, step.source)) for name, step in run.steps if (name, step.target) in self._wanted]
+            return [self.home((name, step.source)) for name, step in run.steps if (name, step.target) in self._needed]
         return self._sources[run]
 
-    def _want(self, event: Op | ConversionEvent) -> None:
-        """What will be asked for: all that autograd saves, and what that is made from."""
+    def _mark_needed(self, event: Op | ConversionEvent) -> None:
+        """Mark what the backward needs: what autograd saves, and the inputs of what is recomputed for it."""
         run: Run = event.name if isinstance(event, Op) else event
         if isinstance(event, Op):
             saves = self._saves(event)
-            self._wanted.update(saves)
+            self._needed.update(saves)
             self._direct.update(saves)
-        if run in self._sources and not self._wanted.isdisjoint(self._makes(run)):
-            self._wanted.update(self._needs(run))
+        if run in self._sources and not self._needed.isdisjoint(self._restores(run)):
+            self._needed.update(self._needs(run))
             if isinstance(event, Op):
                 self._direct.update(self._needs(run))
 
-    def _ask(self, thing: Thing, until: int) -> None:
-        """The backward of an op asks for something, which it has until it is over."""
-        run = self._runs.get(thing)
+    def _use(self, tensor: SavedStorage, until: int) -> None:
+        """Use a saved tensor in the backward of an op, which ends at `until`; recompute it first if it was not kept."""
+        run = self._runs.get(tensor)
         if run is not None:
-            self._make(run)
-            self._ahead(run)
-        self._asked[thing] = until
+            self._recompute(run)
+            self._prefetch(run)
+        self._last_use[tensor] = until
 
-    def _make(self, run: Run) -> None:
-        """Make something, and before that all that it is made from."""
-        waiting = [run]
-        while waiting:
-            run = waiting[-1]
-            sources = self._needs(run) if run not in self._made else []
-            lacking = [other for source in sources if (other := self._runs.get(source)) and other not in self._made]
-            waiting += reversed(lacking)
-            if lacking:
+    def _recompute(self, run: Run) -> None:
+        """Recompute, after whatever inputs must be recomputed first."""
+        stack = [run]
+        while stack:
+            run = stack[-1]
+            sources = self._needs(run) if run not in self._times else []
+            missing = [other for source in sources if (other := self._runs.get(source)) and other not in self._times]
+            stack += reversed(missing)
+            if missing:
                 continue
-            waiting.pop()
-            if run not in self._made:
+            stack.pop()
+            if run not in self._times:
                 self._now += 1
-                self._made[run] = self._now
-                self._asked.update(dict.fromkeys(sources, self._now))
+                self._times[run] = self._now
+                self._last_use.update(dict.fromkeys(sources, self._now))
                 if not isinstance(run, ConversionEvent):
                     for source in sources:
                         if source in self._runs:
-                            self._ahead(self._runs[source])
+                            self._prefetch(self._runs[source])
 
-    def _ahead(self, run: Run) -> None:
-        """Send for the bundle that will be asked for next."""
+    def _prefetch(self, run: Run) -> None:
+        """Issue the gather of the bucket that the backward needs next."""
         if isinstance(run, ConversionEvent) and run in self._place:
             for other in reversed(self._order[: self._place[run]]):
-                if other not in self._made and not self._direct.isdisjoint(self._makes(other)):
-                    self._send(other)
+                if other not in self._times and not self._direct.isdisjoint(self._restores(other)):
+                    self._issue(other)
                     return
 
-    def _send(self, run: ConversionEvent) -> None:
-        if run not in self._sent:
+    def _issue(self, run: ConversionEvent) -> None:
+        if run not in self._issued:
             for source in self._needs(run):
                 if source in self._runs:
-                    self._make(self._runs[source])
+                    self._recompute(self._runs[source])
             self._now += 1
-            self._sent[run] = self._now
+            self._issued[run] = self._now
 
-    def _hold(self, event: Op | ConversionEvent) -> None:
-        """What a run reads is held until nobody asks for what it makes."""
+    def _extend(self, event: Op | ConversionEvent) -> None:
+        """Keep the inputs of a recomputation alive until the last use of its results."""
         run: Run = event.name if isinstance(event, Op) else event
-        if run in self._made:
-            until = max(self._held.get(thing, -1) for thing in self._makes(run))
+        if run in self._times:
+            until = max(self._alive_until.get(tensor, -1) for tensor in self._restores(run))
             for source in self._needs(run):
-                self._held[source] = max(self._held.get(source, -1), until)
+                self._alive_until[source] = max(self._alive_until.get(source, -1), until)
 
 
-__all__ = ["Rematerialization", "Thing"]
+__all__ = ["Rematerialization", "SavedStorage"]

@@ -1,8 +1,8 @@
-"""When a step does what: the order of `codegen.emit`, told by the program and the decisions alone.
+"""The schedule of a training step: the order that `codegen.emit` emits, derived from the program and the assignment alone.
 
-A moment is an op: op i runs forward at moment i and backward at moment 2n-1-i, the optimizer steps at 2n. Within a moment time
-ticks: first operands are converted, then the op runs (`DURING`), and the backward is the mirror of that. Before an op's
-backward there is time to make things again.
+Op i of n runs forward at moment i and backward at moment 2n-1-i; the optimizer steps at moment 2n. A moment has ticks: operands
+are converted first, the op runs in the middle (`DURING`), and the backward mirrors this. The ticks before an op's backward are
+free for recomputation.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from autopar.search_space.buckets import Bucket
 Step = tuple[str, Conversion]  # a conversion of a value
 
 DURING = 1 << 16
-SPAN = 2 * DURING + 1  # ticks of a moment, so that its middle is the mirror's
+SPAN = 2 * DURING + 1  # ticks of a moment; odd, so that mirroring maps the middle to the middle
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRange:
-    """Something takes `bytes` from `start` to `stop` (both included); `name` is a value, or an op for what is internal."""
+    """An allocation of `bytes` from time `start` to `stop`, both included; `name` is a value, or an op for its own tensors."""
 
     kind: str
     name: str
@@ -36,7 +36,7 @@ class LiveRange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConversionEvent:
-    """Conversions that are done together, and when their message was sent; `gathers` a bundle of weights."""
+    """Conversions in one message, or a single one: complete at `time`, issued at `begun`."""
 
     steps: tuple[Step, ...]
     time: int
@@ -45,17 +45,17 @@ class ConversionEvent:
 
     @property
     def gathers(self) -> bool:
-        """Whether it brings a bundle of weights in one message."""
+        """Whether this is the all-gather of a bucket of weights."""
         return self.bucketed and self.steps[0][1].primitives[0] == "all_gather"
 
 
 def at(moment: int, tick: int = DURING) -> int:
-    """A time; by default that of a moment's op."""
+    """The time of a tick of a moment; by default the tick at which its op runs."""
     return SPAN * moment + tick
 
 
 class Schedule:
-    """A forward: ops by number and conversions, each with its time."""
+    """The ops and conversions of a forward in order, each with its time; the backward mirrors it."""
 
     def __init__(self, program: Program, chosen: Assignment) -> None:
         self.program, self.chosen, self.copies = program, chosen, copies(program)
@@ -63,33 +63,33 @@ class Schedule:
         self.events: list[tuple[int, Op | ConversionEvent]] = []
         self.prefetch = PrefetchOrder(program, chosen)
         self._begun: dict[Bucket, int] = {}
-        self._there: set[Node] = set(chosen.given.items())
+        self._available: set[Node] = set(chosen.given.items())
         self._now = 0
         for one in self.prefetch.first:
             self._begin(one)
         for i, op in enumerate(program.ops):
-            if op.results[0].name not in self.copies:  # copies are made when they are wanted
+            if op.results[0].name not in self.copies:  # casts of weights run at their first use
                 self._now = max(self._now, at(i, 0))
                 self._run(op, at(i))
         for output in program.outputs:
             self._reach((output.value, chosen.outputs[output.path]))
 
     def mirror(self, time: int) -> int:
-        """When the backward of something runs."""
+        """The time of the backward of what runs forward at `time`."""
         return self.end - 1 - time
 
     def _run(self, op: Op, now: int | None = None) -> None:
-        """Run an op at a time, by default as soon as it has its operands."""
+        """Schedule an op, by default as soon as its operands are ready; converts them first."""
         candidate = self.chosen.ops[op.name]
         for node in zip(op.operands, candidate.operands, strict=True):
             self._reach(node)
         self._now = self._now + 1 if now is None else now
         self.events.append((self._now, op))
-        self._there.update(zip((r.name for r in op.results), candidate.results, strict=True))
+        self._available.update(zip((r.name for r in op.results), candidate.results, strict=True))
 
     def _reach(self, node: Node) -> None:
-        """Have a value in a layout."""
-        if node in self._there:
+        """Schedule whatever is missing until a value is available in a layout."""
+        if node in self._available:
             return
         if node[0] in self.copies and node[1] == self.chosen.produced(node[0], self.program):
             self._run(self.program.producer[node[0]])
@@ -109,7 +109,7 @@ class Schedule:
 
     def _finish(self, one: Bucket) -> None:
         self._begin(one)
-        if all((name, step.target) in self._there for name, step in one.steps):
+        if all((name, step.target) in self._available for name, step in one.steps):
             return
         self._convert(one.steps, self._begun[one], bucketed=True)
         for following in self.prefetch.after.get(one, ()):
@@ -118,4 +118,4 @@ class Schedule:
     def _convert(self, steps: tuple[Step, ...], begun: int, *, bucketed: bool) -> None:
         self._now += 1
         self.events.append((self._now, ConversionEvent(steps=steps, time=self._now, begun=begun, bucketed=bucketed)))
-        self._there.update((name, step.target) for name, step in steps)
+        self._available.update((name, step.target) for name, step in steps)
