@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar.cost_models.compute import pricer
+from autopar.operators import row_of
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.planning.planner import connected_mesh, plan_program, read_program
@@ -38,7 +39,7 @@ def said(plan: Plan, model: nn.Module, batch: models.Sample) -> int:
     program, total = read_program(model, batch).program, 0
     for op in (program.op[name] for name in plan.breakdown.recompute):
         price = pricer(op, program.values, ON.device)
-        if price.operations is not None:
+        if row_of(op).contracts:  # not attention, which torch's counter leaves out on a CPU
             total += price.flops([program.values[n].shape for n in op.operands], [r.shape for r in op.results])
     return total
 
@@ -58,7 +59,7 @@ def test_as_much_is_computed_again_as_the_plan_says(name: str, share: float) -> 
     most = free.peak_memory
     plan = autopar.plan(model, batch, ON, device="cpu", budget=round(least + share * (most - least)))
     recompute = said(plan, model, batch)
-    assert recompute > 0 or share > 0
+    assert plan.breakdown.recompute or share > 0
     once, twice = (step(autopar.parallelize(model, batch, ON, plan=one), batch) for one in (free, plan))
     assert twice - once == pytest.approx(recompute, rel=0.01)
 
