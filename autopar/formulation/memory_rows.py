@@ -53,7 +53,13 @@ class MemoryRows:
         self._own: dict[str, list[Workspace]] = {}
 
     def row(self, moment: int, limit: float, constant: float = 0.0) -> Row:
-        """The row `bytes alive at the moment + constant <= limit`."""
+        """The row `bytes alive at the moment + constant <= limit`. Which bytes enter through which term:
+
+        picks      stored tensors, the optimizer's scratch, workspace of ops, gradients whose layout the picks tell
+        recompute  minus what autograd keeps inside ops that rerun later
+        retained   values that something reads or keeps, or that rerun ops need
+        in_flight  values between two layouts, gradients that wait: the smallest of the layouts that are there
+        """
         now = [self.lives[i] for i in np.flatnonzero((self.starts <= moment) & (moment <= self.stops)).tolist()]
         known, waiting = self.alias_sets.gradients(now)
         live, between = self.alias_sets.values(now)
