@@ -231,7 +231,7 @@ def test_what_reads_a_buffer_that_is_written_may_not_run_again() -> None:
         ("nothing", ("run",), "nothing is not an op that may be recomputed"),
         ("nothing", ("I -> R",), "'I -> R' is not on the route of nothing"),
         ("transformer.wte.weight", ("I -> R",), "'I -> R' is not on the route of transformer.wte.weight"),
-        ("transformer.wte.weight", ("host: I",), "transformer.wte.weight is not the result of an op"),
+        ("transformer.wte.weight", ("host: I",), "transformer.wte.weight is not a result of an op"),
     ],
 )
 def test_an_entry_that_means_nothing_is_refused(name: str, lines: tuple[str, ...], message: str) -> None:
