@@ -65,8 +65,8 @@ def test_the_host_holds_nothing_where_that_is_not_wanted() -> None:
     assert free.breakdown.offload
     assert not bound.breakdown.offload
     assert free.step_time < bound.step_time
-    assert "held by the host for the backward" in plain(memory(free))
-    assert "held by the host for the backward" not in plain(memory(bound))
+    assert "offloaded to the host" in plain(memory(free))
+    assert "offloaded to the host" not in plain(memory(bound))
 
 
 def cases() -> Iterator[Case]:

@@ -341,7 +341,7 @@ def test_the_plan_and_its_explanation_say_what_is_padded() -> None:
     model, sample = gpt2()
     found = autopar.explain.explain(model, sample, (4,), device="h100", constraints=constraints("gpt2", (4,)))
     said = "transformer.wte.weight: 101 x 16 -> 104 x 16"
-    assert f"padded  {said}" in str(found.plan)
+    assert re.search(f"padded +{said}", str(found.plan))
     assert re.search(f"padded +{said}", str(found))
     assert "[26, 16]" in found.code
     assert "-inf" in found.code

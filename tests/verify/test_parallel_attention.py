@@ -46,7 +46,7 @@ def test_attention_over_a_split_sequence_gives_equal_numbers(pool: WorkerPool, n
     part = 2 * length // ranks * width * 4  # of keys and values
     own = {("all_to_all", "forward", part): ranks - 1, ("all_to_all", "backward", part): 2 * ranks - 1}
     sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":scaled_dot_product_attention#0"))
-    assert sent == (own if name == "ring" else {})
+    assert sent == (own if name == "ring_attention" else {})
     report = verify(model, x, on, plan, Options(), pool)
     assert report.ok, report
 
