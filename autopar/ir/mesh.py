@@ -40,6 +40,9 @@ class Device:
     per_node: int  # devices in one node
     source: str
     host: Link | None = None  # to the host's memory; none where the device has that memory itself
+    # Seconds that computing loses per second of a message sent beside it (beta): 0 = it does not notice, 1 = nothing is gained
+    # by overlap, so that a step is the sum of what it computes and sends.
+    interference: float = 1.0
     # Where it was measured: operator -> what its forward and its backward do in a second, operations of matrix products and
     # attention, bytes of others; "optimizer.NAME" -> bytes moved per second by its step; and links by the size of a group.
     rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)
