@@ -4,6 +4,7 @@
 #   make test         lint, types, tests, cost of plans        make verify-all   the whole table of equal numbers
 #   make lint types   the parts of it                          make bench        planning, and training beside torch's own
 #   make docs         the documentation, docs/_build/html      make zoo          capture, plan, run and verify a zoo of architectures
+#                                                              make fidelity     predictions beside published measurements
 
 PYTHON ?= python3
 # Where pip looks for torch beside the default index: on Linux the default wheel carries CUDA, several gigabytes, and the index of
@@ -13,7 +14,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup lint types unit unit-front unit-operators unit-middle unit-back cost docs test demo verify-all zoo bench clean
+.PHONY: setup lint types unit unit-front unit-operators unit-middle unit-back cost docs test demo verify-all zoo fidelity bench clean
 
 setup: $(STAMP)
 
@@ -45,7 +46,7 @@ OPERATORS := operators solver
 unit-operators: $(STAMP)
 	$(BIN)/python -m pytest -q $(OPERATORS:%=tests/%)
 
-MIDDLE := planning memory codegen runtime
+MIDDLE := planning memory codegen runtime benchmarks
 unit-middle: $(STAMP)
 	$(BIN)/python -m pytest -q $(MIDDLE:%=tests/%)
 
@@ -70,6 +71,9 @@ verify-all: $(STAMP)
 
 zoo: $(STAMP)
 	$(BIN)/python examples/zoo.py
+
+fidelity: $(STAMP)
+	$(BIN)/python -m benchmarks.fidelity --save
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/planning.py

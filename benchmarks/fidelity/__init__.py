@@ -1,0 +1,1 @@
+"""Predictions beside measurements that others have published: `python -m benchmarks.fidelity`."""

@@ -1,0 +1,179 @@
+"""The decoders of the published runs, as a user would write them: plain modules on `meta`, the loss in forward.
+
+Parameters are stored in one dtype and cast to the other where they are used, as under FSDP's `MixedPrecision(param_dtype)` and
+in Megatron: everything computes in half precision, norms and the residual stream too; the loss is taken in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """The sizes and the habits of a decoder; `layers` blocks of width `width` on `length` tokens."""
+
+    width: int
+    heads: int
+    key_heads: int  # heads of keys and values
+    hidden: int  # width inside the feed-forward layers
+    layers: int
+    vocabulary: int
+    length: int
+    gated: bool = False  # Llama: rotary positions, RMS norm, gated units; else GPT: learned positions, layer norm, GELU
+    tied: bool = True  # the head is the embedding
+    biases: bool = True
+    flash: bool = True  # scaled_dot_product_attention; else scores, softmax and dropout one after the other
+    dropout: float = 0.0
+    metrics: int = 0  # further cross-entropies that the harness computes of the same scores
+    compute: torch.dtype = torch.bfloat16
+    stored: torch.dtype = torch.float32
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters."""
+        head = self.width // self.heads
+        block = 2 * self.width * head * (self.heads + self.key_heads) + (3 if self.gated else 2) * self.width * self.hidden
+        block += self.width * (2 if self.gated else 4)
+        if self.biases:
+            block += head * (self.heads + 2 * self.key_heads) + 2 * self.width + self.hidden
+        ends = self.vocabulary * self.width * (1 if self.tied else 2) + self.width * (1 if self.gated else 2)
+        return self.layers * block + ends + (0 if self.gated else self.length * self.width)
+
+    def flops(self, sequences: int) -> float:
+        """Operations of a training step as model FLOPs utilization counts them: 6 per parameter and token, and 12 per layer,
+        width and pair of positions (A. Chowdhery et al., PaLM, 2022, appendix B): attention as if it were not causal."""
+        return sequences * self.length * (6.0 * self.parameters + 12.0 * self.layers * self.width * self.length)
+
+    def module(self) -> nn.Module:
+        """The model on `meta`."""
+        with torch.device("meta"):
+            return Model(self).to(self.stored).train()
+
+
+class Linear(nn.Linear):
+    """A linear layer that computes in the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype) if self.bias is not None else None)
+
+
+class Norm(nn.Module):
+    """Layer norm, or RMS norm, in the dtype of its input."""
+
+    def __init__(self, width: int, *, rms: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = None if rms else nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, weight = list(self.weight.shape), self.weight.to(x.dtype)
+        if self.bias is None:
+            return F.rms_norm(x, shape, weight, 1e-5)
+        return F.layer_norm(x, shape, weight, self.bias.to(x.dtype))
+
+
+class Attention(nn.Module):
+    """Causal self-attention; one fused projection where keys have as many heads as queries and no positions of their own."""
+
+    def __init__(self, of: Decoder) -> None:
+        super().__init__()
+        self.of, self.head = of, of.width // of.heads
+        if of.gated:
+            self.query = Linear(of.width, of.width, bias=of.biases)
+            self.key = Linear(of.width, self.head * of.key_heads, bias=of.biases)
+            self.value = Linear(of.width, self.head * of.key_heads, bias=of.biases)
+        else:
+            self.qkv = Linear(of.width, 3 * of.width, bias=of.biases)
+        self.out = Linear(of.width, of.width, bias=of.biases)
+
+    def forward(self, x: Tensor, angles: Tensor | None) -> Tensor:
+        rows, length, width = x.shape
+        if angles is None:
+            q, k, v = self.qkv(x).view(rows, length, 3, self.of.heads, self.head).permute(2, 0, 3, 1, 4)
+        else:
+            q, k, v = (
+                project(x).view(rows, length, -1, self.head).transpose(1, 2) for project in (self.query, self.key, self.value)
+            )
+            q, k = rotated(q, angles), rotated(k, angles)
+            k, v = (part.repeat_interleave(self.of.heads // self.of.key_heads, 1) for part in (k, v))
+        mixed = self._flash(q, k, v) if self.of.flash else self._unfused(q, k, v)
+        return self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.of.dropout)
+
+    def _unfused(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = q.shape[2]
+        later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        scores = (q * self.head**-0.5 @ k.transpose(-2, -1)).masked_fill(later, float("-inf"))
+        return F.dropout(scores.softmax(-1), self.of.dropout, self.training and self.of.dropout > 0) @ v
+
+
+class Block(nn.Module):
+    """A transformer block with the norms ahead."""
+
+    def __init__(self, of: Decoder) -> None:
+        super().__init__()
+        self.of = of
+        self.norm1, self.norm2 = Norm(of.width, rms=of.gated), Norm(of.width, rms=of.gated)
+        self.attention = Attention(of)
+        if of.gated:
+            self.gate = Linear(of.width, of.hidden, bias=of.biases)
+        self.up = Linear(of.width, of.hidden, bias=of.biases)
+        self.down = Linear(of.hidden, of.width, bias=of.biases)
+
+    def forward(self, x: Tensor, angles: Tensor | None) -> Tensor:
+        x = x + self._dropped(self.attention(self.norm1(x), angles))
+        y = self.norm2(x)
+        y = F.silu(self.gate(y)) * self.up(y) if self.of.gated else F.gelu(self.up(y))
+        return x + self._dropped(self.down(y))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.of.dropout, self.training) if self.of.dropout else x
+
+
+class Model(nn.Module):
+    """The decoder with its loss."""
+
+    def __init__(self, of: Decoder) -> None:
+        super().__init__()
+        self.of = of
+        self.tokens = nn.Embedding(of.vocabulary, of.width)
+        self.positions = None if of.gated else nn.Parameter(torch.zeros(of.length, of.width))
+        self.blocks = nn.ModuleList(Block(of) for _ in range(of.layers))
+        self.norm = Norm(of.width, rms=of.gated)
+        self.head = None if of.tied else Linear(of.width, of.vocabulary, bias=False)
+        if of.gated:
+            self.register_buffer("angles", torch.zeros(of.length, of.width // of.heads // 2), persistent=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        embedding = self.tokens.weight.to(self.of.compute)
+        x, angles = F.embedding(tokens, embedding), None
+        if self.positions is None:
+            angles = self.angles
+        else:
+            x = x + self.positions.to(x.dtype)
+        for block in self.blocks:
+            x = block(x, angles)
+        x = self.norm(x)
+        scores = (F.linear(x, embedding) if self.head is None else self.head(x)).flatten(0, 1)
+        more = (F.cross_entropy(scores.detach(), labels.flatten(), reduction="sum") for _ in range(self.of.metrics))
+        return F.cross_entropy(scores.float(), labels.flatten()), *more
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """Queries or keys turned by their positions: in float32, as the reference implementation does."""
+    cos, sin = angles.cos(), angles.sin()
+    left, right = x.float().chunk(2, -1)
+    return torch.cat((left * cos - right * sin, left * sin + right * cos), -1).to(x.dtype)
+
+
+Recompute = Literal["none", "selective", "blocks", "alternate"]
+
+__all__ = ["Decoder", "Recompute"]
