@@ -89,7 +89,7 @@ def main() -> int:
 
 def mesh(sizes: tuple[int, ...]) -> Mesh:
     """A mesh of slow devices and fast links, the fastest innermost, on which the best plan splits even these models."""
-    h100 = catalog.device("h100", processes=1)
+    h100 = catalog.device("h100", processes=1).at_peak()
     made_up = "made up, so that small models are worth splitting"
     slow = replace(h100, name="slow", flops=dict.fromkeys(h100.flops, 1e8), bandwidth=1e9, launch=0.0, source=made_up)
     links = [autopar.Link(name="fast", latency=1e-7, bandwidth=1e9 * 2**axis, source=made_up) for axis in range(len(sizes))]

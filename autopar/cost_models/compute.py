@@ -1,9 +1,11 @@
 """The price of an operator at its local shapes: a roofline, forward and backward.
 
-    seconds = max(operations / peak, bytes / bandwidth, kernels x launch)
+    seconds = max(seconds of its operations, bytes / bandwidth, kernels x launch)
 
-S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model", 2009. Peaks are peaks: no efficiency
-is assumed, since a measured profile says it better: it has a rate for the forward and the backward of each operator.
+S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model", 2009. Operations of products and of
+attention take the time of real kernels (`autopar.cost_models.kernels`), and memory gives the share of its bandwidth that such a
+kernel reaches, where the device says what they reach; else peaks are peaks. A measured profile may have a rate for the forward
+and the backward of an operator instead.
 
 Forward: operands are read once, results written once, and so is what autograd keeps inside (a mask, statistics). Operations
 are those of the products that an operator's row names (`autopar.operators.flops`), else one per element. A view costs nothing.
@@ -24,6 +26,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from autopar.analysis.saved_tensors import NOTHING, SavedTensors, saved
+from autopar.cost_models.kernels import attention_seconds, products_seconds
 from autopar.ir.layout import Shape
 from autopar.ir.mesh import Device, Seconds
 from autopar.ir.program import Op, Value, aten, filled, overload
@@ -47,16 +50,9 @@ class Work:
         return Work(flops=self.flops + other.flops, bytes=self.bytes + other.bytes, kernels=self.kernels + other.kernels)
 
 
-def seconds(work: Work, dtype: torch.dtype, device: Device) -> Seconds:
-    """The roofline's time of some work in one dtype; no kernels take no time."""
-    return roofline(work, peak(dtype, device), device)
-
-
-def roofline(work: Work, peak: float, device: Device) -> Seconds:
-    """The time of some work at a peak in operations per second."""
-    if not work.kernels:
-        return 0.0
-    return max(work.flops / peak, work.bytes / device.bandwidth, work.kernels * device.launch)
+def roofline(work: Work, arithmetic: Seconds, bandwidth: float, launch: Seconds) -> Seconds:
+    """The time of some work whose operations take so long; no kernels take no time."""
+    return max(arithmetic, work.bytes / bandwidth, work.kernels * launch) if work.kernels else 0.0
 
 
 def peak(dtype: torch.dtype, device: Device) -> float:
@@ -81,6 +77,8 @@ class Pricer:
     free: bool  # no kernel in the forward
     operations: Operations | None  # None: one per element
     fused: bool  # one kernel runs all of its products, and one their backward
+    attention: bool
+    shares: tuple[float, float]  # of the memory bandwidth that its kernels reach, forward and backward
     picks: int | None  # the operand of which only the picked elements are read
     continuous: bool  # whether it computes with floating-point numbers
     backward: bool
@@ -95,17 +93,31 @@ class Pricer:
 
     def forward_seconds(self, operands: Shapes, results: Shapes) -> Seconds:
         """Seconds of one forward at these local shapes."""
-        return self._seconds(self.forward(operands, results), 0)
+        return self._seconds(self.forward(operands, results), operands, results, 0)
 
     def backward_seconds(self, operands: Shapes, results: Shapes) -> Seconds:
         """Seconds of one backward; 0 where no gradient is needed."""
-        return self._seconds(self.gradient(operands, results), 1) if self.backward else 0.0
+        return self._seconds(self.gradient(operands, results), operands, results, 1) if self.backward else 0.0
 
-    def _seconds(self, work: Work, which: int) -> Seconds:
-        """At the measured rate if there is one."""
-        if not self.rates or not work.kernels:
-            return roofline(work, self.peak, self.device)
-        return max(self.amount(work) / self.rates[which], self.device.launch)
+    def _seconds(self, work: Work, operands: Shapes, results: Shapes, way: int) -> Seconds:
+        """At the measured rate if there is one, else as its kernels reach the device's peaks; `way` 0 forward, 1 backward."""
+        if self.rates and work.kernels:
+            return max(self.amount(work) / self.rates[way], self.device.launch)
+        arithmetic = self._arithmetic(work, operands, results, way) if work.flops else 0.0
+        return roofline(work, arithmetic, self.device.bandwidth * self.shares[way], self.device.launch)
+
+    def _arithmetic(self, work: Work, operands: Shapes, results: Shapes, way: int) -> Seconds:
+        """Seconds of the operations alone, by the laws of `kernels` where the device has their coefficients."""
+        device, at_peak = self.device, work.flops / self.peak
+        if self.operations is None or (device.attention if self.attention else device.product) is None:
+            return at_peak
+        products = self.operations(operands, results)
+        if self.attention:
+            return attention_seconds(products, work.flops, self.peak, device, way)
+        if way:
+            products = [made for product in products for made in product.backward(self.gradients)]
+        other = work.flops - sum(product.flops for product in products)  # adding up the gradients of what is added
+        return products_seconds(products, self.peak, device) + other / self.peak
 
     def amount(self, work: Work) -> int:
         """What a measured rate counts: operations of what consists of products, bytes of other operators."""
@@ -154,7 +166,8 @@ class Pricer:
         """Operations of one backward, but for adding up the gradients of what is added."""
         if self.operations is None:
             return self.flops(operands, results)
-        return sum(product.backward(self.gradients) for product in self.operations(operands, results))
+        products = self.operations(operands, results)
+        return sum(made.flops for product in products for made in product.backward(self.gradients))
 
     def _products_gradient(self, products: Sequence[Product], operands: Shapes, results: Shapes) -> Work:
         """A product for each side of one that needs a gradient, a sum for each operand that is added."""
@@ -192,6 +205,8 @@ def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
         free=view_of(op, values),
         operations=_operations(op, row, call, values),
         fused=row.flops is None or row.kind is OpKind.ATTENTION,
+        attention=row.kind is OpKind.ATTENTION,
+        shares=device.share(row.kind.name.lower() if row.kind else ""),
         picks=next(iter(call.positions(row.picks)), None),
         continuous=dtype.is_floating_point or dtype.is_complex,
         backward=backward,
@@ -223,7 +238,7 @@ def _counted(op: Op) -> Operations | None:
         args, kwargs = filled(op.args, op.kwargs, lambda _: torch.empty(next(feed), device="meta"))
         made = [torch.empty(shape, device="meta") for shape in results]
         flops = int(formula(*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made)))
-        return [Product(flops=flops, left=all_of_them, right=all_of_them)]
+        return [Product(sizes=None, counted=flops, left=all_of_them, right=all_of_them)]
 
     return count
 

@@ -77,12 +77,12 @@ class CostModel(Protocol):
 
 
 class CatalogCostModel:
-    """Rooflines, alpha-beta collectives and memory traffic, with the figures of the catalog or of a measured profile."""
+    """Kernels under a roofline, alpha-beta collectives and memory traffic: the figures of the catalog or of a profile."""
 
     name = "catalog"
 
     def op_cost(self, op: Op, values: Mapping[str, Value], device: Device) -> OpCost:
-        """The roofline of `compute.pricer`, or the measured rate of the operator."""
+        """The kernels of `compute.pricer` under a roofline, or the measured rate of the operator."""
         return pricer(op, values, device)
 
     def collective_seconds(self, kind: str, size: NDArray[np.float64], ranks: int, link: Link) -> NDArray[np.float64]:
@@ -90,8 +90,8 @@ class CatalogCostModel:
         return collectives.seconds(kind, size, ranks, link)
 
     def copy_seconds(self, moved: NDArray[np.float64], device: Device) -> NDArray[np.float64]:
-        """Memory traffic at the device's bandwidth, at least a kernel's launch."""
-        return np.maximum(moved / device.bandwidth, device.launch)
+        """Memory traffic at the bandwidth that plain kernels reach, at least a kernel's launch."""
+        return np.maximum(moved / device.streaming, device.launch)
 
     def offload_seconds(self, size: float, device: Device) -> Seconds:
         """Two copies over the host link (`links.host_seconds`)."""

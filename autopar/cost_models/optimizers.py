@@ -90,5 +90,5 @@ def optimizer(name: object) -> Optimizer:
 
 def step_seconds(bytes_of_parameter: float, optimizer: Optimizer, device: Device) -> Seconds:
     """Seconds of one step over the parameters that one device stores, which take `bytes_of_parameter` bytes."""
-    rate, _ = device.rates.get(f"optimizer.{optimizer.name}", (device.bandwidth, 0.0))
+    rate, _ = device.rates.get(f"optimizer.{optimizer.name}", (device.streaming, 0.0))
     return bytes_of_parameter * optimizer.moved / rate

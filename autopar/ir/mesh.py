@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import MeshError
+from autopar.ir.kernel_rates import AttentionRate, ProductRate, positive
 
 Seconds = float
 Bytes = int
@@ -43,10 +44,43 @@ class Device:
     # Seconds that computing loses per second of a message sent beside it (beta): 0 = it does not notice, 1 = nothing is gained
     # by overlap, so that a step is the sum of what it computes and sends.
     interference: float = 1.0
+    # What kernels reach of these peaks, by the laws of `cost_models.kernels`; without them, a roofline at the peaks themselves.
+    product: ProductRate | None = None  # matrix products
+    attention: AttentionRate | None = None  # fused attention
+    # Shares of the memory bandwidth that kernels reach, forward and backward: "stream", and by the kind of operator "norm",
+    # "dropout"; 1 where none is given.
+    achieved: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    power: float = 1.0  # share of the products' rate that is left under a power limit below the board's own
+    overhead: Seconds = 0.0  # of a step in which the device waits for the host: data, logging
     # Where it was measured: operator -> what its forward and its backward do in a second, operations of matrix products and
     # attention, bytes of others; "optimizer.NAME" -> bytes moved per second by its step; and links by the size of a group.
     rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     links: Mapping[int, Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        whose = f"device {self.name}'s"
+        positive(whose, {"memory": self.memory, "bandwidth": self.bandwidth, "devices per node": self.per_node})
+        positive(whose, {f"{dtype} rate": rate for dtype, rate in self.flops.items()})
+        positive(whose, {"power": self.power})
+        positive(whose, {"launch": self.launch, "interference": self.interference, "overhead": self.overhead}, zero=True)
+        for kind, shares in self.achieved.items():
+            positive(whose, dict(zip((f"share of bandwidth of {kind}", f"that of {kind} backward"), shares, strict=True)))
+        for name, (there, back) in self.rates.items():
+            positive(whose, {f"rate of {name}": there})
+            positive(whose, {f"backward rate of {name}": back}, zero=True)
+
+    def share(self, kind: str) -> tuple[float, float]:
+        """The shares of the memory bandwidth that operators of a kind reach, forward and backward."""
+        return self.achieved.get(kind) or self.achieved.get("stream", (1.0, 1.0))
+
+    @property
+    def streaming(self) -> float:
+        """Bytes per second of a kernel that reads and writes plainly."""
+        return self.bandwidth * self.share("stream")[0]
+
+    def at_peak(self) -> Device:
+        """This device as its data sheet has it: a roofline without efficiencies."""
+        return replace(self, product=None, attention=None, achieved={}, power=1.0, overhead=0.0)
 
     @property
     def cpu(self) -> bool:

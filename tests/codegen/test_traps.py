@@ -146,8 +146,16 @@ def _faster(on: Mesh, factor: float) -> Mesh:
 
 def _quick(device: Device | None, factor: float) -> Device:
     assert device is not None
+    product, attention = device.product, device.attention
     return dataclasses.replace(
         device,
+        product=product and dataclasses.replace(product, wave=product.wave / factor),
+        attention=attention
+        and dataclasses.replace(
+            attention,
+            forward={dim: rate * factor for dim, rate in attention.forward.items()},
+            backward={dim: rate * factor for dim, rate in attention.backward.items()},
+        ),
         flops={name: rate * factor for name, rate in device.flops.items()},
         bandwidth=device.bandwidth * factor,
         launch=device.launch / factor,
@@ -195,7 +203,7 @@ def test_no_product_is_repeated_where_splitting_is_free(model: Model, sizes: tup
     captured = model()
     free = mesh(sizes, link(1e5, 0.0))
     assert free.device is not None
-    on = dataclasses.replace(free, device=dataclasses.replace(free.device, launch=0.0, bandwidth=1e15))
+    on = dataclasses.replace(free, device=dataclasses.replace(free.device.at_peak(), launch=0.0, bandwidth=1e15))
     plan = planning.plan(captured, on)
     program = captured.program
     chosen = resolve(plan, program, {op.name: fit(op, program.values) for op in program.ops})

@@ -1,4 +1,4 @@
-"""Identities of the roofline."""
+"""Identities of the roofline; what kernels reach of it has tests of its own, in `test_kernels.py`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from autopar.cost_models.catalog import DEVICES
-from autopar.cost_models.compute import Work, peak, pricer, seconds
+from autopar.cost_models.compute import Work, peak, pricer, roofline
 from autopar.ir.program import Op, Value
 from tests.cost_models.cost_ops import Built, index, op, x
 
-H100 = DEVICES["h100"]
+H100 = DEVICES["h100"].at_peak()
 BF16 = torch.bfloat16
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
@@ -150,15 +150,17 @@ def test_the_price_is_forward_plus_backward(built: Built) -> None:
     local = built.pricer(H100)
     shapes = built.shapes
     assert local(*shapes) == local.forward_seconds(*shapes) + local.backward_seconds(*shapes)
-    assert local.forward_seconds(*shapes) == seconds(local.forward(*shapes), built.operands[0].dtype, H100)
+    work = local.forward(*shapes)
+    arithmetic = work.flops / peak(built.operands[0].dtype, H100)
+    assert local.forward_seconds(*shapes) == roofline(work, arithmetic, H100.bandwidth, H100.launch)
 
 
 def test_the_roofline_is_the_largest_of_its_three_times() -> None:
-    launch, memory, compute = Work(flops=1, bytes=1, kernels=1), Work(bytes=10**12, kernels=1), Work(flops=10**15, kernels=1)
-    assert seconds(launch, BF16, H100) == H100.launch
-    assert seconds(memory, BF16, H100) == 1e12 / H100.bandwidth
-    assert seconds(compute, BF16, H100) == 1e15 / H100.flops["bfloat16"]
-    assert seconds(Work(), BF16, H100) == 0
+    launch, memory, none = Work(bytes=1, kernels=2), Work(bytes=10**12, kernels=1), Work()
+    assert roofline(launch, 1e-9, H100.bandwidth, H100.launch) == 2 * H100.launch
+    assert roofline(memory, 1e-9, H100.bandwidth, H100.launch) == 1e12 / H100.bandwidth
+    assert roofline(memory, 10.0, H100.bandwidth, H100.launch) == 10.0
+    assert roofline(none, 0.0, H100.bandwidth, H100.launch) == 0
 
 
 def test_a_large_product_takes_the_time_of_the_data_sheet() -> None:

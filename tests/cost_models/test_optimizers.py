@@ -66,7 +66,7 @@ def test_half_the_parameters_take_half_the_time() -> None:
     h100 = DEVICES["h100"]
     whole, half = (step_seconds(size, OPTIMIZERS["adamw"], h100) for size in (2e9, 1e9))
     assert whole == pytest.approx(2 * half)
-    assert whole == pytest.approx(7 * 2e9 / h100.bandwidth)
+    assert whole == pytest.approx(7 * 2e9 / h100.streaming)
 
 
 def test_an_unknown_optimizer_is_refused_with_the_nearest_name_and_all_names() -> None:

@@ -98,7 +98,7 @@ class _Teller:
                     sent[primitive, role, self._bundle(name, step, primitive, role)].append((name, step))
                 elif primitive != "identity":
                     moved = 2 * small if primitive == "slice" else small + large
-                    local += max(moved / self.device.bandwidth, self.device.launch)
+                    local += max(moved / self.device.streaming, self.device.launch)
         messages = [self._message(str(primitive), str(role), steps) for (primitive, role, _), steps in sent.items()]
         messages += itertools.chain(*map(self._inside, program.ops))
         trained = [p.value for p in program.parameters if p.value.requires_grad]
@@ -198,7 +198,7 @@ class _Teller:
         size, total = value.bytes, 0.0
         for axis, _ in each_split(self.chosen.given[value.name]):
             size //= self.mesh.sizes[axis]
-            total += max(2 * size / self.device.bandwidth, self.device.launch)
+            total += max(2 * size / self.device.streaming, self.device.launch)
         return total
 
     def _differentiated(self) -> set[str]:

@@ -52,7 +52,7 @@ def sample() -> list[Case]:
 
 def mesh(sizes: tuple[int, ...]) -> Mesh:
     """A mesh of slow devices and fast links, the fastest innermost, on which the best plan splits even these models."""
-    h100 = catalog.device("h100", processes=1)
+    h100 = catalog.device("h100", processes=1).at_peak()
     host = Link(name="host", latency=0.0, bandwidth=1e8, source=MADE_UP)
     flops = dict.fromkeys(h100.flops, 1e8)
     device = replace(h100, name="slow", flops=flops, bandwidth=1e9, launch=0.0, source=MADE_UP, host=host)

@@ -7,7 +7,7 @@ import math
 from autopar.operators import padding
 from autopar.operators.call import Call, Local
 from autopar.operators.facts import Autocast, OpKind, says
-from autopar.operators.flops import Product
+from autopar.operators.flops import Product, ProductSizes
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
 
@@ -74,11 +74,12 @@ def mask(call: Call, heads: str, q: str) -> str:
 
 def scores_and_values(call: Call, local: Local) -> list[Product]:
     """q k^T is b h q k d, and the weighted sum b h q k e; half of both if causal. The scores are not saved."""
-    query, key, value = local.operands[:3]
-    pairs = (1 if call.arguments["is_causal"] else 2) * math.prod(query[:-1]) * key[-2]
+    (*heads, queries, dim), key, value = local.operands[:3]
+    count, keys, causal = math.prod(heads), key[-2], bool(call.arguments["is_causal"])
+    scores, sums = ProductSizes(count, queries, keys, dim), ProductSizes(count, queries, value[-1], keys)
     return [
-        Product(flops=pairs * query[-1], left=frozenset({0}), right=frozenset({1}), again=True),
-        Product(flops=pairs * value[-1], left=frozenset({0, 1}), right=frozenset({2})),
+        Product(sizes=scores, left=frozenset({0}), right=frozenset({1}), again=True, causal=causal),
+        Product(sizes=sums, left=frozenset({0, 1}), right=frozenset({2}), causal=causal),
     ]
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
+from autopar.operators.families.convolution import unfolded
 from autopar.operators.families.losses import SUM
 from autopar.operators.families.normalization import native_groups
 from autopar.operators.flops import Product
@@ -55,13 +56,14 @@ def loss(call: Call) -> OpSharding:
 def convolution_gradients(call: Call, local: Local) -> list[Product]:
     """A product of the size of the convolution for each of the gradients of input and weight that is asked for."""
     result, given, weight = local.operands[:3]
-    moved = given if call.arguments["transposed"] else result
-    flops = 2 * math.prod(moved) * math.prod(weight[1:])
+    forward = Product(
+        sizes=unfolded(given, weight, result, bool(call.arguments["transposed"])), left=frozenset({1}), right=frozenset({2})
+    )
     asked = call.arguments["output_mask"]
     assert isinstance(asked, tuple)
     return [
-        Product(flops=flops, left=frozenset({0}), right=frozenset({other}))
-        for wanted, other in zip(asked[:2], (2, 1), strict=True)
+        replace(product, left=frozenset({0}), right=frozenset({other}))
+        for wanted, other, product in zip(asked[:2], (2, 1), forward.backward((1, 2)), strict=True)
         if wanted
     ]
 

@@ -11,7 +11,7 @@ from autopar.ir.program import Argument
 from autopar.operators import padding
 from autopar.operators.call import Call, Local
 from autopar.operators.facts import Alias, Autocast, says
-from autopar.operators.flops import chain, contraction, product
+from autopar.operators.flops import ProductSizes, chain, contraction, product
 from autopar.operators.pattern_text import term, without
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
@@ -134,9 +134,10 @@ def moved(operand: bool) -> Callable[[Call, Local], int]:
     return elements
 
 
-def rows(call: Call, local: Local) -> int:
-    """2 x results x columns: each row is multiplied by one matrix only."""
-    return 2 * math.prod(local.results[0]) * local.operands[0][-1]
+def rows(call: Call, local: Local) -> ProductSizes:
+    """Rows x columns of all results: each row is multiplied by one matrix only, as if all had the same."""
+    *held, n = local.results[0]
+    return ProductSizes(1, math.prod(held), n, local.operands[0][-1])
 
 
 def einsum_alias(call: Call) -> Alias:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+from autopar.ir.layout import Shape
 from autopar.ir.program import Argument
 from autopar.operators.call import Call, Local
 from autopar.operators.facts import Autocast, says
-from autopar.operators.flops import product
+from autopar.operators.flops import ProductSizes, product
 from autopar.operators.rule import OpSharding, Rule, op
 
 
@@ -30,10 +31,22 @@ def convolution_groups(call: Call, local: Local) -> dict[str, Argument]:
     return {"groups": groups // local.split("g")} if groups > 1 else {}
 
 
-def window(call: Call, local: Local) -> int:
-    """2 x outputs x window; of a transposed convolution 2 x inputs x window. The weight is (out, in / groups, window...)."""
-    moved = local.operands[0] if transposed(call) else local.results[0]
-    return 2 * math.prod(moved) * math.prod(local.operands[1][1:])
+def window(call: Call, local: Local) -> ProductSizes:
+    """The product that a convolution is."""
+    given, weight, made = local.operands[0], local.operands[1], local.results[0]
+    return unfolded(given, weight, made, transposed(call))
+
+
+def unfolded(given: Shape, weight: Shape, made: Shape, transposed: bool) -> ProductSizes:
+    """Places x out-channels, summed over the window's in-channels; transposed, places x window's out-channels over in-channels.
+
+    The weight is (out, in / groups, window...), or (in, out / groups, window...). A group is a product of its own.
+    """
+    here, there = (given, made) if transposed else (made, given)  # the side of weight[0], the side of weight[1]
+    channels = 1 - len(weight)
+    groups = max(1, there[channels] // max(1, weight[1]))
+    places, own, window = math.prod(here) // max(1, here[channels]), here[channels] // groups, math.prod(weight[1:])
+    return ProductSizes(groups, places, window, own) if transposed else ProductSizes(groups, places, own, window)
 
 
 def transposed(call: Call) -> bool:

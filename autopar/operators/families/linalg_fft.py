@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from autopar.operators.call import Call, Local
-from autopar.operators.flops import Product
+from autopar.operators.flops import Product, ProductSizes
 from autopar.operators.pattern_text import term
 from autopar.operators.rule import OpSharding, Rule, op
 
@@ -37,8 +37,10 @@ def powers(call: Call, local: Local) -> list[Product]:
     """Squares, and products of squares."""
     matrix, n = local.operands[0], abs(call.number("n"))
     count = n.bit_length() + n.bit_count() - 2 if n else 0
-    itself = frozenset({0})
-    return [Product(flops=2 * math.prod(matrix) * matrix[-1], left=itself, right=itself) for _ in range(count)]
+    itself, side = frozenset({0}), matrix[-1]
+    return [
+        Product(sizes=ProductSizes(math.prod(matrix[:-2]), side, side, side), left=itself, right=itself) for _ in range(count)
+    ]
 
 
 TABLE: dict[str, Rule] = {

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from autopar.ir.program import Argument
 from autopar.operators import padding
 from autopar.operators.call import Call, Local
-from autopar.operators.facts import Autocast, Mixed, says
+from autopar.operators.facts import Autocast, Mixed, OpKind, says
 from autopar.operators.pattern_text import dims, term
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, always, op
 
@@ -207,29 +207,40 @@ TABLE: dict[str, Rule] = {
     "aten._safe_softmax.default": op("... n@dim! ... -> ... n@dim! ...", distributed=[SAFE_SOFTMAX]),
     # over the last dims
     "aten.layer_norm.default": op(
-        normalised, local=normalised_here, distributed=[LAYER_NORM], padding=padding.finite, autocast=Autocast.FP32, says=NORM
+        normalised,
+        local=normalised_here,
+        distributed=[LAYER_NORM],
+        padding=padding.finite,
+        autocast=Autocast.FP32,
+        says=NORM,
+        kind=OpKind.NORM,
     ),
-    "aten.native_layer_norm.default": op(normalised, autocast=Autocast.FP32, mixed=Mixed.FP32),
+    "aten.native_layer_norm.default": op(normalised, kind=OpKind.NORM, autocast=Autocast.FP32, mixed=Mixed.FP32),
     "aten.rms_norm.default": op(
         normalised,
         local=normalised_here,
         distributed=[RMS_NORM],
         padding=padding.finite,
         autocast=Autocast.FP32,
+        kind=OpKind.NORM,
         mixed=Mixed.FP32,
         says=NORM,
     ),
-    "aten._fused_rms_norm.default": op(normalised),
+    "aten._fused_rms_norm.default": op(normalised, kind=OpKind.NORM),
     # over groups of channels
     "aten.group_norm.default": op(
         "b (g=num_groups c!) [d0!] ...!, (g c!), (g c!) -> b (g c!) [d0!] ...!",
         local=groups,
         distributed=[GROUP_NORM, GROUP_NORM_CHANNELS],
+        kind=OpKind.NORM,
         autocast=Autocast.FP32,
         says=says("norm", b="batch", g="groups of channels"),
     ),
     "aten.native_group_norm.default": op(
-        "b (g=group c!) [d0!] ...!, (g c!), (g c!) -> b (g c!) [d0!] ...!, b g, b g", local=native_groups, mixed=Mixed.FP32
+        "b (g=group c!) [d0!] ...!, (g c!), (g c!) -> b (g c!) [d0!] ...!, b g, b g",
+        local=native_groups,
+        kind=OpKind.NORM,
+        mixed=Mixed.FP32,
     ),
     # over the batch
     "aten.batch_norm.default": op(
@@ -237,19 +248,21 @@ TABLE: dict[str, Rule] = {
         distributed=[BATCH_NORM, BATCH_NORM_PLANES],
         writes="running_mean running_var",
         training="training",
+        kind=OpKind.NORM,
         mixed=Mixed.FP32,
         says=says("norm", b="batch", c="channels"),
     ),
-    "aten.native_batch_norm.default": op(batch_norm, writes="running_mean running_var", training="training"),
-    "aten._native_batch_norm_legit.default": op(batch_norm),
-    "aten._native_batch_norm_legit.no_stats": op(batch_norm),
-    "aten._native_batch_norm_legit_no_training.default": op(batch_norm),
+    "aten.native_batch_norm.default": op(batch_norm, writes="running_mean running_var", training="training", kind=OpKind.NORM),
+    "aten._native_batch_norm_legit.default": op(batch_norm, kind=OpKind.NORM),
+    "aten._native_batch_norm_legit.no_stats": op(batch_norm, kind=OpKind.NORM),
+    "aten._native_batch_norm_legit_no_training.default": op(batch_norm, kind=OpKind.NORM),
     # over the plane of each channel
     "aten.instance_norm.default": op(
         instance_norm,
         distributed=[INSTANCE_NORM],
         writes="running_mean running_var",
         training="use_input_stats",
+        kind=OpKind.NORM,
         mixed=Mixed.FP32,
     ),
     # of each slice of a tensor

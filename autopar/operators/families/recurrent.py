@@ -6,7 +6,7 @@ import math
 
 from autopar.operators.call import Call, Local
 from autopar.operators.facts import Autocast, Mixed, OpKind
-from autopar.operators.flops import Product
+from autopar.operators.flops import Product, ProductSizes
 from autopar.operators.pattern_text import unread
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
 
@@ -82,7 +82,7 @@ def gate_products(call: Call, local: Local) -> list[Product]:
     first = first_layer(call, len(matrices))
     return [
         Product(
-            flops=2 * steps * math.prod(local.operands[p]),
+            sizes=ProductSizes(1, steps, *local.operands[p]),
             left=frozenset({0}) if place in first else everything,
             right=frozenset({p}),
         )
@@ -102,7 +102,7 @@ def cell_products(call: Call, local: Local) -> list[Product]:
     given = 0, 1
     rows_of = math.prod(local.operands[0][:-1])
     return [
-        Product(flops=2 * rows_of * math.prod(local.operands[w]), left=frozenset({x}), right=frozenset({w}))
+        Product(sizes=ProductSizes(1, rows_of, *local.operands[w]), left=frozenset({x}), right=frozenset({w}))
         for x, w in zip(given, weights, strict=True)
     ]
 

@@ -1,0 +1,53 @@
+"""What a device reaches of its peaks: coefficients of the laws in `autopar.cost_models.kernels`, as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.errors import MeshError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductRate:
+    """How fast a device multiplies matrices, tile by tile. Raises MeshError for numbers that no device has."""
+
+    processors: int  # that compute a tile each at the same time: streaming multiprocessors
+    fraction: float  # of the peak, which long full waves reach, as powered and clocked (g)
+    wave: float  # seconds of a wave of tiles of 128 x 256 beside their arithmetic: filling, storing; by area for others (w)
+    source: str
+
+    def __post_init__(self) -> None:
+        positive("a product's", {"number of processors": self.processors, "fraction of the peak": self.fraction})
+        positive("a product's", {"wave": self.wave}, zero=True)
+        if self.fraction > 1:
+            raise MeshError(f"a product's fraction of the peak is at most 1, not {self.fraction}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRate:
+    """How fast a device runs fused attention. Raises MeshError for numbers that no device has."""
+
+    forward: Mapping[int, float]  # head dim -> operations per second over long sequences in half precision (R)
+    backward: Mapping[int, float]
+    start: tuple[float, float]  # keys at which half of that is reached: not causal, causal (S0)
+    source: str
+
+    def __post_init__(self) -> None:
+        for rates in (self.forward, self.backward):
+            positive("attention's", {f"rate at head dim {dim}": rate for dim, rate in rates.items()})
+            if not rates:
+                raise MeshError("attention needs a rate for at least one head dim, forward and backward")
+        positive("attention's", dict(zip(("start", "causal start"), self.start, strict=True)), zero=True)
+
+
+def positive(whose: str, numbers: Mapping[str, float], *, zero: bool = False) -> None:
+    """Raise MeshError for a number that is negative, infinite, not a number or, unless allowed, zero."""
+    for name, number in numbers.items():
+        if not (math.isfinite(number) and (number > 0 or (zero and number == 0))):
+            kind = "nonnegative" if zero else "positive"
+            raise MeshError(f"{whose} {name} is {number}, not a {kind} finite number")
+
+
+__all__ = ["AttentionRate", "ProductRate", "positive"]
