@@ -4,14 +4,19 @@
     python -m autopar.explain train.py:build --mesh 2,2 --device machine.json
 
 Every distinct operator of the model runs forward and backward at the shapes that it has on one of the processes under data
-parallelism, all processes at the same time, one thread each; so do gloo's collectives, in groups of every size that divides the
-number of processes. An operator's rate is its work (`cost_models.compute`) over its time; operators that were not measured are
-priced by the roofline. The file can be read and edited.
+parallelism, all processes at the same time; so do collectives, in groups of every size that divides the number of processes.
+The file can be read and edited.
+
+On a CPU, one thread each and gloo, an operator gets a rate: its work (`cost_models.compute`) over its time. Operators that were
+not measured are priced by the roofline. With --cuda, a GPU each and NCCL, the times become the coefficients of kernels' laws
+(`cost_models.kernels`): products and attention over several lengths, shares of the memory bandwidth, and what computing loses
+beside a message; so a profile of one model prices others, and other sizes. The GPU must be in the catalog, for its peaks.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import platform
 import statistics
 import sys
@@ -25,14 +30,15 @@ import torch
 
 from autopar.analysis.analysis import analyse
 from autopar.cost_models import catalog
-from autopar.cost_models.compute import pricer
+from autopar.cost_models.kernel_fit import interference
+from autopar.cost_models.kernel_profile import Kernel, fitted, probes
 from autopar.cost_models.optimizers import optimizer
 from autopar.cost_models.profile_file import measured_link, save
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, MeshError
 from autopar.explain.cli_arguments import built
 from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Device, Link, Mesh
-from autopar.ir.program import Op, Program
+from autopar.ir.program import Op, Program, Value
 from autopar.operators import OpSharding, localise, view_of, writes
 from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
@@ -43,6 +49,7 @@ from autopar.runtime.workers import WorkerPool
 from autopar.search_space.assignment import Assignment
 
 BYTES = tuple(1 << power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
+GPU_BYTES = tuple(1 << power for power in range(14, 31, 2))  # 16 KiB to 1 GiB
 OPTIMIZERS = ("adamw", "sgd")
 
 
@@ -61,11 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("targets", nargs="+", metavar="TARGET", help="file.py:function or package.module:function")
     parser.add_argument("--processes", type=int, default=2, help="number of processes that run at the same time (2)")
+    parser.add_argument("--cuda", action="store_true", help="measure this machine's GPUs, one for each process")
     parser.add_argument("--save", required=True, metavar="FILE.json")
     options = parser.parse_args(arguments)
     try:
         programs = [read_program(*built(target)).program for target in options.targets]
-        save(profile(programs, options.processes), options.save)
+        measure = gpu_profile if options.cuda else profile
+        save(measure(programs, options.processes), options.save)
     except AutoparError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -86,19 +95,84 @@ def profile(programs: Sequence[Program], processes: int) -> Device:
     return _device(timed, job, found)
 
 
+def gpu_profile(programs: Sequence[Program], processes: int) -> Device:
+    """The device that is measured with `processes` GPUs of this machine running the operators of some programs.
+
+    Raises MeshError where there are fewer GPUs, or where they are not in the catalog.
+    """
+    count = torch.cuda.device_count()
+    if count < processes:
+        raise MeshError(
+            f"a profile of {processes} GPUs on a machine that has {count}",
+            fix="--processes with the number of GPUs" if count else "a profile of the CPU, without --cuda",
+        )
+    base = catalog.device(None)
+    found = gpu_kernels(programs, processes, base)
+    job = Job(
+        operators=Operators.of(kernel.op.target for kernel in found), calls=tuple(map(_call, found)),
+        groups=tuple(size for size in range(2, processes + 1) if processes % size == 0), bytes=GPU_BYTES,
+        optimizers=OPTIMIZERS, parameters=tuple(p.value.shape for p in programs[0].parameters), accelerator=True,
+    )  # fmt: skip
+    with WorkerPool(processes, preload=["autopar.runtime.benchmark"]) as pool:
+        times = [one for one in pool.run("autopar.runtime.benchmark:times", job, timeout=1800) if isinstance(one, Times)]
+    return gpu_device(found, job, times, base, torch.cuda.get_device_properties(0).multi_processor_count)
+
+
+def gpu_kernels(programs: Sequence[Program], processes: int, base: Device) -> list[Kernel]:
+    """What is timed on a GPU: the operators of some programs, and what a fit needs beside them."""
+    calls: dict[TimedCall, Kernel] = {}
+    for program in programs:
+        for op, values in _local_ops(program, processes, base):
+            kernel = Kernel.of(op, values, base)
+            calls.setdefault(_call(kernel), kernel)
+    own = list(calls.values())
+    return [*own, *probes(own, base)]
+
+
+def gpu_device(kernels: Sequence[Kernel], job: Job, found: Sequence[Times], base: Device, processors: int) -> Device:
+    """The device of these times, each the mean over the processes."""
+    seconds = [
+        (statistics.fmean(times.calls[place][0] for times in found), statistics.fmean(times.calls[place][1] for times in found))
+        for place in range(len(kernels))
+    ]
+    device = fitted(kernels, seconds, base, processors)
+    beside = [times.beside for times in found if times.beside]
+    lost = statistics.fmean(interference(*times) for times in beside) if beside else base.interference
+    return dataclasses.replace(
+        device,
+        name=f"{base.name}, {len(found)} processes measured",
+        interference=lost,
+        rates=_optimizer_rates(job, found),
+        links={size: _link(size, job, found, device.source) for size in job.groups},
+    )
+
+
+def _call(kernel: Kernel) -> TimedCall:
+    specs = tuple((value.shape, value.dtype, value.requires_grad) for value in kernel.given)
+    return TimedCall(target=kernel.op.target, args=kernel.op.args, kwargs=kernel.op.kwargs, operands=specs)
+
+
 def _operators(program: Program, processes: int) -> Iterator[Timed]:
-    """The operators of a program that take time, at the local shapes of data parallelism."""
-    mesh = connected_mesh((processes,), Options(device="cpu"))
-    plan = plan_program(program, mesh, Options(device="cpu", strategy="ddp" if processes > 1 else "auto"))
+    """The operators of a program that take time, with their work, on a CPU."""
+    device = catalog.device("cpu", processes)
+    for op, values in _local_ops(program, processes, device):
+        kernel = Kernel.of(op, values, device)
+        work = kernel.price.amount(kernel.work(0)), kernel.price.amount(kernel.work(1))
+        yield Timed(call=_call(kernel), work=work)
+
+
+def _local_ops(program: Program, processes: int, device: Device) -> Iterator[tuple[Op, dict[str, Value]]]:
+    """The operators of a program that take time, at the local shapes of data parallelism, with their operands."""
+    mesh = connected_mesh((processes,), Options(device=device))
+    plan = plan_program(program, mesh, Options(device=device, strategy="ddp" if processes > 1 else "auto"))
     analysis = analyse(program, mesh)
     chosen = resolve(plan, program, analysis.fits)
-    assert mesh.device is not None
     for op in program.ops:
         if not view_of(op, program.values) and not writes(op):
             yield _local(op, analysis.fits[op.name], program, chosen, mesh)
 
 
-def _local(op: Op, fitted: OpSharding | None, program: Program, chosen: Assignment, mesh: Mesh) -> Timed:
+def _local(op: Op, fitted: OpSharding | None, program: Program, chosen: Assignment, mesh: Mesh) -> tuple[Op, dict[str, Value]]:
     candidate, values = chosen.ops[op.name], program.values
     inside = [local_shape(values[n].shape, x, mesh.sizes) for n, x in zip(op.operands, candidate.operands, strict=True)]
     outside = [local_shape(r.shape, x, mesh.sizes) for r, x in zip(op.results, candidate.results, strict=True)]
@@ -107,11 +181,9 @@ def _local(op: Op, fitted: OpSharding | None, program: Program, chosen: Assignme
         if kind == "S":
             parts[factor] *= size
     args, kwargs = localise(op, fitted, inside, outside, parts) if fitted else (op.args, op.kwargs)
-    specs = tuple((s, values[n].dtype, values[n].requires_grad) for s, n in zip(inside, op.operands, strict=True))
-    assert mesh.device is not None
-    price = pricer(op, values, mesh.device)
-    work = price.amount(price.forward(inside, outside)), price.amount(price.gradient(inside, outside))
-    return Timed(call=TimedCall(target=op.target, args=args, kwargs=kwargs, operands=specs), work=work)
+    results = tuple(dataclasses.replace(r, shape=s) for r, s in zip(op.results, outside, strict=True))
+    local = {n: dataclasses.replace(values[n], shape=s) for s, n in zip(inside, op.operands, strict=True)}
+    return dataclasses.replace(op, args=args, kwargs=kwargs, results=results), local
 
 
 def _device(timed: Sequence[Timed], job: Job, found: Sequence[Times]) -> Device:
@@ -123,10 +195,7 @@ def _device(timed: Sequence[Timed], job: Job, found: Sequence[Times]) -> Device:
         for slot, value in enumerate((*one.work, *seconds)):
             work[one.call.target][slot] += value
     rates = {target: (_rate(w[0], w[2]), _rate(w[1], w[3])) for target, w in sorted(work.items()) if w[0] and w[2]}
-    total = sum(4 * torch.Size(shape).numel() for shape in job.parameters)
-    for name in job.optimizers:
-        seconds_of = statistics.fmean(times.optimizers[name] for times in found)
-        rates[f"optimizer.{name}"] = total * optimizer(name).moved / seconds_of, 0.0
+    rates |= _optimizer_rates(job, found)
     source = (
         f"measured {date.today()} on {platform.machine()}, {base.source}; torch {torch.__version__}, gloo, "
         f"{len(found)} processes at the same time"
@@ -136,6 +205,15 @@ def _device(timed: Sequence[Timed], job: Job, found: Sequence[Times]) -> Device:
         name=f"cpu, {len(found)} processes measured", flops=base.flops, memory=base.memory, bandwidth=base.bandwidth,
         launch=base.launch, inner="gloo", outer="gloo", per_node=len(found), source=source, rates=rates, links=links,
     )  # fmt: skip
+
+
+def _optimizer_rates(job: Job, found: Sequence[Times]) -> dict[str, tuple[float, float]]:
+    """Bytes per second that a step of each optimizer moves."""
+    total, rates = sum(4 * torch.Size(shape).numel() for shape in job.parameters), dict[str, tuple[float, float]]()
+    for name in job.optimizers:
+        seconds = statistics.fmean(times.optimizers[name] for times in found)
+        rates[f"optimizer.{name}"] = total * optimizer(name).moved / seconds, 0.0
+    return rates
 
 
 def _rate(work: float, seconds: float) -> float:

@@ -4,6 +4,12 @@
  "device": {"flops": {"float32": 5.1e10}, "memory": 6e9, "bandwidth": 8e9, "launch": 2e-6},
  "rates": {"aten.linear.default": [4.8e10, 4.1e10], ...},                    operations or bytes per second: forward, backward
  "links": {"2": {"all_reduce": [0.0003, 1.2e-9], ...}, ...}}       by the size of a group: seconds if empty, and per byte
+
+Of a GPU there are also coefficients of kernels' laws (`kernels`), in the place of rates:
+
+ "product": {"processors": 132, "fraction": 0.66, "wave": 5e-06},
+ "attention": {"forward": {"128": 3.6e14}, "backward": {"128": 3.2e14}, "start": [200, 510]},
+ "achieved": {"stream": [0.85, 0.85], "norm": [0.52, 0.23]}, "interference": 0.45
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autopar.errors import MeshError
+from autopar.ir.kernel_rates import AttentionRate, ProductRate, positive
 from autopar.ir.mesh import Device, Link, Seconds
 
 
@@ -24,6 +31,7 @@ def save(device: Device, path: str | Path) -> None:
         "device": {
             "flops": dict(device.flops), "memory": device.memory, "bandwidth": device.bandwidth, "launch": device.launch,
         },
+        **_kernels(device),
         "rates": {name: list(rates) for name, rates in device.rates.items()},
         "links": {
             str(size): {kind: list(line) for kind, line in link.lines.items()} for size, link in device.links.items()
@@ -46,6 +54,9 @@ def load(path: str | Path) -> Device:
             bandwidth=float(held["bandwidth"]), launch=float(held["launch"]), inner="gloo", outer="gloo",
             per_node=max([1, *links]), source=source, links=links,
             rates={str(name): (float(there), float(back)) for name, (there, back) in data["rates"].items()},
+            interference=float(data.get("interference", 1.0)), achieved=_pairs(data.get("achieved", {})),
+            product=_product(data["product"], source) if "product" in data else None,
+            attention=_attention(data["attention"], source) if "attention" in data else None,
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise MeshError(
@@ -55,8 +66,43 @@ def load(path: str | Path) -> Device:
         ) from error
 
 
+def _kernels(device: Device) -> dict[str, object]:
+    """What kernels reach, as far as it is known."""
+    found: dict[str, object] = {}
+    if product := device.product:
+        found["product"] = {"processors": product.processors, "fraction": product.fraction, "wave": product.wave}
+    if attention := device.attention:
+        found["attention"] = {
+            "forward": {str(dim): rate for dim, rate in attention.forward.items()},
+            "backward": {str(dim): rate for dim, rate in attention.backward.items()},
+            "start": list(attention.start),
+        }
+    if device.achieved:
+        found["achieved"] = {kind: list(shares) for kind, shares in device.achieved.items()}
+    return found | ({"interference": device.interference} if device.interference != 1 else {})
+
+
+def _product(data: Mapping[str, float], source: str) -> ProductRate:
+    return ProductRate(
+        processors=int(data["processors"]), fraction=float(data["fraction"]), wave=float(data["wave"]), source=source
+    )
+
+
+def _attention(data: Mapping[str, Mapping[str, float]], source: str) -> AttentionRate:
+    forward, backward = ({int(dim): float(rate) for dim, rate in data[way].items()} for way in ("forward", "backward"))
+    plain, causal = map(float, data["start"])
+    return AttentionRate(forward=forward, backward=backward, start=(plain, causal), source=source)
+
+
+def _pairs(data: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    return {str(kind): (float(there), float(back)) for kind, (there, back) in data.items()}
+
+
 def measured_link(size: int, lines: Mapping[str, tuple[Seconds, Seconds]], source: str) -> Link:
     """The link of groups of this size; its latency and bandwidth, for people, are those of the all-gather."""
+    for kind, (empty, per_byte) in lines.items():
+        positive(f"a measured {kind}'s", {"time of no bytes": empty}, zero=True)
+        positive(f"a measured {kind}'s", {"time per byte": per_byte})
     empty, per_byte = lines["all_gather"]
     return Link(
         name=f"measured, groups of {size}", latency=empty, bandwidth=(size - 1) / size / per_byte, source=source, lines=lines

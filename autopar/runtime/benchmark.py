@@ -1,4 +1,7 @@
-"""Measured times of operators, collectives and optimizers, while all workers run the same: they share cores and memory."""
+"""Measured times of operators, collectives and optimizers, while all workers run the same: they share cores and memory.
+
+On accelerators each worker has one of its own, NCCL sends, and a measurement ends when the device is done.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,9 @@ OperandSpec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, require
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ENOUGH: Seconds = 0.02  # duration of one measurement, for which the operation is repeated
 ROUNDS = 5  # measurements, of which the median is taken
+LARGE = 8192  # side of the square matrices that are multiplied beside an all-gather,
+PRODUCTS = 10  # so many times, which takes longer than
+GATHERED = 1 << 28  # gathering so many bytes
 SIDE = 384  # of the square matrices multiplied between collectives, which takes a millisecond or two
 
 
@@ -44,50 +50,73 @@ class Job:
     bytes: tuple[Bytes, ...]
     optimizers: tuple[str, ...]
     parameters: tuple[tuple[int, ...], ...]
+    accelerator: bool = False  # CUDA devices, one for each process
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are."""
+        return torch.device("cuda", dist.get_rank()) if self.accelerator else torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds: forward and backward of each call, of collectives by (group size, kind, bytes), of a step of each optimizer."""
+    """Seconds: forward and backward of each call, of collectives by (group size, kind, bytes), of a step of each optimizer.
+
+    `beside` is of accelerators only: a product, an all-gather among all, and the two side by side.
+    """
 
     calls: tuple[tuple[Seconds, Seconds], ...]
     collectives: dict[tuple[int, str, Bytes], Seconds]
     optimizers: dict[str, Seconds]
+    beside: tuple[Seconds, Seconds, Seconds] | None = None
 
 
 def times(job: Job) -> Times:
     """Measure on this rank of a gloo group; all ranks call it with the same job."""
     job.operators.unpack()
+    if job.accelerator:
+        torch.cuda.set_device(job.device)
     return Times(
-        calls=tuple(map(_call, job.calls)),
+        calls=tuple(_call(call, job.device) for call in job.calls),
         collectives=dict(_collectives(job)),
-        optimizers={name: _optimizer(name, job.parameters) for name in job.optimizers},
+        optimizers={name: _optimizer(name, job.parameters, job.device) for name in job.optimizers},
+        beside=_beside(job) if job.accelerator and job.groups else None,
     )
+
+
+def _finish() -> None:
+    """Wait until the accelerator is done, if this process uses one."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
 
 
 def repeated(run: Callable[[], object]) -> Seconds:
     """The median time of one call."""
     run()
+    _finish()
     begin = time.perf_counter()
     run()
+    _finish()
     count = max(1, round(ENOUGH / max(time.perf_counter() - begin, 1e-7)))
     found = []
     for _ in range(ROUNDS):
         begin = time.perf_counter()
         for _ in range(count):
             run()
+        _finish()
         found.append((time.perf_counter() - begin) / count)
     return statistics.median(found)
 
 
-def _call(call: TimedCall) -> tuple[Seconds, Seconds]:
-    operands = [_tensor(*spec) for spec in call.operands]
+def _call(call: TimedCall, device: torch.device) -> tuple[Seconds, Seconds]:
+    operands = [_tensor(*spec, device) for spec in call.operands]
     wanted = [tensor for tensor in operands if tensor.requires_grad]
     target = overload(call.target)
 
     def forward() -> list[torch.Tensor]:
         feed = iter(operands)
-        out = target(*(_filled(a, feed) for a in call.args), **{name: _filled(a, feed) for name, a in call.kwargs})
+        args = (_filled(a, feed, device) for a in call.args)
+        out = target(*args, **{name: _filled(a, feed, device) for name, a in call.kwargs})
         found = [out] if isinstance(out, torch.Tensor) else list(out)
         return [tensor for tensor in found if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
 
@@ -100,41 +129,45 @@ def _call(call: TimedCall) -> tuple[Seconds, Seconds]:
     return there, max(both - there, 0.0)
 
 
-def _tensor(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, device: torch.device) -> torch.Tensor:
     """A tensor of numbers between 1 and 2; zeros for integers, which may be indices."""
     if dtype.is_floating_point or dtype.is_complex:
-        return (1 + torch.rand(shape, dtype=dtype)).requires_grad_(requires_grad)
-    return torch.ones(shape, dtype=dtype) if dtype is torch.bool else torch.zeros(shape, dtype=dtype)
+        return (1 + torch.rand(shape, dtype=dtype, device=device)).requires_grad_(requires_grad)
+    return torch.full(shape, int(dtype is torch.bool), dtype=dtype, device=device)
 
 
-def _filled(argument: Argument, feed: Iterator[torch.Tensor]) -> object:
+def _filled(argument: Argument, feed: Iterator[torch.Tensor], device: torch.device) -> object:
     if isinstance(argument, Ref):
         return next(feed)
     if isinstance(argument, tuple):
-        return [_filled(part, feed) for part in argument]
-    return torch.device("cpu") if isinstance(argument, torch.device) else argument
+        return [_filled(part, feed, device) for part in argument]
+    return device if isinstance(argument, torch.device) else argument
 
 
 def _collectives(job: Job) -> Iterator[tuple[tuple[int, str, Bytes], Seconds]]:
     world, rank = dist.get_world_size(), dist.get_rank()
     for size in job.groups:
-        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+        backend = "nccl" if job.accelerator else None
+        groups = [dist.new_group(list(range(first, first + size)), backend=backend) for first in range(0, world, size)]
         group = groups[rank // size]
         axis = Axis(name="measured", size=size, index=rank % size, group=str(group.group_name))
         for kind in KINDS:
             for count in job.bytes:
                 given = count // size if kind == "all_gather" else count
-                x = torch.ones(max(size, given // 4 // size * size), dtype=torch.float32)
-                yield (size, kind, count), _agreed(functools.partial(PRIMITIVES[kind], x, axis, SplitPosition()), count)
+                x = torch.ones(max(size, given // 4 // size * size), dtype=torch.float32, device=job.device)
+                yield (
+                    (size, kind, count),
+                    _agreed(functools.partial(PRIMITIVES[kind], x, axis, SplitPosition()), count, job.device),
+                )
 
 
-def _agreed(run: Callable[[], object], count: Bytes) -> Seconds:
+def _agreed(run: Callable[[], object], count: Bytes, device: torch.device) -> Seconds:
     """The median time that a collective adds to a matrix product before it: in training ranks compute between them.
 
     Every rank repeats it equally often.
     """
     often = max(3, min(20, (1 << 22) // count))
-    factor = torch.ones(SIDE, SIDE)
+    factor = torch.ones(SIDE, SIDE, device=device)
 
     def both() -> None:
         factor @ factor
@@ -150,14 +183,45 @@ def _agreed(run: Callable[[], object], count: Bytes) -> Seconds:
 
 
 def _timed(run: Callable[[], object], often: int) -> Seconds:
+    _finish()
     begin = time.perf_counter()
     for _ in range(often):
         run()
+    _finish()
     return (time.perf_counter() - begin) / often
 
 
-def _optimizer(name: str, shapes: Sequence[tuple[int, ...]]) -> Seconds:
-    parameters = [torch.nn.Parameter(torch.rand(shape)) for shape in shapes]
+def _beside(job: Job) -> tuple[Seconds, Seconds, Seconds]:
+    """A product, an all-gather among all processes, and the product while the all-gather is under way."""
+    group = dist.new_group(backend="nccl")
+    factor = torch.ones(LARGE, LARGE, dtype=torch.float16, device=job.device)
+    part = torch.ones(GATHERED // dist.get_world_size(), dtype=torch.uint8, device=job.device)
+    whole = torch.empty(part.numel() * dist.get_world_size(), dtype=torch.uint8, device=job.device)
+
+    def gather() -> None:
+        work = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
+        if work is not None:
+            work.wait()
+
+    def both() -> None:
+        work = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
+        for _ in range(PRODUCTS):
+            factor @ factor
+        if work is not None:
+            work.wait()
+
+    def products() -> None:
+        for _ in range(PRODUCTS):
+            factor @ factor
+
+    for run in (products, gather, both):
+        run()
+    alone, sent, together = (statistics.median(_timed(run, 3) for _ in range(ROUNDS)) for run in (products, gather, both))
+    return alone, sent, together
+
+
+def _optimizer(name: str, shapes: Sequence[tuple[int, ...]], device: torch.device) -> Seconds:
+    parameters = [torch.nn.Parameter(torch.rand(shape, device=device)) for shape in shapes]
     for parameter in parameters:
         parameter.grad = torch.rand_like(parameter)
     optimizer: torch.optim.Optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](parameters, lr=1e-3)
