@@ -67,7 +67,8 @@ def comparison(found: Sequence[Compared], chosen: str) -> Iterator[Part]:
             continue
         plan = entry.plan
         sent = seconds_of(plan.collectives)
-        times = map(milliseconds, (plan.step_time, plan.step_time - sent, sent))
+        exposed = sent - plan.breakdown.hidden
+        times = map(milliseconds, (plan.step_time, plan.step_time - exposed, exposed))
         size = size_text(bytes_of(plan.collectives))
         table.add_row(name, *times, size, size_text(plan.peak_memory), _relative(plan, auto) if entry.strategy != AUTO else "")
     yield table

@@ -94,11 +94,11 @@ class Difference:
 
     @property
     def parts(self) -> tuple[Total, ...]:
-        """The step time, split into compute and communication."""
+        """The step time, split into compute and the communication that it does not hide."""
         old, new = self.old, self.new
         return (
-            Total(name="compute", unit="s", old=old.step_time - old.communication, new=new.step_time - new.communication),
-            Total(name="communication", unit="s", old=old.communication, new=new.communication),
+            Total(name="compute", unit="s", old=old.step_time - old.exposed, new=new.step_time - new.exposed),
+            Total(name="communication", unit="s", old=old.exposed, new=new.exposed),
         )
 
     @property

@@ -53,6 +53,7 @@ class Summary:
     collectives: tuple[CommunicationTotal, ...]
     stored: Mapping[str, str]
     runs: Mapping[str, str]
+    hidden: Seconds = 0.0  # of the communication, by which the step is shorter
 
     @property
     def bytes_sent(self) -> Bytes:
@@ -63,6 +64,11 @@ class Summary:
     def communication(self) -> Seconds:
         """Total time of the collectives of a step."""
         return sum(entry.seconds for entry in self.collectives)
+
+    @property
+    def exposed(self) -> Seconds:
+        """What the step takes of that time: the rest is hidden behind compute."""
+        return self.communication - self.hidden
 
     @property
     def mesh(self) -> str:
@@ -91,11 +97,14 @@ class Summary:
             collectives=sent,
             stored=stored,
             runs={op: ", ".join(words) for op, words in plan.breakdown.runs.items()},
+            hidden=plan.breakdown.hidden,
         )
 
     def to_data(self) -> dict[str, object]:
         """The summary as JSON has it."""
         data = asdict(self)
+        if not self.hidden:
+            del data["hidden"]
         for entry in data["collectives"]:
             entry["pass"] = entry.pop("where")
         return {**data, "stored": fold(self.stored), "runs": fold(self.runs)}
@@ -126,6 +135,7 @@ class Summary:
             ),
             stored=unfold(found["stored"]),
             runs=unfold(found["runs"]),
+            hidden=float(found.get("hidden", 0.0)),
         )
 
 

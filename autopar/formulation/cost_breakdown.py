@@ -42,8 +42,10 @@ PURPOSE = {
 }  # fmt: skip
 
 
-def account(memory_model: MemoryModel, chosen: Assignment, events: Sequence[StepEvent], limit: CostParameter) -> CostBreakdown:
-    """The breakdown of an assignment, whose step has these events; `limit` is the budget."""
+def account(
+    memory_model: MemoryModel, chosen: Assignment, events: Sequence[StepEvent], hidden: Seconds, limit: CostParameter
+) -> CostBreakdown:
+    """The breakdown of an assignment, whose step has these events, so many seconds of them hidden; `limit` is the budget."""
     prices, analysis = memory_model.formulated.prices, memory_model.formulated.analysis
     moment = int(memory_model.liveness.walk(chosen).argmax())
     held, forward, backward = memory_model.held(chosen, moment), _by_name(events, "forward"), _by_name(events, "backward")
@@ -63,6 +65,7 @@ def account(memory_model: MemoryModel, chosen: Assignment, events: Sequence[Step
         tied={name: p.value.name for p in analysis.program.parameters for name in p.names if name != p.value.name},
         copies=analysis.copies,
         offload=offload,
+        hidden=hidden,
     )
 
 
@@ -87,6 +90,8 @@ def _figures(program: Program, mesh: Mesh, optimizer: Optimizer, offload: bool) 
     yield CostParameter(of=DEVICE, name="memory", value=device.memory, unit="B", source=source)
     yield CostParameter(of=DEVICE, name="memory bandwidth", value=device.bandwidth, unit="B/s", source=source)
     yield CostParameter(of=DEVICE, name="kernel launch", value=device.launch, unit="s", source=source)
+    if device.interference < 1:
+        yield CostParameter(of=DEVICE, name="interference", value=device.interference, unit="", source=source)
     if offload and device.host:
         yield CostParameter(
             of=DEVICE, name="host bandwidth", value=device.host.bandwidth, unit="B/s", source=device.host.source

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from autopar.analysis.analysis import Analysis
 from autopar.analysis.repeated_blocks import ValueClass
 from autopar.analysis.weight_buckets import weight_buckets
+from autopar.formulation.overlap import Sent
+from autopar.formulation.overlap_loads import GRADIENT, REGATHER, OverlapLoads
 from autopar.formulation.prices import Prices, added_up
 from autopar.ir.conversion import CONVERSIONS
 from autopar.search_space.buckets import TOGETHER, shared
@@ -18,7 +19,7 @@ from autopar.search_space.layout_graph import LayoutGraph
 from autopar.search_space.strategies import StrategyConstraints
 from autopar.solver.problem import ChargeTrigger, Edge, FixedCharge, Ints
 
-GRADIENT, REGATHER = 0, 1  # places in `Edge.conditional_costs`: gradients on their way back, weights that are gathered again
+SENT: Mapping[int | None, Sent] = {None: "gather", REGATHER: "regather", GRADIENT: "reduce"}
 
 
 def fixed_charges(
@@ -28,6 +29,7 @@ def fixed_charges(
     values: Sequence[ValueClass],
     spaces: Sequence[LayoutGraph],
     constraints: StrategyConstraints,
+    loads: OverlapLoads | None = None,
 ) -> Iterator[FixedCharge]:
     """The latency of every message in which the weights of a bucket may travel, buckets of alike weights together.
 
@@ -38,17 +40,18 @@ def fixed_charges(
     """
     place = {member: i for i, found in enumerate(values) for member in found.members}
     kinds = [_kinds(edge, graph) for edge, graph in zip(edges, spaces, strict=True)]
-    groups = {
-        moved: Counter(frozenset(place[name] for name in names) for names in weight_buckets(analysis.program, moved=moved))
-        for moved in (False, True)
-    }
+    groups: dict[bool, dict[frozenset[int], list[str]]] = {False: {}, True: {}}  # the first weight of each bucket of a group
+    for moved, alike in groups.items():
+        for names in weight_buckets(analysis.program, moved=moved):
+            alike.setdefault(frozenset(place[name] for name in names), []).append(names[0])
+    charges = itertools.count()
     axes = range(len(prices.mesh.sizes))
     for (number, (forward, backward)), axis, before in itertools.product(enumerate(CONVERSIONS.values()), axes, axes):
         if before and forward == "identity":
             continue
         sent = [(forward, None), (forward, REGATHER)] if forward in TOGETHER[0] else []
         sent += [(backward, GRADIENT)] if backward in TOGETHER[1] else []
-        for (group, count), (kind, condition) in itertools.product(groups[forward != "identity"].items(), sent):
+        for (group, buckets), (kind, condition) in itertools.product(groups[forward != "identity"].items(), sent):
             triggers = []
             for w in sorted(group):
                 edge, arcs = edges[w], (kinds[w][0] == axis) & (kinds[w][1] == number)
@@ -63,8 +66,11 @@ def fixed_charges(
                     triggers.append(ChargeTrigger(edge=w, consumers=consumers, arcs=arcs))
             together = constraints.once or (kind == backward and added_up(forward, backward))
             runs = 1 if together else analysis.program.runs
-            seconds = runs * count * prices.latency(kind, axis)
+            seconds = runs * len(buckets) * prices.latency(kind, axis)
             if triggers and seconds > 0:
+                if loads is not None:
+                    shares = loads.overlap.shares(buckets, SENT[condition], moved=forward != "identity")
+                    seconds = loads.charge(next(charges), seconds, axis, shares)
                 yield FixedCharge(name=f"{kind} over {prices.mesh.axes[axis]}", seconds=seconds, triggers=tuple(triggers))
 
 

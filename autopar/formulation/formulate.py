@@ -7,6 +7,7 @@ values                       ->  edges      the layout graph between the layouts
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
@@ -20,8 +21,10 @@ from autopar.analysis.weight_buckets import weight_buckets
 from autopar.cost_models.cost_model import CATALOG, CostModel
 from autopar.cost_models.optimizers import Optimizer
 from autopar.formulation.fixed_charges import fixed_charges
-from autopar.formulation.prices import Prices, arc_seconds, choice_seconds, recompute_seconds, ties
-from autopar.formulation.step_collectives import inside, returns
+from autopar.formulation.overlap import Overlap
+from autopar.formulation.overlap_loads import ArcPrices, OverlapLoads
+from autopar.formulation.prices import Prices, arc_seconds, end_seconds, op_class_seconds, ties
+from autopar.formulation.step_collectives import Phase, inside, returns
 from autopar.formulation.step_time import StepPrices
 from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, Conversion
 from autopar.ir.layout import Layout
@@ -94,6 +97,7 @@ class PlanningProblem:
                     )
                     for edge in self.problem.edges
                 ),
+                regions=tuple(region.mapped(lambda load: load.within(picks)) for region in self.problem.regions),
             ),
             candidates=tuple((found[pick],) for found, pick in zip(self.candidates, solution.picks, strict=True)),
         )  # fmt: skip
@@ -119,33 +123,25 @@ def formulate(
     place = {name: i for i, name in enumerate(lists)}
     reruns = _reruns(analysis)
     recast = _recast(analysis) if constraints.reshard_after_forward else frozenset[str]()
+    overlap = Overlap.of(analysis, mesh, once=constraints.once)
+    loads = OverlapLoads(overlap) if overlap else None
     choices = tuple(
-        Choice(
-            name=name,
-            seconds=choice_seconds(analysis, name, found, prices)
-            + _returning(analysis, name, found, prices)
-            + _inside(analysis, name, found, prices, "forward", "backward")
-            + (recompute_seconds(analysis, name, found, prices) if name in recast else 0.0),
-            tie=ties(analysis, name, found),
-            count=len(analysis.classes.members[name]),
-            recompute=recompute_seconds(analysis, name, found, prices) + _inside(analysis, name, found, prices, "forward")
-            if name in reruns - recast
-            else None,
-        )
-        for name, found in lists.items()
+        _choice(analysis, name, found, prices, rerun=name in reruns - recast, recast=name in recast, number=number, loads=loads)
+        for number, (name, found) in enumerate(lists.items())
     )
-    edges, values, spaces = [], [], []
+    edges: list[Edge] = []
+    values, spaces = [], []
     for value_class in analysis.classes.values:
         if value_class.consumers:
-            graph, edge = _edge(analysis, prices, value_class, lists, place, constraints)
+            graph, edge = _edge(analysis, prices, value_class, lists, place, constraints, len(edges), loads)
             edges.append(edge)
             values.append(value_class)
             spaces.append(graph)
-    found = tuple(fixed_charges(analysis, prices, edges, values, spaces, constraints))
+    found = tuple(fixed_charges(analysis, prices, edges, values, spaces, constraints, loads))
     return PlanningProblem(
         analysis=analysis,
         prices=prices,
-        problem=Problem(choices=choices, edges=tuple(edges), fixed_charges=found),
+        problem=Problem(choices=choices, edges=tuple(edges), fixed_charges=found, regions=loads.regions() if loads else ()),
         names=tuple(lists),
         candidates=tuple(map(tuple, lists.values())),
         edges=tuple(values),
@@ -153,6 +149,36 @@ def formulate(
         reruns=reruns,
         dropped=constraints.reshard_after_forward,
         once=constraints.once,
+    )
+
+
+def _choice(
+    analysis: Analysis,
+    name: str,
+    found: Sequence[Candidate],
+    prices: Prices,
+    *,
+    rerun: bool,
+    recast: bool,
+    number: int,
+    loads: OverlapLoads | None,
+) -> Choice:
+    """The choice of an op class, a given tensor or an output: whether it may run again, or is cast again in any case."""
+    tie, count = ties(analysis, name, found), len(analysis.classes.members[name])
+    if name not in analysis.program.op:
+        seconds = end_seconds(analysis, name, found, prices) + _returning(analysis, name, found, prices)
+        return Choice(name=name, seconds=seconds, tie=tie, count=count)
+    both, forward = op_class_seconds(analysis, name, found, prices)
+    again = forward if recast else 0.0
+    if loads is not None:
+        sent = dict(_inside_by_axis(analysis, name, found, prices))
+        loads.op(number, name, {False: forward, True: both - forward + again}, sent, forward if rerun else None)
+    return Choice(
+        name=name,
+        seconds=both + _inside(analysis, name, found, prices, "forward", "backward") + again,
+        tie=tie,
+        count=count,
+        recompute=forward + _inside(analysis, name, found, prices, "forward") if rerun else None,
     )
 
 
@@ -180,10 +206,12 @@ def _returning(analysis: Analysis, name: str, found: Sequence[Candidate], prices
     return analysis.program.runs * sum(message.seconds for message in back)
 
 
-def _inside(analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices, *passes: str) -> Floats | float:
-    """Seconds of what the candidates of an op class send inside in these passes, all members together."""
-    program, op = analysis.program, analysis.program.op.get(name)
-    if op is None or not any(distributed(analysis.fits[name], candidate) for candidate in found):
+def _inside(
+    analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices, *phases: Phase, axis: int | None = None
+) -> Floats | float:
+    """Seconds of what the candidates of an op class send inside in these phases, over one axis or all, all members together."""
+    program, op = analysis.program, analysis.program.op[name]
+    if not any(distributed(analysis.fits[name], candidate) for candidate in found):
         return 0.0
     differentiated = any(result.name in analysis.backward for result in op.results)
     times = program.runs * len(analysis.classes.members[name])
@@ -191,13 +219,24 @@ def _inside(analysis: Analysis, name: str, found: Sequence[Candidate], prices: P
         [
             sum(
                 message.seconds
-                for where in passes
-                if where == "forward" or differentiated
-                for message in inside(op, analysis.fits[name], candidate, program.values, prices, where)
+                for phase in phases
+                if phase == "forward" or differentiated
+                for message in inside(op, analysis.fits[name], candidate, program.values, prices, phase)
+                if axis in (None, message.axis)
             )
             for candidate in found
         ]
     )
+
+
+def _inside_by_axis(
+    analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices
+) -> Iterator[tuple[tuple[bool, int], Floats]]:
+    """Seconds of what the candidates of an op class send inside, by whether it is in the backward, and by axis."""
+    for backward, axis in itertools.product((False, True), range(len(prices.mesh.sizes))):
+        seconds = _inside(analysis, name, found, prices, "backward" if backward else "forward", axis=axis)
+        if isinstance(seconds, np.ndarray):
+            yield (backward, axis), seconds
 
 
 def _edge(
@@ -207,6 +246,8 @@ def _edge(
     lists: Mapping[str, list[Candidate]],
     place: Mapping[str, int],
     constraints: StrategyConstraints,
+    number: int,
+    loads: OverlapLoads | None,
 ) -> tuple[LayoutGraph, Edge]:
     program, sizes = analysis.program, analysis.sizes
     value = program.values[values.example]
@@ -219,11 +260,17 @@ def _edge(
     weight = value.name in analysis.weights
     summed, bucketed = analysis.summed.get(value.name), value.name in analysis.bucketed
     runs = 1 if constraints.once and bucketed else program.runs
-    there, back, rerun = arc_seconds(graph, value, prices, bucketed=bucketed, summed=summed, runs=runs)
+    there, back, rerun, rounding = arc_seconds(graph, value, prices, bucketed=bucketed, summed=summed, runs=runs)
     arcs = _arcs(analysis, value, graph, constraints)
     count, free = len(values.members), np.isin(graph.pair[arcs], FREE)
     reconverted = _may_reconvert(graph, arcs, weight=weight)
-    recompute = np.where(reconverted, count * (rerun if weight else there)[arcs], np.inf)
+    found = ArcPrices(
+        there=count * there[arcs], back=count * back[arcs], rounding=count * rounding[arcs], rerun=count * rerun[arcs],
+        recompute=np.where(reconverted, count * (rerun if weight else there)[arcs], np.inf)
+        if value.requires_grad and not (weight and constraints.keep_gathered) else None,
+    )  # fmt: skip
+    if loads is not None:
+        found = loads.edge(number, values.members, graph.pair[arcs], graph.axis[arcs], found, bucketed=bucketed)
     edge = Edge(
         name=value.name,
         producer=place[values.producer],
@@ -235,20 +282,20 @@ def _edge(
         nodes=len(graph.nodes),
         source=graph.source[arcs],
         target=graph.target[arcs],
-        seconds=count * there[arcs],
+        seconds=found.there,
         conditional_costs=(
             ConditionalCost(
-                seconds=count * back[arcs],
+                seconds=found.back,
                 consumers=_where(values, lambda name, _: has_gradient(analysis, value.name, name)),
             ),
             ConditionalCost(
-                seconds=count * rerun[arcs],
+                seconds=found.rerun,
                 consumers=_where(values, lambda *end: weight and constraints.reshard_after_forward and saves(analysis, *end)),
             ),
         ),
         free=free,
         count=count,
-        recompute=recompute if value.requires_grad and not (weight and constraints.keep_gathered) else None,
+        recompute=found.recompute,
         offload=_offload_seconds(value, graph, program.runs * count, prices) if _may_leave(analysis, value) else None,
     )  # fmt: skip
     if edge.offload is not None:  # said of the memory in which several layouts may lie

@@ -99,13 +99,10 @@ class Prices:
         return seconds
 
 
-def choice_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices) -> Floats:
-    """Seconds of each candidate of an op class, a given tensor or an output, all members together."""
+def end_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices) -> Floats:
+    """Seconds of each candidate of a given tensor or an output, all members together."""
     program, sizes = analysis.program, analysis.sizes
     count = len(analysis.classes.members[name])
-    if name in program.op:
-        op, fitted = program.op[name], analysis.fits[name]
-        return program.runs * count * np.array(op_seconds(op, fitted, found, program.values, prices))
     if name.startswith(OUTPUT):
         return np.zeros(len(found))
     value = program.values[name]
@@ -117,10 +114,11 @@ def choice_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], pr
     return np.array([count * prices.optimizer_step(size) for size in local])
 
 
-def recompute_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices) -> Floats:
-    """Seconds of the forward of an op class under each candidate, all members together."""
+def op_class_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices) -> tuple[Floats, Floats]:
+    """Seconds of an op class under each candidate, all members together: of a step, and of its forward alone."""
     program, times = analysis.program, analysis.program.runs * len(analysis.classes.members[name])
-    return times * np.array(op_seconds(program.op[name], analysis.fits[name], found, program.values, prices, backward=False))
+    both, forward = op_seconds(program.op[name], analysis.fits[name], found, program.values, prices)
+    return times * np.array(both), times * np.array(forward)
 
 
 def ties(analysis: Analysis, name: str, found: Sequence[Candidate]) -> Floats:
@@ -162,25 +160,22 @@ def _result_bytes(analysis: Analysis, name: str, found: Sequence[Candidate]) -> 
 
 
 def op_seconds(
-    op: Op,
-    fitted: OpSharding | None,
-    found: Sequence[Candidate],
-    values: Mapping[str, Value],
-    prices: Prices,
-    *,
-    backward: bool = True,
-) -> list[Seconds]:
-    """Seconds of one op under each candidate, with or without its backward; equal local shapes are priced once."""
+    op: Op, fitted: OpSharding | None, found: Sequence[Candidate], values: Mapping[str, Value], prices: Prices
+) -> tuple[list[Seconds], list[Seconds]]:
+    """Seconds of one op under each candidate, with its backward and without; equal local shapes are priced once."""
     cost, sizes = prices.op(op, values), prices.mesh.sizes
-    known: dict[tuple[object, object], Seconds] = {}
-    result = []
+    known: dict[tuple[object, object], tuple[Seconds, Seconds]] = {}
+    both, forward = [], []
     for candidate in found:
         inside, outside = local_shapes(op, candidate, values, sizes)
         if (inside, outside) not in known:
             there = cost.forward_seconds(inside, outside)
-            known[inside, outside] = there + cost.backward_seconds(inside, outside) if backward else there
-        result.append(known[inside, outside] * work(fitted, candidate, sizes))
-    return result
+            known[inside, outside] = there + cost.backward_seconds(inside, outside), there
+        total, there = known[inside, outside]
+        times = work(fitted, candidate, sizes)
+        both.append(total * times)
+        forward.append(there * times)
+    return both, forward
 
 
 def local_shapes(
@@ -201,8 +196,9 @@ def work(fitted: OpSharding | None, candidate: Candidate, sizes: tuple[int, ...]
 
 def arc_seconds(
     graph: LayoutGraph, value: Value, prices: Prices, *, bucketed: bool, summed: torch.dtype | None = None, runs: int = 1
-) -> tuple[Floats, Floats, Floats]:
-    """Per arc: seconds of the conversion, of its gradient, and of its collective alone if it is run again, in all runs.
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """Per arc: seconds of the conversion, of its gradient, of its collective alone if it is run again, and of the rounding in
+    the gradient's, in all runs.
 
     `bucketed` if the value travels with others: the latency that it shares with them is a fixed charge (`formulate`). `summed`
     is the dtype in which gradients are added up, if not the value's.
@@ -211,7 +207,7 @@ def arc_seconds(
     large = np.maximum(graph.elements[graph.source], graph.elements[graph.target]) * size
     small = np.minimum(graph.elements[graph.source], graph.elements[graph.target]) * size
     wider = summed.itemsize // size if summed else 1
-    there, back, rerun = np.zeros((3, len(large)))
+    there, back, rerun, rounding = np.zeros((4, len(large)))
     for number, (forward, backward) in enumerate(CONVERSIONS.values()):
         for axis in range(len(prices.mesh.sizes)):
             here = np.flatnonzero((graph.pair == number) & (graph.axis == axis))
@@ -219,14 +215,17 @@ def arc_seconds(
             times = wider if backward in SUMS else 1
             back[here] = prices.primitive(backward, times * large[here], times * small[here], axis)
             if wider > 1 and backward == WHOLE_SUM:
-                back[here] += prices.rounding(large[here], wider)
+                rounding[here] = prices.rounding(large[here], wider)
+                back[here] += rounding[here]
             if bucketed:
                 there[here] -= prices.latency(forward, axis) if forward in TOGETHER[0] else 0.0
                 back[here] -= prices.latency(backward, axis) if backward in TOGETHER[1] else 0.0
             if forward in COLLECTIVES:
                 rerun[here] = there[here]
-            back[here] *= 1 if bucketed and added_up(forward, backward) else runs
-    return runs * there, back, runs * rerun
+            times = 1 if bucketed and added_up(forward, backward) else runs
+            back[here] *= times
+            rounding[here] *= times
+    return runs * there, back, runs * rerun, rounding
 
 
 def added_up(forward: str, backward: str) -> bool:

@@ -7,9 +7,10 @@ Each micro-batch issues its own, but that gradients which have been added up are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Literal
 
 import torch
 
@@ -26,20 +27,29 @@ from autopar.search_space.assignment import Assignment, RecomputeChoice, backwar
 from autopar.search_space.buckets import TOGETHER, Bucket, bucketed
 from autopar.search_space.candidates import Candidate, distributed, parts_of
 
+Phase = Literal["forward", "backward", "recompute"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One collective on a mesh axis for one or several values; `bytes` is its larger buffer on one rank.
 
-    `where` is "forward" or "backward".
+    In the phase "recompute", which is part of the backward, it repeats one of the forward. It is sent `once` per step, or by
+    each micro-batch.
     """
 
     values: tuple[str, ...]
     axis: int
     kind: str
-    where: str
+    phase: Phase
     bytes: Bytes
     seconds: Seconds
+    once: bool = False
+
+    @property
+    def where(self) -> str:
+        """The pass in which it is sent: "forward" or "backward"."""
+        return "forward" if self.phase == "forward" else "backward"
 
 
 def messages(analysis: Analysis, chosen: Assignment, prices: Prices) -> Iterator[Message]:
@@ -67,14 +77,15 @@ def conversion_messages(
         recompute = [pair for pair in bucket.steps if pair in rerun.steps]
         forward, backward = bucket.primitives
         once = not bucket.moved or (chosen.once and bucket not in alone)
-        for where, kind, steps, kinds, gradient in (
-            ("forward", forward, bucket.steps, TOGETHER[0], False),
-            ("backward", backward, back, TOGETHER[1], True),
-            ("backward", forward, recompute, TOGETHER[0], False),
-        ):
+        passes: tuple[tuple[Phase, str, Sequence[tuple[str, Conversion]], Set[str]], ...] = (
+            ("forward", forward, bucket.steps, TOGETHER[0]),
+            ("backward", backward, back, TOGETHER[1]),
+            ("recompute", forward, recompute, TOGETHER[0]),
+        )
+        for phase, kind, steps, kinds in passes:
             together = [steps] if kind in kinds and steps else [[one] for one in steps]
             for sent in together if kind in COLLECTIVES else ():
-                message = _message(analysis, prices, kind, where, sent, gradient=gradient)
+                message = _message(analysis, prices, kind, phase, sent, once=once)
                 yield from repeat((sent[0], message), 1 if once else runs)
 
 
@@ -86,9 +97,11 @@ def op_messages(
     for op in program.ops:
         candidate = chosen.ops[op.name]
         differentiated = any(result.name in analysis.backward for result in op.results)
-        passes = [("forward", False), *[("backward", False)] * differentiated, *[("backward", True)] * (op.name in rerun.ops)]
-        for where, recompute in passes:
-            for message in inside(op, analysis.fits[op.name], candidate, program.values, prices, where, recompute=recompute):
+        phases: list[Phase] = ["forward"]
+        phases += ["backward"] * differentiated
+        phases += ["recompute"] * (op.name in rerun.ops)
+        for phase in phases:
+            for message in inside(op, analysis.fits[op.name], candidate, program.values, prices, phase):
                 yield from repeat((op.name, message), program.runs)
 
 
@@ -100,17 +113,9 @@ def input_messages(analysis: Analysis, chosen: Assignment, prices: Prices) -> It
 
 
 def inside(
-    op: Op,
-    fitted: OpSharding | None,
-    candidate: Candidate,
-    values: Mapping[str, Value],
-    prices: Prices,
-    where: str,
-    *,
-    recompute: bool = False,
+    op: Op, fitted: OpSharding | None, candidate: Candidate, values: Mapping[str, Value], prices: Prices, phase: Phase
 ) -> Iterator[Message]:
-    """The collectives that an op sends in one run in the forward or the backward; there those of its forward, if
-    `recompute`."""
+    """The collectives that an op sends in one run of a phase."""
     own = distributed(fitted, candidate)
     if own is None or fitted is None:
         return
@@ -120,10 +125,11 @@ def inside(
     results = [local_shape(r.shape, x, sizes) for r, x in zip(op.results, candidate.results, strict=True)]
     call, dtype = Call.of(op), values[op.operands[0]].dtype
     local = Local(fitted=fitted, operands=operands, results=results, parts=parts_of(fitted, candidate, sizes))
-    for sent in form.forward if where == "forward" or recompute else form.backward:
+    for sent in form.backward if phase == "backward" else form.forward:
         size = sent.elements(call, local) * max(dtype.itemsize, torch.float32.itemsize if sent.wide else 1)
         seconds = prices.collective(sent.kind, size, axis)
-        message = Message(values=(op.results[0].name,), axis=axis, kind=sent.kind, where=where, bytes=size, seconds=seconds)
+        names = (op.results[0].name,)
+        message = Message(values=names, axis=axis, kind=sent.kind, phase=phase, bytes=size, seconds=seconds)
         yield from repeat(message, sent.times(call, local, sizes[axis]))
 
 
@@ -135,16 +141,23 @@ def returns(analysis: Analysis, value: Value, layout: Layout, prices: Prices) ->
 
 
 def _message(
-    analysis: Analysis, prices: Prices, kind: str, where: str, sent: Sequence[tuple[str, Conversion]], *, gradient: bool = True
+    analysis: Analysis, prices: Prices, kind: str, phase: Phase, sent: Sequence[tuple[str, Conversion]], *, once: bool = False
 ) -> Message:
     names, steps = zip(*sent, strict=True)
     axis = steps[0].axis
     values = [analysis.program.values[name] for name in names]
-    sums = analysis.summed if gradient and kind in SUMS else {}
+    sums = analysis.summed if phase == "backward" and kind in SUMS else {}
     dtypes = [sums.get(value.name, value.dtype) for value in values]
     size = sum(
         step.collective_bytes(value.shape, dtype.itemsize, prices.mesh.sizes)
         for value, dtype, step in zip(values, dtypes, steps, strict=True)
     )
-    seconds = prices.collective(kind, size, axis)
-    return Message(values=names, axis=axis, kind=kind, where=where, bytes=size, seconds=seconds)
+    return Message(
+        values=names,
+        axis=axis,
+        kind=kind,
+        phase=phase,
+        bytes=size,
+        seconds=prices.collective(kind, size, axis),
+        once=once,
+    )

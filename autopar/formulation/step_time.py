@@ -1,54 +1,64 @@
-"""What a training step takes: the events of a schedule, each with its seconds, and their sum.
+"""What a training step takes: the events of a schedule, each with its seconds, and what of them is hidden behind others.
 
-This is the one place where a step's seconds are added up. The objective of the integer program is its linear bound, which may
-miss a few latencies of messages that it takes for shared. `plan.step_time` is this sum, and a plan's cost breakdown groups the
-same events by what they are.
+This is the one place where a step's seconds are added up: the sum of all events, less what messages gain by overlapping with
+computing (`overlap` has the law). The objective of the integer program is its linear bound, which may miss a few latencies of
+messages that it takes for shared. `plan.step_time` is this, and a plan's cost breakdown groups the same events by what they
+are.
 
-Two seams for what is not modelled yet:
-
-- overlap: nothing runs beside anything else here. An overlapping model replaces the sum in `step_time` by a maximum per region
-  (`t >= compute + exposed`, `t >= communication per link`); events carry the time at which the schedule has them, and
-  collectives their message, which is what it needs;
-- pipeline stages: a stage is a schedule of its own, on the mesh without the pipeline's axis. Its events are those of one stage;
-  the longest path through the timetable of all stages takes the place of the sum.
+A seam for what is not modelled yet: pipeline stages. A stage is a schedule of its own, on the mesh without the pipeline's axis;
+its events are those of one stage, and the longest path through the timetable of all stages takes the place of the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from autopar.analysis.analysis import Analysis
+from autopar.formulation.overlap import Overlap, Sent
 from autopar.formulation.prices import WHOLE_SUM, Prices, local_shapes, work
-from autopar.formulation.step_collectives import Message, conversion_messages, input_messages, op_messages
-from autopar.ir.conversion import COLLECTIVES, Conversion
+from autopar.formulation.step_collectives import Message, Phase, conversion_messages, input_messages, op_messages
+from autopar.ir.conversion import COLLECTIVES
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Bytes, Seconds
 from autopar.ir.program import Op, elements
+from autopar.memory.prefetch import Node
 from autopar.memory.recompute_closure import reruns
-from autopar.memory.schedule import ConversionEvent, Schedule
+from autopar.memory.schedule import Schedule, Step
 from autopar.search_space.assignment import RecomputeChoice, backward_conversions
+from autopar.search_space.buckets import TOGETHER
 from autopar.search_space.candidates import Candidate
 
 EventKind = Literal["forward", "backward", "recompute", "collective", "conversion", "offload", "optimizer"]
+Source = str | Step | Node  # an op, an input or the optimizer; a conversion; an offloaded value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvent:
     """Something that takes time on every rank, in all micro-batches together.
 
-    `time` is the tick at which the schedule has it: that of the forward, or the mirror of it in the backward. `name` is an op,
-    a value, or the optimizer.
+    `time` is the tick at which the schedule has it: that of the forward, or the mirror of it in the backward. `of` is what it
+    belongs to in this `phase`.
     """
 
     time: int
     kind: EventKind
-    name: str
+    of: Source
+    phase: Phase
     seconds: Seconds
     message: Message | None = None
+
+    @property
+    def name(self) -> str:
+        """The op or the value, or the optimizer."""
+        return self.of if isinstance(self.of, str) else self.of[0]
+
+
+SENT: Mapping[Phase, Sent] = {"forward": "gather", "recompute": "regather", "backward": "reduce"}
 
 
 class StepPrices:
@@ -57,6 +67,7 @@ class StepPrices:
     def __init__(self, analysis: Analysis, prices: Prices) -> None:
         self.analysis, self.prices = analysis, prices
         self._ops: dict[tuple[str, Candidate], tuple[Seconds, Seconds]] = {}
+        self._overlap: dict[bool, Overlap | None] = {}
 
     def op(self, op: Op, candidate: Candidate) -> tuple[Seconds, Seconds]:
         """Forward and backward seconds of an op under a candidate, in all micro-batches."""
@@ -68,6 +79,12 @@ class StepPrices:
             self._ops[key] = times * cost.forward_seconds(*shapes), times * cost.backward_seconds(*shapes)
         return self._ops[key]
 
+    def overlap(self, *, once: bool) -> Overlap | None:
+        """Where messages are hidden; None where nothing is gained by that."""
+        if once not in self._overlap:
+            self._overlap[once] = Overlap.of(self.analysis, self.prices.mesh, once=once)
+        return self._overlap[once]
+
     def bytes_of(self, name: str, layout: Layout) -> Bytes:
         """The size of one rank's part of a value."""
         value = self.analysis.program.values[name]
@@ -75,91 +92,113 @@ class StepPrices:
 
 
 def step_time(schedule: Schedule, prices: StepPrices) -> Seconds:
-    """Seconds of one training step: forward, backward and optimizer, one event after the other."""
-    return sum(event.seconds for event in step_events(schedule, prices))
+    """Seconds of one training step: forward, backward and optimizer."""
+    events = step_events(schedule, prices)
+    return sum(event.seconds for event in events) - hidden_time(events, prices, once=schedule.chosen.once)
+
+
+def hidden_time(events: Sequence[StepEvent], prices: StepPrices, *, once: bool) -> Seconds:
+    """Seconds of messages that a step does not take, because the device computes beside them.
+
+    Of a message that is hidden, beta still slows computing; what a link carries beyond that is not hidden either.
+    """
+    overlap = prices.overlap(once=once)
+    if overlap is None:
+        return 0.0
+    busy, links, saved = defaultdict[int, Seconds](float), defaultdict[tuple[int, int], Seconds](float), 0.0
+    for event in events:
+        place, ahead = _place(event, overlap, prices.analysis)
+        if place is not None:
+            taken = overlap.beta * event.seconds if ahead else event.seconds
+            busy[place] += taken
+            saved += event.seconds - taken
+            if event.message is not None:
+                links[place, overlap.links[event.message.axis]] += event.seconds
+    return saved - overlap.excess(busy, links)
+
+
+def _place(event: StepEvent, overlap: Overlap, analysis: Analysis) -> tuple[int | None, bool]:
+    """The place of an event, and whether it is a message that runs ahead; None where it is bare, or belongs to no region."""
+    of, message, backward = event.of, event.message, event.phase != "forward"
+    if isinstance(of, str):
+        return (overlap.op(of, backward=backward) if of in analysis.program.op else None), False
+    if event.kind == "offload":
+        return None, False
+    if message is not None and of[0] in analysis.bucketed and message.kind in TOGETHER[event.phase == "backward"]:
+        return overlap.hidden(of[0], SENT[event.phase], moved=overlap.once or not message.once), True
+    return overlap.value(of[0], backward=backward), False
 
 
 def step_events(schedule: Schedule, prices: StepPrices) -> list[StepEvent]:
     """Everything that takes time in a step, in the order of the schedule."""
     chosen, analysis = schedule.chosen, prices.analysis
-    times: dict[str | tuple[str, Conversion], int] = {}
-    for time, event in schedule.events:
-        times |= dict.fromkeys(event.steps, time) if isinstance(event, ConversionEvent) else {event.name: time}
     run = reruns(analysis, chosen)
-    found = [*_ops(schedule, prices, run, times), *_ends(schedule, prices, run)]
+    found = [*_ops(schedule, prices, run), *_ends(schedule, prices, run)]
     for name, steps in chosen.routes.items():
         for step in steps:
-            time = times.get((name, step), 0)
-            found += _conversion(schedule, prices, run, (name, step), time)
-    sent: tuple[tuple[str | tuple[str, Conversion], Message], ...] = (
+            found += _conversion(schedule, prices, run, (name, step))
+    sent: tuple[tuple[Source, Message], ...] = (
         *conversion_messages(analysis, chosen, prices.prices, run),
         *op_messages(analysis, chosen, prices.prices, run),
         *input_messages(analysis, chosen, prices.prices),
     )
-    for at, message in sent:
-        time = times.get(at, 0)
-        when = time if message.where == "forward" else schedule.mirror(time)
-        name = message.values[0]
-        found.append(StepEvent(time=when, kind="collective", name=name, seconds=message.seconds, message=message))
+    found += [_event(schedule, "collective", of, message.phase, message.seconds, message) for of, message in sent]
     return sorted(found, key=lambda event: event.time)
 
 
-def _ops(
-    schedule: Schedule, prices: StepPrices, run: RecomputeChoice, times: dict[str | tuple[str, Conversion], int]
-) -> Iterator[StepEvent]:
+def _event(
+    schedule: Schedule, kind: EventKind, of: Source, phase: Phase, seconds: Seconds, message: Message | None = None
+) -> StepEvent:
+    """An event at the time of what it belongs to."""
+    time = schedule.times.get(of, 0)
+    when = time if phase == "forward" else schedule.mirror(time)
+    return StepEvent(time=when, kind=kind, of=of, phase=phase, seconds=seconds, message=message)
+
+
+def _ops(schedule: Schedule, prices: StepPrices, run: RecomputeChoice) -> Iterator[StepEvent]:
     """Forward, backward and recomputation of every op that takes time."""
     for op in prices.analysis.program.ops:
         there, back = prices.op(op, schedule.chosen.ops[op.name])
         if there or back:
-            time = times.get(op.name, 0)
-            yield StepEvent(time=time, kind="forward", name=op.name, seconds=there)
-            yield StepEvent(time=schedule.mirror(time), kind="backward", name=op.name, seconds=back)
+            yield _event(schedule, "forward", op.name, "forward", there)
+            yield _event(schedule, "backward", op.name, "backward", back)
             if op.name in run.ops:
-                yield StepEvent(time=schedule.mirror(time), kind="recompute", name=op.name, seconds=there)
+                yield _event(schedule, "recompute", op.name, "recompute", there)
 
 
-def _conversion(
-    schedule: Schedule, prices: StepPrices, run: RecomputeChoice, at: tuple[str, Conversion], time: int
-) -> Iterator[StepEvent]:
+def _conversion(schedule: Schedule, prices: StepPrices, run: RecomputeChoice, of: Step) -> Iterator[StepEvent]:
     """The slices, pads and roundings of one step of a route, those of its gradient and of its recomputation."""
-    (name, step), analysis = at, prices.analysis
+    (name, step), analysis = of, prices.analysis
     runs, dtype = analysis.program.runs, analysis.program.values[name].dtype
     wider = analysis.summed.get(name, dtype).itemsize // dtype.itemsize
     sides = [prices.bytes_of(name, layout) for layout in (step.source, step.target)]
     large, small = np.array([max(sides)]), np.array([min(sides)])
     back = step in backward_conversions(analysis, schedule.chosen, name)
-
-    def event(when: int, seconds: Seconds) -> StepEvent:
-        return StepEvent(time=when, kind="conversion", name=name, seconds=seconds)
-
     if wider > 1 and back and step.primitives[1] == WHOLE_SUM:
-        yield event(schedule.mirror(time), float(prices.prices.rounding(large, wider)[0]))
-    recompute = (name, step) in run.steps and name not in analysis.weights
-    moments = [(time, step.primitives[0])]
-    moments += [(schedule.mirror(time), step.primitives[1])] * back
-    moments += [(schedule.mirror(time), step.primitives[0])] * recompute
-    for when, primitive in moments:
+        yield _event(schedule, "conversion", of, "backward", float(prices.prices.rounding(large, wider)[0]))
+    recompute = of in run.steps and name not in analysis.weights
+    phases: list[tuple[Phase, str]] = [("forward", step.primitives[0])]
+    phases += [("backward", step.primitives[1])] * back
+    phases += [("recompute", step.primitives[0])] * recompute
+    for phase, primitive in phases:
         if primitive not in (*COLLECTIVES, "identity"):
-            yield event(when, runs * float(prices.prices.primitive(primitive, large, small, step.axis)[0]))
+            seconds = runs * float(prices.prices.primitive(primitive, large, small, step.axis)[0])
+            yield _event(schedule, "conversion", of, phase, seconds)
 
 
 def _ends(schedule: Schedule, prices: StepPrices, run: RecomputeChoice) -> Iterator[StepEvent]:
     """What inputs take on arrival, what is offloaded, and the optimizer's step."""
-    program, chosen = prices.analysis.program, schedule.chosen
+    program, chosen, end = prices.analysis.program, schedule.chosen, schedule.end
     for value in program.inputs:
         seconds = prices.prices.arrival(program, value, chosen.given[value.name])
-        yield StepEvent(time=0, kind="conversion", name=value.name, seconds=seconds)
-    for name, layout in sorted(run.offload, key=str):
-        seconds = program.runs * prices.prices.offload(prices.bytes_of(name, layout))
-        yield StepEvent(time=schedule.end, kind="offload", name=name, seconds=seconds)
+        yield _event(schedule, "conversion", value.name, "forward", seconds)
+    for node in sorted(run.offload, key=str):
+        seconds = program.runs * prices.prices.offload(prices.bytes_of(*node))
+        yield StepEvent(time=end, kind="offload", of=node, phase="backward", seconds=seconds)
     trained = (p.value for p in program.parameters if p.value.requires_grad)
     stored = sum(prices.bytes_of(value.name, chosen.given[value.name]) for value in trained)
-    yield StepEvent(
-        time=schedule.end,
-        kind="optimizer",
-        name=prices.prices.optimizer.name,
-        seconds=prices.prices.optimizer_step(float(stored)),
-    )
+    seconds = prices.prices.optimizer_step(float(stored))
+    yield StepEvent(time=end, kind="optimizer", of=prices.prices.optimizer.name, phase="backward", seconds=seconds)
 
 
-__all__ = ["StepEvent", "StepPrices", "step_events", "step_time"]
+__all__ = ["StepEvent", "StepPrices", "hidden_time", "step_events", "step_time"]

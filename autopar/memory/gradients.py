@@ -105,7 +105,7 @@ class _Step:
     def _convert_back(self, conversion: ConversionEvent, now: int) -> Iterator[LiveRange]:
         """Convert gradients back; yields the buffers that this needs temporarily."""
         steps = [(name, step) for name, step in conversion.steps if (name, step.target) in self.waiting]
-        if conversion.bucketed and steps and steps[0][1].primitives[1] in ("all_reduce", "reduce_scatter"):
+        if steps and conversion.reduces:
             yield from self._reduce_bucket(steps, now, self.schedule.mirror(conversion.begun))
             return
         for name, step in steps:

@@ -7,10 +7,12 @@ free for recomputation.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.analysis.weights import copies
-from autopar.ir.conversion import Conversion
+from autopar.ir.conversion import SUMS, Conversion
 from autopar.ir.mesh import Bytes
 from autopar.ir.program import Op, Program
 from autopar.memory.prefetch import Node, PrefetchOrder
@@ -45,8 +47,13 @@ class ConversionEvent:
 
     @property
     def gathers(self) -> bool:
-        """Whether this is the all-gather of a bucket of weights."""
+        """Whether this is the all-gather of a bucket of weights: the program computes between `begun` and `time`."""
         return self.bucketed and self.steps[0][1].primitives[0] == "all_gather"
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients of a bucket are reduced in one message: in the backward it computes until the mirror of `begun`."""
+        return self.bucketed and self.steps[0][1].primitives[1] in SUMS
 
 
 def at(moment: int, tick: int = DURING) -> int:
@@ -73,6 +80,14 @@ class Schedule:
                 self._run(op, at(i))
         for output in program.outputs:
             self._reach((output.value, chosen.outputs[output.path]))
+
+    @functools.cached_property
+    def times(self) -> Mapping[object, int]:
+        """When every op runs forward, by name, and when every conversion of a value is complete."""
+        found: dict[object, int] = {}
+        for time, event in self.events:
+            found |= {event.name: time} if isinstance(event, Op) else dict.fromkeys(event.steps, time)
+        return found
 
     def mirror(self, time: int) -> int:
         """The time of the backward of what runs forward at `time`."""

@@ -1,6 +1,6 @@
 """The cost breakdown of a plan: the figures that it was priced with, and where its seconds and bytes go.
 
-step_time    =  compute (forward and backward of every op) + conversions + optimizer + the plan's collectives
+step_time    =  compute (forward and backward of every op) + conversions + optimizer + the plan's collectives - hidden
 peak_memory  =  the sum of `memory`, at `moment`
 """
 
@@ -50,7 +50,8 @@ class CostBreakdown:
 
     `compute` is op -> (forward, backward) for ops that take time, `recompute` op -> its forward once more, for the backward;
     `offload` value -> its way to the host and back; `conversions` counts slices, pads and copies that are not collectives, and
-    what is computed ahead of micro-batches. `runs` and `stored` say in words what is split, one entry per axis: what a person
+    what is computed ahead of micro-batches; `hidden` is what the step does not take of its collectives, because it computes
+    beside them. `runs` and `stored` say in words what is split, one entry per axis: what a person
     calls the dim ("out-features"), else "whole", "repeated" (its gradient in addends) or "addends". `runs` has the ops that
     use parameters and the well-known ones; `stored` the parameters, "input:" and the name of an argument, "output:" and the
     name of a result. `tied` is every other name of a parameter -> its own, `copies` a copy of a parameter in another dtype ->
@@ -70,6 +71,7 @@ class CostBreakdown:
     tied: Mapping[str, str]
     copies: Mapping[str, str] = field(default_factory=dict)
     offload: Mapping[str, Seconds] = field(default_factory=dict)
+    hidden: Seconds = 0.0
 
     @property
     def forward(self) -> Seconds:
@@ -114,4 +116,5 @@ class CostBreakdown:
             tied={str(name): str(own) for name, own in found["tied"].items()},
             copies={str(name): str(own) for name, own in found.get("copies", {}).items()},
             offload={str(name): float(seconds) for name, seconds in found.get("offload", {}).items()},
+            hidden=float(found.get("hidden", 0.0)),
         )

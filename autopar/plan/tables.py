@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from autopar.plan.plan import Collective, Plan
 
 COLLECTIVE = {name: name.replace("_", "-") for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")}
+NO_OVERLAP = "compute and communication do not overlap"
 LEGEND = "I: whole on every device of the axis; S(d): split along dim d; S(d/k): split within each of dim d's k blocks"
 
 
@@ -43,7 +44,9 @@ def totals(plan: Plan) -> Iterator[Part]:
         if text and name not in apart:
             table.add_row(name, text)
     sent = seconds_of(plan.collectives)
-    parts = f"{milliseconds(plan.step_time - sent)} compute, {milliseconds(sent)} communication"
+    hidden = plan.breakdown.hidden
+    parts = f"{milliseconds(plan.step_time - sent + hidden)} compute, {milliseconds(sent - hidden)} "
+    parts += f"exposed communication ({milliseconds(hidden)} more hidden)" if hidden else "communication"
     table.add_row("step", f"{milliseconds(plan.step_time)} ms predicted: {parts}; {proof(plan.gap)}")
     if plan.microbatches > 1:
         table.add_row("micro-batches", f"{plan.microbatches} per step, one after another; gradients accumulate")
@@ -126,10 +129,13 @@ def time(plan: Plan) -> Iterator[Part]:
             row(name, seconds)
     for key, found in by_kind(plan.collectives).items():
         row(kind_text(*key), seconds_of(found), str(len(found)), size_text(bytes_of(found)), _largest(found))
+    if breakdown.hidden:
+        row("hidden behind compute", -breakdown.hidden)
     row("total", plan.step_time, str(len(plan.collectives)), size_text(bytes_of(plan.collectives)))
     yield table
     if plan.collectives:
-        yield "bytes: the larger buffer of each collective on one device; compute and communication do not overlap"
+        overlap = "what is hidden is sent while the device computes" if breakdown.hidden else NO_OVERLAP
+        yield f"bytes: the larger buffer of each collective on one device; {overlap}"
 
 
 def kind_text(kind: str, axis: str, where: str) -> str:

@@ -19,7 +19,7 @@ from autopar.formulation.cost_breakdown import account
 from autopar.formulation.formulate import assignment
 from autopar.formulation.prices import Prices
 from autopar.formulation.step_collectives import messages
-from autopar.formulation.step_time import step_events
+from autopar.formulation.step_time import hidden_time, step_events
 from autopar.ir.dynamic_dims import InputDim, Size, declared
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
@@ -150,7 +150,8 @@ def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None
     events = step_events(found.memory_model.liveness.schedule(chosen), prices)
     said = "90% of the device's memory" if options.budget is None else "asked for"
     limit = CostParameter(of=BUDGET, name="memory", value=parse_bytes(options.budget, mesh), unit="B", source=said)
-    seconds = sum(event.seconds for event in events)
+    hidden = hidden_time(events, prices, once=chosen.once)
+    seconds = sum(event.seconds for event in events) - hidden
     return Plan(
         hash=program.hash,
         axes=mesh.axes,
@@ -170,7 +171,7 @@ def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None
         recompute=recompute,
         once=chosen.once,
         padded=paddings(program),
-        breakdown=account(found.memory_model, chosen, events, limit),
+        breakdown=account(found.memory_model, chosen, events, hidden, limit),
     )
 
 

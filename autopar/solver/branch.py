@@ -10,7 +10,8 @@ import numpy as np
 
 from autopar.solver import highs
 from autopar.solver.highs import Meaning, SolverError, SolverResult
-from autopar.solver.integer_program import MICROSECONDS, IntegerProgram
+from autopar.solver.integer_program import IntegerProgram
+from autopar.solver.matrix import MICROSECONDS
 from autopar.solver.problem import Ints
 from autopar.solver.relaxation import fractional, picks_of
 from autopar.solver.settings import SearchSettings

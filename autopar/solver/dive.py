@@ -7,7 +7,8 @@ import numpy as np
 
 from autopar.solver import highs
 from autopar.solver.highs import Meaning, SolverResult
-from autopar.solver.integer_program import MICROSECONDS, IntegerProgram
+from autopar.solver.integer_program import IntegerProgram
+from autopar.solver.matrix import MICROSECONDS
 from autopar.solver.problem import Floats, Ints
 from autopar.solver.relaxation import picks_of
 from autopar.solver.settings import SearchSettings

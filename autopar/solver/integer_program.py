@@ -14,7 +14,7 @@ members in the matrix.
 
     minimise    sum_o,c seconds[o,c] pick[o,c] + sum_v,a seconds[v,a] use[v,a] + sum_v,s,a conditional[v,s,a] due[v,s,a]
                 + sum_t seconds[t] paid[t] + sum_o,c recompute[o,c] rerun[o,c] + sum_v,a recompute[v,a] reconvert[v,a]
-                + sum_v,l offload_seconds[v,l] offload[v,l]                                -> implemented in:
+                + sum_v,l offload_seconds[v,l] offload[v,l] + sum_p excess[p]              -> implemented in:
     (one)       sum_c pick[o,c] = 1                                every choice o             __init__
     (route)     produced[v,l] + inflow[v,k,l] - outflow[v,k,l]     every edge v, consumer k,
                     = consumed[v,k,l]                              layout l                   _route
@@ -28,13 +28,16 @@ members in the matrix.
     (keep)      keep[v,l] >= consumed[v,k,l] - recomputed[v,l]     saved for consumer k       memory_terms.retained_columns
                 keep[v,l] >= rerun[v,k,l] - recomputed[v,l]        every k that may rerun
                 keep[v,l] >= sum_a from l reconvert[v,a] - recomputed[v,l]
+    (excess)    excess[p] >= link[p,a] - busy[p]                   every region p, link a     overlap_rows
     (step)      step[v,i] >= 1 + sum_k (larger[v,k,i] - 1)         every size i in flight     memory_terms.in_flight_columns
     (budget)    bytes . (pick, use, keep, step, rerun) <= limit    every memory row r         add_memory_row
 
 `produced` and `consumed` are sums of picks with that layout, `larger` of those with one of at least size i, `rerun[v,k,l]` a
 sum of reruns; `recomputed` is what reruns produce, what is converted again into that layout, and what comes back in it from the
-host. (recompute), (tree), (keep), (step) and (budget) join with the first memory row: without one they only cost. Shares are
-not integers: rounded up when the solution is read, they cost less than a member, where branching takes minutes.
+host. `busy` is what a region computes and waits for, `link` what it sends over a link, linear in all of the above; there are
+none where messages do not overlap with computing. (recompute), (tree), (keep), (step) and (budget) join with the first memory
+row: without one they only cost. Shares are not integers: rounded up when the solution is read, they cost less than a member,
+where branching takes minutes.
 """
 
 from __future__ import annotations
@@ -43,12 +46,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.solver.matrix import Matrix, SparseBlock
+from autopar.solver.matrix import MICROSECONDS, Matrix, SparseBlock
 from autopar.solver.memory_terms import in_flight_columns, retained_columns
+from autopar.solver.overlap_rows import RegionColumns, add_recomputed, add_regions
 from autopar.solver.problem import Bools, Consumer, Edge, FixedCharge, Floats, Ints, Problem, Row, storages
 from autopar.solver.settings import SearchSettings
-
-MICROSECONDS = 1e6  # the objective is in microseconds: HiGHS works with absolute tolerances of 1e-7
 
 
 @dataclass(slots=True)
@@ -58,6 +60,9 @@ class Columns:
     pick: list[int] = field(default_factory=list)  # per choice
     use: list[int] = field(default_factory=list)  # per edge
     flow: list[list[int]] = field(default_factory=list)  # per edge and consumer
+    due: list[dict[int, int]] = field(default_factory=list)  # per edge, by place of the conditional cost
+    paid: dict[int, int] = field(default_factory=dict)  # of fixed charges
+    regions: list[RegionColumns] = field(default_factory=list)
     rerun: dict[int, int] = field(default_factory=dict)  # of choices that may run again
     reconvert: dict[int, int] = field(default_factory=dict)  # of edges that may be converted again
     offload: dict[int, tuple[int, Ints]] = field(default_factory=dict)  # of edges that the host may hold, with their layouts
@@ -102,11 +107,13 @@ class IntegerProgram:
             self._route(edge, consumer, flow)
             if flow != use:
                 self.matrix.add_at_least(use, flow, arcs)
-        for cost in edge.conditional_costs:
+        dues = {number: use for number, cost in enumerate(edge.conditional_costs) if cost.consumers == every}
+        for number, cost in enumerate(edge.conditional_costs):
             if cost.consumers and cost.consumers != every:
-                due = self._add_columns(cost.seconds)
+                dues[number] = due = self._add_columns(cost.seconds)
                 for place in sorted(cost.consumers):
                     self.matrix.add_at_least(due, flows[place], arcs)
+        self.columns.due.append(dues)
         self.columns.use.append(use)
         self.columns.flow.append(flows)
 
@@ -125,13 +132,15 @@ class IntegerProgram:
         self.matrix.add_rows(rows, columns, values, edge.nodes, 0.0, 0.0)
 
     def add_fixed_charges(self) -> None:
-        """(charge), of messages that are sent once."""
-        for fixed_charge in self.problem.fixed_charges:
-            if all(trigger.consumers is not None for trigger in fixed_charge.triggers):
-                self._charge(fixed_charge)
+        """(charge), of messages that are sent once; and (excess), which counts them."""
+        for number, fixed_charge in enumerate(self.problem.fixed_charges):
+            if not fixed_charge.recomputed:
+                self._charge(number, fixed_charge)
+        self.columns.regions = add_regions(self.problem, self.columns, self.matrix, self._per_second / MICROSECONDS)
 
-    def add_recomputation(self) -> None:
-        """(recompute), (tree), and (charge) of conversions that may be recomputed."""
+    def add_recomputation(self) -> list[int]:
+        """(recompute), (tree), (charge) of conversions that may be recomputed, and their part in regions; returns the rows that
+        bind no more."""
         columns = self.columns
         for number, choice in enumerate(self.problem.choices):
             if choice.recompute is not None:
@@ -142,9 +151,11 @@ class IntegerProgram:
                 self._tree(edge, columns.use[number])
             if edge.offload is not None and len(layouts := np.flatnonzero(np.isfinite(edge.offload))):
                 columns.offload[number] = self._add_columns(edge.offload[layouts] / edge.count), layouts
-        for fixed_charge in self.problem.fixed_charges:
-            if any(trigger.consumers is None for trigger in fixed_charge.triggers):
-                self._charge(fixed_charge)
+        for number, fixed_charge in enumerate(self.problem.fixed_charges):
+            if fixed_charge.recomputed:
+                self._charge(number, fixed_charge)
+        add_recomputed(self.problem, columns.regions, columns, self.matrix)
+        return [self.matrix.change_upper(region.idle, np.inf) for region in columns.regions]
 
     def _members_of(self, seconds: Floats, count: int, whole: int) -> int:
         """(recompute): columns that count members, at most `count` where the column `whole` is 1."""
@@ -164,9 +175,9 @@ class IntegerProgram:
         layouts, columns = np.append(edge.target[moved], edge.produced), np.append(use + moved, picks)
         self.matrix.add_rows(storage[layouts], columns, np.ones(len(layouts)), edge.nodes, -np.inf, 1.0)
 
-    def _charge(self, fixed_charge: FixedCharge) -> None:
+    def _charge(self, number: int, fixed_charge: FixedCharge) -> None:
         """(charge): a unit uses at most one arc of a trigger."""
-        paid = self._add_columns(np.array([fixed_charge.seconds]))
+        self.columns.paid[number] = paid = self._add_columns(np.array([fixed_charge.seconds]))
         for trigger in fixed_charge.triggers:
             if trigger.consumers is None:
                 reconvert = self.columns.reconvert.get(trigger.edge)  # none where an edge has no arc

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 
 from autopar.solver.dive import dive
-from autopar.solver.integer_program import MICROSECONDS, IntegerProgram
+from autopar.solver.integer_program import IntegerProgram
+from autopar.solver.matrix import MICROSECONDS
 from autopar.solver.presolve import Aggregated, merge_followers
 from autopar.solver.problem import Problem, Row, Solution
 from autopar.solver.reduced_cost_fixing import Window, whole_problem, window

@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from autopar.solver.problem import Bools, Floats, Ints
 
+MICROSECONDS = 1e6  # the objective is in microseconds: HiGHS works with absolute tolerances of 1e-7
+
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class RowBlock:

@@ -4,7 +4,8 @@
     b = reshape(a)    pick[b, 6 ways]    ->
 
 It is exact if b, the follower, reads nothing else, is the only reader of a, its leader, and every conversion of a before b can
-be made after b instead at no higher price: b's candidates must then cover every layout in which a is produced, one each.
+be made after b instead at no higher price, nor load on any region: b's candidates must then cover every layout in which a is
+produced, one each.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.solver.overlap import Load
 from autopar.solver.problem import Choice, Consumer, Edge, Floats, Ints, Problem, RecomputeCounts, Row, Solution
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
@@ -100,8 +102,7 @@ def merge_followers(problem: Problem, settings: SearchSettings = DEFAULTS) -> Ag
         edge = problem.edges[edges[0]]
         first = leader[edge.producer]
         produced = edge.produced[pick[edge.producer]]  # the layout before the follower, per candidate of the leader
-        results = [problem.edges[w] for w in outputs.get(follower, [])]
-        after = _follow(problem, edge, produced, results, settings.equal_conversion)
+        after = _follow(problem, edges[0], produced, outputs.get(follower, []), settings.equal_conversion)
         if after is None or outputs[edge.producer] != [edges[0]]:
             continue
         leader[follower], pick[follower] = first, after
@@ -109,28 +110,68 @@ def merge_followers(problem: Problem, settings: SearchSettings = DEFAULTS) -> Ag
     return _rebuild(problem, leader, pick, merged)
 
 
-def _follow(problem: Problem, edge: Edge, produced: Ints, results: list[Edge], equal: float) -> Ints | None:
+def _follow(problem: Problem, number: int, produced: Ints, results: list[int], equal: float) -> Ints | None:
     """The follower's candidate for each layout its operand may be produced in; None if merging would not be exact."""
+    edge = problem.edges[number]
     consumer = edge.consumers[0]
     if problem.choices[consumer.choice].seconds.any() or len(set(consumer.wants.tolist())) != len(consumer.wants):
         return None
     of = {node: c for c, node in enumerate(consumer.wants.tolist())}
     if not results or any(node not in of for node in produced.tolist()):
         return None
-    after = [dict(zip(zip(r.source.tolist(), r.target.tolist(), strict=True), _due(r).tolist(), strict=True)) for r in results]
-    for s, t, seconds in zip(edge.source.tolist(), edge.target.tolist(), _due(edge), strict=True):
-        if s in of and t in of:
-            ends = ((int(r.produced[of[s]]), int(r.produced[of[t]])) for r in results)
-            later = sum(arcs.get(end, np.inf) for arcs, end in zip(after, ends, strict=True))
-            if later > seconds * (1 + equal):
+    ends = [(i, s, t) for i, (s, t) in enumerate(_ends(edge)) if s in of and t in of]
+    for load in (None, *(load for region in problem.regions for load in region.loads)):
+        if load is not None and not any(_put(load, problem, w) for w in results):
+            continue
+        before = _due(problem, number, load)
+        after = [dict(zip(_ends(problem.edges[w]), _due(problem, w, load).tolist(), strict=True)) for w in results]
+        for i, s, t in ends:
+            moved = ((int(r.produced[of[s]]), int(r.produced[of[t]])) for r in (problem.edges[w] for w in results))
+            if sum(arcs.get(end, np.inf) for arcs, end in zip(after, moved, strict=True)) > before[i] * (1 + equal):
                 return None
     return np.array([of[node] for node in produced.tolist()], dtype=np.int64)
 
 
-def _due(edge: Edge) -> Floats:
-    """Seconds of each arc with everything that may be due on it."""
-    conditional_costs = (s.seconds for s in edge.conditional_costs if s.consumers)
-    return np.asarray(edge.seconds + sum(conditional_costs, np.zeros(len(edge.seconds))))
+def _ends(edge: Edge) -> list[tuple[int, int]]:
+    """The ends of each arc."""
+    return list(zip(edge.source.tolist(), edge.target.tolist(), strict=True))
+
+
+def _put(load: Load, problem: Problem, number: int) -> bool:
+    """Whether an edge has a part in a load."""
+    places = range(len(problem.edges[number].conditional_costs))
+    return number in load.arcs or any((number, place) in load.conditional for place in places)
+
+
+def _due(problem: Problem, number: int, load: Load | None) -> Floats:
+    """What each arc of an edge costs, with everything that may be due on it; or its part in a load."""
+    edge, total = problem.edges[number], problem.edges[number].seconds
+    if load is not None:
+        total = load.arcs.get(number, np.zeros(len(edge.seconds)))
+    for place, cost in enumerate(edge.conditional_costs):
+        if cost.consumers:
+            total = total + (cost.seconds if load is None else load.conditional.get((number, place), 0.0))
+    return total
+
+
+def _moved(load: Load, choice: Mapping[int, int], leader: list[int], pick: list[Ints], edge: Mapping[int, int]) -> Load:
+    """A load of the original problem as a load of the merged one."""
+
+    def merged(seconds: Mapping[int, Floats]) -> dict[int, Floats]:
+        found: dict[int, Floats] = {}
+        for o, per_candidate in seconds.items():
+            place = choice[leader[o]]
+            found[place] = found.get(place, np.zeros(1)) + per_candidate[pick[o]]
+        return found
+
+    return replace(
+        load,
+        choices=merged(load.choices),
+        reruns=merged(load.reruns),
+        arcs={edge[w]: seconds for w, seconds in load.arcs.items() if w in edge},
+        conditional={(edge[w], place): seconds for (w, place), seconds in load.conditional.items() if w in edge},
+        reconverts={edge[w]: seconds for w, seconds in load.reconverts.items() if w in edge},
+    )
 
 
 def _rebuild(problem: Problem, leader: list[int], pick: list[Ints], merged: set[int]) -> Aggregated:
@@ -157,7 +198,8 @@ def _rebuild(problem: Problem, leader: list[int], pick: list[Ints], merged: set[
         )
         for charge in problem.fixed_charges
     )
+    regions = (region.mapped(lambda load: _moved(load, choice, leader, pick, places)) for region in problem.regions)
     return Aggregated(
-        original=problem, problem=Problem(choices=choices, edges=tuple(new), fixed_charges=fixed_charges), leader=tuple(leader),
-        pick=tuple(pick), choice=choice, edge=places,
+        original=problem, leader=tuple(leader), pick=tuple(pick), choice=choice, edge=places,
+        problem=Problem(choices=choices, edges=tuple(new), fixed_charges=fixed_charges, regions=tuple(regions)),
     )  # fmt: skip

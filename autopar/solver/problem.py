@@ -14,14 +14,17 @@ the other, so that it is enough to know shares of members:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from autopar.solver.overlap import Activity, OverlapRegion, excess
+from autopar.solver.overlap import Floats as Floats
+from autopar.solver.overlap import Ints as Ints
+
 Bools = npt.NDArray[np.bool_]
 Picks = tuple[int, ...]  # a candidate per choice
 Arcs = tuple[tuple[int, ...], ...]  # the arcs used per edge
@@ -102,6 +105,11 @@ class FixedCharge:
     seconds: float
     triggers: tuple[ChargeTrigger, ...]
 
+    @property
+    def recomputed(self) -> bool:
+        """Whether it is of conversions that are recomputed."""
+        return any(trigger.consumers is None for trigger in self.triggers)
+
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Row:
@@ -180,11 +188,15 @@ NOTHING = RecomputeCounts()
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Problem:
-    """Every choice once; every edge connects choices by their place in `choices`."""
+    """Every choice once; every edge connects choices by their place in `choices`.
+
+    In the `regions` messages overlap with computing: their excess adds to the prices (`overlap`).
+    """
 
     choices: tuple[Choice, ...]
     edges: tuple[Edge, ...]
     fixed_charges: tuple[FixedCharge, ...] = ()
+    regions: tuple[OverlapRegion, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -210,17 +222,36 @@ class Solution:
 
 
 def price(problem: Problem, picks: Picks, arcs: Arcs, recompute: RecomputeCounts = NOTHING) -> float:
-    """Seconds of a solution: candidates, used arcs with conditional costs, recomputation, offload and fixed charges."""
+    """Seconds of a solution: candidates, used arcs with conditional costs, recomputation, offload, fixed charges, and by how
+    much messages outlast the computing beside them."""
     total = local_price(problem, picks, recompute)
-    total += sum(
-        fixed_charge.seconds * charge_share(problem, fixed_charge, picks, arcs, recompute)
-        for fixed_charge in problem.fixed_charges
-    )
+    paid = [charge_share(problem, fixed_charge, picks, arcs, recompute) for fixed_charge in problem.fixed_charges]
+    total += sum(fixed_charge.seconds * share for fixed_charge, share in zip(problem.fixed_charges, paid, strict=True))
+    if problem.regions:
+        total += excess(problem.regions, _activity(problem, picks, arcs, recompute, paid))
     total += sum(route_price(edge, picks, used) for edge, used in zip(problem.edges, arcs, strict=True))
     for (edge, arc), members in recompute.arcs.items():
         seconds = problem.edges[edge].recompute
         total += 0.0 if seconds is None else float(seconds[arc]) * members / problem.edges[edge].count
     return total + offload_price(problem, recompute)
+
+
+def _activity(problem: Problem, picks: Picks, arcs: Arcs, recompute: RecomputeCounts, paid: Sequence[float]) -> Activity:
+    """How much a solution uses of everything that has a price; `paid` are the shares of fixed charges."""
+
+    @functools.cache
+    def due(edge: int, place: int) -> tuple[int, ...]:
+        found = problem.edges[edge]
+        return leading_to(found, found.conditional_costs[place].consumers, picks, arcs[edge])
+
+    return Activity(
+        picks=picks,
+        arcs=arcs,
+        due=due,
+        reruns={choice: rerun_share(problem, choice, recompute) for choice in recompute.choices},
+        reconverts={(w, arc): members / problem.edges[w].count for (w, arc), members in recompute.arcs.items()},
+        charges=paid,
+    )
 
 
 def offload_price(problem: Problem, recompute: RecomputeCounts) -> float:

@@ -11,7 +11,8 @@ import numpy as np
 
 from autopar.solver import highs
 from autopar.solver.highs import Meaning, SolverError, SolverResult
-from autopar.solver.integer_program import MICROSECONDS, IntegerProgram
+from autopar.solver.integer_program import IntegerProgram
+from autopar.solver.matrix import MICROSECONDS
 from autopar.solver.problem import Bools, Floats, Problem, Row
 from autopar.solver.settings import SearchSettings
 
@@ -57,7 +58,8 @@ class Relaxation:
         columns, first_row = matrix.columns, matrix.rows
         if first:
             self.bounds_memory = True
-            self.program.add_recomputation()
+            for idle in self.program.add_recomputation():
+                self._highs.changeRowBounds(idle, -highspy.kHighsInf, highspy.kHighsInf)
         for row in rows:
             tightened = self.program.tighten(row)
             if tightened is None:

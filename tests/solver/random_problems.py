@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
+from autopar.solver.overlap import Load, OverlapRegion
 from autopar.solver.problem import (
     PRODUCER,
     ChargeTrigger,
@@ -78,6 +80,40 @@ def random_edge(draw, cost, choices, producer, readers) -> Edge:
         ),
         free=np.zeros(len(arcs), bool),
     )
+
+
+def with_regions(problem: Problem, seed: int) -> Problem:
+    """The problem with one to three regions over two links, the last around the others; a link carries more or less than what
+    is computed beside it."""
+    draw = random.Random(seed)
+    regions = tuple(_random_region(draw, problem, f"region {i}") for i in range(draw.randint(1, 2)))
+    outer = replace(_random_region(draw, problem, "around"), parts=tuple(range(len(regions))), share=draw.choice([1.0, 0.5]))
+    return replace(problem, regions=(*regions, *[outer] * (seed % 3 > 0)))
+
+
+def _random_region(draw, problem, name) -> OverlapRegion:
+    """What some choices compute, hidden behind what some edges and charges send.
+
+    What is recomputed never shortens a step: in all three regions together it is busy for at most what it costs.
+    """
+    inside = {o for o in range(len(problem.choices)) if draw.random() < 0.6}
+    sent = {w for w in range(len(problem.edges)) if draw.random() < 0.7}
+    part = lambda seconds, most: seconds * draw.uniform(0.0, most)  # noqa: E731
+
+    def load(choices: float, sends: float) -> Load:
+        edges = {w: problem.edges[w] for w in sent}
+        return Load(
+            choices={o: part(problem.choices[o].seconds, choices) for o in inside},
+            reruns={o: part(again, choices / 3) for o in inside if (again := problem.choices[o].recompute) is not None},
+            arcs={w: part(edge.seconds, sends) for w, edge in edges.items()},
+            conditional={
+                (w, k): part(cost.seconds, sends) for w, edge in edges.items() for k, cost in enumerate(edge.conditional_costs)
+            },
+            reconverts={w: part(edge.recompute, sends / 3) for w, edge in edges.items() if edge.recompute is not None},
+            charges={t: charge.seconds * draw.uniform(0.0, sends) for t, charge in enumerate(problem.fixed_charges)},
+        )  # fmt: skip
+
+    return OverlapRegion(name=name, busy=load(1.0, 0.5), links=(load(0.5, 2.0), load(0.0, 3.0)))
 
 
 def random_row(problem: Problem, seed: int) -> Row:
@@ -166,6 +202,7 @@ def _undominated(problem: Problem, picks: tuple[int, ...], number: int, rows: tu
                 [route_price(edge, picks, t)]
                 + [float(row.uses[number][list(t)].sum()) for row in rows]
                 + [float(trigger.arcs[list(leading_to(edge, trigger.consumers, picks, t))].any()) for trigger in ways]
+                + [_put(load, edge, number, picks, t) for region in problem.regions for load in region.loads]
             ),
             t,
         )
@@ -176,3 +213,12 @@ def _undominated(problem: Problem, picks: tuple[int, ...], number: int, rows: tu
         if not any(all(a <= b for a, b in zip(other, score, strict=True)) for other, _ in kept):
             kept.append((score, t))
     return [t for _, t in kept]
+
+
+def _put(load: Load, edge: Edge, number: int, picks: tuple[int, ...], arcs: tuple[int, ...]) -> float:
+    """What a tree of an edge puts on a load."""
+    total = float(load.arcs[number][list(arcs)].sum()) if number in load.arcs else 0.0
+    for place, cost in enumerate(edge.conditional_costs):
+        if (number, place) in load.conditional:
+            total += float(load.conditional[number, place][list(leading_to(edge, cost.consumers, picks, arcs))].sum())
+    return total

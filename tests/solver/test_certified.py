@@ -5,13 +5,14 @@ from __future__ import annotations
 import pulp
 import pytest
 
-from autopar.solver.integer_program import MICROSECONDS, IntegerProgram
+from autopar.solver.integer_program import IntegerProgram
+from autopar.solver.matrix import MICROSECONDS
 from autopar.solver.problem import Solution, price
 from autopar.solver.pulp_export import to_pulp
 from autopar.solver.routes import reroute
 from autopar.solver.settings import EXACT
 from autopar.solver.solve import solve
-from tests.solver.random_problems import bytes_of, enumerate_all, random_problem, random_row, trees
+from tests.solver.random_problems import bytes_of, enumerate_all, random_problem, random_row, trees, with_regions
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -27,6 +28,27 @@ def test_the_solver_finds_the_optimum_of_small_problems(seed: int) -> None:
     assert solution.bound <= best + 1e-6
     assert solution.seconds == price(problem, solution.picks, solution.arcs)
     assert all(bytes_of(problem, row, solution.picks, solution.arcs) <= row.limit * (1 + 1e-6) for row in rows)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_solver_finds_the_optimum_where_messages_overlap_with_computing(seed: int) -> None:
+    problem = with_regions(random_problem(seed), seed)
+    rows = tuple(random_row(problem, 7 * seed + i) for i in range(seed % 3))
+    best, solution = enumerate_all(problem, rows), solve(problem, rows=rows, settings=EXACT).solution
+    if best is None:
+        assert solution is None
+        return
+    assert solution is not None
+    assert solution.seconds == pytest.approx(best, rel=1e-6, abs=1e-9)
+    assert solution.bound <= best + 1e-6
+    assert solution.seconds == price(problem, solution.picks, solution.arcs)
+    assert all(bytes_of(problem, row, solution.picks, solution.arcs) <= row.limit * (1 + 1e-6) for row in rows)
+
+
+def test_overlap_decides_some_of_these_problems() -> None:
+    plain = [random_problem(seed) for seed in range(60)]
+    picks = [[solve(one, settings=EXACT).solution.picks for one in (p, with_regions(p, i))] for i, p in enumerate(plain)]
+    assert sum(before != after for before, after in picks) > 5
 
 
 @pytest.mark.parametrize("seed", range(5))

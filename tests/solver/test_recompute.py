@@ -28,7 +28,7 @@ from autopar.solver.problem import (
 )
 from autopar.solver.settings import EXACT
 from autopar.solver.solve import solve
-from tests.solver.random_problems import random_problem, trees
+from tests.solver.random_problems import random_problem, trees, with_regions
 
 MEMBERS = 2
 SMALL = [seed for seed in range(200) if len(random_problem(seed).choices) == 3]
@@ -58,7 +58,12 @@ def held(seed: int) -> Problem:
     return replace(problem, edges=(replace(first, offload=seconds), *others))
 
 
-CASES = [(repeated, seed) for seed in SMALL[:25]] + [(held, seed) for seed in SMALL[:10]]
+def overlapping(seed: int) -> Problem:
+    """A problem with recomputation where messages overlap with computing."""
+    return with_regions(repeated(seed), seed)
+
+
+CASES = [(make, seed) for make, number in ((repeated, 25), (held, 10), (overlapping, 25)) for seed in SMALL[:number]]
 
 
 def tight_row(problem: Problem, seed: int) -> Row:

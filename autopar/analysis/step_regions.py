@@ -1,0 +1,111 @@
+"""Step regions: the parts of a program beside which messages of weights travel, and between which they are prefetched.
+
+    embed        embed                        a region by itself
+    h.0          ln attn add ln mlp add       members of one region: repeated blocks, which do the same
+    h.1          ln attn add ln mlp add
+    ln_f head    ln_f head                    a region by itself
+
+A region has the ops of a class of repeated blocks, or of a stretch between such blocks, which ends where two matrix products
+are in it and another block begins. Its members run one after the other in the order of the program. The weights of a bucket are
+gathered while the member before the one that uses them runs, so that what one region sends is spread over its neighbours:
+
+    bucket of h.*   gathered during embed (h.0), h.* (the others)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.analysis.analysis import Analysis
+from autopar.analysis.repeated_blocks import INDEX
+from autopar.analysis.weight_buckets import weight_buckets
+from autopar.operators import row_of
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepRegions:
+    """The regions of a program, numbered in the order of their first members.
+
+    Attributes:
+        analysis: facts about the program.
+        names: of each region, as a person calls it.
+        sequence: the region of each member, in the order of the program.
+        member: the member in which each op runs.
+    """
+
+    analysis: Analysis
+    names: tuple[str, ...]
+    sequence: tuple[int, ...]
+    member: Mapping[str, int]
+
+    def of_op(self, name: str) -> int:
+        """The region of an op."""
+        return self.sequence[self.member[name]]
+
+    def of_value(self, name: str) -> int | None:
+        """The region in which a value is converted: that of its first reader, or of its producer where no op reads it."""
+        readers, maker = self.analysis.readers[name], self.analysis.program.producer.get(name)
+        op = readers[0] if readers else maker
+        return None if op is None else self.of_op(op.name)
+
+    def before(self, weight: str, *, moved: bool = True) -> int | None:
+        """The region of the member before the one that first uses a weight's bucket; None before the first."""
+        place = self._first_use[moved].get(weight, 0)
+        return self.sequence[place - 1] if place else None
+
+    def after(self, weight: str) -> int | None:
+        """The region of the member after it; None after the last."""
+        place = self._first_use[True].get(weight, len(self.sequence)) + 1
+        return self.sequence[place] if place < len(self.sequence) else None
+
+    @functools.cached_property
+    def _first_use(self) -> Mapping[bool, Mapping[str, int]]:
+        """By whether weights themselves travel: the first member that uses a weight of the same bucket."""
+        found: dict[bool, dict[str, int]] = {}
+        for moved in (False, True):
+            buckets = weight_buckets(self.analysis.program, moved=moved)
+            found[moved] = {name: min(map(self._used, names)) for names in buckets for name in names}
+        return found
+
+    def _used(self, weight: str) -> int:
+        """The first member that computes with a weight: a cast runs when its result is used."""
+        copies, members = self.analysis.copies, list[int]()
+        for op in self.analysis.readers[weight]:
+            made = [result.name for result in op.results if result.name in copies]
+            members += [self._used(made[0]) if made else self.member[op.name]]
+        return min(members, default=0)
+
+
+def step_regions(analysis: Analysis) -> StepRegions:
+    """The regions of a program."""
+    of, members = analysis.classes.of, analysis.classes.members
+    sequence: list[int] = []
+    member: dict[str, int] = {}
+    regions: dict[str, int] = {}  # the first block of a class, or the first op of a stretch -> the region's number
+    blocks: dict[str, int] = {}  # a repeated block -> its member
+    stretch, products, last = -1, 0, ""
+    for op in analysis.program.ops:
+        block = _block(op.name)
+        if len(members[of[op.name]]) > 1 and block:
+            if block not in blocks:
+                blocks[block] = len(sequence)
+                sequence.append(regions.setdefault(_block(of[op.name]), len(regions)))
+            member[op.name], stretch = blocks[block], -1
+            continue
+        if stretch < 0 or (block != last and products >= 2):
+            stretch, products = len(sequence), 0
+            sequence.append(regions.setdefault(op.name, len(regions)))
+        member[op.name], last = stretch, block
+        products += row_of(op).contracts
+    return StepRegions(analysis=analysis, names=tuple(regions), sequence=tuple(sequence), member=member)
+
+
+def _block(name: str) -> str:
+    """The outermost module with an index that contains an op; empty if there is none."""
+    match = INDEX.match(name)
+    return match[1] + match[2] if match else ""
+
+
+__all__ = ["StepRegions", "step_regions"]

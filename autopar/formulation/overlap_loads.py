@@ -1,0 +1,182 @@
+"""Loads: what candidates, conversions and messages of a planning problem put on its regions, by the law of `overlap`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from autopar.formulation.overlap import Overlap
+from autopar.ir.conversion import COLLECTIVES, CONVERSIONS
+from autopar.search_space.buckets import TOGETHER
+from autopar.solver.overlap import Load, OverlapRegion
+from autopar.solver.problem import Bools, Floats, Ints
+
+GRADIENT, REGATHER = 0, 1  # places in `Edge.conditional_costs`: gradients on their way back, weights that are gathered again
+BUSY = -1  # in the place of a link: the device itself
+FORWARD = np.array([forward for forward, _ in CONVERSIONS.values()])
+BACKWARD = np.array([backward for _, backward in CONVERSIONS.values()])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArcPrices:
+    """Seconds per arc of an edge, all members together: of its conversion, of its gradient and of the rounding in that, of
+    gathering it again, and of recomputing it for the backward (None: never)."""
+
+    there: Floats
+    back: Floats
+    rounding: Floats
+    rerun: Floats
+    recompute: Floats | None
+
+
+@dataclass(slots=True)
+class _Collected:
+    """A `Load` as it grows."""
+
+    choices: dict[int, Floats] = field(default_factory=dict)
+    reruns: dict[int, Floats] = field(default_factory=dict)
+    arcs: dict[int, Floats] = field(default_factory=dict)
+    conditional: dict[tuple[int, int], Floats] = field(default_factory=dict)
+    reconverts: dict[int, Floats] = field(default_factory=dict)
+    charges: dict[int, float] = field(default_factory=dict)
+
+    def load(self) -> Load:
+        return Load(
+            choices=self.choices, reruns=self.reruns, arcs=self.arcs, conditional=self.conditional,
+            reconverts=self.reconverts, charges=self.charges,
+        )  # fmt: skip
+
+
+Put = Callable[[_Collected, Floats], None]
+K = TypeVar("K")
+
+
+class OverlapLoads:
+    """Collects the loads of one problem. What is asynchronous comes back at beta times its seconds, which is its price."""
+
+    def __init__(self, overlap: Overlap) -> None:
+        self.overlap = overlap
+        self._link = np.array(overlap.links)  # by mesh axis
+        self._loads: dict[tuple[int, int], _Collected] = {}
+
+    def regions(self) -> tuple[OverlapRegion, ...]:
+        """The regions of the problem: the places of the overlap."""
+        overlap = self.overlap
+
+        def load(place: int, link: int) -> Load:
+            return self._loads.get((place, link), _Collected()).load()
+
+        return tuple(
+            OverlapRegion(
+                name=name, busy=load(place, BUSY), links=tuple(load(place, link) for link in range(overlap.count)),
+                parts=overlap.parts[place], share=overlap.share(place),
+            )
+            for place, name in enumerate(overlap.names)
+        )  # fmt: skip
+
+    def op(
+        self,
+        number: int,
+        name: str,
+        computed: Mapping[bool, Floats],
+        sent: Mapping[tuple[bool, int], Floats],
+        rerun: Floats | None,
+    ) -> None:
+        """An op class: by whether it is in the backward, what its candidates compute, and what they send over each axis.
+
+        `rerun` is what its forward computes if it runs again.
+        """
+        for backward, seconds in computed.items():
+            place = self.overlap.op(name, backward=backward)
+            waits = sum((s for (where, _), s in sent.items() if where == backward), seconds)
+            _add(self._of(place, BUSY).choices, number, waits)
+        for (backward, axis), seconds in sent.items():
+            _add(self._of(self.overlap.op(name, backward=backward), int(self._link[axis])).choices, number, seconds)
+        if rerun is not None:
+            place, again = self.overlap.op(name, backward=True), [(axis, s) for (where, axis), s in sent.items() if not where]
+            _add(self._of(place, BUSY).reruns, number, sum((s for _, s in again), rerun))
+            for axis, seconds in again:
+                _add(self._of(place, int(self._link[axis])).reruns, number, seconds)
+
+    def edge(
+        self, number: int, members: Sequence[str], pair: Ints, axis: Ints, prices: ArcPrices, *, bucketed: bool
+    ) -> ArcPrices:
+        """An edge with these members, whose arcs make these conversions on these axes; its prices with the overlap."""
+        forward, backward, name = FORWARD[pair], BACKWARD[pair], members[0]
+        gathers = np.isin(forward, list(TOGETHER[0])) & bucketed
+        reduces = np.isin(backward, list(TOGETHER[1])) & bucketed
+        stays = forward == "identity"
+        carried = np.isin(forward, COLLECTIVES), np.isin(backward, COLLECTIVES)
+        here = [self.overlap.value(name, backward=back) for back in (False, True)]
+        hidden = self.overlap.shares
+
+        def arc(found: _Collected, seconds: Floats) -> None:
+            _add(found.arcs, number, seconds)
+
+        def gradient(found: _Collected, seconds: Floats) -> None:
+            _add(found.conditional, (number, GRADIENT), seconds)
+
+        def regather(found: _Collected, seconds: Floats) -> None:
+            _add(found.conditional, (number, REGATHER), seconds)
+
+        def reconvert(found: _Collected, seconds: Floats) -> None:
+            _add(found.reconverts, number, seconds)
+
+        def waits(put: Put, seconds: Floats, only: Bools, place: int | None, sent: Bools) -> Floats:
+            """Synchronous seconds of some arcs, of which some are sent."""
+            return self._spread(put, np.where(only, seconds, 0.0), {place: 1.0}, self._link[axis], sent, slow=1.0)
+
+        def ahead(put: Put, seconds: Floats, only: Bools, shares: Mapping[int | None, float]) -> Floats:
+            """Asynchronous seconds of some arcs."""
+            return self._spread(put, np.where(only, seconds, 0.0), shares, self._link[axis], only, slow=self.overlap.beta)
+
+        message, everything = prices.back - prices.rounding, np.full(len(pair), True)
+        first, again = (hidden(members, sent) if gathers.any() else {} for sent in ("gather", "regather"))
+        there = waits(arc, prices.there, ~gathers, here[0], carried[0]) + ahead(arc, prices.there, gathers, first)
+        back = waits(gradient, prices.rounding, everything, here[1], ~everything)
+        back += waits(gradient, message, ~reduces, here[1], carried[1])
+        for moved, some in ((True, reduces & ~stays), (False, reduces & stays)):
+            back += ahead(gradient, message, some, hidden(members, "reduce", moved=moved) if some.any() else {})
+        rerun = waits(regather, prices.rerun, ~gathers, here[1], carried[0]) + ahead(regather, prices.rerun, gathers, again)
+        recompute = prices.recompute
+        if recompute is not None:
+            finite = np.where(np.isfinite(recompute), recompute, 0.0)
+            some = waits(reconvert, finite, ~gathers, here[1], carried[0]) + ahead(reconvert, finite, gathers, again)
+            recompute = np.where(np.isfinite(recompute), some, np.inf)
+        return ArcPrices(there=there, back=back, rounding=prices.rounding, rerun=rerun, recompute=recompute)
+
+    def charge(self, number: int, seconds: float, axis: int, shares: Mapping[int | None, float]) -> float:
+        """The latency of messages over an axis; its price with the overlap."""
+        for place, share in shares.items():
+            if place is not None:
+                busy, link = self._of(place, BUSY).charges, self._of(place, int(self._link[axis])).charges
+                busy[number] = busy.get(number, 0.0) + self.overlap.beta * share * seconds
+                link[number] = link.get(number, 0.0) + share * seconds
+        bare = shares.get(None, 0.0)
+        return seconds * (bare + self.overlap.beta * (1.0 - bare))
+
+    def _spread(
+        self, put: Put, seconds: Floats, shares: Mapping[int | None, float], link: Ints, sent: Bools, *, slow: float
+    ) -> Floats:
+        """Seconds per arc, spread over places: the device is busy with a part `slow`, the links carry what is `sent`; their
+        price."""
+        for place, share in shares.items() if seconds.any() else ():
+            if place is not None:
+                put(self._of(place, BUSY), slow * share * seconds)
+                for number in np.unique(link[sent]).tolist():
+                    put(self._of(place, number), np.where(sent & (link == number), share * seconds, 0.0))
+        bare = shares.get(None, 0.0)
+        return seconds * (bare + slow * (1.0 - bare))
+
+    def _of(self, place: int, link: int) -> _Collected:
+        return self._loads.setdefault((place, link), _Collected())
+
+
+def _add(found: dict[K, Floats], key: K, seconds: Floats) -> None:
+    found[key] = found[key] + seconds if key in found else np.array(seconds, dtype=np.float64)
+
+
+__all__ = ["GRADIENT", "REGATHER", "ArcPrices", "OverlapLoads"]
