@@ -42,7 +42,8 @@ def main() -> int:
             file=sys.stderr,
             flush=True,
         )
-    lines = "\n".join(report(predictions, [row for row in rows if isinstance(row, Skipped)]))
+    some = [f"Every {options.every}th row only.", ""] if options.every > 1 else []
+    lines = "\n".join(some + list(report(predictions, [row for row in rows if isinstance(row, Skipped)])))
     print(lines)
     if options.save:
         RESULTS.write_text(lines + "\n")

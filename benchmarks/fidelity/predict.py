@@ -19,13 +19,17 @@ import torch
 
 import autopar
 from autopar.cost_models import catalog
-from autopar.ir.mesh import Bytes, Seconds
+from autopar.cost_models.kernel_rates import MPT_TRITON, reached
+from autopar.ir.mesh import Bytes, Device, Seconds
 from benchmarks.fidelity.models import Decoder, Recompute
 from benchmarks.fidelity.tables import Run
 
 # A step of many nodes waits for the slowest: half a percent for each doubling of their number, from the rows of LLM Foundry's
 # table on 1 to 16 nodes of A100.
 STRAGGLERS = 0.005
+
+# Seconds that computing loses per second of a message beside it: fit on mpt.csv.
+INTERFERENCE = 0.45
 
 PLENTY = "1000TB"  # nothing is recomputed for want of memory: the run says what is
 PRODUCTS, ATTENTION, OTHERS, MESSAGES, REST = PARTS = ("products", "attention", "others", "messages", "rest")
@@ -107,8 +111,8 @@ def _planned(run: Run, decoder: Decoder, recompute: Recompute) -> _Step:
     tokens = torch.empty(run.sequences, decoder.length, dtype=torch.long, device="meta")
     options: dict[str, str] = {"recompute": recompute} if RECOMPUTE else {}
     plan = autopar.plan(
-        decoder.module(), (tokens, tokens), run.mesh, device=run.device, strategy=run.strategy, microbatches=run.microbatches,
-        budget=PLENTY, offload=False, **options,
+        decoder.module(), (tokens, tokens), run.mesh, device=device_of(run), strategy=run.strategy,
+        microbatches=run.microbatches, budget=PLENTY, offload=False, **options,
     )  # fmt: skip
     parts = _parts(plan)
     again = Counter[str]() if RECOMPUTE else _again(plan, recompute)
@@ -117,6 +121,12 @@ def _planned(run: Run, decoder: Decoder, recompute: Recompute) -> _Step:
         memory=plan.peak_memory,
         parts={part: parts[part] + again[part] for part in PARTS},
     )
+
+
+def device_of(run: Run) -> Device:
+    """The device with what kernels reach and lose beside messages, and with the attention kernel of the run's program."""
+    device = replace(reached(catalog.device(run.device)), interference=INTERFERENCE)
+    return replace(device, attention=MPT_TRITON[run.device]) if run.table == "mpt" else device
 
 
 def _parts(plan: autopar.Plan) -> Counter[str]:
@@ -148,4 +158,4 @@ def _again(plan: autopar.Plan, recompute: Recompute) -> Counter[str]:
     return again
 
 
-__all__ = ["PARTS", "Prediction", "predict"]
+__all__ = ["PARTS", "Prediction", "device_of", "predict"]

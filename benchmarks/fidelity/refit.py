@@ -49,6 +49,11 @@ def refitted(one: Prediction, factors: Factors) -> float:
     return (one.seconds + change) / one.run.seconds - 1
 
 
+def explained(one: Prediction, factors: Factors) -> dict[str, float]:
+    """What each part would add under these factors, as a share of the measured time: why a prediction is off."""
+    return {key[1]: (factors.get(key, 1.0) - 1) * seconds / one.run.seconds for key, seconds in _parts(one).items()}
+
+
 def _parts(one: Prediction) -> Factors:
     computing = {(one.run.device, part): one.parts[part] for part in (PRODUCTS, ATTENTION, OTHERS)}
     return computing | {("any", MESSAGES): one.parts[MESSAGES]}
@@ -80,4 +85,4 @@ def folds(predictions: Sequence[Prediction]) -> Iterator[Fold]:
             )
 
 
-__all__ = ["Factors", "Fold", "fit", "folds", "refitted"]
+__all__ = ["Factors", "Fold", "explained", "fit", "folds", "refitted"]

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from benchmarks.fidelity.predict import Prediction
-from benchmarks.fidelity.refit import fit, folds
-from benchmarks.fidelity.score import GROUPS, culprit, grouped, score
+from benchmarks.fidelity.predict import PARTS, Prediction
+from benchmarks.fidelity.refit import explained, fit, folds, refitted
+from benchmarks.fidelity.score import GROUPS, grouped, score
 from benchmarks.fidelity.tables import Skipped
 
 SCORE = "{:<34}{:>6}{:>10}{:>10}{:>10}{:>8}"
@@ -34,7 +34,8 @@ def report(predictions: Sequence[Prediction], skipped: Sequence[Skipped]) -> Ite
     yield ""
     yield from _refit(counted)
     yield ""
-    yield "Worst rows, with the shares of the predicted step one after the other (more than 100% where they overlap)"
+    yield "Worst rows: the shares of the predicted step (together more than 100% where they overlap), and which parts a refit"
+    yield "to all rows would change, in shares of the measured step"
     yield from _worst(counted)
     yield ""
     yield from _memory(predictions)
@@ -64,8 +65,13 @@ def _refit(rows: Sequence[Prediction]) -> Iterator[str]:
 
 
 def _worst(rows: Sequence[Prediction]) -> Iterator[str]:
+    factors = fit(rows)
     for one in sorted(rows, key=lambda one: -abs(one.error))[:WORST]:
-        yield f"  {one.error:+7.1%}  {one.run.table}:{one.run.line} {one.run.name}, {one.run.device}: {culprit(one)}"
+        shares = ", ".join(f"{part} {one.parts[part] / one.seconds:.0%}" for part in PARTS)
+        reasons = sorted(explained(one, factors).items(), key=lambda reason: -abs(reason[1]))
+        said = ", ".join(f"{part} {share:+.0%}" for part, share in reasons[:2] if abs(share) >= 0.01)
+        yield f"  {one.error:+7.1%}  {one.run.table}:{one.run.line} {one.run.name}, {one.run.device}: {shares}"
+        yield f"           a refit would add {said or 'nothing'}, and leave {refitted(one, factors):+.1%}"
 
 
 def _memory(predictions: Sequence[Prediction]) -> Iterator[str]:

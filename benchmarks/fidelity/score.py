@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.mesh import Seconds
-from benchmarks.fidelity.predict import PARTS, Prediction
+from benchmarks.fidelity.predict import Prediction
 
 LONG = 8192  # tokens from which attention takes a large share
 
@@ -81,13 +80,4 @@ def grouped(predictions: Iterable[Prediction], by: Callable[[Prediction], str]) 
     return found
 
 
-def culprit(prediction: Prediction) -> str:
-    """The part that explains an error best: what it would have to be multiplied by, alone, for the step to come out right."""
-    missing: Seconds = prediction.run.seconds - prediction.seconds
-    part = max(PARTS, key=lambda name: prediction.parts[name])
-    factor = 1 + missing / prediction.parts[part] if prediction.parts[part] else math.inf
-    shares = ", ".join(f"{name} {prediction.parts[name] / prediction.seconds:.0%}" for name in PARTS)
-    return f"{shares}; {part} x{factor:.2f} would do"
-
-
-__all__ = ["GROUPS", "Score", "culprit", "grouped", "score", "spearman"]
+__all__ = ["GROUPS", "Score", "grouped", "score", "spearman"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import autopar
 from benchmarks.fidelity.models import Decoder
-from benchmarks.fidelity.predict import ATTENTION, MESSAGES, OTHERS, PRODUCTS, REST, Prediction, predict
+from benchmarks.fidelity.predict import ATTENTION, MESSAGES, OTHERS, PRODUCTS, REST, Prediction, device_of, predict
 from benchmarks.fidelity.refit import fit, folds, refitted
 from benchmarks.fidelity.report import report
 from benchmarks.fidelity.score import score, spearman
@@ -36,7 +36,7 @@ def test_two_and_three_blocks_give_the_step_and_the_memory_of_all() -> None:
     found = predict(RUN)
     tokens = torch.empty(16, 128, dtype=torch.long, device="meta")
     plan = autopar.plan(
-        DECODER.module(), (tokens, tokens), RUN.mesh, device=RUN.device, strategy="fsdp", microbatches=2, budget="1TB"
+        DECODER.module(), (tokens, tokens), RUN.mesh, device=device_of(RUN), strategy="fsdp", microbatches=2, budget="1TB"
     )
     assert found.seconds == pytest.approx(plan.step_time, rel=1e-3)
     assert found.memory == pytest.approx(plan.peak_memory, rel=1e-2)
