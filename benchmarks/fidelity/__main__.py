@@ -33,7 +33,15 @@ def main() -> int:
     except TableError as error:
         print(error, file=sys.stderr)
         return 1
-    chosen = [row for row in rows if isinstance(row, Run)][:: options.every]
+    chosen = [row for row in rows if isinstance(row, Run)][:: max(1, options.every)]
+    if not chosen:
+        print(
+            "no row of these tables can be expressed",
+            *sorted({row.reason for row in rows if isinstance(row, Skipped)}),
+            sep="\n  ",
+            file=sys.stderr,
+        )
+        return 1
     predictions: list[Prediction] = []
     for number, run in enumerate(chosen, 1):
         predictions.append(predict(run))
