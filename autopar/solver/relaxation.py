@@ -149,7 +149,13 @@ class Relaxation:
 
 
 def relaxation_of(problem: Problem, settings: SearchSettings, *, quick: bool = False) -> Relaxation:
-    """The relaxation of a problem with its fixed charges, which are added to the optimum without them."""
+    """The relaxation of a problem with its fixed charges, which are added to the optimum without them.
+
+    With regions all is solved at once: their rows are dense, and far from the optimum without them (planning, llama8b: 1.2 in
+    place of 5.2 CPU seconds).
+    """
+    if problem.regions:
+        return Relaxation(IntegerProgram(problem), settings, quick=quick)
     relaxation = Relaxation(IntegerProgram(problem, fixed_charges=False), settings, quick=quick)
     relaxation.add_fixed_charges()
     return relaxation
