@@ -19,6 +19,7 @@ from autopar.ir.dynamic_dims import InputDim, Size, declared, describe_sizes, di
 from autopar.ir.layout import I
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
+from autopar.ir.training_step import MicrobatchLoop, TrainingStep
 from autopar.passes import normalise
 from autopar.passes.no_dropout import switched, without_training
 from autopar.plan.options import Options
@@ -184,30 +185,31 @@ def _emitted(
     captured: Captured, stored: Mapping[str, torch.Tensor], resolved: ResolvedPlan, context: Context, seed: int
 ) -> ParallelModule:
     """The module over tensors that are stored as the plan says."""
-    plan, program, assignment = resolved.plan, resolved.program, resolved.assignment
+    plan, step, program, assignment = resolved.plan, resolved.step, resolved.program, resolved.assignment
     split = sharded(program, plan.options.get("outputs") or None)
     outputs = [
-        OutputLayout(shape=program.whole(o.value), layout=assignment.outputs[o.path], split=split(o)) for o in program.outputs
+        OutputLayout(shape=step.batch_shape(o.value), layout=assignment.outputs[o.path], split=split(o))
+        for o in program.outputs
     ]
-    steps = _steps(program, assignment, context) if program.loop else None
+    steps = _steps(step.loop, assignment, context) if step.loop else None
     state = ModuleState(plan=plan, signature=captured.signature, context=context, seed=seed, outputs=outputs, steps=steps)
-    graph = emit(program, assignment, dict(resolved.analysis.fits), context, training=captured.training)
+    graph = emit(step, assignment, dict(resolved.analysis.fits), context, training=captured.training)
     return ParallelModule(graph, program, stored, state)
 
 
-def _steps(program: Program, assignment: Assignment, context: Context) -> Steps:
-    """The loop of a program, with the graph of what it computes ahead: every rank does so for the whole batch."""
-    assert program.loop is not None
-    ahead, size = program.loop.ahead, len(context.mesh.sizes)
-    if ahead is None:
-        return Steps(loop=program.loop, ahead=None)
+def _steps(loop: MicrobatchLoop, assignment: Assignment, context: Context) -> Steps:
+    """A loop with the graph of what it computes once per step: every rank does so for the whole batch."""
+    hoisted, size = loop.hoisted, len(context.mesh.sizes)
+    if hoisted is None:
+        return Steps(loop=loop, hoisted=None)
     whole = Assignment(
-        ops={op.name: candidate(op, None, ahead.values, (INVARIANT,) * size) for op in ahead.ops},
-        given={**assignment.given, **{value.name: (I,) * size for value in ahead.inputs}},
-        outputs={output.path: (I,) * size for output in ahead.outputs},
+        ops={op.name: candidate(op, None, hoisted.values, (INVARIANT,) * size) for op in hoisted.ops},
+        given={**assignment.given, **{value.name: (I,) * size for value in hoisted.inputs}},
+        outputs={output.path: (I,) * size for output in hoisted.outputs},
         routes={},
     )
-    return Steps(loop=program.loop, ahead=emit(ahead, whole, dict.fromkeys((op.name for op in ahead.ops), None), context))
+    fits = dict.fromkeys((op.name for op in hoisted.ops), None)
+    return Steps(loop=loop, hoisted=emit(TrainingStep(program=hoisted), whole, fits, context))
 
 
 def check_mesh(plan: Plan, mesh: Mesh) -> None:

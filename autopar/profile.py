@@ -39,6 +39,7 @@ from autopar.explain.cli_arguments import built
 from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Device, Link, Mesh
 from autopar.ir.program import Op, Program, Value
+from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding, localise, view_of, writes
 from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
@@ -165,8 +166,8 @@ def _local_ops(program: Program, processes: int, device: Device) -> Iterator[tup
     """The operators of a program that take time, at the local shapes of data parallelism, with their operands."""
     mesh = connected_mesh((processes,), Options(device=device))
     plan = plan_program(program, mesh, Options(device=device, strategy="ddp" if processes > 1 else "auto"))
-    analysis = analyse(program, mesh)
-    chosen = resolve(plan, program, analysis.fits)
+    analysis = analyse(TrainingStep(program=program), mesh)
+    chosen = resolve(plan, analysis.step, analysis.fits)
     for op in program.ops:
         if not view_of(op, program.values) and not writes(op):
             yield _local(op, analysis.fits[op.name], program, chosen, mesh)

@@ -35,6 +35,7 @@ from autopar.explain.budget_sweep import MARGIN, SHARES
 from autopar.formulation.budget_loop import smallest, within
 from autopar.formulation.formulate import PlanningProblem, assignment
 from autopar.formulation.memory_model import MemoryModel
+from autopar.ir.training_step import TrainingStep
 from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.plan.text import size_text
 from autopar.planning.optimize import Optimized, analysed, solved
@@ -119,7 +120,7 @@ def swept(name: str, mesh: tuple[int, ...]) -> Sweep:
         model, batch, at = MODELS[name]()
     program, options = read_program(model.bfloat16().train(), batch).program, Options(device=DEVICE, budget=PLENTY)
     on = connected_mesh(mesh, options)
-    analysis = analysed(program, on, options)
+    analysis = analysed(TrainingStep(program=program), on, options)
     free = solved(analysis, on, options)
     optimizer = optimizers.optimizer(options.optimizer)
     under = MemoryModel(free.formulated.only(free.solution), optimizer)
@@ -147,7 +148,9 @@ def swept(name: str, mesh: tuple[int, ...]) -> Sweep:
     under_half = best_variant(program, on, replace(options, budget=half, microbatches=AUTO), lambda phase: None)
     return Sweep(
         model=name, mesh=mesh, blocks=blocks, beside=joint(blocks.peak), rows=rows,
-        half=Half(begin=begin, budget=half, plan=_point(under_half, options), runs=under_half.formulated.program.runs),
+        half=Half(
+            begin=begin, budget=half, plan=_point(under_half, options), runs=under_half.formulated.analysis.step.microbatches
+        ),
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from autopar.errors import RuleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Program
 from autopar.ir.schema import bound
+from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding, writes
 
 
@@ -27,12 +28,17 @@ from autopar.operators import OpSharding, writes
 class Analysis:
     """Facts about a program on a mesh that hold for every plan: rules, block counts, repeated blocks, saved tensors."""
 
-    program: Program
+    step: TrainingStep
     sizes: tuple[int, ...]
     classes: Classes
     fits: Mapping[str, OpSharding | None]
     blocks: Mapping[str, Blocks]
     cpu: bool  # whether the device is a CPU, where some operators save other tensors
+
+    @property
+    def program(self) -> Program:
+        """The program that a step runs, on one micro-batch."""
+        return self.step.program
 
     @functools.cached_property
     def saved(self) -> dict[str, SavedTensors]:
@@ -97,18 +103,21 @@ class Analysis:
         return frozenset(found)
 
 
-def analyse(program: Program, mesh: Mesh, *, apart: Callable[[str], str] = lambda value: "", repeated: bool = True) -> Analysis:
+def analyse(
+    step: TrainingStep, mesh: Mesh, *, apart: Callable[[str], str] = lambda value: "", repeated: bool = True
+) -> Analysis:
     """Fit rules, propagate block counts, fold repeated blocks; see `fold` for `apart` and `repeated`.
 
     Raises RuleError on a mesh of several devices for an op with a sparse gradient, which cannot be reduced.
     """
+    program = step.program
     if mesh.size > 1:
         _dense(program)
     classes = fold(program, apart=apart, repeated=repeated)
     by_class = {name: fit_of(program, name) for name in representatives(program, classes)}
     fits = {op.name: by_class[classes.of[op.name]] for op in program.ops}
     return Analysis(
-        program=program,
+        step=step,
         sizes=mesh.sizes,
         classes=classes,
         fits=fits,

@@ -25,6 +25,7 @@ from autopar.codegen.source import CodeGraph
 from autopar.ir.conversion import Conversion, arrival
 from autopar.ir.layout import I, Layout, digits, local_shape
 from autopar.ir.program import Argument, Op, Output, Program, Ref, Value, overload
+from autopar.ir.training_step import TrainingStep
 from autopar.memory.prefetch import PrefetchOrder
 from autopar.operators import OpSharding, localise, row_of, scale, training_flag
 from autopar.operators.call import parameters
@@ -41,23 +42,24 @@ Target = str | Callable[..., object]
 
 
 def emit(
-    program: Program, assignment: Assignment, fits: dict[str, OpSharding | None], context: Context, *, training: bool = True
+    step: TrainingStep, assignment: Assignment, fits: dict[str, OpSharding | None], context: Context, *, training: bool = True
 ) -> fx.Graph:
     """The graph that one rank runs: its inputs are global tensors, its outputs the local parts of the program's outputs.
 
     Training flags of ops that were on when the program was captured in `training` mode become the module's `training`; flags
     that are on in evaluation mode stay on.
     """
-    return _Emitter(program, assignment, fits, context, training).graph
+    return _Emitter(step, assignment, fits, context, training).graph
 
 
 class _Emitter:
     """Builds one graph; `values` has the node of each value in each layout in which it exists so far."""
 
     def __init__(
-        self, program: Program, assignment: Assignment, fits: dict[str, OpSharding | None], context: Context, training: bool
+        self, step: TrainingStep, assignment: Assignment, fits: dict[str, OpSharding | None], context: Context, training: bool
     ) -> None:
-        self.program, self.assignment, self.fits, self.context = program, assignment, fits, context
+        program = step.program
+        self.step, self.program, self.assignment, self.fits, self.context = step, program, assignment, fits, context
         self.sizes = context.mesh.sizes
         self.graph: fx.Graph = CodeGraph()
         self.section = ""  # the comment under which nodes are made
@@ -90,8 +92,8 @@ class _Emitter:
         has_flag = training and (random_ops or any(map(training_flag, program.ops)))
         self.training = self._node("get_attr", "training", (), "training") if has_flag else None
         self.rematerializer = self._state("rematerializer") if self.assignment.recompute != RecomputeChoice() else None
-        self.accumulator = self._state("accumulator") if program.runs > 1 else None
-        self.once = self.assignment.once and program.runs > 1
+        self.accumulator = self._state("accumulator") if self.step.loop else None
+        self.once = self.assignment.once and self.step.loop is not None
         self.bucket_calls = BucketCalls(program=program, sizes=self.sizes, accumulator=self.accumulator)
         self.section = "parameters"
         for bucket in self.prefetch.first:
@@ -136,7 +138,7 @@ class _Emitter:
     def _stored(self, value: Value) -> None:
         """The local tensor of a parameter or buffer."""
         name, layout = identifier(value.name), self.assignment.given[value.name]
-        padded = (list(local_shape(value.shape, layout, self.sizes)),) if value.name in self.program.true else ()
+        padded = (list(local_shape(value.shape, layout, self.sizes)),) if value.name in self.step.unpadded else ()
         node = self._attribute(value.name, name if self.unsharded and not padded else f"{name}_stored")
         if padded or not self.unsharded:
             node = self._node("call_function", storage.to_local, (node, *padded), name)
@@ -146,7 +148,7 @@ class _Emitter:
         """The local part of an output, without padding."""
         layout, shape = self.assignment.outputs[output.path], self.program.values[output.value].shape
         node = self._value(output.value, layout)
-        for dim, (size, true) in enumerate(zip(shape, self.program.true.get(output.value, shape), strict=True)):
+        for dim, (size, true) in enumerate(zip(shape, self.step.unpadded.get(output.value, shape), strict=True)):
             if size != true:
                 axes = [self.axes[axis] for axis, _ in digits(layout, dim)]
                 name = f"{identifier(output.value)}_unpadded"

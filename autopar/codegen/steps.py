@@ -9,21 +9,21 @@ import torch
 from torch import fx, nn
 
 from autopar.ir.layout import P, State, shard
-from autopar.ir.program import Loop
+from autopar.ir.training_step import MicrobatchLoop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """How a step runs the emitted graph once per micro-batch, after `ahead`, the graph of what is computed once per step."""
+    """How a step runs the emitted graph once per micro-batch, after `hoisted`, the graph of what is computed once per step."""
 
-    loop: Loop
-    ahead: fx.Graph | None
+    loop: MicrobatchLoop
+    hoisted: fx.Graph | None
 
     def parts(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """The inputs of every micro-batch; `module` has the buffers that `ahead` reads."""
+        """The inputs of every micro-batch; `module` has the buffers that `hoisted` reads."""
         with torch.no_grad():
-            found = fx.Interpreter(module, graph=self.ahead).run(*inputs) if self.ahead else ()
-        given, runs = [*zip((*inputs, *found), self.loop.inputs, strict=True)], self.loop.runs
+            found = fx.Interpreter(module, graph=self.hoisted).run(*inputs) if self.hoisted else ()
+        given, runs = [*zip((*inputs, *found), self.loop.inputs, strict=True)], self.loop.count
         return [[shard(tensor, (state,), (runs,), (run,)) for tensor, state in given] for run in range(runs)]
 
     def join(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:

@@ -12,9 +12,9 @@ from autopar.runtime.world import Axis, Context
 def code(planned: Planned) -> str:
     """The emitted module's code on rank 0."""
     formulated = planned.solved.formulated
-    mesh, fits, program = formulated.mesh, formulated.analysis.fits, planned.captured.program
+    mesh, analysis = formulated.mesh, formulated.analysis
     axes = tuple(Axis(name=name, size=size, index=0, group=name) for name, size in zip(mesh.axes, mesh.sizes, strict=True))
     device = torch.device("cpu") if planned.plan.device.startswith("cpu") else torch.device("cuda", 0)
     context = Context(mesh=mesh, device_mesh=None, axes=axes, device=device)
-    graph = emit(program, planned.resolved.assignment, dict(fits), context)
+    graph = emit(analysis.step, planned.resolved.assignment, dict(analysis.fits), context)
     return graph.python_code("self").src

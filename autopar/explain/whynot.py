@@ -30,19 +30,19 @@ def why_not(planned: Planned, options: Options, forced: Mapping[str, str]) -> Wh
     Raises ConstraintError for a name that means nothing and for a layout that does not fit its tensor.
     """
     formulated = planned.solved.formulated
-    program, mesh = formulated.program, formulated.mesh
+    step, mesh = formulated.analysis.step, formulated.mesh
     chosen = assignment(formulated, planned.solved.solution)
     both = replace(options, constraints={**options.constraints, **forced})
     unread: ConstraintError | None = None
     try:
-        patterns = StrategyConstraints(patterns=constrained(program, mesh, forced))
+        patterns = StrategyConstraints(patterns=constrained(step, mesh, forced))
     except ConstraintError as error:  # perhaps it can be met with padding
         unread = error
     else:
-        if all(patterns.allows_layout(name, chosen.produced(name, program)) for name in patterns.patterns):
+        if all(patterns.allows_layout(name, chosen.produced(name, step.program)) for name in patterns.patterns):
             return WhyNot(forced=forced, plan=planned.plan)
     try:
-        return WhyNot(forced=forced, plan=plan_program(program, mesh, both))
+        return WhyNot(forced=forced, plan=plan_program(planned.captured.program, mesh, both))
     except AutoparError as error:
         if unread and isinstance(error, ConstraintError):
             raise unread from None

@@ -170,7 +170,9 @@ def _stored(analysis: Analysis, chosen: Assignment) -> Iterator[tuple[str, tuple
     for parameter in program.parameters:
         name = parameter.value.name
         yield name, stored_words(analysis, name, chosen.given[name])
-    passed = [(INPUT + value.name, value, chosen.given[value.name]) for value in program.inputs if value not in program.ahead]
+    passed = [
+        (INPUT + value.name, value, chosen.given[value.name]) for value in program.inputs if value not in analysis.step.hoisted
+    ]
     passed += [(OUTPUT + o.path, program.values[o.value], chosen.outputs[o.path]) for o in program.outputs]
     for name, value, layout in passed:
         yield name, tuple(sample.role(value, s.dim, s.stride) if s.kind == "S" else WHOLE for s in layout)

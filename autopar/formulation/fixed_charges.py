@@ -65,7 +65,7 @@ def fixed_charges(
                 if consumers != frozenset() and arcs.any():
                     triggers.append(ChargeTrigger(edge=w, consumers=consumers, arcs=arcs))
             together = constraints.once or (kind == backward and added_up(forward, backward))
-            runs = 1 if together else analysis.program.runs
+            runs = 1 if together else analysis.step.microbatches
             seconds = runs * len(buckets) * prices.latency(kind, axis)
             if triggers and seconds > 0:
                 if loads is not None:

@@ -203,7 +203,7 @@ def _returning(analysis: Analysis, name: str, found: Sequence[Candidate], prices
     """Seconds in which the gradient of an input comes back; there is one way to take an input."""
     value = next((value for value in analysis.program.inputs if value.name == name), None)
     back = returns(analysis, value, found[0].results[0], prices) if value else ()
-    return analysis.program.runs * sum(message.seconds for message in back)
+    return analysis.step.microbatches * sum(message.seconds for message in back)
 
 
 def _inside(
@@ -214,7 +214,7 @@ def _inside(
     if not any(distributed(analysis.fits[name], candidate) for candidate in found):
         return 0.0
     differentiated = any(result.name in analysis.backward for result in op.results)
-    times = program.runs * len(analysis.classes.members[name])
+    times = analysis.step.microbatches * len(analysis.classes.members[name])
     return times * np.array(
         [
             sum(
@@ -259,10 +259,11 @@ def _edge(
     graph = layout_graph(value.shape, sizes, allowed, analysis.blocks[value.name])
     weight = value.name in analysis.weights
     summed, bucketed = analysis.summed.get(value.name), value.name in analysis.bucketed
-    runs = 1 if constraints.once and bucketed else program.runs
+    runs = 1 if constraints.once and bucketed else analysis.step.microbatches
     there, back, rerun, rounding = arc_seconds(graph, value, prices, bucketed=bucketed, summed=summed, runs=runs)
     arcs = _arcs(analysis, value, graph, constraints)
     count, free = len(values.members), np.isin(graph.pair[arcs], FREE)
+    times = analysis.step.microbatches * count
     reconverted = _may_reconvert(graph, arcs, weight=weight)
     found = ArcPrices(
         there=count * there[arcs], back=count * back[arcs], rounding=count * rounding[arcs], rerun=count * rerun[arcs],
@@ -296,7 +297,7 @@ def _edge(
         free=free,
         count=count,
         recompute=found.recompute,
-        offload=_offload_seconds(value, graph, program.runs * count, prices) if _may_leave(analysis, value) else None,
+        offload=_offload_seconds(value, graph, times, prices) if _may_leave(analysis, value) else None,
     )  # fmt: skip
     if edge.offload is not None:  # said of the memory in which several layouts may lie
         edge = replace(edge, offload=np.where(storages(edge) == np.arange(edge.nodes), edge.offload, np.inf))
@@ -308,7 +309,7 @@ def _arcs(analysis: Analysis, value: Value, graph: LayoutGraph, constraints: Str
     arcs, axes = np.arange(len(graph.source)), len(graph.nodes[0])
     if value.name in analysis.written:  # what is written in place is used as it is stored
         arcs = arcs[:0]
-    if value.name in analysis.bucketed and value.requires_grad and analysis.program.runs > 1:
+    if value.name in analysis.bucketed and value.requires_grad and analysis.step.microbatches > 1:
         arcs = arcs[~np.isin(graph.pair[arcs], TO_INVARIANT)]  # what is I is so because it is stored so: see `added_up`
     if constraints.weights:
         allowed = np.array(

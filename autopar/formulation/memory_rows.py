@@ -41,6 +41,7 @@ class MemoryRows:
             lying=liveness.lying,
             reruns=formulated.reruns,
             dropped=formulated.dropped,
+            accumulated=analysis.step.microbatches > 1,
         )
         self.alias_sets = AliasSets(self.program, terms)
         self.lives = [life for life in lifetimes(self.program, terms) if life.name in self.edge or life.kind in OF_OPS]
@@ -142,7 +143,9 @@ class MemoryRows:
             yield self._stored(parameter.value, 1 + states * trained)
         for value in self.program.inputs:  # the caller holds the whole beside the part that is cut on arrival
             choice, local = self._stored(value)
-            whole = elements(self.program.whole(value.name)) * value.dtype.itemsize  # of all micro-batches
+            whole = (
+                elements(self.formulated.analysis.step.batch_shape(value.name)) * value.dtype.itemsize
+            )  # of all micro-batches
             yield choice, whole + local * (local < value.bytes)
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[int, Floats]]:

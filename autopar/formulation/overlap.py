@@ -68,7 +68,7 @@ class Overlap:
             return None
         names = list(dict.fromkeys(link.name for link in mesh.links))
         links = tuple(names.index(link.name) for link in mesh.links)
-        return Overlap(regions=step_regions(analysis), beta=beta, links=links, runs=analysis.program.runs, once=once)
+        return Overlap(regions=step_regions(analysis), beta=beta, links=links, runs=analysis.step.microbatches, once=once)
 
     @property
     def count(self) -> int:

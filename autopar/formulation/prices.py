@@ -22,7 +22,8 @@ from autopar.cost_models.optimizers import OPTIMIZERS, Optimizer
 from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, SUMS
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Device, Mesh, Seconds
-from autopar.ir.program import Op, Program, Value, elements
+from autopar.ir.program import Op, Value, elements
+from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding
 from autopar.search_space.buckets import TOGETHER
 from autopar.search_space.candidates import Candidate, distributed
@@ -89,13 +90,13 @@ class Prices:
                 seconds += float(self.model.copy_seconds(np.array([2.0 * size]), self.device)[0])
         return seconds
 
-    def arrival(self, program: Program, value: Value, layout: Layout) -> Seconds:
-        """Seconds of taking an input in every run; the first that is computed ahead pays for all of them."""
-        seconds, loop = program.runs * self.slicing(value, layout), program.loop
-        if loop and loop.ahead and value == program.ahead[0]:
-            for op in loop.ahead.ops:
-                shapes = [loop.ahead.values[name].shape for name in op.operands], [r.shape for r in op.results]
-                seconds += self.op(op, loop.ahead.values).forward_seconds(*shapes)
+    def arrival(self, step: TrainingStep, value: Value, layout: Layout) -> Seconds:
+        """Seconds of taking an input in every micro-batch; the first that is hoisted pays for all of them."""
+        seconds, loop = step.microbatches * self.slicing(value, layout), step.loop
+        if loop and loop.hoisted and value == step.hoisted[0]:
+            for op in loop.hoisted.ops:
+                shapes = [loop.hoisted.values[name].shape for name in op.operands], [r.shape for r in op.results]
+                seconds += self.op(op, loop.hoisted.values).forward_seconds(*shapes)
         return seconds
 
 
@@ -107,7 +108,7 @@ def end_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], price
         return np.zeros(len(found))
     value = program.values[name]
     if name in {v.name for v in program.inputs}:
-        return np.array([prices.arrival(program, value, c.results[0]) for c in found])
+        return np.array([prices.arrival(analysis.step, value, c.results[0]) for c in found])
     if not value.requires_grad or name not in {p.value.name for p in program.parameters}:
         return np.zeros(len(found))
     local = [elements(local_shape(value.shape, c.results[0], sizes)) * value.dtype.itemsize for c in found]
@@ -116,7 +117,7 @@ def end_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], price
 
 def op_class_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices) -> tuple[Floats, Floats]:
     """Seconds of an op class under each candidate, all members together: of a step, and of its forward alone."""
-    program, times = analysis.program, analysis.program.runs * len(analysis.classes.members[name])
+    program, times = analysis.program, analysis.step.microbatches * len(analysis.classes.members[name])
     both, forward = op_seconds(program.op[name], analysis.fits[name], found, program.values, prices)
     return times * np.array(both), times * np.array(forward)
 

@@ -65,7 +65,7 @@ def conversion_messages(
     analysis: Analysis, chosen: Assignment, prices: Prices, rerun: RecomputeChoice
 ) -> Iterator[tuple[tuple[str, Conversion], Message]]:
     """The collectives of conversions, each with the first conversion that it serves; no candidate pays for these."""
-    runs = analysis.program.runs
+    runs = analysis.step.microbatches
     alone = [
         Bucket(level=0, steps=((name, step),))
         for name, steps in chosen.routes.items()
@@ -102,14 +102,14 @@ def op_messages(
         phases += ["recompute"] * (op.name in rerun.ops)
         for phase in phases:
             for message in inside(op, analysis.fits[op.name], candidate, program.values, prices, phase):
-                yield from repeat((op.name, message), program.runs)
+                yield from repeat((op.name, message), analysis.step.microbatches)
 
 
 def input_messages(analysis: Analysis, chosen: Assignment, prices: Prices) -> Iterator[tuple[str, Message]]:
     """The collectives that make the gradients of inputs whole, each with its input, whose candidate pays for it."""
     for value in analysis.program.inputs:
         for message in returns(analysis, value, chosen.given[value.name], prices):
-            yield from repeat((value.name, message), analysis.program.runs)
+            yield from repeat((value.name, message), analysis.step.microbatches)
 
 
 def inside(

@@ -75,7 +75,7 @@ class StepPrices:
         if key not in self._ops:
             shapes = local_shapes(op, candidate, program.values, self.prices.mesh.sizes)
             cost = self.prices.op(op, program.values)
-            times = program.runs * work(self.analysis.fits[op.name], candidate, self.prices.mesh.sizes)
+            times = self.analysis.step.microbatches * work(self.analysis.fits[op.name], candidate, self.prices.mesh.sizes)
             self._ops[key] = times * cost.forward_seconds(*shapes), times * cost.backward_seconds(*shapes)
         return self._ops[key]
 
@@ -169,7 +169,7 @@ def _ops(schedule: Schedule, prices: StepPrices, run: RecomputeChoice) -> Iterat
 def _conversion(schedule: Schedule, prices: StepPrices, run: RecomputeChoice, of: Step) -> Iterator[StepEvent]:
     """The slices, pads and roundings of one step of a route, those of its gradient and of its recomputation."""
     (name, step), analysis = of, prices.analysis
-    runs, dtype = analysis.program.runs, analysis.program.values[name].dtype
+    runs, dtype = analysis.step.microbatches, analysis.program.values[name].dtype
     wider = analysis.summed.get(name, dtype).itemsize // dtype.itemsize
     sides = [prices.bytes_of(name, layout) for layout in (step.source, step.target)]
     large, small = np.array([max(sides)]), np.array([min(sides)])
@@ -188,12 +188,13 @@ def _conversion(schedule: Schedule, prices: StepPrices, run: RecomputeChoice, of
 
 def _ends(schedule: Schedule, prices: StepPrices, run: RecomputeChoice) -> Iterator[StepEvent]:
     """What inputs take on arrival, what is offloaded, and the optimizer's step."""
-    program, chosen, end = prices.analysis.program, schedule.chosen, schedule.end
+    step, chosen, end = prices.analysis.step, schedule.chosen, schedule.end
+    program = step.program
     for value in program.inputs:
-        seconds = prices.prices.arrival(program, value, chosen.given[value.name])
+        seconds = prices.prices.arrival(step, value, chosen.given[value.name])
         yield _event(schedule, "conversion", value.name, "forward", seconds)
     for node in sorted(run.offload, key=str):
-        seconds = program.runs * prices.prices.offload(prices.bytes_of(*node))
+        seconds = step.microbatches * prices.prices.offload(prices.bytes_of(*node))
         yield StepEvent(time=end, kind="offload", of=node, phase="backward", seconds=seconds)
     trained = (p.value for p in program.parameters if p.value.requires_grad)
     stored = sum(prices.bytes_of(value.name, chosen.given[value.name]) for value in trained)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 
 from autopar.ir.program import Argument, Op, Output, Parameter, Program, Ref, Static, Value, substitute, text
 from autopar.ir.shape_inference import Kind, infer, kind
@@ -124,8 +123,7 @@ class Rewriter(Builder):
 
     def finish(self) -> Program:
         """The new program, with the old one's outputs."""
-        made = self.program(Output(value=self._now[o.value], path=o.path) for o in self.old.outputs)
-        return replace(made, loop=self.old.loop)
+        return self.program(Output(value=self._now[o.value], path=o.path) for o in self.old.outputs)
 
 
 def kinds(op: Op) -> Kind | tuple[Kind, ...]:

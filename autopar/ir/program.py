@@ -5,8 +5,6 @@
     argument := Ref(value name) | static | (argument, ...)
     static   := None | bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
 
-A program with a `loop` is for one micro-batch: a step runs it several times, on one part of the batch after the other.
-
 Everything is frozen and compares by value. `Program.hash` depends on structure only: neither devices, nor source lines, nor
 versions change it, so that every rank can check that it has the program of the others.
 """
@@ -21,8 +19,6 @@ from typing import Concatenate, ParamSpec, TypeVar, Union
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
-
-from autopar.ir.layout import I, State
 
 Result = TypeVar("Result")
 Params = ParamSpec("Params")
@@ -105,39 +101,15 @@ class Output:
     path: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
-    """How a step of several micro-batches is made of the runs of a program: a mesh axis of `runs` devices, run in time.
-
-    `ahead` computes once, from the inputs of the whole batch, what every run needs of it (the number of targets, say): the
-    program's last inputs. Over time an input is split, or whole (I); an output is split, addends (P), or the same (I).
-    """
-
-    runs: int
-    ahead: Program | None
-    inputs: tuple[State, ...]
-    outputs: tuple[State, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A captured model. Values are defined before they are used; inputs are in the order of `forward`'s flat arguments.
-
-    `padded` has values that are longer than in the model, with their true shapes: parameters, outputs, and what else tells it.
-    """
+    """A captured model. Values are defined before they are used; inputs are in the order of `forward`'s flat arguments."""
 
     ops: tuple[Op, ...]
     inputs: tuple[Value, ...]
     parameters: tuple[Parameter, ...]
     buffers: tuple[Parameter, ...]
     outputs: tuple[Output, ...]
-    loop: Loop | None = None
-    padded: tuple[tuple[str, tuple[int, ...]], ...] = ()
-
-    @property
-    def runs(self) -> int:
-        """How often a step runs the program."""
-        return self.loop.runs if self.loop else 1
 
     @functools.cached_property
     def given(self) -> tuple[Value, ...]:
@@ -159,41 +131,17 @@ class Program:
         """The op that computes a value; inputs, parameters and buffers have none."""
         return {result.name: op for op in self.ops for result in op.results}
 
-    @property
-    def ahead(self) -> tuple[Value, ...]:
-        """The inputs that are computed ahead."""
-        ahead = self.loop.ahead if self.loop else None
-        return self.inputs[len(ahead.inputs) :] if ahead else ()
-
-    @functools.cached_property
-    def over_time(self) -> dict[str, State]:
-        """The state over time of every input and output, by value."""
-        given = [*(value.name for value in self.inputs), *(output.value for output in self.outputs)]
-        states = (*self.loop.inputs, *self.loop.outputs) if self.loop else (I,) * len(given)
-        return dict(zip(given, states, strict=True))
-
-    @functools.cached_property
-    def true(self) -> dict[str, tuple[int, ...]]:
-        """The true shapes of padded values."""
-        return dict(self.padded)
-
-    def whole(self, name: str) -> tuple[int, ...]:
-        """The shape of an input or output for the whole batch, without padding."""
-        shape, state = self.true.get(name, self.values[name].shape), self.over_time[name]
-        return tuple(size * (self.runs if (state.kind, dim) == ("S", state.dim) else 1) for dim, size in enumerate(shape))
-
     @functools.cached_property
     def hash(self) -> str:
         """Hex digest of the structure."""
-        return hashlib.sha256(self._structure().encode()).hexdigest()[:16]
+        return digest(self.structure)
 
-    def _structure(self) -> str:
+    @property
+    def structure(self) -> str:
+        """What the program computes, as text: the same for two programs that differ in devices and source lines only."""
         held = (*self.parameters, *self.buffers)
         ties = "\n".join(f"{p.names} {p.persistent} {p.used}{f' {p.reduce}' if p.reduce else ''}" for p in held)
-        ties += f"\n{self.padded}" if self.padded else ""
-        loop, ahead = self.loop, self.loop.ahead if self.loop else None
-        over = f"\n{loop.runs} {loop.inputs} {loop.outputs} {ahead.hash if ahead else ''}" if loop else ""
-        return f"{self._text(devices=False)}\n{ties}{over}"
+        return f"{self._text(devices=False)}\n{ties}"
 
     def _text(self, *, devices: bool) -> str:
         def rows() -> Iterator[str]:
@@ -221,6 +169,11 @@ def remembered(function: Callable[Concatenate[Program, Params], Result]) -> Call
         return of[key]
 
     return found
+
+
+def digest(structure: str) -> str:
+    """The hex digest by which plans and ranks compare structures."""
+    return hashlib.sha256(structure.encode()).hexdigest()[:16]
 
 
 def elements(shape: tuple[int, ...]) -> int:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from autopar.analysis.saved_tensors import SavedTensors
 from autopar.ir.conversion import beside
 from autopar.ir.mesh import Bytes
-from autopar.ir.program import Op, Program
+from autopar.ir.program import Op
+from autopar.ir.training_step import TrainingStep
 from autopar.memory.prefetch import Node
 from autopar.memory.schedule import DURING, ConversionEvent, LiveRange, Schedule, Step
 from autopar.search_space.assignment import Assignment
@@ -38,12 +39,13 @@ class Gradients:
 
     def __init__(
         self,
-        program: Program,
+        step: TrainingStep,
         sizes: tuple[int, ...],
         saved: Mapping[str, SavedTensors],
         backward: frozenset[str],
         size: Callable[[Node], Bytes],
     ) -> None:
+        program, self.accumulated = step.program, step.microbatches > 1
         self.program, self.sizes, self.saved, self.backward, self.size = program, sizes, saved, backward, size
         ends = [output for output in program.outputs if output.value in backward]
         self.ends = [end for end in ends if not program.values[end.value].shape] or ends  # what the user differentiates
@@ -77,7 +79,7 @@ class _Step:
                 self._op(event, self.schedule.mirror(time))
             else:
                 yield from self._convert_back(event, self.schedule.mirror(time))
-        several, once = self.of.program.runs > 1, self.chosen.once
+        several, once = self.of.accumulated, self.chosen.once
         for name, layout in self.schedule.prefetch.arrives if several and once else ():
             if name in self.of.backward:
                 yield LiveRange("gradient", name, 0, self.schedule.end - 1, self.of.size((name, layout)))

@@ -53,7 +53,7 @@ class LivenessInputs:
     `saved` says what autograd saves of an op that has a backward; `backward` are the values that get a gradient and `ends`
     those that the user differentiates; `weights` are the parameters and their views; results of `lying` ops alias the first
     operand; `reruns` may be recomputed (or alias a result that may); `dropped` says whether gathered weights are freed after
-    the forward.
+    the forward, `accumulated` whether gradients are those of several micro-batches.
     """
 
     saved: Callable[[Op], SavedTensors | None]
@@ -63,6 +63,7 @@ class LivenessInputs:
     lying: Set[str]
     reruns: Set[str]
     dropped: bool
+    accumulated: bool
 
 
 def lifetimes(program: Program, terms: LivenessInputs) -> Iterator[SavedLiveRange]:
@@ -133,7 +134,7 @@ class _Uses:
             yield SavedLiveRange(kind="waiting", name=name, start=begin, stop=whole - 1)
         op = self.program.producer.get(name)
         stop = 2 * self.n if op is None else self.back(self.place[op.name])
-        start = 0 if op is None and self.program.runs > 1 else whole  # those of micro-batches are added up
+        start = 0 if op is None and self.terms.accumulated else whole
         yield SavedLiveRange(kind="gradient", name=name, start=start, stop=stop)
 
     def inside(self, i: int, op: Op) -> Iterator[SavedLiveRange]:

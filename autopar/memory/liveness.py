@@ -65,7 +65,7 @@ class Liveness:
         self.saved: dict[str, SavedTensors] = {
             op.name: analysis.saved[of[op.name]] for op in runs if of[op.name] in analysis.saved
         }
-        self.gradients = Gradients(program, analysis.sizes, self.saved, analysis.backward, self.bytes)
+        self.gradients = Gradients(analysis.step, analysis.sizes, self.saved, analysis.backward, self.bytes)
         self._bytes: dict[Node, Bytes] = {}
         self._own: dict[tuple[str, Candidate], Workspace] = {}
         self._last: _Step | None = None  # an assignment is walked once for its curve, its peak and its schedule
@@ -182,7 +182,7 @@ class _Step:
 
     def shared(self, home: Node) -> bool:
         """Whether micro-batches share this storage: it holds weights that are gathered once for all of them."""
-        return self.chosen.once and self.program.runs > 1 and home in self.schedule.prefetch.arrives
+        return self.chosen.once and self.of.analysis.step.microbatches > 1 and home in self.schedule.prefetch.arrives
 
     def _touch(self, node: Node, now: int) -> None:
         home = self.home(node)
@@ -202,7 +202,7 @@ class _Step:
         for value in self.program.inputs:
             local = self.of.bytes((value.name, self.chosen.given[value.name]))
             cut = local < value.bytes  # the caller holds the whole beside the part that is cut
-            whole = elements(self.program.whole(value.name)) * value.dtype.itemsize  # of all micro-batches
+            whole = elements(self.of.analysis.step.batch_shape(value.name)) * value.dtype.itemsize  # of all micro-batches
             yield LiveRange("stored", value.name, 0, end, whole + local * cut)
 
     def _values(self) -> Iterator[LiveRange]:

@@ -1,16 +1,16 @@
 """Micro-batches: the program of one part of the batch, which a step runs on one part after the other.
 
     x: float32[8, 3]                     x: float32[2, 3]
-    t: int64[8]                          t: int64[2]              ahead, of the whole batch:
+    t: int64[8]                          t: int64[2]              hoisted, of the whole batch:
     s = cross_entropy(x, t, sum)         n: float32[]             n = sum(ne(t, -100))
     n = sum(ne(t, -100))           ->    s = cross_entropy(x, t, sum)
     l = div(s, n)                        l = div(s, n)            the loss is the sum of l over four runs
 
 The runs are a mesh axis in time: by the same rules each value is over the runs split, addends (P), or the same in all (I; its
 gradient is the sum over the runs, as for R). Between runs nothing is sent, so that there are no conversions but these: what
-depends on arguments and buffers alone is computed ahead where a run needs more of it than its own part, a constant is made in
-part, and what is the same in every run is an addend if it is divided by their number. If an operator can then be run in none of
-its ways, it mixes the samples of the batch, and there are no micro-batches.
+depends on arguments and buffers alone is hoisted out of the loop where a run needs more of it than its own part, a constant is
+made in part, and what is the same in every run is an addend if it is divided by their number. If an operator can then be run in
+none of its ways, it mixes the samples of the batch, and there are no micro-batches.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from autopar.analysis.fits import fit_of
 from autopar.errors import ConstraintError
 from autopar.ir.builder import Builder, kinds
 from autopar.ir.layout import I, P, R, State, local_shape, split
-from autopar.ir.program import Argument, Loop, Op, Output, Program, Ref, Static, Value, elements, substitute
+from autopar.ir.program import Argument, Op, Output, Program, Ref, Static, Value, elements, substitute
+from autopar.ir.training_step import MicrobatchLoop, TrainingStep
 from autopar.operators import OpSharding, localise, row_of, scale, writes
 from autopar.passes.dead_code_elimination import dead
 from autopar.search_space.candidates import INVARIANT, Candidate, candidate, candidates, parts_of
 
-AHEAD = 1000.0  # what an element that is computed ahead takes, in conversions that a run does itself: nothing else helps
+HOISTED = 1000.0  # effort of an element that is hoisted, in conversions that a run does itself: the last resort
 
 
-def microbatches(program: Program, runs: int) -> Program:
-    """The program of one of `runs` equal parts of the batch, with the loop that a step makes of it.
+def microbatches(program: Program, runs: int) -> TrainingStep:
+    """The step that runs the program on one of `runs` equal parts of the batch after the other.
 
     The batch is dim 0 of each input that is as long as the first one's. Raises ConstraintError if it has not so many equal
     parts, if the program mixes its samples, writes a buffer, or returns no scalar to differentiate.
     """
     if runs == 1:
-        return program
+        return TrainingStep(program=program)
     _check(program, runs)
     return _Cutter(program, runs).cut()
 
 
 def batch_of(program: Program) -> int:
     """The number of samples in the whole batch; 0 if the first input has no dim."""
-    return next((size for value in program.inputs[:1] for size in program.whole(value.name)), 0)
+    return next((size for value in program.inputs[:1] for size in value.shape), 0)
 
 
 def _check(program: Program, runs: int) -> None:
@@ -61,7 +62,7 @@ def _check(program: Program, runs: int) -> None:
 class _Cutter:
     """Builds one program; `states` holds what each old value is over the runs, `refs` the new values that stand for it.
 
-    A value without a state is not computed by the runs: what is needed of it is computed ahead, as all in `beforehand` can be.
+    A value without a state is not computed by the runs: what is needed of it is hoisted, as all in `hoistable` can be.
     """
 
     def __init__(self, program: Program, runs: int) -> None:
@@ -79,12 +80,12 @@ class _Cutter:
                 self.refs[value.name, self.states[value.name]] = self.refs.pop((value.name, I))
         self.of_batch = {value.name for value in program.inputs if self.states[value.name] != I}
         given = (*program.inputs, *(buffer.value for buffer in program.buffers))
-        self.beforehand = {value.name for value in given if not value.requires_grad}
-        self.ahead: list[tuple[str, State]] = []
+        self.hoistable = {value.name for value in given if not value.requires_grad}
+        self.hoisted: list[tuple[str, State]] = []
         inputs = [replace(value, shape=self._shape(value, self.states[value.name])) for value in program.inputs]
         self.builder = Builder(inputs, program.parameters, program.buffers)
 
-    def cut(self) -> Program:
+    def cut(self) -> TrainingStep:
         for op in self.program.ops:
             self._op(op)
         written = (op for op in self.program.ops if writes(op) and not row_of(op).writes)  # which writes where it mixes
@@ -93,25 +94,25 @@ class _Cutter:
         ends = [(output, *self._output(output)) for output in self.program.outputs]
         made = dead(self.builder.program(replace(output, value=ref.name) for output, ref, _ in ends))
         given = [self.states[value.name] for value in self.program.inputs]
-        loop = Loop(
-            runs=self.runs,
-            ahead=self._ahead_program() if self.ahead else None,
-            inputs=(*given, *(state for _, state in self.ahead)),
+        loop = MicrobatchLoop(
+            count=self.runs,
+            hoisted=self._hoisted() if self.hoisted else None,
+            inputs=(*given, *(state for _, state in self.hoisted)),
             outputs=tuple(state for _, _, state in ends),
         )
-        return replace(made, loop=loop)
+        return TrainingStep(program=made, loop=loop)
 
     def _op(self, op: Op) -> None:
         """Emit an op in the way that takes least, and say what its results are over the runs."""
         if self._certain(op):
-            self.beforehand.update(result.name for result in op.results)
+            self.hoistable.update(result.name for result in op.results)
         ways = [candidate(op, self.fits[op.name], self.program.values, (INVARIANT,))]
         if not self.of_batch.isdisjoint(op.operands):
             self.of_batch.update(result.name for result in op.results)
             ways = candidates(op, self.fits[op.name], self.program.values, self.sizes, self.blocks)
         chosen = min(ways, key=lambda way: self._effort_of(op, way))
         effort = self._effort_of(op, chosen)
-        if effort >= AHEAD and op.results[0].name in self.beforehand:
+        if effort >= HOISTED and op.results[0].name in self.hoistable:
             for result in op.results:
                 del self.states[result.name]
             return
@@ -125,7 +126,7 @@ class _Cutter:
         """Whether an op computes the same whenever it runs, has no gradient, and needs no weights."""
         fitted = self.fits[op.name]
         able = fitted is not None and not (fitted.random or op.requires_grad or writes(op))
-        return able and self.beforehand.issuperset(op.operands)
+        return able and self.hoistable.issuperset(op.operands)
 
     def _refuse(self, why: str, op: Op) -> None:
         what = f"a step cannot run in {self.runs} micro-batches: {why}"
@@ -147,7 +148,7 @@ class _Cutter:
             return 1.0 if have == I and self.program.values[name].dtype.is_floating_point else math.inf
         if maker := self._maker(name, want):
             return 1.0 + self._effort_of(self.program.producer[name], maker)
-        return AHEAD * elements(self._shape(self.program.values[name], want)) if name in self.beforehand else math.inf
+        return HOISTED * elements(self._shape(self.program.values[name], want)) if name in self.hoistable else math.inf
 
     def _maker(self, name: str, want: State) -> Candidate | None:
         """How the producer of a value that does not depend on the batch makes a part of it; None if it does not."""
@@ -172,14 +173,14 @@ class _Cutter:
             elif maker := self._maker(name, want):
                 self._emit(self.program.producer[name], maker)
             else:
-                self.refs[name, want] = self._computed_ahead(name, want)
+                self.refs[name, want] = self._hoist(name, want)
         return self.refs[name, want]
 
-    def _computed_ahead(self, name: str, want: State) -> Ref:
+    def _hoist(self, name: str, want: State) -> Ref:
         """A value computed once per step, as an additional input of the micro-batch program."""
         old = self.program.values[name]
         value = replace(old, name=f"ahead:{name}{'' if want == I else '/part'}", shape=self._shape(old, want))
-        self.ahead.append((name, want))
+        self.hoisted.append((name, want))
         self.builder.inputs += (value,)
         self.builder.values[value.name] = value
         return Ref(value.name)
@@ -219,15 +220,15 @@ class _Cutter:
             self._refuse(f"the samples of {output.path} are not in the order of the batch", self.program.producer[value.name])
         return self._ref(value.name, state), state
 
-    def _ahead_program(self) -> Program:
-        """What is computed from the whole batch."""
-        needed = {name for name, _ in self.ahead}
+    def _hoisted(self) -> Program:
+        """What is computed once per step, from the whole batch."""
+        needed = {name for name, _ in self.hoisted}
         alive: list[Op] = []
         for op in reversed(self.program.ops):
             if not needed.isdisjoint(result.name for result in op.results):
                 alive.append(op)
                 needed.update(op.operands)
-        outputs = tuple(Output(value=name, path=name) for name, _ in self.ahead)
+        outputs = tuple(Output(value=name, path=name) for name, _ in self.hoisted)
         return replace(self.program, ops=tuple(reversed(alive)), outputs=outputs)
 
     def _shape(self, value: Value, state: State) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from autopar.ir.builder import Keywords, Rewriter
 from autopar.ir.layout import Shape, chunk
 from autopar.ir.program import Argument, Op, Program, Ref
 from autopar.ir.shape_inference import Kind
+from autopar.ir.training_step import TrainingStep
 from autopar.operators import localise, row_of
 from autopar.operators.facts import OpKind
 
@@ -82,13 +83,14 @@ def longer(size: int, sizes: Sequence[int]) -> int:
     return size if apart or room - size > MOST * size else room
 
 
-def padded(program: Program, rooms: Rooms) -> Program:
-    """The program with these values, and all that is tied to them, padded.
+def padded(step: TrainingStep, rooms: Rooms) -> TrainingStep:
+    """The step with these values of its program, and all that is tied to them, padded.
 
     Raises LayoutError for one that cannot be padded so.
     """
     if not rooms:
-        return program
+        return step
+    program = step.program
     groups = list(_groups(program, rooms))
     held = {p.value.name for p in program.parameters}
     lengths: dict[str, dict[int, int]] = {}  # of padded dims
@@ -114,8 +116,8 @@ def padded(program: Program, rooms: Rooms) -> Program:
     outputs = {o.value: program.values[old.value].shape for o, old in zip(made.outputs, program.outputs, strict=True)}
     true = {name: program.values[name].shape for name in (*rooms, *(held & lengths.keys()))}
     true |= {name: shape for name, shape in outputs.items() if made.values[name].shape != shape}
-    true |= program.true
-    return replace(made, padded=tuple((name, true[name]) for name in made.values if name in true))
+    true |= step.unpadded
+    return replace(step, program=made, padding=tuple((name, true[name]) for name in made.values if name in true))
 
 
 def _groups(program: Program, rooms: Rooms) -> Iterator[tuple[PaddingGroup, int]]:

@@ -12,6 +12,7 @@ from autopar.errors import AutoparError, LayoutError, PlanError
 from autopar.ir.conversion import CONVERSIONS, Conversion
 from autopar.ir.layout import I, Layout, parse, text
 from autopar.ir.program import Op, Program
+from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding
 from autopar.passes.microbatches import microbatches
 from autopar.passes.padding import padded
@@ -84,30 +85,30 @@ def describe(
     return choices, layouts, routes, recompute
 
 
-def paddings(program: Program) -> dict[str, str]:
-    """What is padded of a program, as a plan has it."""
+def paddings(step: TrainingStep) -> dict[str, str]:
+    """What a step pads, as a plan has it."""
 
     def shape_text(shape: tuple[int, ...]) -> str:
         return " x ".join(map(str, shape))
 
-    returned = {output.value for output in program.outputs}
+    program, returned = step.program, {output.value for output in step.program.outputs}
     return {
-        name: f"{shape_text(true)} -> {shape_text(program.values[name].shape)}"
-        for name, true in program.padded
+        name: f"{shape_text(unpadded)} -> {shape_text(program.values[name].shape)}"
+        for name, unpadded in step.padding
         if name not in returned
     }
 
 
-def as_planned(plan: Plan, program: Program) -> Program:
-    """A captured program as the plan has it: for one of its micro-batches, and padded.
+def as_planned(plan: Plan, program: Program) -> TrainingStep:
+    """The step of a captured program as the plan has it: in micro-batches, and padded.
 
     Raises PlanError if the plan pads what cannot be padded so.
     """
-    program = microbatches(program, plan.microbatches)
+    step = microbatches(program, plan.microbatches)
     try:
-        made = padded(program, {name: _room(line, program.values[name].shape) for name, line in plan.padded.items()})
+        made = padded(step, {name: _room(line, step.program.values[name].shape) for name, line in plan.padded.items()})
     except (KeyError, ValueError, LayoutError) as error:
-        check_program(plan, program)
+        check_step(plan, step)
         raise PlanError("the plan is damaged", error=f"it pads what cannot be: {error}", fix="make the plan again") from error
     return made
 
@@ -118,23 +119,24 @@ def _room(line: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size if a == b else b for size, a, b in zip(shape, true, wide, strict=True))
 
 
-def check_program(plan: Plan, program: Program) -> None:
-    """Raise PlanError if a plan was made for another program."""
-    if plan.hash != program.hash:
+def check_step(plan: Plan, step: TrainingStep) -> None:
+    """Raise PlanError if a plan was made for another program, or for other micro-batches or padding of it."""
+    if plan.hash != step.hash:
         raise PlanError(
             "the plan was made for another model or sample",
             plan=plan.hash,
-            model=program.hash,
+            model=step.hash,
             fix="plan again with this model, sample shapes and mode (train or eval)",
         )
 
 
-def resolve(plan: Plan, program: Program, fits: Mapping[str, OpSharding | None]) -> Assignment:
-    """The assignment that a plan's text denotes for a program.
+def resolve(plan: Plan, step: TrainingStep, fits: Mapping[str, OpSharding | None]) -> Assignment:
+    """The assignment that a plan's text denotes for a step.
 
     Raises PlanError if the plan was made for another program, or if an entry of it does not fit.
     """
-    check_program(plan, program)
+    check_step(plan, step)
+    program = step.program
     reader = _Reader(plan, program)
     try:
         assignment = Assignment(

@@ -50,7 +50,7 @@ class CostBreakdown:
 
     `compute` is op -> (forward, backward) for ops that take time, `recompute` op -> its forward once more, for the backward;
     `offload` value -> its way to the host and back; `conversions` counts slices, pads and copies that are not collectives, and
-    what is computed ahead of micro-batches; `hidden` is what the step does not take of its collectives, because it computes
+    what micro-batches share; `hidden` is what the step does not take of its collectives, because it computes
     beside them. `runs` and `stored` say in words what is split, one entry per axis: what a person
     calls the dim ("out-features"), else "whole", "repeated" (its gradient in addends) or "addends". `runs` has the ops that
     use parameters and the well-known ones; `stored` the parameters, "input:" and the name of an argument, "output:" and the

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from autopar.analysis.analysis import Analysis, analyse
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
+from autopar.ir.training_step import TrainingStep
 from autopar.plan.assignment_text import as_planned, resolve
 from autopar.plan.plan import Plan
 from autopar.search_space.assignment import Assignment
@@ -14,11 +15,16 @@ from autopar.search_space.assignment import Assignment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedPlan:
-    """A plan, the analysis of the program that it is for (one micro-batch, padded), and its assignment."""
+    """A plan, the analysis of the step that it is for, and its assignment."""
 
     plan: Plan
     analysis: Analysis
     assignment: Assignment
+
+    @property
+    def step(self) -> TrainingStep:
+        """The step, in micro-batches and padded, that the plan is for."""
+        return self.analysis.step
 
     @property
     def program(self) -> Program:
@@ -31,6 +37,6 @@ def read_plan(plan: Plan, program: Program, mesh: Mesh) -> ResolvedPlan:
 
     Raises PlanError if the plan was made for another program, or if an entry of it does not fit.
     """
-    program = as_planned(plan, program)
-    analysis = analyse(program, mesh)
-    return ResolvedPlan(plan=plan, analysis=analysis, assignment=resolve(plan, program, analysis.fits))
+    step = as_planned(plan, program)
+    analysis = analyse(step, mesh)
+    return ResolvedPlan(plan=plan, analysis=analysis, assignment=resolve(plan, step, analysis.fits))

@@ -19,6 +19,7 @@ from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.step_time import step_time
 from autopar.ir.mesh import Bytes, Mesh, Seconds
 from autopar.ir.program import Output, Program
+from autopar.ir.training_step import TrainingStep
 from autopar.memory.schedule import Schedule
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, PLENTY, Options
@@ -47,10 +48,10 @@ class Optimized:
         return self.memory_model.formulated
 
 
-def analysed(program: Program, mesh: Mesh, options: Options) -> Analysis:
-    """What is known of a program before any choice, where the constraints keep apart what they treat differently."""
-    user = constrained(program, mesh, options.constraints)
-    return analyse(program, mesh, apart=lambda name: str(user.get(name, "")))
+def analysed(step: TrainingStep, mesh: Mesh, options: Options) -> Analysis:
+    """What is known of a step before any choice, where the constraints keep apart what they treat differently."""
+    user = constrained(step, mesh, options.constraints)
+    return analyse(step, mesh, apart=lambda name: str(user.get(name, "")))
 
 
 def solved(
@@ -102,7 +103,7 @@ def _beside_strategies(best: Optimized, options: Options, limit: Bytes, settings
         return best
     analysis, far = best.formulated.analysis, _gap(best) > settings.strategies_gap
     best = _with_free_layouts(best, limit, settings) if far else best
-    shared = (ONCE,) if analysis.program.runs > 1 else ()  # micro-batches that share weights are a program of their own
+    shared = (ONCE,) if analysis.step.loop else ()  # micro-batches that share weights are a program of their own
     return _best_named(best, analysis, options, limit, NAMED if far else shared, settings)
 
 
@@ -145,7 +146,7 @@ def _ledger(analysis: Analysis, mesh: Mesh, optimizer: Optimizer, options: Optio
 
     Raises ConstraintError if they leave no way to run the program, MeshError if an axis is of no use to it.
     """
-    wanted = constraints_of(analysis.program, mesh, options.strategy, options.constraints, analysis.fits)
+    wanted = constraints_of(analysis.step, mesh, options.strategy, options.constraints, analysis.fits)
     if options.strategy != "replicate":
         useless_axes(analysis, mesh)
     outputs = sharded(analysis.program, options.outputs)
@@ -165,7 +166,7 @@ def _impossible(memory_model: MemoryModel, limit: Bytes, options: Options, setti
             constraints=options.text()["constraints"],
             fix="drop a constraint, or use strategy='auto'",
         )
-    alive, runs = memory_model.walk(least), formulated.program.runs
+    alive, runs = memory_model.walk(least), formulated.analysis.step.microbatches
     peak, full = math.ceil(alive.max()), memory_model.held(assignment(formulated, least), int(alive.argmax()))[:5]
     more = "" if options.microbatches == AUTO else f"microbatches={AUTO!r}, "
     return BudgetError(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError
 from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
+from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import counts, microbatches
 from autopar.passes.padding import padded, rooms
 from autopar.plan.options import AUTO, Options
@@ -18,12 +19,10 @@ PADDED = ("auto", "megatron")  # the strategies that try to pad dims: the others
 
 
 def best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings = DEFAULTS) -> Optimized:
-    """The best solution in the number of micro-batches that is asked for; a program with a loop keeps its own."""
-    if program.loop is None and options.microbatches == AUTO:
+    """The best solution in the number of micro-batches that is asked for."""
+    if options.microbatches == AUTO:
         return _best_number(program, mesh, options, stop, settings)
-    if program.loop is None:
-        program = microbatches(program, _number(options.microbatches))
-    return _best_padded(program, mesh, options, stop, settings)
+    return _best_padded(microbatches(program, _number(options.microbatches)), mesh, options, stop, settings)
 
 
 def _number(asked: int | str) -> int:
@@ -64,18 +63,18 @@ def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop, set
     return best
 
 
-def _best_padded(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings) -> Optimized:
-    """The solution for a program whose number of micro-batches is settled, padded where that is better or the only way."""
+def _best_padded(step: TrainingStep, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings) -> Optimized:
+    """The solution for a step whose number of micro-batches is settled, padded where that is better or the only way."""
     best: Optimized | None = None
     refused: list[AutoparError] = []
-    for wide in _paddings(program, mesh, options):
+    for wide in _paddings(step, mesh, options):
         try:
             analysis = analysed(wide, mesh, options)
             if best is None:
                 without_rule(analysis, strict=options.strict)
                 stop("analyse")
                 best = solved(analysis, mesh, options, stop, settings=settings)
-            elif _spent(best, wide) > settings.padding_gain * best.solution.seconds:
+            elif _spent(best, wide.program) > settings.padding_gain * best.solution.seconds:
                 best = cheaper(best, analysis, mesh, options, settings)
                 stop("pad")
         except (BudgetError, ConstraintError) as error:
@@ -86,17 +85,17 @@ def _best_padded(program: Program, mesh: Mesh, options: Options, stop: Stop, set
     return best
 
 
-def _paddings(program: Program, mesh: Mesh, options: Options) -> Iterator[Program]:
-    """The program, the same with what can be stored in chunks padded, and with all that can be; what differs."""
-    yield program
+def _paddings(step: TrainingStep, mesh: Mesh, options: Options) -> Iterator[TrainingStep]:
+    """The step, the same with what can be stored in chunks padded, and with all that can be; what differs."""
+    yield step
     if options.strategy not in PADDED:
         return
-    light = rooms(program, mesh.sizes)
+    light = rooms(step.program, mesh.sizes)
     if light:
-        yield padded(program, light)
-    heavy = rooms(program, mesh.sizes, parts=True)
+        yield padded(step, light)
+    heavy = rooms(step.program, mesh.sizes, parts=True)
     if heavy != light:
-        yield padded(program, heavy)
+        yield padded(step, heavy)
 
 
 def _spent(best: Optimized, wide: Program) -> Seconds:

@@ -39,7 +39,7 @@ from autopar.search_space.assignment import Assignment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan with its assignment, the captured program that it is for, its solution, and the seconds of each phase."""
+    """A plan with its assignment, the captured program of the whole batch, its solution, and the seconds of each phase."""
 
     resolved: ResolvedPlan
     captured: Captured
@@ -78,7 +78,6 @@ def make_plan(
     found = best_variant(captured.program, connected_mesh(mesh, options), options, clock.stop)
     resolved = with_dynamic_sizes(resolved_plan(found, options), sizes, model, sample_input)
     clock.stop("write")
-    captured = replace(captured, program=resolved.program)
     return Planned(resolved=resolved, captured=captured, solved=found, phases=clock.phases)
 
 
@@ -153,13 +152,13 @@ def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None
     hidden = hidden_time(events, prices, once=chosen.once)
     seconds = sum(event.seconds for event in events) - hidden
     return Plan(
-        hash=program.hash,
+        hash=analysis.step.hash,
         axes=mesh.axes,
         sizes=mesh.sizes,
         links=tuple(link.name for link in mesh.links),
         device=mesh.device.name if mesh.device else "",
         options=options.text(),
-        microbatches=program.runs,
+        microbatches=analysis.step.microbatches,
         status=solution.status,
         gap=max(0.0, seconds - solution.bound) / seconds if seconds else 0.0,
         step_time=seconds,
@@ -170,7 +169,7 @@ def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None
         routes=routes,
         recompute=recompute,
         once=chosen.once,
-        padded=paddings(program),
+        padded=paddings(analysis.step),
         breakdown=account(found.memory_model, chosen, events, hidden, limit),
     )
 

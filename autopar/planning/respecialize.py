@@ -18,6 +18,7 @@ from autopar.ir.conversion import Conversion
 from autopar.ir.dynamic_dims import InputDim, Size, dim_sizes
 from autopar.ir.layout import Layout, State, split, valid
 from autopar.ir.program import Argument, Op, Program, Value
+from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding
 from autopar.plan.assignment_text import as_planned, describe, paddings
 from autopar.plan.resolved import ResolvedPlan
@@ -30,7 +31,7 @@ class Respecializer:
     """Carries one plan over to other sizes."""
 
     def __init__(self, resolved: ResolvedPlan) -> None:
-        self.plan, self.mesh, self.program = resolved.plan, resolved.plan.mesh, resolved.program
+        self.plan, self.mesh, self.step, self.program = resolved.plan, resolved.plan.mesh, resolved.step, resolved.program
         self.fits, self.assignment = resolved.analysis.fits, resolved.assignment
 
     def plan_for(self, program: Program, called: str) -> ResolvedPlan:
@@ -43,8 +44,8 @@ class Respecializer:
         made = _Carrier(self.assignment, new, strides, called).assignment()
         choices, layouts, routes, recompute = describe(new.program, made, new.fits, self.mesh.sizes)
         plan = replace(
-            self.plan, hash=new.program.hash, choices=choices, layouts=layouts, routes=routes, recompute=recompute,
-            padded=paddings(new.program),
+            self.plan, hash=new.step.hash, choices=choices, layouts=layouts, routes=routes, recompute=recompute,
+            padded=paddings(new.step),
         )  # fmt: skip
         return ResolvedPlan(plan=plan, analysis=new, assignment=made)
 
@@ -59,9 +60,9 @@ class Respecializer:
 
     def _new(self, program: Program, called: str) -> Analysis:
         new = as_planned(self.plan, program)
-        same_structure(self.program, new, called)
+        same_structure(self.step, new, called)
         analysis = analyse(new, self.mesh)
-        for op in new.ops:
+        for op in new.program.ops:
             if _shape_of(self.fits[op.name]) != _shape_of(analysis.fits[op.name]):
                 raise _other(op, called, f"{op.target} may be split in other ways")
         return analysis
@@ -103,24 +104,29 @@ def _another(size: Size) -> int:
     return next(number for number in tried if number != size.sample and size.least <= number <= most)
 
 
-def same_structure(old: Program, new: Program, called: str) -> None:
-    """Raise CaptureError unless two programs differ in nothing but numbers."""
+def same_structure(old: TrainingStep, new: TrainingStep, called: str) -> None:
+    """Raise CaptureError unless the programs of two steps, and their loops, differ in nothing but numbers."""
+    _same_ops(old.program, new.program, called)
+    if _ends(old) != _ends(new):
+        raise _other(new.program.ops[-1], called, "what it is given and returns, or what its micro-batches share")
+    if old.loop and new.loop and old.loop.hoisted and new.loop.hoisted:
+        same_structure(TrainingStep(program=old.loop.hoisted), TrainingStep(program=new.loop.hoisted), called)
+
+
+def _same_ops(old: Program, new: Program, called: str) -> None:
     for one, other in zip(old.ops, new.ops, strict=False):
         if _structure(one) != _structure(other):
             raise _other(other, called, f"{other.target} where it was {one.target}" if one.target != other.target else "")
     if len(old.ops) != len(new.ops):
         longer = max(old.ops, new.ops, key=len)
         raise _other(longer[min(len(old.ops), len(new.ops))], called, f"{len(new.ops)} operators, planned {len(old.ops)}")
-    if _ends(old) != _ends(new):
-        raise _other(new.ops[-1], called, "what it is given and returns, or what its micro-batches share")
-    if old.loop and new.loop and old.loop.ahead and new.loop.ahead:
-        same_structure(old.loop.ahead, new.loop.ahead, called)
 
 
-def _ends(program: Program) -> object:
+def _ends(step: TrainingStep) -> object:
     """What must be the same of inputs and outputs, and of what they are over the micro-batches of a step."""
+    program = step.program
     names = [value.name for value in program.inputs], [(output.path, output.value) for output in program.outputs]
-    return names, [(state.kind, state.dim) for state in program.over_time.values()]
+    return names, [(state.kind, state.dim) for state in step.states.values()]
 
 
 def _structure(op: Op) -> object:

@@ -39,7 +39,7 @@ def _all(
                 name,
                 [
                     Candidate(forms=(), operands=(), results=(s,))
-                    for s in stored(parameter, sizes, analysis.blocks[name], program.true.get(name))
+                    for s in stored(parameter, sizes, analysis.blocks[name], analysis.step.unpadded.get(name))
                 ],
             )
     memory: dict[tuple[object, ...], list[Candidate]] = {}
@@ -65,7 +65,7 @@ def _all(
                 [
                     Candidate(forms=(), operands=(layout,), results=())
                     for layout in invariant_or_split(value.shape, sizes, ((1,),) * len(value.shape))
-                    if storable(layout, program.whole(value.name), sizes)
+                    if storable(layout, analysis.step.batch_shape(value.name), sizes)
                 ],
             )
         else:

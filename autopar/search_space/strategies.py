@@ -21,6 +21,7 @@ from autopar.ir.conversion import CONVERSIONS
 from autopar.ir.layout import I, Layout, State, parse, split
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, Value
+from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding, row_of
 
 STRATEGIES = ("auto", "ddp", "zero1", "zero2", "fsdp", "megatron", "replicate")
@@ -70,17 +71,17 @@ class StrategyConstraints:
 
 
 def constraints_of(
-    program: Program, mesh: Mesh, strategy: str, constraints: Mapping[str, str], fits: Mapping[str, OpSharding | None]
+    step: TrainingStep, mesh: Mesh, strategy: str, constraints: Mapping[str, str], fits: Mapping[str, OpSharding | None]
 ) -> StrategyConstraints:
     """What a strategy asks for, with the user's constraints on top; `fits` holds the rule of every op.
 
     Raises ConstraintError for a strategy that does not exist or does not fit, for a constraint that matches nothing, and for
     two that contradict each other.
     """
-    strategy = OTHER_NAMES.get(strategy, strategy)
+    strategy, program = OTHER_NAMES.get(strategy, strategy), step.program
     if strategy not in STRATEGIES:
         raise ConstraintError(f"no strategy is called {strategy!r}", fix=f"one of {', '.join(STRATEGIES)}")
-    patterns = constrained(program, mesh, constraints)
+    patterns = constrained(step, mesh, constraints)
     sliced = {v.name: tuple(state or I for state in patterns[v.name]) for v in program.inputs if v.name in patterns}
     if strategy == "auto":
         return StrategyConstraints(patterns=patterns, input_layouts=sliced)
@@ -92,10 +93,10 @@ def constraints_of(
     whole: LayoutPattern = (I,) * len(mesh.sizes)
     stored: dict[str, LayoutPattern] = dict.fromkeys(weights, whole)
     if strategy in SHARDED:
-        stored = {name: _first_dim(program.true.get(name, value.shape), mesh) for name, value in weights.items()}
+        stored = {name: _first_dim(step.unpadded.get(name, value.shape), mesh) for name, value in weights.items()}
     elif strategy == "megatron":
         stored = dict.fromkeys(weights, (*whole[:last], None))
-    taken = _batch(program, mesh, strategy, data)
+    taken = _batch(step, mesh, strategy, data)
     return StrategyConstraints(
         patterns=stored | patterns,
         input_layouts=taken | sliced,
@@ -128,14 +129,15 @@ def _nested(dim: int, size: int, mesh: Mesh, axes: range) -> Layout:
     return tuple(states)
 
 
-def _batch(program: Program, mesh: Mesh, strategy: str, axes: range) -> dict[str, Layout]:
+def _batch(step: TrainingStep, mesh: Mesh, strategy: str, axes: range) -> dict[str, Layout]:
     """The inputs that have the batch as dim 0, split over these axes."""
     parts = 1
     for axis in axes:
         parts *= mesh.sizes[axis]
     if parts == 1:
         return {}
-    first = program.inputs[0]
+    inputs = step.program.inputs
+    first = inputs[0]
     if not first.shape:
         raise ConstraintError(
             f"strategy {strategy!r} splits the batch, but {first.name} has no dim",
@@ -143,13 +145,13 @@ def _batch(program: Program, mesh: Mesh, strategy: str, axes: range) -> dict[str
         )
     batch = first.shape[0]
     if not batch or batch % parts:
-        what, fewer = ("micro-batch", "fewer micro-batches, ") if program.runs > 1 else ("batch", "")
+        what, fewer = ("micro-batch", "fewer micro-batches, ") if step.loop else ("batch", "")
         raise ConstraintError(
             f"strategy {strategy!r} cannot split a {what} of {batch} over {parts} devices",
             mesh=mesh,
-            fix=f"{fewer}a global batch that is a multiple of {parts * program.runs}, or strategy='auto'",
+            fix=f"{fewer}a global batch that is a multiple of {parts * step.microbatches}, or strategy='auto'",
         )
-    return {value.name: _nested(0, batch, mesh, axes) for value in program.inputs if value.shape and value.shape[0] == batch}
+    return {value.name: _nested(0, batch, mesh, axes) for value in inputs if value.shape and value.shape[0] == batch}
 
 
 def targets(program: Program) -> Iterator[tuple[str, str]]:
@@ -246,14 +248,14 @@ def _compared(program: Program, fits: Mapping[str, OpSharding | None], taken: Ma
     return found
 
 
-def constrained(program: Program, mesh: Mesh, constraints: Mapping[str, str]) -> dict[str, LayoutPattern]:
+def constrained(step: TrainingStep, mesh: Mesh, constraints: Mapping[str, str]) -> dict[str, LayoutPattern]:
     """The layouts that constraints ask for, by value."""
     if not isinstance(constraints, Mapping):
         raise ConstraintError(
             f"constraints is a {type(constraints).__name__}", fix='a dict name -> layout, {"*.weight": "I, S(0)"}'
         )
     found: dict[str, LayoutPattern] = {}
-    origin: dict[str, str] = {}
+    program, origin = step.program, dict[str, str]()
     known = list(targets(program)) if constraints else []
     for glob, line in constraints.items():
         if not isinstance(line, str):
@@ -276,14 +278,14 @@ def constrained(program: Program, mesh: Mesh, constraints: Mapping[str, str]) ->
                     fix="drop one of them, or make its name match less",
                 )
             found[value], origin[value] = pattern, glob
-    return found | dict.fromkeys(_read_ahead(program, found), (I,) * len(mesh.sizes))
+    return found | dict.fromkeys(_read_by_hoisted(step, found), (I,) * len(mesh.sizes))
 
 
-def _read_ahead(program: Program, constrained: Mapping[str, LayoutPattern]) -> Iterator[str]:
-    """The buffers that must be whole on every device, each of which computes ahead of micro-batches with them."""
-    ops = program.loop.ahead.ops if program.loop and program.loop.ahead else ()
+def _read_by_hoisted(step: TrainingStep, constrained: Mapping[str, LayoutPattern]) -> Iterator[str]:
+    """The buffers that must be whole on every device, each of which computes with them what micro-batches share."""
+    ops = step.loop.hoisted.ops if step.loop and step.loop.hoisted else ()
     read = {name for op in ops for name in op.operands}
-    for buffer in program.buffers:
+    for buffer in step.program.buffers:
         if buffer.value.name in read:
             if any(state not in (None, I) for state in constrained.get(buffer.value.name, ())):
                 what = f"{buffer.value.name} cannot be split: what micro-batches share is computed with all of it"

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from autopar.capture import Captured
+from autopar.capture.signature import Signature
 from autopar.codegen import ModuleState, OutputLayout, ParallelModule, emit
 from autopar.ir.layout import I
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
+from autopar.ir.training_step import TrainingStep
 from autopar.operators import writes
 from autopar.passes.to_float64 import wide
 from autopar.runtime.storage import with_dtype
@@ -58,7 +60,12 @@ def _forward_backward(module: ParallelModule, inputs: Sequence[torch.Tensor]) ->
 
 def sequential(captured: Captured, tensors: Mapping[str, torch.Tensor]) -> ParallelModule:
     """The captured program as a module on one device, without process groups."""
-    program, mesh = captured.program, Mesh.of(1)
+    return on_one_device(TrainingStep(program=captured.program), captured.signature, tensors)
+
+
+def on_one_device(step: TrainingStep, signature: Signature, tensors: Mapping[str, torch.Tensor]) -> ParallelModule:
+    """A step of one micro-batch, perhaps padded, as a module on one device, without process groups."""
+    program, mesh = step.program, Mesh.of(1)
     context = connect(mesh, device="cpu")
     given = program.given
     assignment = Assignment(
@@ -68,10 +75,10 @@ def sequential(captured: Captured, tensors: Mapping[str, torch.Tensor]) -> Paral
         routes={},
     )
     outputs = [OutputLayout(shape=program.values[o.value].shape, layout=(I,), split=False) for o in program.outputs]
-    state = ModuleState(plan=None, signature=captured.signature, context=context, seed=0, outputs=outputs)
+    state = ModuleState(plan=None, signature=signature, context=context, seed=0, outputs=outputs)
     values = (p.value for p in (*program.parameters, *program.buffers))
     held = {value.name: _copy(with_dtype(tensors[value.name], value.dtype)) for value in values}
-    graph = emit(program, assignment, dict.fromkeys((op.name for op in program.ops), None), context)
+    graph = emit(step, assignment, dict.fromkeys((op.name for op in program.ops), None), context)
     return ParallelModule(graph, program, held, state)
 
 

@@ -19,6 +19,7 @@ from autopar.formulation.formulate import assignment, formulate
 from autopar.formulation.memory_model import MemoryModel
 from autopar.ir.dynamic_dims import DimSizes, Dynamic, declared
 from autopar.ir.mesh import Mesh
+from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import microbatches as parts
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
@@ -65,20 +66,19 @@ def random_plan(
         device=None if priced else "h100", strategy="random", outputs="sharded", precision=precision, microbatches=microbatches
     )
     captured = read_program(model, sample_input, precision)
-    part = replace(captured, program=parts(captured.program, microbatches))
-    drawn = _random(part, connected_mesh(mesh, options), seed, options)
+    drawn = _random(parts(captured.program, microbatches), connected_mesh(mesh, options), seed, options)
     return with_dynamic_sizes(drawn, declared(dynamic or {}, captured.signature.shapes), model, sample_input).plan
 
 
 def random_plan_of(captured: Captured, mesh: Mesh, seed: int, options: Options) -> Plan:
     """A random plan for a captured model, on a mesh with device and links."""
-    return _random(captured, mesh, seed, options).plan
+    return _random(TrainingStep(program=captured.program), mesh, seed, options).plan
 
 
-def _random(captured: Captured, mesh: Mesh, seed: int, options: Options) -> ResolvedPlan:
+def _random(step: TrainingStep, mesh: Mesh, seed: int, options: Options) -> ResolvedPlan:
     optimizer = optimizers.optimizer(options.optimizer)
-    analysis = analyse(captured.program, mesh, repeated=False)
-    formulated = formulate(analysis, mesh, optimizer, sharded_outputs=sharded(captured.program, options.outputs))
+    analysis = analyse(step, mesh, repeated=False)
+    formulated = formulate(analysis, mesh, optimizer, sharded_outputs=sharded(step.program, options.outputs))
     draw = random.Random(seed)
     solution = random_solution(formulated.problem, draw)
     chosen = assignment(formulated, solution)

@@ -23,6 +23,7 @@ from autopar.ir.dynamic_dims import declared, describe_sizes, dim_sizes, numbers
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, overload
 from autopar.ir.schema import bound
+from autopar.ir.training_step import TrainingStep
 from autopar.parallelize import assemble, check_mesh, tensors_of
 from autopar.passes.no_dropout import HALF, drawn, without_dropout
 from autopar.passes.to_float64 import promote, wide
@@ -116,10 +117,10 @@ def compare(
     wide_tensors = {name: doubled(tensor) for name, tensor in tensors.items()}
     batch = [doubled(tensor.detach()) for tensor in inputs]
     reference = results(sequential(replace(captured, program=program), wide_tensors), program, batch)
-    part = as_planned(plan, program)
+    step = as_planned(plan, program)
     payload = _Payload(
         captured=replace(captured, program=program, signature=_wide(captured.signature)),
-        plan=replace(plan, hash=part.hash),
+        plan=replace(plan, hash=step.hash),
         tensors=wide_tensors,
         inputs=batch,
         operators=Operators.of(op.target for op in program.ops) if plan.mesh.size > 1 else Operators(),
@@ -137,14 +138,14 @@ def compare(
         for what, name in ranks[0][0]
     ]
     issued = Counter(f"{c.kind} {c.axis} {c.bytes} {c.where}" for c in ranks[0][1])
-    planned = Counter(f"{c.kind} {c.axis} {c.bytes} {c.where}" for c in _expected(part, payload.plan, mesh))
+    planned = Counter(f"{c.kind} {c.axis} {c.bytes} {c.where}" for c in _expected(step, payload.plan, mesh))
     return rows, tuple((issued - planned).elements()), tuple((planned - issued).elements())
 
 
-def _expected(program: Program, plan: Plan, mesh: Mesh) -> Iterable[Collective]:
-    """The plan's collectives for the float64 program on CPUs, where some operators save other tensors."""
-    analysis = replace(analyse(program, mesh), cpu=True)
-    return collectives_of(analysis, resolve(plan, program, analysis.fits), Prices(mesh=mesh))
+def _expected(step: TrainingStep, plan: Plan, mesh: Mesh) -> Iterable[Collective]:
+    """The plan's collectives for the float64 step on CPUs, where some operators save other tensors."""
+    analysis = replace(analyse(step, mesh), cpu=True)
+    return collectives_of(analysis, resolve(plan, step, analysis.fits), Prices(mesh=mesh))
 
 
 RankResult = tuple[dict[tuple[str, str], float], list[Issued]]  # errors by kind and name, and issued collectives

@@ -43,8 +43,8 @@ def emitted(strategy: str = "megatron") -> fx.Graph:
     axes = tuple(Axis(name=name, size=size, index=0, group=name) for name, size in zip(MESH.axes, MESH.sizes, strict=True))
     context = Context(mesh=MESH, device_mesh=None, axes=axes, device=torch.device("cpu"))
     made = planned(strategy)
-    program, analysis = made.captured.program, analyse(made.captured.program, MESH)
-    return emit(program, resolve(made.plan, program, analysis.fits), dict(analysis.fits), context)
+    analysis = analyse(made.resolved.step, MESH)
+    return emit(analysis.step, resolve(made.plan, analysis.step, analysis.fits), dict(analysis.fits), context)
 
 
 def code(strategy: str = "megatron") -> str:

@@ -22,6 +22,7 @@ from autopar.formulation.formulate import formulate
 from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Device, Mesh
 from autopar.ir.program import elements
+from autopar.ir.training_step import TrainingStep
 from autopar.operators import fit, row_of
 from autopar.plan.assignment_text import resolve
 from autopar.plan.plan import Plan
@@ -46,7 +47,7 @@ STRATEGIES = ["auto", "ddp", "fsdp", "megatron", "replicate"]
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_the_price_of_a_plan_is_the_sum_of_its_operators_and_its_list(model: Model, on: Mesh, strategy: str) -> None:
     plan = planning.plan(model(), on, strategy=strategy)
-    own = bill(plan, model(), on)
+    own = bill(plan, TrainingStep(program=model().program), on)
     assert plan.step_time == pytest.approx(own.total, rel=1e-9)
     assert sum(c.seconds for c in plan.collectives) == pytest.approx(own.collectives, rel=1e-9)
     assert Counter((planning.names(c), c.axis, c.kind, c.where, c.bytes) for c in plan.collectives) == Counter(own.issued)
@@ -59,11 +60,14 @@ def test_folding_repeated_blocks_drops_nothing(model: Model, on: Mesh) -> None:
     captured = model()
     plan = planning.plan(captured, on)
     apart = formulate(
-        analyse(captured.program, on, repeated=False), on, optimizers.optimizer("adamw"), sharded_outputs=planning.beside_scalar
+        analyse(TrainingStep(program=captured.program), on, repeated=False),
+        on,
+        optimizers.optimizer("adamw"),
+        sharded_outputs=planning.beside_scalar,
     )
     picks, arcs = planning.solution_of(plan, apart)
     assert price(apart.problem, picks, arcs) == pytest.approx(plan.step_time, rel=1e-9)
-    folded = analyse(captured.program, on).classes
+    folded = analyse(TrainingStep(program=captured.program), on).classes
     assert sum(len(v.members) for v in folded.values) == len(captured.program.values)
     assert len(apart.problem.choices) > 1.5 * len(folded.members)
 
@@ -125,7 +129,7 @@ def test_each_of_two_meshes_in_a_process_has_its_own_prices() -> None:
         plans = [planning.plan(captured, on, strategy="megatron") for on in (first, second)]
         assert plans[0].step_time != plans[1].step_time
         for plan, on in zip(plans, (first, second), strict=True):
-            assert plan.step_time == pytest.approx(bill(plan, captured, on).total, rel=1e-9)
+            assert plan.step_time == pytest.approx(bill(plan, TrainingStep(program=captured.program), on).total, rel=1e-9)
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -193,7 +197,7 @@ def test_masks_given_by_keyword_are_planned(strategy: str) -> None:
     assert {"input_ids", "attention_mask", "labels"} <= set(plan.layouts)
     whole = "S(0)" if strategy in ("ddp", "fsdp") else "I"
     assert plan.layouts["attention_mask"] == whole
-    assert plan.step_time == pytest.approx(bill(plan, captured, MESHES["8"]).total, rel=1e-9)
+    assert plan.step_time == pytest.approx(bill(plan, TrainingStep(program=captured.program), MESHES["8"]).total, rel=1e-9)
 
 
 @pytest.mark.parametrize("sizes", [(8,), (2, 4)])
@@ -206,7 +210,7 @@ def test_no_product_is_repeated_where_splitting_is_free(model: Model, sizes: tup
     on = dataclasses.replace(free, device=dataclasses.replace(free.device.at_peak(), launch=0.0, bandwidth=1e15))
     plan = planning.plan(captured, on)
     program = captured.program
-    chosen = resolve(plan, program, {op.name: fit(op, program.values) for op in program.ops})
+    chosen = resolve(plan, TrainingStep(program=program), {op.name: fit(op, program.values) for op in program.ops})
     products = [op for op in program.ops if row_of(op).flops]
     assert products
     for op in products:
@@ -239,7 +243,7 @@ def test_a_world_of_one_device_runs_the_model_as_it_is(sizes: tuple[int, ...], s
     assert not plan.collectives
     assert not plan.routes
     assert set(", ".join(plan.layouts.values()).split(", ")) == {"I"}
-    own = bill(plan, captured, on)
+    own = bill(plan, TrainingStep(program=captured.program), on)
     assert plan.step_time == pytest.approx(own.ops + own.optimizer, rel=1e-9)
 
 

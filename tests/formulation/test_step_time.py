@@ -26,8 +26,8 @@ def optimized(name: str, strategy: str, runs: int = 1) -> tuple[Optimized, Optio
     torch.manual_seed(0)
     options = Options(device="h100", strategy=strategy)
     mesh = connected_mesh(MESH, options)
-    program = microbatches(read_program(*MODELS[name]()).program, runs)
-    return solved(analysed(program, mesh, options), mesh, options), options
+    step = microbatches(read_program(*MODELS[name]()).program, runs)
+    return solved(analysed(step, mesh, options), mesh, options), options
 
 
 CASES = [

@@ -19,6 +19,7 @@ from autopar.errors import BudgetError
 from autopar.formulation.budget_loop import smallest, within
 from autopar.formulation.formulate import PlanningProblem, formulate
 from autopar.formulation.memory_model import MemoryModel
+from autopar.ir.training_step import TrainingStep
 from autopar.solver.presolve import merge_followers
 from autopar.solver.problem import Choice, ConditionalCost, Consumer, Edge, Floats, Problem, Solution, price, row_bytes
 from autopar.solver.settings import DEFAULTS, EXACT
@@ -42,7 +43,7 @@ ADAMW = optimizers.optimizer("adamw")
 @functools.cache
 def formulated(model: str, on: str, folded: bool = True) -> tuple[PlanningProblem, MemoryModel]:
     """The problem of a model on a mesh, and its ledger."""
-    analysis = analyse(MODELS[model]().program, MESHES[on], repeated=folded)
+    analysis = analyse(TrainingStep(program=MODELS[model]().program), MESHES[on], repeated=folded)
     made = formulate(analysis, MESHES[on], ADAMW, sharded_outputs=lambda output: bool(output.path != "loss"))
     return made, MemoryModel(made, ADAMW)
 

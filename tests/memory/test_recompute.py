@@ -20,6 +20,7 @@ from autopar.codegen.names import identifier
 from autopar.errors import PlanError
 from autopar.ir.layout import I
 from autopar.ir.mesh import Mesh
+from autopar.ir.training_step import TrainingStep
 from autopar.memory.recompute_closure import reruns
 from autopar.operators import fit
 from autopar.parallelize import assemble, tensors_of
@@ -48,7 +49,7 @@ def captured(name: str) -> Captured:
 
 @functools.cache
 def analysed(name: str) -> Analysis:
-    return replace(analyse(captured(name).program, ALONE), cpu=True)
+    return replace(analyse(TrainingStep(program=captured(name).program), ALONE), cpu=True)
 
 
 @functools.cache
@@ -58,7 +59,7 @@ def alone(name: str) -> Plan:
 
 
 def chosen(name: str) -> Assignment:
-    return resolve(alone(name), captured(name).program, analysed(name).fits)
+    return resolve(alone(name), analysed(name).step, analysed(name).fits)
 
 
 def every(name: str) -> RecomputeChoice:
@@ -237,7 +238,7 @@ def test_what_reads_a_buffer_that_is_written_may_not_run_again() -> None:
 def test_an_entry_that_means_nothing_is_refused(name: str, lines: tuple[str, ...], message: str) -> None:
     wrong = replace(alone("gpt2"), recompute={name: lines})
     with pytest.raises(PlanError, match="the plan is damaged") as caught:
-        resolve(wrong, captured("gpt2").program, analysed("gpt2").fits)
+        resolve(wrong, analysed("gpt2").step, analysed("gpt2").fits)
     assert message in str(caught.value)
 
 
@@ -245,13 +246,14 @@ def test_a_dropout_that_shall_run_again_is_refused() -> None:
     program = captured("gpt2").program
     dropout = next(op.name for op in program.ops if op.target == "aten.dropout.default")
     with pytest.raises(PlanError, match="the plan is damaged"):
-        resolve(replace(alone("gpt2"), recompute={dropout: ("run",)}), program, analysed("gpt2").fits)
+        resolve(replace(alone("gpt2"), recompute={dropout: ("run",)}), analysed("gpt2").step, analysed("gpt2").fits)
 
 
 def test_random_plans_make_ops_and_conversions_again_of_weights_and_of_others() -> None:
     program = captured("llama").program
     plan = random_plan_of(captured("llama"), connected_mesh((2, 4), OPTIONS), 1, OPTIONS)
-    recompute = resolve(plan, program, analyse(program, Mesh.of((2, 4))).fits).recompute
+    step = TrainingStep(program=program)
+    recompute = resolve(plan, step, analyse(step, Mesh.of((2, 4))).fits).recompute
     assert recompute.ops
     assert recompute.offload
     assert {name in program.producer for name, _ in recompute.steps} == {True, False}

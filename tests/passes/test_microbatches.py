@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from autopar.errors import ConstraintError
 from autopar.ir.layout import I, P, shard, split
 from autopar.ir.program import Program
+from autopar.ir.training_step import TrainingStep
 from autopar.passes import normalise
 from autopar.passes.microbatches import counts, microbatches
 from autopar.passes.no_dropout import without_dropout
@@ -33,16 +34,16 @@ def gradients(loss: torch.Tensor, given: Sequence[torch.Tensor]) -> list[torch.T
     return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
 
 
-def looped(made: Program, held: dict[str, torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def looped(step: TrainingStep, held: dict[str, torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """The outputs of every run."""
-    loop = made.loop
+    made, loop = step.program, step.loop
     assert loop is not None
-    ahead = loop.ahead
-    whole = [*inputs, *(interpreter.run(ahead, held | named(ahead, inputs)) if ahead else [])]
-    assert [tuple(tensor.shape) for tensor in whole] == [made.whole(value.name) for value in made.inputs]
+    hoisted = loop.hoisted
+    whole = [*inputs, *(interpreter.run(hoisted, held | named(hoisted, inputs)) if hoisted else [])]
+    assert [tuple(tensor.shape) for tensor in whole] == [step.batch_shape(value.name) for value in made.inputs]
     parts = [
-        [shard(tensor, (state,), (loop.runs,), (run,)) for tensor, state in zip(whole, loop.inputs, strict=True)]
-        for run in range(loop.runs)
+        [shard(tensor, (state,), (loop.count,), (run,)) for tensor, state in zip(whole, loop.inputs, strict=True)]
+        for run in range(loop.count)
     ]
     return [interpreter.run(made, held | named(made, part)) for part in parts]
 
@@ -51,10 +52,10 @@ def named(made: Program, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tens
     return {value.name: tensor for value, tensor in zip(made.inputs, inputs, strict=True)}
 
 
-def check(captured: Program, held: dict[str, torch.Tensor], inputs: Sequence[torch.Tensor], runs: int) -> Program:
+def check(captured: Program, held: dict[str, torch.Tensor], inputs: Sequence[torch.Tensor], runs: int) -> TrainingStep:
     """Losses and gradients of the runs add up to those of the whole batch, other outputs join."""
     made = microbatches(captured, runs)
-    assert made.runs == runs
+    assert made.microbatches == runs
     whole, found = interpreter.run(captured, held | named(captured, inputs)), looped(made, held, inputs)
     given = [*held.values(), *inputs]
     assert made.loop is not None
@@ -107,7 +108,7 @@ def test_losses_and_gradients_add_up_to_the_whole(loss: str, runs: int) -> None:
 def test_what_a_mean_divides_by_is_counted_over_the_whole_batch(loss: str, runs: int) -> None:
     given = X.clone().requires_grad_(), W.clone().requires_grad_(), LABELS
     made = check(normalise(program(LABELLED[loss], *given)), {}, given, runs)
-    assert bool(made.ahead) == (loss != "summed")
+    assert bool(made.hoisted) == (loss != "summed")
 
 
 @pytest.mark.parametrize("runs", [2, 8])
@@ -126,16 +127,16 @@ def test_the_runs_of_a_model_are_its_step(name: str, runs: int) -> None:
 
 def test_the_program_of_a_part_is_the_whole_ones_on_smaller_shapes() -> None:
     given = X.clone().requires_grad_(), W.clone().requires_grad_(), LABELS
-    made = microbatches(normalise(program(LABELLED["cross entropy"], *given)), 4)
-    loop = made.loop
+    step = microbatches(normalise(program(LABELLED["cross entropy"], *given)), 4)
+    made, loop = step.program, step.loop
     assert loop is not None
-    assert loop.ahead is not None
-    assert targets(loop.ahead) == ["ne.Scalar", "sum.default", "to.dtype"]
+    assert loop.hoisted is not None
+    assert targets(loop.hoisted) == ["ne.Scalar", "sum.default", "to.dtype"]
     assert targets(made) == ["numpy_T.default", "matmul.default", "cross_entropy_loss.default", "div.Tensor"]
     assert [value.shape for value in made.inputs] == [(2, 6), (5, 6), (2,), ()]
-    assert [made.whole(value.name) for value in made.inputs] == [(8, 6), (5, 6), (8,), ()]
+    assert [step.batch_shape(value.name) for value in made.inputs] == [(8, 6), (5, 6), (8,), ()]
     assert (loop.inputs, loop.outputs) == ((split(0, 2), I, split(0, 2), I), (P,))
-    assert made.hash != microbatches(normalise(program(LABELLED["cross entropy"], *given)), 2).hash
+    assert step.hash != microbatches(normalise(program(LABELLED["cross entropy"], *given)), 2).hash
 
 
 class Normed(nn.Module):
@@ -171,7 +172,7 @@ def test_batch_norm_is_refused_in_training_and_not_in_evaluation() -> None:
     with pytest.raises(ConstraintError, match=r"aten\.batch_norm\.default mixes the samples of the batch") as caught:
         microbatches(read_program(model, torch.randn(8, 6)).program, 2)
     assert "test_microbatches.py" in caught.value.details["at"]
-    assert microbatches(read_program(model.eval(), torch.randn(8, 6)).program, 2).runs == 2
+    assert microbatches(read_program(model.eval(), torch.randn(8, 6)).program, 2).microbatches == 2
 
 
 def test_the_batch_must_have_equal_parts() -> None:
@@ -180,4 +181,4 @@ def test_the_batch_must_have_equal_parts() -> None:
         microbatches(captured, 3)
     assert "a divisor of 8" in caught.value.details["fix"]
     assert list(counts(captured)) == [1, 2, 4, 8]
-    assert microbatches(captured, 1) is captured
+    assert microbatches(captured, 1) == TrainingStep(program=captured)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.errors import LayoutError
+from autopar.ir.training_step import TrainingStep
 from autopar.parallelize import tensors_of
 from autopar.passes.padding import padded, rooms
 from autopar.planning.planner import read_program
-from autopar.verify.execution import results, sequential
+from autopar.verify.execution import on_one_device, results
 
 WORDS, WIDTH, HIDDEN = 101, 8, 30
 
@@ -158,17 +158,18 @@ def test_what_is_true_of_a_padded_program_is_what_the_program_computes(
     captured = read_program(model, given)
     room = rooms(captured.program, (2, 4))
     assert room == expected
-    wide = padded(captured.program, room)
+    step = padded(TrainingStep(program=captured.program), room)
+    wide = step.program
     before, after = (
-        results(sequential(replace(captured, program=program), tensors_of(model)), program, [given])
-        for program in (captured.program, wide)
+        results(on_one_device(each, captured.signature, tensors_of(model)), each.program, [given])
+        for each in (TrainingStep(program=captured.program), step)
     )
     assert before.keys() == after.keys() >= {("gradient", name) for name in expected}
     for key, tensor in before.items():
         torch.testing.assert_close(after[key], tensor, rtol=1e-12, atol=1e-12)
     assert {name: wide.values[name].shape for name in expected} == expected
-    assert {name: wide.true[name] for name in expected} == {name: captured.program.values[name].shape for name in expected}
-    assert wide.hash != captured.program.hash
+    assert {name: step.unpadded[name] for name in expected} == {name: captured.program.values[name].shape for name in expected}
+    assert step.hash != captured.program.hash
 
 
 @pytest.mark.parametrize("make, shape", SPLIT.values(), ids=SPLIT)
@@ -180,12 +181,13 @@ def test_heads_are_padded_as_parts_of_dims_and_parameters_stay_what_they_are(
     captured = read_program(model, given)
     assert not rooms(captured.program, (4,))
     assert rooms(captured.program, (4,), parts=True) == {ATTENTION: shape}
-    wide = padded(captured.program, {ATTENTION: shape})
+    step = padded(TrainingStep(program=captured.program), {ATTENTION: shape})
+    wide = step.program
     assert wide.values[ATTENTION].shape == shape
     assert wide.parameters == captured.program.parameters
     before, after = (
-        results(sequential(replace(captured, program=program), tensors_of(model)), program, [given])
-        for program in (captured.program, wide)
+        results(on_one_device(each, captured.signature, tensors_of(model)), each.program, [given])
+        for each in (TrainingStep(program=captured.program), step)
     )
     assert before.keys() == after.keys()
     for key, tensor in before.items():
@@ -200,7 +202,7 @@ def test_a_dim_of_which_something_sees_all_is_not_padded(
     assert not rooms(program, (2, 4))
     name = next(name for name in ("table.weight", "rise.weight") if name in program.values)
     with pytest.raises(LayoutError, match="cannot be padded"):
-        padded(program, {name: (1000, WIDTH)})
+        padded(TrainingStep(program=program), {name: (1000, WIDTH)})
 
 
 def test_nothing_is_padded_by_much_or_where_the_mesh_divides() -> None:
@@ -210,4 +212,5 @@ def test_nothing_is_padded_by_much_or_where_the_mesh_divides() -> None:
     assert not rooms(program, (80,))
     assert not rooms(program, (80, 10))
     assert rooms(program, (3, 4)) == {"table.weight": (104, 8)}
-    assert padded(program, {}) is program
+    step = TrainingStep(program=program)
+    assert padded(step, {}) is step

@@ -14,6 +14,7 @@ from autopar.formulation.cost_breakdown import told
 from autopar.formulation.formulate import assignment
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
+from autopar.ir.training_step import TrainingStep
 from autopar.operators.dim_labels import LabelSample
 from autopar.plan.breakdown import CostBreakdown
 from autopar.plan.options import Options
@@ -59,7 +60,7 @@ def test_the_cost_breakdown_of_a_random_plan_adds_up_to_its_totals(name: str, se
 @pytest.mark.parametrize("name", NAMES)
 def test_each_part_is_what_another_reckoning_says(name: str, strategy: str) -> None:
     made = plan(name, strategy)
-    own = bill(made, captured(name), connected_mesh(MESH, Options(device="h100")))
+    own = bill(made, TrainingStep(program=captured(name).program), connected_mesh(MESH, Options(device="h100")))
     breakdown = made.breakdown
     assert breakdown.forward + breakdown.backward == pytest.approx(own.ops, rel=1e-9)
     assert breakdown.optimizer == pytest.approx(own.optimizer, rel=1e-9)
@@ -70,7 +71,7 @@ def test_each_part_is_what_another_reckoning_says(name: str, strategy: str) -> N
 def test_what_is_held_at_a_moment_is_what_the_walk_finds_there(name: str) -> None:
     options = Options(device="h100")
     mesh = connected_mesh(MESH, options)
-    found = solved(analysed(captured(name).program, mesh, options), mesh, options)
+    found = solved(analysed(TrainingStep(program=captured(name).program), mesh, options), mesh, options)
     chosen = assignment(found.formulated, found.solution)
     alive = found.memory_model.liveness.walk(chosen)
     for moment in range(0, len(alive), max(1, len(alive) // 16)):
@@ -129,7 +130,7 @@ def test_a_fused_projection_is_split_within_its_blocks() -> None:
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_everything_that_is_told_has_a_word_for_every_axis(name: str) -> None:
     program: Program = captured(name).program
-    analysis = analyse(program, Mesh.of(MESH))
+    analysis = analyse(TrainingStep(program=program), Mesh.of(MESH))
     made = random_plan_of(
         captured(name), connected_mesh(MESH, Options(device="h100")), 1, Options(device="h100", strategy="random")
     )

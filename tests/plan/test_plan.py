@@ -17,6 +17,7 @@ from autopar.capture import Captured
 from autopar.errors import PlanError
 from autopar.ir.layout import I
 from autopar.ir.mesh import Mesh
+from autopar.ir.training_step import TrainingStep
 from autopar.plan import resolved as reading
 from autopar.plan.assignment_text import describe, resolve
 from autopar.plan.options import Options
@@ -39,7 +40,7 @@ def captured(name: str) -> Captured:
 
 @functools.cache
 def analysed(name: str) -> Analysis:
-    return analyse(captured(name).program, Mesh.of(MESH))
+    return analyse(TrainingStep(program=captured(name).program), Mesh.of(MESH))
 
 
 @functools.cache
@@ -55,8 +56,8 @@ def plan(name: str, strategy: str = "auto") -> Plan:
 def check_round_trips(name: str, made: Plan) -> None:
     """JSON gives back the plan; its texts give back an assignment that has the same texts."""
     assert Plan.from_json(made.to_json()) == made
-    program, fits = captured(name).program, analysed(name).fits
-    assignment = resolve(made, program, fits)
+    program, analysis = captured(name).program, analysed(name)
+    fits, assignment = analysis.fits, resolve(made, analysis.step, analysis.fits)
     assert describe(program, assignment, fits, made.sizes) == (made.choices, made.layouts, made.routes, made.recompute)
 
 
@@ -122,15 +123,15 @@ def test_the_json_has_the_fields_that_others_may_rely_on(tmp_path: Path) -> None
 def test_a_plan_for_another_model_or_another_mesh_is_refused() -> None:
     other = captured("llama").program
     with pytest.raises(PlanError, match="the plan was made for another model or sample"):
-        resolve(plan("gpt2"), other, analysed("llama").fits)
+        resolve(plan("gpt2"), TrainingStep(program=other), analysed("llama").fits)
     short = replace(plan("gpt2"), axes=("axis0",), sizes=(4,))
     with pytest.raises(PlanError, match="the plan is damaged"):
-        resolve(short, captured("gpt2").program, analysed("gpt2").fits)
+        resolve(short, analysed("gpt2").step, analysed("gpt2").fits)
 
 
 def test_replicate_keeps_everything_whole_and_sends_nothing() -> None:
     made = plan("llama", "replicate")
-    assignment = resolve(made, captured("llama").program, analysed("llama").fits)
+    assignment = resolve(made, analysed("llama").step, analysed("llama").fits)
     assert {state for layout in assignment.given.values() for state in layout} == {I}
     assert made.collectives == ()
     assert ", 0.000 communication; " in str(made)

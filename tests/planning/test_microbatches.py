@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 import torch
@@ -209,7 +208,7 @@ def test_gradients_of_whole_weights_are_sent_once_and_all_else_every_time(runs: 
         factor = runs if strategy == "fsdp" else 1
         assert once
         assert often == Counter({key: factor * count for key, count in once.items()})
-        assert counted(several) - often == Counter({("all_reduce", "forward"): runs}), "the loss; targets are counted ahead"
+        assert counted(several) - often == Counter({("all_reduce", "forward"): runs}), "the loss; targets are counted once"
 
 
 def test_auto_is_never_slower_than_a_strategy_by_name_and_shares_gathered_weights_where_that_is_faster() -> None:
@@ -224,17 +223,17 @@ def test_auto_is_never_slower_than_a_strategy_by_name_and_shares_gathered_weight
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "zero1", "fsdp", "megatron"])
 def test_a_step_costs_its_runs_and_one_step_of_the_optimizer(strategy: str) -> None:
     runs, on = 4, table.mesh((2, 2))
-    part = replace(CAPTURED, program=microbatches(CAPTURED.program, runs))
+    step = microbatches(CAPTURED.program, runs)
     options = Options(strategy=strategy)
-    found = solved(analysed(part.program, on, options), on, options)
+    found = solved(analysed(step, on, options), on, options)
     made = to_plan(found, options)
-    breakdown, own = made.breakdown, bill(made, part, on)
+    breakdown, own = made.breakdown, bill(made, step, on)
     few = 5 * runs * max(link.latency for link in on.links)  # of the messages in which weights go different ways
     assert found.solution.seconds == pytest.approx(made.step_time, rel=0, abs=few), "the integer program prices it so"
     assert breakdown.forward + breakdown.backward == pytest.approx(runs * own.ops, rel=1e-9)
     assert breakdown.optimizer == pytest.approx(own.optimizer, rel=1e-9)
-    ahead = breakdown.conversions - runs * (own.local + own.inputs)
-    assert 0 < ahead < 1e-4
+    hoisted = breakdown.conversions - runs * (own.local + own.inputs)
+    assert 0 < hoisted < 1e-4
     assert len(own.issued) < len(made.collectives) <= runs * len(own.issued)
 
 

@@ -17,6 +17,7 @@ from autopar.analysis.weights import copies
 from autopar.capture import Captured, capture
 from autopar.ir.conversion import Conversion
 from autopar.ir.program import Program
+from autopar.ir.training_step import TrainingStep
 from autopar.operators import fit
 from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
@@ -105,7 +106,7 @@ def routes_of(model: str, strategy: str, seed: int) -> tuple[Program, dict[str, 
     made = random_plan_of if strategy == "random" else lambda *_: planning.plan(captured, on, strategy=strategy)
     plan = made(captured, on, seed, options)
     program = captured.program
-    assignment = resolve(plan, program, {op.name: fit(op, program.values) for op in program.ops})
+    assignment = resolve(plan, TrainingStep(program=program), {op.name: fit(op, program.values) for op in program.ops})
     weights = {p.value.name for p in program.parameters}
     return program, {name: route for name, route in assignment.routes.items() if name in weights}, assignment.recompute.steps
 

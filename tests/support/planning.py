@@ -155,7 +155,7 @@ def beside_scalar(output: Output) -> bool:
 def solution_of(plan: Plan, formulated: PlanningProblem) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """The picks and arcs of a problem, in which every class has one member or all take the same, that a plan stands for."""
     program = formulated.program
-    chosen = resolve(plan, program, formulated.analysis.fits)
+    chosen = resolve(plan, formulated.analysis.step, formulated.analysis.fits)
     picks = []
     for name, found in zip(formulated.names, formulated.candidates, strict=True):
         if name in program.op:

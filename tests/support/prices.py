@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from autopar.analysis.recomputability import lies
 from autopar.analysis.saved_tensors import saved
-from autopar.capture import Captured
 from autopar.cost_models import optimizers
 from autopar.cost_models.collectives import seconds as collective_seconds
 from autopar.cost_models.compute import pricer
@@ -18,6 +17,7 @@ from autopar.ir.conversion import COLLECTIVES, Conversion
 from autopar.ir.layout import Layout, each_split, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Value, elements
+from autopar.ir.training_step import TrainingStep
 from autopar.operators import fit
 from autopar.plan.assignment_text import resolve
 from autopar.plan.plan import Plan
@@ -44,9 +44,9 @@ class Bill:
         return self.ops + self.optimizer + self.inputs + self.local + self.collectives
 
 
-def bill(plan: Plan, captured: Captured, on: Mesh, optimizer: str = "adamw") -> Bill:
+def bill(plan: Plan, step: TrainingStep, on: Mesh, optimizer: str = "adamw") -> Bill:
     """What a plan costs on a mesh with device and links."""
-    return _Teller(plan, captured, on).bill(optimizer)
+    return _Teller(plan, step, on).bill(optimizer)
 
 
 Sends = list[tuple[str, int, bool]]  # kind, elements, whether in float32 at least
@@ -78,11 +78,11 @@ def inside(form: str, operands: Shapes, ranks: int) -> tuple[Sends, Sends]:
 
 
 class _Teller:
-    def __init__(self, plan: Plan, captured: Captured, on: Mesh) -> None:
+    def __init__(self, plan: Plan, step: TrainingStep, on: Mesh) -> None:
         assert on.device is not None
-        self.program, self.mesh, self.device = captured.program, on, on.device
+        self.program, self.mesh, self.device = step.program, on, on.device
         self.fits = {op.name: fit(op, self.program.values) for op in self.program.ops}
-        self.chosen: Assignment = resolve(plan, self.program, self.fits)
+        self.chosen: Assignment = resolve(plan, step, self.fits)
         self.differentiated = self._differentiated()
         self.reread = self._reread()
         self.buckets = {blocks: self._buckets(blocks=blocks) for blocks in (False, True)}

@@ -12,6 +12,7 @@ from torch import nn
 import autopar
 from autopar.analysis.analysis import analyse
 from autopar.formulation.prices import Prices
+from autopar.ir.training_step import TrainingStep
 from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
 from autopar.planning.planner import collectives_of, read_program
@@ -185,9 +186,11 @@ def test_a_parallel_operator_can_be_recomputed_and_communicates_again(pool: Work
     assert form(plan, name) == name
     plan = replace(plan, recompute={f"between:{name}#0": ("run",)})
     program = read_program(model, x).program
-    analysis = analyse(program, on)
+    analysis = analyse(TrainingStep(program=program), on)
     sent = Counter(
-        c.where for c in collectives_of(analysis, resolve(plan, program, analysis.fits), Prices(mesh=on)) if name in c.value
+        c.where
+        for c in collectives_of(analysis, resolve(plan, analysis.step, analysis.fits), Prices(mesh=on))
+        if name in c.value
     )
     forward, backward = SENT[name](8, 256, 2)
     assert sent == {"forward": len(forward), "backward": len(forward) + len(backward)}
