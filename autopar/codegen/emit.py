@@ -25,10 +25,10 @@ from autopar.codegen.source import CodeGraph
 from autopar.ir.conversion import Conversion, arrival
 from autopar.ir.layout import I, Layout, digits, local_shape
 from autopar.ir.program import Argument, Op, Output, Program, Ref, Value, overload
+from autopar.ir.schema import parameters
 from autopar.ir.training_step import TrainingStep
 from autopar.memory.prefetch import PrefetchOrder
 from autopar.operators import OpSharding, localise, row_of, scale, training_flag
-from autopar.operators.call import parameters
 from autopar.runtime import collectives, random, storage
 from autopar.runtime.gradient_accumulation import accumulate_gradients
 from autopar.runtime.parallel_ops import PARALLEL_OPS

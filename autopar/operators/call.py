@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import RuleError
 from autopar.ir.layout import Shape
-from autopar.ir.program import Argument, Op, Value, overload, refs
+from autopar.ir.program import Argument, Op, Value, refs
+from autopar.ir.schema import bound, given, parameters
 from autopar.operators.fitting import Misfit, TensorTerm, fitted
 from autopar.operators.notation import Pattern, parse
 from autopar.operators.rule import OpSharding
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchemaParameter:
-    """One argument of a schema."""
-
-    name: str
-    default: Argument
-    tensor: bool
-
-
-@functools.cache
-def parameters(target: str) -> tuple[SchemaParameter, ...]:
-    """The arguments that a target takes, in schema order."""
-    return tuple(
-        SchemaParameter(
-            name=a.name,
-            default=tuple(a.default_value) if isinstance(a.default_value, list) else a.default_value,
-            tensor="Tensor" in str(a.type),
-        )
-        for a in overload(target)._schema.arguments
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +50,9 @@ class Call:
     @staticmethod
     def of(op: Op, values: Mapping[str, Value] | None = None) -> Call:
         """Bind an op's arguments; `values` gives the operands."""
-        given = dict(zip((p.name for p in parameters(op.target)), op.args, strict=False)) | dict(op.kwargs)
-        order = list(given)  # Op.operands counts in this order
         count, positions = 0, {}
-        for name in order:
-            number = sum(1 for _ in refs(given[name]))
+        for name, argument in given(op).items():
+            number = sum(1 for _ in refs(argument))
             positions[name] = range(count, count + number)
             count += number
         slots: list[tuple[str, int | None]] = []
@@ -86,7 +62,7 @@ class Call:
                 slots += [(parameter.name, position) for position in found] or [(parameter.name, None)]
         return Call(
             op=op,
-            arguments={p.name: given.get(p.name, p.default) for p in parameters(op.target)},
+            arguments=bound(op),
             slots=tuple(slots),
             operands=tuple(values[name] for name in op.operands) if values is not None else (),
         )
@@ -140,8 +116,8 @@ class Call:
     def change(self, changes: Mapping[str, Argument]) -> tuple[tuple[Argument, ...], tuple[tuple[str, Argument], ...]]:
         """The op's args and kwargs with some of them changed, by name."""
         names = [p.name for p in parameters(self.op.target)]
-        args = tuple(changes.get(name, given) for name, given in zip(names, self.op.args, strict=False))
-        kwargs = {name: changes.get(name, given) for name, given in self.op.kwargs}
+        args = tuple(changes.get(name, old) for name, old in zip(names, self.op.args, strict=False))
+        kwargs = {name: changes.get(name, old) for name, old in self.op.kwargs}
         kwargs |= {name: value for name, value in changes.items() if name not in names[: len(args)]}
         return args, tuple(kwargs.items())
 
@@ -176,10 +152,10 @@ class Call:
             raise Misfit(f"it names {len(pattern.operands)} operands, the op has {len(slots)}")
         if len(pattern.results) != len(self.op.results):
             raise Misfit(f"it names {len(pattern.results)} results, the op has {len(self.op.results)}")
-        given = zip(pattern.operands, slots, strict=True)
+        operands = zip(pattern.operands, slots, strict=True)
         results = enumerate(zip(pattern.results, self.op.results, strict=True))
         return [
-            *(TensorTerm("operand", at, term, self.operands[at].shape) for term, at in given if at is not None),
+            *(TensorTerm("operand", at, term, self.operands[at].shape) for term, at in operands if at is not None),
             *(TensorTerm("result", at, term, value.shape) for at, (term, value) in results),
         ]
 

@@ -6,9 +6,11 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import ModuleType
 
 from autopar.ir.layout import Shape
 from autopar.ir.program import Argument, Op, Value, aten, overload, refs
+from autopar.ir.schema import bound
 from autopar.operators.call import Call, Local
 from autopar.operators.facts import Alias, Autocast, Mean, OpKind
 from autopar.operators.families import (
@@ -32,26 +34,26 @@ from autopar.operators.families import (
 )
 from autopar.operators.rule import OpSharding, ParallelForm, Rule
 
-FAMILIES = (
-    pointwise_unary,
-    pointwise_binary,
-    random_ops,
-    contraction,
-    convolution,
-    views,
-    concat_repeat,
-    indexing,
-    pooling_padding,
-    reductions,
-    attention,
-    normalization,
-    losses,
-    recurrent,
-    linalg_fft,
-    constructors,
-    backward_ops,
-)
-RULES: Mapping[str, Rule] = {target: row for family in FAMILIES for target, row in family.TABLE.items()}
+FAMILIES: Mapping[str, ModuleType] = {  # under the titles of docs/operators.md
+    "Element by element: one tensor": pointwise_unary,
+    "Element by element: several tensors": pointwise_binary,
+    "Random numbers": random_ops,
+    "Sums of products": contraction,
+    "Convolutions": convolution,
+    "Views": views,
+    "Joins and repetitions": concat_repeat,
+    "Reading and writing at places": indexing,
+    "Planes and windows": pooling_padding,
+    "Reductions": reductions,
+    "Attention": attention,
+    "Softmax and norms": normalization,
+    "Losses": losses,
+    "Recurrent networks": recurrent,
+    "Linear algebra and Fourier transforms": linalg_fft,
+    "New tensors": constructors,
+    "Backward operators": backward_ops,
+}
+RULES: Mapping[str, Rule] = {target: row for family in FAMILIES.values() for target, row in family.TABLE.items()}
 OTHERS: Mapping[str, Rule] = {
     # of a library that need not be there
     "transformers.grouped_mm_fallback.default": contraction.GROUPED_PRODUCT,
@@ -155,7 +157,7 @@ def writes(op: Op) -> tuple[str, ...]:
     changed = row.writes or tuple(a.name for a in formals if a.alias_info is not None and a.alias_info.is_write)
     if not changed:
         return ()
-    arguments = Call.of(op).arguments
+    arguments = bound(op)
     if row.writes and row.training and not arguments[row.training]:
         return ()
     return tuple(ref.name for name in changed for ref in refs(arguments[name]))
@@ -167,5 +169,5 @@ def training_flag(op: Op) -> str:
     A norm that keeps no running statistics takes those of the batch in evaluation too.
     """
     row = row_of(op)
-    kept = not row.writes or any(refs(tuple(Call.of(op).arguments[name] for name in row.writes)))
+    kept = not row.writes or any(refs(tuple(bound(op)[name] for name in row.writes)))
     return row.training if kept else ""

@@ -1,231 +1,197 @@
-"""Conversions of a bucket of weights in one collective, which overlaps with computation.
+"""Conversions of a bucket of weights in one collective, which overlaps with computation: the functions that emitted code calls.
 
     bucket = all_gather__reduce_scatter_start([w, v], dp)                            issue the all-gather of h.1's weights,
     ...                                                                              compute h.0,
     w, v = all_gather__reduce_scatter_wait(bucket, dp, splits=[(0,), (0,)])          wait for h.1's weights
 
-Every conversion of `autopar.runtime.collectives` has such a pair of functions. The backward runs in reverse: that of `_wait`
-issues one collective for the gradients of the bucket as soon as it has all of them, that of `_start` waits for it. Autograd
-runs what is ready in reverse order of the forward, so gradients of whatever was called between the two are computed meanwhile.
-Buffers in flight are not read: the backward of `_wait` returns views of the buffer that the collective writes to.
+Every conversion of `autopar.runtime.collectives` has such a pair of functions, named `forward__backward`. `_start` takes the
+dtype in which gradients are reduced, by default the weights' own. `_wait` takes where each weight is split, for conversions
+that move a split, and a rematerializer if the weights are dropped after their use and gathered again in the backward.
 
-Only all-gathers of weights, and all-reduces or reduce-scatters of gradients, run as one collective. Other primitives run one
-weight after the other, in `_wait`.
-
-Gradients of a low-precision copy of a weight may be reduced in a wider dtype (`reduce_dtype`). Autograd demands that a tensor's
-gradient has its dtype, so between the two functions a tensor of the wider dtype without memory stands for such a weight.
+Autograd runs what is ready in reverse order of the forward, so gradients of whatever was called between the two are computed
+while those of the bucket are sent. See `autopar.runtime.bucket_autograd`.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
 
 import torch
 
-from autopar.runtime.collectives import (
-    FUNCTIONS,
-    PRIMITIVES,
-    SplitPosition,
-    all_gather_start,
-    all_reduce_start,
-    concat_blocks,
-    reduce_scatter_start,
-    unflatten,
-    wait,
-)
+from autopar.runtime.bucket_autograd import PendingBucket, Splits, start_bucket, wait_bucket
 from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.rematerialize.recompute import Tensors
 from autopar.runtime.world import Axis
 
-Splits = Sequence[Sequence[int]]  # a `SplitPosition` per weight, trailing defaults left out
+
+def identity__all_reduce_start(weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
+    """I to R: nothing moves; gradients are all-reduced."""
+    return start_bucket("identity__all_reduce", weights, axis, reduce_dtype)
 
 
-class PendingBucket(NamedTuple):
-    """A bucket between start and wait."""
-
-    proxies: Tensors  # the weights as autograd sees them, perhaps in the dtype in which gradients are reduced
-    weights: Tensors
-    buffers: Tensors  # what the collective writes to, if one was issued
-
-
-def start_bucket(conversion: str, weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
-    """Issue the conversion of some weights; gradients are reduced in `reduce_dtype`, by default in their own."""
-    if axis.size == 1:
-        return PendingBucket(weights, weights, ())
-    forward, _ = conversion.split("__")
-    found = _Start.apply(forward, axis, reduce_dtype, *weights)  # type: ignore[no-untyped-call]
-    return PendingBucket(found[: len(weights)], [weight.detach() for weight in weights], found[len(weights) :])
-
-
-def wait_bucket(
-    conversion: str,
-    bucket: PendingBucket,
-    axis: Axis,
-    splits: Splits | None = None,
-    rematerializer: Rematerializer | None = None,
+def identity__all_reduce_wait(
+    bucket: PendingBucket, axis: Axis, splits: Splits | None = None, rematerializer: Rematerializer | None = None
 ) -> list[torch.Tensor]:
-    """The converted weights of a started bucket; `splits[i]` says where weight i is split, for conversions that move a split.
-
-    With a `rematerializer` they are dropped after their use and gathered again in the backward.
-    """
-    if axis.size == 1:
-        return list(bucket.weights)
-    forward, backward = conversion.split("__")
-    positions = [SplitPosition(*split) for split in splits] if splits else [SplitPosition()] * len(bucket.weights)
-    tensors = (*bucket.proxies, *bucket.weights, *bucket.buffers)
-    values = list(_Wait.apply(forward, backward, axis, positions, *tensors))  # type: ignore[no-untyped-call]
-    if rematerializer is not None:
-        rematerializer.convert(values, _GatherAgain(forward, axis, positions), bucket.weights)
-    return values
+    """The converted weights of `identity__all_reduce_start`."""
+    return wait_bucket("identity__all_reduce", bucket, axis, splits, rematerializer)
 
 
-def _pair(conversion: str) -> tuple[Callable[..., PendingBucket], Callable[..., list[torch.Tensor]]]:
-    """`start_bucket` and `wait_bucket` of one conversion, under the names that emitted code calls."""
-
-    def start(weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
-        return start_bucket(conversion, weights, axis, reduce_dtype)
-
-    def wait_converted(
-        bucket: PendingBucket, axis: Axis, splits: Splits | None = None, rematerializer: Rematerializer | None = None
-    ) -> list[torch.Tensor]:
-        return wait_bucket(conversion, bucket, axis, splits, rematerializer)
-
-    start.__name__ = start.__qualname__ = f"{conversion}_start"
-    wait_converted.__name__ = wait_converted.__qualname__ = f"{conversion}_wait"
-    return start, wait_converted
+def slice__all_gather_start(weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
+    """I to S: slices; gradients are all-gathered."""
+    return start_bucket("slice__all_gather", weights, axis, reduce_dtype)
 
 
-PAIRS = {function.__name__: _pair(function.__name__) for function in FUNCTIONS.values()}
-globals().update({function.__name__: function for pair in PAIRS.values() for function in pair})  # emitted code imports them
+def slice__all_gather_wait(
+    bucket: PendingBucket, axis: Axis, splits: Splits | None = None, rematerializer: Rematerializer | None = None
+) -> list[torch.Tensor]:
+    """The converted weights of `slice__all_gather_start`."""
+    return wait_bucket("slice__all_gather", bucket, axis, splits, rematerializer)
 
 
-class _GatherAgain:
-    """The forward's conversion of the bucket, for the backward."""
-
-    def __init__(self, forward: str, axis: Axis, positions: Sequence[SplitPosition]) -> None:
-        self.forward, self.axis, self.positions = forward, axis, positions
-
-    def start(self, weights: Tensors) -> Tensors:
-        """Issue the collective for these weights of the bucket."""
-        return _issue(self.forward, weights, self.axis)
-
-    def wait(self, indices: Sequence[int], weights: Tensors, buffers: Tensors) -> list[torch.Tensor]:
-        """The converted weights; `indices` are their positions in the bucket."""
-        return list(_values(self.forward, weights, buffers, self.axis, [self.positions[index] for index in indices]))
+def keep__identity_start(weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
+    """I to P: rank 0 keeps the values; gradients are the same on every rank."""
+    return start_bucket("keep__identity", weights, axis, reduce_dtype)
 
 
-class _Context(Protocol):
-    backward: str
-    axis: Axis
-    positions: Sequence[SplitPosition]
-    dtype: torch.dtype  # of the gradients that the backward returns
-    count: int  # of the forward's tensor arguments
-
-    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None: ...
-    def set_materialize_grads(self, value: bool) -> None: ...
+def keep__identity_wait(
+    bucket: PendingBucket, axis: Axis, splits: Splits | None = None, rematerializer: Rematerializer | None = None
+) -> list[torch.Tensor]:
+    """The converted weights of `keep__identity_start`."""
+    return wait_bucket("keep__identity", bucket, axis, splits, rematerializer)
 
 
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: _Context, forward: str, axis: Axis, reduce_dtype: torch.dtype | None, *weights: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        buffers = _issue(forward, weights, axis)
-        ctx.dtype, ctx.count = weights[0].dtype, len(weights)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*buffers)
-        proxies = weights if reduce_dtype is None else [_proxy(weight, reduce_dtype) for weight in weights]
-        return (*proxies, *buffers)
-
-    @staticmethod
-    def backward(ctx: _Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        of_weights = gradients[: ctx.count]
-        present = [gradient for gradient in of_weights if gradient is not None]
-        for buffer in {gradient.untyped_storage().data_ptr(): gradient for gradient in present}.values():
-            wait(buffer)
-        return None, None, None, *(gradient if gradient is None else gradient.to(ctx.dtype) for gradient in of_weights)
+def slice__pad_start(weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
+    """R to S: slices; gradients are padded with zeros."""
+    return start_bucket("slice__pad", weights, axis, reduce_dtype)
 
 
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: _Context, forward: str, backward: str, axis: Axis, positions: Sequence[SplitPosition], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        count = len(positions)
-        proxies, weights, buffers = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
-        ctx.backward, ctx.axis, ctx.positions, ctx.count = backward, axis, positions, len(tensors)
-        ctx.dtype = proxies[0].dtype
-        ctx.set_materialize_grads(False)
-        return tuple(_values(forward, weights, buffers, axis, positions))
-
-    @staticmethod
-    def backward(ctx: _Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        present = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
-        results: list[torch.Tensor | None] = [None] * ctx.count
-        positions = [ctx.positions[index] for index in present]
-        reduced = _reduced_gradients(ctx.backward, [*present.values()], ctx.dtype, ctx.axis, positions)
-        for index, gradient in zip(present, reduced, strict=True):
-            results[index] = gradient
-        return None, None, None, None, *results
+def slice__pad_wait(
+    bucket: PendingBucket, axis: Axis, splits: Splits | None = None, rematerializer: Rematerializer | None = None
+) -> list[torch.Tensor]:
+    """The converted weights of `slice__pad_start`."""
+    return wait_bucket("slice__pad", bucket, axis, splits, rematerializer)
 
 
-def _proxy(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of the weight's shape over one element of another dtype; its value is never read."""
-    return weight.new_empty_strided(weight.shape, (0,) * weight.dim(), dtype=dtype)
+def identity__keep_start(weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
+    """R to I: nothing moves; only rank 0 passes gradients on."""
+    return start_bucket("identity__keep", weights, axis, reduce_dtype)
 
 
-# --- collectives ---------------------------------------------------------------------------------------------------------
+def identity__keep_wait(
+    bucket: PendingBucket, axis: Axis, splits: Splits | None = None, rematerializer: Rematerializer | None = None
+) -> list[torch.Tensor]:
+    """The converted weights of `identity__keep_start`."""
+    return wait_bucket("identity__keep", bucket, axis, splits, rematerializer)
 
 
-def _issue(primitive: str, weights: Tensors, axis: Axis) -> tuple[torch.Tensor, ...]:
-    """The output buffer of one all-gather of all weights, flattened; nothing for other primitives, which run in `_values`."""
-    if primitive != "all_gather":
-        return ()
-    flat = [weight.reshape(-1) for weight in weights]
-    return (all_gather_start(torch.cat(flat) if len(flat) > 1 else flat[0], axis),)
+def keep__keep_start(weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
+    """R to P: rank 0 keeps the values, and likewise the gradients."""
+    return start_bucket("keep__keep", weights, axis, reduce_dtype)
 
 
-def _values(
-    primitive: str, weights: Tensors, buffers: Tensors, axis: Axis, positions: Sequence[SplitPosition]
-) -> Iterator[torch.Tensor]:
-    """The converted weights, waiting for the all-gather if one was issued."""
-    if primitive != "all_gather":
-        yield from (PRIMITIVES[primitive](weight, axis, position) for weight, position in zip(weights, positions, strict=True))
-        return
-    rows = wait(buffers[0]).view(axis.size, -1)
-    for weight, position, part in zip(weights, positions, _columns(rows, [weight.numel() for weight in weights]), strict=True):
-        yield concat_blocks(part.reshape(axis.size, *weight.shape), position.dim, position.blocks)
+def keep__keep_wait(
+    bucket: PendingBucket, axis: Axis, splits: Splits | None = None, rematerializer: Rematerializer | None = None
+) -> list[torch.Tensor]:
+    """The converted weights of `keep__keep_start`."""
+    return wait_bucket("keep__keep", bucket, axis, splits, rematerializer)
 
 
-def _reduced_gradients(
-    primitive: str, gradients: Tensors, dtype: torch.dtype, axis: Axis, positions: Sequence[SplitPosition]
-) -> Iterator[torch.Tensor]:
-    """The gradients of the unconverted weights, in this dtype; where a collective was issued, valid after `wait`."""
-    if primitive == "all_reduce":
-        flat = all_reduce_start(torch.cat([gradient.reshape(-1) for gradient in gradients]).to(dtype), axis)
-        for gradient, part in zip(gradients, _columns(flat, [gradient.numel() for gradient in gradients]), strict=True):
-            yield part.view(gradient.shape)
-    elif primitive == "reduce_scatter":
-        chunks = [
-            unflatten(gradient, position.dim, position.blocks, axis.size, -1).movedim(position.dim + 1, 0)
-            for gradient, position in zip(gradients, positions, strict=True)
-        ]
-        sizes = [chunk[0].numel() for chunk in chunks]
-        rows = gradients[0].new_empty(axis.size, sum(sizes), dtype=dtype)
-        for chunk, part in zip(chunks, _columns(rows, sizes), strict=True):
-            torch.unflatten(part, 1, chunk.shape[1:]).copy_(chunk)
-        flat = reduce_scatter_start(rows, axis)
-        for chunk, position, part in zip(chunks, positions, _columns(flat, sizes), strict=True):
-            yield part.view(chunk.shape[1:]).flatten(position.dim, position.dim + 1)
-    else:
-        for gradient, position in zip(gradients, positions, strict=True):
-            back = position.reversed() if primitive == "all_to_all" else position
-            yield PRIMITIVES[primitive](gradient.to(dtype), axis, back)
+def all_gather__reduce_scatter_start(weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
+    """S to R: one all-gather; gradients are reduce-scattered."""
+    return start_bucket("all_gather__reduce_scatter", weights, axis, reduce_dtype)
 
 
-def _columns(rows: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
-    """The last dim cut into parts of these sizes."""
-    for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
-        yield rows[..., end - size : end]
+def all_gather__reduce_scatter_wait(
+    bucket: PendingBucket, axis: Axis, splits: Splits | None = None, rematerializer: Rematerializer | None = None
+) -> list[torch.Tensor]:
+    """The converted weights of `all_gather__reduce_scatter_start`."""
+    return wait_bucket("all_gather__reduce_scatter", bucket, axis, splits, rematerializer)
+
+
+def all_gather__slice_start(weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
+    """S to I: one all-gather; gradients are sliced."""
+    return start_bucket("all_gather__slice", weights, axis, reduce_dtype)
+
+
+def all_gather__slice_wait(
+    bucket: PendingBucket, axis: Axis, splits: Splits | None = None, rematerializer: Rematerializer | None = None
+) -> list[torch.Tensor]:
+    """The converted weights of `all_gather__slice_start`."""
+    return wait_bucket("all_gather__slice", bucket, axis, splits, rematerializer)
+
+
+def pad__slice_start(weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
+    """S to P: padded with zeros; gradients are sliced."""
+    return start_bucket("pad__slice", weights, axis, reduce_dtype)
+
+
+def pad__slice_wait(
+    bucket: PendingBucket, axis: Axis, splits: Splits | None = None, rematerializer: Rematerializer | None = None
+) -> list[torch.Tensor]:
+    """The converted weights of `pad__slice_start`."""
+    return wait_bucket("pad__slice", bucket, axis, splits, rematerializer)
+
+
+def all_to_all__all_to_all_start(weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
+    """S to S: all-to-all, there and back."""
+    return start_bucket("all_to_all__all_to_all", weights, axis, reduce_dtype)
+
+
+def all_to_all__all_to_all_wait(
+    bucket: PendingBucket, axis: Axis, splits: Splits | None = None, rematerializer: Rematerializer | None = None
+) -> list[torch.Tensor]:
+    """The converted weights of `all_to_all__all_to_all_start`."""
+    return wait_bucket("all_to_all__all_to_all", bucket, axis, splits, rematerializer)
+
+
+def all_reduce__all_reduce_start(weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
+    """P to R: all-reduce, there and back."""
+    return start_bucket("all_reduce__all_reduce", weights, axis, reduce_dtype)
+
+
+def all_reduce__all_reduce_wait(
+    bucket: PendingBucket, axis: Axis, splits: Splits | None = None, rematerializer: Rematerializer | None = None
+) -> list[torch.Tensor]:
+    """The converted weights of `all_reduce__all_reduce_start`."""
+    return wait_bucket("all_reduce__all_reduce", bucket, axis, splits, rematerializer)
+
+
+def all_reduce__identity_start(weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
+    """P to I: all-reduce; gradients are complete on every rank."""
+    return start_bucket("all_reduce__identity", weights, axis, reduce_dtype)
+
+
+def all_reduce__identity_wait(
+    bucket: PendingBucket, axis: Axis, splits: Splits | None = None, rematerializer: Rematerializer | None = None
+) -> list[torch.Tensor]:
+    """The converted weights of `all_reduce__identity_start`."""
+    return wait_bucket("all_reduce__identity", bucket, axis, splits, rematerializer)
+
+
+def reduce_scatter__all_gather_start(weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
+    """P to S: reduce-scatter; gradients are all-gathered."""
+    return start_bucket("reduce_scatter__all_gather", weights, axis, reduce_dtype)
+
+
+def reduce_scatter__all_gather_wait(
+    bucket: PendingBucket, axis: Axis, splits: Splits | None = None, rematerializer: Rematerializer | None = None
+) -> list[torch.Tensor]:
+    """The converted weights of `reduce_scatter__all_gather_start`."""
+    return wait_bucket("reduce_scatter__all_gather", bucket, axis, splits, rematerializer)
+
+
+PAIRS: dict[str, tuple[Callable[..., PendingBucket], Callable[..., list[torch.Tensor]]]] = {
+    "identity__all_reduce": (identity__all_reduce_start, identity__all_reduce_wait),
+    "slice__all_gather": (slice__all_gather_start, slice__all_gather_wait),
+    "keep__identity": (keep__identity_start, keep__identity_wait),
+    "slice__pad": (slice__pad_start, slice__pad_wait),
+    "identity__keep": (identity__keep_start, identity__keep_wait),
+    "keep__keep": (keep__keep_start, keep__keep_wait),
+    "all_gather__reduce_scatter": (all_gather__reduce_scatter_start, all_gather__reduce_scatter_wait),
+    "all_gather__slice": (all_gather__slice_start, all_gather__slice_wait),
+    "pad__slice": (pad__slice_start, pad__slice_wait),
+    "all_to_all__all_to_all": (all_to_all__all_to_all_start, all_to_all__all_to_all_wait),
+    "all_reduce__all_reduce": (all_reduce__all_reduce_start, all_reduce__all_reduce_wait),
+    "all_reduce__identity": (all_reduce__identity_start, all_reduce__identity_wait),
+    "reduce_scatter__all_gather": (reduce_scatter__all_gather_start, reduce_scatter__all_gather_wait),
+}

@@ -20,8 +20,8 @@ from typing import Protocol
 
 import torch
 
-from autopar.runtime import bucketed_collectives
-from autopar.runtime.bucketed_collectives import PendingBucket, Splits
+from autopar.runtime import bucket_autograd
+from autopar.runtime.bucket_autograd import PendingBucket, Splits
 from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.rematerialize.recompute import Tensors
 from autopar.runtime.world import Axis
@@ -112,13 +112,11 @@ def start_once(
     axis: Axis,
     reduce_dtype: torch.dtype | None = None,
 ) -> PendingBucket | None:
-    """`bucketed_collectives.start_bucket`; None if an earlier micro-batch of the step gathered the bucket.
+    """`bucket_autograd.start_bucket`; None if an earlier micro-batch of the step gathered the bucket.
 
     The target of a `call_function` node of emitted code.
     """
-    return (
-        None if accumulator.is_gathered(number) else bucketed_collectives.start_bucket(conversion, weights, axis, reduce_dtype)
-    )
+    return None if accumulator.is_gathered(number) else bucket_autograd.start_bucket(conversion, weights, axis, reduce_dtype)
 
 
 def wait_once(
@@ -130,13 +128,13 @@ def wait_once(
     splits: Splits | None = None,
     rematerializer: Rematerializer | None = None,
 ) -> list[torch.Tensor]:
-    """`bucketed_collectives.wait_bucket`, whose weights all micro-batches of a step share.
+    """`bucket_autograd.wait_bucket`, whose weights all micro-batches of a step share.
 
     The target of a `call_function` node of emitted code.
     """
     if bucket is None:
         return accumulator.leaves(number)
-    return accumulator.share(number, bucketed_collectives.wait_bucket(conversion, bucket, axis, splits, rematerializer))
+    return accumulator.share(number, bucket_autograd.wait_bucket(conversion, bucket, axis, splits, rematerializer))
 
 
 def accumulate_gradients(accumulator: GradientAccumulator, number: int, weights: Tensors) -> list[torch.Tensor]:

@@ -9,53 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 
 from autopar.ir.program import overload
 from autopar.operators import RULES, fit
 from autopar.operators.call import Call
-from autopar.operators.families import (
-    attention,
-    backward_ops,
-    concat_repeat,
-    constructors,
-    contraction,
-    convolution,
-    indexing,
-    linalg_fft,
-    losses,
-    normalization,
-    pointwise_binary,
-    pointwise_unary,
-    pooling_padding,
-    random_ops,
-    recurrent,
-    reductions,
-    views,
-)
+from autopar.operators.registry import FAMILIES
 from tests.operators.examples import calls
-
-FAMILIES: Mapping[str, ModuleType] = {
-    "Element by element: one tensor": pointwise_unary,
-    "Element by element: several tensors": pointwise_binary,
-    "Random numbers": random_ops,
-    "Sums of products": contraction,
-    "Convolutions": convolution,
-    "Views": views,
-    "Joins and repetitions": concat_repeat,
-    "Reading and writing at places": indexing,
-    "Planes and windows": pooling_padding,
-    "Reductions": reductions,
-    "Attention": attention,
-    "Softmax and norms": normalization,
-    "Losses": losses,
-    "Recurrent networks": recurrent,
-    "Linear algebra and Fourier transforms": linalg_fft,
-    "New tensors": constructors,
-    "Backward operators": backward_ops,
-}
 
 # Core ATen, less these: they return no tensor, or write into an operand, so that no rule can say anything of their results.
 NOT_TENSORS = {

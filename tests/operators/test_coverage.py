@@ -13,7 +13,7 @@ from autopar.operators.registry import FAMILIES
 from tests.operators import coverage
 from tests.support.golden import Golden
 
-FAMILY_FILES = (Path(__file__).parents[2] / "autopar" / "operators" / "families").glob("*.py")
+FAMILY_FILES = [*(Path(__file__).parents[2] / "autopar" / "operators" / "families").glob("*.py")]
 SOURCES = [path.read_text() for path in FAMILY_FILES]
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
 
@@ -39,7 +39,8 @@ def test_the_table_has_more_than_two_hundred_operators() -> None:
 
 
 def test_every_family_stands_on_the_page() -> None:
-    assert set(coverage.FAMILIES.values()) == set(FAMILIES)
+    named = {family.__name__.rpartition(".")[2] for family in FAMILIES.values()}
+    assert named == {path.stem for path in FAMILY_FILES} - {"__init__"}
 
 
 def test_every_row_is_found_by_the_name_of_its_operator() -> None:

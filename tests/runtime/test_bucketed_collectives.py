@@ -13,7 +13,9 @@ import torch
 from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, Conversion
 from autopar.ir.layout import I, P, R, State, shard, split
 from autopar.ir.mesh import Mesh
-from autopar.runtime.bucketed_collectives import start_bucket, wait_bucket
+from autopar.runtime import bucketed_collectives
+from autopar.runtime.bucketed_collectives import PAIRS as FUNCTIONS
+from autopar.runtime.bucketed_collectives import all_gather__reduce_scatter_start, all_gather__reduce_scatter_wait
 from autopar.runtime.collectives import conversion_call, split_position
 from autopar.runtime.recorder import Issued, recorded
 from autopar.runtime.rematerialize.manager import Rematerializer
@@ -71,7 +73,8 @@ def together(
     places = [tuple(split_position(s, shape, (RANKS,))) for s, (shape, _, _) in zip(steps, WEIGHTS, strict=True)]
     recompute = rematerializer if CONVERSIONS[pair][0] in COLLECTIVES else None
     with rematerializer.active():
-        values = wait_bucket(name, start_bucket(name, weights, axis), axis, places if "S" in pair else None, recompute)
+        start, wait = FUNCTIONS[name]
+        values = wait(start(weights, axis), axis, places if "S" in pair else None, recompute)
         return [value.detach().clone() for value in values], loss(values, used, axis.index)
 
 
@@ -126,12 +129,25 @@ def test_the_tested_conversions_are_those_that_a_stored_weight_can_take() -> Non
     assert {CONVERSIONS[pair][0] for pair in PAIRS} == {"identity", "slice", "keep", "all_gather", "pad", "all_to_all"}
 
 
+def test_every_conversion_has_a_pair_of_functions_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    for machinery in ("start_bucket", "wait_bucket"):
+        monkeypatch.setattr(bucketed_collectives, machinery, lambda conversion, *_: called.append(conversion))
+    assert list(FUNCTIONS) == ["__".join(primitives) for primitives in CONVERSIONS.values()]
+    for name, (start, wait) in FUNCTIONS.items():
+        assert (start.__name__, wait.__name__) == (f"{name}_start", f"{name}_wait")
+        axis = Axis(name="axis", size=2, index=0, group=None)
+        wait(start([], axis), axis)
+        assert called[-2:] == [name, name]
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 def test_on_an_axis_of_one_device_a_bucket_is_returned_as_it_is(pair: tuple[str, str]) -> None:
     axis, name = Axis(name="dp", size=1, index=0, group=""), "__".join(CONVERSIONS[pair])
     weights = [torch.randn(2, 3, requires_grad=True), torch.randn(4)]
     with recorded([axis]) as log:
-        found = wait_bucket(name, start_bucket(name, weights, axis), axis, [(0,), (0,)], Rematerializer())
+        start, wait = FUNCTIONS[name]
+        found = wait(start(weights, axis), axis, [(0,), (0,)], Rematerializer())
     assert [id(tensor) for tensor in found] == [id(tensor) for tensor in weights]
     assert not log
 
@@ -142,8 +158,8 @@ def add(reduce_dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.dtype, li
     (axis,) = context.axes
     weight = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
     with recorded(context.axes) as log:
-        bucket = start_bucket("all_gather__reduce_scatter", [weight], axis, reduce_dtype)
-        (value,) = wait_bucket("all_gather__reduce_scatter", bucket, axis, [(0,)], Rematerializer())
+        bucket = all_gather__reduce_scatter_start([weight], axis, reduce_dtype)
+        (value,) = all_gather__reduce_scatter_wait(bucket, axis, [(0,)], Rematerializer())
         (value * (256 if axis.index == 0 else 1)).sum().backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     return weight.grad, value.dtype, log

@@ -1,0 +1,205 @@
+"""One collective for a bucket of weights, as two autograd functions: `start_bucket` issues it, `wait_bucket` waits for it.
+
+The backward runs in reverse: that of `wait_bucket` issues one collective for the gradients of the bucket as soon as it has all
+of them, that of `start_bucket` waits for it. Buffers in flight are not read: the backward of `wait_bucket` returns views of the
+buffer that the collective writes to.
+
+Only all-gathers of weights, and all-reduces or reduce-scatters of gradients, run as one collective. Other primitives run one
+weight after the other, in `wait_bucket`.
+
+Gradients of a low-precision copy of a weight may be reduced in a wider dtype (`reduce_dtype`). Autograd demands that a tensor's
+gradient has its dtype, so between the two functions a tensor of the wider dtype without memory stands for such a weight.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from autopar.runtime.collectives import (
+    PRIMITIVES,
+    SplitPosition,
+    all_gather_start,
+    all_reduce_start,
+    concat_blocks,
+    reduce_scatter_start,
+    unflatten,
+    wait,
+)
+from autopar.runtime.rematerialize.manager import Rematerializer
+from autopar.runtime.rematerialize.recompute import Tensors
+from autopar.runtime.world import Axis
+
+Splits = Sequence[Sequence[int]]  # a `SplitPosition` per weight, trailing defaults left out
+
+
+class PendingBucket(NamedTuple):
+    """A bucket between start and wait."""
+
+    proxies: Tensors  # the weights as autograd sees them, perhaps in the dtype in which gradients are reduced
+    weights: Tensors
+    buffers: Tensors  # what the collective writes to, if one was issued
+
+
+def start_bucket(conversion: str, weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
+    """Issue the conversion of some weights; gradients are reduced in `reduce_dtype`, by default in their own."""
+    if axis.size == 1:
+        return PendingBucket(weights, weights, ())
+    forward, _ = conversion.split("__")
+    found = _Start.apply(forward, axis, reduce_dtype, *weights)  # type: ignore[no-untyped-call]
+    return PendingBucket(found[: len(weights)], [weight.detach() for weight in weights], found[len(weights) :])
+
+
+def wait_bucket(
+    conversion: str,
+    bucket: PendingBucket,
+    axis: Axis,
+    splits: Splits | None = None,
+    rematerializer: Rematerializer | None = None,
+) -> list[torch.Tensor]:
+    """The converted weights of a started bucket; `splits[i]` says where weight i is split, for conversions that move a split.
+
+    With a `rematerializer` they are dropped after their use and gathered again in the backward.
+    """
+    if axis.size == 1:
+        return list(bucket.weights)
+    forward, backward = conversion.split("__")
+    positions = [SplitPosition(*split) for split in splits] if splits else [SplitPosition()] * len(bucket.weights)
+    tensors = (*bucket.proxies, *bucket.weights, *bucket.buffers)
+    values = list(_Wait.apply(forward, backward, axis, positions, *tensors))  # type: ignore[no-untyped-call]
+    if rematerializer is not None:
+        rematerializer.convert(values, _GatherAgain(forward, axis, positions), bucket.weights)
+    return values
+
+
+class _GatherAgain:
+    """The forward's conversion of the bucket, for the backward."""
+
+    def __init__(self, forward: str, axis: Axis, positions: Sequence[SplitPosition]) -> None:
+        self.forward, self.axis, self.positions = forward, axis, positions
+
+    def start(self, weights: Tensors) -> Tensors:
+        """Issue the collective for these weights of the bucket."""
+        return _issue(self.forward, weights, self.axis)
+
+    def wait(self, indices: Sequence[int], weights: Tensors, buffers: Tensors) -> list[torch.Tensor]:
+        """The converted weights; `indices` are their positions in the bucket."""
+        return list(_values(self.forward, weights, buffers, self.axis, [self.positions[index] for index in indices]))
+
+
+class _Context(Protocol):
+    backward: str
+    axis: Axis
+    positions: Sequence[SplitPosition]
+    dtype: torch.dtype  # of the gradients that the backward returns
+    count: int  # of the forward's tensor arguments
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _Context, forward: str, axis: Axis, reduce_dtype: torch.dtype | None, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        buffers = _issue(forward, weights, axis)
+        ctx.dtype, ctx.count = weights[0].dtype, len(weights)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*buffers)
+        proxies = weights if reduce_dtype is None else [_proxy(weight, reduce_dtype) for weight in weights]
+        return (*proxies, *buffers)
+
+    @staticmethod
+    def backward(ctx: _Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        of_weights = gradients[: ctx.count]
+        present = [gradient for gradient in of_weights if gradient is not None]
+        for buffer in {gradient.untyped_storage().data_ptr(): gradient for gradient in present}.values():
+            wait(buffer)
+        return None, None, None, *(gradient if gradient is None else gradient.to(ctx.dtype) for gradient in of_weights)
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _Context, forward: str, backward: str, axis: Axis, positions: Sequence[SplitPosition], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        count = len(positions)
+        proxies, weights, buffers = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
+        ctx.backward, ctx.axis, ctx.positions, ctx.count = backward, axis, positions, len(tensors)
+        ctx.dtype = proxies[0].dtype
+        ctx.set_materialize_grads(False)
+        return tuple(_values(forward, weights, buffers, axis, positions))
+
+    @staticmethod
+    def backward(ctx: _Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        present = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
+        results: list[torch.Tensor | None] = [None] * ctx.count
+        positions = [ctx.positions[index] for index in present]
+        reduced = _reduced_gradients(ctx.backward, [*present.values()], ctx.dtype, ctx.axis, positions)
+        for index, gradient in zip(present, reduced, strict=True):
+            results[index] = gradient
+        return None, None, None, None, *results
+
+
+def _proxy(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of the weight's shape over one element of another dtype; its value is never read."""
+    return weight.new_empty_strided(weight.shape, (0,) * weight.dim(), dtype=dtype)
+
+
+# --- collectives ---------------------------------------------------------------------------------------------------------
+
+
+def _issue(primitive: str, weights: Tensors, axis: Axis) -> tuple[torch.Tensor, ...]:
+    """The output buffer of one all-gather of all weights, flattened; nothing for other primitives, which run in `_values`."""
+    if primitive != "all_gather":
+        return ()
+    flat = [weight.reshape(-1) for weight in weights]
+    return (all_gather_start(torch.cat(flat) if len(flat) > 1 else flat[0], axis),)
+
+
+def _values(
+    primitive: str, weights: Tensors, buffers: Tensors, axis: Axis, positions: Sequence[SplitPosition]
+) -> Iterator[torch.Tensor]:
+    """The converted weights, waiting for the all-gather if one was issued."""
+    if primitive != "all_gather":
+        yield from (PRIMITIVES[primitive](weight, axis, position) for weight, position in zip(weights, positions, strict=True))
+        return
+    rows = wait(buffers[0]).view(axis.size, -1)
+    for weight, position, part in zip(weights, positions, _columns(rows, [weight.numel() for weight in weights]), strict=True):
+        yield concat_blocks(part.reshape(axis.size, *weight.shape), position.dim, position.blocks)
+
+
+def _reduced_gradients(
+    primitive: str, gradients: Tensors, dtype: torch.dtype, axis: Axis, positions: Sequence[SplitPosition]
+) -> Iterator[torch.Tensor]:
+    """The gradients of the unconverted weights, in this dtype; where a collective was issued, valid after `wait`."""
+    if primitive == "all_reduce":
+        flat = all_reduce_start(torch.cat([gradient.reshape(-1) for gradient in gradients]).to(dtype), axis)
+        for gradient, part in zip(gradients, _columns(flat, [gradient.numel() for gradient in gradients]), strict=True):
+            yield part.view(gradient.shape)
+    elif primitive == "reduce_scatter":
+        chunks = [
+            unflatten(gradient, position.dim, position.blocks, axis.size, -1).movedim(position.dim + 1, 0)
+            for gradient, position in zip(gradients, positions, strict=True)
+        ]
+        sizes = [chunk[0].numel() for chunk in chunks]
+        rows = gradients[0].new_empty(axis.size, sum(sizes), dtype=dtype)
+        for chunk, part in zip(chunks, _columns(rows, sizes), strict=True):
+            torch.unflatten(part, 1, chunk.shape[1:]).copy_(chunk)
+        flat = reduce_scatter_start(rows, axis)
+        for chunk, position, part in zip(chunks, positions, _columns(flat, sizes), strict=True):
+            yield part.view(chunk.shape[1:]).flatten(position.dim, position.dim + 1)
+    else:
+        for gradient, position in zip(gradients, positions, strict=True):
+            back = position.reversed() if primitive == "all_to_all" else position
+            yield PRIMITIVES[primitive](gradient.to(dtype), axis, back)
+
+
+def _columns(rows: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+    """The last dim cut into parts of these sizes."""
+    for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
+        yield rows[..., end - size : end]
