@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.formulation.budget_loop import smallest
 from autopar.ir.mesh import Bytes, Seconds
 from autopar.plan.options import PLENTY, Options
 from autopar.plan.plan import Plan
-from autopar.plan.text import Part, grid, milliseconds, size_text
+from autopar.plan.text import Part, milliseconds, size_text
 from autopar.planning.optimize import solved_within
 from autopar.planning.planner import Planned, to_plan
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
 MARGIN = 1.01  # of the least memory: the smallest budget that is tried
-BAR = 40  # characters of the longest bar
+BAR, LONGEST = 20, 60  # characters of the bar of the first plan, and of the longest bar
+HEAD = f"{'budget':>10}{'peak':>12}{'step ms':>11}{'slower by':>11}{'recomputation':>15}{'gap':>7}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,26 +30,23 @@ class SweepStep:
     gap: float
 
 
-def budget_sweep(planned: Planned, options: Options) -> list[SweepStep]:
-    """The fastest plans between the peak memory of the unconstrained optimum and the least memory that any plan needs.
+def budget_sweep(planned: Planned, options: Options) -> Iterator[SweepStep]:
+    """The fastest plans found, from the peak memory of the unconstrained optimum down to the least memory that any plan needs.
 
     Budgets are spaced evenly; the last is the least memory and a hundredth more. All plans are of the program as it was
-    planned: in its number of micro-batches, with its padding.
+    planned: in its number of micro-batches, with its padding. Each step is planned when it is asked for.
     """
     solved = planned.solved
     analysis, mesh = solved.formulated.analysis, solved.formulated.mesh
+    ((_, free),) = solved_within(analysis, mesh, options, [PLENTY])
     least = smallest(solved.formulated, solved.memory_model)
     assert least is not None, "there is a plan"
-    ((_, free),) = solved_within(analysis, mesh, options, [PLENTY])
     low = MARGIN * float(solved.memory_model.walk(least).max())
     high = max(low, float(free.memory_model.walk(free.solution).max()))
+    yield _step(round(high), to_plan(free, options))
     budgets = [round(low + share * (high - low)) for share in SHARES[1:]]
-    found = [_step(round(high), to_plan(free, options))]
-    found += [_step(budget, to_plan(plan, options)) for budget, plan in solved_within(analysis, mesh, options, budgets)]
-    for place in reversed(range(len(found) - 1)):  # what fits into less fits into more
-        if found[place + 1].step_time < found[place].step_time:
-            found[place] = replace(found[place + 1], budget=found[place].budget)
-    return found
+    for budget, found in solved_within(analysis, mesh, options, budgets):
+        yield _step(budget, to_plan(found, options))
 
 
 def _step(budget: Bytes, plan: Plan) -> SweepStep:
@@ -61,19 +59,31 @@ def _step(budget: Bytes, plan: Plan) -> SweepStep:
     )
 
 
-def sweep_parts(found: list[SweepStep]) -> Iterator[Part]:
-    """The sweep as it is printed."""
-    table = grid("budget", "peak", "step ms", "slower by", "recomputation", "gap", "", right=(0, 1, 2, 3, 4, 5))
-    first, longest = found[0].step_time, max(step.step_time for step in found)
-    for step in found:
-        table.add_row(
-            size_text(step.budget),
-            size_text(step.peak_memory),
-            milliseconds(step.step_time),
-            f"{step.step_time / first - 1:+.1%}" if first else "",
-            milliseconds(step.recomputed),
-            f"{step.gap:.1%}",
-            "#" * round(BAR * step.step_time / longest) if longest else "",
-        )
-    yield table
+def improved(steps: Sequence[SweepStep]) -> list[SweepStep]:
+    """The steps of falling budgets, each with the fastest plan found within its budget: what fits into less fits into more."""
+    found = list(steps)
+    for place in reversed(range(len(found) - 1)):
+        if found[place + 1].step_time < found[place].step_time:
+            found[place] = replace(found[place + 1], budget=found[place].budget)
+    return found
+
+
+def sweep_parts(steps: Iterable[SweepStep]) -> Iterator[Part]:
+    """The sweep as it is printed: a row as soon as its step is planned, and at the end the rows that a later step improves."""
+    yield HEAD
+    known: list[SweepStep] = []
+    for step in steps:
+        known.append(step)
+        yield _row(step, known[0].step_time)
+    better = [now for before, now in zip(known, improved(known), strict=True) if now != before]
+    if better:
+        yield "faster plans that were found within smaller budgets:"
+        yield from (_row(step, known[0].step_time) for step in better)
     yield "budget and peak: per device; gap: the most by which a faster plan within the budget may exist"
+
+
+def _row(step: SweepStep, first: Seconds) -> str:
+    share = step.step_time / first if first else 1.0
+    slower, bar = f"{share - 1:+.1%}", "#" * min(LONGEST, round(BAR * share))
+    sizes = f"{size_text(step.budget):>10}{size_text(step.peak_memory):>12}"
+    return f"{sizes}{milliseconds(step.step_time):>11}{slower:>11}{milliseconds(step.recomputed):>15}{step.gap:>7.1%}  {bar}"

@@ -37,7 +37,13 @@ OPTIONS = ("device", "budget", "strategy", "optimizer", "precision", "reduce", "
 PLANNING = ("mesh", *OPTIONS, "constraint", "dynamic")  # options that make another plan
 MODEL = ("why", "why_not", "budget_sweep", "code")  # questions that a plan without its model cannot answer
 
-NEXT = {"capture": "planning", "write": "planning the named strategies"}  # what follows a phase of planning
+NEXT = {  # what follows a phase of planning
+    "capture": "analysing the program",
+    "analyse": "formulating the integer program",
+    "formulate": "solving",
+    "solve": "trying padding and micro-batches",
+    "pad": "trying padding and micro-batches",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,19 +54,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _refuse(options, (*MODEL, "diff", "json"), "--check prints no report")
             return check.run(options, lambda: _plan(options))
         _refuse(options, ("tolerance", "update"), "nothing is checked", "only with --check")
-        answer = _answer(options)
+        _print(_answer(options), json=options.json)
     except AutoparError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
-    if options.json:
-        print(answer.json)
-    elif sys.stdout.isatty():
-        console = Console(highlight=False, markup=False, emoji=False)
-        for part in answer.parts:
-            console.print(part)
-    else:
-        print(plain(answer.parts))
     return 0
+
+
+def _print(answer: CommandOutput, *, json: bool) -> None:
+    """Print an answer part by part, as the parts come."""
+    if json:
+        print(answer.json)
+        return
+    console = Console(highlight=False, markup=False, emoji=False) if sys.stdout.isatty() else None
+    for part in answer.parts():
+        if console:
+            console.print(part)
+        else:
+            print(plain([part]), flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,8 +147,20 @@ def _explained(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
     forced = _constraints(options.why_not)
     with progress("building the model") as tell:
         planned, asked = _planned(options, tell)
+        tell(_question(options))
         found = Explanation(planned=planned, options=asked)
         return found.plan, of_model(found, options.why, forced, code=options.code, sweep=options.budget_sweep)
+
+
+def _question(options: argparse.Namespace) -> str:
+    """What is done once the plan is there, as the line of progress says it."""
+    if options.why_not:
+        return "planning with the layouts forced"
+    if options.why:
+        return "pricing the alternatives"
+    if options.code or options.budget_sweep:
+        return "answering"
+    return "planning the named strategies"
 
 
 def _plan(options: argparse.Namespace) -> Plan:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from autopar.explain.budget_sweep import budget_sweep, sweep_parts
+from autopar.explain.budget_sweep import SweepStep, budget_sweep, improved, sweep_parts
 from autopar.explain.comparison import Compared
 from autopar.explain.difference import Difference
 from autopar.explain.explanation import Explanation
@@ -19,25 +19,34 @@ from autopar.plan.text import Part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandOutput:
-    """Lines and tables for people, data for programs."""
+    """Lines and tables for people, data for programs; the steps of a budget sweep are planned as they are asked for."""
 
-    parts: tuple[Part, ...]
+    sections: tuple[tuple[Part, ...], ...]
     data: Mapping[str, object]
+    sweep: Iterable[SweepStep] | None = None
+
+    def parts(self) -> Iterator[Part]:
+        """What is printed: the sections, and at last the sweep, row by row."""
+        swept = () if self.sweep is None else (sweep_parts(self.sweep),)
+        for number, section in enumerate((*self.sections, *swept)):
+            yield from ("",) * (number > 0)
+            yield from section
 
     @property
     def json(self) -> str:
         """The data as one JSON object."""
-        return json.dumps(self.data, indent=1)
+        swept = {} if self.sweep is None else {"budget_sweep": [asdict(step) for step in improved([*self.sweep])]}
+        return json.dumps({**self.data, **swept}, indent=1)
 
 
 def of_plan(plan: Plan) -> CommandOutput:
     """What a plan says by itself."""
-    return CommandOutput(parts=tuple(report(plan)), data={"plan": _plan(plan)})
+    return CommandOutput(sections=(tuple(report(plan)),), data={"plan": _plan(plan)})
 
 
 def of_difference(found: Difference) -> CommandOutput:
     """What differs between two plans."""
-    return CommandOutput(parts=tuple(found.lines()), data={"difference": list(found.lines())})
+    return CommandOutput(sections=(tuple(found.lines()),), data={"difference": list(found.lines())})
 
 
 def of_model(
@@ -57,15 +66,11 @@ def of_model(
         other = found.why_not(why_not)
         sections.append(tuple(why_not_parts(found.plan, other)))
         data["why_not"] = _why_not(other)
-    if sweep:
-        steps = budget_sweep(found.planned, found.options)
-        sections.append(tuple(sweep_parts(steps)))
-        data["budget_sweep"] = [asdict(step) for step in steps]
     if code:
         sections.append((found.code.rstrip(),))
         data["code"] = found.code
-    parts = [part for section in sections for part in ("", *section)]
-    return CommandOutput(parts=tuple(parts[1:]), data=data)
+    steps = budget_sweep(found.planned, found.options) if sweep else None
+    return CommandOutput(sections=tuple(sections), data=data, sweep=steps)
 
 
 def _plan(plan: Plan) -> object:

@@ -148,7 +148,7 @@ def words(op: Op, fitted: OpSharding | None, candidate: Candidate, program: Prog
     def word(form: Form) -> str:
         kind, which, stride = form
         if kind == "D" and fitted is not None:
-            first, *_ = fitted.spread(fitted.distributed[which])
+            first, *_ = fitted.factors_of(fitted.distributed[which])
             return role(op, fitted, first, stride, program.values, sample) + sent(fitted.distributed[which])
         if kind != "S" or fitted is None:
             return {"I": WHOLE, "R": REPEATED, "P": ADDENDS}[kind]

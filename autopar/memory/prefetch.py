@@ -1,4 +1,10 @@
-"""Prefetch order: when the all-gather of each bucket is issued, for the emitted code and for the simulated schedule alike."""
+"""Prefetch order: when the all-gather of each bucket of weights is issued.
+
+    all-gather of block 0, wait, all-gather of block 1, compute block 0, wait, all-gather of block 2, compute block 1, ...
+
+A bucket's all-gather is issued when the one before it has arrived, so that it overlaps with the block that uses those weights.
+Emitted code and the schedule that memory and prices are computed for follow the same order.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,8 @@ class PrefetchOrder:
 
     `first` are issued at the top of the forward: buckets that communicate only in the backward, so that the backward waits for
     their gradients last, and all buckets if micro-batches share the gathered weights. Otherwise a gather is issued when the
-    one before it has arrived (`after`), which overlaps it with one block.
+    one before it has arrived (`after`), which overlaps it with one block. `arrives` is the bucket that brings a value into a
+    layout, `into` the conversion that does.
     """
 
     def __init__(self, program: Program, chosen: Assignment) -> None:

@@ -37,9 +37,10 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class InternalCollective:
-    """One collective inside an op: its kind, and the elements of its larger buffer on one rank; `times` on so many ranks.
+    """One collective inside an op: its kind, and the elements of its larger buffer on one rank.
 
-    They are of the first operand's dtype, or of float32 if that is narrower: sums and statistics are `wide`.
+    `times(call, local, ranks)` is how often it is sent in one run of the op on so many ranks: a ring takes `ranks - 1` steps.
+    Elements are of the first operand's dtype, or of float32 if that is narrower and they are `wide`: sums and statistics.
     """
 
     kind: str
@@ -94,13 +95,13 @@ class OpSharding:
     distributed: tuple[ParallelForm, ...] = ()
     text: str = field(default="", compare=False, repr=False)  # the pattern that was laid over the shapes
 
-    def spread(self, form: ParallelForm) -> tuple[int, ...]:
-        """The factors that a distributed form splits."""
+    def factors_of(self, form: ParallelForm) -> tuple[int, ...]:
+        """The indices of the factors that a distributed form splits, outer to inner."""
         return tuple(f for f, factor in enumerate(self.factors) if factor.name in form.factors)
 
     def parts(self, form: ParallelForm, ranks: int) -> dict[int, int]:
         """Into how many parts so many ranks split each factor of a distributed form; empty if they cannot."""
-        factors = self.spread(form)
+        factors = self.factors_of(form)
         counts = [ranks] * len(factors)
         if form.nested:
             outer = self.factors[factors[0]].size
@@ -145,7 +146,7 @@ class Rule:
     distributed: tuple[ParallelForm, ...] = ()  # other ways to split it
     # What it costs.
     flops: Flops | None = None  # the products that it consists of; None: one operation per element
-    picks: str = ""  # the argument of which it reads only the elements that it picks
+    picks: str = ""  # the argument of which it reads only the elements that its indices pick: the table of an embedding
     hands_on: tuple[str, ...] = ()  # arguments whose gradient is the result's as it is, where the shapes are equal
     # What it does to memory and state.
     alias: Alias | Callable[[Call], Alias] = Alias.NEVER  # whether the results share the memory of the first operand

@@ -15,7 +15,7 @@ def useless_axes(analysis: Analysis, mesh: Mesh) -> None:
     """Raise MeshError for an axis over which nothing of the model can be split."""
     fits = [fitted for fitted in analysis.fits.values() if fitted]
     dims = {factor.size for fitted in fits for factor in fitted.factors if not factor.whole and factor.size > 1}
-    dims |= {fitted.factors[f].size for fitted in fits for form in fitted.distributed for f in fitted.spread(form)}
+    dims |= {fitted.factors[f].size for fitted in fits for form in fitted.distributed for f in fitted.factors_of(form)}
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         if size > 1 and all(dim % size for dim in dims):
             raise MeshError(

@@ -190,7 +190,8 @@ class _Carrier:
             if kind == "S":
                 return kind, which, self.strides[Split("op", name, which, axis, stride)]
             if kind == "D" and fitted:
-                return kind, which, fitted.factors[fitted.spread(fitted.distributed[which])[-1]].size // self.new.sizes[axis]
+                *_, last = fitted.factors_of(fitted.distributed[which])
+                return kind, which, fitted.factors[last].size // self.new.sizes[axis]
             return old
 
         return tuple(form(axis, old) for axis, old in enumerate(self.old.ops[name].forms))

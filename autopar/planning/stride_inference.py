@@ -163,7 +163,7 @@ class StrideInference:
         for axis, (kind, which, stride) in enumerate(self.assignment.ops[op.name].forms):
             if kind not in "SD":
                 continue
-            for factor in (which,) if kind == "S" else before.spread(before.distributed[which]):
+            for factor in (which,) if kind == "S" else before.factors_of(before.distributed[which]):
                 step = stride if kind == "S" else before.factors[factor].size // self.sizes[axis]
                 digit = Split("op", op.name, factor, axis, step)
                 nests.setdefault(factor, []).append((step, digit))

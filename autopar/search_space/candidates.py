@@ -74,9 +74,9 @@ def parts_of(fitted: OpSharding | None, candidate: Candidate, sizes: Sequence[in
     return parts
 
 
-def spread(fitted: OpSharding | None, number: int) -> tuple[int, ...]:
+def form_factors(fitted: OpSharding | None, number: int) -> tuple[int, ...]:
     """The factors that the distributed form of this number splits."""
-    return fitted.spread(fitted.distributed[number]) if fitted else ()
+    return fitted.factors_of(fitted.distributed[number]) if fitted else ()
 
 
 def distributed(fitted: OpSharding | None, candidate: Candidate) -> tuple[int, ParallelForm] | None:
@@ -129,7 +129,7 @@ def _distributed_over(fitted: OpSharding | None, size: int) -> Iterator[Form]:
 def _apart(fitted: OpSharding | None, forms: Sequence[Form]) -> bool:
     """Whether one form is distributed, and its factors are split by no other axis."""
     numbers = [number for kind, number, _ in forms if kind == "D"]
-    return len(numbers) == 1 and {f for kind, f, _ in forms if kind == "S"}.isdisjoint(spread(fitted, numbers[0]))
+    return len(numbers) == 1 and {f for kind, f, _ in forms if kind == "S"}.isdisjoint(form_factors(fitted, numbers[0]))
 
 
 def _nests(axes: list[int], forms: Sequence[Form], size: int, sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -202,7 +202,7 @@ def _digit(dims: tuple[tuple[int, ...], ...], factor: int, stride: int, fitted: 
 
 def _chunk(dims: tuple[tuple[int, ...], ...], form: ParallelForm, stride: int, fitted: OpSharding) -> State | None:
     """The split of the dim that has a factor of a distributed form; its last is split at this stride, the others alike."""
-    *others, last = fitted.spread(form)
+    *others, last = fitted.factors_of(form)
     ranks = fitted.factors[last].size // stride * (fitted.factors[others[0]].size if form.nested else 1)
     found = (_digit(dims, f, own, fitted) for f, own in fitted.chunks(form, ranks).items())
     return next((state for state in found if state), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autopar import Plan
-from autopar.explain import difference, main, parse_mesh
+from autopar.explain import command, difference, main, parse_mesh
 from autopar.ir.mesh import Mesh
 from autopar.search_space.strategies import STRATEGIES
 
@@ -195,6 +196,24 @@ def test_a_terminal_is_told_what_is_being_done(target: str, monkeypatch: pytest.
     monkeypatch.setattr(sys, "stderr", terminal)
     assert main([f"{target}:build", "--mesh", "2", "--device", "h100"]) == 0
     assert "planning the named strategies" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    "asked, done",
+    [
+        ([], "planning the named strategies"),
+        (["--why", "0"], "pricing the alternatives"),
+        (["--why-not", "0.weight=S(1)"], "planning with the layouts forced"),
+    ],
+)
+def test_the_line_of_progress_says_what_is_done_for_the_question(
+    target: str, asked: list[str], done: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(command, "progress", lambda first: contextlib.nullcontext(told.append))
+    assert main([f"{target}:build", "--mesh", "2", "--device", "h100", *asked]) == 0
+    assert "solving" in told
+    assert told[-1] == done
 
 
 class Terminal(io.StringIO):

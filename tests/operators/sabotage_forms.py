@@ -102,7 +102,7 @@ def _serves(form: ParallelForm, built: Built) -> bool:
 def _changes(form: ParallelForm, rule: Rule, op: Op, values: dict[str, Value]) -> Iterator[Change]:
     fitted = fit(op, values)
     assert fitted is not None
-    split = set(fitted.spread(form))
+    split = set(fitted.factors_of(form))
 
     def lacks(dims: tuple[tuple[int, ...], ...]) -> bool:
         return split.isdisjoint(f for dim in dims for f in dim)

@@ -115,19 +115,19 @@ def mixture() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_experts_are_split_and_tokens_sent_to_them(pool: WorkerPool, ranks: int) -> None:
-    """Two all-to-alls of tokens, there and back; what random choices set astray goes to the neighbours; no weight is sent."""
+    """Two all-to-alls of tokens, there and back; what random choices misplace goes to the neighbours; no weight is sent."""
     (model, sample), on = mixture(), table.mesh((ranks,))
     plan = autopar.plan(model, sample, on)
     place = "model.layers.0.mlp.experts"
     assert [plan.layouts[f"{place}.{name}_proj"] for name in ("gate_up", "down")] == ["S(0)", "S(0)"]
     assert not planning.of(plan, f"{place}.gate_up_proj", f"{place}.down_proj", f"{place}:transpose#0", f"{place}:transpose#1")
     rows, width, inner = 2 * 8 * 16, 16, 32
-    astray = math.ceil(math.sqrt(rows / (2 * math.pi)))
+    misplaced = math.ceil(math.sqrt(rows / (2 * math.pi)))
     sizes = {
         "index#0": ([rows // ranks * width],) * 2,
         "index#2": ([rows // ranks * width],) * 2,
-        "grouped_mm_fallback#0": (own := [astray * width, astray * 2 * inner], [*own, own[0]]),
-        "grouped_mm_fallback#1": (own := [astray * inner, astray * width], [*own, own[0]]),
+        "grouped_mm_fallback#0": (own := [misplaced * width, misplaced * 2 * inner], [*own, own[0]]),
+        "grouped_mm_fallback#1": (own := [misplaced * inner, misplaced * width], [*own, own[0]]),
     }
     for name, passes in sizes.items():
         sent = Counter((c.where, c.kind, c.bytes) for c in planning.of(plan, f"{place}:{name}"))

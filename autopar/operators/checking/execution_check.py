@@ -154,7 +154,7 @@ def trials(fitted: OpSharding) -> Iterator[Trial]:
 def distributed_trials(fitted: OpSharding) -> Iterator[Trial]:
     """Every distributed form alone, on few ranks and on many, and outside and inside of a split of every other factor."""
     for number, form in enumerate(fitted.distributed):
-        most = math.prod(fitted.factors[f].size for f in fitted.spread(form))
+        most = math.prod(fitted.factors[f].size for f in fitted.factors_of(form))
         able = [ranks for ranks in range(2, most + 1) if fitted.parts(form, ranks)]
         for ranks in dict.fromkeys((*able[:1], *able[-1:])):
             yield Trial(sizes=(ranks,), forms=(("distributed", number, ranks),))

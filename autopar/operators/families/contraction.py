@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.ir.program import Argument
@@ -115,26 +114,28 @@ def plain_rows(call: Call) -> bool:
 VOCABULARY = ParallelForm(name="vocab_parallel_embedding", factors=("v",), able=plain_rows)
 
 
-def astray(rows: int) -> int:
-    """How many of its rows a rank exchanges if each of all these, sorted by expert, has chosen one at random.
+def misplaced(rows: int) -> int:
+    """The expected number of a rank's rows whose expert is on another rank, if each of all `rows` chose its expert at random.
 
-    Where the rows of one rank's experts end is binomially distributed, and in the mean sqrt(2 rows p (1 - p) / pi) off, p being
-    the share of the rows before it; half of that at both of a rank's ends is its own, and p = 1 / 2 the worst.
+    Rows are sorted by expert and split evenly, experts likewise. The row at which the experts of one rank end is binomially
+    distributed with n = rows and p the share of experts up to there. Its mean absolute deviation from the even split is
+    sqrt(2 n p (1 - p) / pi) (de Moivre). Half of that falls into a rank's own rows, at each of their two ends; p = 1/2 is the
+    worst case.
     """
     return math.ceil(math.sqrt(rows / (2 * math.pi)))
 
 
-def moved(operand: bool) -> Callable[[Call, Local], int]:
-    """These rows, as they are given or as they result."""
-
-    def elements(call: Call, local: Local) -> int:
-        own, width = local.operands[0][0], local.operands[0][1] if operand else local.results[0][1]
-        return astray(local.split("t") * own) * width
-
-    return elements
+def dispatched(call: Call, local: Local) -> int:
+    """Elements of the rows that a rank sends to the ranks of their experts."""
+    return misplaced(local.split("t") * local.operands[0][0]) * local.operands[0][1]
 
 
-def rows(call: Call, local: Local) -> ProductSizes:
+def combined(call: Call, local: Local) -> int:
+    """Elements of the results that come back for these rows."""
+    return misplaced(local.split("t") * local.operands[0][0]) * local.results[0][1]
+
+
+def grouped_sizes(call: Call, local: Local) -> ProductSizes:
     """Rows x columns of all results: each row is multiplied by one matrix only, as if all had the same."""
     *held, n = local.results[0]
     return ProductSizes(1, math.prod(held), n, local.operands[0][-1])
@@ -149,13 +150,21 @@ def einsum_alias(call: Call) -> Alias:
 
 LINEAR = says("linear", k="in-features", n="out-features")
 MATRIX_PRODUCT = says("matrix product", k="inner dim")
-# Rows go to the rank that has their matrix, and what results comes back; for the backward rows go once more.
-GIVEN, MADE = (InternalCollective("all_to_all", moved(operand), wide=False) for operand in (True, False))
+# Rows are dispatched to the rank of their expert, and the results are combined where the rows came from. The backward sends the
+# gradients of results to the experts and those of rows back, and dispatches the rows once more for the gradients of weights.
+DISPATCH = InternalCollective("all_to_all", dispatched, wide=False)
+COMBINE = InternalCollective("all_to_all", combined, wide=False)
 EXPERTS = ParallelForm(
-    name="expert_parallel_grouped_mm", factors=("t", "e"), whole=(2,), forward=(GIVEN, MADE), backward=(GIVEN, MADE, GIVEN)
+    name="expert_parallel_grouped_mm",
+    factors=("t", "e"),
+    whole=(2,),
+    forward=(DISPATCH, COMBINE),
+    backward=(DISPATCH, COMBINE, DISPATCH),
 )
 # One matrix for each group of rows; the third operand says where groups end.
-GROUPED_PRODUCT = op("t! k, e! k n, e! -> t! n", linear="input, weight", distributed=[EXPERTS], flops=product(rows, 0, 1))
+GROUPED_PRODUCT = op(
+    "t! k, e! k n, e! -> t! n", linear="input, weight", distributed=[EXPERTS], flops=product(grouped_sizes, 0, 1)
+)
 
 TABLE: dict[str, Rule] = {
     # products of matrices
