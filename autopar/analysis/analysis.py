@@ -11,11 +11,11 @@ import torch
 
 from autopar.analysis.block_counts import Blocks, block_counts
 from autopar.analysis.fits import fit_of
-from autopar.analysis.recomputability import may_run
+from autopar.analysis.recomputability import recomputable
 from autopar.analysis.repeated_blocks import Classes, fold
 from autopar.analysis.saved_tensors import SavedTensors, saved
 from autopar.analysis.weight_buckets import weight_buckets
-from autopar.analysis.weights import copies, summed, views, weights
+from autopar.analysis.weights import copies, reduce_dtypes, views, weights
 from autopar.errors import RuleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Program
@@ -47,9 +47,9 @@ class Analysis:
         return {name: saved(op, self.program.values, cpu=self.cpu) for name, op in ops if op.requires_grad}
 
     @functools.cached_property
-    def may_run(self) -> frozenset[str]:
+    def recomputable(self) -> frozenset[str]:
         """The ops that may be recomputed in the backward."""
-        return may_run(self.program, self.fits)
+        return recomputable(self.program, self.fits)
 
     @functools.cached_property
     def readers(self) -> dict[str, list[Op]]:
@@ -76,9 +76,9 @@ class Analysis:
         return frozenset(itertools.chain(*weight_buckets(self.program, moved=True)))
 
     @functools.cached_property
-    def summed(self) -> dict[str, torch.dtype]:
+    def reduce_dtypes(self) -> dict[str, torch.dtype]:
         """The dtype in which the gradients of a weight are reduced, for weights where it is not their own."""
-        return summed(self.program)
+        return reduce_dtypes(self.program)
 
     @functools.cached_property
     def casts(self) -> frozenset[str]:

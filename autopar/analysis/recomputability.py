@@ -13,40 +13,35 @@ from collections.abc import Mapping
 import torch
 
 from autopar.ir.conversion import Conversion
-from autopar.ir.program import Op, Program, Value, overload
+from autopar.ir.program import Op, Program, overload
 from autopar.operators import OpSharding, alias_of, row_of, rule_of, view_of, writes
 from autopar.operators.call import Call
 from autopar.operators.facts import Alias
 
 
-def may_run_again(op: Op, fitted: OpSharding | None) -> bool:
+def is_recomputable(op: Op, fitted: OpSharding | None) -> bool:
     """Whether an op is deterministic, has no side effects, and can save memory by being recomputed: it is not always a view."""
-    lies_in_it = row_of(op).alias is Alias.ALWAYS or (rule_of(op.target) is None and alias_of(op, {}) is Alias.ALWAYS)
-    return op.requires_grad and not draws(op, fitted) and not writes(op) and not lies_in_it
+    always_view = row_of(op).alias is Alias.ALWAYS or (rule_of(op.target) is None and alias_of(op, {}) is Alias.ALWAYS)
+    return op.requires_grad and not is_random(op, fitted) and not writes(op) and not always_view
 
 
-def may_run(program: Program, fits: Mapping[str, OpSharding | None]) -> frozenset[str]:
+def recomputable(program: Program, fits: Mapping[str, OpSharding | None]) -> frozenset[str]:
     """The ops of a program that may be recomputed: not those that read a buffer which an op writes, as it may have changed."""
     changing: set[str] = set()
     for op in program.ops:
         changing.update(writes(op))
-        if overload(op.target)._schema.is_mutable or (lies(op, program.values) and op.operands[0] in changing):
+        if overload(op.target)._schema.is_mutable or (view_of(op, program.values) and op.operands[0] in changing):
             changing.update(result.name for result in op.results)
-    return frozenset(op.name for op in program.ops if changing.isdisjoint(op.operands) and may_run_again(op, fits[op.name]))
+    return frozenset(op.name for op in program.ops if changing.isdisjoint(op.operands) and is_recomputable(op, fits[op.name]))
 
 
-def draws(op: Op, fitted: OpSharding | None) -> bool:
+def is_random(op: Op, fitted: OpSharding | None) -> bool:
     """Whether an op draws random numbers; for an op without a rule torch's own tag decides."""
     if fitted:
         return fitted.random
     row = row_of(op)
-    idle = row.rate and not row.draws(Call.of(op))
+    idle = row.rate and not row.is_random(Call.of(op))
     return not idle and torch.Tag.nondeterministic_seeded in overload(op.target).tags
-
-
-def lies(op: Op, values: Mapping[str, Value]) -> bool:
-    """Whether the results alias the first operand, or may; they then exist again when it is recomputed."""
-    return view_of(op, values)
 
 
 def may_copy(op: Op) -> bool:
@@ -54,6 +49,6 @@ def may_copy(op: Op) -> bool:
     return row_of(op).alias is Alias.MAYBE
 
 
-def aliases(step: Conversion) -> bool:
+def is_alias(step: Conversion) -> bool:
     """Whether the target of a conversion aliases its source."""
     return step.primitives[0] == "identity"

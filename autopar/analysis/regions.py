@@ -10,10 +10,9 @@ are two matrix products.
 
 from __future__ import annotations
 
-from autopar.analysis.recomputability import lies
 from autopar.analysis.repeated_blocks import INDEX
 from autopar.ir.program import Program
-from autopar.operators import row_of
+from autopar.operators import row_of, view_of
 
 
 def regions(program: Program) -> list[int]:
@@ -38,7 +37,7 @@ def inner(program: Program) -> frozenset[str]:
     leaves = {output.value for output in program.outputs}
     for i in reversed(range(len(program.ops))):
         op = program.ops[i]
-        across = any(r.name in leaves for r in op.results) and lies(op, program.values)
+        across = any(r.name in leaves for r in op.results) and view_of(op, program.values)
         for position, name in enumerate(op.operands):
             maker = program.producer.get(name)
             if maker is not None and (ends[place[maker.name]] != ends[i] or (across and position == 0)):

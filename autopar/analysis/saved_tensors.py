@@ -244,7 +244,7 @@ def _formula(op: Op, operands: Sequence[Value], cpu: bool) -> SavedTensors | Non
     if row.kind is OpKind.ATTENTION:
         return _attention(op, operands, cpu)
     if row.kind is OpKind.DROPOUT and not cpu:
-        if not row.draws(Call.of(op)):
+        if not row.is_random(Call.of(op)):
             return NOTHING
         count = elements(operands[0].shape)
         return SavedTensors(internal=(Share(bytes=count, follows=0, elements=count),))

@@ -12,9 +12,10 @@ from __future__ import annotations
 import torch
 
 from autopar.analysis.analysis import Analysis
-from autopar.analysis.recomputability import lies, may_copy
+from autopar.analysis.recomputability import may_copy
 from autopar.analysis.saved_tensors import saved_here
 from autopar.ir.program import Value
+from autopar.operators import view_of
 
 
 def copied(analysis: Analysis) -> frozenset[str]:
@@ -26,7 +27,7 @@ def copied(analysis: Analysis) -> frozenset[str]:
     for op in program.ops:
         operands = [there[name] for name in op.operands]
         _, results = saved_here(op, program.values, operands, [r.shape for r in op.results], cpu=analysis.cpu)
-        if may_copy(op) and lies(op, program.values) and not is_view(operands[0], op.results[0].shape):
+        if may_copy(op) and view_of(op, program.values) and not is_view(operands[0], op.results[0].shape):
             found.add(op.name)
         there.update(zip((result.name for result in op.results), results, strict=True))
     return frozenset(found)

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from autopar.analysis.repeated_blocks import INDEX
-from autopar.analysis.weights import copies, summed
+from autopar.analysis.weights import copies, reduce_dtypes
 from autopar.ir.mesh import Bytes
 from autopar.ir.program import Op, Program, Value, remembered
 
@@ -29,7 +29,7 @@ def weight_buckets(program: Program, *, moved: bool) -> tuple[tuple[str, ...], .
 
     `moved` if the weights themselves are communicated, not only their gradients.
     """
-    cast, sums = copies(program), summed(program)
+    cast, sums = copies(program), reduce_dtypes(program)
     weights = {name: program.values[name] for name in (*(p.value.name for p in program.parameters), *cast)}
     seen: set[str] = set()
     found: list[list[str]] = []

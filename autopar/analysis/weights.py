@@ -32,7 +32,7 @@ def copies(program: Program) -> dict[str, str]:
 
 
 @remembered
-def summed(program: Program) -> dict[str, torch.dtype]:
+def reduce_dtypes(program: Program) -> dict[str, torch.dtype]:
     """The dtype in which the gradient of a weight is reduced over devices, for weights where it is not their own.
 
     A bfloat16 copy of a float32 parameter has a bfloat16 gradient, but partial gradients are summed in float32, or in the

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.analysis.weights import summed
+from autopar.analysis.weights import reduce_dtypes
 from autopar.ir.conversion import SUMS
 from autopar.ir.program import Program
 from autopar.runtime.bucketed_collectives import PAIRS
@@ -59,7 +59,7 @@ class BucketCalls:
 
     def reduce_dtype(self, bucket: Bucket) -> torch.dtype | None:
         """The dtype in which the gradients of a bucket are reduced; None if that is their own or nothing is reduced."""
-        return summed(self.program).get(bucket.steps[0][0]) if bucket.primitives[1] in SUMS else None
+        return reduce_dtypes(self.program).get(bucket.steps[0][0]) if bucket.primitives[1] in SUMS else None
 
     def _splits(self, bucket: Bucket) -> list[tuple[int, ...]]:
         """A `SplitPosition` per weight without trailing defaults; empty for conversions that do not move a split."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import fx
 
-from autopar.analysis.recomputability import draws
+from autopar.analysis.recomputability import is_random
 from autopar.analysis.weights import copies
 from autopar.codegen.buckets import BucketCalls, FunctionCall
 from autopar.codegen.names import STATE, SUFFIXES, identifier, is_attribute
@@ -87,7 +87,7 @@ class _Emitter:
             node.target = node.name  # fx has renamed one that would hide a global of the code, like torch
             self.values[value.name, (I,) * len(self.sizes)] = node
         self.axes = [self._state(f"axes.{identifier(axis.name)}") for axis in self.context.axes]
-        random_ops = any(draws(op, self.fits[op.name]) for op in program.ops)
+        random_ops = any(is_random(op, self.fits[op.name]) for op in program.ops)
         self.rng_state = self._state("rng_state") if random_ops else None
         has_flag = training and (random_ops or any(map(training_flag, program.ops)))
         self.training = self._node("get_attr", "training", (), "training") if has_flag else None
@@ -246,7 +246,7 @@ class _Emitter:
         if own := distributed(self.fits[op.name], candidate):
             axis, form = own
             return self._run(op, form.name, [self.axes[axis], *arguments], identifier(op.name), named)
-        if not draws(op, self.fits[op.name]):
+        if not is_random(op, self.fits[op.name]):
             return self._run(op, target, arguments, identifier(op.name), named)
         split = [self.axes[a] for a, form in enumerate(candidate.forms) if form[0] == "S"]
         index, self.random_ops = self.random_ops, self.random_ops + 1
@@ -256,7 +256,7 @@ class _Emitter:
     def _switch(self, op: Op, arguments: list[object], named: dict[str, object]) -> None:
         """Let the flag of an op follow the module's, or its rate where it has no flag; what is off stays off."""
         flag, rate = training_flag(op), row_of(op).rate
-        if not flag and not (rate and draws(op, self.fits[op.name])):
+        if not flag and not (rate and is_random(op, self.fits[op.name])):
             return
         name = flag or rate
         place = [parameter.name for parameter in parameters(op.target)].index(name)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.analysis.recomputability import aliases, lies, may_copy
+from autopar.analysis.recomputability import is_alias, may_copy
 from autopar.ir.layout import Layout
 from autopar.ir.program import Op, Program
+from autopar.operators import view_of
 from autopar.search_space.assignment import Assignment
 
 
@@ -23,7 +24,7 @@ class RecomputedValues:
         That is so if the plan says it, and for an op that views or copies, depending on strides, a value that is recomputed: a
         copy of such a value would otherwise be saved.
         """
-        views = may_copy(op) and lies(op, self.program.values)
+        views = may_copy(op) and view_of(op, self.program.values)
         return op.name in self.assignment.recompute.ops or (views and self._first_operand(op))
 
     def _first_operand(self, op: Op) -> bool:
@@ -36,8 +37,8 @@ class RecomputedValues:
             return True
         for step in self.assignment.routes.get(name, ()):
             if step.target == layout:
-                return (aliases(step) and self._value(name, step.source)) or (name, step) in recompute.steps
+                return (is_alias(step) and self._value(name, step.source)) or (name, step) in recompute.steps
         op = self.program.producer.get(name)
         if op is None:
             return False
-        return op.name in recompute.ops or (lies(op, self.program.values) and self._first_operand(op))
+        return op.name in recompute.ops or (view_of(op, self.program.values) and self._first_operand(op))

@@ -26,8 +26,10 @@ class Optimizer:
     states: int  # tensors of the parameter's size that it keeps
     moved: int  # tensors of that size that one step reads or writes
     source: str
-    together: int = 0  # tensors of that size that a step of all parameters at once takes for itself
-    alone: tuple[int, int] = (0, 0)  # the same of one parameter after the other: of the last one's size, and of its own
+    # Temporary tensors of a step. torch's foreach implementation, of all parameters at once: so many of each one's size.
+    foreach_scratch: int = 0
+    # Its for-loop implementation, on CPUs, of one parameter after the other: of the previous one's size, and of its own.
+    loop_scratch: tuple[int, int] = (0, 0)
 
     def scratch(self, sizes: Sequence[Bytes], *, cpu: bool) -> Bytes:
         """What a step takes for itself, given the bytes of each parameter.
@@ -36,17 +38,19 @@ class Optimizer:
         (80, 130)
         """
         if not cpu:
-            return self.together * sum(sizes)
-        last, own = self.alone
+            return self.foreach_scratch * sum(sizes)
+        last, own = self.loop_scratch
         return max((last * before + own * size for before, size in itertools.pairwise((0, *sizes))), default=0)
 
 
 def _optimizer(
-    name: str, states: int, source: str, *, twice: int = 0, together: int = 0, alone: tuple[int, int] = (0, 0)
+    name: str, states: int, source: str, *, twice: int = 0, foreach_scratch: int = 0, loop_scratch: tuple[int, int] = (0, 0)
 ) -> Optimizer:
     """`twice` counts the tensors that are read or written a second time."""
     moved = 2 * states + 3 + twice
-    return Optimizer(name=name, states=states, moved=moved, source=source, together=together, alone=alone)
+    return Optimizer(
+        name=name, states=states, moved=moved, source=source, foreach_scratch=foreach_scratch, loop_scratch=loop_scratch
+    )
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -54,14 +58,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
     for entry in (
         _optimizer("sgd", 0, "torch.optim.SGD"),
         _optimizer("sgd-momentum", 1, "torch.optim.SGD: momentum_buffer"),
-        _optimizer("adam", 2, "torch.optim.Adam: exp_avg, exp_avg_sq", together=1, alone=(1, 2)),
-        _optimizer("adamw", 2, "torch.optim.AdamW: exp_avg, exp_avg_sq", together=1, alone=(1, 2)),
-        _optimizer("nadam", 2, "torch.optim.NAdam: exp_avg, exp_avg_sq", together=1, alone=(1, 2)),
-        _optimizer("radam", 2, "torch.optim.RAdam: exp_avg, exp_avg_sq", together=1, alone=(0, 2)),
-        _optimizer("adamax", 2, "torch.optim.Adamax: exp_avg, exp_inf", together=1, alone=(0, 1)),
-        _optimizer("adadelta", 2, "torch.optim.Adadelta: square_avg, acc_delta", together=2, alone=(1, 2)),
-        _optimizer("adagrad", 1, "torch.optim.Adagrad: sum", together=2, alone=(1, 1)),
-        _optimizer("rmsprop", 1, "torch.optim.RMSprop: square_avg", together=1, alone=(1, 1)),
+        _optimizer("adam", 2, "torch.optim.Adam: exp_avg, exp_avg_sq", foreach_scratch=1, loop_scratch=(1, 2)),
+        _optimizer("adamw", 2, "torch.optim.AdamW: exp_avg, exp_avg_sq", foreach_scratch=1, loop_scratch=(1, 2)),
+        _optimizer("nadam", 2, "torch.optim.NAdam: exp_avg, exp_avg_sq", foreach_scratch=1, loop_scratch=(1, 2)),
+        _optimizer("radam", 2, "torch.optim.RAdam: exp_avg, exp_avg_sq", foreach_scratch=1, loop_scratch=(0, 2)),
+        _optimizer("adamax", 2, "torch.optim.Adamax: exp_avg, exp_inf", foreach_scratch=1, loop_scratch=(0, 1)),
+        _optimizer("adadelta", 2, "torch.optim.Adadelta: square_avg, acc_delta", foreach_scratch=2, loop_scratch=(1, 2)),
+        _optimizer("adagrad", 1, "torch.optim.Adagrad: sum", foreach_scratch=2, loop_scratch=(1, 1)),
+        _optimizer("rmsprop", 1, "torch.optim.RMSprop: square_avg", foreach_scratch=1, loop_scratch=(1, 1)),
         _optimizer("lion", 1, "X. Chen et al., Symbolic Discovery of Optimization Algorithms, 2023: momentum"),
         _optimizer("lars", 1, "Y. You et al., Large Batch Training of Convolutional Networks, 2017: momentum", twice=2),
         _optimizer("lamb", 2, "Y. You et al., Large Batch Optimization for Deep Learning, 2019: two moments", twice=3),

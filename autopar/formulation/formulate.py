@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.analysis.analysis import Analysis, has_gradient, saves
-from autopar.analysis.recomputability import lies
 from autopar.analysis.regions import inner
 from autopar.analysis.repeated_blocks import OUTPUT, ValueClass
 from autopar.analysis.weight_buckets import weight_buckets
@@ -30,6 +29,7 @@ from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, Conversion
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output, Program, Value
+from autopar.operators import view_of
 from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.search_space.candidates import Candidate, distributed
 from autopar.search_space.domains import offers
@@ -188,14 +188,14 @@ def _reruns(analysis: Analysis) -> frozenset[str]:
     A weight is cast again wherever its copy is needed; everything else stays within its region.
     """
     program = analysis.program
-    lying = (op.name for op in program.ops if op.requires_grad and lies(op, program.values))
-    return analysis.may_run.union(lying) & (inner(program) | analysis.casts)
+    views = (op.name for op in program.ops if op.requires_grad and view_of(op, program.values))
+    return analysis.recomputable.union(views) & (inner(program) | analysis.casts)
 
 
 def _recast(analysis: Analysis) -> frozenset[str]:
     """The classes of ops that cast weights which the backward needs: recomputed where gathered weights are dropped."""
     of = analysis.classes.of
-    runs = analysis.may_run & analysis.casts
+    runs = analysis.recomputable & analysis.casts
     return frozenset(of[name] for name in runs if saves(analysis, of[name], 0))
 
 
@@ -258,9 +258,9 @@ def _edge(
     )
     graph = layout_graph(value.shape, sizes, allowed, analysis.blocks[value.name])
     weight = value.name in analysis.weights
-    summed, bucketed = analysis.summed.get(value.name), value.name in analysis.bucketed
+    reduce_dtype, bucketed = analysis.reduce_dtypes.get(value.name), value.name in analysis.bucketed
     runs = 1 if constraints.once and bucketed else analysis.step.microbatches
-    there, back, rerun, rounding = arc_seconds(graph, value, prices, bucketed=bucketed, summed=summed, runs=runs)
+    there, back, rerun, rounding = arc_seconds(graph, value, prices, bucketed=bucketed, reduce_dtype=reduce_dtype, runs=runs)
     arcs = _arcs(analysis, value, graph, constraints)
     count, free = len(values.members), np.isin(graph.pair[arcs], FREE)
     times = analysis.step.microbatches * count
@@ -386,17 +386,17 @@ def _recompute_choice(
     steps.update(beside)
     ops.update(analysis.casts if formulated.dropped else ())
     ops.update(analysis.program.producer[name].name for name, _ in beside if name in analysis.copies)
-    return RecomputeChoice(ops=frozenset(ops) & analysis.may_run, steps=frozenset(steps), offload=offload)
+    return RecomputeChoice(ops=frozenset(ops) & analysis.recomputable, steps=frozenset(steps), offload=offload)
 
 
 def _offloaded(formulated: PlanningProblem, solution: Solution) -> Iterator[tuple[str, Layout]]:
     """What a solution moves to the host: the members after those that are recomputed."""
     for (w, node), count in solution.recompute.offload.items():
         edge, values = formulated.problem.edges[w], formulated.edges[w]
-        lies = storages(edge)
+        storage = storages(edge)
         made = [(int(edge.produced[solution.picks[edge.producer]]), solution.recompute.choices.get(edge.producer, 0))]
         made += [(int(edge.target[arc]), solution.recompute.arcs.get((w, arc), 0)) for arc in solution.arcs[w]]
-        there = [(layout, members) for layout, members in made if lies[layout] == lies[node]]
+        there = [(layout, members) for layout, members in made if storage[layout] == storage[node]]
         first, layout = max(members for _, members in there), formulated.spaces[w].nodes[there[0][0]]
         yield from ((member, layout) for member in values.members[first : first + count])
 

@@ -38,7 +38,7 @@ class MemoryRows:
             backward=analysis.backward,
             ends={output.value for output in liveness.gradients.ends},
             weights=analysis.weights,
-            lying=liveness.lying,
+            views=liveness.views,
             reruns=formulated.reruns,
             dropped=formulated.dropped,
             accumulated=analysis.step.microbatches > 1,
@@ -152,9 +152,9 @@ class MemoryRows:
         """Temporary memory of the optimizer step; on a CPU at the parameter where it peaks if none is split."""
         trained = [p.value for p in self.program.parameters if p.value.name in self.formulated.analysis.backward]
         if not self.formulated.analysis.cpu:
-            yield from (self._stored(value, optimizer.together) for value in trained)
+            yield from (self._stored(value, optimizer.foreach_scratch) for value in trained)
         elif trained:
-            (last, own), whole = optimizer.alone, [value.bytes for value in trained]
+            (last, own), whole = optimizer.loop_scratch, [value.bytes for value in trained]
             i = max(range(len(trained)), key=lambda i: own * whole[i] + last * whole[i - 1] * (i > 0))
             yield from (self._stored(value, last) for value in trained[max(0, i - 1) : i])
             yield self._stored(trained[i], own)

@@ -196,18 +196,18 @@ def work(fitted: OpSharding | None, candidate: Candidate, sizes: tuple[int, ...]
 
 
 def arc_seconds(
-    graph: LayoutGraph, value: Value, prices: Prices, *, bucketed: bool, summed: torch.dtype | None = None, runs: int = 1
+    graph: LayoutGraph, value: Value, prices: Prices, *, bucketed: bool, reduce_dtype: torch.dtype | None = None, runs: int = 1
 ) -> tuple[Floats, Floats, Floats, Floats]:
     """Per arc: seconds of the conversion, of its gradient, of its collective alone if it is run again, and of the rounding in
     the gradient's, in all runs.
 
-    `bucketed` if the value travels with others: the latency that it shares with them is a fixed charge (`formulate`). `summed`
-    is the dtype in which gradients are added up, if not the value's.
+    `bucketed` if the value travels with others: the latency that it shares with them is a fixed charge (`formulate`).
+    `reduce_dtype` is the dtype in which gradients are added up, if not the value's.
     """
     size = value.dtype.itemsize
     large = np.maximum(graph.elements[graph.source], graph.elements[graph.target]) * size
     small = np.minimum(graph.elements[graph.source], graph.elements[graph.target]) * size
-    wider = summed.itemsize // size if summed else 1
+    wider = reduce_dtype.itemsize // size if reduce_dtype else 1
     there, back, rerun, rounding = np.zeros((4, len(large)))
     for number, (forward, backward) in enumerate(CONVERSIONS.values()):
         for axis in range(len(prices.mesh.sizes)):

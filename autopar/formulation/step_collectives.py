@@ -146,7 +146,7 @@ def _message(
     names, steps = zip(*sent, strict=True)
     axis = steps[0].axis
     values = [analysis.program.values[name] for name in names]
-    sums = analysis.summed if phase == "backward" and kind in SUMS else {}
+    sums = analysis.reduce_dtypes if phase == "backward" and kind in SUMS else {}
     dtypes = [sums.get(value.name, value.dtype) for value in values]
     size = sum(
         step.collective_bytes(value.shape, dtype.itemsize, prices.mesh.sizes)

@@ -170,7 +170,7 @@ def _conversion(schedule: Schedule, prices: StepPrices, run: RecomputeChoice, of
     """The slices, pads and roundings of one step of a route, those of its gradient and of its recomputation."""
     (name, step), analysis = of, prices.analysis
     runs, dtype = analysis.step.microbatches, analysis.program.values[name].dtype
-    wider = analysis.summed.get(name, dtype).itemsize // dtype.itemsize
+    wider = analysis.reduce_dtypes.get(name, dtype).itemsize // dtype.itemsize
     sides = [prices.bytes_of(name, layout) for layout in (step.source, step.target)]
     large, small = np.array([max(sides)]), np.array([min(sides)])
     back = step in backward_conversions(analysis, schedule.chosen, name)

@@ -17,24 +17,24 @@ class AliasSets:
     """The alias sets of a program.
 
     `free` are values that need no storage in the layout in which they are produced, or may not need any: inputs and parameters,
-    their views, and results larger than the operand that they alias (expanded). `thin` are values whose gradient may alias a
-    smaller buffer.
+    their views, and results larger than the operand that they alias. `expanded` are values whose gradient may be expanded
+    from a smaller buffer, which it aliases.
     """
 
     def __init__(self, program: Program, terms: LivenessInputs) -> None:
-        self.program, self.lying = program, terms.lying
+        self.program, self.views = program, terms.views
         self.free = {v.name for v in program.given}
         self._merged = {name: name for name in program.values}
         for op in program.ops:
-            if op.name in self.lying:
+            if op.name in self.views:
                 below = program.values[op.operands[0]]
                 self.free.update(r.name for r in op.results if below.name in self.free or r.bytes > below.bytes)
-        self.thin: set[str] = set()
+        self.expanded: set[str] = set()
         for op in reversed(program.ops):
             kept = terms.saved(op)
             for position in kept.through if kept else ():
                 passed, given = program.values[op.operands[position]], op.results[0]
-                self.thin.update([passed.name] if given.name in self.thin or passed.bytes > given.bytes else [])
+                self.expanded.update([passed.name] if given.name in self.expanded or passed.bytes > given.bytes else [])
                 for name in (op.operands[position], *(result.name for result in op.results)):
                     self._merged[self._representative(name)] = self._representative(op.results[0].name)
 
@@ -43,7 +43,7 @@ class AliasSets:
         fresh = [life for life in now if life.kind == "fresh"]
         first: dict[str, SavedLiveRange] = {}
         order = {"gradient": 0, "waiting": 1}
-        live = (life for life in now if life.kind in order and life.name not in self.thin)
+        live = (life for life in now if life.kind in order and life.name not in self.expanded)
         for life in sorted(live, key=lambda life: (order[life.kind], -self.program.values[life.name].bytes)):
             first.setdefault(self._representative(life.name), life)
         known = [life for life in first.values() if life.kind == "gradient"]
@@ -80,7 +80,7 @@ class AliasSets:
     def _chain(self, name: str) -> list[str]:
         """A value, then the value of which it is a view, and so on to the one that owns the storage."""
         chain = [name]
-        while (op := self.program.producer.get(chain[-1])) is not None and op.name in self.lying:
+        while (op := self.program.producer.get(chain[-1])) is not None and op.name in self.views:
             chain.append(op.operands[0])
         return chain
 

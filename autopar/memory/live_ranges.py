@@ -51,16 +51,16 @@ class LivenessInputs:
     """What live ranges depend on.
 
     `saved` says what autograd saves of an op that has a backward; `backward` are the values that get a gradient and `ends`
-    those that the user differentiates; `weights` are the parameters and their views; results of `lying` ops alias the first
-    operand; `reruns` may be recomputed (or alias a result that may); `dropped` says whether gathered weights are freed after
-    the forward, `accumulated` whether gradients are those of several micro-batches.
+    those that the user differentiates; `weights` are the parameters and their views; `views` are the ops whose results
+    alias their first operand; `reruns` may be recomputed (or alias a result that may); `dropped` says whether gathered weights
+    are freed after the forward, `accumulated` whether gradients are those of several micro-batches.
     """
 
     saved: Callable[[Op], SavedTensors | None]
     backward: Set[str]
     ends: Set[str]
     weights: Set[str]
-    lying: Set[str]
+    views: Set[str]
     reruns: Set[str]
     dropped: bool
     accumulated: bool
@@ -170,7 +170,7 @@ class _Uses:
             kept = self.terms.saved(op)
             own = self.back(i) if kept is not None and kept.internal_bytes else never
             runs[op.name] = min([own, *(needed_at[result.name] for result in op.results)])
-            if op.name in self.terms.reruns or op.name in self.terms.lying:
+            if op.name in self.terms.reruns or op.name in self.terms.views:
                 for name in op.operands:
                     if name not in self.terms.weights:
                         needed_at[name] = min(needed_at[name], runs[op.name])

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.analysis.analysis import Analysis
-from autopar.analysis.recomputability import aliases, lies
+from autopar.analysis.recomputability import is_alias
 from autopar.analysis.saved_tensors import NOTHING, SavedTensors
 from autopar.analysis.view_or_copy import copied
 from autopar.cost_models.optimizers import Optimizer
@@ -37,6 +37,7 @@ from autopar.memory.gradients import Gradients
 from autopar.memory.prefetch import Node
 from autopar.memory.rematerialization import Rematerialization
 from autopar.memory.schedule import SPAN, ConversionEvent, LiveRange, Schedule, Step, at
+from autopar.operators import view_of
 from autopar.plan.breakdown import OPTIMIZER
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.candidates import Candidate
@@ -60,7 +61,7 @@ class Liveness:
         program, of = analysis.program, analysis.classes.of
         self.program, self.sizes, self.count = program, analysis.sizes, len(program.ops)
         self.copied = copied(analysis)
-        self.lying = frozenset(op.name for op in program.ops if lies(op, program.values)) - self.copied
+        self.views = frozenset(op.name for op in program.ops if view_of(op, program.values)) - self.copied
         runs = (op for op in program.ops if any(result.name in analysis.backward for result in op.results))
         self.saved: dict[str, SavedTensors] = {
             op.name: analysis.saved[of[op.name]] for op in runs if of[op.name] in analysis.saved
@@ -173,9 +174,9 @@ class _Step:
             step, op = self.schedule.prefetch.into.get(node), self.program.producer.get(name)
             found = node
             if step is not None:
-                if aliases(step):
+                if is_alias(step):
                     found = self.home((name, step.source))
-            elif op is not None and op.name in self.of.lying:
+            elif op is not None and op.name in self.of.views:
                 found = self.home((op.operands[0], self.chosen.ops[op.name].operands[0]))
             self._homes[node] = found
         return found

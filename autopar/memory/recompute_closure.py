@@ -13,13 +13,13 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.analysis.analysis import Analysis
-from autopar.analysis.recomputability import aliases, lies, may_copy
+from autopar.analysis.recomputability import is_alias, may_copy
 from autopar.analysis.saved_tensors import SavedTensors, saved_here
 from autopar.analysis.view_or_copy import is_view
 from autopar.ir.conversion import Conversion
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.program import Op
-from autopar.operators import localise
+from autopar.operators import localise, view_of
 from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.search_space.candidates import parts_of
 
@@ -71,12 +71,12 @@ class _Walk:
             elif step is not None:
                 if (use[0], step) in recompute.steps:
                     steps.add((use[0], step))
-                if (use[0], step) in recompute.steps or aliases(step):
+                if (use[0], step) in recompute.steps or is_alias(step):
                     asked.append((use[0], step.source))
             elif producer is not None and producer.name in recompute.ops:
                 ops.add(producer.name)
                 asked += self._read(producer)
-            elif producer is not None and lies(producer, program.values):
+            elif producer is not None and view_of(producer, program.values):
                 asked += self._read(producer)[:1]
         return RecomputeChoice(ops=frozenset(ops), steps=frozenset(steps), offload=frozenset(offload))
 
@@ -84,10 +84,10 @@ class _Walk:
         """Whether a value in a layout is recomputed, or is a view of storage that is restored: it need not be offloaded."""
         step, producer, recompute = self.into.get(use), self.program.producer.get(use[0]), self.chosen.recompute
         if step is not None:
-            return (use[0], step) in recompute.steps or (aliases(step) and self._restored((use[0], step.source)))
+            return (use[0], step) in recompute.steps or (is_alias(step) and self._restored((use[0], step.source)))
         if producer is None:
             return False
-        if lies(producer, self.program.values):
+        if view_of(producer, self.program.values):
             source = self._read(producer)[0]
             copied = may_copy(producer) and not is_view(self._tensor(source), tuple(self.tensors[use].shape))
             return self._restored(source) or (copied and producer.name in recompute.ops)
@@ -125,7 +125,7 @@ class _Walk:
         if use not in self.tensors:
             name, layout = use
             step, value = self.into.get(use), self.program.values[name]
-            if step is not None and aliases(step):
+            if step is not None and is_alias(step):
                 self.tensors[use] = self._tensor((name, step.source))
             elif step is not None and step.primitives[0] == "keep":
                 self.tensors[use] = torch.empty_like(self._tensor((name, step.source)), requires_grad=value.requires_grad)

@@ -170,7 +170,7 @@ class Rule:
         """Whether it is made of matrix products with operands that may be weights."""
         return self.flops is not None and self.kind is not OpKind.ATTENTION
 
-    def draws(self, call: Call) -> bool:
+    def is_random(self, call: Call) -> bool:
         """Whether this use draws random numbers, by the arguments that the row names."""
         on = not self.training or bool(call.arguments[self.training])
         return self.random and on and (not self.rate or call.arguments[self.rate] != 0)
@@ -181,7 +181,7 @@ class Rule:
         if not known or any(call.arguments.get(name) != value for name, value in self.when):
             return None
         fitted = self.shapes(call) if self.shapes else call.fit(self.text)
-        return replace(fitted, random=True) if fitted and self.draws(call) else fitted
+        return replace(fitted, random=True) if fitted and self.is_random(call) else fitted
 
     def __str__(self) -> str:
         return self.text or f"decided by {getattr(self.shapes, '__name__', 'a function')}"

@@ -71,7 +71,7 @@ def mixed(program: Program, reduce: torch.dtype | None = None) -> Program:
     and rotary angles, are computed as before. Outputs keep their dtypes.
 
     A parameter is cast once, before it is gathered; its gradient passes through the cast and is stored in float32. Gradients
-    are reduced in float32 too, unless `reduce` names another dtype (`autopar.analysis.weights.summed`).
+    are reduced in float32 too, unless `reduce` names another dtype (`autopar.analysis.weights.reduce_dtypes`).
 
     Raises ConstraintError if a parameter is floating and not float32.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 
-from autopar.analysis.recomputability import may_run
+from autopar.analysis.recomputability import recomputable
 from autopar.errors import AutoparError, LayoutError, PlanError
 from autopar.ir.conversion import CONVERSIONS, Conversion
 from autopar.ir.layout import I, Layout, parse, text
@@ -147,7 +147,7 @@ def resolve(plan: Plan, step: TrainingStep, fits: Mapping[str, OpSharding | None
                 for o in program.outputs
             },
             routes={name: tuple(reader.steps(name, lines)) for name, lines in plan.routes.items()},
-            recompute=reader.recompute(may_run(program, fits)),
+            recompute=reader.recompute(recomputable(program, fits)),
             once=plan.once,
         )
         _check(program, assignment)

@@ -37,7 +37,7 @@ Stop = Callable[[str], None]  # called with the name of each phase when it ends
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimized:
-    """A planning problem with its solution; the ledger holds both the problem and its memory."""
+    """A planning problem with its solution; `memory_model` holds the problem and the memory of its solutions."""
 
     memory_model: MemoryModel
     solution: Solution
@@ -68,7 +68,7 @@ def solved(
     answer.
     """
     optimizer, limit = optimizers.optimizer(options.optimizer), parse_bytes(options.budget, mesh)
-    memory_model = _ledger(analysis, mesh, optimizer, options)
+    memory_model = _formulated(analysis, mesh, optimizer, options)
     stop("formulate")
     solution = within(memory_model.formulated, memory_model, limit, settings=settings)
     if solution is None:
@@ -88,7 +88,7 @@ def solved_within(
     The ladder is climbed least if limits fall. Raises as `solved` does, but for limits that nothing fits into.
     """
     optimizer = optimizers.optimizer(options.optimizer)
-    memory_model = _ledger(analysis, mesh, optimizer, options)
+    memory_model = _formulated(analysis, mesh, optimizer, options)
     ladder = price_ladder(memory_model.formulated, memory_model, settings)
     for limit in limits:
         solution = within(memory_model.formulated, memory_model, limit, ladder=ladder, settings=settings)
@@ -118,7 +118,7 @@ def cheaper(best: Optimized, analysis: Analysis, mesh: Mesh, options: Options, s
 
     Raises ConstraintError if the other form cannot run as is asked for.
     """
-    memory_model, seconds = _ledger(analysis, mesh, best.optimizer, options), solution_time(best.formulated, best.solution)
+    memory_model, seconds = _formulated(analysis, mesh, best.optimizer, options), solution_time(best.formulated, best.solution)
     limit, cutoff = parse_bytes(options.budget, mesh), (1 - settings.padding_gain) * seconds
     found = within(memory_model.formulated, memory_model, limit, cutoff=cutoff, settings=settings.near_relaxation())
     if found is None or solution_time(memory_model.formulated, found) >= seconds:
@@ -141,7 +141,7 @@ def sharded(program: Program, outputs: str | None) -> Callable[[Output], bool]:
     return lambda output: split and bool(program.values[output.value].shape)
 
 
-def _ledger(analysis: Analysis, mesh: Mesh, optimizer: Optimizer, options: Options) -> MemoryModel:
+def _formulated(analysis: Analysis, mesh: Mesh, optimizer: Optimizer, options: Options) -> MemoryModel:
     """The problem that the options pose.
 
     Raises ConstraintError if they leave no way to run the program, MeshError if an axis is of no use to it.
@@ -201,7 +201,7 @@ def _best_named(
     bound = best.solution.bound
     for strategy in named:
         try:
-            memory_model = _ledger(analysis, best.formulated.mesh, best.optimizer, replace(options, strategy=strategy))
+            memory_model = _formulated(analysis, best.formulated.mesh, best.optimizer, replace(options, strategy=strategy))
         except ConstraintError:
             continue
         seconds = solution_time(best.formulated, best.solution)

@@ -243,8 +243,8 @@ def _compared(program: Program, fits: Mapping[str, OpSharding | None], taken: Ma
             if len(met) > 1 or fitted.factors[factor].whole:
                 found.update(names)
         for result, dims in zip(op.results, fitted.results, strict=True):
-            if lies := [dim for dim, factors in enumerate(dims) if met.keys() & set(factors[:1])]:
-                along[result.name] = lies[0]
+            if samples := [dim for dim, factors in enumerate(dims) if met.keys() & set(factors[:1])]:
+                along[result.name] = samples[0]
     return found
 
 

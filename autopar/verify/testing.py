@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autopar.analysis.analysis import Analysis, analyse
-from autopar.analysis.recomputability import aliases
+from autopar.analysis.recomputability import is_alias
 from autopar.capture import Captured
 from autopar.cost_models import optimizers
 from autopar.formulation.formulate import assignment, formulate
@@ -91,9 +91,9 @@ def _random(step: TrainingStep, mesh: Mesh, seed: int, options: Options) -> Reso
 def random_again(analysis: Analysis, chosen: Assignment, draw: random.Random, *, host: bool = True) -> RecomputeChoice:
     """Random recomputation and offloading: random subsets, of random size, of ops, conversions and values."""
     program = analysis.program
-    allowed, ops, steps, offload = analysis.may_run, draw.random(), draw.random(), host * draw.random()
+    allowed, ops, steps, offload = analysis.recomputable, draw.random(), draw.random(), host * draw.random()
     results = [(name, chosen.produced(name, program)) for name in program.producer if name not in analysis.weights]
-    moved = [(name, step) for name, route in chosen.routes.items() for step in route if not aliases(step)]
+    moved = [(name, step) for name, route in chosen.routes.items() for step in route if not is_alias(step)]
     return RecomputeChoice(
         ops=frozenset(op.name for op in program.ops if op.name in allowed and draw.random() < ops),
         steps=frozenset(one for one in moved if draw.random() < steps),

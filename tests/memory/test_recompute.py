@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autopar.analysis.analysis import Analysis, analyse
-from autopar.analysis.recomputability import lies, may_run, may_run_again
+from autopar.analysis.recomputability import is_recomputable, recomputable
 from autopar.capture import Captured
 from autopar.codegen import ParallelModule
 from autopar.codegen.names import identifier
@@ -22,7 +22,7 @@ from autopar.ir.layout import I
 from autopar.ir.mesh import Mesh
 from autopar.ir.training_step import TrainingStep
 from autopar.memory.recompute_closure import reruns
-from autopar.operators import fit
+from autopar.operators import fit, view_of
 from autopar.parallelize import assemble, tensors_of
 from autopar.plan.assignment_text import describe, resolve
 from autopar.plan.options import Options
@@ -64,7 +64,7 @@ def chosen(name: str) -> Assignment:
 
 def every(name: str) -> RecomputeChoice:
     """All ops that may run again do."""
-    return RecomputeChoice(ops=may_run(captured(name).program, analysed(name).fits))
+    return RecomputeChoice(ops=recomputable(captured(name).program, analysed(name).fits))
 
 
 def some(name: str, seed: int) -> RecomputeChoice:
@@ -129,7 +129,7 @@ def test_the_backward_runs_again_what_the_plan_says_and_nothing_else(name: str, 
     module, inputs = built(name, NOTHING)
     nodes = PerNode(module)
     nodes.run(*inputs)
-    views = [op for op in program.ops if lies(op, program.values)]  # these come back with what they lie in, copied or not
+    views = [op for op in program.ops if view_of(op, program.values)]  # these come back with what they lie in, copied or not
     loose = {"empty", "set_", "detach"}.union(*(nodes.counts[identifier(op.name)] for op in views))
     rerun = reruns(analysed(name), replace(chosen(name), recompute=recompute))
     assert rerun.ops < recompute.ops
@@ -145,7 +145,7 @@ def source(name: str, value: str) -> str:
     """The value in whose memory one lies."""
     program = captured(name).program
     op = program.producer.get(value)
-    return source(name, op.operands[0]) if op is not None and lies(op, program.values) else value
+    return source(name, op.operands[0]) if op is not None and view_of(op, program.values) else value
 
 
 def left(name: str, recompute: RecomputeChoice) -> int:
@@ -199,7 +199,7 @@ def test_a_second_backward_a_copy_and_a_forward_without_gradients_work() -> None
 
 def test_what_draws_writes_or_is_a_view_may_not_run_again() -> None:
     program = captured("gpt2").program
-    allowed = {op.target for op in program.ops if may_run_again(op, fit(op, program.values))}
+    allowed = {op.target for op in program.ops if is_recomputable(op, fit(op, program.values))}
     assert allowed >= {"aten.add.Tensor", "aten.addmm.default", "aten.layer_norm.default", "aten.reshape.default"}
     assert not {target.split(".")[1] for target in allowed} & {"dropout", "transpose", "split", "arange"}
 
@@ -220,8 +220,8 @@ def test_what_reads_a_buffer_that_is_written_may_not_run_again() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     program = read_program(Centred(), (x, x)).program
     fits = {op.name: fit(op, program.values) for op in program.ops}
-    able = {op.target for op in program.ops if may_run_again(op, fits[op.name])}
-    allowed = {program.op[name].target for name in may_run(program, fits)}
+    able = {op.target for op in program.ops if is_recomputable(op, fits[op.name])}
+    allowed = {program.op[name].target for name in recomputable(program, fits)}
     assert allowed >= {"aten.exp.default", "aten.mul.Tensor"}
     assert able - allowed == {"aten.sub.Tensor"}
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.analysis.weights import copies, summed, weights
+from autopar.analysis.weights import copies, reduce_dtypes, weights
 from autopar.ir.program import Op, Program
 from autopar.passes import normalise
 from autopar.passes.precision import mixed, received
@@ -120,7 +120,7 @@ def test_copies_and_their_views_are_weights_whose_gradients_are_added_in_float32
         derived = weights(found) - {"w", "scale"}
         assert copy in derived
         assert len(derived) == 2, "the copy and its transpose"
-        assert summed(found) == (dict.fromkeys(derived, expected) if expected else {})
+        assert reduce_dtypes(found) == (dict.fromkeys(derived, expected) if expected else {})
 
 
 def test_programs_of_different_precision_have_different_hashes() -> None:

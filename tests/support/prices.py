@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.analysis.recomputability import lies
 from autopar.analysis.saved_tensors import saved
 from autopar.cost_models import optimizers
 from autopar.cost_models.collectives import seconds as collective_seconds
@@ -18,7 +17,7 @@ from autopar.ir.layout import Layout, each_split, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Value, elements
 from autopar.ir.training_step import TrainingStep
-from autopar.operators import fit
+from autopar.operators import fit, view_of
 from autopar.plan.assignment_text import resolve
 from autopar.plan.plan import Plan
 from autopar.search_space.assignment import Assignment
@@ -271,7 +270,7 @@ class _Teller:
         if step:
             if (name, step) in recompute.steps or step.primitives[0] == "identity":
                 self._read(name, step.source, found)
-        elif op and (op.name in recompute.ops or lies(op, self.program.values)):
+        elif op and (op.name in recompute.ops or view_of(op, self.program.values)):
             operands = list(zip(op.operands, self.chosen.ops[op.name].operands, strict=True))
             for operand in operands if op.name in recompute.ops else operands[:1]:
                 self._read(*operand, found)
