@@ -57,8 +57,8 @@ def test_the_objective_is_a_bound_on_the_step_that_misses_latencies_only(name: s
     found, _ = optimized(name, strategy, runs)
     formulated, solution = found.formulated, found.solution
     chosen = assignment(formulated, solution)
-    events = step_events(Schedule(formulated.program, chosen), formulated.step_prices)
-    seconds = sum(event.seconds for event in events)
+    schedule = Schedule(formulated.program, chosen)
+    events, seconds = step_events(schedule, formulated.step_prices), step_time(schedule, formulated.step_prices)
     objective = price(formulated.problem, solution.picks, solution.arcs, solution.recompute)
     assert objective == pytest.approx(solution.seconds, rel=1e-6)
     messages = sum(event.kind == "collective" for event in events)
