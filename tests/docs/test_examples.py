@@ -32,7 +32,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def launch(*command: str, processes: int = 0) -> str:
     """Runs an example in a process of its own, or under torchrun in several; returns what it prints."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
+    local = ["--standalone", "--local-addr", "localhost"]  # or torchrun looks up this machine's name, which need not resolve
+    torchrun = ["-m", "torch.distributed.run", *local, "--nproc-per-node", str(processes)] if processes else []
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, *torchrun, str(EXAMPLES / command[0]), *command[1:]]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
