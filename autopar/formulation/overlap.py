@@ -30,7 +30,6 @@ from typing import Literal
 
 from autopar.analysis.analysis import Analysis
 from autopar.analysis.step_regions import StepRegions, step_regions
-from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh, Seconds
 from autopar.solver.overlap import outlasting
 
@@ -53,17 +52,9 @@ class Overlap:
 
     @staticmethod
     def of(analysis: Analysis, mesh: Mesh, *, once: bool) -> Overlap | None:
-        """The overlap on a mesh; None where nothing is gained by it. `once`: weights are gathered once for the step.
-
-        Raises MeshError where the device's interference is negative or not a number.
-        """
+        """The overlap on a mesh; None where nothing is gained by it. `once`: weights are gathered once for the step."""
         assert mesh.device is not None, "a mesh is priced with its device"
         beta = mesh.device.interference
-        if not beta >= 0:
-            raise MeshError(
-                f"device {mesh.device.name} has an interference of {beta}",
-                fix="seconds that computing loses per second of a message beside it: from 0 to 1, which is no overlap",
-            )
         if beta >= 1:
             return None
         names = list(dict.fromkeys(link.name for link in mesh.links))
