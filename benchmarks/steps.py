@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.runtime.memory_tracker import Peak
+from autopar.runtime.recorder import Issued, Occurrence, timed
 from autopar.verify.testing import peak
 
 RATE = 1e-4  # the learning rate
@@ -115,6 +116,22 @@ def interleaved(job: Job) -> dict[str, Times]:
         name: Times(loss=losses[name], step=tuple(r[0] for r in row), update=tuple(r[1] for r in row))
         for name, row in rows.items()
     }
+
+
+def timed_steps(job: Job) -> list[tuple[list[Issued], list[Occurrence]]]:
+    """What this rank issues, awaits and runs in each round of the one variant, forward and backward, after a barrier."""
+    (name,) = job.variants
+    step = Step(job, name)
+    for _ in range(WARM):
+        step()
+    found = []
+    for _ in range(job.rounds):
+        step.optimizer.zero_grad()
+        dist.barrier()
+        with timed(step.module.autopar.context.axes) as seen:
+            step.module(**step.batch).loss.backward()
+        found.append(seen)
+    return found
 
 
 def resident(job: Job) -> dict[str, int]:

@@ -27,6 +27,7 @@ ROWS = (
     ("plan",),
     ("memory",),
     ("formulation",),
+    ("simulator",),
     ("planning",),
     ("codegen",),
     ("parallelize",),

@@ -11,7 +11,7 @@ module, for the comments in the printed code.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import fx
@@ -27,7 +27,7 @@ from autopar.ir.layout import I, Layout, digits, local_shape
 from autopar.ir.program import Argument, Op, Output, Program, Ref, Value, overload
 from autopar.ir.schema import parameters
 from autopar.ir.training_step import TrainingStep
-from autopar.memory.prefetch import PrefetchOrder
+from autopar.memory.schedule import ConversionEvent, Schedule
 from autopar.operators import OpSharding, localise, row_of, scale, training_flag
 from autopar.runtime import collectives, random, storage
 from autopar.runtime.gradient_accumulation import accumulate_gradients
@@ -64,16 +64,17 @@ class _Emitter:
         self.graph: fx.Graph = CodeGraph()
         self.section = ""  # the comment under which nodes are made
         self.values: dict[tuple[str, Layout], fx.Node] = {}
-        self.prefetch = PrefetchOrder(program, assignment)
+        self.schedule = Schedule(program, assignment)
+        self.prefetch = self.schedule.prefetch
         self.pending: dict[Bucket, fx.Node] = {}
         self.copies, self.recomputed = copies(program), RecomputedValues(program=program, assignment=assignment)
         stored = (p.value.name for p in (*program.parameters, *program.buffers))
         self.unsharded = storage.all_unsharded(assignment.given[name] for name in stored) or context.device_mesh is None
         self.random_ops = 0
         self._prelude(program, training)
-        for op in program.ops:
-            if op.results[0].name not in self.copies:  # copies of weights are made at their use, or earlier for a bucket
-                self._op(op)
+        for section, what in self._sections():
+            self.section = section
+            self._scheduled(what)
         self.section = "outputs"
         results = [self._output(output) for output in program.outputs]
         self.graph.output(tuple(results))
@@ -95,14 +96,39 @@ class _Emitter:
         self.accumulator = self._state("accumulator") if self.step.loop else None
         self.once = self.assignment.once and self.step.loop is not None
         self.bucket_calls = BucketCalls(program=program, sizes=self.sizes, accumulator=self.accumulator)
-        self.section = "parameters"
-        for bucket in self.prefetch.first:
-            self._start(bucket)
+
+    def _sections(self) -> Iterator[tuple[str, Op | Bucket | ConversionEvent]]:
+        """What is scheduled, each with the comment under which its nodes are made: the module of the op that it is made for."""
+        order, top = self.schedule.order, self.schedule.top
+        yield from (("parameters", what) for time, what in order if time <= top)
         self.section = "inputs"
-        for value in program.inputs:  # an input that the plan splits is sliced at once
+        self._arrive()
+        section, rest = "outputs", []
+        for _, what in reversed([entry for entry in order if entry[0] > top]):
+            if isinstance(what, Op) and what.results[0].name not in self.copies:
+                section = what.module or "the model"
+            rest.append((section, what))
+        yield from reversed(rest)
+
+    def _arrive(self) -> None:
+        """Slice every input that the plan splits; from here on it exists in the plan's layout only."""
+        for value in self.program.inputs:
             for step in arrival(self.assignment.given[value.name]):
                 self._convert(value, step)
-                del self.values[value.name, step.source]  # from here on it exists in the plan's layout only
+                del self.values[value.name, step.source]
+
+    def _scheduled(self, what: Op | Bucket | ConversionEvent) -> None:
+        """Emit what the schedule has next."""
+        if isinstance(what, Op):
+            self._op(what)
+        elif isinstance(what, Bucket):
+            self._start(what)
+        elif what.bucketed:
+            ((name, step), *_) = what.steps
+            self._wait(self.prefetch.arrives[name, step.target])
+        else:
+            for name, step in what.steps:
+                self._convert(self.program.values[name], step)
 
     def _state(self, attribute: str) -> fx.Node:
         """An attribute of the module's own state: a mesh axis, the random state, the rematerializer, the accumulator."""
@@ -120,19 +146,9 @@ class _Emitter:
         return self._node("call_function", call.function, call.args, name, call.kwargs)
 
     def _value(self, name: str, layout: Layout) -> fx.Node:
-        """The value in this layout; converted along its route if it does not exist in the layout yet."""
+        """The value in this layout; what is stored is read where it is first used."""
         if (name, layout) not in self.values:
-            value = self.program.values[name]
-            if name not in self.program.producer and layout == self.assignment.given[name]:
-                self._stored(value)
-            elif name in self.copies and layout == self.assignment.produced(name, self.program):
-                self._copy(name)
-            elif (name, layout) in self.prefetch.arrives:
-                self._wait(self.prefetch.arrives[name, layout])
-            else:
-                step = self.prefetch.into[name, layout]
-                self._value(name, step.source)
-                self._convert(value, step)
+            self._stored(self.program.values[name])
         return self.values[name, layout]
 
     def _stored(self, value: Value) -> None:
@@ -155,15 +171,6 @@ class _Emitter:
                 node = self._node("call_function", storage.drop_padding, (node, dim, true, *axes), name)
         return node
 
-    def _copy(self, name: str) -> None:
-        """The copy of a parameter in another dtype, in the section of the op that casts it."""
-        op, section = self.program.producer[name], self.section
-        source, made = (*self.assignment.ops[op.name].operands, *self.assignment.ops[op.name].results)
-        self._value(op.operands[0], source)
-        if (name, made) not in self.values:  # waiting for the source's bucket may have started a bucket of copies
-            self._op(op)
-        self.section = section
-
     def _attribute(self, path: str, name: str) -> fx.Node:
         """A parameter or buffer of the module, by a function call where Python or fx has another use for its name."""
         if is_attribute(path):
@@ -177,7 +184,7 @@ class _Emitter:
         name, alone = f"{identifier(value.name)}_{SUFFIXES[step.primitives[0]]}", Bucket(level=0, steps=((value.name, step),))
         function, position = collectives.conversion_call(step, value.shape, self.sizes)
         axis = self.axes[step.axis]
-        source = self.values[value.name, step.source]
+        source = self._value(value.name, step.source)
         arguments = (source, axis, *position)
         if self.bucket_calls.reduce_dtype(alone):  # only buckets reduce gradients in another dtype
             pending = self._call_node(self.bucket_calls.start(alone, [source], axis), f"{name}_pending")
@@ -190,23 +197,16 @@ class _Emitter:
             node = self._node("call_function", function, arguments, name)
         self._add(value.name, step.target, node)
 
-    def _start(self, bucket: Bucket) -> fx.Node:
+    def _start(self, bucket: Bucket) -> None:
         """Start the conversion of a bucket of weights."""
-        for name, step in bucket.steps:
-            self._value(name, step.source)
-        if bucket not in self.pending:  # a source may come from a bucket that starts this one when it is waited for
-            number = self.prefetch.buckets.index(bucket)
-            sources = [self.values[weight, step.source] for weight, step in bucket.steps]
-            call = self.bucket_calls.start(bucket, sources, self.axes[bucket.axis], number if self.once else None)
-            self.pending[bucket] = self._call_node(call, f"bucket_{number}_pending")
-        return self.pending[bucket]
+        number = self.prefetch.buckets.index(bucket)
+        sources = [self._value(weight, step.source) for weight, step in bucket.steps]
+        call = self.bucket_calls.start(bucket, sources, self.axes[bucket.axis], number if self.once else None)
+        self.pending[bucket] = self._call_node(call, f"bucket_{number}_pending")
 
     def _wait(self, bucket: Bucket) -> None:
-        """Wait for the weights of a bucket, and start the next ones that are prefetched."""
-        pending = self._start(bucket)
-        if all((name, step.target) in self.values for name, step in bucket.steps):  # starting it has waited for it
-            return
-        number, axis = self.prefetch.buckets.index(bucket), self.axes[bucket.axis]
+        """Wait for the weights of a bucket."""
+        number, axis, pending = self.prefetch.buckets.index(bucket), self.axes[bucket.axis], self.pending[bucket]
         call = self.bucket_calls.wait(bucket, pending, axis, self._gathers_again(bucket), number if self.once else None)
         node = self._call_node(call, f"bucket_{number}")
         if self.accumulator and not bucket.moved and not self.once:
@@ -215,8 +215,6 @@ class _Emitter:
         for index, (name, step) in enumerate(bucket.steps):
             item = f"{identifier(name)}_{SUFFIXES[step.primitives[0]]}"
             self.values[name, step.target] = self._node("call_function", operator.getitem, (node, index), item)
-        for following in self.prefetch.after.get(bucket, ()):
-            self._start(following)
 
     def _gathers_again(self, bucket: Bucket) -> fx.Node | None:
         """The rematerializer, if the plan gathers the bucket again in the backward."""

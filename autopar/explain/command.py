@@ -4,6 +4,7 @@
     python -m autopar.explain package.models:small --mesh dp=2,tp=4 --save plan.json
     python -m autopar.explain plan.json
     python -m autopar.explain train.py:build --mesh 2,4 --why "*.mlp.c_fc" --why-not "*.mlp.c_fc.weight=*, S(0)"
+    python -m autopar.explain train.py:build --mesh 2,4 --trace step.json
     python -m autopar.explain --diff a.json b.json
     python -m autopar.explain --check baselines/
 
@@ -35,7 +36,7 @@ from autopar.search_space.strategies import STRATEGIES
 
 OPTIONS = ("device", "budget", "strategy", "optimizer", "precision", "reduce", "microbatches")
 PLANNING = ("mesh", *OPTIONS, "constraint", "dynamic")  # options that make another plan
-MODEL = ("why", "why_not", "budget_sweep", "code")  # questions that a plan without its model cannot answer
+MODEL = ("why", "why_not", "budget_sweep", "code", "trace")  # what a plan without its model cannot answer
 
 NEXT = {  # what follows a phase of planning
     "capture": "analysing the program",
@@ -94,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     varies = "a size that may differ between calls: batch=0, or batch=input_ids:0,labels:0; may be given several times"
     parser.add_argument("--dynamic", metavar="NAME=DIM", action="append", default=[], help=varies)
     parser.add_argument("--save", metavar="PLAN.json", help="write the plan to a file")
+    trace = "write the simulated step, which https://ui.perfetto.dev draws: what a device computes and sends, and when it waits"
+    parser.add_argument("--trace", metavar="STEP.json", help=trace)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     ask = parser.add_argument_group("questions, answered instead of the report")
     why = "the candidates of an operator or a parameter, with their prices; * matches any part of the name"
@@ -149,6 +152,8 @@ def _explained(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
         planned, asked = _planned(options, tell)
         tell(_question(options))
         found = Explanation(planned=planned, options=asked)
+        if options.trace:
+            _write(options.trace, found.trace)
         return found.plan, of_model(found, options.why, forced, code=options.code, sweep=options.budget_sweep)
 
 
@@ -199,5 +204,12 @@ def _constraints(texts: Sequence[str]) -> dict[str, str]:
 def _save(plan: Plan, path: str) -> None:
     try:
         plan.save(path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}", error=error) from error
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text + "\n")
     except OSError as error:
         raise UsageError(f"cannot write {path}", error=error) from error

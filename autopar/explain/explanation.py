@@ -18,6 +18,9 @@ from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import Part, plain
 from autopar.planning.planner import Planned, make_plan
+from autopar.simulator.instructions import simulated
+from autopar.simulator.timeline import Timeline
+from autopar.simulator.trace import trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,18 @@ class Explanation:
     def code(self) -> str:
         """The emitted module's code, as rank 0 runs it."""
         return code(self.planned)
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """What the streams of a device do in a step, as the simulator has it."""
+        solved, chosen = self.planned.solved, self.planned.resolved.assignment
+        return simulated(solved.memory_model.liveness, solved.formulated.step_prices, chosen)
+
+    @property
+    def trace(self) -> str:
+        """The timeline as JSON that https://ui.perfetto.dev draws."""
+        plan = self.plan
+        return trace(self.timeline, f"each of {plan.mesh.size} {plan.device}, plan {plan.hash}")
 
     def why(self, name: str) -> list[Why]:
         """The candidates of the operators and tensors that a name matches; raises InputError if it matches nothing."""

@@ -29,6 +29,7 @@ from autopar.plan.breakdown import (
     Allocation,
     CostBreakdown,
     CostParameter,
+    SimulatedStep,
 )
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.candidates import Candidate, Form
@@ -43,7 +44,12 @@ PURPOSE = {
 
 
 def account(
-    memory_model: MemoryModel, chosen: Assignment, events: Sequence[StepEvent], hidden: Seconds, limit: CostParameter
+    memory_model: MemoryModel,
+    chosen: Assignment,
+    events: Sequence[StepEvent],
+    hidden: Seconds,
+    limit: CostParameter,
+    simulated: SimulatedStep,
 ) -> CostBreakdown:
     """The breakdown of an assignment, whose step has these events, so many seconds of them hidden; `limit` is the budget."""
     prices, analysis = memory_model.formulated.prices, memory_model.formulated.analysis
@@ -63,6 +69,7 @@ def account(
         runs=dict(_runs(analysis, chosen)),
         stored=dict(_stored(analysis, chosen)),
         tied={name: p.value.name for p in analysis.program.parameters for name in p.names if name != p.value.name},
+        simulated=simulated,
         copies=analysis.copies,
         offload=offload,
         hidden=hidden,

@@ -1,4 +1,4 @@
-"""The schedule of a training step: the order that `codegen.emit` emits, derived from the program and the assignment alone.
+"""The schedule of a training step: the order that `codegen.emit` emits, memory is walked by and `autopar.simulator` runs.
 
 Op i of n runs forward at moment i and backward at moment 2n-1-i; the optimizer steps at moment 2n. A moment has ticks: operands
 are converted first, the op runs in the middle (`DURING`), and the backward mirrors this. The ticks before an op's backward are
@@ -74,12 +74,19 @@ class Schedule:
         self._now = 0
         for one in self.prefetch.first:
             self._begin(one)
+        self.top = self._now  # what is issued at the top of the forward, before inputs are taken, is issued by then
         for i, op in enumerate(program.ops):
             if op.results[0].name not in self.copies:  # casts of weights run at their first use
                 self._now = max(self._now, at(i, 0))
                 self._run(op, at(i))
         for output in program.outputs:
             self._reach((output.value, chosen.outputs[output.path]))
+
+    @property
+    def order(self) -> list[tuple[int, Op | Bucket | ConversionEvent]]:
+        """What the forward does: a bucket stands where it is issued, conversions where they are complete."""
+        issued = ((time, one) for one, time in self._begun.items())
+        return sorted((*self.events, *issued), key=lambda pair: pair[0])
 
     @functools.cached_property
     def times(self) -> Mapping[object, int]:
@@ -98,6 +105,8 @@ class Schedule:
         candidate = self.chosen.ops[op.name]
         for node in zip(op.operands, candidate.operands, strict=True):
             self._reach(node)
+        if now is None and (op.results[0].name, candidate.results[0]) in self._available:
+            return  # a copy of a weight: waiting for the weight has started a bucket of copies
         self._now = self._now + 1 if now is None else now
         self.events.append((self._now, op))
         self._available.update(zip((r.name for r in op.results), candidate.results, strict=True))

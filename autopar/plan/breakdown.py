@@ -45,6 +45,43 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """A step as the simulator runs it, with messages beside what is computed; in seconds on one device.
+
+    `seconds` is what is computed, `slowdown` by messages beside it, and `exposed`: waiting for messages. No schedule takes less
+    than any of these: `at_peak`, in which all devices at their peaks do the products of the model; `memory`, in which the
+    plan's kernels read and write; `links`, what each axis sends. A step has so many `samples` and `tokens`, 0 where unknown.
+    """
+
+    seconds: Seconds
+    exposed: Seconds
+    slowdown: Seconds
+    at_peak: Seconds
+    memory: Seconds
+    links: Mapping[str, Seconds]
+    samples: int
+    tokens: int
+
+    @property
+    def computing(self) -> Seconds:
+        """What is computed, where nothing is sent beside it."""
+        return self.seconds - self.exposed - self.slowdown
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: the share of the devices' peaks that the model's products take of the step."""
+        return self.at_peak / self.seconds if self.seconds else 0.0
+
+    @staticmethod
+    def of(data: object) -> SimulatedStep:
+        """The step that JSON data denote; raises what indexing and converting raise where they denote none."""
+        found: Any = data
+        numbers = {name: float(found[name]) for name in ("seconds", "exposed", "slowdown", "at_peak", "memory")}
+        links = {str(axis): float(seconds) for axis, seconds in found["links"].items()}
+        return SimulatedStep(**numbers, links=links, samples=int(found["samples"]), tokens=int(found["tokens"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CostBreakdown:
     """What a plan's totals are made of, in seconds of one step and bytes on one device.
 
@@ -69,6 +106,7 @@ class CostBreakdown:
     runs: Mapping[str, tuple[str, ...]]
     stored: Mapping[str, tuple[str, ...]]
     tied: Mapping[str, str]
+    simulated: SimulatedStep
     copies: Mapping[str, str] = field(default_factory=dict)
     offload: Mapping[str, Seconds] = field(default_factory=dict)
     hidden: Seconds = 0.0
@@ -114,6 +152,7 @@ class CostBreakdown:
             runs={str(op): tuple(map(str, words)) for op, words in found["runs"].items()},
             stored={str(name): tuple(map(str, words)) for name, words in found["stored"].items()},
             tied={str(name): str(own) for name, own in found["tied"].items()},
+            simulated=SimulatedStep.of(found["simulated"]),
             copies={str(name): str(own) for name, own in found.get("copies", {}).items()},
             offload={str(name): float(seconds) for name, seconds in found.get("offload", {}).items()},
             hidden=float(found.get("hidden", 0.0)),

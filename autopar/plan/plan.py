@@ -26,14 +26,15 @@ from autopar.plan.breakdown import CostBreakdown
 from autopar.plan.tables import tables
 from autopar.plan.text import plain
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """One collective of a step: `bytes` is its larger buffer on one rank, `where` the forward or the backward pass.
 
-    `more` names the weights that travel with the value.
+    `more` names the weights that travel with the value. Of its `seconds` the device waits `exposed`, and computes beside the
+    others, as the simulator has it.
     """
 
     value: str
@@ -43,6 +44,7 @@ class Collective:
     bytes: Bytes
     where: str
     seconds: Seconds
+    exposed: Seconds = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from autopar.ir.mesh import Bytes, Seconds
-from autopar.plan.breakdown import BUDGET, DEVICE, OPTIMIZER, OUTPUT, CostParameter
+from autopar.plan.breakdown import BUDGET, DEVICE, OPTIMIZER, OUTPUT, CostParameter, SimulatedStep
 from autopar.plan.text import Part, alike, by_block, folded, grid, milliseconds, size_text
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Collective, Plan
 
 COLLECTIVE = {name: name.replace("_", "-") for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")}
-NO_OVERLAP = "compute and communication do not overlap"
 LEGEND = "I: whole on every device of the axis; S(d): split along dim d; S(d/k): split within each of dim d's k blocks"
 
 
@@ -48,6 +47,8 @@ def totals(plan: Plan) -> Iterator[Part]:
     parts = f"{milliseconds(plan.step_time - sent + hidden)} compute, {milliseconds(sent - hidden)} "
     parts += f"exposed communication ({milliseconds(hidden)} more hidden)" if hidden else "communication"
     table.add_row("step", f"{milliseconds(plan.step_time)} ms predicted: {parts}; {proof(plan.gap)}")
+    for name, text in simulation(plan.breakdown.simulated, plan.step_time):
+        table.add_row(name, text)
     if plan.microbatches > 1:
         table.add_row("micro-batches", f"{plan.microbatches} per step, one after another; gradients accumulate")
     for varying in plan.dynamic:
@@ -62,6 +63,19 @@ def totals(plan: Plan) -> Iterator[Part]:
     state = f"{optimizer.value:g} tensors of state per parameter" if optimizer.value else "no state"
     table.add_row("optimizer", f"{optimizer.name}: {state} ({optimizer.source})")
     yield table
+
+
+def simulation(step: SimulatedStep, predicted: Seconds) -> Iterator[tuple[str, str]]:
+    """What the simulator says of a step that was predicted to take so long, and the bounds that no schedule beats."""
+    change = f" ({step.seconds / predicted - 1:+.1%})" if predicted else ""
+    parts = f"{milliseconds(step.computing)} computing, {milliseconds(step.slowdown)} slowed down by messages beside it"
+    yield "simulated", f"{milliseconds(step.seconds)} ms{change}: {parts}, {milliseconds(step.exposed)} waiting for messages"
+    counts = [(step.samples, "samples/s"), (step.tokens, "tokens/s")]
+    rates = [f"{count / step.seconds:,.0f} {unit}" for count, unit in counts if count and step.seconds]
+    yield "throughput", ", ".join([*rates, f"{step.mfu:.1%} of the devices' peak (MFU)"])
+    bounds = [f"{milliseconds(step.at_peak)} ms by FLOPs at the peak", f"{milliseconds(step.memory)} by bytes of memory"]
+    bounds += [f"{milliseconds(seconds)} by messages over {axis}" for axis, seconds in step.links.items()]
+    yield "bounds", ", ".join(bounds)
 
 
 def proof(gap: float) -> str:
@@ -110,7 +124,7 @@ def layouts(plan: Plan) -> Iterator[Part]:
 def time(plan: Plan) -> Iterator[Part]:
     """Where the predicted step goes, the most expensive communication first."""
     breakdown = plan.breakdown
-    table = grid("step", "ms", "share", "number", "bytes", "largest contributors", right=(1, 2, 3, 4))
+    table = grid("step", "ms", "share", "exposed", "number", "bytes", "largest contributors", right=(1, 2, 3, 4, 5))
 
     def row(name: str, seconds: Seconds, *more: str) -> None:
         share = seconds / plan.step_time if plan.step_time else 0.0
@@ -128,14 +142,15 @@ def time(plan: Plan) -> Iterator[Part]:
         if seconds:
             row(name, seconds)
     for key, found in by_kind(plan.collectives).items():
-        row(kind_text(*key), seconds_of(found), str(len(found)), size_text(bytes_of(found)), _largest(found))
+        exposed = milliseconds(sum(entry.exposed for entry in found))
+        row(kind_text(*key), seconds_of(found), exposed, str(len(found)), size_text(bytes_of(found)), _largest(found))
     if breakdown.hidden:
         row("hidden behind compute", -breakdown.hidden)
-    row("total", plan.step_time, str(len(plan.collectives)), size_text(bytes_of(plan.collectives)))
+    exposed = milliseconds(sum(entry.exposed for entry in plan.collectives))
+    row("total", plan.step_time, exposed, str(len(plan.collectives)), size_text(bytes_of(plan.collectives)))
     yield table
     if plan.collectives:
-        overlap = "what is hidden is sent while the device computes" if breakdown.hidden else NO_OVERLAP
-        yield f"bytes: the larger buffer of each collective on one device; {overlap}"
+        yield "bytes: the larger buffer of each collective on one device; exposed: ms that the device waits for it, simulated"
 
 
 def kind_text(kind: str, axis: str, where: str) -> str:

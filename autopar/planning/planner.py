@@ -6,7 +6,8 @@ capture -> passes -> the best variant of the program (`plan_search`), solved as 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -21,7 +22,7 @@ from autopar.formulation.prices import Prices
 from autopar.formulation.step_collectives import messages
 from autopar.formulation.step_time import hidden_time, step_events
 from autopar.ir.dynamic_dims import InputDim, Size, declared
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.passes import normalise
 from autopar.passes.precision import DTYPES, MIXED, mixed, received, stored
@@ -35,6 +36,9 @@ from autopar.planning.optimize import Optimized, Stop
 from autopar.planning.plan_search import best_variant
 from autopar.planning.respecialize import varied
 from autopar.search_space.assignment import Assignment
+from autopar.simulator.figures import figures
+from autopar.simulator.instructions import simulated
+from autopar.simulator.timeline import Transmission
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +155,7 @@ def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None
     limit = CostParameter(of=BUDGET, name="memory", value=parse_bytes(options.budget, mesh), unit="B", source=said)
     hidden = hidden_time(events, prices, once=chosen.once)
     seconds = sum(event.seconds for event in events) - hidden
+    timeline = simulated(found.memory_model.liveness, prices, chosen)
     return Plan(
         hash=analysis.step.hash,
         axes=mesh.axes,
@@ -163,23 +168,36 @@ def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None
         gap=max(0.0, seconds - solution.bound) / seconds if seconds else 0.0,
         step_time=seconds,
         peak_memory=round(float(found.memory_model.liveness.walk(chosen).max())),
-        collectives=tuple(collectives_of(analysis, chosen, prices.prices)),
+        collectives=tuple(collectives_of(analysis, chosen, prices.prices, timeline.sent)),
         choices=choices,
         layouts=layouts,
         routes=routes,
         recompute=recompute,
         once=chosen.once,
         padded=paddings(analysis.step),
-        breakdown=account(found.memory_model, chosen, events, hidden, limit),
+        breakdown=account(found.memory_model, chosen, events, hidden, limit, figures(timeline, prices, chosen)),
     )
 
 
-def collectives_of(analysis: Analysis, chosen: Assignment, prices: Prices) -> Iterator[Collective]:
-    """Every collective of one step, forward and backward; the weights of a bucket travel in one."""
+def collectives_of(
+    analysis: Analysis, chosen: Assignment, prices: Prices, sent: Iterable[Transmission] = ()
+) -> Iterator[Collective]:
+    """Every collective of one step, forward and backward; the weights of a bucket travel in one.
+
+    `sent` are those of a simulated step, which say what is exposed.
+    """
+    exposed: dict[object, list[Seconds]] = defaultdict(list)
+    for one in sent:
+        exposed[one.transfer.message].append(one.exposed)
     for message in messages(analysis, chosen, prices):
         name, *more = message.values
-        axis = prices.mesh.axes[message.axis]
         yield Collective(
-            value=name, more=tuple(more), axis=axis, kind=message.kind, bytes=message.bytes, where=message.where,
+            value=name,
+            more=tuple(more),
+            axis=prices.mesh.axes[message.axis],
+            kind=message.kind,
+            bytes=message.bytes,
+            where=message.where,
             seconds=message.seconds,
-        )  # fmt: skip
+            exposed=exposed[message].pop() if exposed[message] else 0.0,
+        )

@@ -1,8 +1,9 @@
-"""Records the collectives that a step issues, so that they can be compared with the plan."""
+"""Records what a step does, to be compared with the plan: which collectives it issues, and when it issues and awaits them."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,20 @@ class Issued:
     where: str  # "forward" or "backward"; weights gathered again for the backward count as backward
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occurrence:
+    """What a rank did from `start` to `stop`, in seconds of a clock of its own.
+
+    It had a collective issued ("issue") or waited for it ("wait"), the `number`-th of the step; or it ran an op ("compute").
+    """
+
+    what: str
+    name: str
+    number: int
+    start: float
+    stop: float
+
+
 class _Recorder(TorchDispatchMode):
     """Logs every functional collective, also of the backward: autograd's threads inherit dispatch modes."""
 
@@ -58,6 +73,48 @@ class _Recorder(TorchDispatchMode):
             where = "forward" if torch._C._current_graph_task_id() < 0 else "backward"
             self.log.append(Issued(kind=kind, axis=self.axes.get(group, group), bytes=size, where=where))
         return func(*args, **(kwargs or {}))
+
+
+class _Stopwatch(_Recorder):  # type: ignore[no-untyped-call]
+    """Logs when collectives are issued and awaited, and when ops run.
+
+    A collective is known by the storage that it writes to; to wait for it once more takes no time, and is an op.
+    """
+
+    def __init__(self, axes: Sequence[Axis], log: list[Issued], times: list[Occurrence]) -> None:
+        super().__init__(axes, log)
+        self.times = times
+        self.flying: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        name, before, start = func.overloadpacket.__name__, len(self.log), time.perf_counter()
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        stop = time.perf_counter()
+        what, number = "compute", -1
+        if len(self.log) > before:
+            what, number = "issue", before
+            if isinstance(result, torch.Tensor):
+                self.flying[result.untyped_storage()._cdata] = number
+        elif name == "wait_tensor" and isinstance(args[0], torch.Tensor):
+            number = self.flying.pop(args[0].untyped_storage()._cdata, -1)
+            what = "wait" if number >= 0 else "compute"
+        self.times.append(Occurrence(what=what, name=name, number=number, start=start, stop=stop))
+        return result
+
+
+@contextmanager
+def timed(axes: Sequence[Axis]) -> Iterator[tuple[list[Issued], list[Occurrence]]]:
+    """Collect the collectives that this rank issues inside, in order, and when it issued and awaited each and ran each op."""
+    log: list[Issued] = []
+    times: list[Occurrence] = []
+    with _Stopwatch(axes, log, times):
+        yield log, times
 
 
 @contextmanager

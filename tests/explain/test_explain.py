@@ -112,6 +112,7 @@ def test_a_target_may_be_an_importable_module(target: str, monkeypatch: pytest.M
         ("{}:build", ["--mesh", "2", "--dynamic", "batch=input:x"], 2, "'batch=input:x' does not name a size"),
         ("{}:build", ["--mesh", "2", "--dynamic", "batch=x:0"], 1, "ConstraintError: dynamic['batch'] names 'x', which is no"),
         ("{}:build", ["--mesh", "2", "--device", "h100", "--save", "/missing/p.json"], 2, "cannot write /missing/p.json"),
+        ("{}:build", ["--mesh", "2", "--device", "h100", "--trace", "/missing/t.json"], 2, "cannot write /missing/t.json"),
         ("{}:build", ["--mesh", "2", "--strategy", "fast"], 1, "ConstraintError: no strategy is called 'fast'"),
         ("{}:build", ["--mesh", "2", "--device", "tpu"], 1, "MeshError: no device is called 'tpu'"),
         ("{}:build", ["--mesh", "2", "--device", "h100", "--budget", "1KB"], 1, "BudgetError: no plan fits into 1000 B"),
@@ -139,6 +140,8 @@ def test_a_saved_plan_cannot_be_changed_by_options(target: str, tmp_path: Path, 
     assert "is a saved plan: --mesh, --strategy cannot change it" in capsys.readouterr().err
     assert main([path, "--why", "0", "--code"]) == 2
     assert "is a saved plan: --why, --code need the model" in capsys.readouterr().err
+    assert main([path, "--trace", "step.json"]) == 2
+    assert "is a saved plan: --trace need the model" in capsys.readouterr().err
     Path(path).write_text("{}")
     assert main([path]) == 1
     assert "PlanError: " in capsys.readouterr().err
@@ -176,6 +179,18 @@ def test_json_holds_what_the_text_says(target: str, capsys: pytest.CaptureFixtur
     assert set(data) == {"plan", "phases", "strategies"}
     assert [entry["strategy"] for entry in data["strategies"]] == list(STRATEGIES)
     assert data["strategies"][0]["plan"] == data["plan"]
+
+
+def test_the_trace_of_a_step_lasts_as_long_as_the_step(target: str, tmp_path: Path) -> None:
+    path, plan = tmp_path / "step.json", tmp_path / "plan.json"
+    asked = ["--mesh", "dp=2,tp=4", "--device", "cpu", "--strategy", "fsdp", "--save", str(plan), "--trace", str(path)]
+    assert main([f"{target}:build", *asked]) == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} >= {"computing", "messages over dp"}
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {event["cat"] for event in slices} >= {"forward", "backward", "optimizer", "all_gather", "reduce_scatter", "wait"}
+    seconds = max(event["ts"] + event["dur"] for event in slices) / 1e6
+    assert seconds == pytest.approx(Plan.load(plan).step_time, rel=1e-3)
 
 
 def test_two_saved_plans_are_compared(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
