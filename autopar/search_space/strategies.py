@@ -1,7 +1,8 @@
 """Named strategies and constraints: what they ask of stored parameters, inputs and results. The solver fills the rest.
 
 ddp        parameters I, inputs S(0)
-zero1      every parameter S on its first dim that divides, gathered at the top, once for all micro-batches; inputs S(0)
+zero1      every parameter S on its first dim that divides, gathered at the top, once for all micro-batches; inputs S(0). The
+           outermost axis is gathered first: what crosses the network is a shard, not a whole weight
 zero2      the same, gathered where it is first used in each
 fsdp       the same, gathered once more for the backward
 megatron   on the last axis no parameter is gathered, those of matrix products are split, and inputs are I; data parallel
@@ -11,7 +12,7 @@ replicate  everything I
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -113,14 +114,19 @@ def constraints_of(
 
 
 def _first_dim(shape: tuple[int, ...], mesh: Mesh) -> Layout:
-    """A shape split over all axes on its first dim that divides, in mesh order; whole if none does."""
+    """A shape split over all axes on its first dim that divides, the first axis innermost; whole if none does.
+
+    Only the innermost axis of a dim can be gathered, so the first axis is: between nodes each device gathers one shard, and
+    the axes inside a node make it whole.
+    """
     for dim, size in enumerate(shape):
         if size % mesh.size == 0 and size:
-            return _nested(dim, size, mesh, range(len(mesh.sizes)))
+            return _nested(dim, size, mesh, reversed(range(len(mesh.sizes))))
     return (I,) * len(mesh.sizes)
 
 
-def _nested(dim: int, size: int, mesh: Mesh, axes: range) -> Layout:
+def _nested(dim: int, size: int, mesh: Mesh, axes: Iterable[int]) -> Layout:
+    """A dim of this size split over axes, outermost in the dim first."""
     states = [I] * len(mesh.sizes)
     for axis in axes:
         size //= mesh.sizes[axis]
