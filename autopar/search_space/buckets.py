@@ -4,10 +4,9 @@
     h.1.ln.weight  h.1.ln.bias  h.1.fc.weight  h.1.fc.bias      all_gather, 4 values
     ln.weight  ln.bias  head.weight                             all_gather, 3 values
 
-A bucket holds at most `LIMIT` bytes; a weight larger than that travels alone. What is gathered takes memory from the first use
-of a bucket to its last, so a bucket stays within a block: everything under one index of a container ("h.0"), or the ops between
-two of them. Where only gradients travel, blocks share a bucket. What is gathered again for the backward and what is kept until
-then are in different buckets.
+Which weights may share a bucket: `autopar.analysis.weight_buckets`. What is gathered takes memory from the first use of a
+bucket to its last, so a bucket stays within a block. Where only gradients travel, blocks share a bucket. What is gathered again
+for the backward and what is kept until then are in different buckets.
 """
 
 from __future__ import annotations
