@@ -1,17 +1,22 @@
 """Links: what connects the devices along each mesh axis.
 
-Bandwidth is what one device sends in one direction, in bytes per second. The latency of one message is that of NCCL's own
-tuning table (`hwLat` in its src/graph/tuning.cc) for the protocol that reaches the full bandwidth (Simple, ring): 3.4
-microseconds over NVLink, 5.7 over PCIe, 14 over a network.
+Bandwidth is what one device sends in one direction, in bytes per second, by the data sheet. The latency of one message is that
+of NCCL's own tuning table (`hwLat` in its src/graph/tuning.cc) for the protocol that reaches the full bandwidth (Simple, ring):
+3.4 microseconds over NVLink, 5.7 over PCIe, 14 over a network.
+
+What NCCL's collectives reach is less: `BUSES`, from published measurements. `connect` makes a line per kind of collective of
+them for every axis, by where its groups stand (`autopar.cost_models.collectives.nccl`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
+from autopar.cost_models.collectives import Group, nccl
 from autopar.errors import MeshError
-from autopar.ir.mesh import Device, Link, Mesh, Seconds
+from autopar.ir.mesh import Bus, Device, Link, Mesh, Seconds
 
 NVLINK: Seconds = 3.4e-6
 PCIE: Seconds = 5.7e-6
@@ -33,8 +38,52 @@ TABLE: dict[str, tuple[Seconds, float, str]] = {
     "gloo": (100e-6, 2, "gloo over loopback, measured: all-gather of 8 bytes, all-reduce of 16 MiB, two processes"),
 }
 
+# One step of a ring: NCCL 2.19, src/graph/tuning.cc, hwLat of rings, protocol LL128. Without peer access a piece goes through
+# the host's memory, which takes longer: 0.1, 0.4 and 0.3 ms for an empty message among 2, 4 and 8 L4 (Mist, see below).
+NVLINK_HOP: Seconds = 1.9e-6
+HOST_HOP: Seconds = 50e-6
+NETWORK_HOP: Seconds = 4e-6
+
+# Bus bandwidths in 10^9 bytes per second by the devices of a group in a node: of a ring, of an all-reduce that the switch adds
+# up (NVLink SHARP), of an all-to-all. Where a PCIe bus was not measured, L4's share of the data sheet's rate is taken.
+NO_PEERS = "L4 without peer access, fitted by Mist (EuroSys 2025), gpu_gpu_comm_params of its benchmark/mist/tuned_configs"
+RATES: dict[str, tuple[Seconds, dict[str, dict[int, float]], str]] = {
+    "nvlink2": (
+        NVLINK_HOP,
+        {"ring": {2: 41, 4: 76, 8: 130}, "all_to_all": {2: 33, 4: 48, 8: 44}},
+        "DGX-1 cube mesh: all_reduce and all_to_all of microsoft/SuperScaler, branch Aceso, prim_gpt_13B_*.csv",
+    ),
+    "nvlink3": (
+        NVLINK_HOP,
+        {"ring": {8: 235}},
+        "nccl-tests on 8 A100, stas00/ml-engineering network/README.md; NCCL's own limit",
+    ),
+    "nvlink4": (
+        NVLINK_HOP,
+        {"ring": {8: 360}, "all_reduce": {2: 360, 3: 480}},
+        "nccl-tests on 8 H100: NVIDIA/nccl issue 1047 (ring), NVIDIA/nccl-tests issue 212 (all_reduce with NVLink SHARP)",
+    ),
+    "pcie3": (HOST_HOP, {"ring": {2: 1.6, 4: 2.25, 8: 2.5}}, f"half of PCIe 4: {NO_PEERS}"),
+    "pcie4": (HOST_HOP, {"ring": {2: 3.2, 4: 4.5, 8: 5.0}}, NO_PEERS),
+    "pcie5": (HOST_HOP, {"ring": {2: 6.4, 4: 9.0, 8: 10.0}}, f"twice PCIe 4: {NO_PEERS}"),
+    **{
+        name: (NETWORK_HOP, {}, "hop: NCCL 2.19, src/graph/tuning.cc")
+        for name in TABLE
+        if name.startswith(("ib-", "ethernet-"))
+    },
+}
+
+
+def _bus(name: str) -> Bus | None:
+    if name not in RATES:
+        return None
+    hop, rates, source = RATES[name]
+    scaled = {kind: {size: rate * 1e9 for size, rate in by_size.items()} for kind, by_size in rates.items()}
+    return Bus(hop=hop, source=source, **scaled)
+
+
 LINKS: dict[str, Link] = {
-    name: Link(name=name, latency=latency, bandwidth=bandwidth * 1e9, source=source)
+    name: Link(name=name, latency=latency, bandwidth=bandwidth * 1e9, source=source, bus=_bus(name))
     for name, (latency, bandwidth, source) in TABLE.items()
 }
 
@@ -42,29 +91,51 @@ LINKS: dict[str, Link] = {
 def connect(mesh: Mesh, device: Device) -> Mesh:
     """The mesh laid over nodes of `device.per_node` devices, the last axis innermost, with a link for every axis.
 
-        (2, 4) on nodes of 4: axis 1 lies inside a node, axis 0 between nodes
-        (2, 8) on nodes of 4: axis 1 is partly inside and gets the slower of the two links
+        (2, 4) on nodes of 4: axis 1 lies inside a node, axis 0 between nodes: each rank of its groups has a network card
+        (2, 8) on nodes of 4: the groups of axis 1 stand on two nodes each, and enter them through four cards
 
-    Ranks are numbered row-major and fill the nodes in order. An axis lies inside a node if its groups do: if the product of its
-    size and those of the axes inside it divides the node, or the whole mesh fits into one. An axis that leaves the node
-    gets the outer link, whose bandwidth is counted per device: groups that use it at the same time do not share it.
-    Links that the mesh already has are kept. Raises MeshError if the device names a link that is not in the catalog.
+    Ranks are numbered row-major and fill the nodes in order. Links of the catalog get lines for the groups of each axis, by the
+    nodes that these span (`collectives.nccl`); those that NCCL does not drive are taken as they are, the slower one for an axis
+    that is partly inside a node. Links that the mesh already has are kept, and those that a device was measured with.
+    Raises MeshError if the device names a link that is not in the catalog.
     """
     if mesh.links:
         return dataclasses.replace(mesh, device=device)
     if device.links:
         return dataclasses.replace(mesh, links=tuple(_measured(size, device) for size in mesh.sizes), device=device)
     inner, outer = _link(device.inner, device), _link(device.outer, device)
-    slower = max(inner, outer, key=lambda link: (1 / link.bandwidth, link.latency))
-    links, span = [], 1
-    for size in reversed(mesh.sizes):
-        starts_inside = _inside(span, mesh, device) and span < device.per_node
-        span *= size
-        if _inside(span, mesh, device):
-            links.append(inner)
-        else:
-            links.append(slower if starts_inside else outer)
-    return dataclasses.replace(mesh, links=tuple(reversed(links)), device=device)
+    links = tuple(_of_groups(group, inner, outer) for group in groups(mesh, device.per_node))
+    return dataclasses.replace(mesh, links=links, device=device)
+
+
+def groups(mesh: Mesh, per_node: int) -> Iterator[Group]:
+    """Where the groups of every axis stand.
+
+    >>> [(group.nodes, group.local) for group in groups(Mesh.of((4, 2, 4)), 8)]
+    [(4, 1), (1, 2), (1, 4)]
+    """
+    for axis, size in enumerate(mesh.sizes):
+        stride = math.prod(mesh.sizes[axis + 1 :])
+        span = stride * size
+        if mesh.size <= per_node or per_node % span == 0:
+            yield Group(ranks=size, nodes=1, local=size)
+        elif per_node % stride == 0 and span % per_node == 0:
+            yield Group(ranks=size, nodes=span // per_node, local=per_node // stride)
+        else:  # unevenly: some node has one rank only
+            yield Group(ranks=size, nodes=min(size, -(-(span - stride) // per_node) + 1), local=1)
+
+
+def _of_groups(group: Group, inner: Link, outer: Link) -> Link:
+    """The link of an axis whose groups stand so."""
+    within = group.nodes == 1
+    if inner.bus is None or outer.bus is None:
+        slower = max(inner, outer, key=lambda link: (1 / link.bandwidth, link.latency))
+        return inner if within else slower if group.nodes < group.ranks else outer
+    if group.ranks == 1:
+        return inner if within else outer
+    used = {inner.name: inner.bus.source} if group.local > 1 else {}
+    used |= {} if within else {outer.name: f"{outer.source}, less 5% with every doubling of nodes"}
+    return Link.of_lines("+".join(used), group.ranks, nccl(group, inner, outer), "; ".join(used.values()))
 
 
 def _measured(size: int, device: Device) -> Link:
@@ -76,11 +147,6 @@ def _measured(size: int, device: Device) -> Link:
             fix="measure again with a number of processes that the group's size divides",
         )
     return device.links.get(size) or next(iter(device.links.values()))
-
-
-def _inside(span: int, mesh: Mesh, device: Device) -> bool:
-    """Whether every group of `span` consecutive devices stands in one node."""
-    return device.per_node % span == 0 or mesh.size <= device.per_node
 
 
 def host_seconds(bytes_moved: float, device: Device) -> Seconds:

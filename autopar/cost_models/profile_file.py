@@ -99,11 +99,8 @@ def _pairs(data: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, fl
 
 
 def measured_link(size: int, lines: Mapping[str, tuple[Seconds, Seconds]], source: str) -> Link:
-    """The link of groups of this size; its latency and bandwidth, for people, are those of the all-gather."""
+    """The link of groups of this size."""
     for kind, (empty, per_byte) in lines.items():
         positive(f"a measured {kind}'s", {"time of no bytes": empty}, zero=True)
         positive(f"a measured {kind}'s", {"time per byte": per_byte})
-    empty, per_byte = lines["all_gather"]
-    return Link(
-        name=f"measured, groups of {size}", latency=empty, bandwidth=(size - 1) / size / per_byte, source=source, lines=lines
-    )
+    return Link.of_lines(f"measured, groups of {size}", size, lines, source)

@@ -15,6 +15,21 @@ Bytes = int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bus:
+    """What NCCL's collectives reach over a link: the coefficients of `autopar.cost_models.collectives.nccl`.
+
+    A rate is a *bus bandwidth* as nccl-tests prints it: bytes per second that each device sends, by the devices of a group in
+    one node. Sizes that are not listed have the rate of the next smaller one. A network has none: it is driven by its cards.
+    """
+
+    hop: Seconds  # from one device of a ring to the next
+    ring: Mapping[int, float] = field(default_factory=dict)
+    all_reduce: Mapping[int, float] = field(default_factory=dict)  # where the switch adds up; empty: as in a ring
+    all_to_all: Mapping[int, float] = field(default_factory=dict)  # empty: as in a ring
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """What connects the devices of one mesh axis."""
 
@@ -22,9 +37,16 @@ class Link:
     latency: Seconds  # per message
     bandwidth: float  # bytes per second that one device sends, one direction
     source: str  # "NVLink 4, H100 SXM data sheet, 2023"
-    # Where it was measured: kind of collective -> seconds of an empty message, and per byte of the larger buffer. They count,
-    # not the above. A line, so that the price of a message is that of its parts and one latency.
+    # Where it is known for its groups: kind of collective -> seconds of an empty message, and per byte of the larger buffer.
+    # They count, not the above. A line, so that the price of a message is that of its parts and one latency.
     lines: Mapping[str, tuple[Seconds, Seconds]] = field(default_factory=dict)
+    bus: Bus | None = None  # what NCCL reaches over it, from which `autopar.cost_models.links.connect` makes such lines
+
+    @staticmethod
+    def of_lines(name: str, ranks: int, lines: Mapping[str, tuple[Seconds, Seconds]], source: str) -> Link:
+        """A link with a line per kind of collective; its latency and bandwidth, for people, are those of the all-gather."""
+        empty, per_byte = lines["all_gather"]
+        return Link(name=name, latency=empty, bandwidth=(ranks - 1) / ranks / per_byte, source=source, lines=lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

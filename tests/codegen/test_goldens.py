@@ -80,11 +80,11 @@ def test_a_gathered_weight_is_named_after_the_weight() -> None:
     found = re.search(r"transformer_h_0_mlp_c_fc_weight_gathered = (bucket_\d+)\[(\d+)\]", text)
     assert found
     bucket, index = found[1], int(found[2])
-    started = re.search(rf"{bucket}_pending = all_gather__reduce_scatter_start\(\s*\[(.*?)\], tp\)", text)
+    started = re.search(rf"{bucket}_pending = all_gather__reduce_scatter_start\(\s*\[(.*?)\], dp\)", text)
     assert started
     assert started[1].strip().split(", ").index("transformer_h_0_mlp_c_fc_weight") == index
     waited = re.search(
-        rf"{bucket} = all_gather__reduce_scatter_wait\(\s*{bucket}_pending, tp, splits = (\[.*?\]), "
+        rf"{bucket} = all_gather__reduce_scatter_wait\(\s*{bucket}_pending, dp, splits = (\[.*?\]), "
         r"rematerializer = rematerializer\)",
         text,
     )

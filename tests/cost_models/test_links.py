@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter, defaultdict
 
 import pytest
 
 from autopar.cost_models.catalog import DEVICES, cpu
-from autopar.cost_models.links import LINKS, connect
+from autopar.cost_models.links import LINKS, connect, groups
 from autopar.errors import MeshError
 from autopar.ir.mesh import Device, Link, Mesh
 
@@ -42,7 +43,8 @@ def test_newer_generations_are_faster() -> None:
         ((2, 4), 4, ["ib-ndr", "nvlink4"]),  # the inner axis fills a node
         ((8, 16, 8), 8, ["ib-ndr", "ib-ndr", "nvlink4"]),
         ((2, 2, 2), 4, ["ib-ndr", "nvlink4", "nvlink4"]),
-        ((2, 8), 4, ["ib-ndr", "ib-ndr"]),  # the inner axis is partly inside
+        ((2, 8), 4, ["ib-ndr", "nvlink4+ib-ndr"]),  # the inner axis is partly inside
+        ((16,), 8, ["nvlink4+ib-ndr"]),
         ((3,), 8, ["nvlink4"]),  # a mesh smaller than the node
         ((4, 3), 8, ["ib-ndr", "ib-ndr"]),  # groups of three straddle nodes of eight
         ((1, 8), 8, ["nvlink4", "nvlink4"]),
@@ -52,9 +54,44 @@ def test_the_last_axis_is_innermost(sizes: tuple[int, ...], per_node: int, expec
     assert names(sizes, node(per_node)) == expected
 
 
-def test_an_axis_partly_inside_a_node_gets_the_slower_link() -> None:
-    assert names((2, 8), node(4, inner="pcie3", outer="ib-ndr")) == ["ib-ndr", "pcie3"]
-    assert names((2, 8), node(4, inner="nvlink4", outer="ib-ndr")) == ["ib-ndr", "ib-ndr"]
+@pytest.mark.parametrize(
+    ("sizes", "per_node", "expected"),
+    [
+        ((2, 4), 8, [(1, 2), (1, 4)]),
+        ((2, 8), 8, [(2, 1), (1, 8)]),
+        ((16,), 8, [(2, 8)]),
+        ((4, 4), 8, [(2, 2), (1, 4)]),  # four groups leave a node of eight at the same time: two cards each
+        ((2, 2, 4), 4, [(2, 1), (2, 1), (1, 4)]),
+        ((4, 3), 8, [(3, 1), (2, 1)]),  # groups of three straddle nodes of eight
+        ((1, 16), 8, [(1, 1), (2, 8)]),
+    ],
+)
+def test_groups_stand_on_so_many_nodes_with_so_many_ranks_on_each(
+    sizes: tuple[int, ...], per_node: int, expected: list[tuple[int, int]]
+) -> None:
+    mesh = Mesh.of(sizes)
+    found = list(groups(mesh, per_node))
+    assert [(group.nodes, group.local) for group in found] == expected
+    for axis, group in enumerate(found):
+        counted = [Counter(rank // per_node for rank in ranks).values() for ranks in _ranks(mesh, axis)]
+        assert group.nodes >= max(map(len, counted))
+        assert group.local == min(min(count) for count in counted) or group.nodes == 1
+
+
+def _ranks(mesh: Mesh, axis: int) -> list[list[int]]:
+    """The ranks of every group of an axis, counted one by one."""
+    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank in range(mesh.size):
+        where = list(mesh.coordinates(rank))
+        where[axis] = 0
+        found[tuple(where)].append(rank)
+    return list(found.values())
+
+
+def test_links_that_nccl_does_not_drive_keep_their_own_latency_and_bandwidth() -> None:
+    device = node(4, inner="gloo", outer="ethernet-25g")
+    assert connect(Mesh.of((2, 4)), device).links == (LINKS["ethernet-25g"], LINKS["gloo"])
+    assert connect(Mesh.of((2, 8)), device).links == (LINKS["ethernet-25g"], LINKS["gloo"]), "partly inside: the slower one"
 
 
 def test_processes_of_one_machine_talk_over_loopback() -> None:

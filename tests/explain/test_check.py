@@ -312,7 +312,10 @@ def test_a_worsened_planner_fails_our_check_and_the_message_says_what_why_and_by
 def test_a_slower_link_fails_our_check_even_where_no_layout_changes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(links.LINKS, "nvlink2", replace(links.LINKS["nvlink2"], bandwidth=links.LINKS["nvlink2"].bandwidth / 2))
+    link = links.LINKS["nvlink2"]
+    assert link.bus
+    slower = replace(link.bus, ring={size: rate / 2 for size, rate in link.bus.ring.items()})
+    monkeypatch.setitem(links.LINKS, "nvlink2", replace(link, bus=slower))
     assert main(["--check", str(OURS / "gpt2-8-v100.json")]) == 1
     out = capsys.readouterr().out
     assert out.startswith("WORSE   models.py:gpt2 on axis0=8 of v100-32gb: step time ")
