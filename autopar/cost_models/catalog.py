@@ -1,4 +1,4 @@
-"""The device catalog: what one accelerator can do, from its maker's data sheet.
+"""The device catalog: what one accelerator can do, from its maker's data sheet, and what kernels reach of it.
 
 Peaks count a multiply and an add as two operations, without structured sparsity, as torch uses the device by default:
 
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from autopar.cost_models.kernel_rates import reached
 from autopar.cost_models.links import LINKS
 from autopar.cost_models.profile_file import load
 from autopar.errors import MeshError
@@ -101,7 +102,7 @@ ENTRIES = {
     ),
 }  # fmt: skip
 
-DEVICES: dict[str, Device] = {name: dataclasses.replace(entry, name=name) for name, entry in ENTRIES.items()}
+DEVICES: dict[str, Device] = {name: reached(dataclasses.replace(entry, name=name)) for name, entry in ENTRIES.items()}
 
 # Words in a device's name that say it is not the board in the catalog: other clocks, cores or links.
 VARIANTS = frozenset({"pcie", "nvl", "ti", "super", "laptop", "mobile", "max"})

@@ -103,10 +103,10 @@ NVLINK, NETWORK = link(450), link(25, 14.0)
 
 
 def mesh(sizes: tuple[int, ...], *links: Link, device: str | Device = "h100") -> Mesh:
-    """A mesh of catalog devices; one link serves all axes, none the network."""
+    """A mesh of catalog devices at their peaks; one link serves all axes, none the network."""
     links = links or (NETWORK,)
     made = replace(Mesh.of(sizes), links=links * len(sizes) if len(links) == 1 else links)
-    return replace(made, device=catalog.device(device, processes=math.prod(sizes)))
+    return replace(made, device=catalog.device(device, processes=math.prod(sizes)).at_peak())
 
 
 def plan(captured: Captured, on: Mesh, **options: object) -> Plan:
