@@ -7,7 +7,7 @@ again until the simulation fits.
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -17,11 +17,12 @@ from autopar.formulation.formulate import PlanningProblem
 from autopar.formulation.memory_model import MemoryModel
 from autopar.ir.mesh import Bytes
 from autopar.solver.highs import SolverError
+from autopar.solver.lazy_rows import Excess
 from autopar.solver.least_memory import least_memory
-from autopar.solver.price_ladder import PriceLadder
 from autopar.solver.problem import Floats, Row, Solution, row_bytes
+from autopar.solver.search import Outcome
 from autopar.solver.settings import DEFAULTS, SearchSettings
-from autopar.solver.solve import Outcome, solve
+from autopar.solver.solve import Solver, solve
 
 _LEAST: MutableMapping[MemoryModel, Solution] = WeakKeyDictionary()  # of least memory: the search and its errors need it
 
@@ -32,59 +33,52 @@ def within(
     limit: Bytes,
     *,
     cutoff: float = math.inf,
-    ladder: PriceLadder | None = None,
     settings: SearchSettings = DEFAULTS,
 ) -> Solution | None:
-    """The cheapest solution whose walk stays within `limit` bytes per device; None if there is none below `cutoff` seconds.
+    """The cheapest solution whose walk stays within `limit` bytes per device: see `BudgetLoop.within`."""
+    return BudgetLoop(formulated, memory_model, settings).within(limit, cutoff=cutoff)
 
-    With a `ladder` (see `price_ladder`) relaxations with a price on peak memory are searched first. Raises SolverError where
-    HiGHS fails or a limit of the settings leaves no answer.
+
+class BudgetLoop:
+    """A problem that is solved within one limit after the other; they fall, so that each starts from what is known of the last.
+
+    Args:
+        formulated: the problem.
+        memory_model: its memory.
+        settings: of the search.
     """
-    found = _within(formulated, memory_model, limit, cutoff=cutoff, ladder=ladder, settings=settings)
-    if found.solution is not None or not settings.branch_whole or cutoff < math.inf:
-        return found.solution  # the solution of least memory is hardly ever below a cutoff
-    least = smallest(formulated, memory_model, settings=settings)
-    if least is None or memory_model.walk(least).max() > limit:
-        return None
-    return least.bounded(found.bound, settings.equal_price)
 
+    def __init__(self, formulated: PlanningProblem, memory_model: MemoryModel, settings: SearchSettings = DEFAULTS) -> None:
+        self._formulated, self._memory_model, self._settings = formulated, memory_model, settings
+        self._solver = Solver(formulated.problem, settings)
+        self._rows: dict[int, Row] = {}  # of the moments that exceeded a limit
 
-def _within(
-    formulated: PlanningProblem,
-    memory_model: MemoryModel,
-    limit: float,
-    *,
-    cutoff: float,
-    settings: SearchSettings,
-    ladder: PriceLadder | None = None,
-) -> Outcome:
-    """The cheapest solution within a limit that the search near the relaxation finds, with a lower bound on every solution."""
-    tightened_by: dict[int, float] = {}  # by how many bytes the row of each moment is tightened
+    def within(self, limit: Bytes, *, cutoff: float = math.inf) -> Solution | None:
+        """The cheapest solution whose walk stays within `limit` bytes per device; None if there is none below `cutoff` seconds.
 
-    def judge(solution: Solution, final: bool) -> list[Row]:
-        alive = memory_model.walk(solution)
-        fresh = [moment for moment in _peaks(alive, limit, settings) if moment not in tightened_by]
-        tightened_by.update(dict.fromkeys(fresh, 0.0))
-        if final and not fresh and alive.max() > limit:
-            # The moment has a row, which counts less than the simulation: tighten it by part of the excess, doubled each time.
-            fresh = [int(alive.argmax())]
-            excess = float(alive.max()) - limit
-            tightened = (2 * tightened_by[fresh[0]], settings.tighten_first * excess, settings.tighten_least * limit)
-            tightened_by[fresh[0]] = max(tightened)
-        return [memory_model.row(moment, float(limit), tightened_by[moment]) for moment in fresh]
+        Raises SolverError where HiGHS fails or a limit of the settings leaves no answer.
+        """
+        memory_model, settings = self._memory_model, self._settings
+        found = self.near(limit, cutoff)
+        if found.solution is not None or not settings.branch_whole or cutoff < math.inf:
+            return found.solution  # the solution of least memory is hardly ever below a cutoff
+        least = smallest(self._formulated, memory_model, settings=settings)
+        if least is None or memory_model.walk(least).max() > limit:
+            return None
+        return least.bounded(found.bound, settings.equal_price)
 
-    return solve(formulated.problem, judge, cutoff=cutoff, ladder=ladder, settings=settings)
+    def near(self, limit: float, cutoff: float) -> Outcome:
+        """The cheapest solution within a limit that the search near the relaxation finds, with a lower bound on every one."""
 
+        def judge(solution: Solution) -> Iterator[Excess]:
+            alive = self._memory_model.walk(solution)
+            for moment in _peaks(alive, limit, self._settings):
+                if moment not in self._rows:
+                    self._rows[moment] = self._memory_model.row(moment, limit)
+                yield Excess(row=replace(self._rows[moment], limit=limit), bytes=float(alive[moment]) - limit)
 
-def price_ladder(formulated: PlanningProblem, memory_model: MemoryModel, settings: SearchSettings = DEFAULTS) -> PriceLadder:
-    """The price ladder of a problem, for a series of limits that share its rungs."""
-
-    def peak_rows(solution: Solution) -> tuple[float, list[Row]]:
-        alive = memory_model.walk(solution)
-        peak = float(alive.max())
-        return peak, [memory_model.row(moment, peak) for moment in _peaks(alive, 0.0, settings)[:1]]
-
-    return PriceLadder(formulated.problem, peak_rows, settings)
+        known = [replace(row, limit=limit) for row in self._rows.values()]
+        return self._solver.solve(judge, known, cutoff=cutoff)
 
 
 def _peaks(alive: Floats, limit: float, settings: SearchSettings) -> list[int]:
@@ -105,12 +99,12 @@ def smallest(formulated: PlanningProblem, memory_model: MemoryModel, *, settings
     if memory_model in _LEAST:
         return _LEAST[memory_model]
     least = better = _least(formulated, memory_model, settings)
+    loop = BudgetLoop(formulated, memory_model, replace(settings, rens_nodes=0))
     while better is not None:
         least = better
         limit = math.floor((1 - settings.least_memory_step) * memory_model.walk(least).max())
-        cutoff = settings.unlikely_price * least.seconds
         try:
-            better = _within(formulated, memory_model, limit, cutoff=cutoff, settings=replace(settings, rens_nodes=0)).solution
+            better = loop.near(limit, settings.unlikely_price * least.seconds).solution
         except SolverError:
             better = None
     if least is not None:

@@ -13,7 +13,7 @@ from autopar.analysis.analysis import Analysis, analyse
 from autopar.cost_models import optimizers
 from autopar.cost_models.optimizers import Optimizer
 from autopar.errors import AutoparError, BudgetError, ConstraintError
-from autopar.formulation.budget_loop import price_ladder, smallest, within
+from autopar.formulation.budget_loop import BudgetLoop, smallest, within
 from autopar.formulation.formulate import PlanningProblem, assignment, formulate
 from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.step_time import step_time
@@ -83,15 +83,16 @@ def solved(
 def solved_within(
     analysis: Analysis, mesh: Mesh, options: Options, limits: Sequence[Bytes], *, settings: SearchSettings = DEFAULTS
 ) -> Iterator[tuple[Bytes, Optimized]]:
-    """The solutions within one limit after the other, where there are any: one formulation, and one ladder of prices.
+    """The solutions within one limit after the other, where there are any: one formulation, and one relaxation that
+    stays warm.
 
-    The ladder is climbed least if limits fall. Raises as `solved` does, but for limits that nothing fits into.
+    The limits fall. Raises as `solved` does, but for limits that nothing fits into.
     """
     optimizer = optimizers.optimizer(options.optimizer)
     memory_model = _formulated(analysis, mesh, optimizer, options)
-    ladder = price_ladder(memory_model.formulated, memory_model, settings)
+    loop = BudgetLoop(memory_model.formulated, memory_model, settings)
     for limit in limits:
-        solution = within(memory_model.formulated, memory_model, limit, ladder=ladder, settings=settings)
+        solution = loop.within(limit)
         if solution is not None:
             found = Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer)
             yield limit, _beside_strategies(found, options, limit, settings)
@@ -101,10 +102,10 @@ def _beside_strategies(best: Optimized, options: Options, limit: Bytes, settings
     """The better of a solution and, where it is far from its bound, of the named strategies and the unconstrained layouts."""
     if options.strategy != "auto":
         return best
-    analysis, far = best.formulated.analysis, _gap(best) > settings.strategies_gap
-    best = _with_free_layouts(best, limit, settings) if far else best
+    analysis, gap = best.formulated.analysis, _gap(best)
+    best = _with_free_layouts(best, limit, settings) if gap > settings.free_layouts_gap else best
     shared = (ONCE,) if analysis.step.loop else ()  # micro-batches that share weights are a program of their own
-    return _best_named(best, analysis, options, limit, NAMED if far else shared, settings)
+    return _best_named(best, analysis, options, limit, NAMED if gap > settings.strategies_gap else shared, settings)
 
 
 def _gap(found: Optimized) -> float:

@@ -12,7 +12,7 @@ from autopar.solver import highs
 from autopar.solver.highs import Meaning, SolverError, SolverResult
 from autopar.solver.integer_program import IntegerProgram
 from autopar.solver.matrix import MICROSECONDS
-from autopar.solver.problem import Ints
+from autopar.solver.problem import Bools, Ints
 from autopar.solver.relaxation import fractional, picks_of
 from autopar.solver.settings import SearchSettings
 
@@ -41,7 +41,7 @@ def branch(
 
     Raises SolverError if no solution is found in `settings.branch_nodes` nodes.
     """
-    found = _branch(program, settings, settings.branch_nodes, integer_arcs=integer_arcs, zeros=(), start=start)
+    found = _branch(program, settings, settings.branch_nodes, program.integers(arcs=integer_arcs), start=start)
     if found.result is None and not found.complete:
         fix = "a coarser mesh, or fewer constraints"
         raise SolverError(f"no plan was found in {settings.branch_nodes} branch-and-bound nodes", fix=fix)
@@ -58,7 +58,7 @@ def branch_open_choices(program: IntegerProgram, relaxed: SolverResult, settings
         for first, picks in picks_of(program, relaxed.values)
         if not fractional(picks, settings.integrality).any()
     ]
-    found = _branch(program, settings, settings.branch_nodes, integer_arcs=True, zeros=zeros).result
+    found = _branch(program, settings, settings.branch_nodes, program.integers(arcs=True), zeros=zeros).result
     return None if found is None else replace(found, bound=relaxed.bound)
 
 
@@ -68,26 +68,37 @@ def rens(
     """The best solution of the candidates and arcs that the relaxation, or a `known` solution, uses at all.
 
     Relaxation enforced neighbourhood search: T. Berthold, "RENS: the optimal rounding", Mathematical Programming Computation
-    6 (2014). None if no solution is found in `settings.rens_nodes` nodes. Its bound is the relaxation's.
+    6 (2014). A program of at most `settings.small_program` columns is searched wholly, which raises the bound too. None if no
+    solution is found in `settings.rens_nodes` nodes.
     """
-    unused = relaxed.values <= settings.integrality
+    small = program.matrix.columns <= settings.small_program
+    unused = (relaxed.values <= settings.integrality) & (not small)
     if known is not None:
         unused &= known.values <= settings.integrality
-    zeros = [np.flatnonzero(unused & program.integers(arcs=True))]
-    found = _branch(program, settings, settings.rens_nodes, integer_arcs=True, zeros=zeros, start=known).result
-    return None if found is None else replace(found, bound=relaxed.bound)
+    integers = program.integers(arcs=True)
+    zeros = [np.flatnonzero(unused & integers)]
+    found = _branch(program, settings, settings.rens_nodes, integers, zeros=zeros, start=known).result
+    return found and replace(found, bound=max(relaxed.bound, found.bound) if small else relaxed.bound)
+
+
+def branch_members(program: IntegerProgram, settings: SearchSettings) -> SolverResult | None:
+    """The best whole numbers of members that recompute, convert again or offload, in a program of one candidate per choice.
+
+    None if no solution is found in `settings.member_nodes` nodes.
+    """
+    return _branch(program, settings, settings.member_nodes, program.members()).result
 
 
 def _branch(
     program: IntegerProgram,
     settings: SearchSettings,
     nodes: int,
+    integers: Bools,
     *,
-    integer_arcs: bool,
-    zeros: Sequence[Ints],
+    zeros: Sequence[Ints] = (),
     start: SolverResult | None = None,
 ) -> Branched:
-    """Branch with the columns `zeros` fixed to 0."""
+    """Branch on the columns `integers` with the columns `zeros` fixed to 0."""
     solver = highs.load(program.block())
     fixed = np.concatenate([np.zeros(0, np.int64), *zeros]).astype(np.int32)
     solver.changeColsBounds(len(fixed), fixed, np.zeros(len(fixed)), np.zeros(len(fixed)))
@@ -95,7 +106,7 @@ def _branch(
         solution = highspy.HighsSolution()
         solution.col_value = start.values.tolist()
         solver.setSolution(solution)
-    integer = np.flatnonzero(program.integers(arcs=integer_arcs)).astype(np.int32)
+    integer = np.flatnonzero(integers).astype(np.int32)
     solver.changeColsIntegrality(len(integer), integer, np.full(len(integer), INTEGER))
     solver.setOptionValue("mip_max_nodes", nodes)
     solver.setOptionValue("mip_rel_gap", settings.gap)

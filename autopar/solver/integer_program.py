@@ -36,12 +36,13 @@ members in the matrix.
 sum of reruns; `recomputed` is what reruns produce, what is converted again into that layout, and what comes back in it from the
 host. `busy` is what a region computes and waits for, `link` what it sends over a link, linear in all of the above; there are
 none where messages do not overlap with computing. (recompute), (tree), (keep), (step) and (budget) join with the first memory
-row: without one they only cost. Shares are not integers: rounded up when the solution is read, they cost less than a member,
-where branching takes minutes.
+row: without one they only cost. Shares are integers only where picks and routes are fixed (`members`): branched on together
+with the picks they take minutes.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -83,7 +84,6 @@ class IntegerProgram:
         self.problem, self.columns, self.matrix = problem, Columns(), Matrix()
         self._per_second = MICROSECONDS
         self._peak: tuple[int, float] | None = None  # the column of the peak, and its unit in bytes
-        self._peak_cost = np.zeros(1)
         self._memory_rows: dict[str, tuple[int, float]] = {}  # by name: the place of the block, and its unit in bytes
         for choice in problem.choices:  # (one)
             number, first = len(choice.seconds), self._add_columns(choice.seconds, integer=True)
@@ -157,6 +157,18 @@ class IntegerProgram:
         add_recomputed(self.problem, columns.regions, columns, self.matrix)
         return [self.matrix.change_upper(region.idle, np.inf) for region in columns.regions]
 
+    def reconvert_together(self) -> None:
+        """Where all arcs of the problem are used: reconvert the same share of each edge that shares a message."""
+        for fixed_charge in self.problem.fixed_charges:
+            parts = [
+                (self.columns.reconvert[trigger.edge] + np.flatnonzero(trigger.arcs), self.problem.edges[trigger.edge].count)
+                for trigger in fixed_charge.triggers
+                if trigger.consumers is None and trigger.arcs.any() and trigger.edge in self.columns.reconvert
+            ]
+            for (first, many), (other, number) in itertools.pairwise(parts):
+                shares = np.append(np.full(len(first), 1.0 / many), np.full(len(other), -1.0 / number))
+                self.matrix.add_row(np.append(first, other), shares, 0.0, 0.0)
+
     def _members_of(self, seconds: Floats, count: int, whole: int) -> int:
         """(recompute): columns that count members, at most `count` where the column `whole` is 1."""
         finite = np.isfinite(seconds)
@@ -217,20 +229,6 @@ class IntegerProgram:
         upper = ((0.0 if self._peak else row.limit) - row.constant) / scale
         return RowBound(row=self.matrix.change_upper(place, upper), upper=upper)
 
-    def add_peak(self, scale: float) -> int:
-        """From now on memory rows bound the peak, a column in units of `scale` bytes, and not their limits; returns the column.
-
-        It costs nothing until `price_peak`.
-        """
-        self._peak = self.matrix.add_columns(self._peak_cost), scale
-        return self._peak[0]
-
-    def price_peak(self, seconds: float) -> tuple[int, float]:
-        """Charge so many seconds per byte of the peak; returns its column and the cost of that."""
-        assert self._peak is not None, "there is a peak"
-        self._peak_cost[0] = seconds * self._peak[1] * MICROSECONDS
-        return self._peak[0], float(self._peak_cost[0])
-
     def minimise_peak(self, scale: float, seconds: float, settings: SearchSettings) -> int:
         """Minimise the most bytes of any row, in units of `scale`, and to a small part the time in units of `seconds`.
 
@@ -252,6 +250,16 @@ class IntegerProgram:
         if arcs:
             for first, edge in zip(self.columns.use, self.problem.edges, strict=True):
                 found[first : first + len(edge.seconds)] = True
+        return found
+
+    def members(self) -> Bools:
+        """Which columns count members: what is recomputed, converted again or offloaded."""
+        problem, found = self.problem, np.zeros(self.matrix.columns, bool)
+        blocks = [(first, len(problem.choices[choice].seconds)) for choice, first in self.columns.rerun.items()]
+        blocks += [(first, len(problem.edges[edge].seconds)) for edge, first in self.columns.reconvert.items()]
+        blocks += [(first, len(layouts)) for first, layouts in self.columns.offload.values()]
+        for first, number in blocks:
+            found[first : first + number] = True
         return found
 
     def costs(self) -> Floats:

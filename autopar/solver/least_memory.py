@@ -37,8 +37,9 @@ def least_memory(
     scale, _ = judge(first, {})
     best, least, reduced_costs = first, scale, relaxation.reduced_costs()
     widths = [share * relaxed.bound for share in settings.lean_windows]
-    windows = [window(presolved.problem, *reduced_costs, width, settings.largest_window) for width in widths]
-    for part in (*(part for part in windows if part is not None), whole_problem(presolved.problem)):
+    whole = whole_problem(presolved.problem)
+    windows = [window(whole, *reduced_costs, width, settings.largest_window) for width in widths]
+    for part in (*(part for part in windows if part is not None), whole):
         best, least = _least_in(part, presolved, judge, (best, least), (scale, first.seconds), settings)
     return best, least
 

@@ -55,6 +55,12 @@ class Window:
         return replace(kept, bytes=kept.bytes[nodes], storages=_first(kept.storage(nodes)))
 
 
+def only(problem: Problem, solution: Solution) -> Window:
+    """What a solution uses: one candidate of each choice, and its routes."""
+    used = [np.isin(np.arange(len(edge.seconds)), arcs) for edge, arcs in zip(problem.edges, solution.arcs, strict=True)]
+    return _selected(problem, [np.array([pick]) for pick in solution.picks], used)
+
+
 def whole_problem(problem: Problem) -> Window:
     """The window that leaves nothing out."""
     return Window(
@@ -65,10 +71,8 @@ def whole_problem(problem: Problem) -> Window:
     )
 
 
-def window(
-    problem: Problem, candidates: Sequence[Floats], arcs: Sequence[Floats], width: float, largest: float
-) -> Window | None:
-    """The part of a problem in which reduced costs (candidates by choice, arcs by edge) are at most `width` seconds.
+def window(outer: Window, candidates: Sequence[Floats], arcs: Sequence[Floats], width: float, largest: float) -> Window | None:
+    """The part of a window in which reduced costs (candidates by choice, arcs by edge) are at most `width` seconds.
 
     None if that is more than the share `largest` of all columns.
     """
@@ -77,6 +81,17 @@ def window(
     used = [costs <= width for costs in arcs]
     if sum(map(len, picks)) + sum(int(mask.sum()) for mask in used) > largest * total:
         return None
+    inner = _selected(outer.problem, picks, used)
+    return Window(
+        problem=inner.problem,
+        picks=[before[left] for before, left in zip(outer.picks, inner.picks, strict=True)],
+        arcs=[before[left] for before, left in zip(outer.arcs, inner.arcs, strict=True)],
+        nodes=[before[left] for before, left in zip(outer.nodes, inner.nodes, strict=True)],
+    )
+
+
+def _selected(problem: Problem, picks: Sequence[Ints], used: Sequence[Bools]) -> Window:
+    """The part of a problem with these candidates and arcs, and the layouts at their ends."""
     parts = [_part(edge, picks, mask) for edge, mask in zip(problem.edges, used, strict=True)]
     left = [kept for _, kept, _ in parts]
     smaller = Problem(

@@ -39,7 +39,14 @@ class Relaxation:
         self.bounds_memory = False
         self._per_row = 0.0 if quick else settings.improving_iterations_per_row
         self._solved = False  # with the rows that there are now
-        self._load()
+        self._loaded: highspy.Highs | None = None
+
+    @property
+    def _highs(self) -> highspy.Highs:
+        """The program in HiGHS, where it is loaded when it is solved first."""
+        if self._loaded is None:
+            self._loaded = highs.load(self.program.block())
+        return self._loaded
 
     def add_fixed_charges(self) -> None:
         """Solve without fixed charges, then add them: from that optimum the one with them is near, from nothing it is far."""
@@ -58,40 +65,33 @@ class Relaxation:
         columns, first_row = matrix.columns, matrix.rows
         if first:
             self.bounds_memory = True
-            for idle in self.program.add_recomputation():
-                self._highs.changeRowBounds(idle, -highspy.kHighsInf, highspy.kHighsInf)
+            idle = self.program.add_recomputation()
+            if self._loaded is not None:
+                for place in idle:
+                    self._loaded.changeRowBounds(place, -highspy.kHighsInf, highspy.kHighsInf)
         for row in rows:
             tightened = self.program.tighten(row)
             if tightened is None:
                 self.program.add_memory_row(row)
-            else:
+            elif self._loaded is not None:
                 self._highs.changeRowBounds(tightened.row, -highspy.kHighsInf, tightened.upper)
         if matrix.rows > first_row:
             self._solved = False
             small = matrix.rows < self.settings.warm_start_rows
             large = matrix.rows > self.settings.presolve_again_rows
-            if small if first else large:
-                self._load()
+            if self._loaded is None or (small if first else large):
+                self._loaded = None
             else:
                 highs.append(self._highs, self.program.block(columns, first_row))
 
-    def price_peak(self, seconds: float) -> None:
-        """Charge so many seconds per byte of the peak (`IntegerProgram.add_peak`)."""
-        self._highs.changeColCost(*self.program.price_peak(seconds))
-
-    def _load(self) -> None:
-        self._highs = highs.load(self.program.block())
-
-    def relax(self, cutoff: float = math.inf, *, improving: bool = False, iterations: int | None = None) -> Relaxed:
+    def relax(self, cutoff: float = math.inf, *, improving: bool = False) -> Relaxed:
         """Solve, below `cutoff` (in seconds, or in the program's unit when it minimises memory).
-
-        After `iterations`, if they are limited, there is no result.
 
         With a finite cutoff, or `improving`, a solution is known already: then iterations are limited, and there may be no
         result although there is a solution. Raises SolverError where HiGHS fails, and at `relaxation_iterations`.
         """
-        improving = improving or cutoff < math.inf or iterations is not None
-        limit = self._iterations(improving) if iterations is None else iterations
+        improving = improving or cutoff < math.inf
+        limit = self._iterations(improving)
         self._highs.setOptionValue("objective_bound", cutoff * MICROSECONDS)
         self._highs.setOptionValue("simplex_iteration_limit", highspy.kHighsIInf if limit is None else limit)
         meaning = highs.run(self._highs)
@@ -169,11 +169,7 @@ def picks_of(program: IntegerProgram, values: Floats) -> Iterator[tuple[int, Flo
 
 def fractional_recomputation(program: IntegerProgram, result: SolverResult, tolerance: float) -> bool:
     """Whether a part of a member is recomputed, converted again or offloaded."""
-    problem, columns = program.problem, program.columns
-    blocks = [(first, len(problem.choices[choice].seconds)) for choice, first in columns.rerun.items()]
-    blocks += [(first, len(problem.edges[edge].seconds)) for edge, first in columns.reconvert.items()]
-    blocks += [(first, len(layouts)) for first, layouts in columns.offload.values()]
-    return any(bool(fractional(result.values[first : first + number], tolerance).any()) for first, number in blocks)
+    return bool(fractional(result.values[program.members()], tolerance).any())
 
 
 def fractional(values: Floats, tolerance: float) -> Bools:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 class SearchSettings:
     """How the search proceeds; see each field. The defaults are those of planning.
 
-    >>> SearchSettings().near_relaxation().rens_nodes
-    0
+    >>> SearchSettings().near_relaxation().branch_whole
+    False
     """
 
     gap: float = 1e-3
@@ -66,31 +66,17 @@ class SearchSettings:
     """The same where the peak of memory is minimised: most of what can be saved is saved in the first (budgets)."""
 
     largest_window: float = 0.5
-    """Share of the columns from which on a window is not worth building: leaving out the rest hardly pays (budgets)."""
+    """Share of the columns from which on a window is not worth building: leaving out the rest hardly pays. For the bound of a
+    first limit it does: Llama on (2, 4) at 5.06 GiB takes 1.4 CPU seconds in 73% of the columns and 2.5 in all, ViT 0.21 and
+    0.37, GPT-2 at 1.68 GiB 2.0 either way."""
 
     window_gap: float = 0.05
-    """Relative gap up to which a window's solution is kept as it is: it is as good as what diving
-    in the whole problem finds (budgets; not varied)."""
+    """Relative gap up to which a window's solution is kept as it is. At 1% nothing better was found where that is more (GPT-2
+    on (4,) at 2.75 GiB and on (2, 4) at 1.38 GiB), in 2 to 3 CPU seconds each."""
 
     unlikely_price: float = 10.0
     """Times the relaxation: a solution this expensive is not looked for in windows, only where there is no other
     (budgets, the smallest one of each model)."""
-
-    # memory at a price (`price_ladder`): for several budgets of one program
-
-    ladder_gap: float = 1e-2
-    """Relative gap up to which the ladder's solution is the answer; beyond, windows are searched for a better one. On four
-    paired budgets of GPT-2 and Llama on (2, 4) the windows found the same answers."""
-
-    ladder_rungs: int = 12
-    """Prices that are tried for one budget while prices rise, and again while two enclose it; a cap, not measured."""
-
-    ladder_step: float = 2.0
-    """The factor by which prices rise until a plan fits; the first is the step time per byte of its peak. Two rests on a single
-    run, in which rises by four cost 17 CPU seconds."""
-
-    ladder_iterations: int = 20_000
-    """Simplex iterations of one rung, after which the windows are searched instead: most rungs take 500 to 6,000 (budgets)."""
 
     # from the relaxation to integers
 
@@ -108,10 +94,20 @@ class SearchSettings:
     """Relative gap of a dive beyond which its neighbourhood is searched by branching (`rens`): below, branching finds
     something better by less than the prices are certain (budgets)."""
 
-    rens_nodes: int = 100
+    rens_nodes: int = 20
     """Branch-and-bound nodes of that search. Its columns are those that the relaxation or the dive uses, so few that it
     ends at the root where it was tried; 2 s of branching on all columns, as it was before, found less (GPT-2 on (2, 4) at
-    1.38 GiB: 8.093 ms in 2.2 s, now 8.049 ms in 0.06 s)."""
+    1.38 GiB: 8.093 ms in 2.2 s, now 8.049 ms in 0.06 s). A small program that does not end at its root found nothing better
+    in 100 nodes and 2.4 CPU seconds (GPT-2 on (4,) at 2.75 GiB)."""
+
+    small_program: int = 5_000
+    """Columns up to which a program with rows is branched on wholly where a dive stays far from its bound. GPT-2 of one layer
+    with a vocabulary of 4001 on four CPU processes, in half of its memory: 4.699 ms with a gap of 4.3% without, 4.349 ms proven
+    optimal with it, in a root of 0.2 CPU seconds."""
+
+    member_nodes: int = 100
+    """Branch-and-bound nodes of the search for whole numbers of members under the layouts of a solution; it ended at the
+    root in 30 of 30 programs of twelve budgets (budgets)."""
 
     open_choices: float = 0.2
     """Share of choices that the relaxation leaves open up to which those are branched on with the others fixed, before all
@@ -142,12 +138,12 @@ class SearchSettings:
     """Share of the step's moments within which only the highest peak brings a row: moments near each other hold the same
     tensors (budgets)."""
 
-    tighten_first: float = 1 / 8
-    """Share of the excess over the limit by which a row that was kept but did not suffice is tightened first, doubled each
-    time: plans are few, and one just below may be next (budgets)."""
-
     tighten_least: float = 1e-4
-    """Of the limit: the least by which such a row is tightened (budgets)."""
+    """Of the limit: the least by which a row that was kept but did not suffice is tightened (budgets)."""
+
+    tighten_halvings: int = 3
+    """How often what lies between the last constant of a row that did not suffice and the first that did is halved. None at all
+    leaves Llama on (2, 4) at 3.26 GiB 0.7% slower than it need be (budgets)."""
 
     # the least memory
 
@@ -171,10 +167,14 @@ class SearchSettings:
 
     # forms of a program
 
-    strategies_gap: float = 1e-2
-    """Relative gap of the best plan beyond which the named strategies, and the layouts of the unconstrained optimum, are tried
-    as well: they are points of the same search space, so that they can win that gap at most. On four budgets of GPT-2 on (4,)
-    nothing was won below it."""
+    free_layouts_gap: float = 1e-2
+    """Relative gap of the best plan beyond which the layouts of the unconstrained optimum are tried as well, with what must be
+    recomputed then: GPT-2 on (2, 4) at 1.38 GiB is 0.5% slower without, at a gap of 2.9% (budgets)."""
+
+    strategies_gap: float = 5e-2
+    """Relative gap of the best plan beyond which the named strategies are tried as well: they are points of the same search
+    space, so that they can win that gap at most. At 1% they were tried on three of 18 budgets (GPT-2, ViT, Llama on (4,) and
+    (2, 4)), took 4 to 8 CPU seconds, and won nothing."""
 
     padding_gain: float = 5e-3
     """Of the step time: the least that padding dims must win. Below, padded weights are not worth their odd shapes (planning:
@@ -182,11 +182,11 @@ class SearchSettings:
 
     def near_relaxation(self) -> SearchSettings:
         """These settings for a search that counts only solutions near a relaxation: found soon, or not at all."""
-        return replace(self, rens_nodes=0, branch_whole=False, exact=False)
+        return replace(self, branch_whole=False, exact=False)
 
 
 DEFAULTS = SearchSettings()
 
 
-EXACT = SearchSettings(gap=0.0, exact=True, dive_gap=0.0, window_gap=0.0, branch_nodes=2**31 - 1, rens_nodes=2**31 - 1)
+EXACT = SearchSettings(gap=1e-9, exact=True, dive_gap=0.0, window_gap=0.0, branch_nodes=2**31 - 1, rens_nodes=2**31 - 1)
 """Settings under which the optimum is found and proven; for problems of a few choices."""

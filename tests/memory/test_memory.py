@@ -20,6 +20,7 @@ from autopar.formulation.budget_loop import smallest, within
 from autopar.formulation.formulate import PlanningProblem, formulate
 from autopar.formulation.memory_model import MemoryModel
 from autopar.ir.training_step import TrainingStep
+from autopar.solver.lazy_rows import Excess
 from autopar.solver.presolve import merge_followers
 from autopar.solver.problem import Choice, ConditionalCost, Consumer, Edge, Floats, Problem, Solution, price, row_bytes
 from autopar.solver.settings import DEFAULTS, EXACT
@@ -136,9 +137,9 @@ def test_a_solution_of_a_random_problem_keeps_to_its_rows_or_none_does(seed: int
     problem = random_problem(seed)
     rows = [random_row(problem, 100 * seed + i) for i in range(4)]
 
-    def judge(solution: Solution, final: bool) -> list:  # type: ignore[type-arg]
-        broken = [r for r in rows if bytes_of(problem, r, solution.picks, solution.arcs) > r.limit * (1 + 1e-6)]
-        return broken[:1] if final else []
+    def judge(solution: Solution) -> list[Excess]:
+        excess = [(row, bytes_of(problem, row, solution.picks, solution.arcs) - row.limit) for row in rows]
+        return [Excess(row=row, bytes=more) for row, more in excess if more > row.limit * 1e-6][:1]
 
     late, best = solve(problem, judge, settings=EXACT).solution, enumerate_all(problem, tuple(rows))
     assert (late is None) == (best is None)

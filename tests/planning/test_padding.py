@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from autopar.plan.plan import Plan
 from autopar.planning.planner import connected_mesh, plan_program, read_program
 from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
+from autopar.solver.settings import DEFAULTS
 from autopar.verify.testing import peak
 from autopar.verify.verification import verify
 from tests.codegen.test_training import double
@@ -221,6 +223,16 @@ def test_a_vocabulary_is_padded_where_memory_is_short(strategy: str) -> None:
     tight = autopar.plan(model, sample, (4,), device="l4", strategy=strategy, budget=plenty.peak_memory // 2)
     assert tight.padded
     assert tight.layouts[TABLE] == "S(0)"
+
+
+def test_more_memory_never_makes_a_slower_plan_where_dims_may_be_padded() -> None:
+    model, sample = gpt2(4001, width=64)
+    free = autopar.plan(model, sample, (4,), device="cpu", strategy="megatron")
+    budgets = [int(share * free.peak_memory) for share in (0.9, 0.7, 0.5)]
+    plans = [free, *(autopar.plan(model, sample, (4,), device="cpu", strategy="megatron", budget=b) for b in budgets)]
+    assert all(less.step_time >= more.step_time * (1 - DEFAULTS.gap) for more, less in itertools.pairwise(plans))
+    assert all(plan.gap <= DEFAULTS.gap for plan in plans)
+    assert plans[-1].padded
 
 
 VARIANTS = [{"microbatches": 2}, {"precision": "bf16-mixed"}, {"outputs": "whole"}, {"budget": 76_000}]

@@ -10,7 +10,7 @@ import pytest
 
 from autopar.solver.integer_program import IntegerProgram
 from autopar.solver.problem import Edge, Picks, Problem, Row, leading_to, price, row_bytes
-from autopar.solver.reduced_cost_fixing import window
+from autopar.solver.reduced_cost_fixing import whole_problem, window
 from autopar.solver.relaxation import Relaxation
 from autopar.solver.settings import DEFAULTS, EXACT
 from autopar.solver.solve import solve
@@ -53,7 +53,7 @@ def test_a_solution_of_what_is_left_is_one_of_the_whole_with_the_same_price_and_
     row = random_row(problem, seed)
     relaxation, _ = searched(problem)
     for width in WIDTHS:
-        part = window(problem, *relaxation.reduced_costs(), width, DEFAULTS.largest_window)
+        part = window(whole_problem(problem), *relaxation.reduced_costs(), width, DEFAULTS.largest_window)
         if part is None:
             continue
         found = solve(part.problem, settings=replace(EXACT, windows=())).solution
@@ -81,7 +81,7 @@ def test_reduced_cost_fixing_leaves_something_out() -> None:
     for seed in SEEDS:
         problem = random_problem(seed)
         relaxation, _ = searched(problem)
-        part = window(problem, *relaxation.reduced_costs(), 0.5, DEFAULTS.largest_window)
+        part = window(whole_problem(problem), *relaxation.reduced_costs(), 0.5, DEFAULTS.largest_window)
         sizes.append(1.0 if part is None else np.mean([len(pick) for pick in part.picks]))
     assert min(sizes) == 1.0
     assert sum(size == 1.0 for size in sizes) < len(SEEDS) / 2

@@ -1,0 +1,82 @@
+"""Memory rows that are added only where a solution breaks them, and tightened where one that is there does not suffice.
+
+A row counts at most the bytes that are alive at its moment, so that a solution may keep to it and still not fit. Then its
+`constant` asks for more: the excess, and twice as much each time, until a solution fits. What is searched for lies between the
+last constant that did not suffice and the first that did: `halfway`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.solver.problem import Row, Solution
+from autopar.solver.reduced_cost_fixing import Window
+from autopar.solver.settings import SearchSettings
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Excess:
+    """A moment at which a solution holds more than its limit: its row, and by how many bytes."""
+
+    row: Row
+    bytes: float
+
+
+Judge = Callable[[Solution], Iterable[Excess]]  # the moments at which a solution holds too much, the worst first
+
+
+class LazyRows:
+    """The memory rows that solutions broke so far, by name: they hold in the whole problem, and so in each of its windows.
+
+    Args:
+        judge: says at which moments a solution holds too much.
+        convert: a row of the judge as a row of the problem that is solved.
+        rows: rows that are known from the start, of that problem.
+        settings: `tighten_least`.
+    """
+
+    def __init__(self, judge: Judge, convert: Callable[[Row], Row], rows: Iterable[Row], settings: SearchSettings) -> None:
+        self.rows: dict[str, Row] = {row.name: row for row in rows}
+        self._met: dict[str, Row] = {}  # by these and by copies of them, as they were before they were tightened
+        self._judge, self._convert, self._settings = judge, convert, settings
+
+    def excess(self, window: Window, solution: Solution) -> list[Excess]:
+        """The moments at which a solution of a window holds too much."""
+        return list(self._judge(window.expand(solution)))
+
+    def fresh(self, window: Window, excess: Sequence[Excess]) -> list[Row]:
+        """The rows of moments that have none yet, as rows of a window."""
+        self._met |= {one.row.name: self._convert(one.row) for one in excess if one.row.name not in self._met}
+        return self.take(window, [self._met[one.row.name] for one in excess if one.row.name not in self.rows])
+
+    def met_by_copies(self, window: Window) -> list[Row]:
+        """The rows of moments that only copies of these have, as rows of a window."""
+        return self.take(window, [row for name, row in self._met.items() if name not in self.rows])
+
+    def tightened(self, window: Window, excess: Sequence[Excess]) -> list[Row]:
+        """The row of the worst moment, which has one that does not suffice: it asks for the excess more, and for twice as
+        much at least."""
+        row, settings = self.rows[excess[0].row.name], self._settings
+        more = max(excess[0].bytes, row.constant, settings.tighten_least * row.limit)
+        return self.take(window, [replace(row, constant=row.constant + more)])
+
+    def take(self, window: Window, rows: Sequence[Row]) -> list[Row]:
+        """Take rows, or other constants of rows that are here; returns them as rows of a window."""
+        self.rows |= {row.name: row for row in rows}
+        return [window.row(row) for row in rows]
+
+    def copy(self) -> LazyRows:
+        """A copy of these rows, which may be tightened here and not there; each hears of the moments that the other meets."""
+        other = LazyRows(self._judge, self._convert, self.rows.values(), self._settings)
+        other._met = self._met
+        return other
+
+
+def halfway(less: Mapping[str, Row], more: Mapping[str, Row]) -> list[Row]:
+    """The rows whose constants in `more` are larger than in `less`, with constants half way."""
+    return [
+        replace(row, constant=(row.constant + less[name].constant) / 2)
+        for name, row in more.items()
+        if name in less and less[name].constant < row.constant
+    ]

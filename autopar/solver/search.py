@@ -1,0 +1,198 @@
+"""Search one window: relax with rows, dive or branch, find whole members, judge; the steps are those of `solve`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from autopar.solver.branch import branch, branch_open_choices, rens
+from autopar.solver.dive import dive
+from autopar.solver.highs import SolverResult
+from autopar.solver.integer_program import IntegerProgram
+from autopar.solver.lazy_rows import Excess, LazyRows
+from autopar.solver.members import WholeMembers
+from autopar.solver.problem import Row, Solution, row_bytes
+from autopar.solver.reduced_cost_fixing import Window
+from autopar.solver.relaxation import Relaxation, Relaxed, fractional_recomputation
+from autopar.solver.rounding import NoRouteError, rounded
+from autopar.solver.routes import reroute
+from autopar.solver.settings import SearchSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The best solution that was found below a cutoff, if any, and a lower bound in seconds on every solution.
+
+    `complete`: nothing better is worth looking for.
+    """
+
+    solution: Solution | None
+    bound: float
+    complete: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """The price of the solution, infinite without one."""
+        return math.inf if self.solution is None else self.solution.seconds
+
+
+@dataclass(slots=True)
+class Search:
+    """A window with its relaxation and the rows that the relaxation has."""
+
+    window: Window
+    settings: SearchSettings
+    relaxation: Relaxation
+    rows: dict[str, Row] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, window: Window, settings: SearchSettings, *, quick: bool = False) -> Search:
+        """The search of a window that is relaxed with rows only (`quick`: see `Relaxation`)."""
+        return cls(window, settings, Relaxation(IntegerProgram(window.problem), settings, quick=quick))
+
+    @property
+    def tightened(self) -> bool:
+        """Whether a row asks for more than it sees: then a relaxation's optimum bounds nothing."""
+        return any(row.constant for row in self.rows.values())
+
+    def add(self, rows: list[Row]) -> None:
+        """Add rows to the relaxation."""
+        if rows:
+            self.relaxation.add_rows(rows)
+            self.rows |= {row.name: row for row in rows}
+
+    def keeps(self, solution: Solution) -> bool:
+        """Whether a rounded solution keeps to the rows: of a mixture of routes one is taken, which may need more."""
+        problem, slack = self.window.problem, 1 + self.settings.equal_price
+        return all(
+            row_bytes(problem, row, solution.picks, solution.arcs, solution.recompute) <= row.limit * slack
+            for row in self.rows.values()
+        )
+
+
+def search_rows(search: Search, memory: LazyRows, cutoff: float) -> Outcome:
+    """Rows, dive, rens or branch, members, judge: again until a solution breaks no row; then reroute it."""
+    settings, window, rows, bound = search.settings, search.window, list(memory.rows.values()), 0.0
+    if any(row.constant for row in rows):  # the bound is that of the rows without what they ask for beyond what they see
+        search.relaxation.add_rows(window.row(replace(row, constant=0.0)) for row in rows)
+        relaxed = search.relaxation.relax(cutoff)
+        bound = relaxed.bound
+        if relaxed.result is None and cutoff < math.inf:
+            return Outcome(solution=None, bound=bound)
+    rows, best = memory.take(window, rows), None
+    while True:
+        relaxed = _relax_with_rows(search, memory, rows, cutoff)
+        bound = max(bound, relaxed.bound)
+        solution = None if relaxed.result is None else _integral(search, relaxed.result)
+        if solution is None:
+            break
+        solution, excess, rows = _with_whole_members(search, memory, solution)
+        if not excess:
+            best = solution if best is None or solution.seconds < best.seconds else best
+            if not rows or best.gap <= settings.gap:
+                break
+        rows = rows or memory.tightened(window, excess)
+    if best is None:
+        return Outcome(solution=None, bound=bound)
+    other = reroute(window.problem, best, settings.equal_price)
+    changed = (other.picks, other.arcs, other.recompute) != (best.picks, best.arcs, best.recompute)
+    cheap = other.seconds <= best.seconds * (1 + settings.equal_price)
+    if changed and cheap and search.keeps(other) and not memory.excess(window, other):
+        best = other
+    return Outcome(solution=best, bound=bound if search.tightened else max(bound, best.bound))
+
+
+def _with_whole_members(search: Search, memory: LazyRows, solution: Solution) -> tuple[Solution, list[Excess], list[Row]]:
+    """A solution with the best whole numbers of members, where its own hold too much or are far from the bound; when it holds
+    too much, and the rows of moments that had none."""
+    window, settings = search.window, search.settings
+    excess = memory.excess(window, solution)
+    rows = memory.fresh(window, excess)
+    if rows or not search.relaxation.bounds_memory or not (excess or solution.gap > settings.gap):
+        return solution, excess, rows
+    better = WholeMembers(window, solution, memory.copy(), settings).best(math.inf if excess else solution.seconds)
+    if better is not None:
+        solution, excess = better, []
+    return solution, excess, memory.met_by_copies(window)
+
+
+def broken_by_rounding(search: Search, memory: LazyRows, relaxed: SolverResult) -> list[Row]:
+    """The rows that a rounded relaxation breaks; none where no routes join what it takes most of."""
+    try:
+        solution = rounded(search.relaxation.program, relaxed, search.settings)
+    except NoRouteError:
+        return []
+    return memory.fresh(search.window, memory.excess(search.window, solution))
+
+
+def _relax_with_rows(search: Search, memory: LazyRows, rows: list[Row], cutoff: float) -> Relaxed:
+    """Add rows and relax, until the rounded relaxation breaks no more."""
+    bound = 0.0
+    while True:
+        search.add(rows)
+        relaxed = search.relaxation.relax(cutoff, improving=search.tightened and not search.settings.exact)
+        bound = bound if search.tightened else max(bound, relaxed.bound)
+        if relaxed.result is None or not search.relaxation.open_choices(relaxed.result):
+            return replace(relaxed, bound=bound)
+        rows = broken_by_rounding(search, memory, relaxed.result)
+        if not rows:
+            return replace(relaxed, bound=bound)
+
+
+def _integral(search: Search, relaxed: SolverResult) -> Solution | None:
+    """A solution with whole picks near the relaxation, with as little branching as that takes."""
+    program, settings = search.relaxation.program, search.settings
+    if not search.relaxation.open_choices(relaxed):
+        solution = rounded(program, relaxed, settings)
+        partial = fractional_recomputation(program, relaxed, settings.integrality)
+        if partial or (solution.status == "optimal" and search.keeps(solution)):
+            return solution
+    if not search.relaxation.bounds_memory:
+        return _branched(search, relaxed)
+    near = _near(search, relaxed)
+    if not settings.exact:
+        return near
+    searched = program.matrix.columns <= settings.small_program or (near is not None and near.gap <= settings.equal_price)
+    if near is not None and searched and search.keeps(near):
+        return near
+    return _branched(search, relaxed)
+
+
+def _near(search: Search, relaxed: SolverResult) -> Solution | None:
+    """A solution near the relaxation: a dive's, or where that is far from its bound or fails, the best of its neighbourhood."""
+    program, settings = search.relaxation.program, search.settings
+    dived = dive(program, relaxed, settings)
+    solution = None if dived is None else rounded(program, dived, settings)
+    if not settings.rens_nodes or (solution is not None and solution.gap <= settings.dive_gap):
+        return solution
+    better = rens(program, relaxed, settings, dived)
+    if better is None:
+        return solution
+    other = rounded(program, better, settings)
+    cheap = solution is None or other.seconds < solution.seconds
+    return other if cheap and (solution is None or search.keeps(other)) else solution
+
+
+def _branched(search: Search, relaxed: SolverResult) -> Solution | None:
+    """A solution within the gap: branching on what the relaxation leaves open, then on everything."""
+    program, settings = search.relaxation.program, search.settings
+    gap, start = max(settings.gap, settings.equal_price), None
+    if search.relaxation.open_choices(relaxed) <= settings.open_choices * len(program.problem.choices):
+        start = branch_open_choices(program, relaxed, settings)
+    if start is not None:
+        solution = rounded(program, start, settings)
+        if not settings.branch_whole or (solution.gap <= gap and search.keeps(solution)):
+            return solution
+    if not settings.branch_whole:
+        return None
+    for integer_arcs in (False, True):
+        found = branch(program, settings, integer_arcs=integer_arcs, start=start)
+        if found is None:
+            return None
+        solution = rounded(program, found, settings)
+        if search.keeps(solution) and solution.gap <= gap:
+            break
+    return solution
+
+
+__all__ = ["Outcome", "Search", "broken_by_rounding", "search_rows"]
