@@ -12,7 +12,7 @@ from autopar.plan.tables import bytes_of, seconds_of
 from autopar.plan.text import Part, grid, milliseconds, size_text
 from autopar.planning.optimize import solved
 from autopar.planning.planner import Planned, to_plan
-from autopar.search_space.strategies import STRATEGIES
+from autopar.search_space.schemes import STRATEGIES, strategies_for
 from autopar.solver.highs import SolverError
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
@@ -30,12 +30,13 @@ class Compared:
 
 
 def compare(planned: Planned, options: Options, *, iterations: int = ITERATIONS) -> list[Compared]:
-    """Every strategy under the same options, the chosen one as it was planned.
+    """Every strategy that the mesh has axes for, under the same options, the chosen one as it was planned.
 
     One of which a relaxation takes more simplex iterations is given up, and says so.
     """
     settings = replace(DEFAULTS, relaxation_iterations=iterations)
-    return [_compared(planned, replace(options, strategy=strategy), settings) for strategy in STRATEGIES]
+    named = strategies_for(planned.solved.formulated.mesh)
+    return [_compared(planned, replace(options, strategy=strategy), settings) for strategy in named]
 
 
 def _compared(planned: Planned, options: Options, settings: SearchSettings) -> Compared:

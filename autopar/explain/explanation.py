@@ -31,7 +31,7 @@ class Explanation:
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     >>> found = autopar.explain.explain(model, torch.randn(32, 64), (2, 4), device="h100")
     >>> [entry.strategy for entry in found.compared]
-    ['auto', 'ddp', 'zero1', 'zero2', 'fsdp', 'megatron', 'replicate']
+    ['auto', 'ddp', 'zero1', 'zero2', 'fsdp', 'hsdp', 'megatron', 'fsdp+tp', 'replicate']
     """
 
     planned: Planned

@@ -15,7 +15,12 @@ from autopar.planning.model_checks import without_rule
 from autopar.planning.optimize import SMALLEST, Optimized, Stop, analysed, cheaper, solved
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
-PADDED = ("auto", "megatron")  # the strategies that try to pad dims: the others split the batch, and parameters as they are
+PADDED = (
+    "auto",
+    "megatron",
+    "fsdp+tp",
+    "hsdp+tp",
+)  # the strategies that try to pad dims: the others split the batch, and parameters as they are
 
 
 def best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings = DEFAULTS) -> Optimized:

@@ -75,8 +75,8 @@ def _all(
 def _accepted(analysis: Analysis, name: str, found: list[Candidate], constraints: StrategyConstraints) -> list[Candidate]:
     """The candidates of a class that the constraints allow."""
     program = analysis.program
-    if name in constraints.tensor_parallel:
-        found = [c for c in found if c.results[0][-1].kind == "S"] or found
+    for axis in constraints.split_axes.get(name, ()):
+        found = [c for c in found if c.results[0][axis].kind in "SP"] or found
     results = [name] if name not in program.op else [r.name for r in program.op[name].results]
     if not any(result in constraints.patterns for result in results):
         if constraints.invariant:

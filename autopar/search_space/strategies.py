@@ -5,13 +5,16 @@ zero1      every parameter S on its first dim that divides, gathered at the top,
            outermost axis is gathered first: what crosses the network is a shard, not a whole weight
 zero2      the same, gathered where it is first used in each
 fsdp       the same, gathered once more for the backward
+hsdp       fsdp on all axes but the first, over which parameters are I
 megatron   on the last axis no parameter is gathered, those of matrix products are split, and inputs are I; data parallel
            on the others
+fsdp+tp    megatron on the last axis with the sequence split between blocks, fsdp on the others; hsdp+tp likewise
 replicate  everything I
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -24,9 +27,9 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, Value
 from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding, row_of
+from autopar.search_space.schemes import SCHEMES, STRATEGIES, Scheme
+from autopar.search_space.sequence import split_sequence
 
-STRATEGIES = ("auto", "ddp", "zero1", "zero2", "fsdp", "megatron", "replicate")
-SHARDED = ("zero1", "zero2", "fsdp")  # parameters are stored split on all axes, and gathered for use
 OTHER_NAMES = {"zero3": "fsdp"}
 LayoutPattern = tuple[State | None, ...]  # a layout, None where an axis is free
 
@@ -36,9 +39,10 @@ class StrategyConstraints:
     """What a strategy and the user's constraints ask for.
 
     `patterns` limits the layouts in which values are produced or stored, `input_layouts` gives inputs that are sliced on
-    arrival. Weights are not gathered on `no_gather_axes`, and used unsplit with `weights_whole`. Other values are neither
-    gathered nor exchanged on `data_axes` (which makes data parallelism), except those in `may_gather`: outputs, and what an op
-    needs whole. The weights `tensor_parallel` are stored split on the last axis if they can be. `invariant`: everything is I.
+    arrival. Weights are not gathered on `no_gather_axes`, and used unsplit on `whole_axes`. Other values are neither gathered
+    nor exchanged on `data_axes` (which makes data parallelism), except those in `may_gather`: outputs, and what an op needs
+    whole; those `scattered` are not all-reduced on `no_gather_axes`. On `split_axes` weights are stored split and ops do a part
+    of the work, if they can, on the first of them before the others. `invariant`: everything is I.
     Gathered weights are dropped after their use and gathered again for the backward (`reshard_after_forward`), or kept until
     then (`keep_gathered`); else the solver decides. They are gathered `once` for all micro-batches, or in each.
     """
@@ -49,8 +53,9 @@ class StrategyConstraints:
     may_gather: frozenset[str] = frozenset()
     no_gather_axes: frozenset[int] = frozenset()
     data_axes: frozenset[int] = frozenset()
-    tensor_parallel: frozenset[str] = frozenset()
-    weights_whole: bool = False
+    whole_axes: frozenset[int] = frozenset()
+    split_axes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    scattered: frozenset[str] = frozenset()
     invariant: bool = False
     reshard_after_forward: bool = False
     keep_gathered: bool = False
@@ -63,10 +68,12 @@ class StrategyConstraints:
 
     def allows_conversion(self, value: str, axis: int, source: str, target: str) -> bool:
         """Whether a value may be converted on an axis from one kind of state to another."""
-        forward = CONVERSIONS[source, target][0]
+        forward, backward = CONVERSIONS[source, target]
+        if value in self.scattered and axis in self.no_gather_axes and "all_reduce" in (forward, backward):
+            return False
         if value not in self.weights:
             return axis not in self.data_axes or value in self.may_gather or forward in ("identity", "slice", "all_reduce")
-        if self.weights_whole and target not in "IR":
+        if axis in self.whole_axes and target not in "IR":
             return False
         return axis not in self.no_gather_axes or forward in ("identity", "keep", "slice")
 
@@ -88,40 +95,72 @@ def constraints_of(
         return StrategyConstraints(patterns=patterns, input_layouts=sliced)
     if strategy == "replicate":
         return StrategyConstraints(patterns=patterns, input_layouts=sliced, invariant=True)
+    return _of_scheme(step, mesh, strategy, fits, patterns, sliced)
+
+
+def _of_scheme(
+    step: TrainingStep,
+    mesh: Mesh,
+    strategy: str,
+    fits: Mapping[str, OpSharding | None],
+    patterns: Mapping[str, LayoutPattern],
+    sliced: Mapping[str, Layout],
+) -> StrategyConstraints:
+    """What a scheme of `SCHEMES` asks for, with the user's `patterns` and `sliced` inputs on top."""
+    scheme, count, program = SCHEMES[strategy], len(mesh.sizes), step.program
+    if count < scheme.axes:
+        what = f"strategy {strategy!r} needs {scheme.axes} mesh axes, and the mesh has {count}"
+        raise ConstraintError(what, mesh=mesh, fix=f"from the outermost: {scheme.example}")
     weights = {p.value.name: p.value for p in program.parameters if p.used}
-    last = len(mesh.sizes) - 1
-    data = range(last if strategy == "megatron" else last + 1)
-    whole: LayoutPattern = (I,) * len(mesh.sizes)
-    stored: dict[str, LayoutPattern] = dict.fromkeys(weights, whole)
-    if strategy in SHARDED:
-        stored = {name: _first_dim(step.unpadded.get(name, value.shape), mesh) for name, value in weights.items()}
-    elif strategy == "megatron":
-        stored = dict.fromkeys(weights, (*whole[:last], None))
+    last = count - scheme.tensor
+    data, shards = range(last), range(scheme.copies, last) if scheme.sharded else range(0)
     taken = _batch(step, mesh, strategy, data)
+    products = _multiplied(program, weights, fits, mesh.sizes[last]) if scheme.tensor else frozenset[str]()
+    between, scattered = split_sequence(program, mesh, strategy) if scheme.sequence else ({}, frozenset[str]())
+    if scheme.sequence and not products:
+        raise ConstraintError(
+            f"strategy {strategy!r} finds no matrix product that the {mesh.sizes[last]} devices of its last axis can split",
+            mesh=mesh,
+            fix="another size of the last axis, or a strategy without tensor parallelism",
+        )
+    split_axes = {name: (*([last] if name in products else []), *(shards if scheme.tensor else [])) for name in weights}
+    split_axes |= {op.name: (last,) for op in program.ops if scattered.issuperset(result.name for result in op.results)}
     return StrategyConstraints(
-        patterns=stored | patterns,
-        input_layouts=taken | sliced,
+        patterns={**_stored(step, mesh, scheme, weights, shards), **between, **patterns},
+        input_layouts={**taken, **sliced},
         weights=frozenset((*weights, *copies(program))),
         may_gather=frozenset(o.value for o in program.outputs) | _wanted_whole(program, fits) | _compared(program, fits, taken),
         data_axes=frozenset(data),
-        no_gather_axes=frozenset({last}) if strategy == "megatron" else frozenset(),
-        tensor_parallel=_multiplied(program, weights, fits, mesh.sizes[last]) if strategy == "megatron" else frozenset(),
-        weights_whole=strategy in ("ddp", *SHARDED),
-        reshard_after_forward=strategy == "fsdp",
-        keep_gathered=strategy in ("zero1", "zero2"),
-        once=strategy == "zero1",
+        no_gather_axes=frozenset(range(last, count)),
+        whole_axes=frozenset(() if strategy == "megatron" else data),
+        split_axes=split_axes,
+        scattered=scattered,
+        reshard_after_forward=scheme.reshard,
+        keep_gathered=scheme.keep,
+        once=scheme.once,
     )
 
 
-def _first_dim(shape: tuple[int, ...], mesh: Mesh) -> Layout:
-    """A shape split over all axes on its first dim that divides, the first axis innermost; whole if none does.
+def _stored(
+    step: TrainingStep, mesh: Mesh, scheme: Scheme, weights: Mapping[str, Value], shards: range
+) -> dict[str, LayoutPattern]:
+    """How weights are stored: whole where they are not sharded. Which dims tensor parallelism splits is left to the solver."""
+    if not scheme.tensor:
+        return {name: _first_dim(step.unpadded.get(name, value.shape), mesh, shards) for name, value in weights.items()}
+    free = {*shards, len(mesh.sizes) - 1}
+    return dict.fromkeys(weights, tuple(None if axis in free else I for axis in range(len(mesh.sizes))))
+
+
+def _first_dim(shape: tuple[int, ...], mesh: Mesh, axes: range) -> Layout:
+    """A shape split over some axes on its first dim that divides, the first axis innermost; whole if none does.
 
     Only the innermost axis of a dim can be gathered, so the first axis is: between nodes each device gathers one shard, and
     the axes inside a node make it whole.
     """
+    parts = math.prod(mesh.sizes[axis] for axis in axes)
     for dim, size in enumerate(shape):
-        if size % mesh.size == 0 and size:
-            return _nested(dim, size, mesh, reversed(range(len(mesh.sizes))))
+        if axes and size % parts == 0 and size:
+            return _nested(dim, size, mesh, reversed(axes))
     return (I,) * len(mesh.sizes)
 
 

@@ -15,7 +15,7 @@ import pytest
 from autopar import Plan
 from autopar.explain import command, difference, main, parse_mesh
 from autopar.ir.mesh import Mesh
-from autopar.search_space.strategies import STRATEGIES
+from autopar.search_space.schemes import strategies_for
 
 SOURCE = """
 import torch
@@ -177,7 +177,7 @@ def test_json_holds_what_the_text_says(target: str, capsys: pytest.CaptureFixtur
     assert main([f"{target}:build", "--mesh", "2,4", "--device", "h100", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert set(data) == {"plan", "phases", "strategies"}
-    assert [entry["strategy"] for entry in data["strategies"]] == list(STRATEGIES)
+    assert [entry["strategy"] for entry in data["strategies"]] == list(strategies_for(Mesh.of((2, 4))))
     assert data["strategies"][0]["plan"] == data["plan"]
 
 

@@ -19,7 +19,7 @@ from autopar.explain.whynot import why_not_parts
 from autopar.plan.options import Options
 from autopar.plan.text import plain
 from autopar.planning.planner import connected_mesh, make_plan, plan_program
-from autopar.search_space.strategies import STRATEGIES
+from autopar.search_space.schemes import strategies_for
 from autopar.solver.problem import price
 from autopar.solver.routes import tree
 from tests.support.models import make
@@ -149,7 +149,7 @@ def test_each_strategy_is_planned_as_it_would_be_by_itself() -> None:
         alone = plan_program(program, connected_mesh(MESH, options), replace(options, strategy=entry.strategy))
         assert entry.plan == alone
         assert alone.step_time >= found.plan.step_time * (1 - found.plan.gap)
-    assert [entry.strategy for entry in found.compared] == list(STRATEGIES)
+    assert [entry.strategy for entry in found.compared] == list(strategies_for(found.planned.solved.formulated.mesh))
 
 
 def test_a_strategy_that_is_not_possible_says_so_in_words() -> None:

@@ -22,10 +22,9 @@ from autopar.plan.plan import Plan
 from autopar.plan.text import plain
 from autopar.planning.optimize import analysed, solved
 from autopar.planning.planner import connected_mesh
-from autopar.search_space.strategies import STRATEGIES
 from autopar.verify.testing import random_plan_of
 from tests.capture.models import MODELS
-from tests.plan.test_plan import MESH, captured, plan
+from tests.plan.test_plan import MESH, NAMED, captured, plan
 from tests.support.planning import gpt2
 from tests.support.prices import bill
 
@@ -43,8 +42,7 @@ def check_adds_up(made: Plan) -> None:
     assert sum(entry.bytes for entry in breakdown.fullest) <= made.peak_memory
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, strategy", NAMED)
 def test_the_cost_breakdown_of_a_strategy_adds_up_to_its_totals(name: str, strategy: str) -> None:
     check_adds_up(plan(name, strategy))
 

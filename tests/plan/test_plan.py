@@ -25,11 +25,17 @@ from autopar.plan.plan import Collective, Plan
 from autopar.plan.resolved import ResolvedPlan, read_plan
 from autopar.plan.text import folded, size_text
 from autopar.planning.planner import connected_mesh, read_program, resolve_program
-from autopar.search_space.strategies import STRATEGIES
+from autopar.search_space.schemes import strategies_for
 from autopar.verify.testing import random_plan_of
 from tests.capture.models import MODELS
 
 MESH = (2, 2)
+NAMED = [  # the 17 patches and class tokens of the ViT cannot be split over two devices
+    (name, strategy)
+    for name in ("gpt2", "llama", "vit")
+    for strategy in strategies_for(Mesh.of(MESH))
+    if (name, strategy) != ("vit", "fsdp+tp")
+]
 
 
 @functools.cache
@@ -61,8 +67,7 @@ def check_round_trips(name: str, made: Plan) -> None:
     assert describe(program, assignment, fits, made.sizes) == (made.choices, made.layouts, made.routes, made.recompute)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "vit"])
+@pytest.mark.parametrize("name, strategy", NAMED)
 def test_the_text_of_a_plan_reads_back_into_the_assignment_that_was_planned(name: str, strategy: str) -> None:
     found = resolved(name, strategy)
     check_round_trips(name, found.plan)

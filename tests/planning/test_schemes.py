@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +12,7 @@ import pytest
 
 from autopar.analysis.weight_buckets import SPARE
 from autopar.capture import Captured
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, ConstraintError
 from autopar.ir.mesh import Mesh
 from autopar.plan.plan import Plan
 from tests.support import planning
@@ -270,6 +271,63 @@ def test_auto_is_not_priced_above_a_named_strategy_in_the_memory_that_it_needs(m
     best = planning.plan(captured, on, budget=named.peak_memory)
     assert best.peak_memory <= named.peak_memory
     assert best.step_time <= named.step_time * (1 + 1e-6)
+
+
+GATHERED = Counter({("all_gather", FORWARD): 1, ("all_gather", BACKWARD): 1, ("reduce_scatter", BACKWARD): 1})
+
+
+@pytest.mark.parametrize(
+    "strategy, on",
+    [("fsdp+tp", mesh((2, 4), NETWORK, NVLINK)), ("hsdp+tp", mesh((2, 2, 2), NETWORK, link(50), NVLINK))],
+    ids=["fsdp+tp", "hsdp+tp"],
+)
+def test_fsdp_with_tensor_parallelism_sends_what_megatron_sequence_parallelism_and_fsdp_send(strategy: str, on: Mesh) -> None:
+    captured, block = planning.llama(16, 256, 512, depth=3), LLAMA
+    plan = planning.plan(captured, on, strategy=strategy)
+    activations = 16 // (on.size // on.sizes[-1]) * 256 * 512 * 2
+    assert found(plan, block, weights=False) == sequence_parallel(on.axes[-1], activations)
+    for name in matrices(captured, block):
+        sent = planning.of(plan, name)
+        shards = Counter((c.kind, c.where) for c in sent if c.axis == on.axes[-2])
+        assert shards == GATHERED, "weights are gathered, and their gradients reduced, over the axis that shards"
+        copies = [(c.kind, c.where) for c in sent if c.axis not in on.axes[-2:]]
+        assert copies == [("all_reduce", BACKWARD)] * (len(on.sizes) - 2)
+        assert not [c for c in sent if c.axis == on.axes[-1]]
+        held = plan.layouts[name].split(", ")
+        assert [state[0] for state in held] == ["I"] * (len(on.sizes) - 2) + ["S", "S"]
+    boundary = [layout for name, layout in plan.layouts.items() if name.startswith(block) and "add" in name][-1]
+    assert boundary.endswith("S(1)")
+
+
+def test_hybrid_sharding_gathers_within_the_inner_axis_and_adds_shards_over_the_outer() -> None:
+    captured, on = planning.llama(16, 256, 512, depth=3), mesh((2, 4), NETWORK, NVLINK)
+    plan = planning.plan(captured, on, strategy="hsdp")
+    assert not found(plan, LLAMA, weights=False)
+    for name in matrices(captured, LLAMA):
+        assert plan.layouts[name] == "I, S(0)"
+        by_axis = {axis: Counter((c.kind, c.where) for c in planning.of(plan, name) if c.axis == axis) for axis in on.axes}
+        assert by_axis == {"axis0": Counter({("all_reduce", BACKWARD): 1}), "axis1": GATHERED}
+    adding = [c for c in plan.collectives if c.axis == "axis0" and c.where == BACKWARD and ":" not in c.value]
+    whole = sum(parameter.value.bytes for parameter in captured.program.parameters)
+    assert {c.kind for c in adding} == {"all_reduce"}
+    assert sum(c.bytes for c in adding) == pytest.approx(whole / 4, rel=0.01), "of shards, not of whole gradients"
+
+
+@pytest.mark.parametrize("strategy, sizes, needed", [("hsdp", (8,), 2), ("fsdp+tp", (8,), 2), ("hsdp+tp", (2, 4), 3)])
+def test_a_mesh_with_too_few_axes_is_refused(strategy: str, sizes: tuple[int, ...], needed: int) -> None:
+    with pytest.raises(
+        ConstraintError, match=f"'{re.escape(strategy)}' needs {needed} mesh axes, and the mesh has {len(sizes)}"
+    ):
+        planning.plan(planning.llama(16, 256, 512), mesh(sizes, NVLINK), strategy=strategy)
+
+
+def test_what_the_last_axis_does_not_divide_is_refused() -> None:
+    on = mesh((2, 3), NETWORK, NVLINK)
+    with pytest.raises(ConstraintError, match=r"cannot split a sequence of 256 over 3 devices") as caught:
+        planning.plan(planning.llama(16, 256, 512), on, strategy="fsdp+tp")
+    assert caught.value.details["fix"] == "a sequence that is a multiple of 3, or strategy='megatron'"
+    with pytest.raises(ConstraintError, match="no block returns"):
+        planning.plan(planning.layers(64, 32, 32), on, strategy="fsdp+tp")
 
 
 def test_zero3_is_another_name_of_fsdp() -> None:

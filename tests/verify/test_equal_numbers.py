@@ -24,6 +24,24 @@ def test_a_parallel_model_has_the_numbers_of_the_sequential_one_and_sends_what_i
     assert {row.what for row in report.rows} >= {"output", "gradient", "capture"}
 
 
+SHARDED = [
+    Case("llama", (2, 2), "fsdp+tp"),
+    Case("gpt2", (2, 2), "fsdp+tp"),
+    Case("t5", (2, 4), "fsdp+tp"),
+    Case("bert", (2, 2), "hsdp"),
+    Case("gpt2", (2, 2, 2), "hsdp+tp"),
+]
+
+
+@pytest.mark.parametrize("case", SHARDED, ids=str)
+def test_sharded_tensor_parallelism_and_hybrid_sharding_have_the_numbers_of_the_sequential_model(
+    pool: WorkerPool, case: Case
+) -> None:
+    report = table.verified(case, pool)
+    assert {c.kind for c in report.plan.collectives} >= {"all_gather", "reduce_scatter"}
+    assert report.ok, str(report)
+
+
 def test_the_sample_is_spread_over_models_meshes_and_strategies() -> None:
     cases = table.sample()
     assert len(set(cases)) == 40
