@@ -102,6 +102,8 @@ def memory(plan: Plan) -> Iterator[Part]:
     for kind, size in breakdown.memory.items():
         table.add_row(kind, size_text(size), f"{size / plan.peak_memory:.1%}")
     table.add_row("total at the peak", size_text(plan.peak_memory), "100.0%")
+    if plan.peak_reserved > plan.peak_memory:
+        table.add_row("reserved for it, about", size_text(plan.peak_reserved), f"{plan.peak_reserved / plan.peak_memory:.1%}")
     yield table
     yield f"the peak is in {breakdown.moment}; the largest contributors are"
     for entry in breakdown.fullest:

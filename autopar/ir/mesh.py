@@ -107,7 +107,12 @@ class Device:
     @property
     def cpu(self) -> bool:
         """Whether it is a CPU: some operators take another path there."""
-        return re.match(r"cpu\b", self.name) is not None
+        return cpu_named(self.name)
+
+
+def cpu_named(device: str) -> bool:
+    """Whether a device of this name is a CPU."""
+    return re.match(r"cpu\b", device) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,9 @@ from rich.table import Table
 
 from autopar.errors import PlanError
 from autopar.ir.dynamic_dims import Size
-from autopar.ir.mesh import Bytes, Mesh, Seconds
+from autopar.ir.mesh import Bytes, Mesh, Seconds, cpu_named
 from autopar.plan.breakdown import CostBreakdown
+from autopar.plan.budget import RESERVED
 from autopar.plan.tables import tables
 from autopar.plan.text import plain
 
@@ -80,6 +81,11 @@ class Plan:
     def mesh(self) -> Mesh:
         """The mesh, without its links."""
         return Mesh(axes=self.axes, sizes=self.sizes)
+
+    @property
+    def peak_reserved(self) -> Bytes:
+        """About what torch's caching allocator reserves for `peak_memory` (`plan.budget.RESERVED`); as much on a CPU."""
+        return self.peak_memory if cpu_named(self.device) else round(RESERVED * self.peak_memory)
 
     def to_json(self) -> str:
         """The plan as a JSON text."""

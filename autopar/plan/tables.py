@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from autopar.ir.mesh import Bytes, Seconds
 from autopar.plan.breakdown import BUDGET, DEVICE, OPTIMIZER, OUTPUT, CostParameter, SimulatedStep
+from autopar.plan.budget import RESERVED
 from autopar.plan.text import Part, alike, by_block, folded, grid, milliseconds, size_text
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ def totals(plan: Plan) -> Iterator[Part]:
     for place, (names, shapes) in enumerate(alike(plan.padded)):
         table.add_row("" if place else "padded", f"{folded(names)}: {shapes}")
     table.add_row("memory", f"{size_text(plan.peak_memory)} of {size_text(limit.value)} per device ({limit.source})")
+    if plan.peak_reserved > plan.peak_memory:
+        reserved = f"about {size_text(plan.peak_reserved)} reserved by torch's caching allocator"
+        table.add_row("", f"{reserved} ({RESERVED:g} x measured); budgets are of allocated bytes")
     table.add_row("mesh", f"{plan.mesh.size} devices, the last axis innermost")
     for axis, size, link in zip(plan.axes, plan.sizes, plan.links, strict=True):
         table.add_row(f"  {axis}={size}", f"{link}: {_sourced(of[axis])}")
