@@ -36,6 +36,7 @@ def plan(
     strict: bool = False,
     microbatches: int | str = 1,
     offload: bool = True,
+    recompute: str = "auto",
     dynamic: Mapping[str, DimSizes | Dynamic] | None = None,
     cost_model: CostModel = CATALOG,
 ) -> Plan:
@@ -48,7 +49,8 @@ def plan(
         device: a catalog entry ("h100"), a profile.json, or an `autopar.Device`; by default this machine's accelerator, else
             its CPU.
         budget: bytes per device, or a text like "80GB"; by default 90% of the device's memory.
-        strategy: "auto", or a named one: "ddp", "zero1", "zero2", "fsdp" (ZeRO-3), "megatron", "replicate".
+        strategy: "auto", or a named one: "ddp", "zero1", "zero2", "fsdp" (ZeRO-3), "hsdp", "megatron", "fsdp+tp",
+            "hsdp+tp", "replicate".
         optimizer: the optimizer whose state and step are counted, by its name in `autopar.cost_models.optimizers`.
         constraints: layouts by name of parameters, inputs, modules or ops (globs): `{"*.weight": "I, S(0)"}`; `*` in a layout
             leaves an axis free.
@@ -60,6 +62,9 @@ def plan(
         microbatches: how many equal parts of the batch a step takes one after the other (`parallel.step`), so as to hold fewer
             activations; "auto" plans their number too.
         offload: allow offloading of saved activations to host memory.
+        recompute: the activations that the backward recomputes: "auto", what is best within the budget; "none"; "blocks", all
+            of each repeated block but its inputs, as `torch.utils.checkpoint` around it; "selective", all of a block but
+            products with weights and fused attention.
         dynamic: sizes that may differ from the sample's: `{"batch": 0}` for that dim of every input that is as long there as
             the first, `{"sequence": {"input_ids": 1}}`, or `autopar.Dynamic(dims, least, most)`.
         cost_model: prices of ops, conversions and collectives (`autopar.cost_models.cost_model.CostModel`); by default those
@@ -83,8 +88,8 @@ def plan(
     """
     options = Options(
         device=device, budget=budget, strategy=strategy, optimizer=optimizer, constraints=constraints or {}, outputs=outputs,
-        precision=precision, reduce=reduce, strict=strict, microbatches=microbatches, offload=offload, dynamic=dynamic or {},
-        cost_model=cost_model,
+        precision=precision, reduce=reduce, strict=strict, microbatches=microbatches, offload=offload, recompute=recompute,
+        dynamic=dynamic or {}, cost_model=cost_model,
     )  # fmt: skip
     return make_plan(model, sample_input, mesh, options).plan
 

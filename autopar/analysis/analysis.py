@@ -49,7 +49,7 @@ class Analysis:
     @functools.cached_property
     def recomputable(self) -> frozenset[str]:
         """The ops that may be recomputed in the backward."""
-        return recomputable(self.program, self.fits)
+        return recomputable(self.program)
 
     @functools.cached_property
     def readers(self) -> dict[str, list[Op]]:

@@ -1,14 +1,13 @@
 """Which ops may be recomputed in the backward, and which results alias an operand, so that they return with it.
 
 y = gelu(x)              may be recomputed
-y = dropout(x, 0.1)      may not: it would draw other numbers
+y = dropout(x, 0.1)      may be: it draws from the seed of its forward, and so the same numbers
+y = batch_norm(x, ...)   may not: it would write its statistics once more
 y = transpose(x, 0, 1)   need not be: y is a view of x, and exists again when x does
 y = reshape(x, [6])      may be: a view of x, or a copy if x is not contiguous; either exists again when x does
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 
@@ -19,20 +18,24 @@ from autopar.operators.call import Call
 from autopar.operators.facts import Alias
 
 
-def is_recomputable(op: Op, fitted: OpSharding | None) -> bool:
-    """Whether an op is deterministic, has no side effects, and can save memory by being recomputed: it is not always a view."""
+def is_recomputable(op: Op) -> bool:
+    """Whether an op has no side effects, and can save memory by being recomputed: it is not always a view.
+
+    One that draws random numbers may: the rerun draws from the seed of the forward (`runtime.random`), as
+    `torch.utils.checkpoint` restores the generator with `preserve_rng_state`.
+    """
     always_view = row_of(op).alias is Alias.ALWAYS or (rule_of(op.target) is None and alias_of(op, {}) is Alias.ALWAYS)
-    return op.requires_grad and not is_random(op, fitted) and not writes(op) and not always_view
+    return op.requires_grad and not writes(op) and not always_view
 
 
-def recomputable(program: Program, fits: Mapping[str, OpSharding | None]) -> frozenset[str]:
+def recomputable(program: Program) -> frozenset[str]:
     """The ops of a program that may be recomputed: not those that read a buffer which an op writes, as it may have changed."""
     changing: set[str] = set()
     for op in program.ops:
         changing.update(writes(op))
         if overload(op.target)._schema.is_mutable or (view_of(op, program.values) and op.operands[0] in changing):
             changing.update(result.name for result in op.results)
-    return frozenset(op.name for op in program.ops if changing.isdisjoint(op.operands) and is_recomputable(op, fits[op.name]))
+    return frozenset(op.name for op in program.ops if changing.isdisjoint(op.operands) and is_recomputable(op))
 
 
 def is_random(op: Op, fitted: OpSharding | None) -> bool:

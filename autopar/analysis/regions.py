@@ -10,7 +10,9 @@ are two matrix products.
 
 from __future__ import annotations
 
-from autopar.analysis.repeated_blocks import INDEX
+from collections.abc import Hashable, Sequence
+
+from autopar.analysis.repeated_blocks import block_of
 from autopar.ir.program import Program
 from autopar.operators import row_of, view_of
 
@@ -19,8 +21,7 @@ def regions(program: Program) -> list[int]:
     """For each op the index of the last op of its region."""
     starts, products, before = [0], 0, ""
     for i, op in enumerate(program.ops):
-        match = INDEX.match(op.name)
-        block = match[1] + match[2] if match else ""
+        block = block_of(op)
         if block != before and products >= 2:
             starts.append(i)
             products = 0
@@ -30,9 +31,8 @@ def regions(program: Program) -> list[int]:
     return [end - 1 for start, end in zip(starts, ends, strict=True) for _ in range(start, end)]
 
 
-def inner(program: Program) -> frozenset[str]:
-    """The ops whose results, and views of them, are used within their region only."""
-    ends = regions(program)
+def inner(program: Program, ends: Sequence[Hashable]) -> frozenset[str]:
+    """The ops whose results, and views of them, are used within their region only; `ends` tells regions apart, op by op."""
     place = {op.name: i for i, op in enumerate(program.ops)}
     leaves = {output.value for output in program.outputs}
     for i in reversed(range(len(program.ops))):

@@ -93,18 +93,28 @@ def _row(op: Op, program: Program, apart: Callable[[str], str]) -> str:
     return signature(op, program.values) + "".join(map(apart, names))
 
 
+def block_of(op: Op) -> str:
+    """The outermost module with an index that contains an op, "h.3"; empty if there is none."""
+    match = INDEX.match(op.name)
+    return match[1] + match[2] if match else ""
+
+
+def blocks(program: Program) -> dict[str, list[Op]]:
+    """The ops of every block, by its name: of every module with an index that has at least two matrix products."""
+    found: dict[str, list[Op]] = defaultdict(list)
+    for op in program.ops:
+        if block := block_of(op):
+            found[block].append(op)
+    return {block: ops for block, ops in found.items() if sum(row_of(op).contracts for op in ops) >= 2}
+
+
 def _folded_prefixes(program: Program, apart: Callable[[str], str]) -> dict[str, str]:
     """`"h.3"` -> `"h.*/1"` for every block that has an equal sibling."""
-    blocks: dict[str, list[Op]] = defaultdict(list)
-    for op in program.ops:
-        if match := INDEX.match(op.name):
-            blocks[match[1] + match[2]].append(op)
     kinds: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for prefix, ops in blocks.items():
-        if sum(row_of(op).contracts for op in ops) >= 2:
-            container = prefix[: prefix.rindex(".") + 1] if "." in prefix else ""
-            rows = (op.name.removeprefix(prefix) + _row(op, program, apart) for op in ops)
-            kinds[container, *rows].append(prefix)
+    for prefix, ops in blocks(program).items():
+        container = prefix[: prefix.rindex(".") + 1] if "." in prefix else ""
+        rows = (op.name.removeprefix(prefix) + _row(op, program, apart) for op in ops)
+        kinds[container, *rows].append(prefix)
     wild: dict[str, str] = {}
     for number, prefixes in enumerate(kinds.values()):
         if len(prefixes) > 1:

@@ -121,6 +121,12 @@ def saved_here(
     ]
 
 
+def fused_attention(op: Op, values: Mapping[str, Value], *, cpu: bool) -> bool:
+    """Whether an op is attention that a fused kernel computes, which keeps no scores."""
+    operands = [values[name] for name in op.operands]
+    return row_of(op).kind is OpKind.ATTENTION and _attention(op, operands, cpu) is not None
+
+
 def _empty(shape: Shape, value: Value) -> torch.Tensor:
     return torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
 

@@ -249,6 +249,9 @@ class _Emitter:
         split = [self.axes[a] for a, form in enumerate(candidate.forms) if form[0] == "S"]
         index, self.random_ops = self.random_ops, self.random_ops + 1
         seeded = (target, self.rng_state, index, split, *arguments)
+        if self.recomputed.repeats(op):
+            given = (self.rematerializer, *seeded)
+            return self._node("call_function", rematerialize.recompute_seeded, given, identifier(op.name), named)
         return self._node("call_function", random.seeded, seeded, identifier(op.name), named)
 
     def _switch(self, op: Op, arguments: list[object], named: dict[str, object]) -> None:

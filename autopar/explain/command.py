@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from autopar.analysis.recompute_policy import POLICIES
 from autopar.errors import AutoparError
 from autopar.explain import check
 from autopar.explain.cli_arguments import HOW, UsageError, built, parse_constraint, parse_dynamic, parse_mesh
@@ -32,9 +33,9 @@ from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import plain
 from autopar.planning.planner import Planned, make_plan
-from autopar.search_space.strategies import STRATEGIES
+from autopar.search_space.schemes import STRATEGIES
 
-OPTIONS = ("device", "budget", "strategy", "optimizer", "precision", "reduce", "microbatches")
+OPTIONS = ("device", "budget", "strategy", "optimizer", "precision", "reduce", "microbatches", "recompute")
 PLANNING = ("mesh", *OPTIONS, "constraint", "dynamic")  # options that make another plan
 MODEL = ("why", "why_not", "budget_sweep", "code", "trace")  # what a plan without its model cannot answer
 
@@ -90,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--reduce", help="bf16: reduce gradients in that dtype, with --precision bf16-mixed")
     number = "micro-batches per step, run one after another: a number, or auto"
     parser.add_argument("--microbatches", type=lambda text: int(text) if text.isdecimal() else text, help=number)
+    again = "activations that the backward recomputes; by default auto, what is best within the budget"
+    parser.add_argument("--recompute", help=f"{', '.join(POLICIES)}: {again}")
     constraint = 'force a layout: "*.wte.weight=I, S(0)"; may be given several times'
     parser.add_argument("--constraint", metavar="NAME=LAYOUT", action="append", default=[], help=constraint)
     varies = "a size that may differ between calls: batch=0, or batch=input_ids:0,labels:0; may be given several times"

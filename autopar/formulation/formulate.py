@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.analysis.analysis import Analysis, has_gradient, saves
-from autopar.analysis.regions import inner
+from autopar.analysis.recompute_policy import FREE, RecomputePolicy
 from autopar.analysis.repeated_blocks import OUTPUT, ValueClass
 from autopar.analysis.weight_buckets import weight_buckets
 from autopar.cost_models.cost_model import CATALOG, CostModel
@@ -23,25 +23,21 @@ from autopar.formulation.fixed_charges import fixed_charges
 from autopar.formulation.overlap import Overlap
 from autopar.formulation.overlap_loads import ArcPrices, OverlapLoads
 from autopar.formulation.prices import Prices, arc_seconds, end_seconds, op_class_seconds, ties
+from autopar.formulation.recompute_terms import reconvert_seconds, repeated_seconds, rerunnable
 from autopar.formulation.step_collectives import Phase, inside, returns
 from autopar.formulation.step_time import StepPrices
 from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, Conversion
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output, Program, Value
-from autopar.operators import view_of
 from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.search_space.candidates import Candidate, distributed
 from autopar.search_space.domains import offers
 from autopar.search_space.layout_graph import LayoutGraph, layout_graph
 from autopar.search_space.strategies import StrategyConstraints
-from autopar.solver.problem import Bools, Choice, ConditionalCost, Consumer, Edge, Floats, Ints, Problem, Solution, storages
+from autopar.solver.problem import Choice, ConditionalCost, Consumer, Edge, Floats, Ints, Problem, Solution, storages
 
-FREE = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if forward == "identity"]
-RECONVERTIBLE = [  # what may be converted again but weights: a change of dims takes as much as what it is made from
-    number for number, (forward, _) in enumerate(CONVERSIONS.values())
-    if forward in ("all_gather", "all_reduce", "reduce_scatter", "slice")
-]  # fmt: skip
+STILL = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if forward == "identity"]
 TO_INVARIANT = [number for number, (_, target) in enumerate(CONVERSIONS) if target == "I"]
 UNCONSTRAINED = StrategyConstraints()
 
@@ -60,6 +56,7 @@ class PlanningProblem:
     reruns: frozenset[str]  # ops that may be recomputed, or that come back with what does
     dropped: bool  # whether gathered weights are dropped after their use, whatever that costs
     once: bool  # whether they are gathered once for all micro-batches
+    policy: RecomputePolicy
 
     @property
     def program(self) -> Program:
@@ -110,30 +107,41 @@ def formulate(
     *,
     cost_model: CostModel = CATALOG,
     constraints: StrategyConstraints = UNCONSTRAINED,
+    policy: RecomputePolicy = FREE,
     sharded_outputs: Callable[[Output], bool] = lambda output: False,
 ) -> PlanningProblem:
     """The planning problem of an analysed program.
 
-    `constraints` limits candidates and conversions, `sharded_outputs` says which outputs may leave split. `mesh`
-    must have links and a device. Raises ConstraintError where nothing is left to choose.
+    `constraints` limits candidates and conversions, `policy` says what of activations is recomputed, `sharded_outputs` which
+    outputs may leave split. `mesh` must have links and a device. Raises ConstraintError where nothing is left to choose.
     """
     assert mesh.links, "a mesh is priced with its links"
     prices = Prices(mesh=mesh, optimizer=optimizer, model=cost_model)
     lists = dict(offers(analysis, constraints, sharded_outputs))
     place = {name: i for i, name in enumerate(lists)}
-    reruns = _reruns(analysis)
+    reruns = rerunnable(analysis, policy)
     recast = _recast(analysis) if constraints.reshard_after_forward else frozenset[str]()
     overlap = Overlap.of(analysis, mesh, once=constraints.once)
     loads = OverlapLoads(overlap) if overlap else None
     choices = tuple(
-        _choice(analysis, name, found, prices, rerun=name in reruns - recast, recast=name in recast, number=number, loads=loads)
+        _choice(
+            analysis,
+            name,
+            found,
+            prices,
+            policy,
+            rerun=name in reruns - recast,
+            recast=name in recast,
+            number=number,
+            loads=loads,
+        )
         for number, (name, found) in enumerate(lists.items())
     )
     edges: list[Edge] = []
     values, spaces = [], []
     for value_class in analysis.classes.values:
         if value_class.consumers:
-            graph, edge = _edge(analysis, prices, value_class, lists, place, constraints, len(edges), loads)
+            graph, edge = _edge(analysis, prices, value_class, lists, place, constraints, policy, len(edges), loads)
             edges.append(edge)
             values.append(value_class)
             spaces.append(graph)
@@ -149,6 +157,7 @@ def formulate(
         reruns=reruns,
         dropped=constraints.reshard_after_forward,
         once=constraints.once,
+        policy=policy,
     )
 
 
@@ -157,39 +166,35 @@ def _choice(
     name: str,
     found: Sequence[Candidate],
     prices: Prices,
+    policy: RecomputePolicy,
     *,
     rerun: bool,
     recast: bool,
     number: int,
     loads: OverlapLoads | None,
 ) -> Choice:
-    """The choice of an op class, a given tensor or an output: whether it may run again, or is cast again in any case."""
+    """The choice of an op class, a given tensor or an output: whether it may run again, or does in any case."""
     tie, count = ties(analysis, name, found), len(analysis.classes.members[name])
     if name not in analysis.program.op:
         seconds = end_seconds(analysis, name, found, prices) + _returning(analysis, name, found, prices)
         return Choice(name=name, seconds=seconds, tie=tie, count=count)
     both, forward = op_class_seconds(analysis, name, found, prices)
-    again = forward if recast else 0.0
+    sent_again = _inside(analysis, name, found, prices, "forward")
+    again = forward if recast or name in policy.asked else 0.0
+    chosen = rerun and name not in policy.ops | policy.views
     if loads is not None:
         sent = dict(_inside_by_axis(analysis, name, found, prices))
-        loads.op(number, name, {False: forward, True: both - forward + again}, sent, forward if rerun else None)
+        if name in policy.asked:
+            sent |= {(True, axis): sent[True, axis] + seconds for (back, axis), seconds in sent.items() if not back}
+        loads.op(number, name, {False: forward, True: both - forward + again}, sent, forward if chosen else None)
+    seconds = both + _inside(analysis, name, found, prices, "forward", "backward") + again
     return Choice(
         name=name,
-        seconds=both + _inside(analysis, name, found, prices, "forward", "backward") + again,
+        seconds=seconds + sent_again if name in policy.asked else seconds,
         tie=tie,
         count=count,
-        recompute=forward + _inside(analysis, name, found, prices, "forward") if rerun else None,
+        recompute=forward + sent_again if chosen else np.zeros_like(forward) if rerun else None,
     )
-
-
-def _reruns(analysis: Analysis) -> frozenset[str]:
-    """The ops that may be recomputed for the backward, and those whose results come back with their operand's.
-
-    A weight is cast again wherever its copy is needed; everything else stays within its region.
-    """
-    program = analysis.program
-    views = (op.name for op in program.ops if op.requires_grad and view_of(op, program.values))
-    return analysis.recomputable.union(views) & (inner(program) | analysis.casts)
 
 
 def _recast(analysis: Analysis) -> frozenset[str]:
@@ -246,6 +251,7 @@ def _edge(
     lists: Mapping[str, list[Candidate]],
     place: Mapping[str, int],
     constraints: StrategyConstraints,
+    policy: RecomputePolicy,
     number: int,
     loads: OverlapLoads | None,
 ) -> tuple[LayoutGraph, Edge]:
@@ -262,13 +268,13 @@ def _edge(
     runs = 1 if constraints.once and bucketed else analysis.step.microbatches
     there, back, rerun, rounding = arc_seconds(graph, value, prices, bucketed=bucketed, reduce_dtype=reduce_dtype, runs=runs)
     arcs = _arcs(analysis, value, graph, constraints)
-    count, free = len(values.members), np.isin(graph.pair[arcs], FREE)
+    count, free = len(values.members), np.isin(graph.pair[arcs], STILL)
     times = analysis.step.microbatches * count
-    reconverted = _may_reconvert(graph, arcs, weight=weight)
+    again = rerun if weight else repeated_seconds(value, graph, there, policy)
+    recompute = reconvert_seconds(value, graph, rerun if weight else there, policy, weight=weight)
     found = ArcPrices(
-        there=count * there[arcs], back=count * back[arcs], rounding=count * rounding[arcs], rerun=count * rerun[arcs],
-        recompute=np.where(reconverted, count * (rerun if weight else there)[arcs], np.inf)
-        if value.requires_grad and not (weight and constraints.keep_gathered) else None,
+        there=count * there[arcs], back=count * back[arcs], rounding=count * rounding[arcs], rerun=count * again[arcs],
+        recompute=None if recompute is None or (weight and constraints.keep_gathered) else count * recompute[arcs],
     )  # fmt: skip
     if loads is not None:
         found = loads.edge(number, values.members, graph.pair[arcs], graph.axis[arcs], found, bucketed=bucketed)
@@ -291,7 +297,10 @@ def _edge(
             ),
             ConditionalCost(
                 seconds=found.rerun,
-                consumers=_where(values, lambda *end: weight and constraints.reshard_after_forward and saves(analysis, *end)),
+                consumers=_where(
+                    values,
+                    lambda *end: constraints.reshard_after_forward and saves(analysis, *end) if weight else end in policy.uses,
+                ),
             ),
         ),
         free=free,
@@ -317,13 +326,6 @@ def _arcs(analysis: Analysis, value: Value, graph: LayoutGraph, constraints: Str
         )
         arcs = arcs[allowed[graph.axis[arcs], graph.pair[arcs]]]
     return arcs
-
-
-def _may_reconvert(graph: LayoutGraph, arcs: Ints, *, weight: bool) -> Bools:
-    """Which conversions may be recomputed for the backward: of weights those after which there is more than before."""
-    if weight:
-        return graph.elements[graph.target[arcs]] > graph.elements[graph.source[arcs]]
-    return np.isin(graph.pair[arcs], RECONVERTIBLE)
 
 
 def _may_leave(analysis: Analysis, value: Value) -> bool:
@@ -378,6 +380,8 @@ def _recompute_choice(
         if arc in solution.arcs[w] and not formulated.problem.edges[w].free[arc]:
             place = solution.arcs[w].index(arc)
             steps.update((member, routes[member][place]) for member in formulated.edges[w].members[:count])
+    ops.update(formulated.policy.ops)
+    steps.update(formulated.policy.steps(routes))
     offload = frozenset(_offloaded(formulated, solution))
     for name in analysis.weights & routes.keys() if formulated.dropped else ():
         view = name in analysis.program.producer

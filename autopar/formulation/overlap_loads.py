@@ -14,7 +14,7 @@ from autopar.search_space.buckets import TOGETHER
 from autopar.solver.overlap import Load, OverlapRegion
 from autopar.solver.problem import Bools, Floats, Ints
 
-GRADIENT, REGATHER = 0, 1  # places in `Edge.conditional_costs`: gradients on their way back, weights that are gathered again
+GRADIENT, REGATHER = 0, 1  # places in `Edge.conditional_costs`: gradients on their way back, what is repeated in any case
 BUSY = -1  # in the place of a link: the device itself
 FORWARD = np.array([forward for forward, _ in CONVERSIONS.values()])
 BACKWARD = np.array([backward for _, backward in CONVERSIONS.values()])
@@ -23,7 +23,7 @@ BACKWARD = np.array([backward for _, backward in CONVERSIONS.values()])
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArcPrices:
     """Seconds per arc of an edge, all members together: of its conversion, of its gradient and of the rounding in that, of
-    gathering it again, and of recomputing it for the backward (None: never)."""
+    repeating it in any case, and of recomputing it for the backward (None: never)."""
 
     there: Floats
     back: Floats

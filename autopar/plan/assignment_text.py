@@ -147,7 +147,7 @@ def resolve(plan: Plan, step: TrainingStep, fits: Mapping[str, OpSharding | None
                 for o in program.outputs
             },
             routes={name: tuple(reader.steps(name, lines)) for name, lines in plan.routes.items()},
-            recompute=reader.recompute(recomputable(program, fits)),
+            recompute=reader.recompute(recomputable(program)),
             once=plan.once,
         )
         _check(program, assignment)

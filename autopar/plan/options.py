@@ -10,7 +10,7 @@ from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.mesh import Bytes, Device
 from autopar.plan.plan import Plan
 
-AUTO = "auto"  # as many micro-batches as are best
+AUTO = "auto"  # as many micro-batches as are best, as much recomputed as is best
 PLENTY: Bytes = 1 << 60  # a budget that never binds
 
 
@@ -18,7 +18,8 @@ PLENTY: Bytes = 1 << 60  # a budget that never binds
 class Options:
     """What the user may ask of a plan; `budget` is bytes per device, a text like "80GB", or None for 90% of the device.
 
-    `microbatches` is their number in a step, or "auto"; `cost_model` prices the step, by default from the catalog.
+    `microbatches` is their number in a step, or "auto"; `recompute` is a name of `analysis.recompute_policy`; `cost_model`
+    prices the step, by default from the catalog.
     """
 
     device: str | Device | None = None
@@ -32,6 +33,7 @@ class Options:
     strict: bool = False
     microbatches: int | str = 1
     offload: bool = True
+    recompute: str = "auto"
     dynamic: Mapping[str, DimSizes | Dynamic] = field(default_factory=dict)
     cost_model: CostModel = CATALOG
 
@@ -47,6 +49,7 @@ class Options:
             "constraints": "; ".join(f"{name}: {layout}" for name, layout in self.constraints.items()),
             "microbatches": "" if self.microbatches == 1 else str(self.microbatches),
             **({} if self.offload else {"offload": "no"}),
+            **({} if self.recompute == AUTO else {"recompute": str(self.recompute)}),
             **({"cost_model": self.cost_model.name} if self.cost_model.name != CATALOG.name else {}),
         }
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.analysis.analysis import Analysis, analyse
+from autopar.analysis.recompute_policy import policy_of
 from autopar.cost_models import optimizers
 from autopar.cost_models.optimizers import Optimizer
 from autopar.errors import AutoparError, BudgetError, ConstraintError
@@ -152,7 +153,13 @@ def _formulated(analysis: Analysis, mesh: Mesh, optimizer: Optimizer, options: O
         useless_axes(analysis, mesh)
     outputs = sharded(analysis.program, options.outputs)
     formulated = formulate(
-        analysis, mesh, optimizer, cost_model=options.cost_model, constraints=wanted, sharded_outputs=outputs
+        analysis,
+        mesh,
+        optimizer,
+        cost_model=options.cost_model,
+        constraints=wanted,
+        policy=policy_of(analysis, options.recompute),
+        sharded_outputs=outputs,
     )
     return MemoryModel(formulated, optimizer)
 

@@ -57,8 +57,13 @@ def seeded(
 
     The target of a `call_function` node: `seeded(torch.ops.aten.dropout.default, rng_state, 3, [dp], x, 0.1, training)`.
     """
+    return drawn(operator, state.seed_of(index, axes), *args, **kwargs)
+
+
+def drawn(operator: Callable[..., torch.Tensor], seed: int, /, *args: object, **kwargs: object) -> torch.Tensor:
+    """`operator(*args, **kwargs)`, drawing from a seed: the same numbers whenever it is called."""
     device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
-    with drawing(state.seed_of(index, axes), device):
+    with drawing(seed, device):
         return operator(*args, **kwargs)
 
 

@@ -22,13 +22,13 @@ from tests.support import models
 
 TIGHT = 0.85  # of the memory that the best plan takes
 HOST = Link(name="host", latency=0.0, bandwidth=1e12, source="made up, so that what memory lacks goes there")
-# Strategies, the best plan in less memory, which makes things again or has the host hold them, and seeds of random plans with
-# random treatments.
+# Strategies, the best plan in less memory, which makes things again or has the host hold them, seeds of random plans with
+# random treatments, and fsdp with recomputation by name.
 PLANS: dict[str, tuple[str | int, ...]] = {
-    "gpt2": ("ddp", "fsdp", "tight", "zero1", "host", 0),
-    "llama": ("zero2", "megatron", "tight", 2),
+    "gpt2": ("ddp", "fsdp", "tight", "zero1", "host", 0, "blocks"),
+    "llama": ("zero2", "megatron", "tight", 2, "selective"),
     "vit": ("ddp", "fsdp", "zero2", "host", 0),
-    "bert": ("auto", "zero1", "fsdp", "tight", 2),
+    "bert": ("auto", "zero1", "fsdp", "tight", 2, "blocks", "selective"),
 }
 
 
@@ -51,6 +51,8 @@ class Case:
             device = replace(device, host=HOST)
         if isinstance(self.plan, int):
             return random_plan(model, sample, connected_mesh(mesh, Options(device=device)), seed=self.plan)
+        if self.plan in ("blocks", "selective"):
+            return autopar.plan(model, sample, mesh, strategy="fsdp", recompute=self.plan, device=device)
         if self.plan not in ("tight", "host"):
             return autopar.plan(model, sample, mesh, strategy=self.plan, device=device)
         best = autopar.plan(model, sample, mesh, device=device)

@@ -3,6 +3,7 @@
 Emitted code marks such values inside `with rematerializer.active():`
 
     y = recompute_op(rematerializer, torch.ops.aten.mul.Tensor, a, b)                       y is recomputed from a and b
+    d = recompute_seeded(rematerializer, dropout, rng_state, 3, [dp], y, 0.1, training)     d drops the same once more
     w = all_gather__reduce_scatter_wait(bucket, dp, ..., rematerializer=rematerializer)     w is gathered again
     z = offload(rematerializer, z)                                                          z is copied to host memory and back
 
@@ -33,6 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.runtime.collectives import FUNCTIONS
 from autopar.runtime.parallel_ops import PARALLEL_OPS
+from autopar.runtime.random import RngState, drawn
 from autopar.runtime.rematerialize.recompute import (
     BucketGather,
     ConversionCall,
@@ -54,6 +56,18 @@ def recompute_op(rematerializer: Rematerializer, function: Callable[..., object]
     The function must be deterministic and free of side effects. The target of a `call_function` node of emitted code.
     """
     return rematerializer.call(function, args, kwargs) if torch.is_grad_enabled() else function(*args, **kwargs)
+
+
+def recompute_seeded(
+    rematerializer: Rematerializer, operator: Callable[..., torch.Tensor], state: RngState, index: int, axes: Sequence[Axis], /,
+    *args: object, **kwargs: object,
+) -> object:  # fmt: skip
+    """`random.seeded(operator, ...)`, recomputed in the backward from the seed of this forward: it draws the same numbers.
+
+    The seed is worked out here, so that calls of the model between this forward and its backward do not change it. The target
+    of a `call_function` node.
+    """
+    return recompute_op(rematerializer, drawn, operator, state.seed_of(index, axes), *args, **kwargs)
 
 
 def recompute_conversion(rematerializer: Rematerializer, name: str, x: torch.Tensor, axis: Axis, *position: int) -> object:

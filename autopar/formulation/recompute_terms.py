@@ -1,0 +1,67 @@
+"""What of activations may be recomputed in the integer program, and what a recomputation by name adds to its prices.
+
+free        a price per member that is recomputed: the integer program chooses
+by name     the price stands in the candidates and conversions, and choosing it costs nothing more, so that memory rows stay
+            a relaxation; `formulate.assignment` recomputes what the name says, whatever was chosen
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopar.analysis.analysis import Analysis
+from autopar.analysis.recompute_policy import RecomputePolicy
+from autopar.analysis.regions import inner, regions
+from autopar.ir.conversion import CONVERSIONS
+from autopar.ir.program import Value
+from autopar.operators import view_of
+from autopar.search_space.layout_graph import LayoutGraph
+from autopar.solver.problem import Bools, Floats
+
+RECONVERTIBLE = [  # what may be converted again but weights: a change of dims takes as much as what it is made from
+    number for number, (forward, _) in enumerate(CONVERSIONS.values())
+    if forward in ("all_gather", "all_reduce", "reduce_scatter", "slice")
+]  # fmt: skip
+
+
+def rerunnable(analysis: Analysis, policy: RecomputePolicy) -> frozenset[str]:
+    """The ops that may be recomputed for the backward, and those whose results come back with their operand's.
+
+    A weight is cast again wherever its copy is needed; everything else stays within its region.
+    """
+    if not policy.free:
+        return policy.ops | policy.views | (analysis.recomputable & analysis.casts)
+    program = analysis.program
+    views = (op.name for op in program.ops if op.requires_grad and view_of(op, program.values))
+    return analysis.recomputable.union(views) & (inner(program, regions(program)) | analysis.casts)
+
+
+def reconvert_seconds(
+    value: Value, graph: LayoutGraph, seconds: Floats, policy: RecomputePolicy, *, weight: bool
+) -> Floats | None:
+    """Seconds per conversion to repeat it in the backward if that is chosen, infinite where it must not be; None if all are.
+
+    Of weights those may be repeated after which there is more than before.
+    """
+    if not value.requires_grad:
+        return None
+    if weight:
+        return np.where(graph.elements[graph.target] > graph.elements[graph.source], seconds, np.inf)
+    if policy.free:
+        return np.where(np.isin(graph.pair, RECONVERTIBLE), seconds, np.inf)
+    repeated = _repeated(value, graph, policy)
+    return np.where(repeated, 0.0, np.inf) if repeated.any() else None
+
+
+def repeated_seconds(value: Value, graph: LayoutGraph, seconds: Floats, policy: RecomputePolicy) -> Floats:
+    """Seconds per conversion for repeating it in the backward because the policy says so."""
+    return np.where(_repeated(value, graph, policy), seconds, 0.0)
+
+
+def _repeated(value: Value, graph: LayoutGraph, policy: RecomputePolicy) -> Bools:
+    """Which conversions of a value the policy repeats."""
+    kinds = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if policy.repeats(value.name, forward)]
+    return np.isin(graph.pair, kinds)
+
+
+__all__ = ["reconvert_seconds", "repeated_seconds", "rerunnable"]
