@@ -10,7 +10,7 @@ are two matrix products.
 
 from __future__ import annotations
 
-from autopar.analysis.repeated_blocks import INDEX
+from autopar.analysis.repeated_blocks import block_of
 from autopar.ir.program import Program
 from autopar.operators import row_of, view_of
 
@@ -19,8 +19,7 @@ def regions(program: Program) -> list[int]:
     """For each op the index of the last op of its region."""
     starts, products, before = [0], 0, ""
     for i, op in enumerate(program.ops):
-        match = INDEX.match(op.name)
-        block = match[1] + match[2] if match else ""
+        block = block_of(op.name)
         if block != before and products >= 2:
             starts.append(i)
             products = 0

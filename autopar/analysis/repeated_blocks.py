@@ -93,12 +93,18 @@ def _row(op: Op, program: Program, apart: Callable[[str], str]) -> str:
     return signature(op, program.values) + "".join(map(apart, names))
 
 
+def block_of(name: str) -> str:
+    """The outermost module with an index that contains an op, "h.3"; empty if there is none."""
+    match = INDEX.match(name)
+    return match[1] + match[2] if match else ""
+
+
 def _folded_prefixes(program: Program, apart: Callable[[str], str]) -> dict[str, str]:
     """`"h.3"` -> `"h.*/1"` for every block that has an equal sibling."""
     blocks: dict[str, list[Op]] = defaultdict(list)
     for op in program.ops:
-        if match := INDEX.match(op.name):
-            blocks[match[1] + match[2]].append(op)
+        if block := block_of(op.name):
+            blocks[block].append(op)
     kinds: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for prefix, ops in blocks.items():
         if sum(row_of(op).contracts for op in ops) >= 2:

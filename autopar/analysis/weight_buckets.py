@@ -15,10 +15,10 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 
-from autopar.analysis.repeated_blocks import INDEX
+from autopar.analysis.repeated_blocks import block_of
 from autopar.analysis.weights import copies, reduce_dtypes
 from autopar.ir.mesh import Bytes
-from autopar.ir.program import Op, Program, Value, remembered
+from autopar.ir.program import Program, Value, remembered
 
 LIMIT: Bytes = 25 * 2**20  # of whole weights: the bucket of torch's DistributedDataParallel (bucket_cap_mb)
 
@@ -33,7 +33,7 @@ def weight_buckets(program: Program, *, moved: bool) -> tuple[tuple[str, ...], .
     weights = {name: program.values[name] for name in (*(p.value.name for p in program.parameters), *cast)}
     seen: set[str] = set()
     found: list[list[str]] = []
-    for _, ops in itertools.groupby(program.ops, _block if moved else lambda op: ""):
+    for _, ops in itertools.groupby(program.ops, lambda op: block_of(op.name) if moved else ""):
         read = dict.fromkeys(name for op in ops for name in op.operands if name in weights and name not in seen)
         seen |= read.keys()
         alike: dict[object, list[Value]] = defaultdict(list)
@@ -42,12 +42,6 @@ def weight_buckets(program: Program, *, moved: bool) -> tuple[tuple[str, ...], .
             alike[value.dtype, value.requires_grad, sums.get(name), name in cast].append(value)
         found += [part for values in alike.values() for part in _filled(values)]
     return tuple(map(tuple, found))
-
-
-def _block(op: Op) -> str:
-    """The outermost module with an index that contains an op; empty if there is none."""
-    match = INDEX.match(op.name)
-    return match[1] + match[2] if match else ""
 
 
 def _filled(values: list[Value]) -> Iterator[list[str]]:

@@ -94,10 +94,6 @@ class Liveness:
         """The order and the times of the step's ops and conversions."""
         return self._step(chosen).schedule
 
-    def rematerialization(self, chosen: Assignment) -> Rematerialization:
-        """What the step's backward recomputes and gathers again, each with its time."""
-        return self._step(chosen).rematerialization
-
     def _step(self, chosen: Assignment) -> _Step:
         if self._last is None or self._last.chosen is not chosen:
             self._last = _Step(self, chosen)
