@@ -40,13 +40,13 @@ unit: $(STAMP)
 
 FRONT := ir capture passes analysis search_space cost_models formulation simulator plan explain docs
 unit-front: $(STAMP)
-	$(BIN)/python -m pytest -q --doctest-modules autopar tests/test_architecture.py $(FRONT:%=tests/%)
+	$(BIN)/python -m pytest -q --doctest-modules autopar tests/test_*.py $(FRONT:%=tests/%)
 
-OPERATORS := operators solver
+OPERATORS := operators solver memory codegen runtime benchmarks
 unit-operators: $(STAMP)
 	$(BIN)/python -m pytest -q $(OPERATORS:%=tests/%)
 
-MIDDLE := planning memory codegen runtime benchmarks
+MIDDLE := planning
 unit-middle: $(STAMP)
 	$(BIN)/python -m pytest -q $(MIDDLE:%=tests/%)
 

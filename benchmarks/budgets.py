@@ -33,8 +33,9 @@ from autopar.cost_models import optimizers
 from autopar.errors import BudgetError
 from autopar.explain.budget_sweep import MARGIN, SHARES
 from autopar.formulation.budget_loop import smallest, within
-from autopar.formulation.formulate import PlanningProblem, assignment
+from autopar.formulation.formulate import PlanningProblem
 from autopar.formulation.memory_model import MemoryModel
+from autopar.formulation.read_solution import assignment
 from autopar.ir.training_step import TrainingStep
 from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.plan.text import size_text

@@ -5,7 +5,7 @@
 
 An error is predicted over measured time, less one. Isolated products run faster than they do within a training step, where the
 chip is hot and operands lie as the model has them: the catalog has what steps reach (docs/prices.md), so that products are
-priced some 15% slower than isolated rows.
+priced slower than isolated rows: by 3% (A100-40) to 39% (L4) in the median.
 """
 
 from __future__ import annotations

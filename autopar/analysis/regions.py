@@ -21,7 +21,7 @@ def regions(program: Program) -> list[int]:
     """For each op the index of the last op of its region."""
     starts, products, before = [0], 0, ""
     for i, op in enumerate(program.ops):
-        block = block_of(op)
+        block = block_of(op.name)
         if block != before and products >= 2:
             starts.append(i)
             products = 0

@@ -93,9 +93,9 @@ def _row(op: Op, program: Program, apart: Callable[[str], str]) -> str:
     return signature(op, program.values) + "".join(map(apart, names))
 
 
-def block_of(op: Op) -> str:
+def block_of(name: str) -> str:
     """The outermost module with an index that contains an op, "h.3"; empty if there is none."""
-    match = INDEX.match(op.name)
+    match = INDEX.match(name)
     return match[1] + match[2] if match else ""
 
 
@@ -103,7 +103,7 @@ def blocks(program: Program) -> dict[str, list[Op]]:
     """The ops of every block, by its name: of every module with an index that has at least two matrix products."""
     found: dict[str, list[Op]] = defaultdict(list)
     for op in program.ops:
-        if block := block_of(op):
+        if block := block_of(op.name):
             found[block].append(op)
     return {block: ops for block, ops in found.items() if sum(row_of(op).contracts for op in ops) >= 2}
 

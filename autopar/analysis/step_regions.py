@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.analysis.analysis import Analysis
-from autopar.analysis.repeated_blocks import INDEX
+from autopar.analysis.repeated_blocks import block_of
 from autopar.analysis.weight_buckets import weight_buckets
 from autopar.operators import row_of
 
@@ -87,11 +87,11 @@ def step_regions(analysis: Analysis) -> StepRegions:
     blocks: dict[str, int] = {}  # a repeated block -> its member
     stretch, products, last = -1, 0, ""
     for op in analysis.program.ops:
-        block = _block(op.name)
+        block = block_of(op.name)
         if len(members[of[op.name]]) > 1 and block:
             if block not in blocks:
                 blocks[block] = len(sequence)
-                sequence.append(regions.setdefault(_block(of[op.name]), len(regions)))
+                sequence.append(regions.setdefault(block_of(of[op.name]), len(regions)))
             member[op.name], stretch = blocks[block], -1
             continue
         if stretch < 0 or (block != last and products >= 2):
@@ -100,12 +100,6 @@ def step_regions(analysis: Analysis) -> StepRegions:
         member[op.name], last = stretch, block
         products += row_of(op).contracts
     return StepRegions(analysis=analysis, names=tuple(regions), sequence=tuple(sequence), member=member)
-
-
-def _block(name: str) -> str:
-    """The outermost module with an index that contains an op; empty if there is none."""
-    match = INDEX.match(name)
-    return match[1] + match[2] if match else ""
 
 
 __all__ = ["StepRegions", "step_regions"]

@@ -6,7 +6,7 @@
     beside      beta        (both - product) / message                      a product beside an all-gather
 
 All by least squares of relative errors. The first two are alternated, tilings and coefficients, R and S0, to a fixed point.
-Raises MeshError where timings are no positive numbers or too few.
+Raises MeshError where timings are not positive numbers, or too few.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Kernel:
         return (self.price.gradient if way else self.price.forward)(self.operands, self.results)
 
     def products(self, way: int) -> list[Product]:
-        """The matrix products that it consists of; none if it is no product."""
+        """The matrix products that it consists of; none if it is not a product."""
         if self.price.operations is None:
             return []
         found = list(self.price.operations(self.operands, self.results))
@@ -115,7 +115,7 @@ def fitted(kernels: Sequence[Kernel], seconds: Sequence[tuple[Seconds, Seconds]]
     """`base` with the coefficients that these timings, forward and backward of each kernel, give.
 
     Kernels as short as a launch tell nothing, nor do products that memory bounds. Raises MeshError where timings are missing,
-    are no positive numbers, or are of too few kernels.
+    are not positive numbers, or are of too few kernels.
     """
     if len(kernels) != len(seconds):
         raise MeshError("a fit needs the times of every kernel", kernels=len(kernels), times=len(seconds))

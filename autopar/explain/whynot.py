@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError, ConstraintError
 from autopar.explain.difference import difference
-from autopar.formulation.formulate import assignment
+from autopar.formulation.read_solution import assignment
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import Part, milliseconds

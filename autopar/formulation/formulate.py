@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopar.analysis.analysis import Analysis, has_gradient, saves
 from autopar.analysis.recompute_policy import FREE, RecomputePolicy
-from autopar.analysis.repeated_blocks import OUTPUT, ValueClass
-from autopar.analysis.weight_buckets import weight_buckets
+from autopar.analysis.repeated_blocks import ValueClass
 from autopar.cost_models.cost_model import CATALOG, CostModel
 from autopar.cost_models.optimizers import Optimizer
 from autopar.formulation.fixed_charges import fixed_charges
@@ -26,11 +25,9 @@ from autopar.formulation.prices import Prices, arc_seconds, end_seconds, op_clas
 from autopar.formulation.recompute_terms import reconvert_seconds, repeated_seconds, rerunnable
 from autopar.formulation.step_collectives import Phase, inside, returns
 from autopar.formulation.step_time import StepPrices
-from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, Conversion
-from autopar.ir.layout import Layout
+from autopar.ir.conversion import CONVERSIONS
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output, Program, Value
-from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.search_space.candidates import Candidate, distributed
 from autopar.search_space.domains import offers
 from autopar.search_space.layout_graph import LayoutGraph, layout_graph
@@ -263,19 +260,9 @@ def _edge(
         tuple(sorted({layout[axis] for layouts in (made, *wanted) for layout in layouts})) for axis in range(len(sizes))
     )
     graph = layout_graph(value.shape, sizes, allowed, analysis.blocks[value.name])
-    weight = value.name in analysis.weights
-    reduce_dtype, bucketed = analysis.reduce_dtypes.get(value.name), value.name in analysis.bucketed
-    runs = 1 if constraints.once and bucketed else analysis.step.microbatches
-    there, back, rerun, rounding = arc_seconds(graph, value, prices, bucketed=bucketed, reduce_dtype=reduce_dtype, runs=runs)
-    arcs = _arcs(analysis, value, graph, constraints)
-    count, free = len(values.members), np.isin(graph.pair[arcs], STILL)
-    times = analysis.step.microbatches * count
-    again = rerun if weight else repeated_seconds(value, graph, there, policy)
-    recompute = reconvert_seconds(value, graph, rerun if weight else there, policy, weight=weight)
-    found = ArcPrices(
-        there=count * there[arcs], back=count * back[arcs], rounding=count * rounding[arcs], rerun=count * again[arcs],
-        recompute=None if recompute is None or (weight and constraints.keep_gathered) else count * recompute[arcs],
-    )  # fmt: skip
+    arcs, count = _arcs(analysis, value, graph, constraints), len(values.members)
+    weight, bucketed = value.name in analysis.weights, value.name in analysis.bucketed
+    found = _arc_prices(analysis, prices, value, graph, arcs, count, constraints, policy)
     if loads is not None:
         found = loads.edge(number, values.members, graph.pair[arcs], graph.axis[arcs], found, bucketed=bucketed)
     edge = Edge(
@@ -303,14 +290,41 @@ def _edge(
                 ),
             ),
         ),
-        free=free,
+        free=np.isin(graph.pair[arcs], STILL),
         count=count,
         recompute=found.recompute,
-        offload=_offload_seconds(value, graph, times, prices) if _may_leave(analysis, value) else None,
+        offload=_offload_seconds(analysis, value, graph, count, prices),
     )  # fmt: skip
     if edge.offload is not None:  # said of the memory in which several layouts may lie
         edge = replace(edge, offload=np.where(storages(edge) == np.arange(edge.nodes), edge.offload, np.inf))
     return graph, edge
+
+
+def _arc_prices(
+    analysis: Analysis,
+    prices: Prices,
+    value: Value,
+    graph: LayoutGraph,
+    arcs: Ints,
+    count: int,
+    constraints: StrategyConstraints,
+    policy: RecomputePolicy,
+) -> ArcPrices:
+    """What these conversions of a value take, in all of so many members."""
+    weight, bucketed = value.name in analysis.weights, value.name in analysis.bucketed
+    reduce_dtype, runs = (
+        analysis.reduce_dtypes.get(value.name),
+        1 if constraints.once and bucketed else analysis.step.microbatches,
+    )
+    there, back, rerun, rounding = arc_seconds(graph, value, prices, bucketed=bucketed, reduce_dtype=reduce_dtype, runs=runs)
+    again = rerun if weight else repeated_seconds(value, graph, there, policy)
+    recompute = reconvert_seconds(value, graph, rerun if weight else there, policy, weight=weight)
+    if weight and constraints.keep_gathered:
+        recompute = None
+    return ArcPrices(
+        there=count * there[arcs], back=count * back[arcs], rounding=count * rounding[arcs], rerun=count * again[arcs],
+        recompute=None if recompute is None else count * recompute[arcs],
+    )  # fmt: skip
 
 
 def _arcs(analysis: Analysis, value: Value, graph: LayoutGraph, constraints: StrategyConstraints) -> Ints:
@@ -328,102 +342,15 @@ def _arcs(analysis: Analysis, value: Value, graph: LayoutGraph, constraints: Str
     return arcs
 
 
-def _may_leave(analysis: Analysis, value: Value) -> bool:
-    """Whether a value may be moved to the host: results that the backward may ask for."""
-    return value.requires_grad and value.name in analysis.program.producer and value.name not in analysis.weights
-
-
-def _offload_seconds(value: Value, graph: LayoutGraph, count: int, prices: Prices) -> Floats | None:
-    """Seconds of moving so many members to the host and back, by layout; only where a layout has memory of its own."""
-    if prices.device.host is None:
+def _offload_seconds(analysis: Analysis, value: Value, graph: LayoutGraph, count: int, prices: Prices) -> Floats | None:
+    """Seconds of moving so many members to the host and back, by layout; only of results that the backward may ask for."""
+    result = value.requires_grad and value.name in analysis.program.producer and value.name not in analysis.weights
+    if not result or prices.device.host is None:
         return None
     sizes = (value.dtype.itemsize * graph.elements).tolist()
-    return count * np.array([prices.offload(size) for size in sizes])
+    return analysis.step.microbatches * count * np.array([prices.offload(size) for size in sizes])
 
 
 def _where(values: ValueClass, true: Callable[[str, int], bool]) -> frozenset[int]:
     """The places of the consumers for which something is true."""
     return frozenset(place for place, end in enumerate(values.consumers) if true(*end))
-
-
-def assignment(formulated: PlanningProblem, solution: Solution) -> Assignment:
-    """What a solution says about every member of every class."""
-    program, of = formulated.program, formulated.analysis.classes.of
-    picked = {
-        name: found[pick] for name, found, pick in zip(formulated.names, formulated.candidates, solution.picks, strict=True)
-    }
-    routes: dict[str, tuple[Conversion, ...]] = {}
-    for values, graph, edge, arcs in zip(
-        formulated.edges, formulated.spaces, formulated.problem.edges, solution.arcs, strict=True
-    ):
-        nodes = graph.nodes
-        steps = tuple(_step(nodes[int(edge.source[a])], nodes[int(edge.target[a])]) for a in arcs)
-        routes |= {member: steps for member in values.members if steps}
-    return Assignment(
-        ops={op.name: picked[of[op.name]] for op in program.ops},
-        given={value.name: picked[of[value.name]].results[0] for value in program.given},
-        outputs={o.path: picked[OUTPUT + o.path].operands[0] for o in program.outputs},
-        routes=routes,
-        recompute=_recompute_choice(formulated, solution, routes),
-        once=formulated.once,
-    )
-
-
-def _recompute_choice(
-    formulated: PlanningProblem, solution: Solution, routes: Mapping[str, tuple[Conversion, ...]]
-) -> RecomputeChoice:
-    """What a solution recomputes: the first members of classes and values; gathered weights and casts if all are dropped."""
-    analysis, ops, steps = formulated.analysis, set[str](), set[tuple[str, Conversion]]()
-    for choice, count in solution.recompute.choices.items():
-        ops.update(analysis.classes.members[formulated.names[choice]][:count])
-    for (w, arc), count in solution.recompute.arcs.items():
-        if arc in solution.arcs[w] and not formulated.problem.edges[w].free[arc]:
-            place = solution.arcs[w].index(arc)
-            steps.update((member, routes[member][place]) for member in formulated.edges[w].members[:count])
-    ops.update(formulated.policy.ops)
-    steps.update(formulated.policy.steps(routes))
-    offload = frozenset(_offloaded(formulated, solution))
-    for name in analysis.weights & routes.keys() if formulated.dropped else ():
-        view = name in analysis.program.producer
-        steps.update((name, step) for step in routes[name] if view or _gathered(routes[name], step))
-    beside = list(_with_their_bucket(analysis, routes, steps)) if steps else []
-    steps.update(beside)
-    ops.update(analysis.casts if formulated.dropped else ())
-    ops.update(analysis.program.producer[name].name for name, _ in beside if name in analysis.copies)
-    return RecomputeChoice(ops=frozenset(ops) & analysis.recomputable, steps=frozenset(steps), offload=offload)
-
-
-def _offloaded(formulated: PlanningProblem, solution: Solution) -> Iterator[tuple[str, Layout]]:
-    """What a solution moves to the host: the members after those that are recomputed."""
-    for (w, node), count in solution.recompute.offload.items():
-        edge, values = formulated.problem.edges[w], formulated.edges[w]
-        storage = storages(edge)
-        made = [(int(edge.produced[solution.picks[edge.producer]]), solution.recompute.choices.get(edge.producer, 0))]
-        made += [(int(edge.target[arc]), solution.recompute.arcs.get((w, arc), 0)) for arc in solution.arcs[w]]
-        there = [(layout, members) for layout, members in made if storage[layout] == storage[node]]
-        first, layout = max(members for _, members in there), formulated.spaces[w].nodes[there[0][0]]
-        yield from ((member, layout) for member in values.members[first : first + count])
-
-
-def _with_their_bucket(
-    analysis: Analysis, routes: Mapping[str, tuple[Conversion, ...]], steps: Set[tuple[str, Conversion]]
-) -> Iterator[tuple[str, Conversion]]:
-    """The conversions of weights that the backward does not need, where others of their bucket are recomputed: they travel with
-    these, and are dropped like them."""
-    for names in weight_buckets(analysis.program, moved=True):
-        kinds = {(step.axis, step.primitives) for name in names for step in routes.get(name, ()) if (name, step) in steps}
-        for name in names if kinds else ():
-            uses = ((o, place) for o in analysis.readers[name] for place, n in enumerate(o.operands) if n == name)
-            if not any(saves(analysis, analysis.classes.of[o.name], place) for o, place in uses):
-                yield from ((name, step) for step in routes.get(name, ()) if (step.axis, step.primitives) in kinds)
-
-
-def _gathered(route: tuple[Conversion, ...], step: Conversion) -> bool:
-    """Whether a step of a weight's route moves it between ranks, or follows one that does: it is dropped and gathered again."""
-    before = [other for other in route if other.target == step.source]
-    return step.primitives[0] in COLLECTIVES or any(_gathered(route, other) for other in before)
-
-
-def _step(source: Layout, target: Layout) -> Conversion:
-    axis = next(a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t)
-    return Conversion(axis=axis, source=source, target=target)

@@ -7,8 +7,9 @@ right-hand side of a row is tightened by the excess that the simulation finds (`
 from __future__ import annotations
 
 from autopar.cost_models.optimizers import Optimizer
-from autopar.formulation.formulate import PlanningProblem, assignment
+from autopar.formulation.formulate import PlanningProblem
 from autopar.formulation.memory_rows import MemoryRows
+from autopar.formulation.read_solution import assignment
 from autopar.memory.liveness import Liveness
 from autopar.plan.breakdown import Allocation
 from autopar.search_space.assignment import Assignment

@@ -143,9 +143,8 @@ class MemoryRows:
             yield self._stored(parameter.value, 1 + states * trained)
         for value in self.program.inputs:  # the caller holds the whole beside the part that is cut on arrival
             choice, local = self._stored(value)
-            whole = (
-                elements(self.formulated.analysis.step.batch_shape(value.name)) * value.dtype.itemsize
-            )  # of all micro-batches
+            batch = self.formulated.analysis.step.batch_shape(value.name)  # of all micro-batches
+            whole = elements(batch) * value.dtype.itemsize
             yield choice, whole + local * (local < value.bytes)
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[int, Floats]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -32,25 +32,7 @@ class ArcPrices:
     recompute: Floats | None
 
 
-@dataclass(slots=True)
-class _Collected:
-    """A `Load` as it grows."""
-
-    choices: dict[int, Floats] = field(default_factory=dict)
-    reruns: dict[int, Floats] = field(default_factory=dict)
-    arcs: dict[int, Floats] = field(default_factory=dict)
-    conditional: dict[tuple[int, int], Floats] = field(default_factory=dict)
-    reconverts: dict[int, Floats] = field(default_factory=dict)
-    charges: dict[int, float] = field(default_factory=dict)
-
-    def load(self) -> Load:
-        return Load(
-            choices=self.choices, reruns=self.reruns, arcs=self.arcs, conditional=self.conditional,
-            reconverts=self.reconverts, charges=self.charges,
-        )  # fmt: skip
-
-
-Put = Callable[[_Collected, Floats], None]
+Put = Callable[[Load, Floats], None]
 K = TypeVar("K")
 
 
@@ -60,14 +42,14 @@ class OverlapLoads:
     def __init__(self, overlap: Overlap) -> None:
         self.overlap = overlap
         self._link = np.array(overlap.links)  # by mesh axis
-        self._loads: dict[tuple[int, int], _Collected] = {}
+        self._loads: dict[tuple[int, int], Load] = {}
 
     def regions(self) -> tuple[OverlapRegion, ...]:
         """The regions of the problem: the places of the overlap."""
         overlap = self.overlap
 
         def load(place: int, link: int) -> Load:
-            return self._loads.get((place, link), _Collected()).load()
+            return self._loads.get((place, link), Load())
 
         return tuple(
             OverlapRegion(
@@ -113,16 +95,16 @@ class OverlapLoads:
         here = [self.overlap.value(name, backward=back) for back in (False, True)]
         hidden = self.overlap.shares
 
-        def arc(found: _Collected, seconds: Floats) -> None:
+        def arc(found: Load, seconds: Floats) -> None:
             _add(found.arcs, number, seconds)
 
-        def gradient(found: _Collected, seconds: Floats) -> None:
+        def gradient(found: Load, seconds: Floats) -> None:
             _add(found.conditional, (number, GRADIENT), seconds)
 
-        def regather(found: _Collected, seconds: Floats) -> None:
+        def regather(found: Load, seconds: Floats) -> None:
             _add(found.conditional, (number, REGATHER), seconds)
 
-        def reconvert(found: _Collected, seconds: Floats) -> None:
+        def reconvert(found: Load, seconds: Floats) -> None:
             _add(found.reconverts, number, seconds)
 
         def waits(put: Put, seconds: Floats, only: Bools, place: int | None, sent: Bools) -> Floats:
@@ -171,8 +153,8 @@ class OverlapLoads:
         bare = shares.get(None, 0.0)
         return seconds * (bare + slow * (1.0 - bare))
 
-    def _of(self, place: int, link: int) -> _Collected:
-        return self._loads.setdefault((place, link), _Collected())
+    def _of(self, place: int, link: int) -> Load:
+        return self._loads.setdefault((place, link), Load())
 
 
 def _add(found: dict[K, Floats], key: K, seconds: Floats) -> None:

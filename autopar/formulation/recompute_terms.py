@@ -2,7 +2,7 @@
 
 free        a price per member that is recomputed: the integer program chooses
 by name     the price stands in the candidates and conversions, and choosing it costs nothing more, so that memory rows stay
-            a relaxation; `formulate.assignment` recomputes what the name says, whatever was chosen
+            a relaxation; `read_solution.assignment` recomputes what the name says, whatever was chosen
 """
 
 from __future__ import annotations

@@ -73,7 +73,6 @@ class Device:
     # "dropout"; 1 where none is given.
     achieved: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     power: float = 1.0  # share of the products' rate that is left under a power limit below the board's own
-    overhead: Seconds = 0.0  # of a step in which the device waits for the host: data, logging
     # Where it was measured: operator -> what its forward and its backward do in a second, operations of matrix products and
     # attention, bytes of others; "optimizer.NAME" -> bytes moved per second by its step; and links by the size of a group.
     rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -84,7 +83,7 @@ class Device:
         positive(whose, {"memory": self.memory, "bandwidth": self.bandwidth, "devices per node": self.per_node})
         positive(whose, {f"{dtype} rate": rate for dtype, rate in self.flops.items()})
         positive(whose, {"power": self.power})
-        positive(whose, {"launch": self.launch, "interference": self.interference, "overhead": self.overhead}, zero=True)
+        positive(whose, {"launch": self.launch, "interference": self.interference}, zero=True)
         for kind, shares in self.achieved.items():
             positive(whose, dict(zip((f"share of bandwidth of {kind}", f"that of {kind} backward"), shares, strict=True)))
         for name, (there, back) in self.rates.items():
@@ -102,7 +101,7 @@ class Device:
 
     def at_peak(self) -> Device:
         """This device as its data sheet has it: a roofline without efficiencies."""
-        return replace(self, product=None, attention=None, achieved={}, power=1.0, overhead=0.0)
+        return replace(self, product=None, attention=None, achieved={}, power=1.0)
 
     @property
     def cpu(self) -> bool:

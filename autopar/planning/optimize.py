@@ -15,8 +15,9 @@ from autopar.cost_models import optimizers
 from autopar.cost_models.optimizers import Optimizer
 from autopar.errors import AutoparError, BudgetError, ConstraintError
 from autopar.formulation.budget_loop import BudgetLoop, smallest, within
-from autopar.formulation.formulate import PlanningProblem, assignment, formulate
+from autopar.formulation.formulate import PlanningProblem, formulate
 from autopar.formulation.memory_model import MemoryModel
+from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_time import step_time
 from autopar.ir.mesh import Bytes, Mesh, Seconds
 from autopar.ir.program import Output, Program

@@ -17,8 +17,8 @@ from autopar.capture import Captured, capture
 from autopar.cost_models import catalog
 from autopar.cost_models.links import connect
 from autopar.formulation.cost_breakdown import account
-from autopar.formulation.formulate import assignment
 from autopar.formulation.prices import Prices
+from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_collectives import messages
 from autopar.formulation.step_time import hidden_time, step_events
 from autopar.ir.dynamic_dims import InputDim, Size, declared

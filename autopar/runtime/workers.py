@@ -34,6 +34,7 @@ from autopar.runtime.worker import KEY, Task, WorkerResult
 
 GRACE = 5.0  # seconds that the other ranks get to report after one failed
 START = 120.0  # seconds until the workers must have connected
+KEPT_RUNS = 16  # runs that workers serve: torch ends a gloo group, but not its threads, which wake up 100 times a second
 
 
 class WorkerError(AutoparError):
@@ -69,6 +70,7 @@ class WorkerPool:
         self._folder = tempfile.TemporaryDirectory(prefix="autopar-")
         self._number = 0
         self.restarts = 0
+        self._runs = 0  # that the workers have served
         self._workers: dict[int, tuple[Connection, int]] = {}  # rank -> connection, process id
         key = secrets.token_bytes(16)
         self._listener = Listener(str(Path(self._folder.name, "pool")), backlog=world + 1, authkey=key)
@@ -90,7 +92,8 @@ class WorkerPool:
             payload: the argument, which like the results is passed by `torch.save`.
             ranks: by default all workers.
             timeout: seconds.
-            keep: let the workers serve the next run too. Safe for functions that create the same meshes in the same order.
+            keep: let the workers serve the next run too, up to `KEPT_RUNS`. Safe for functions that create the same meshes in
+                the same order.
 
         Raises:
             WorkerError: a rank failed, with its traceback, or the timeout ended.
@@ -118,7 +121,8 @@ class WorkerPool:
                 results = self._collect(task, timeout)
                 return [torch.load(results[rank].result, weights_only=False) for rank in range(ranks)]
             finally:
-                if not keep:
+                self._runs += 1
+                if not keep or self._runs >= KEPT_RUNS:
                     self._kill()
 
     def close(self) -> None:
@@ -191,6 +195,7 @@ class WorkerPool:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         self._workers.clear()
+        self._runs = 0
 
 
 def _receive(connection: Connection, rank: int, task: Task) -> WorkerResult:

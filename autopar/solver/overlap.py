@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Load:
-    """Seconds that a problem's candidates, arcs and charges put on something, in the form of their prices.
+    """Seconds that a problem's candidates, arcs and charges put on something, in the form of their prices; filled in place.
 
     Attributes:
         choices: by choice, per candidate.
@@ -37,12 +37,12 @@ class Load:
         charges: by place in `Problem.fixed_charges`.
     """
 
-    choices: Mapping[int, Floats] = field(default_factory=dict)
-    reruns: Mapping[int, Floats] = field(default_factory=dict)
-    arcs: Mapping[int, Floats] = field(default_factory=dict)
-    conditional: Mapping[tuple[int, int], Floats] = field(default_factory=dict)
-    reconverts: Mapping[int, Floats] = field(default_factory=dict)
-    charges: Mapping[int, float] = field(default_factory=dict)
+    choices: dict[int, Floats] = field(default_factory=dict)
+    reruns: dict[int, Floats] = field(default_factory=dict)
+    arcs: dict[int, Floats] = field(default_factory=dict)
+    conditional: dict[tuple[int, int], Floats] = field(default_factory=dict)
+    reconverts: dict[int, Floats] = field(default_factory=dict)
+    charges: dict[int, float] = field(default_factory=dict)
 
     def within(self, picks: Sequence[Ints], arcs: Sequence[Ints] | None = None) -> Load:
         """The load in a problem that has these candidates and arcs left; all arcs by default."""

@@ -15,8 +15,9 @@ from autopar.analysis.analysis import Analysis, analyse
 from autopar.analysis.recomputability import is_alias
 from autopar.capture import Captured
 from autopar.cost_models import optimizers
-from autopar.formulation.formulate import assignment, formulate
+from autopar.formulation.formulate import formulate
 from autopar.formulation.memory_model import MemoryModel
+from autopar.formulation.read_solution import assignment
 from autopar.ir.dynamic_dims import DimSizes, Dynamic, declared
 from autopar.ir.mesh import Mesh
 from autopar.ir.training_step import TrainingStep

@@ -111,10 +111,7 @@ class Attention(nn.Module):
     def _unfused(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Scale and mask belong to the kernel of Megatron's softmax: a plain softmax reads and writes what that one does."""
         shares = (q @ k.transpose(-2, -1)).softmax(-1)
-        return self._dropped(shares) @ v
-
-    def _dropped(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.of.dropout, self.training) if self.of.dropout else x
+        return dropped(shares, self) @ v
 
 
 class Block(nn.Module):
@@ -131,13 +128,15 @@ class Block(nn.Module):
         self.down = Linear(of.hidden, of.width, bias=of.biases)
 
     def forward(self, x: Tensor, angles: Tensor | None) -> Tensor:
-        x = x + self._dropped(self.attention(self.norm1(x), angles))
+        x = x + dropped(self.attention(self.norm1(x), angles), self)
         y = self.norm2(x)
         y = F.silu(self.gate(y)) * self.up(y) if self.of.gated else F.gelu(self.up(y))
-        return x + self._dropped(self.down(y))
+        return x + dropped(self.down(y), self)
 
-    def _dropped(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.of.dropout, self.training) if self.of.dropout else x
+
+def dropped(x: Tensor, by: Attention | Block) -> Tensor:
+    """Dropout at the rate of a module's decoder; nothing runs where there is none."""
+    return F.dropout(x, by.of.dropout, by.training) if by.of.dropout else x
 
 
 class Model(nn.Module):

@@ -8,7 +8,6 @@ what the whole model is priced at (`tests/benchmarks/test_fidelity.py` compares 
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections import Counter
@@ -109,13 +108,11 @@ def _step(run: Run, decoder: Decoder) -> _Step:
 
 def _planned(run: Run, decoder: Decoder, recompute: Recompute) -> _Step:
     tokens = torch.empty(run.sequences, decoder.length, dtype=torch.long, device="meta")
-    options: dict[str, str] = {"recompute": recompute} if RECOMPUTE else {}
     plan = autopar.plan(
         decoder.module(), (tokens, tokens), run.mesh, device=device_of(run), strategy=run.strategy,
-        microbatches=run.microbatches, budget=PLENTY, offload=False, **options,
+        microbatches=run.microbatches, budget=PLENTY, offload=False,
     )  # fmt: skip
-    parts = _parts(plan)
-    again = Counter[str]() if RECOMPUTE else _again(plan, recompute)
+    parts, again = _parts(plan), _again(plan, recompute)
     return _Step(
         seconds=plan.step_time + again.total(),
         memory=plan.peak_memory,
@@ -146,11 +143,8 @@ def _kind(op: str) -> str:
     return KINDS.get(found[1] if found else "", OTHERS)
 
 
-RECOMPUTE = "recompute" in inspect.signature(autopar.plan).parameters
-
-
 def _again(plan: autopar.Plan, recompute: Recompute) -> Counter[str]:
-    """What recomputing adds where `autopar.plan` has no option for it: the forward of blocks, or of all but products there."""
+    """What recomputing adds, for which `autopar.plan` has no option: the forward of blocks, or of all but products there."""
     again = Counter[str]()
     for op, (forward, _) in plan.breakdown.compute.items():
         if recompute != "none" and op.startswith("blocks.") and (recompute == "blocks" or _kind(op) == OTHERS):

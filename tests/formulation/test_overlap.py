@@ -13,8 +13,8 @@ import torch
 from autopar.analysis.step_regions import step_regions
 from autopar.cost_models.catalog import DEVICES
 from autopar.errors import MeshError
-from autopar.formulation.formulate import assignment
 from autopar.formulation.overlap import Overlap
+from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_time import StepEvent, StepPrices, hidden_time, step_events, step_time
 from autopar.memory.schedule import Schedule
 from autopar.passes.microbatches import microbatches

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from autopar.formulation.formulate import assignment
+from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_time import step_events, step_time
 from autopar.memory.schedule import Schedule
 from autopar.passes.microbatches import microbatches

@@ -11,7 +11,7 @@ from autopar.analysis.analysis import analyse
 from autopar.errors import PlanError
 from autopar.explain import report
 from autopar.formulation.cost_breakdown import told
-from autopar.formulation.formulate import assignment
+from autopar.formulation.read_solution import assignment
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.training_step import TrainingStep

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost_models import catalog
-from autopar.formulation.formulate import assignment
+from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_collectives import messages
 from autopar.formulation.step_time import StepPrices, step_events, step_time
 from autopar.ir.mesh import Link

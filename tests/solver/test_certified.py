@@ -7,7 +7,7 @@ import pytest
 
 from autopar.solver.integer_program import IntegerProgram
 from autopar.solver.matrix import MICROSECONDS
-from autopar.solver.problem import Solution, price
+from autopar.solver.problem import Problem, Solution, price
 from autopar.solver.pulp_export import to_pulp
 from autopar.solver.routes import reroute
 from autopar.solver.settings import EXACT
@@ -17,7 +17,11 @@ from tests.solver.random_problems import bytes_of, enumerate_all, random_problem
 
 @pytest.mark.parametrize("seed", range(200))
 def test_the_solver_finds_the_optimum_of_small_problems(seed: int) -> None:
-    problem = random_problem(seed)
+    certify(random_problem(seed), seed)
+
+
+def certify(problem: Problem, seed: int) -> None:
+    """Solve a problem under some random memory rows, and enumerate it."""
     rows = tuple(random_row(problem, 7 * seed + i) for i in range(seed % 3))
     best, solution = enumerate_all(problem, rows), solve(problem, rows=rows, settings=EXACT).solution
     if best is None:
@@ -32,17 +36,7 @@ def test_the_solver_finds_the_optimum_of_small_problems(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_the_solver_finds_the_optimum_where_messages_overlap_with_computing(seed: int) -> None:
-    problem = with_regions(random_problem(seed), seed)
-    rows = tuple(random_row(problem, 7 * seed + i) for i in range(seed % 3))
-    best, solution = enumerate_all(problem, rows), solve(problem, rows=rows, settings=EXACT).solution
-    if best is None:
-        assert solution is None
-        return
-    assert solution is not None
-    assert solution.seconds == pytest.approx(best, rel=1e-6, abs=1e-9)
-    assert solution.bound <= best + 1e-6
-    assert solution.seconds == price(problem, solution.picks, solution.arcs)
-    assert all(bytes_of(problem, row, solution.picks, solution.arcs) <= row.limit * (1 + 1e-6) for row in rows)
+    certify(with_regions(random_problem(seed), seed), seed)
 
 
 def test_overlap_decides_some_of_these_problems() -> None:

@@ -1,0 +1,100 @@
+"""From a solution of the integer program to the assignment that it stands for: the inverse of `formulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+
+from autopar.analysis.analysis import Analysis, saves
+from autopar.analysis.repeated_blocks import OUTPUT
+from autopar.analysis.weight_buckets import weight_buckets
+from autopar.formulation.formulate import PlanningProblem
+from autopar.ir.conversion import COLLECTIVES, Conversion
+from autopar.ir.layout import Layout
+from autopar.search_space.assignment import Assignment, RecomputeChoice
+from autopar.solver.problem import Solution, storages
+
+
+def assignment(formulated: PlanningProblem, solution: Solution) -> Assignment:
+    """What a solution says about every member of every class."""
+    program, of = formulated.program, formulated.analysis.classes.of
+    picked = {
+        name: found[pick] for name, found, pick in zip(formulated.names, formulated.candidates, solution.picks, strict=True)
+    }
+    routes: dict[str, tuple[Conversion, ...]] = {}
+    for values, graph, edge, arcs in zip(
+        formulated.edges, formulated.spaces, formulated.problem.edges, solution.arcs, strict=True
+    ):
+        nodes = graph.nodes
+        steps = tuple(_step(nodes[int(edge.source[a])], nodes[int(edge.target[a])]) for a in arcs)
+        routes |= {member: steps for member in values.members if steps}
+    return Assignment(
+        ops={op.name: picked[of[op.name]] for op in program.ops},
+        given={value.name: picked[of[value.name]].results[0] for value in program.given},
+        outputs={o.path: picked[OUTPUT + o.path].operands[0] for o in program.outputs},
+        routes=routes,
+        recompute=_recompute_choice(formulated, solution, routes),
+        once=formulated.once,
+    )
+
+
+def _recompute_choice(
+    formulated: PlanningProblem, solution: Solution, routes: Mapping[str, tuple[Conversion, ...]]
+) -> RecomputeChoice:
+    """What a solution recomputes: the first members of classes and values; gathered weights and casts if all are dropped."""
+    analysis, ops, steps = formulated.analysis, set[str](), set[tuple[str, Conversion]]()
+    for choice, count in solution.recompute.choices.items():
+        ops.update(analysis.classes.members[formulated.names[choice]][:count])
+    for (w, arc), count in solution.recompute.arcs.items():
+        if arc in solution.arcs[w] and not formulated.problem.edges[w].free[arc]:
+            place = solution.arcs[w].index(arc)
+            steps.update((member, routes[member][place]) for member in formulated.edges[w].members[:count])
+    ops.update(formulated.policy.ops)
+    steps.update(formulated.policy.steps(routes))
+    offload = frozenset(_offloaded(formulated, solution))
+    for name in analysis.weights & routes.keys() if formulated.dropped else ():
+        view = name in analysis.program.producer
+        steps.update((name, step) for step in routes[name] if view or _gathered(routes[name], step))
+    beside = list(_with_their_bucket(analysis, routes, steps)) if steps else []
+    steps.update(beside)
+    ops.update(analysis.casts if formulated.dropped else ())
+    ops.update(analysis.program.producer[name].name for name, _ in beside if name in analysis.copies)
+    return RecomputeChoice(ops=frozenset(ops) & analysis.recomputable, steps=frozenset(steps), offload=offload)
+
+
+def _offloaded(formulated: PlanningProblem, solution: Solution) -> Iterator[tuple[str, Layout]]:
+    """What a solution moves to the host: the members after those that are recomputed."""
+    for (w, node), count in solution.recompute.offload.items():
+        edge, values = formulated.problem.edges[w], formulated.edges[w]
+        storage = storages(edge)
+        made = [(int(edge.produced[solution.picks[edge.producer]]), solution.recompute.choices.get(edge.producer, 0))]
+        made += [(int(edge.target[arc]), solution.recompute.arcs.get((w, arc), 0)) for arc in solution.arcs[w]]
+        there = [(layout, members) for layout, members in made if storage[layout] == storage[node]]
+        first, layout = max(members for _, members in there), formulated.spaces[w].nodes[there[0][0]]
+        yield from ((member, layout) for member in values.members[first : first + count])
+
+
+def _with_their_bucket(
+    analysis: Analysis, routes: Mapping[str, tuple[Conversion, ...]], steps: Set[tuple[str, Conversion]]
+) -> Iterator[tuple[str, Conversion]]:
+    """The conversions of weights that the backward does not need, where others of their bucket are recomputed: they travel with
+    these, and are dropped like them."""
+    for names in weight_buckets(analysis.program, moved=True):
+        kinds = {(step.axis, step.primitives) for name in names for step in routes.get(name, ()) if (name, step) in steps}
+        for name in names if kinds else ():
+            uses = ((o, place) for o in analysis.readers[name] for place, n in enumerate(o.operands) if n == name)
+            if not any(saves(analysis, analysis.classes.of[o.name], place) for o, place in uses):
+                yield from ((name, step) for step in routes.get(name, ()) if (step.axis, step.primitives) in kinds)
+
+
+def _gathered(route: tuple[Conversion, ...], step: Conversion) -> bool:
+    """Whether a step of a weight's route moves it between ranks, or follows one that does: it is dropped and gathered again."""
+    before = [other for other in route if other.target == step.source]
+    return step.primitives[0] in COLLECTIVES or any(_gathered(route, other) for other in before)
+
+
+def _step(source: Layout, target: Layout) -> Conversion:
+    axis = next(a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t)
+    return Conversion(axis=axis, source=source, target=target)
+
+
+__all__ = ["assignment"]
