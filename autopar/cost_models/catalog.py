@@ -36,6 +36,9 @@ GIGA = 1e9
 # The time of a short kernel with its launch, launches overlapping: 3.8 microseconds on a V100 (A. Gray, "Getting Started with
 # CUDA Graphs", NVIDIA, 2019). The host sets it, not the device, so it serves for all of them.
 LAUNCH: Seconds = 3.8e-6
+# Seconds that computing loses per second of a message sent beside it: fit on the table of MPT under FSDP, A100 and H100 on 1 to
+# 16 nodes (mosaicml/llm-foundry, scripts/train/benchmarking), given the rates of kernels and links.
+INTERFERENCE = 0.45
 LAUNCH_SOURCE = "launch: NVIDIA, Getting Started with CUDA Graphs, 2019"
 
 # The bus to the host that devices with these links have: data sheets of V100, A100, H100; else the link is the bus.
@@ -58,6 +61,7 @@ def _gpu(
         outer=outer,
         host=LINKS[HOSTS[inner]],
         per_node=per_node,
+        interference=INTERFERENCE,
         source=f"{source}; {LAUNCH_SOURCE}",
     )
 

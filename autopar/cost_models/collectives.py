@@ -77,7 +77,7 @@ def messages(kind: str, n: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class RankGroup:
     """Where the ranks of a group stand: so many in all, on so many nodes, at least `local` of them on each."""
 
     ranks: int
@@ -85,7 +85,7 @@ class Group:
     local: int
 
 
-def nccl(group: Group, inner: Link, outer: Link) -> dict[str, tuple[Seconds, Seconds]]:
+def nccl(group: RankGroup, inner: Link, outer: Link) -> dict[str, tuple[Seconds, Seconds]]:
     """The line of each kind of collective in a group: seconds of an empty message, and per byte of the larger buffer.
 
     `inner` connects the devices of a node, `outer` is the network; both have a `bus`. The formulas are those of this module's

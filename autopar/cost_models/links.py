@@ -14,7 +14,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from autopar.cost_models.collectives import Group, nccl
+from autopar.cost_models.collectives import RankGroup, nccl
 from autopar.errors import MeshError
 from autopar.ir.mesh import Bus, Device, Link, Mesh, Seconds
 
@@ -108,7 +108,7 @@ def connect(mesh: Mesh, device: Device) -> Mesh:
     return dataclasses.replace(mesh, links=links, device=device)
 
 
-def groups(mesh: Mesh, per_node: int) -> Iterator[Group]:
+def groups(mesh: Mesh, per_node: int) -> Iterator[RankGroup]:
     """Where the groups of every axis stand.
 
     >>> [(group.nodes, group.local) for group in groups(Mesh.of((4, 2, 4)), 8)]
@@ -118,14 +118,14 @@ def groups(mesh: Mesh, per_node: int) -> Iterator[Group]:
         stride = math.prod(mesh.sizes[axis + 1 :])
         span = stride * size
         if mesh.size <= per_node or per_node % span == 0:
-            yield Group(ranks=size, nodes=1, local=size)
+            yield RankGroup(ranks=size, nodes=1, local=size)
         elif per_node % stride == 0 and span % per_node == 0:
-            yield Group(ranks=size, nodes=span // per_node, local=per_node // stride)
+            yield RankGroup(ranks=size, nodes=span // per_node, local=per_node // stride)
         else:  # unevenly: some node has one rank only
-            yield Group(ranks=size, nodes=min(size, -(-(span - stride) // per_node) + 1), local=1)
+            yield RankGroup(ranks=size, nodes=min(size, -(-(span - stride) // per_node) + 1), local=1)
 
 
-def _of_groups(group: Group, inner: Link, outer: Link) -> Link:
+def _of_groups(group: RankGroup, inner: Link, outer: Link) -> Link:
     """The link of an axis whose groups stand so."""
     within = group.nodes == 1
     if inner.bus is None or outer.bus is None:

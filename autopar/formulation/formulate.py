@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,6 +26,7 @@ from autopar.formulation.recompute_terms import reconvert_seconds, repeated_seco
 from autopar.formulation.step_collectives import Phase, inside, returns
 from autopar.formulation.step_time import StepPrices
 from autopar.ir.conversion import CONVERSIONS
+from autopar.ir.layout import I, Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output, Program, Value
 from autopar.search_space.candidates import Candidate, distributed
@@ -36,6 +37,7 @@ from autopar.solver.problem import Choice, ConditionalCost, Consumer, Edge, Floa
 
 STILL = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if forward == "identity"]
 TO_INVARIANT = [number for number, (_, target) in enumerate(CONVERSIONS) if target == "I"]
+SUMMED = list(CONVERSIONS).index(("I", "R"))
 UNCONSTRAINED = StrategyConstraints()
 
 
@@ -260,7 +262,7 @@ def _edge(
         tuple(sorted({layout[axis] for layouts in (made, *wanted) for layout in layouts})) for axis in range(len(sizes))
     )
     graph = layout_graph(value.shape, sizes, allowed, analysis.blocks[value.name])
-    arcs, count = _arcs(analysis, value, graph, constraints), len(values.members)
+    arcs, count = _arcs(analysis, value, graph, made, itertools.chain(*wanted), constraints), len(values.members)
     weight, bucketed = value.name in analysis.weights, value.name in analysis.bucketed
     found = _arc_prices(analysis, prices, value, graph, arcs, count, constraints, policy)
     if loads is not None:
@@ -312,10 +314,8 @@ def _arc_prices(
 ) -> ArcPrices:
     """What these conversions of a value take, in all of so many members."""
     weight, bucketed = value.name in analysis.weights, value.name in analysis.bucketed
-    reduce_dtype, runs = (
-        analysis.reduce_dtypes.get(value.name),
-        1 if constraints.once and bucketed else analysis.step.microbatches,
-    )
+    reduce_dtype = analysis.reduce_dtypes.get(value.name)
+    runs = 1 if constraints.once and bucketed else analysis.step.microbatches
     there, back, rerun, rounding = arc_seconds(graph, value, prices, bucketed=bucketed, reduce_dtype=reduce_dtype, runs=runs)
     again = rerun if weight else repeated_seconds(value, graph, there, policy)
     recompute = reconvert_seconds(value, graph, rerun if weight else there, policy, weight=weight)
@@ -327,13 +327,27 @@ def _arc_prices(
     )  # fmt: skip
 
 
-def _arcs(analysis: Analysis, value: Value, graph: LayoutGraph, constraints: StrategyConstraints) -> Ints:
-    """The conversions of a value's layout graph that a plan may use."""
+def _arcs(
+    analysis: Analysis,
+    value: Value,
+    graph: LayoutGraph,
+    made: Iterable[Layout],
+    wanted: Iterable[Layout],
+    constraints: StrategyConstraints,
+) -> Ints:
+    """The conversions of a value's layout graph that a plan may use, given how it may be made and wanted.
+
+    A weight does not become I on its way to R on an axis, which would put off the sum of its gradient: it is I only where it is
+    used so, and left for R only where it may be stored so.
+    """
     arcs, axes = np.arange(len(graph.source)), len(graph.nodes[0])
     if value.name in analysis.written:  # what is written in place is used as it is stored
         arcs = arcs[:0]
-    if value.name in analysis.bucketed and value.requires_grad and analysis.step.microbatches > 1:
-        arcs = arcs[~np.isin(graph.pair[arcs], TO_INVARIANT)]  # what is I is so because it is stored so: see `added_up`
+    if value.name in analysis.bucketed and value.requires_grad:
+        stored, used = (np.array([I in on_axis for on_axis in zip(*layouts, strict=True)]) for layouts in (made, wanted))
+        used &= analysis.step.microbatches == 1  # else what is I is so because it is stored so: see `added_up`
+        axis, pair = graph.axis[arcs], graph.pair[arcs]
+        arcs = arcs[(used[axis] | ~np.isin(pair, TO_INVARIANT)) & (stored[axis] | (pair != SUMMED))]
     if constraints.weights:
         allowed = np.array(
             [[constraints.allows_conversion(value.name, axis, *pair) for pair in CONVERSIONS] for axis in range(axes)]

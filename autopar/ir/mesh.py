@@ -100,8 +100,8 @@ class Device:
         return self.bandwidth * self.share("stream")[0]
 
     def at_peak(self) -> Device:
-        """This device as its data sheet has it: a roofline without efficiencies."""
-        return replace(self, product=None, attention=None, achieved={}, power=1.0)
+        """This device as its data sheet has it: a roofline without efficiencies, and a step that is the sum of its parts."""
+        return replace(self, product=None, attention=None, achieved={}, power=1.0, interference=1.0)
 
     @property
     def cpu(self) -> bool:

@@ -3,12 +3,14 @@
     all-gather of block 0, wait, all-gather of block 1, compute block 0, wait, all-gather of block 2, compute block 1, ...
 
 A bucket's all-gather is issued when the one before it has arrived, so that it overlaps with the block that uses those weights.
-Emitted code and the schedule that memory and prices are computed for follow the same order.
+Where weights are gathered over several axes, one after the other, every axis runs a block ahead of the next: while block 0
+computes, block 1 is gathered over the last axis, and block 2 over the one before. Emitted code and the schedule that memory and
+prices are computed for follow the same order.
 """
 
 from __future__ import annotations
 
-import itertools
+from collections import defaultdict
 from collections.abc import Mapping
 
 from autopar.analysis.weights import copies
@@ -26,8 +28,8 @@ class PrefetchOrder:
 
     `first` are issued at the top of the forward: buckets that communicate only in the backward, so that the backward waits for
     their gradients last, and all buckets if micro-batches share the gathered weights. Otherwise a gather is issued when the
-    one before it has arrived (`after`), which overlaps it with one block. `arrives` is the bucket that brings a value into a
-    layout, `into` the conversion that does.
+    one of its level before it has arrived (`after`), which overlaps it with one block. `arrives` is the bucket that brings a
+    value into a layout, `into` the conversion that does.
     """
 
     def __init__(self, program: Program, chosen: Assignment) -> None:
@@ -52,15 +54,13 @@ class PrefetchOrder:
         return not moves(step) and self._unmoved((node[0], step.source))
 
     def _after(self, program: Program) -> Mapping[Bucket, list[Bucket]]:
-        """The gathers to issue when each gather arrives: one per dtype (a block has a bucket of each) if ready."""
-        gathers = [one for one in self.buckets if one.primitives[0] == "all_gather"]
-        dtypes = {program.values[one.steps[0][0]].dtype for one in gathers}
+        """The gathers to issue when each gather arrives: those of its level that follow, one per dtype: a block has as many."""
+        levels: dict[int, list[Bucket]] = defaultdict(list)
+        for one in self.buckets:
+            if one.primitives[0] == "all_gather":
+                levels[one.level].append(one)
         found: dict[Bucket, list[Bucket]] = {}
-        for place, one in enumerate(gathers, start=1):
-            following = itertools.islice(gathers, place, place + len(dtypes))
-            found[one] = [other for i, other in enumerate(following) if i == 0 or not self._waits(other)]
+        for gathers in levels.values():
+            dtypes = {program.values[one.steps[0][0]].dtype for one in gathers}
+            found |= {one: gathers[place : place + len(dtypes)] for place, one in enumerate(gathers, start=1)}
         return found
-
-    def _waits(self, one: Bucket) -> bool:
-        """Whether a bucket reads weights that another bucket gathers."""
-        return any((name, step.source) in self.arrives for name, step in one.steps)

@@ -6,7 +6,7 @@
 
 Which weights may share a bucket: `autopar.analysis.weight_buckets`. What is gathered takes memory from the first use of a
 bucket to its last, so a bucket stays within a block. Where only gradients travel, blocks share a bucket. What is gathered again
-for the backward and what is kept until then are in different buckets.
+for the backward and what is kept until then are in different buckets. A step that shares no message is a bucket of its own.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def bucketed(
                 for step in routes.get(name, ()):
                     if _moved(routes[name], step) == moved:
                         level = _level(routes[name], step)
-                        key = level, moved, (number, step.axis, step.primitives, (name, step) in recompute)
+                        alone = "" if _together(step) else name
+                        key = level, moved, (number, step.axis, step.primitives, (name, step) in recompute, alone)
                         found[key].append((name, step))
     first = {name: place for place, name in enumerate(name for names in weight_buckets(program, moved=True) for name in names)}
     result = [Bucket(level=key[0], steps=tuple(steps), moved=key[1]) for key, steps in found.items()]
@@ -76,6 +77,11 @@ def shared(layout: Layout) -> int:
 def moves(step: Conversion) -> bool:
     """Whether the value itself changes on some rank, not only its gradient."""
     return step.primitives[0] != "identity"
+
+
+def _together(step: Conversion) -> bool:
+    """Whether weights that make this step, or their gradients, share a message."""
+    return any(primitive in kinds for primitive, kinds in zip(step.primitives, TOGETHER, strict=True))
 
 
 def _moved(route: tuple[Conversion, ...], step: Conversion) -> bool:

@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionColumns:
-    """The columns of one region, `link` and `resent` the first of those per link; `idle` is the block of again[r] <= 0."""
+    """The columns of one region, `link` and `resent` the first of those per link; `outlast` are the rows (excess), one per
+    link, and `idle` is the block of again[r] <= 0."""
 
     excess: int
     busy: int
     again: int
     link: int
     resent: int
+    outlast: tuple[int, ...]
     idle: int
 
 
@@ -46,14 +48,18 @@ def add_regions(problem: Problem, columns: Columns, matrix: Matrix, cost: float)
         excess, busy = matrix.add_columns(np.array([cost])), matrix.add_columns(np.zeros(2 + 2 * number))
         again, link, resent = busy + 1, busy + 2, busy + 2 + number
         inside = [column for part in parts for column in (part.busy, part.again, part.excess)]
+        outlast: list[int] = []
         _at_most(matrix, busy, (*_load(region.busy, problem, columns), _share(inside, region.share)))
         for a, load in enumerate(region.links):
             carried = [column for part in parts for column in (part.link + a, part.resent + a)]
             _at_least(matrix, link + a, (*_load(load, problem, columns), _share(carried, region.share)))
             row = np.array([excess, busy, again, link + a, resent + a])
+            outlast.append(matrix.rows)
             matrix.add_row(row, np.array([1.0, 1.0, 1.0, -1.0, -1.0]), 0.0, np.inf)
         idle = matrix.add_row(np.array([again]), np.ones(1), -np.inf, 0.0)
-        found.append(RegionColumns(excess=excess, busy=busy, again=again, link=link, resent=resent, idle=idle))
+        found.append(
+            RegionColumns(excess=excess, busy=busy, again=again, link=link, resent=resent, outlast=tuple(outlast), idle=idle)
+        )
     return found
 
 
@@ -76,10 +82,12 @@ def _at_least(matrix: Matrix, column: int, terms: Iterable[RowTerm]) -> None:
 
 
 def _less(column: int, terms: Iterable[RowTerm]) -> tuple[Ints, Floats]:
-    """A column less the sum of terms."""
+    """A column less the sum of terms, scaled to 1 at most: microseconds reach from a thousandth to a million, and the simplex
+    method loses its way in rows so long and uneven."""
     parts = list(terms)
     columns = np.concatenate([np.array([column]), *(part.columns for part in parts)])
-    return columns, np.concatenate([np.ones(1), *(-part.values for part in parts)])
+    values = np.concatenate([np.ones(1), *(-part.values for part in parts)])
+    return columns, values / np.abs(values).max()
 
 
 def _share(columns: Sequence[int], share: float) -> RowTerm:

@@ -40,13 +40,20 @@ class Relaxation:
         self._per_row = 0.0 if quick else settings.improving_iterations_per_row
         self._solved = False  # with the rows that there are now
         self._loaded: highspy.Highs | None = None
+        self._outlast: set[int] = set()  # rows (excess) that a solution has broken
 
     @property
     def _highs(self) -> highspy.Highs:
-        """The program in HiGHS, where it is loaded when it is solved first."""
+        """The program in HiGHS, where it is loaded when it is solved first; without rows (excess) that nothing has broken."""
         if self._loaded is None:
             self._loaded = highs.load(self.program.block())
+            for row in self._waiting():
+                self._loaded.changeRowBounds(row, -highspy.kHighsInf, highspy.kHighsInf)
         return self._loaded
+
+    def _waiting(self) -> list[int]:
+        """The rows (excess) that are not in the relaxation yet."""
+        return [row for region in self.program.columns.regions for row in region.outlast if row not in self._outlast]
 
     def add_fixed_charges(self) -> None:
         """Solve without fixed charges, then add them: from that optimum the one with them is near, from nothing it is far."""
@@ -94,9 +101,11 @@ class Relaxation:
         limit = self._iterations(improving)
         self._highs.setOptionValue("objective_bound", cutoff * MICROSECONDS)
         self._highs.setOptionValue("simplex_iteration_limit", highspy.kHighsIInf if limit is None else limit)
-        meaning = highs.run(self._highs)
-        if meaning is Meaning.TROUBLE and not improving:
-            meaning = self._interior_points()
+        meaning = self._run(improving=improving)
+        while meaning is Meaning.SOLVED and (broken := self._most_broken()) is not None:
+            self._highs.changeRowBounds(broken, 0.0, highspy.kHighsInf)
+            self._outlast.add(broken)
+            meaning = self._run(improving=improving)
         self._solved = True
         match meaning:
             case Meaning.SOLVED:
@@ -112,6 +121,17 @@ class Relaxation:
             case Meaning.LIMIT:
                 raise SolverError(f"no plan was found in {limit} simplex iterations")
         raise SolverError(f"the relaxation was not solved: {meaning}")
+
+    def _run(self, *, improving: bool) -> Meaning:
+        meaning = highs.run(self._highs)
+        return self._interior_points() if meaning is Meaning.TROUBLE and not improving else meaning
+
+    def _most_broken(self) -> int | None:
+        """The row (excess) that the solution breaks by most, if there is one: one by one each starts from a near basis."""
+        if not (waiting := np.array(self._waiting(), dtype=np.int64)).size:
+            return None
+        activity = np.array(self._highs.getSolution().row_value)[waiting]
+        return int(waiting[activity.argmin()]) if activity.min() < -self.settings.broken_row else None
 
     def _iterations(self, improving: bool) -> int | None:
         """The limit of simplex iterations of the next solve."""
@@ -151,8 +171,8 @@ class Relaxation:
 def relaxation_of(problem: Problem, settings: SearchSettings, *, quick: bool = False) -> Relaxation:
     """The relaxation of a problem with its fixed charges, which are added to the optimum without them.
 
-    With regions all is solved at once: their rows are dense, and far from the optimum without them (planning, llama8b: 1.2 in
-    place of 5.2 CPU seconds).
+    With regions charges are there from the start, and rows (excess), which are dense, join one by one where they are broken
+    (gpt2 on (2, 2, 2), A100: 17 CPU seconds; all that are broken at once: 110; all from the start: 215).
     """
     if problem.regions:
         return Relaxation(IntegerProgram(problem), settings, quick=quick)

@@ -34,6 +34,10 @@ class SearchSettings:
     integrality: float = 1e-6
     """How far from an integer a value may be: HiGHS's own feasibility tolerance for integers (mip_feasibility_tolerance)."""
 
+    broken_row: float = 1e-6
+    """Microseconds by which a link may outlast its region before the row that forbids it joins the relaxation: below the
+    precision of the sums (not varied)."""
+
     warm_start_rows: int = 100_000
     """Rows of a program from which on its first memory rows are added to the last basis instead of presolving it again. Below
     it presolving pays; in a program that is large before there are any rows it does not (planning: gpt3)."""

@@ -18,7 +18,7 @@ import torch
 
 import autopar
 from autopar.cost_models import catalog
-from autopar.cost_models.kernel_rates import MPT_TRITON, reached
+from autopar.cost_models.kernel_rates import MPT_TRITON
 from autopar.ir.mesh import Bytes, Device, Seconds
 from benchmarks.fidelity.models import Decoder, Recompute
 from benchmarks.fidelity.tables import Run
@@ -26,9 +26,6 @@ from benchmarks.fidelity.tables import Run
 # A step of many nodes waits for the slowest: half a percent for each doubling of their number, from the rows of LLM Foundry's
 # table on 1 to 16 nodes of A100.
 STRAGGLERS = 0.005
-
-# Seconds that computing loses per second of a message beside it: fit on mpt.csv.
-INTERFERENCE = 0.45
 
 PLENTY = "1000TB"  # nothing is recomputed for want of memory: the run says what is
 PRODUCTS, ATTENTION, OTHERS, MESSAGES, REST = PARTS = ("products", "attention", "others", "messages", "rest")
@@ -110,19 +107,14 @@ def _planned(run: Run, decoder: Decoder, recompute: Recompute) -> _Step:
     tokens = torch.empty(run.sequences, decoder.length, dtype=torch.long, device="meta")
     plan = autopar.plan(
         decoder.module(), (tokens, tokens), run.mesh, device=device_of(run), strategy=run.strategy,
-        microbatches=run.microbatches, budget=PLENTY, offload=False,
+        microbatches=run.microbatches, budget=PLENTY, offload=False, recompute=recompute,
     )  # fmt: skip
-    parts, again = _parts(plan), _again(plan, recompute)
-    return _Step(
-        seconds=plan.step_time + again.total(),
-        memory=plan.peak_memory,
-        parts={part: parts[part] + again[part] for part in PARTS},
-    )
+    return _Step(seconds=plan.step_time, memory=plan.peak_memory, parts=_parts(plan))
 
 
 def device_of(run: Run) -> Device:
-    """The device with what kernels reach and lose beside messages, and with the attention kernel of the run's program."""
-    device = replace(reached(catalog.device(run.device)), interference=INTERFERENCE)
+    """The device, with the attention kernel of the run's program."""
+    device = catalog.device(run.device)
     return replace(device, attention=MPT_TRITON[run.device]) if run.table == "mpt" else device
 
 
@@ -141,15 +133,6 @@ def _parts(plan: autopar.Plan) -> Counter[str]:
 def _kind(op: str) -> str:
     found = OPERATOR.search(op)
     return KINDS.get(found[1] if found else "", OTHERS)
-
-
-def _again(plan: autopar.Plan, recompute: Recompute) -> Counter[str]:
-    """What recomputing adds, for which `autopar.plan` has no option: the forward of blocks, or of all but products there."""
-    again = Counter[str]()
-    for op, (forward, _) in plan.breakdown.compute.items():
-        if recompute != "none" and op.startswith("blocks.") and (recompute == "blocks" or _kind(op) == OTHERS):
-            again[_kind(op)] += forward
-    return again
 
 
 __all__ = ["PARTS", "Prediction", "device_of", "predict"]

@@ -80,7 +80,7 @@ def test_three_steps_of_adamw_with_clipping_equal_the_sequential_ones(
     plan = plan_program(program, connected_mesh((2, 4), options), options)
     batches = [captured.signature.bind((), {**sample, **models.words()}) for _ in range(3)]
     tensors = {key: double(tensor) for key, tensor in tensors_of(model).items()}
-    assert sum("S" in plan.layouts[key] for key, _ in model.named_parameters()) >= 8
+    assert sum("S" in plan.layouts[key] for key, _ in model.named_parameters()) >= 6
     errors = pool.run(f"{__name__}:three_steps", Run(replace(captured, program=program), plan, tensors, batches))
     assert max(errors) < 1e-9  # type: ignore[type-var, operator]
 

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import autopar
 from autopar.cost_models.compute import pricer
 from autopar.operators import row_of
+from autopar.operators.call import Call
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.planning.planner import connected_mesh, plan_program, read_program
@@ -28,7 +29,8 @@ ON = connected_mesh((1,), OPTIONS)
 
 
 def step(module: nn.Module, batch: models.Sample) -> int:
-    """The operations of products and convolutions in a step, as torch counts them: of attention on a CPU it counts none."""
+    """The operations of products and convolutions in a step, as torch counts them: of attention on a CPU it counts none, unless
+    it has dropout, with which it is made of products."""
     with FlopCounterMode(display=False) as counter:
         module(**batch).loss.backward()
     return counter.get_total_flops()
@@ -39,8 +41,10 @@ def said(plan: Plan, model: nn.Module, batch: models.Sample) -> int:
     program, total = read_program(model, batch).program, 0
     for op in (program.op[name] for name in plan.breakdown.recompute):
         price = pricer(op, program.values, ON.device)
-        if row_of(op).contracts:  # not attention, which torch's counter leaves out on a CPU
-            total += price.flops([program.values[n].shape for n in op.operands], [r.shape for r in op.results])
+        row, call = row_of(op), Call.of(op)
+        if row.contracts or row.is_random(call):
+            whole = 2 if call.arguments.get("is_causal") else 1  # made of products, it computes what its mask hides as well
+            total += whole * price.flops([program.values[n].shape for n in op.operands], [r.shape for r in op.results])
     return total
 
 

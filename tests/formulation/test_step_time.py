@@ -16,9 +16,9 @@ from autopar.planning.optimize import Optimized, analysed, solved
 from autopar.planning.planner import connected_mesh, read_program, to_plan
 from autopar.solver.problem import price
 from tests.capture.models import MODELS
+from tests.support.prices import latencies
 
 MESH = (2, 2)
-LATENCY = 14e-6  # seconds: the largest of the catalog's links
 
 
 @functools.cache
@@ -61,8 +61,7 @@ def test_the_objective_is_a_bound_on_the_step_that_misses_latencies_only(name: s
     events, seconds = step_events(schedule, formulated.step_prices), step_time(schedule, formulated.step_prices)
     objective = price(formulated.problem, solution.picks, solution.arcs, solution.recompute)
     assert objective == pytest.approx(solution.seconds, rel=1e-6)
-    messages = sum(event.kind == "collective" for event in events)
-    assert -1e-9 * seconds <= seconds - objective <= messages * LATENCY
+    assert -1e-9 * seconds <= seconds - objective <= latencies(formulated.prices, events) + 1e-9 * seconds
 
 
 @pytest.mark.parametrize("name, strategy, runs", CASES)

@@ -121,7 +121,7 @@ def test_the_json_has_the_fields_that_others_may_rely_on(tmp_path: Path) -> None
     assert data["mesh"] == {"axes": ["axis0", "axis1"], "sizes": [2, 2], "links": ["nvlink4", "nvlink4"]}
     assert data["hash"] == captured("gpt2").program.hash
     assert data["layouts"]["transformer.wte.weight"] == "I, I"
-    assert set(data["collectives"][0]) == {"value", "more", "axis", "kind", "bytes", "pass", "seconds"}
+    assert set(data["collectives"][0]) == {"value", "more", "axis", "kind", "bytes", "pass", "seconds", "exposed"}
     assert {entry["pass"] for entry in data["collectives"]} <= {"forward", "backward"}
 
 
@@ -146,15 +146,20 @@ def test_replicate_keeps_everything_whole_and_sends_nothing() -> None:
 def test_the_printed_plan_has_totals_layouts_and_communication() -> None:
     made = plan("gpt2", "fsdp")
     text = str(made)
-    sent = sum(entry.seconds for entry in made.collectives) * 1e3
-    assert f"plan       {made.hash}, strategy fsdp" in text
-    assert "\n  axis1=2  nvlink4: bandwidth 450 GB/s, " in text
+    hidden = made.breakdown.hidden * 1e3
+    sent = sum(entry.seconds for entry in made.collectives) * 1e3 - hidden
+    assert f"plan        {made.hash}, strategy fsdp" in text
+    assert "\n  axis1=2   nvlink4: bandwidth 360 GB/s, " in text
     whole = made.step_time * 1e3
-    assert f"{whole:.3f} ms predicted: {whole - sent:.3f} compute, {sent:.3f} communication; proven optimal" in text
-    assert f"memory     {size_text(made.peak_memory)} of 72.00 GiB per device" in text
-    assert "transformer.h.0-1.mlp.c_fc.weight S(0) S(0)" in " ".join(text.split())
+    assert (
+        f"{whole:.3f} ms predicted: {whole - sent:.3f} compute, {sent:.3f} exposed communication ({hidden:.3f} more hidden)"
+        in text
+    )
+    assert f"memory      {size_text(made.peak_memory)} of 72.00 GiB per device" in text
+    assert "transformer.h.0-1.mlp.c_fc.weight S(0)/2 S(0)/1" in " ".join(text.split())
     assert "all-gather over axis0, forward" in text
-    assert text.splitlines()[-2].split()[:4] == ["total", f"{whole:.3f}", "100.0%", str(len(made.collectives))]
+    waited = f"{1e3 * sum(entry.exposed for entry in made.collectives):.3f}"
+    assert text.splitlines()[-2].split()[:5] == ["total", f"{whole:.3f}", "100.0%", waited, str(len(made.collectives))]
     assert all(len(line) <= 128 and line == line.rstrip() for line in text.splitlines())
     assert [type(part) for part in made.tables()].count(Table) == 3
 
@@ -173,7 +178,7 @@ def test_a_gap_is_told() -> None:
 
 
 def test_the_fields_of_a_collective_are_those_of_its_row() -> None:
-    assert [f.name for f in fields(Collective)] == ["value", "more", "axis", "kind", "bytes", "where", "seconds"]
+    assert [f.name for f in fields(Collective)] == ["value", "more", "axis", "kind", "bytes", "where", "seconds", "exposed"]
 
 
 def test_plan_of_the_public_api_is_the_same(tmp_path: Path) -> None:

@@ -219,8 +219,8 @@ def test_a_split_vocabulary_takes_less_memory_as_the_plan_says(pool: WorkerPool)
 @pytest.mark.parametrize("strategy", ["auto", "megatron"])
 def test_a_vocabulary_is_padded_where_memory_is_short(strategy: str) -> None:
     model, sample = gpt2(4001, width=64)
-    plenty = autopar.plan(model, sample, (4,), device="l4", constraints={TABLE: "I"})
-    tight = autopar.plan(model, sample, (4,), device="l4", strategy=strategy, budget=plenty.peak_memory // 2)
+    plenty = autopar.plan(model, sample, (4,), device="h100", constraints={TABLE: "I"})
+    tight = autopar.plan(model, sample, (4,), device="h100", strategy=strategy, budget=plenty.peak_memory // 2)
     assert tight.padded
     assert tight.layouts[TABLE] == "S(0)"
 

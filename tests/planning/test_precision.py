@@ -233,7 +233,8 @@ def test_a_plan_takes_the_seconds_that_the_solver_paid(how: str, reduce: str | N
 
 
 def sent(plan: Plan, kind: str) -> int:
-    return sum(c.bytes for c in plan.collectives if c.kind == kind)
+    """Bytes of the blocks' weights and gradients."""
+    return sum(c.bytes for c in plan.collectives if c.kind == kind and ".h." in c.value)
 
 
 def test_half_the_bytes_are_gathered_and_as_many_reduced() -> None:

@@ -31,7 +31,7 @@ HOST_LINK = Link(name="host", latency=1e-5, bandwidth=25e9, source="made up")
 @functools.cache
 def optimized(name: str, strategy: str, runs: int = 1, seed: int | None = None) -> tuple[Optimized, Assignment]:
     """A plan on four devices, two for micro-batches of two rows; with a seed it recomputes and offloads at random."""
-    device = replace(catalog.device("h100", processes=4), host=HOST_LINK)
+    device = replace(catalog.device("h100", processes=4), host=HOST_LINK, interference=1.0)
     options = Options(device=device, strategy=strategy)
     mesh = connected_mesh((2, 2) if runs == 1 else (2,), options)
     program = microbatches(read_program(*MODELS[name]()).program, runs)

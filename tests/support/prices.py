@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.analysis.saved_tensors import saved
 from autopar.cost_models import optimizers
 from autopar.cost_models.collectives import seconds as collective_seconds
 from autopar.cost_models.compute import pricer
+from autopar.formulation.prices import Prices
+from autopar.formulation.step_time import StepEvent
 from autopar.ir.conversion import COLLECTIVES, Conversion
 from autopar.ir.layout import Layout, each_split, local_shape
 from autopar.ir.mesh import Mesh
@@ -25,6 +27,11 @@ from autopar.search_space.assignment import Assignment
 Issued = tuple[tuple[str, ...], str, str, str, int]
 BUCKET = 25 * 2**20  # bytes of whole weights that travel together
 TOGETHER = {("forward", "all_gather"), ("recompute", "all_gather"), ("gradient", "all_reduce"), ("gradient", "reduce_scatter")}
+
+
+def latencies(prices: Prices, events: Iterable[StepEvent]) -> float:
+    """Seconds that the messages among these events would take if they were empty."""
+    return sum(prices.latency(event.message.kind, event.message.axis) for event in events if event.message is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,20 +159,22 @@ class _Teller:
     def _buckets(self, *, blocks: bool) -> dict[str, tuple[int, object, int]]:
         """The bucket of every weight: which run of ops reads it first, what it is like, and the how many-th of these it is.
 
-        With `blocks` a run ends where the outermost module with a number changes.
+        With `blocks` a run ends where the outermost repeated module changes, whose weights are one bucket however large.
         """
         weights = {p.value.name: p.value for p in self.program.parameters}
+        repeated = _repeated(weights) if blocks else set[str]()
         found: dict[str, tuple[int, object, int]] = {}
-        runs = itertools.groupby(self.program.ops, key=lambda op: _block(op) if blocks else ())
-        for run, (_, ops) in enumerate(runs):
-            filled: dict[object, tuple[int, int]] = {}  # the present bucket of each kind and its bytes
+        runs = itertools.groupby(self.program.ops, key=lambda op: _block(op, repeated))
+        for run, (block, ops) in enumerate(runs):
+            filled: dict[object, tuple[int, list[int]]] = {}  # the present bucket of each kind and the bytes of its weights
             for name in (n for op in ops for n in op.operands if n in weights):
                 if name not in found:
                     kind = weights[name].dtype, weights[name].requires_grad
-                    bucket, size = filled.get(kind, (0, 0))
-                    if size and size + weights[name].bytes > BUCKET:
-                        bucket, size = bucket + 1, 0
-                    filled[kind] = bucket, size + weights[name].bytes
+                    bucket, sizes = filled.get(kind, (0, []))
+                    full = max(BUCKET, *sizes, weights[name].bytes) * (1 + 1 / 64)
+                    if sizes and not block and sum(sizes) + weights[name].bytes > full:
+                        bucket, sizes = bucket + 1, []
+                    filled[kind] = bucket, [*sizes, weights[name].bytes]
                     found[name] = run, kind, bucket
         return found
 
@@ -276,8 +285,19 @@ class _Teller:
                 self._read(*operand, found)
 
 
-def _block(op: Op) -> tuple[str, ...]:
-    """The path of the outermost module with a number that an op stands in; empty if there is none."""
-    path = op.name.partition(":")[0].split(".")
-    numbered = [place for place, part in enumerate(path) if part.isdigit()]
-    return tuple(path[: numbered[0] + 1]) if numbered else ()
+def _repeated(weights: dict[str, Value]) -> set[str]:
+    """The modules of which two children with numbers have weights of the same names and shapes."""
+    children: dict[tuple[str, str], list[object]] = defaultdict(list)
+    for name, value in weights.items():
+        parts = name.split(".")
+        for place in (i for i, part in enumerate(parts) if part.isdigit()):
+            children[".".join(parts[:place]), parts[place]].append((parts[place + 1 :], value.shape))
+    alike = Counter((module, str(found)) for (module, _), found in children.items())
+    return {module for (module, _), number in alike.items() if number > 1}
+
+
+def _block(op: Op, repeated: set[str]) -> str:
+    """The outermost child of a repeated module in which an op stands; empty outside of all."""
+    parts = op.name.partition(":")[0].split(".")
+    starts = (i for i, part in enumerate(parts) if part.isdigit() and ".".join(parts[:i]) in repeated)
+    return next((".".join(parts[: i + 1]) for i in starts), "")

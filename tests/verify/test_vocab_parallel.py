@@ -86,8 +86,8 @@ def test_a_wide_vocabulary_is_split_and_no_scores_are_sent() -> None:
     assert said["table:embedding#0"] == "vocabulary split over axis0"
     assert said["head:linear#0"] == "out-features split over axis0"
     assert said[":cross_entropy_loss#0"] == "classes split over axis0 with 2 all-reduces inside"
-    sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, "table:embedding#0", "table.weight"))
-    assert sent == {("all_reduce", "forward", 2 * tokens * WIDE): 1, ("all_reduce", "backward", 2 * tokens * WIDE): 1}
+    sent = planning.of(plan, "table:embedding#0", "table.weight")
+    assert {c.bytes for c in sent} == {2 * tokens * WIDE}, "embedded rows, added up in one message or scattered and gathered"
     sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":cross_entropy_loss#0"))
     assert sent == {("all_reduce", "forward", 4 * tokens): 1, ("all_reduce", "forward", 8 * tokens): 1}
     assert not planning.of(plan, "head:linear#0", ":reshape#0")
