@@ -23,7 +23,6 @@ import torch
 
 from autopar.cost_models.catalog import DEVICES
 from autopar.cost_models.compute import pricer
-from autopar.cost_models.kernel_rates import reached
 from autopar.ir.mesh import Device, Seconds
 from autopar.ir.program import Argument, Op, Ref, Value
 
@@ -123,7 +122,7 @@ def compared(rows: Sequence[dict[str, str]]) -> Iterator[Compared]:
         board, kind, what = row["device"].split(" (")[0], row["kind"], row["shape or bytes"]
         if board not in BOARDS:
             continue
-        device, numbers = reached(DEVICES[BOARDS[board]]), [int(number) for number in re.findall(r"\d+", what)]
+        device, numbers = DEVICES[BOARDS[board]], [int(number) for number in re.findall(r"\d+", what)]
         for label, predicted, operations in predictions(kind, what, numbers, device):
             measured = seconds(float(row["value"]), row["unit"], operations)
             yield Compared(kind=label, device=device.name, what=f"{what} ({board})", predicted=predicted, measured=measured)

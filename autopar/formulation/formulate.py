@@ -124,17 +124,9 @@ def formulate(
     loads = OverlapLoads(overlap) if overlap else None
     choices = tuple(
         _choice(
-            analysis,
-            name,
-            found,
-            prices,
-            policy,
-            rerun=name in reruns - recast,
-            recast=name in recast,
-            number=number,
-            loads=loads,
+            analysis, name, found, prices, policy, rerun=name in reruns - recast, recast=name in recast, number=n, loads=loads
         )
-        for number, (name, found) in enumerate(lists.items())
+        for n, (name, found) in enumerate(lists.items())
     )
     edges: list[Edge] = []
     values, spaces = [], []
@@ -267,6 +259,7 @@ def _edge(
     found = _arc_prices(analysis, prices, value, graph, arcs, count, constraints, policy)
     if loads is not None:
         found = loads.edge(number, values.members, graph.pair[arcs], graph.axis[arcs], found, bucketed=bucketed)
+    repeated = _repeated(analysis, constraints, policy, weight=weight)
     edge = Edge(
         name=value.name,
         producer=place[values.producer],
@@ -284,13 +277,7 @@ def _edge(
                 seconds=found.back,
                 consumers=_where(values, lambda name, _: has_gradient(analysis, value.name, name)),
             ),
-            ConditionalCost(
-                seconds=found.rerun,
-                consumers=_where(
-                    values,
-                    lambda *end: constraints.reshard_after_forward and saves(analysis, *end) if weight else end in policy.uses,
-                ),
-            ),
+            ConditionalCost(seconds=found.rerun, consumers=_where(values, repeated)),
         ),
         free=np.isin(graph.pair[arcs], STILL),
         count=count,
@@ -300,6 +287,15 @@ def _edge(
     if edge.offload is not None:  # said of the memory in which several layouts may lie
         edge = replace(edge, offload=np.where(storages(edge) == np.arange(edge.nodes), edge.offload, np.inf))
     return graph, edge
+
+
+def _repeated(
+    analysis: Analysis, constraints: StrategyConstraints, policy: RecomputePolicy, *, weight: bool
+) -> Callable[[str, int], bool]:
+    """Whether the backward converts a value again for a consumer: a weight that was dropped, or what is recomputed."""
+    if weight:
+        return lambda name, position: constraints.reshard_after_forward and saves(analysis, name, position)
+    return lambda name, position: (name, position) in policy.uses
 
 
 def _arc_prices(

@@ -12,7 +12,8 @@ link share its row. A message is *asynchronous* if the emitted code issues it ah
 `runtime.bucketed_collectives`), and hidden by another region than the one that uses it:
 
     gather of a bucket in the forward        the member before the first that uses it, while which it is prefetched
-    gathered again in the backward           the member after it, which runs its backward before
+    gathered again in the backward           the member after it, which runs its backward before; on several axes the emitted
+                                             code waits for all but the last, which only the simulator sees
     reduced gradients of moved weights       the member before it, which runs its backward next
     reduced gradients alone                  the rest of the last micro-batch's backward
     weights gathered once for the step       the first micro-batch's forward; their gradients are reduced after everything

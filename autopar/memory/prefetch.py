@@ -3,9 +3,9 @@
     all-gather of block 0, wait, all-gather of block 1, compute block 0, wait, all-gather of block 2, compute block 1, ...
 
 A bucket's all-gather is issued when the one before it has arrived, so that it overlaps with the block that uses those weights.
-Where weights are gathered over several axes, one after the other, every axis runs a block ahead of the next: while block 0
-computes, block 1 is gathered over the last axis, and block 2 over the one before. Emitted code and the schedule that memory and
-prices are computed for follow the same order.
+Where weights are gathered over several axes, one after the other, every axis runs a block ahead of the next in the forward:
+while block 0 computes, block 1 is gathered over the last axis, and block 2 over the one before. Emitted code and the schedule
+that memory and prices are computed for follow the same order.
 """
 
 from __future__ import annotations

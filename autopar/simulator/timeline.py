@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopar.formulation.step_collectives import Message
@@ -238,12 +238,6 @@ class _Run:
         return Timeline(computing=tuple(self.computing), waiting=tuple(self.waiting), sent=tuple(sent), work=self.work)
 
 
-def synchronous(transfer: Transfer) -> Sequence[Instruction]:
-    """A message that the program awaits as soon as it has issued it."""
-    issue = Issue(transfer=transfer)
-    return issue, Await(issue=issue)
-
-
 __all__ = [
     "Await",
     "Computation",
@@ -254,5 +248,4 @@ __all__ = [
     "Transfer",
     "Transmission",
     "simulate",
-    "synchronous",
 ]  # fmt: skip
