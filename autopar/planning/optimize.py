@@ -106,8 +106,16 @@ def _beside_strategies(best: Optimized, options: Options, limit: Bytes, settings
         return best
     analysis, gap = best.formulated.analysis, _gap(best)
     best = _with_free_layouts(best, limit, settings) if gap > settings.free_layouts_gap else best
-    shared = (ONCE,) if analysis.step.loop else ()  # micro-batches that share weights are a program of their own
-    return _best_named(best, analysis, options, limit, NAMED if gap > settings.strategies_gap else shared, settings)
+    once = (ONCE,) if analysis.step.loop or _gathers_beside(best) else ()  # weights gathered once are a program of their own
+    return _best_named(best, analysis, options, limit, NAMED if gap > settings.strategies_gap else once, settings)
+
+
+def _gathers_beside(found: Optimized) -> bool:
+    """Whether messages overlap with computing and a solution stores a weight split."""
+    formulated = found.formulated
+    device, given = formulated.mesh.device, assignment(formulated, found.solution).given
+    overlaps = device is not None and device.interference < 1
+    return overlaps and any(state.kind == "S" for p in formulated.program.parameters for state in given[p.value.name])
 
 
 def _gap(found: Optimized) -> float:

@@ -150,7 +150,7 @@ def _integral(search: Search, relaxed: SolverResult) -> Solution | None:
     if not (search.relaxation.bounds_memory or program.columns.regions):  # with rows so long, branching takes minutes
         return _branched(search, relaxed)
     near = _near(search, relaxed)
-    if not settings.exact:
+    if not settings.exact and (near is not None or search.relaxation.bounds_memory):
         return near
     searched = program.matrix.columns <= settings.small_program or (near is not None and near.gap <= settings.equal_price)
     if near is not None and searched and search.keeps(near):

@@ -79,7 +79,8 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; one fused projection where keys have as many heads as queries and no positions of their own."""
+    """Causal self-attention; one fused projection, head by head as in Megatron, where keys have as many heads as queries and no
+    positions of their own."""
 
     def __init__(self, of: Decoder) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, angles: Tensor | None) -> Tensor:
         rows, length, width = x.shape
         if angles is None:
-            q, k, v = self.qkv(x).view(rows, length, 3, self.of.heads, self.head).permute(2, 0, 3, 1, 4)
+            q, k, v = self.qkv(x).view(rows, length, self.of.heads, 3, self.head).permute(3, 0, 2, 1, 4)
         else:
             q, k, v = (
                 project(x).view(rows, length, -1, self.head).transpose(1, 2) for project in (self.query, self.key, self.value)

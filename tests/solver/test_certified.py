@@ -10,7 +10,7 @@ from autopar.solver.matrix import MICROSECONDS
 from autopar.solver.problem import Problem, Solution, price
 from autopar.solver.pulp_export import to_pulp
 from autopar.solver.routes import reroute
-from autopar.solver.settings import EXACT
+from autopar.solver.settings import EXACT, SearchSettings
 from autopar.solver.solve import solve
 from tests.solver.random_problems import bytes_of, enumerate_all, random_problem, random_row, trees, with_regions
 
@@ -43,6 +43,13 @@ def test_overlap_decides_some_of_these_problems() -> None:
     plain = [random_problem(seed) for seed in range(60)]
     picks = [[solve(one, settings=EXACT).solution.picks for one in (p, with_regions(p, i))] for i, p in enumerate(plain)]
     assert sum(before != after for before, after in picks) > 5
+
+
+def test_where_messages_overlap_a_dive_that_fails_is_not_taken_for_a_proof() -> None:
+    nowhere = SearchSettings(dive_iterations=0, rens_nodes=0)
+    for seed in range(12):
+        problem = with_regions(random_problem(seed), seed)
+        assert (solve(problem, settings=nowhere).solution is None) == (solve(problem, settings=EXACT).solution is None)
 
 
 @pytest.mark.parametrize("seed", range(5))
