@@ -24,18 +24,23 @@ IGNORED = -1  # an `ignore_index` that is never the index of a local class
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TargetProbabilities:
-    """The target probabilities q of this rank's classes: `dense` ones, plus `peak` at class `index` of each target."""
+    """The target probabilities q of this rank's classes: `dense` ones, plus `peak` at class `index` of each target.
+
+    Targets that lie `outside` of this rank's classes have peak 0 at an index that means nothing.
+    """
 
     dim: int
     dense: torch.Tensor | None
     index: torch.Tensor | None = None
     peak: torch.Tensor | None = None
+    outside: torch.Tensor | None = None
 
     def sums(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums of q and of q s over this rank's classes."""
+        """The sums of q and of q s over this rank's classes, where s may be minus infinity: 0 times it would be NaN."""
         total = weighted = scores.new_zeros(())
-        if self.index is not None and self.peak is not None:
-            total, weighted = self.peak, self.peak * scores.gather(self.dim, self.index)
+        if self.index is not None and self.peak is not None and self.outside is not None:
+            total = self.peak
+            weighted = self.peak * scores.gather(self.dim, self.index).masked_fill_(self.outside, 0)
         if self.dense is not None:
             dense = self.dense.to(scores.dtype)
             total = total + dense.sum(self.dim, keepdim=True)
@@ -70,7 +75,7 @@ class _LossArguments:
         peak = each.expand(index.shape) if weight is None else weight[index]
         peak = (peak.to(wide) * (1 - self.smoothing)).masked_fill(outside, 0)
         dense = (each * uniform).expand_as(self.broadcast(scores.new_empty(count), scores)) if uniform else None
-        return _TargetProbabilities(dim=self.dim, dense=dense, index=index, peak=peak)
+        return _TargetProbabilities(dim=self.dim, dense=dense, index=index, peak=peak, outside=outside)
 
     def broadcast(self, per_class: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """A vector over classes, in a shape that broadcasts with the scores."""
