@@ -50,5 +50,9 @@ class PlanError(AutoparError):
     """A plan is damaged, or was made for another model or mesh."""
 
 
+class DerivativeError(AutoparError):
+    """A second derivative (`create_graph=True`) of what has none."""
+
+
 class InputError(AutoparError):
     """A call does not have the planned arguments."""

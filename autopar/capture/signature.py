@@ -24,11 +24,12 @@ _STATIC = (type(None), bool, int, float, complex, str, torch.dtype, torch.device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A tensor argument: its path among the arguments ("input_ids", "batch.0"), shape and dtype."""
+    """A tensor argument: its path among the arguments ("input_ids", "batch.0"), shape and dtype, and if it gets a gradient."""
 
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    requires_grad: bool = False
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -156,7 +157,7 @@ class ModelCall:
             names=self.names,
             rest=self.rest,
             tensors=tuple(
-                TensorSpec(path=path, shape=tuple(leaf.shape), dtype=leaf.dtype)
+                TensorSpec(path=path, shape=tuple(leaf.shape), dtype=leaf.dtype, requires_grad=leaf.requires_grad)
                 for path, leaf in self.leaves
                 if isinstance(leaf, torch.Tensor)
             ),

@@ -61,6 +61,7 @@ class ModuleState:
         self.plan, self.signature, self.context, self.outputs, self.steps = plan, signature, context, outputs, steps
         self.rng_state, self.rematerializer, self.accumulator = RngState(seed), Rematerializer(), GradientAccumulator()
         self.checked = False
+        self.constant: frozenset[str] = frozenset()  # the parameters and buffers that get no gradient, under every name
         self.other: Callable[[ParallelModule], ParallelModule | None] | None = (
             None  # builds the module for the other of training and evaluation
         )
@@ -93,6 +94,9 @@ class ParallelModule(fx.GraphModule):
         self.autopar = state
         self.graph = graph
         held = (*program.parameters, *program.buffers)
+        state.constant = frozenset(
+            name for stored in held if stored.used and not stored.value.requires_grad for name in stored.names
+        )
         named = [(name, stored) for stored in held for name in stored.names]
         for name, stored in sorted(
             named, key=lambda pair: pair[0] != pair[1].names[0]
@@ -246,10 +250,30 @@ class ParallelModule(fx.GraphModule):
                 "a parallel module was called under torch.autocast, which its plan does not include",
                 fix='parallelize with precision="bf16-mixed", and call the module outside of autocast',
             )
+        if torch.is_grad_enabled():
+            self._check_gradients(tensors)
         if not self.autopar.checked:
             self._check_filled()
             check_alike(dict(zip((p.path for p in signature.tensors), tensors, strict=True)), self.autopar.context)
             self.autopar.checked = True
+
+    def _check_gradients(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Refuse gradients that the plan does not reduce: each rank would have an addend. Others may be left out."""
+        for planned, tensor in zip(self.autopar.signature.tensors, tensors, strict=True):
+            if tensor.requires_grad and not planned.requires_grad:
+                raise InputError(
+                    f"argument {planned.path} requires a gradient, which the plan does not compute",
+                    fix=f"plan with a sample whose {planned.path} requires a gradient, or detach it",
+                )
+        if constant := self.autopar.constant:
+            held = (*self.named_parameters(), *self.named_buffers())
+            if thawed := [name for name, tensor in held if tensor.requires_grad and name in constant]:
+                more = f" and {len(thawed) - 1} more require" if len(thawed) > 1 else " requires"
+                raise InputError(
+                    f"{thawed[0]}{more} a gradient, but had requires_grad=False when the model was planned",
+                    names=", ".join(thawed[:8]) + (", ..." if len(thawed) > 8 else ""),
+                    fix="unfreeze the model and parallelize it again; or parallelize it unfrozen, and freeze afterwards",
+                )
 
     def _check_filled(self) -> None:
         held = (*self.named_parameters(), *self.named_buffers())

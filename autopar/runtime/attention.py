@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.collectives import ring_step
+from autopar.runtime.second_derivatives import once_differentiable
 from autopar.runtime.world import Axis
 
 aten = torch.ops.aten
@@ -148,6 +149,7 @@ class _QueryParallelAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable("attention of a split sequence")
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         query_gradient, key_gradient, value_gradient = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
@@ -204,6 +206,7 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable("ring attention")
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, out, lse = ctx.saved_tensors
         axis, wide = ctx.axis, torch.promote_types(query.dtype, torch.float32)

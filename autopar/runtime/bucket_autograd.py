@@ -7,6 +7,8 @@ buffer that the collective writes to.
 Only all-gathers of weights, and all-reduces or reduce-scatters of gradients, run as one collective. Other primitives run one
 weight after the other, in `wait_bucket`.
 
+Where gradients are to be differentiated again (`create_graph=True`), they are converted one by one, in calls that block.
+
 Gradients of a low-precision copy of a weight may be reduced in a wider dtype (`reduce_dtype`). Autograd demands that a tensor's
 gradient has its dtype, so between the two functions a tensor of the wider dtype without memory stands for such a weight.
 """
@@ -25,6 +27,7 @@ from autopar.runtime.collectives import (
     all_gather_start,
     all_reduce_start,
     concat_blocks,
+    convert_back,
     reduce_scatter_start,
     unflatten,
     wait,
@@ -91,7 +94,7 @@ class _GatherAgain:
 
 
 class _Context(Protocol):
-    backward: str
+    primitives: tuple[str, str]
     axis: Axis
     positions: Sequence[SplitPosition]
     dtype: torch.dtype  # of the gradients that the backward returns
@@ -117,8 +120,9 @@ class _Start(torch.autograd.Function):
     def backward(ctx: _Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         of_weights = gradients[: ctx.count]
         present = [gradient for gradient in of_weights if gradient is not None]
-        for buffer in {gradient.untyped_storage().data_ptr(): gradient for gradient in present}.values():
-            wait(buffer)
+        if not torch.is_grad_enabled():  # else nothing is in flight
+            for buffer in {gradient.untyped_storage().data_ptr(): gradient for gradient in present}.values():
+                wait(buffer)
         return None, None, None, *(gradient if gradient is None else gradient.to(ctx.dtype) for gradient in of_weights)
 
 
@@ -129,7 +133,7 @@ class _Wait(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         count = len(positions)
         proxies, weights, buffers = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
-        ctx.backward, ctx.axis, ctx.positions, ctx.count = backward, axis, positions, len(tensors)
+        ctx.primitives, ctx.axis, ctx.positions, ctx.count = (forward, backward), axis, positions, len(tensors)
         ctx.dtype = proxies[0].dtype
         ctx.set_materialize_grads(False)
         return tuple(_values(forward, weights, buffers, axis, positions))
@@ -139,7 +143,8 @@ class _Wait(torch.autograd.Function):
         present = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
         results: list[torch.Tensor | None] = [None] * ctx.count
         positions = [ctx.positions[index] for index in present]
-        reduced = _reduced_gradients(ctx.backward, [*present.values()], ctx.dtype, ctx.axis, positions)
+        reduce = _differentiable_gradients if torch.is_grad_enabled() else _reduced_gradients
+        reduced = reduce(ctx.primitives, [*present.values()], ctx.dtype, ctx.axis, positions)
         for index, gradient in zip(present, reduced, strict=True):
             results[index] = gradient
         return None, None, None, None, *results
@@ -173,10 +178,19 @@ def _values(
         yield concat_blocks(part.reshape(axis.size, *weight.shape), position.dim, position.blocks)
 
 
+def _differentiable_gradients(
+    primitives: tuple[str, str], gradients: Tensors, dtype: torch.dtype, axis: Axis, positions: Sequence[SplitPosition]
+) -> Iterator[torch.Tensor]:
+    """The gradients of the unconverted weights, in this dtype, which can be differentiated."""
+    for gradient, position in zip(gradients, positions, strict=True):
+        yield convert_back(gradient.to(dtype), axis, position, *primitives)
+
+
 def _reduced_gradients(
-    primitive: str, gradients: Tensors, dtype: torch.dtype, axis: Axis, positions: Sequence[SplitPosition]
+    primitives: tuple[str, str], gradients: Tensors, dtype: torch.dtype, axis: Axis, positions: Sequence[SplitPosition]
 ) -> Iterator[torch.Tensor]:
     """The gradients of the unconverted weights, in this dtype; where a collective was issued, valid after `wait`."""
+    primitive = primitives[1]
     if primitive == "all_reduce":
         flat = all_reduce_start(torch.cat([gradient.reshape(-1) for gradient in gradients]).to(dtype), axis)
         for gradient, part in zip(gradients, _columns(flat, [gradient.numel() for gradient in gradients]), strict=True):

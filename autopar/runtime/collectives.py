@@ -8,6 +8,10 @@ A function is named after what happens to the value and then to its gradient:
 `axis` is a `runtime.world.Axis`; `dim` and `blocks` say how the tensor is split: the local dim consists of `blocks` equal
 blocks, each cut or concatenated alike (`Conversion.place`). Conversions that do not move a split take neither; the all-to-all
 takes two of each. An axis of one device communicates nothing. These functions block; `*_start` and `wait` do not.
+
+The backward of a conversion is itself one of the thirteen, of which the forward is the backward: from X to Y on the way there,
+from the dual of Y to the dual of X on the way back, where the dual of R is P, and I and S are their own. So they may be
+differentiated any number of times.
 """
 
 from __future__ import annotations
@@ -62,8 +66,8 @@ def _all_to_all(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.T
 
 
 def all_reduce_sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum over all ranks."""
-    return _all_reduce(x, axis, SplitPosition())
+    """The sum over all ranks, of which each rank uses its own copy: P to R."""
+    return convert(x, axis, SplitPosition(), "all_reduce", "all_reduce")
 
 
 def all_reduce_max(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -201,26 +205,26 @@ PRIMITIVES: dict[str, Callable[[torch.Tensor, Axis, SplitPosition], torch.Tensor
 class _Context(Protocol):
     axis: Axis
     position: SplitPosition
-    backward: str
+    primitives: tuple[str, str]
 
 
 class _Convert(torch.autograd.Function):
-    """One primitive in the forward, another one in the backward."""
+    """One primitive in the forward, another one in the backward, whose own backward is the first one again."""
 
     @staticmethod
     def forward(
         ctx: _Context, x: torch.Tensor, axis: Axis, position: SplitPosition, forward: str, backward: str
     ) -> torch.Tensor:
-        ctx.axis, ctx.position, ctx.backward = axis, position, backward
+        ctx.axis, ctx.position, ctx.primitives = axis, position, (forward, backward)
         return PRIMITIVES[forward](x, axis, position)
 
     @staticmethod
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        reversed = ctx.position.reversed() if ctx.backward == "all_to_all" else ctx.position
-        return PRIMITIVES[ctx.backward](gradient, ctx.axis, reversed), None, None, None, None
+        return convert_back(gradient, ctx.axis, ctx.position, *ctx.primitives), None, None, None, None
 
 
-def _convert(x: torch.Tensor, axis: Axis, position: SplitPosition, forward: str, backward: str) -> torch.Tensor:
+def convert(x: torch.Tensor, axis: Axis, position: SplitPosition, forward: str, backward: str) -> torch.Tensor:
+    """The conversion that applies one primitive to the value, and another one to its gradient."""
     if axis.size == 1:
         return x
     if not (x.requires_grad and torch.is_grad_enabled()):
@@ -229,71 +233,76 @@ def _convert(x: torch.Tensor, axis: Axis, position: SplitPosition, forward: str,
     return converted
 
 
+def convert_back(gradient: torch.Tensor, axis: Axis, position: SplitPosition, forward: str, backward: str) -> torch.Tensor:
+    """What a conversion does to the gradient: the dual conversion."""
+    return convert(gradient, axis, position.reversed() if backward == "all_to_all" else position, backward, forward)
+
+
 def identity__all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """I to R: the value is used on every rank, so its gradient is all-reduced."""
-    return _convert(x, axis, SplitPosition(), "identity", "all_reduce")
+    return convert(x, axis, SplitPosition(), "identity", "all_reduce")
 
 
 def keep__identity(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """I to P: rank 0 keeps the value, the others have zeros; the gradient is the same on every rank."""
-    return _convert(x, axis, SplitPosition(), "keep", "identity")
+    return convert(x, axis, SplitPosition(), "keep", "identity")
 
 
 def identity__keep(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """R to I: nothing changes but the gradient, which only rank 0 passes on."""
-    return _convert(x, axis, SplitPosition(), "identity", "keep")
+    return convert(x, axis, SplitPosition(), "identity", "keep")
 
 
 def keep__keep(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """R to P: rank 0 keeps the value, the others have zeros, and likewise for the gradient."""
-    return _convert(x, axis, SplitPosition(), "keep", "keep")
+    return convert(x, axis, SplitPosition(), "keep", "keep")
 
 
 def all_reduce__all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """P to R: all-reduce of the value and of its gradient."""
-    return _convert(x, axis, SplitPosition(), "all_reduce", "all_reduce")
+    return convert(x, axis, SplitPosition(), "all_reduce", "all_reduce")
 
 
 def all_reduce__identity(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """P to I: all-reduce of the value; its gradient is complete on every rank."""
-    return _convert(x, axis, SplitPosition(), "all_reduce", "identity")
+    return convert(x, axis, SplitPosition(), "all_reduce", "identity")
 
 
 def slice__all_gather(x: torch.Tensor, axis: Axis, dim: int, blocks: int = 1) -> torch.Tensor:
     """I to S: every rank takes its chunk; the gradient is all-gathered."""
-    return _convert(x, axis, SplitPosition(dim, blocks), "slice", "all_gather")
+    return convert(x, axis, SplitPosition(dim, blocks), "slice", "all_gather")
 
 
 def slice__pad(x: torch.Tensor, axis: Axis, dim: int, blocks: int = 1) -> torch.Tensor:
     """R to S: every rank takes its chunk; the gradient is padded with zeros, and partial."""
-    return _convert(x, axis, SplitPosition(dim, blocks), "slice", "pad")
+    return convert(x, axis, SplitPosition(dim, blocks), "slice", "pad")
 
 
 def all_gather__reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, blocks: int = 1) -> torch.Tensor:
     """S to R: all-gather; the gradient is reduce-scattered."""
-    return _convert(x, axis, SplitPosition(dim, blocks), "all_gather", "reduce_scatter")
+    return convert(x, axis, SplitPosition(dim, blocks), "all_gather", "reduce_scatter")
 
 
 def all_gather__slice(x: torch.Tensor, axis: Axis, dim: int, blocks: int = 1) -> torch.Tensor:
     """S to I: all-gather; every rank takes its chunk of the gradient."""
-    return _convert(x, axis, SplitPosition(dim, blocks), "all_gather", "slice")
+    return convert(x, axis, SplitPosition(dim, blocks), "all_gather", "slice")
 
 
 def pad__slice(x: torch.Tensor, axis: Axis, dim: int, blocks: int = 1) -> torch.Tensor:
     """S to P: padded with zeros; every rank takes its chunk of the gradient."""
-    return _convert(x, axis, SplitPosition(dim, blocks), "pad", "slice")
+    return convert(x, axis, SplitPosition(dim, blocks), "pad", "slice")
 
 
 def reduce_scatter__all_gather(x: torch.Tensor, axis: Axis, dim: int, blocks: int = 1) -> torch.Tensor:
     """P to S: reduce-scatter; the gradient is all-gathered."""
-    return _convert(x, axis, SplitPosition(dim, blocks), "reduce_scatter", "all_gather")
+    return convert(x, axis, SplitPosition(dim, blocks), "reduce_scatter", "all_gather")
 
 
 def all_to_all__all_to_all(
     x: torch.Tensor, axis: Axis, dim: int, to_dim: int, blocks: int = 1, to_blocks: int = 1
 ) -> torch.Tensor:
     """S(dim/blocks) to S(to_dim/to_blocks); each count as if the other split of this axis were whole (`Conversion.place`)."""
-    return _convert(x, axis, SplitPosition(dim, blocks, to_dim, to_blocks), "all_to_all", "all_to_all")
+    return convert(x, axis, SplitPosition(dim, blocks, to_dim, to_blocks), "all_to_all", "all_to_all")
 
 
 FUNCTIONS: dict[tuple[str, str], Callable[..., torch.Tensor]] = {

@@ -14,7 +14,8 @@ from typing import Protocol
 
 import torch
 
-from autopar.runtime.collectives import all_reduce_max, all_reduce_sum
+from autopar.runtime.collectives import all_reduce_max, all_reduce_sum, identity__all_reduce
+from autopar.runtime.second_derivatives import refuse_twice
 from autopar.runtime.world import Axis
 
 aten = torch.ops.aten
@@ -24,18 +25,23 @@ IGNORED = -1  # an `ignore_index` that is never the index of a local class
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TargetProbabilities:
-    """The target probabilities q of this rank's classes: `dense` ones, plus `peak` at class `index` of each target."""
+    """The target probabilities q of this rank's classes: `dense` ones, plus `peak` at class `index` of each target.
+
+    Targets that lie `outside` of this rank's classes have peak 0 at an index that means nothing.
+    """
 
     dim: int
     dense: torch.Tensor | None
     index: torch.Tensor | None = None
     peak: torch.Tensor | None = None
+    outside: torch.Tensor | None = None
 
     def sums(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums of q and of q s over this rank's classes."""
+        """The sums of q and of q s over this rank's classes, where s may be minus infinity: 0 times it would be NaN."""
         total = weighted = scores.new_zeros(())
-        if self.index is not None and self.peak is not None:
-            total, weighted = self.peak, self.peak * scores.gather(self.dim, self.index)
+        if self.index is not None and self.peak is not None and self.outside is not None:
+            total = self.peak
+            weighted = self.peak * scores.gather(self.dim, self.index).masked_fill_(self.outside, 0)
         if self.dense is not None:
             dense = self.dense.to(scores.dtype)
             total = total + dense.sum(self.dim, keepdim=True)
@@ -70,7 +76,7 @@ class _LossArguments:
         peak = each.expand(index.shape) if weight is None else weight[index]
         peak = (peak.to(wide) * (1 - self.smoothing)).masked_fill(outside, 0)
         dense = (each * uniform).expand_as(self.broadcast(scores.new_empty(count), scores)) if uniform else None
-        return _TargetProbabilities(dim=self.dim, dense=dense, index=index, peak=peak)
+        return _TargetProbabilities(dim=self.dim, dense=dense, index=index, peak=peak, outside=outside)
 
     def broadcast(self, per_class: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """A vector over classes, in a shape that broadcasts with the scores."""
@@ -83,15 +89,20 @@ class _Context(Protocol):
     saved_tensors: tuple[torch.Tensor, ...]
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Saves the softmax over this rank's classes; the log-softmax too if targets are probabilities that need a gradient."""
+    """Saves the softmax over this rank's classes; the log-softmax too if targets are probabilities that need a gradient.
+
+    The softmax is a second result: so saved it is a function of the scores, and gradients can be differentiated again.
+    """
 
     @staticmethod
     def forward(
         ctx: _Context, arguments: _LossArguments, scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
         ctx.arguments, dim, axis = arguments, arguments.dim, arguments.axis
         wide = torch.promote_types(scores.dtype, torch.float32)
         shifted = scores - all_reduce_max(scores.amax(dim, keepdim=True).to(wide), axis)
@@ -115,12 +126,21 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         for given in (target, weight):
             dtype = torch.promote_types(dtype, given.dtype) if given is not None and given.is_floating_point() else dtype
         result: torch.Tensor = losses if arguments.reduction == NONE else losses.sum()
-        return result.to(dtype)
+        return result.to(dtype), softmax
 
     @staticmethod
-    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _Context, gradient: torch.Tensor | None, second: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         softmax, target, weight, mass, log_softmax = ctx.saved_tensors
         arguments, hard = ctx.arguments, not target.is_floating_point()
+        if log_softmax is not None:
+            refuse_twice("a cross-entropy over split classes whose targets need a gradient")
+        if second is not None:  # of a gradient: through the softmax
+            inner = softmax * second
+            through = inner - softmax * all_reduce_sum(inner.sum(arguments.dim, keepdim=True), arguments.axis)
+            if gradient is None:
+                return None, through, None, None
+        assert gradient is not None
+        gradient = identity__all_reduce(gradient, arguments.axis)
         each = gradient.expand_as(target if hard else softmax.select(arguments.dim, 0))
         each = (each.masked_fill(target == arguments.ignore_index, 0) if hard else each).unsqueeze(arguments.dim)
         probabilities = arguments.probabilities(softmax, target, weight)
@@ -129,7 +149,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         if log_softmax is not None:  # the loss is linear in target probabilities
             per_class = 1 if weight is None else arguments.broadcast(weight, softmax)
             target_gradient = (log_softmax * (each * per_class * (arguments.smoothing - 1))).to(target.dtype)
-        return None, scores_gradient.to(softmax.dtype), target_gradient, None
+        scores_gradient = scores_gradient.to(softmax.dtype)
+        return None, scores_gradient if second is None else scores_gradient + through, target_gradient, None
 
 
 def sums_to_one(target: torch.Tensor, weight: torch.Tensor | None) -> bool:
@@ -147,7 +168,9 @@ def vocab_parallel_cross_entropy(
     """
     dim = min(1, scores.dim() - 1)
     arguments = _LossArguments(axis=axis, dim=dim, reduction=reduction, ignore_index=ignore_index, smoothing=label_smoothing)
-    return _VocabParallelCrossEntropy.apply(arguments, scores, target, weight)  # type: ignore[no-any-return, no-untyped-call]
+    loss: torch.Tensor
+    loss, _ = _VocabParallelCrossEntropy.apply(arguments, scores, target, weight)  # type: ignore[no-untyped-call]
+    return loss
 
 
 def vocab_parallel_nll_loss(

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from autopar.runtime.collectives import all_gather_stack, all_reduce_sum, identity__all_reduce
+from autopar.runtime.collectives import all_gather_stack, all_reduce_sum, identity__all_reduce, identity__keep
 from autopar.runtime.world import Axis
 
 
@@ -61,7 +61,12 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        mean: torch.Tensor | None
         x, weight, mean, scale, _ = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            mean, scale = _differentiable_statistics(x, mean, scale, ctx.dims, ctx.axis)
+            if weight is not None and ctx.reduce_weight_gradients:
+                weight = identity__all_reduce(weight, ctx.axis)
         normalized, gradient, shape = _normalized(x, mean, scale), _upcast(gradient), _broadcast_shape(ctx.weight_dims, x)
         rest = [d for d in range(x.dim()) if d not in ctx.weight_dims]
         for_bias, for_weight = gradient.sum(rest), (gradient * normalized).sum(rest)
@@ -70,6 +75,7 @@ class _Norm(torch.autograd.Function):
             for_bias, for_weight = all_reduce_sum(torch.stack([for_bias, for_weight]), ctx.axis).unbind(0)
             factor = 1 if weight is None else weight.view(shape)
             total, total_along = for_bias.view(shape) * factor, for_weight.view(shape) * factor
+            for_bias, for_weight = identity__keep(for_bias, ctx.axis), identity__keep(for_weight, ctx.axis)
         else:
             sums = [inner.sum(ctx.dims, keepdim=True)] * (mean is not None)
             sums.append((inner * normalized).sum(ctx.dims, keepdim=True))
@@ -80,6 +86,17 @@ class _Norm(torch.autograd.Function):
         flat = (one.flatten() if weight is None else one.view_as(weight) for one in (for_weight, for_bias))
         results = None, found.to(x.dtype), *(one.to(x.dtype) for one in flat), *[None] * 5
         return tuple(one if wanted else None for one, wanted in zip(results, ctx.needs_input_grad, strict=True))
+
+
+def _differentiable_statistics(
+    x: torch.Tensor, mean: torch.Tensor | None, scale: torch.Tensor, dims: tuple[int, ...], axis: Axis
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Mean and scale as functions of x, with the values that the forward computed: epsilon is in them."""
+    wide = _upcast(x)
+    mean = None if mean is None else all_reduce_sum(wide.mean(dims, keepdim=True), axis) / axis.size
+    squares = (wide if mean is None else wide - mean).square()
+    variance = all_reduce_sum(squares.mean(dims, keepdim=True), axis) / axis.size
+    return mean, (variance - variance.detach() + scale.square().reciprocal()).rsqrt()
 
 
 def _normalized(x: torch.Tensor, mean: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor:

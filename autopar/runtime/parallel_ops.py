@@ -56,7 +56,11 @@ class _VocabParallelEmbedding(torch.autograd.Function):
     def backward(ctx: _EmbeddingContext, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
         (indices,) = ctx.saved_tensors
         rows, outside = local_indices(indices, ctx.start, ctx.count)
-        rows.masked_fill_(outside | (indices == ctx.padding_idx), -1)
+        hidden = outside | (indices == ctx.padding_idx)
+        if torch.is_grad_enabled():  # only hidden gradients, not hidden rows, have a derivative
+            gradient = gradient.masked_fill(hidden.unsqueeze(-1), 0)
+        else:
+            rows.masked_fill_(hidden, -1)
         return None, aten.embedding_dense_backward(gradient, rows, ctx.count, -1, False), None, None
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from autopar.operators.families.contraction import misplaced
+from autopar.runtime.second_derivatives import once_differentiable
 from autopar.runtime.world import Axis
 
 
@@ -74,6 +75,7 @@ class _AllToAllRows(torch.autograd.Function):
         return dispatch(x[sent])[order.argsort()]  # rows arrive sorted by owner
 
     @staticmethod
+    @once_differentiable("a selection of rows from all ranks")
     def backward(ctx: _RowsContext, gradient: Tensor) -> tuple[None, Tensor, None]:
         (index,) = ctx.saved_tensors
         sent, order, dispatch = _dispatch_by_index(ctx.axis, index, ctx.count)
@@ -119,6 +121,7 @@ class _ExpertParallelGroupedMM(torch.autograd.Function):
         return dispatch.inverse(_products(dispatch(rows), weight, bounds))
 
     @staticmethod
+    @once_differentiable("a grouped product over split experts")
     def backward(ctx: _GroupedContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         dispatch, bounds = _dispatch_by_group(ctx.axis, len(rows), len(weight), ctx.ends)

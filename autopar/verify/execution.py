@@ -77,14 +77,14 @@ def on_one_device(step: TrainingStep, signature: Signature, tensors: Mapping[str
     outputs = [OutputLayout(shape=program.values[o.value].shape, layout=(I,), split=False) for o in program.outputs]
     state = ModuleState(plan=None, signature=signature, context=context, seed=0, outputs=outputs)
     values = (p.value for p in (*program.parameters, *program.buffers))
-    held = {value.name: _copy(with_dtype(tensors[value.name], value.dtype)) for value in values}
+    held = {value.name: _copy(with_dtype(tensors[value.name], value.dtype), value.requires_grad) for value in values}
     graph = emit(step, assignment, dict.fromkeys((op.name for op in program.ops), None), context)
     return ParallelModule(graph, program, held, state)
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def _copy(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     copied = tensor.detach().clone()
-    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+    return nn.Parameter(copied, requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 
 def doubled(tensor: torch.Tensor) -> torch.Tensor:

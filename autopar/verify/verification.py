@@ -115,6 +115,8 @@ def compare(
     """
     program = promote(without_dropout(captured.program))
     wide_tensors = {name: doubled(tensor) for name, tensor in tensors.items()}
+    for parameter in program.parameters:  # a gradient that capture lost is told by `_against_module`
+        wide_tensors[parameter.value.name].requires_grad_(parameter.value.requires_grad)
     batch = [doubled(tensor.detach()) for tensor in inputs]
     reference = results(sequential(replace(captured, program=program), wide_tensors), program, batch)
     step = as_planned(plan, program)

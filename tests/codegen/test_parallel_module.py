@@ -118,6 +118,40 @@ def test_dropout_ends_in_eval_mode_and_nothing_is_kept_without_gradients(pool: W
     pool.run(f"{__name__}:modes", name)
 
 
+def gradients(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradients of a step, whole."""
+    module.zero_grad()
+    full_tensor(module(x)).square().sum().backward()
+    return {name: full_tensor(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+
+
+def froze(strategy: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 8)), torch.randn(16, 8)
+    model[3].requires_grad_(False)
+    parallel = parallel_of(model, x, (2,), strategy=strategy, outputs="whole")
+    for names in (["2.weight"], ["2.weight", "2.bias", "0.bias"], []):
+        for module in (model, parallel):
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(name not in names and not name.startswith("3."))
+        found, expected = gradients(parallel, x), gradients(model, x)
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-4, rtol=1e-4)
+    with pytest.raises(InputError, match="argument input requires a gradient"):
+        parallel(x.clone().requires_grad_())
+    parallel.requires_grad_()
+    with pytest.raises(InputError, match=r"(?s)3.weight and 1 more require a gradient.*parallelize it again"):
+        parallel(x)
+    with torch.no_grad():
+        assert full_tensor(parallel(x)).isfinite().all()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "megatron"])
+def test_parameters_may_be_frozen_later_but_not_unfrozen(pool: WorkerPool, strategy: str) -> None:
+    pool.run(f"{__name__}:froze", strategy, ranks=2)
+
+
 def seeded_by_rank(_: None) -> list[torch.Tensor]:
     torch.manual_seed(torch.distributed.get_rank())
     model, sample = odd()

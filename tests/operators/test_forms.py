@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +17,7 @@ import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  (an operator)
 
+from autopar.errors import DerivativeError, RuleError
 from autopar.formulation.prices import Prices
 from autopar.formulation.step_collectives import inside
 from autopar.ir.program import Op, Value
@@ -27,11 +29,23 @@ from autopar.runtime.parallel_ops import PARALLEL_OPS
 from autopar.runtime.recorder import recorded
 from autopar.runtime.threaded_ranks import ranks
 from autopar.search_space.candidates import Candidate
+from tests.operators.drawing import Example, T, buffer, ex, ints, t
 from tests.operators.examples import EXAMPLES
 from tests.support import planning
 
 TARGETS = sorted(target for target, rule in RULES.items() if rule.distributed)
-T = TypeVar("T")
+ONCE = {"aten.index.Tensor"}  # beside attention, whose fused kernels have one derivative only
+# Calls that know of scores that are minus infinity, and which operand they are.
+HIDDEN = [
+    ("aten.cross_entropy_loss.default", ex(t(4, 6), ints(4, high=6), None, 2), "x0"),
+    ("aten.cross_entropy_loss.default", ex(t(4, 6), ints(4, high=6), buffer(6), 0), "x0"),
+    ("aten.nll_loss.default", ex(t(4, 6), ints(4, high=6), None, 2), "x0"),
+    ("aten.softmax.int", ex(t(4, 6), -1), "x0"),
+    ("aten.log_softmax.int", ex(t(4, 6), -1), "x0"),
+    ("aten._safe_softmax.default", ex(t(4, 6), -1), "x0"),
+    ("aten.scaled_dot_product_attention.default", ex(*[t(2, 4, 6, 3)] * 3, T((2, 1, 6, 6), grad=False)), "x3"),
+]
+F = TypeVar("F")
 Sent = Counter[tuple[str, str, int]]  # kind, pass and bytes
 
 
@@ -55,6 +69,57 @@ def test_the_ranks_of_a_form_together_give_the_whole_and_send_what_it_says(targe
     assert tried == {form.name for form in RULES[target].distributed}
 
 
+@pytest.mark.parametrize("target, example, scores", HIDDEN, ids=[target for target, *_ in HIDDEN])
+def test_minus_infinity_means_the_same_to_the_ranks_of_a_form_as_to_the_whole(
+    target: str, example: Example, scores: str
+) -> None:
+    """Classes or keys that are hidden, of one row all that the first ranks have: 0 times minus infinity would be NaN."""
+    op, values, tensors = example.build(target)
+    hidden = torch.rand(tensors[scores].shape, generator=torch.Generator().manual_seed(0)) < 0.2
+    hidden[..., :1, : hidden.shape[-1] // 2] = True
+    tensors[scores].masked_fill_(hidden, -math.inf)
+    assert check(op, values, tensors, ranks=ranks) > check(op, values, tensors)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_second_derivatives_of_a_form_are_those_of_the_whole_or_refused(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of gradients, those of their product with the operands, which lie as the gradients of the gradients do."""
+    grad = torch.autograd.grad
+
+    def second(
+        outputs: list[torch.Tensor], operands: list[torch.Tensor], given: list[torch.Tensor], *, allow_unused: bool
+    ) -> Sequence[torch.Tensor | None]:
+        first = grad(outputs, operands, given, create_graph=True, allow_unused=allow_unused)
+        pairs = [(g, x.detach()) for g, x in zip(first, operands, strict=True) if g is not None and g.requires_grad]
+        if not pairs:
+            return [None] * len(operands)
+        return grad([g for g, _ in pairs], operands, [x for _, x in pairs], allow_unused=True)
+
+    built = (example.build(target) for example in EXAMPLES[target])
+    op, values, tensors = next(made for made in built if has_forms(*made[:2]))
+    monkeypatch.setattr(torch.autograd, "grad", second)
+    with pytest.raises(RuleError, match="has no second derivative") if target in ONCE else nullcontext():
+        check(op, values, tensors, ranks=ranks)
+
+
+@pytest.mark.parametrize("form", ["ring_attention", "query_parallel_attention"])
+def test_second_derivatives_of_attention_over_a_split_sequence_are_refused(form: str) -> None:
+    def run(rank: int, function: Callable[..., object]) -> None:
+        heads = [torch.randn(2, 4, length, 3).requires_grad_() for length in (6, 12, 12)]
+        out = function(*(heads if form == "query_parallel_attention" else heads[:1] * 3), is_causal=True)
+        assert isinstance(out, torch.Tensor)
+        with pytest.raises(DerivativeError, match="has no second derivative"):
+            torch.autograd.grad(out.sum(), heads[0], create_graph=True)
+
+    ranks(form, 2, run)
+
+
+def has_forms(op: Op, values: dict[str, Value]) -> bool:
+    """Whether a call has distributed forms."""
+    fitted = fit(op, values)
+    return fitted is not None and any(distributed_trials(fitted))
+
+
 @pytest.mark.parametrize("ends", [(3, 6, 9, 12), (2, 7, 10, 12), (0, 0, 12, 12), (12, 12, 12, 12), (1, 2, 3, 9)], ids=str)
 def test_experts_get_their_rows_however_many_they_are(ends: tuple[int, ...]) -> None:
     given = torch.randn(12, 5).double(), torch.randn(4, 5, 6).double(), torch.tensor(ends, dtype=torch.int32)
@@ -67,10 +132,10 @@ def test_experts_get_their_rows_however_many_they_are(ends: tuple[int, ...]) -> 
     assert check(op, values, tensors, ranks=ranks) == check(op, values, tensors) + len(trials)
 
 
-def overheard(heard: list[Sent], form: str, size: int, run: Callable[[int, Callable[..., object]], T]) -> list[T]:
+def overheard(heard: list[Sent], form: str, size: int, run: Callable[[int, Callable[..., object]], F]) -> list[F]:
     """The ranks of a form, and what each of them sends."""
 
-    def one(rank: int, function: Callable[..., object]) -> tuple[T, Sent]:
+    def one(rank: int, function: Callable[..., object]) -> tuple[F, Sent]:
         with recorded(()) as log:
             found = run(rank, function)
         return found, Counter((message.kind, message.where, message.bytes) for message in log)

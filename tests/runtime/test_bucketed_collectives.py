@@ -42,6 +42,7 @@ class Found:
 
     values: list[tuple[torch.Tensor, torch.Tensor]]
     gradients: list[tuple[torch.Tensor | None, torch.Tensor | None]]
+    second: list[tuple[torch.Tensor | None, torch.Tensor | None]]  # those of a sum of squared gradients
     log: list[Issued]
 
 
@@ -78,6 +79,13 @@ def together(
         return [value.detach().clone() for value in values], loss(values, used, axis.index)
 
 
+def penalized(total: torch.Tensor, weights: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    """The gradients of the sum of squared gradients."""
+    gradients = torch.autograd.grad(total, weights, create_graph=True, allow_unused=True)
+    penalty = torch.stack([gradient.square().sum() for gradient in gradients if gradient is not None]).sum()
+    return torch.autograd.grad(penalty, weights, allow_unused=True)
+
+
 def convert(cases: list[tuple[tuple[str, str], tuple[int, ...]]]) -> list[Found]:
     context = connect(Mesh.of(RANKS))
     (axis,) = context.axes
@@ -91,8 +99,11 @@ def convert(cases: list[tuple[tuple[str, str], tuple[int, ...]]]) -> list[Found]
             values, total = together(pair, bucket, axis, used, Rematerializer())
             total.backward()  # type: ignore[no-untyped-call]
         gradients = [(one.grad, other.grad) for one, other in zip(alone, bucket, strict=True)]
+        expected = [function(w, axis, *places) for w, (function, places) in zip(alone, calls, strict=True)]
+        _, total = together(pair, bucket, axis, used, Rematerializer())
+        second = list(zip(penalized(loss(expected, used, axis.index), alone), penalized(total, bucket), strict=True))
         both = [(one.detach(), other) for one, other in zip(expected, values, strict=True)]
-        found.append(Found(values=both, gradients=gradients, log=log))
+        found.append(Found(values=both, gradients=gradients, second=second, log=log))
     return found
 
 
@@ -117,7 +128,7 @@ def test_a_bucket_converts_as_each_weight_alone_in_one_collective(pool: WorkerPo
         for (pair, used), found in zip(cases, results, strict=True):
             for weight, (alone, bucket) in enumerate(found.values):
                 torch.testing.assert_close(bucket, alone, msg=lambda text: f"{pair} weight {weight}\n{text}")  # noqa: B023
-            for weight, (alone, bucket) in enumerate(found.gradients):
+            for weight, (alone, bucket) in [*enumerate(found.gradients), *enumerate(found.second)]:
                 assert (bucket is not None) == (alone is not None) == (weight in used), (pair, used, weight)
                 if alone is not None:
                     torch.testing.assert_close(bucket, alone, msg=lambda text: f"{pair} weight {weight}\n{text}")  # noqa: B023

@@ -1,4 +1,4 @@
-"""Conversions carry the value of the whole forward and the gradient of the whole back, whatever the other axes do."""
+"""Conversions carry the value of the whole forward and the gradient back, and once more, whatever the other axes do."""
 
 import itertools
 import random
@@ -76,15 +76,16 @@ def part(whole: torch.Tensor, layout: Layout, sizes: tuple[int, ...], where: tup
     return shard(whole, chunks, sizes, where) * share
 
 
-def wholes(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+def wholes(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A value, the gradient of what a conversion makes of it, and the gradient of the gradient that it passes on."""
     generator = torch.Generator().manual_seed(0)
-    value, gradient = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2))
-    return value, gradient
+    value, gradient, second = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(3))
+    return value, gradient, second
 
 
-def convert_all(cases: Cases) -> list[tuple[torch.Tensor, torch.Tensor, list[Issued]]]:
+def convert_all(cases: Cases) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Issued]]]:
     context = connect(Mesh.of(cases.sizes))
-    value, gradient = wholes(cases.shape)
+    value, gradient, second = wholes(cases.shape)
     found = []
     for conversion in cases.conversions:
         function, arguments = conversion_call(conversion, cases.shape, cases.sizes)
@@ -93,7 +94,11 @@ def convert_all(cases: Cases) -> list[tuple[torch.Tensor, torch.Tensor, list[Iss
             y = function(x * 1, context.axes[conversion.axis], *arguments)
             y.backward(part(gradient, dual(conversion.target), cases.sizes, context.coordinates))
         assert x.grad is not None
-        found.append((y.detach(), x.grad, log))
+        given = part(gradient, dual(conversion.target), cases.sizes, context.coordinates).requires_grad_()
+        y = function(x * 1, context.axes[conversion.axis], *arguments)
+        (passed,) = torch.autograd.grad(y, x, given, create_graph=True)
+        (again,) = torch.autograd.grad(passed, given, part(second, conversion.source, cases.sizes, context.coordinates))
+        found.append((y.detach(), x.grad, again, log))
     return found
 
 
@@ -117,11 +122,12 @@ def test_a_conversion_carries_the_value_forward_and_the_gradient_back(
     every = list(conversions(shape, sizes))
     chosen = random.Random(0).sample(every, min(count or len(every), len(every)))
     results = pool.run(f"{__name__}:convert_all", Cases(shape, sizes, chosen), ranks=Mesh.of(sizes).size)
-    value, gradient = wholes(shape)
+    value, gradient, second = wholes(shape)
     for index, conversion in enumerate(chosen):
-        values, gradients, logs = zip(*(result[index] for result in results), strict=True)  # type: ignore[index]
+        values, gradients, again, logs = zip(*(result[index] for result in results), strict=True)  # type: ignore[index]
         check(value, list(values), conversion.target, sizes, conversion)
         check(gradient, list(gradients), dual(conversion.source), sizes, conversion)
+        check(second, list(again), conversion.target, sizes, conversion)  # the dual of the dual
         check_log(conversion, shape, sizes, list(logs))
 
 

@@ -131,6 +131,29 @@ def test_a_cross_entropy_with_weights_and_smoothing_is_split_over_its_classes(
     assert report.ok, report
 
 
+class Forbidding(Words):
+    """Scores of some words are minus infinity: those that must not be said, of which one part of the vocabulary is full."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY, WIDTH, tied=True)
+        self.register_buffer("forbidden", torch.arange(VOCABULARY) < VOCABULARY // 2)
+
+    def forward(self, words: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        scores = self.head(torch.tanh(self.middle(self.table(words)))).masked_fill(self.forbidden, -torch.inf)
+        return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("strategy", ["auto", "megatron"])
+def test_words_that_are_forbidden_give_equal_numbers_where_classes_are_split(pool: WorkerPool, strategy: str) -> None:
+    torch.manual_seed(0)
+    words, targets = torch.randint(VOCABULARY, (ROWS, LENGTH)), torch.randint(VOCABULARY // 2, VOCABULARY, (ROWS, LENGTH))
+    model, sample, on = Forbidding(), {"words": words, "targets": targets}, table.mesh((2,))
+    plan = autopar.plan(model, sample, on, strategy=strategy, constraints={":reshape#0": "S(1)"})
+    assert form(plan, "cross_entropy") == "vocab_parallel_cross_entropy"
+    report = verify(model, sample, on, plan, Options(), pool)
+    assert report.ok, report
+
+
 class Likely(nn.Module):
     """Logarithms of probabilities, and how unlikely the targets are."""
 
