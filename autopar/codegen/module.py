@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import Signature
-from autopar.codegen.names import identifier
+from autopar.codegen.names import identifiers
 from autopar.codegen.steps import Steps
 from autopar.errors import InputError
 from autopar.ir.dynamic_dims import Size
@@ -68,7 +68,8 @@ class ModuleState:
         self.twin: ParallelModule | None = None
         self.sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule] | None = None  # builds it for other sizes
         self.variants: dict[tuple[int, ...], ParallelModule] = {}  # by dynamic sizes
-        self.axes = SimpleNamespace(**{identifier(axis.name): axis for axis in context.axes})
+        names = identifiers(context.mesh.axes)
+        self.axes = SimpleNamespace(**{names[axis.name]: axis for axis in context.axes})
 
     def vary(self, sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule], sizes: tuple[Size, ...]) -> None:
         """Allow these dynamic sizes to differ from the sample's; `sized` builds the module for given sizes."""

@@ -31,7 +31,7 @@ from autopar.explain.progress import progress
 from autopar.passes.precision import PRECISIONS
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
-from autopar.plan.text import plain
+from autopar.plan.text import literal, plain
 from autopar.planning.planner import Planned, make_plan
 from autopar.search_space.schemes import STRATEGIES
 
@@ -71,7 +71,7 @@ def _print(answer: CommandOutput, *, json: bool) -> None:
     console = Console(highlight=False, markup=False, emoji=False) if sys.stdout.isatty() else None
     for part in answer.parts():
         if console:
-            console.print(part)
+            console.print(literal(part))
         else:
             print(plain([part]), flush=True)
 

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.ir.mesh import Bytes, Seconds
-from autopar.plan.breakdown import OUTPUT
 from autopar.plan.plan import Plan
 from autopar.plan.tables import by_kind, bytes_of, seconds_of
 from autopar.plan.text import alike, folded
@@ -84,7 +83,6 @@ class Summary:
             )
             for (kind, axis, where), group in sorted(by_kind(plan.collectives).items())
         )
-        stored = {name: layout for name, layout in plan.layouts.items() if ":" not in name or name.startswith(OUTPUT)}
         return Summary(
             hash=plan.hash,
             axes=plan.axes,
@@ -95,7 +93,7 @@ class Summary:
             step_time=plan.step_time,
             peak_memory=plan.peak_memory,
             collectives=sent,
-            stored=stored,
+            stored=plan.placed,
             runs={op: ", ".join(words) for op, words in plan.breakdown.runs.items()},
             hidden=plan.breakdown.hidden,
         )

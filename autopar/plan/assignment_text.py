@@ -11,12 +11,11 @@ from autopar.analysis.recomputability import recomputable
 from autopar.errors import AutoparError, LayoutError, PlanError
 from autopar.ir.conversion import CONVERSIONS, Conversion
 from autopar.ir.layout import I, Layout, parse, text
-from autopar.ir.program import Op, Program
+from autopar.ir.program import OUTPUT, Op, Program
 from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding
 from autopar.passes.microbatches import microbatches
 from autopar.passes.padding import padded
-from autopar.plan.breakdown import OUTPUT
 from autopar.plan.plan import Plan
 from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.search_space.candidates import Candidate, Form, candidate

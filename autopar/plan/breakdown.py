@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.ir.mesh import Bytes, Seconds
 
-INPUT, OUTPUT = "input:", "output:"  # before the names of arguments and results in `stored`
+INPUT = "input:"  # before the names of arguments in `stored`
 DEVICE, OPTIMIZER, BUDGET = "device", "optimizer", "budget"
 WHOLE, REPEATED, ADDENDS = "whole", "repeated", "addends"  # what is not split on an axis: states I, R and P
 

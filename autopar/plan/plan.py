@@ -83,6 +83,12 @@ class Plan:
         return Mesh(axes=self.axes, sizes=self.sizes)
 
     @property
+    def placed(self) -> dict[str, str]:
+        """The layouts of what no op computes or what is returned: inputs, parameters, buffers and outputs."""
+        ops = self.choices
+        return {name: x for name, x in self.layouts.items() if name not in ops and name.rpartition(".")[0] not in ops}
+
+    @property
     def peak_reserved(self) -> Bytes:
         """About what torch's caching allocator reserves for `peak_memory` (`plan.budget.RESERVED`); as much on a CPU."""
         return self.peak_memory if cpu_named(self.device) else round(RESERVED * self.peak_memory)

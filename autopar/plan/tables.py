@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from autopar.ir.mesh import Bytes, Seconds
-from autopar.plan.breakdown import BUDGET, DEVICE, OPTIMIZER, OUTPUT, CostParameter, SimulatedStep
+from autopar.plan.breakdown import BUDGET, DEVICE, OPTIMIZER, CostParameter, SimulatedStep
 from autopar.plan.budget import RESERVED
 from autopar.plan.text import Part, alike, by_block, folded, grid, milliseconds, size_text
 
@@ -118,8 +118,7 @@ def parameter_text(found: CostParameter) -> str:
 def layouts(plan: Plan) -> Iterator[Part]:
     """The layouts of inputs, parameters, buffers and outputs, repeated blocks as one."""
     table = grid("layout", *plan.axes)
-    kept = {name: layout for name, layout in plan.layouts.items() if ":" not in name or name.startswith(OUTPUT)}
-    for names, layout in alike(kept):
+    for names, layout in alike(plan.placed):
         table.add_row(folded(names), *(entry.strip() for entry in layout.split(",")))
     yield table
     yield LEGEND
