@@ -18,6 +18,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from autopar import files
 from autopar.errors import MeshError
 from autopar.ir.kernel_rates import AttentionRate, ProductRate, positive
 from autopar.ir.mesh import Device, Link, Seconds
@@ -37,7 +38,7 @@ def save(device: Device, path: str | Path) -> None:
             str(size): {kind: list(line) for kind, line in link.lines.items()} for size, link in device.links.items()
         },
     }  # fmt: skip
-    Path(path).write_text(json.dumps(data, indent=1) + "\n")
+    files.write(path, json.dumps(data, indent=1) + "\n")
 
 
 def load(path: str | Path) -> Device:

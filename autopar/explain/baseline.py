@@ -16,6 +16,7 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.explain.summary import Summary
+from autopar.files import write as save
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 
@@ -82,7 +83,7 @@ def write(path: Path, baselines: Sequence[Baseline]) -> None:
     data = [{"baseline": FORMAT, "target": b.target, **b.summary.to_data()} for b in baselines]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data if len(data) > 1 else data[0], indent=1) + "\n")
+        save(path, json.dumps(data if len(data) > 1 else data[0], indent=1) + "\n")
     except OSError as error:
         raise BaselineError(f"cannot write {path}", error=error) from error
 

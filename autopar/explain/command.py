@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from autopar import files
 from autopar.analysis.recompute_policy import POLICIES
 from autopar.errors import AutoparError
 from autopar.explain import check
@@ -213,6 +214,6 @@ def _save(plan: Plan, path: str) -> None:
 
 def _write(path: str, text: str) -> None:
     try:
-        Path(path).write_text(text + "\n")
+        files.write(path, text + "\n")
     except OSError as error:
         raise UsageError(f"cannot write {path}", error=error) from error

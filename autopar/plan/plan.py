@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from autopar import files
 from autopar.errors import PlanError
 from autopar.ir.dynamic_dims import Size
 from autopar.ir.mesh import Bytes, Mesh, Seconds, cpu_named
@@ -102,8 +103,8 @@ class Plan:
         return json.dumps(data, indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(self.to_json() + "\n")
+        """Write the plan as JSON; the file is whole, the old or the new one, whatever fails and whoever else writes it."""
+        files.write(path, self.to_json() + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
