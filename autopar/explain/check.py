@@ -188,4 +188,4 @@ def _verdict(statuses: Sequence[str], *, update: bool) -> int:
     print(f"{len(statuses)} compared: " + ", ".join(f"{counted[s]} {s}" for s in (OK, BETTER, WORSE, FAILED) if counted[s]))
     if not update and counted[WORSE] + counted[BETTER]:
         print("if this change is intended: --update writes the new costs")
-    return int(counted[FAILED] > 0 or (counted[WORSE] > 0 and not update))
+    return int(not statuses or counted[FAILED] > 0 or (counted[WORSE] > 0 and not update))

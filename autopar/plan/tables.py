@@ -8,7 +8,7 @@ time      the step, split into compute and each kind of communication
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from autopar.ir.mesh import Bytes, Seconds
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from autopar.plan.plan import Collective, Plan
 
 COLLECTIVE = {name: name.replace("_", "-") for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")}
+UNITS: Mapping[str, Callable[[float], str]] = {  # how a cost parameter prints
+    "B": size_text,
+    "B/s": lambda value: f"{value / 1e9:.4g} GB/s",
+    "op/s": lambda value: f"{value / 1e12:.4g} Tflop/s",
+    "s": lambda value: f"{value * 1e6:.3g} us",
+    "": lambda value: f"{value:g}",
+}
 LEGEND = "I: whole on every device of the axis; S(d): split along dim d; S(d/k): split within each of dim d's k blocks"
 
 
@@ -104,15 +111,7 @@ def parameter_text(found: CostParameter) -> str:
     >>> parameter_text(CostParameter(of="device", name="memory bandwidth", value=3.35e12, unit="B/s", source="data sheet"))
     'memory bandwidth 3350 GB/s'
     """
-    value = found.value
-    number = {
-        "B": lambda: size_text(value),
-        "B/s": lambda: f"{value / 1e9:.4g} GB/s",
-        "op/s": lambda: f"{value / 1e12:.4g} Tflop/s",
-        "s": lambda: f"{value * 1e6:.3g} us",
-        "": lambda: f"{value:g}",
-    }[found.unit]()
-    return f"{found.name} {number}"
+    return f"{found.name} {UNITS[found.unit](found.value)}"
 
 
 def layouts(plan: Plan) -> Iterator[Part]:
