@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 
+def printable(line: str) -> str:
+    r"""A line with what does not print as itself escaped as `repr` does: line breaks, control characters, lone surrogates.
+
+    >>> print(printable("h.0" + chr(10) + "w"))
+    h.0\nw
+    """
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in line)
+
+
 class AutoparError(Exception):
     """The base of every error that autopar raises on purpose.
 
-    The first line is complete by itself; each named detail follows on a line of its own.
+    The first line is complete by itself; each named detail follows on a line of its own. Names print literally.
 
     >>> print(LayoutError("cannot split dim 0 of w over mesh axis tp", shape="(3, 4)", fix="leave it whole"))
     cannot split dim 0 of w over mesh axis tp
@@ -15,11 +24,12 @@ class AutoparError(Exception):
     """
 
     def __init__(self, what: str, /, **details: object) -> None:
-        self.what = what
-        self.details = {name: str(text) for name, text in details.items() if text not in (None, "")}
+        self.what = printable(what)
+        shown = {name: "\n".join(map(printable, str(text).split("\n"))) for name, text in details.items() if text is not None}
+        self.details = {name: text for name, text in shown.items() if text}
         width = max(map(len, self.details), default=0)
         rows = (f"  {name:<{width}}  {text}" for name, text in self.details.items())
-        super().__init__("\n".join([what, *rows]))
+        super().__init__("\n".join([self.what, *rows]))
 
 
 class CaptureError(AutoparError):

@@ -29,6 +29,7 @@ import torch
 import transformers
 from torch import nn
 
+from autopar import files
 from autopar.cost_models import optimizers
 from autopar.errors import BudgetError
 from autopar.explain.budget_sweep import MARGIN, SHARES
@@ -273,7 +274,7 @@ def main() -> int:
     if options.save:
         versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
         title = f"{date.today()}, {versions}; device {DEVICE}, predicted"
-        (RESULTS / "budgets.txt").write_text("\n\n".join((title, *map(table, sweeps))) + "\n")
+        files.write(RESULTS / "budgets.txt", "\n\n".join((title, *map(table, sweeps))) + "\n")
         plot(sweeps, RESULTS / "budgets.svg")
     return 0
 

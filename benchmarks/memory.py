@@ -19,6 +19,7 @@ from steps import Job
 from training import MIB, machine, plan_of
 
 import autopar
+from autopar import files
 from autopar.runtime.memory_tracker import Peak
 from autopar.runtime.workers import WorkerPool
 
@@ -93,7 +94,7 @@ def main() -> int:
     lines += ["", f"{sum(w <= WIDE for w in wrong)} of {len(wrong)} plans within {WIDE:.0%}, the farthest {max(wrong):.1%} off"]
     print("\n".join(lines[-2:]))
     if options.save:
-        RESULTS.write_text("\n".join(lines) + "\n")
+        files.write(RESULTS, "\n".join(lines) + "\n")
     return 0
 
 

@@ -23,6 +23,7 @@ from steps import Job
 from training import machine, plan_of, profiled, spearman
 
 import autopar
+from autopar import files
 from autopar.cost_models.optimizers import OPTIMIZERS
 from autopar.formulation.prices import Prices
 from autopar.formulation.step_time import StepPrices
@@ -132,7 +133,7 @@ def main() -> int:
                         options.trace.mkdir(parents=True, exist_ok=True)
                         for name, one in (("simulated", timeline), ("measured", measured(rounds[-1]))):
                             path = options.trace / f"{model}-{processes}-{variant}-{name}.json"
-                            path.write_text(trace(one, f"{title}, {name}") + "\n")
+                            files.write(path, trace(one, f"{title}, {name}") + "\n")
     if len(points) > 2:
         rank = spearman(*np.array(points).T)
         print(f"\nwaits: Spearman's rank correlation {rank:.3f} over {len(points)} steps")

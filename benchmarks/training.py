@@ -30,6 +30,7 @@ from models import MODELS, make
 from steps import OPTIMIZERS, Job, Times
 
 import autopar
+from autopar import files
 from autopar.cost_models.profile_file import save
 from autopar.plan.options import Options
 from autopar.planning.planner import connected_mesh, read_program
@@ -203,7 +204,7 @@ def main() -> int:
                 print("\n" + tables[-1], flush=True)
     print("\n" + agreement(rows))
     if options.save:
-        RESULTS.write_text("\n\n".join((machine(), *tables, agreement(rows))) + "\n")
+        files.write(RESULTS, "\n\n".join((machine(), *tables, agreement(rows))) + "\n")
     return 0
 
 

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # some of the m
 from zoo_models import MODELS, Built, make
 
 import autopar
+from autopar import files
 from autopar.cost_models import catalog
 from autopar.cost_models.compute import pricer
 from autopar.ir.mesh import Mesh
@@ -83,7 +84,7 @@ def main() -> int:
     text = report(rows, on)
     print(text)
     if options.save:
-        (Path(__file__).resolve().parent.parent / RESULTS).write_text(text + "\n")
+        files.write(Path(__file__).resolve().parent.parent / RESULTS, text + "\n")
     return 1 if any(found.complaints for found in rows) else 0
 
 

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "autopar"
 
 # A room, a folder or a loose module, may import from the rows above its own: never from below, and never from its own row.
 ROWS = (
-    ("errors",),
+    ("errors", "files"),
     ("ir",),
     ("operators",),
     ("capture", "runtime", "solver"),
@@ -168,6 +168,12 @@ def test_the_solver_knows_arrays_only() -> None:
     solver = [module for module in modules() if module.room == "solver"]
     assert {room for module in solver for room in rooms(module)} <= {"errors"}
     assert [module.place for module in solver if module.knows("torch")] == []
+
+
+def test_files_are_written_in_one_place() -> None:
+    """So that each is written whole or not at all; the files of a pool of workers are theirs alone."""
+    writing = [m.place for m in modules() if any(name.endswith((".write_text", ".write_bytes")) for name in m.names)]
+    assert writing == ["files.py"]
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -17,11 +17,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.program import Op, Program, Ref, Static, Value, substitute, text
+from autopar.ir.program import OUTPUT, Op, Program, Ref, Static, Value, substitute, text
 from autopar.operators import row_of
 
 INDEX = re.compile(r"^(.*?(?:^|\.))(\d+)((?:\.|:).*|)$")
-OUTPUT = "output:"  # prefix of the pseudo-consumer that stands for an output of the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from autopar.capture.signature import Signature, read_call
 from autopar.capture.trace import trace
 from autopar.errors import CaptureError
 from autopar.ir.dynamic_dims import InputDim
-from autopar.ir.program import Program
+from autopar.ir.program import OUTPUT, Program
 
 __all__ = ["Captured", "Signature", "capture"]
 
@@ -60,4 +60,6 @@ def capture(
     cast = call.to(dtype) if dtype else call
     traced = trace(copied.module, cast)
     program, signature = lower(traced, copied, cast), call.signature(traced.returned)
+    if clash := [output.path for output in program.outputs if OUTPUT + output.path in program.values]:
+        raise CaptureError(f"{OUTPUT}{clash[0]} is a value of the model, and the name of its result", fix="rename one of them")
     return Captured(program=program, signature=signature, training=model.training)

@@ -19,7 +19,7 @@ from torch import fx
 from autopar.analysis.recomputability import is_random
 from autopar.analysis.weights import copies
 from autopar.codegen.buckets import BucketCalls, FunctionCall
-from autopar.codegen.names import STATE, SUFFIXES, identifier, is_attribute
+from autopar.codegen.names import STATE, SUFFIXES, identifier, identifiers, is_attribute
 from autopar.codegen.recomputed import RecomputedValues
 from autopar.codegen.source import CodeGraph
 from autopar.ir.conversion import Conversion, arrival
@@ -87,7 +87,7 @@ class _Emitter:
             node = self.graph.placeholder(identifier(value.name))
             node.target = node.name  # fx has renamed one that would hide a global of the code, like torch
             self.values[value.name, (I,) * len(self.sizes)] = node
-        self.axes = [self._state(f"axes.{identifier(axis.name)}") for axis in self.context.axes]
+        self.axes = [self._state(f"axes.{name}") for name in identifiers(self.context.mesh.axes).values()]
         random_ops = any(is_random(op, self.fits[op.name]) for op in program.ops)
         self.rng_state = self._state("rng_state") if random_ops else None
         has_flag = training and (random_ops or any(map(training_flag, program.ops)))

@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
+from torch.fx.graph import PythonCode
 
 from autopar.capture import Signature
-from autopar.codegen.names import identifier
+from autopar.codegen.names import identifiers
 from autopar.codegen.steps import Steps
 from autopar.errors import InputError
 from autopar.ir.dynamic_dims import Size
@@ -69,7 +70,8 @@ class ModuleState:
         self.twin: ParallelModule | None = None
         self.sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule] | None = None  # builds it for other sizes
         self.variants: dict[tuple[int, ...], ParallelModule] = {}  # by dynamic sizes
-        self.axes = SimpleNamespace(**{identifier(axis.name): axis for axis in context.axes})
+        names = identifiers(context.mesh.axes)
+        self.axes = SimpleNamespace(**{names[axis.name]: axis for axis in context.axes})
 
     def vary(self, sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule], sizes: tuple[Size, ...]) -> None:
         """Allow these dynamic sizes to differ from the sample's; `sized` builds the module for given sizes."""
@@ -88,6 +90,7 @@ class ParallelModule(fx.GraphModule):
     """One rank's part of a parallel model, built by `autopar.parallelize`. The attribute `autopar` has everything of ours."""
 
     autopar: ModuleState
+    emitted: Callable[..., Sequence[torch.Tensor]]  # what this rank runs, on flat tensors
 
     def __init__(self, graph: fx.Graph, program: Program, tensors: Mapping[str, torch.Tensor], state: ModuleState) -> None:
         super().__init__(nn.Module(), fx.Graph(), "ParallelModule")
@@ -127,7 +130,18 @@ class ParallelModule(fx.GraphModule):
             fix="save its state_dict() with torch.distributed.checkpoint, and its plan with parallel.autopar.plan.save(path)",
         )
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
+    def recompile(self) -> PythonCode:
+        """Compile the emitted code as `emitted`: fx makes it the `forward` of a class that every module has of its own.
+
+        So the module is called as the user's was, and its hooks see what that one's would.
+        """
+        code = super().recompile()
+        own = type(self)
+        own.emitted = own.forward  # type: ignore[assignment]
+        del own.forward
+        return code
+
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Run the forward of a training or evaluation step on the *global* batch; every rank passes the same arguments.
 
         Scalars are returned as plain tensors, outputs that the plan leaves split as DTensors.
@@ -143,6 +157,7 @@ class ParallelModule(fx.GraphModule):
 
         Gradients are accumulated in `.grad`. The loss is the output named "loss", or else the only scalar. Calling the module
         and then `backward()` gives the same gradients, but runs all forwards first and needs the memory of all micro-batches.
+        Hooks of the module are of its call, which a step is not.
 
         Args:
             args, kwargs: those of the module's own call.
@@ -211,7 +226,7 @@ class ParallelModule(fx.GraphModule):
         state = self.autopar
         state.rng_state.advance()
         with state.rematerializer.active() if torch.is_grad_enabled() else nullcontext():
-            return list(super().__call__(*inputs))
+            return list(self.emitted(*inputs))
 
     def _serving(self, inputs: Sequence[torch.Tensor]) -> ParallelModule:
         """The module for the present mode and the inputs' sizes, over the same parameters; often this one."""

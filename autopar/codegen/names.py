@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import re
+from collections.abc import Iterable
 
 from torch import fx, nn
 
 STATE = "autopar"  # the one attribute of the emitted module that is not the user's
+OWN = frozenset(dir(nn.Module()))  # attributes of every module
 # Attributes of the emitted module that hide the user's.
 TAKEN = frozenset((*dir(fx.GraphModule(nn.Module(), fx.Graph())), STATE, "run", "step", "accumulate", "joined"))
 # What a conversion's first primitive makes of a value, as a suffix of the name.
@@ -23,7 +26,22 @@ def identifier(name: str) -> str:
     return plain if plain and not plain[0].isdigit() and not keyword.iskeyword(plain) and plain != "self" else f"_{plain}"
 
 
+def identifiers(names: Iterable[str]) -> dict[str, str]:
+    """A valid Python name for each of several different names; those of names that are too alike are numbered."""
+    found: dict[str, str] = {}
+    for name in names:
+        plain, taken = identifier(name), set(found.values())
+        numbered = (f"{plain}_{count}" for count in itertools.count(1))
+        found[name] = next(text for text in itertools.chain((plain,), numbered) if text not in taken)
+    return found
+
+
 def is_attribute(path: str) -> bool:
-    """Whether emitted code can access a parameter or buffer as an attribute: no keyword, no attribute of fx.GraphModule."""
+    """Whether emitted code can access a parameter or buffer as an attribute.
+
+    So it is if every part of its name is of ASCII letters, digits and underscores (of other letters Python makes one where they
+    look alike: NFKC), no keyword, and no attribute that the emitted module, or a plain one inside it, has of its own.
+    """
     first, *rest = path.split(".")
-    return first not in TAKEN and not any(map(keyword.iskeyword, (first, *rest)))
+    plain = all(re.fullmatch(r"\w+", part, re.ASCII) and not keyword.iskeyword(part) for part in (first, *rest))
+    return plain and first not in TAKEN and OWN.isdisjoint(rest)

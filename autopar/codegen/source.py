@@ -20,7 +20,10 @@ from typing import Any
 from torch import fx
 from torch.fx.graph import PythonCode
 
+from autopar.errors import printable
+
 OURS = "autopar.runtime."
+STRING = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""  # a literal of the source
 WIDTH = 110  # of a line, where brackets allow to break it
 
 
@@ -36,8 +39,7 @@ class CodeGraph(fx.Graph):
         """The code as fx writes it, with our functions under their own names, imports, comments and short lines."""
         code = super().python_code(root_module, **options)
         code.globals = {self._short(name, held): held for name, held in code.globals.items()}
-        lines = self._renamed(code.src.strip("\n"), code.globals).splitlines()
-        body = [short for line in self._commented(lines) for part in _split_deletion(line) for short in _wrapped(part)]
+        body = [*self._commented(self._renamed(code.src.strip("\n"), code.globals).split("\n"))]
         code.src = "\n".join([*_imports(code.globals, "\n".join(body)), "", "", *body]).rstrip() + "\n"
         return code
 
@@ -50,23 +52,22 @@ class CodeGraph(fx.Graph):
         """The source with fx's long names of our functions (module and name, joined by underscores) made short."""
 
         def short(match: re.Match[str]) -> str:
-            return match[2] if match[2] in known else match[0]
+            return match[1] if match[1] in known else match[0]
 
         modules = "|".join(sorted({held.__module__.replace(".", "_") for held in known.values() if _ours(held)}))
-        return re.sub(rf"\b({modules})_(\w+)(?=\()", short, source) if modules else source
+        return re.sub(rf"{STRING}|\b(?:{modules})_(\w+)(?=\()", short, source) if modules else source
 
-    def _commented(self, lines: list[str]) -> list[str]:
-        """The lines with each section's name before its first line."""
+    def _commented(self, lines: list[str]) -> Iterator[str]:
+        """The lines, made short, with each section's name before its first line."""
         sections = {node.name: node.meta.get("section") for node in self.nodes}
-        result, current = [], None
+        current = None
         for line in lines:
             match = re.match(r"(\s+)(\w+)(?::[^=]*)? = ", line)
             section = sections.get(match[2]) if match else None
             if match and section and section != current:
-                result.append(f"{match[1]}# {section}")
+                yield f"{match[1]}# {printable(section)}"
                 current = section
-            result.append(line)
-        return result
+            yield from (short for part in _split_deletion(line) for short in _wrapped(part))
 
 
 def _ours(held: object) -> bool:
@@ -140,7 +141,7 @@ def _last_bracket(text: str) -> tuple[int, int] | None:
             stack.append(place)
         elif character in ")]}":
             last = stack.pop(), place
-    if last is None or text.lstrip().startswith("#") or text[last[1] + 1 :] not in ("", ",", ":"):
+    if last is None or text[last[1] + 1 :] not in ("", ",", ":"):
         return None
     subscript = text[last[0]] == "[" and re.search(r"[\w)\]]$", text[: last[0]])  # a comma would make a tuple of the index
     return None if subscript else last

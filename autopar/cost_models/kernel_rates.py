@@ -83,7 +83,7 @@ H100 = Kernels(
     ),
 )
 V100 = Kernels(
-    product=_product(80, 0.70, "fit on Megatron's linears in micro.csv, 120 rows: 0.67 forward, 0.80 backward; best squares 0.78"),
+    product=_product(80, 0.70, "fit on Megatron's linears in micro.csv: 0.67 forward, 0.80 backward; best squares 0.78"),
     attention=_apart(_scaled(FLASH1_A100, 125 / 312), LIKE_FLASH1),
 )
 L4 = Kernels(

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from autopar import files
 from autopar.errors import MeshError
 from autopar.ir.kernel_rates import AttentionRate, ProductRate, positive
 from autopar.ir.mesh import Device, Link, Seconds
@@ -37,33 +39,71 @@ def save(device: Device, path: str | Path) -> None:
             str(size): {kind: list(line) for kind, line in link.lines.items()} for size, link in device.links.items()
         },
     }  # fmt: skip
-    Path(path).write_text(json.dumps(data, indent=1) + "\n")
+    files.write(path, json.dumps(data, indent=1) + "\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Peaks:
+    """A file's `device`."""
+
+    flops: Mapping[str, float]
+    memory: float
+    bandwidth: float
+    launch: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """A file's `product`."""
+
+    processors: int
+    fraction: float
+    wave: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attention:
+    """A file's `attention`."""
+
+    forward: Mapping[int, float]
+    backward: Mapping[int, float]
+    start: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Profile:
+    """What a file has."""
+
+    name: str
+    source: str
+    device: _Peaks
+    rates: Mapping[str, tuple[float, float]]
+    links: Mapping[int, Mapping[str, tuple[float, float]]]
+    interference: float = 1.0
+    achieved: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    product: _Product | None = None
+    attention: _Attention | None = None
 
 
 def load(path: str | Path) -> Device:
     """Read a measured device. Raises MeshError if the file is not one."""
     try:
-        data = json.loads(Path(path).read_text())
-        source, held = str(data["source"]), data["device"]
-        links = {
-            int(size): measured_link(int(size), {str(k): (float(a), float(b)) for k, (a, b) in lines.items()}, source)
-            for size, lines in data["links"].items()
-        }
-        return Device(
-            name=str(data["name"]), flops={str(k): float(v) for k, v in held["flops"].items()}, memory=int(held["memory"]),
-            bandwidth=float(held["bandwidth"]), launch=float(held["launch"]), inner="gloo", outer="gloo",
-            per_node=max([1, *links]), source=source, links=links,
-            rates={str(name): (float(there), float(back)) for name, (there, back) in data["rates"].items()},
-            interference=float(data.get("interference", 1.0)), achieved=_pairs(data.get("achieved", {})),
-            product=_product(data["product"], source) if "product" in data else None,
-            attention=_attention(data["attention"], source) if "attention" in data else None,
-        )  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = files.typed(_Profile, files.parse(Path(path).read_text()))
+    except (OSError, ValueError) as error:
         raise MeshError(
             f"{path} is not a machine profile",
-            error=f"{type(error).__name__}: {error}",
+            error=error,
             fix="python -m autopar.profile --processes N --save profile.json writes one",
         ) from error
+    source, peaks, product, attention = found.source, found.device, found.product, found.attention
+    links = {size: measured_link(size, lines, source) for size, lines in found.links.items()}
+    return Device(
+        name=found.name, flops=peaks.flops, memory=int(peaks.memory), bandwidth=peaks.bandwidth, launch=peaks.launch,
+        inner="gloo", outer="gloo", per_node=max([1, *links]), source=source, links=links, rates=found.rates,
+        interference=found.interference, achieved=found.achieved,
+        product=ProductRate(**asdict(product), source=source) if product else None,
+        attention=AttentionRate(**asdict(attention), source=source) if attention else None,
+    )  # fmt: skip
 
 
 def _kernels(device: Device) -> dict[str, object]:
@@ -82,24 +122,10 @@ def _kernels(device: Device) -> dict[str, object]:
     return found | ({"interference": device.interference} if device.interference != 1 else {})
 
 
-def _product(data: Mapping[str, float], source: str) -> ProductRate:
-    return ProductRate(
-        processors=int(data["processors"]), fraction=float(data["fraction"]), wave=float(data["wave"]), source=source
-    )
-
-
-def _attention(data: Mapping[str, Mapping[str, float]], source: str) -> AttentionRate:
-    forward, backward = ({int(dim): float(rate) for dim, rate in data[way].items()} for way in ("forward", "backward"))
-    plain, causal = map(float, data["start"])
-    return AttentionRate(forward=forward, backward=backward, start=(plain, causal), source=source)
-
-
-def _pairs(data: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    return {str(kind): (float(there), float(back)) for kind, (there, back) in data.items()}
-
-
 def measured_link(size: int, lines: Mapping[str, tuple[Seconds, Seconds]], source: str) -> Link:
-    """The link of groups of this size."""
+    """The link of groups of this size. Raises MeshError for numbers that no link has."""
+    if size < 2 or "all_gather" not in lines:
+        raise MeshError(f"a link of groups of {size} has no all_gather", fix="a link is of two processes or more")
     for kind, (empty, per_byte) in lines.items():
         positive(f"a measured {kind}'s", {"time of no bytes": empty}, zero=True)
         positive(f"a measured {kind}'s", {"time per byte": per_byte})

@@ -12,14 +12,16 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.explain.summary import Summary
+from autopar.files import parse
+from autopar.files import write as save
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 
 FORMAT = 1
+OPTIONS = {"strategy", "optimizer", "budget", "outputs", "precision", "reduce", "microbatches", "recompute"}  # given as texts
 REWRITE = "delete it and write it again: --update with its TARGET, or pytest --update-plan-costs"
 
 
@@ -42,14 +44,16 @@ class Baseline:
     @property
     def options(self) -> Options:
         """What was asked for when the plan was made. Raises BaselineError if an option is damaged or unknown."""
-        texts = {name: text for name, text in self.summary.options.items() if text}
-        pairs = [entry.rpartition(": ") for entry in texts.pop("constraints", "").split("; ") if entry]
-        try:
-            made = Options(device=self.summary.device, constraints={name: layout for name, _, layout in pairs}, **texts)  # type: ignore[arg-type]
-        except TypeError as error:
-            raise BaselineError(f"the baseline of {self} has options that do not exist", error=error) from error
+        texts = {name: text for name, text in self.summary.options.items() if text and name != "constraints"}
+        constraints = self.summary.options.get("constraints", "")
+        if unknown := sorted(texts.keys() - OPTIONS):
+            raise BaselineError(f"the baseline of {self} has options that do not exist", options=", ".join(unknown))
+        pairs = [entry.rpartition(": ") for entry in constraints.split("; ") if entry]
+        made = Options(device=self.summary.device, constraints={name: layout for name, _, layout in pairs}, **texts)  # type: ignore[arg-type]
         if made.text() != {**dict.fromkeys(made.text(), ""), **self.summary.options}:
-            raise BaselineError(f"the baseline of {self} has damaged options", constraints=self.summary.options["constraints"])
+            raise BaselineError(
+                f"the baseline of {self} has damaged options", constraints=self.summary.options.get("constraints")
+            )
         return made
 
 
@@ -64,12 +68,15 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> tuple[Baseline, ...]:
-    """The baselines of a file. Raises BaselineError if it is damaged, PlanError if it is a damaged plan."""
+    """The baselines of a file, at least one. Raises BaselineError if it is damaged, PlanError if it is a damaged plan."""
     data = _data(path)
     try:
-        return tuple(_baselines(data, path))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        found = tuple(_baselines(data, path))
+    except ValueError as error:
         raise _damaged(path, error) from error
+    if not found:
+        raise BaselineError(f"there is no baseline in {path}", fix=REWRITE)
+    return found
 
 
 def holds_plan(path: Path) -> bool:
@@ -82,7 +89,7 @@ def write(path: Path, baselines: Sequence[Baseline]) -> None:
     data = [{"baseline": FORMAT, "target": b.target, **b.summary.to_data()} for b in baselines]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data if len(data) > 1 else data[0], indent=1) + "\n")
+        save(path, json.dumps(data if len(data) > 1 else data[0], indent=1) + "\n")
     except OSError as error:
         raise BaselineError(f"cannot write {path}", error=error) from error
 
@@ -96,20 +103,32 @@ def seen_from(target: str, folder: Path) -> str:
 
 
 def found_from(target: str, folder: Path) -> str:
-    """A target that a baseline in a folder names, as seen from here."""
+    """A target that a baseline in a folder names, as seen from here.
+
+    Raises BaselineError unless it is a function of a file below the folder or the working directory: it will be run.
+    """
     place, _, name = target.rpartition(":")
-    return f"{folder / place}:{name}" if place.endswith(".py") else target
+    fix = "run only what you have read: python -m autopar.explain TARGET --mesh ... --check BASELINE names it"
+    if not place.endswith(".py"):
+        raise BaselineError(f"a baseline in {folder} names {target}, which may be any code that can be imported", fix=fix)
+    found = (folder / place).resolve()
+    if not any(found.is_relative_to(tree) for tree in (folder.resolve(), Path.cwd())):
+        what = f"a baseline in {folder} names {place}, which is neither below that folder nor below the working directory"
+        raise BaselineError(what, fix=fix)
+    return f"{folder / place}:{name}"
 
 
 def _baselines(data: object, path: Path) -> Iterator[Baseline]:
     if _is_plan(data):
         yield Baseline(target="", summary=Summary.of(Plan.load(path)))
         return
-    entries: list[Any] = data if isinstance(data, list) else [data]
-    for entry in entries:
-        if entry["baseline"] != FORMAT:
-            raise BaselineError(f"{path} has format {entry['baseline']}, but this autopar reads {FORMAT}", fix=REWRITE)
-        yield Baseline(target=str(entry["target"]), summary=Summary.from_data(entry))
+    for entry in data if isinstance(data, list) else [data]:
+        if not isinstance(entry, dict) or not isinstance(entry.get("target"), str):
+            raise ValueError("it is not a baseline: it has no target")
+        if (version := entry.get("baseline")) != FORMAT:
+            raise BaselineError(f"{path} has format {version!r:.20}, but this autopar reads {FORMAT}", fix=REWRITE)
+        summary = {name: held for name, held in entry.items() if name not in ("baseline", "target")}
+        yield Baseline(target=entry["target"], summary=Summary.from_data(summary))
 
 
 def _is_plan(data: object) -> bool:
@@ -118,13 +137,12 @@ def _is_plan(data: object) -> bool:
 
 def _data(path: Path) -> object:
     try:
-        found: object = json.loads(path.read_text())
+        return parse(path.read_text())
     except OSError as error:
         raise BaselineError(f"cannot read {path}", error=error) from error
     except ValueError as error:  # not JSON, or not text
         raise _damaged(path, error) from error
-    return found
 
 
-def _damaged(path: Path, error: Exception) -> BaselineError:
-    return BaselineError(f"the baseline {path} is damaged", error=f"{type(error).__name__}: {error}", fix=REWRITE)
+def _damaged(path: Path, error: ValueError) -> BaselineError:
+    return BaselineError(f"the baseline {path} is damaged", error=error, fix=REWRITE)

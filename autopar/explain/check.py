@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, printable
 from autopar.explain.baseline import Baseline, files, found_from, holds_plan, read, seen_from, write
 from autopar.explain.cli_arguments import UsageError, built
 from autopar.explain.difference import Difference, Total
@@ -113,7 +113,7 @@ def _one(path: Path, target: str, planned: Callable[[], Plan], tolerance: float,
     new = Baseline(target=seen_from(target, path.parent), summary=Summary.of(plan))
     outcomes = [CheckedCost(name=str(new), old=was.summary, new=new.summary, tolerance=tolerance) for was in old]
     for outcome in outcomes:
-        print("\n".join(outcome.lines()))
+        print("\n".join(map(printable, outcome.lines())))
     if not update:
         return int(outcomes[0].status == WORSE)
     if old and holds_plan(path):
@@ -140,7 +140,7 @@ def _all(path: Path, tolerance: float, *, update: bool) -> int:
         found = _outcomes(target, precision, reduce, [held[place][1] for place in places], tolerance)
         for place, outcome in zip(places, found, strict=True):
             outcomes[place] = outcome
-            print("\n".join(outcome.lines()), flush=True)
+            print("\n".join(map(printable, outcome.lines())), flush=True)
     if update:
         _update(held, outcomes)
     return _verdict([outcome.status for outcome in outcomes.values()], update=update)
@@ -188,4 +188,4 @@ def _verdict(statuses: Sequence[str], *, update: bool) -> int:
     print(f"{len(statuses)} compared: " + ", ".join(f"{counted[s]} {s}" for s in (OK, BETTER, WORSE, FAILED) if counted[s]))
     if not update and counted[WORSE] + counted[BETTER]:
         print("if this change is intended: --update writes the new costs")
-    return int(counted[FAILED] > 0 or (counted[WORSE] > 0 and not update))
+    return int(not statuses or counted[FAILED] > 0 or (counted[WORSE] > 0 and not update))

@@ -72,7 +72,7 @@ def built(target: str) -> tuple[nn.Module, object]:
     try:
         with torch.device("meta"):
             made = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{target} failed: {_said(error)}", at=_place(error)) from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
@@ -127,15 +127,15 @@ def _module(name: str, target: str) -> ModuleType:
 def _run(load: Callable[[], object], target: str) -> None:
     try:
         load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{target} cannot be imported: {_said(error)}", at=_place(error)) from error
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """The last line of a failure."""
     *_, last = traceback.extract_tb(error.__traceback__)
     return f"{last.filename}:{last.lineno} in {last.name}"

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from autopar import files
 from autopar.analysis.recompute_policy import POLICIES
 from autopar.errors import AutoparError
 from autopar.explain import check
@@ -31,7 +32,7 @@ from autopar.explain.progress import progress
 from autopar.passes.precision import PRECISIONS
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
-from autopar.plan.text import plain
+from autopar.plan.text import literal, plain
 from autopar.planning.planner import Planned, make_plan
 from autopar.search_space.schemes import STRATEGIES
 
@@ -71,7 +72,7 @@ def _print(answer: CommandOutput, *, json: bool) -> None:
     console = Console(highlight=False, markup=False, emoji=False) if sys.stdout.isatty() else None
     for part in answer.parts():
         if console:
-            console.print(part)
+            console.print(literal(part))
         else:
             print(plain([part]), flush=True)
 
@@ -213,6 +214,6 @@ def _save(plan: Plan, path: str) -> None:
 
 def _write(path: str, text: str) -> None:
     try:
-        Path(path).write_text(text + "\n")
+        files.write(path, text + "\n")
     except OSError as error:
         raise UsageError(f"cannot write {path}", error=error) from error

@@ -74,7 +74,7 @@ def _grouped(words: Sequence[str], axes: Sequence[str]) -> Iterable[str]:
     for word in sorted(dict.fromkeys(words), key=lambda word: word in UNSPLIT):
         over = joined(axis for axis, other in zip(axes, words, strict=True) if other == word)
         split, apart, messages = word.partition(" with ")
-        yield UNSPLIT.get(word, f"{split} split over {{}}{apart}{messages}").format(over)
+        yield UNSPLIT[word].format(over) if word in UNSPLIT else f"{split} split over {over}{apart}{messages}"
 
 
 def use(plan: Plan, name: str, backward: Mapping[str, Sequence[tuple[str, str]]]) -> list[str]:
@@ -105,4 +105,4 @@ def use(plan: Plan, name: str, backward: Mapping[str, Sequence[tuple[str, str]]]
 
 def held(entry: Allocation) -> str:
     """What takes memory, with how many of its like."""
-    return f"{HELD[entry.kind]} {entry.name}" + (f", {entry.count} of these" if entry.count > 1 else "")
+    return f"{HELD.get(entry.kind, entry.kind)} {entry.name}" + (f", {entry.count} of these" if entry.count > 1 else "")

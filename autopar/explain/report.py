@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping
 
 from autopar.explain.phrases import held, runs, stored, use
 from autopar.ir.mesh import Seconds
+from autopar.ir.program import OUTPUT
 from autopar.operators.dim_labels import kind_of
 from autopar.plan.assignment_text import RUN
-from autopar.plan.breakdown import INPUT, OUTPUT, WHOLE
+from autopar.plan.breakdown import INPUT, WHOLE
 from autopar.plan.plan import Plan
 from autopar.plan.tables import time, totals
 from autopar.plan.text import Part, alike, by_block, folded, grid, joined, milliseconds, size_text

@@ -6,16 +6,18 @@ A summary is small: repeated blocks are folded into one entry where it is writte
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
+from autopar.files import typed
 from autopar.ir.mesh import Bytes, Seconds
-from autopar.plan.breakdown import OUTPUT
 from autopar.plan.plan import Plan
-from autopar.plan.tables import by_kind, bytes_of, seconds_of
+from autopar.plan.tables import COLLECTIVE, by_kind, bytes_of, seconds_of
 from autopar.plan.text import alike, folded
+
+MOST = 1_000_000  # names in a file: a model of a thousand blocks has a tenth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,6 @@ class Summary:
             )
             for (kind, axis, where), group in sorted(by_kind(plan.collectives).items())
         )
-        stored = {name: layout for name, layout in plan.layouts.items() if ":" not in name or name.startswith(OUTPUT)}
         return Summary(
             hash=plan.hash,
             axes=plan.axes,
@@ -95,7 +96,7 @@ class Summary:
             step_time=plan.step_time,
             peak_memory=plan.peak_memory,
             collectives=sent,
-            stored=stored,
+            stored=plan.placed,
             runs={op: ", ".join(words) for op, words in plan.breakdown.runs.items()},
             hidden=plan.breakdown.hidden,
         )
@@ -110,33 +111,24 @@ class Summary:
         return {**data, "stored": fold(self.stored), "runs": fold(self.runs)}
 
     @staticmethod
-    def from_data(data: object) -> Summary:
-        """The summary that JSON data denote; raises what indexing and converting raise where they do not denote one."""
-        found: Any = data
-        return Summary(
-            hash=str(found["hash"]),
-            device=str(found["device"]),
-            axes=tuple(map(str, found["axes"])),
-            sizes=tuple(map(int, found["sizes"])),
-            links=tuple(map(str, found["links"])),
-            options={str(name): str(text) for name, text in found["options"].items()},
-            step_time=float(found["step_time"]),
-            peak_memory=int(found["peak_memory"]),
-            collectives=tuple(
-                CommunicationTotal(
-                    kind=str(entry["kind"]),
-                    axis=str(entry["axis"]),
-                    where=str(entry["pass"]),
-                    number=int(entry["number"]),
-                    bytes=int(entry["bytes"]),
-                    seconds=float(entry["seconds"]),
-                )
-                for entry in found["collectives"]
-            ),
-            stored=unfold(found["stored"]),
-            runs=unfold(found["runs"]),
-            hidden=float(found.get("hidden", 0.0)),
-        )
+    def from_data(data: Mapping[str, object]) -> Summary:
+        """The summary that JSON data denote; raises ValueError, with the place, where they do not denote one."""
+        sent = data.get("collectives")
+        rows = [_renamed(row, "pass", "where") for row in sent] if isinstance(sent, list) else sent
+        made = typed(Summary, {**data, "collectives": rows} if "collectives" in data else dict(data))
+        if not len(set(made.axes)) == len(made.axes) == len(made.sizes) == len(made.links):
+            raise ValueError("axes, sizes and links have not one entry for each axis")
+        totals = (made.step_time, made.peak_memory, *(total for row in made.collectives for total in (row.bytes, row.seconds)))
+        if made.step_time <= 0 or min(totals) < 0:
+            raise ValueError("step_time is positive, and no other figure negative")
+        if unknown := [row.kind for row in made.collectives if row.kind not in COLLECTIVE]:
+            raise ValueError(f"there is no collective {unknown[0]!r}")
+        return replace(made, stored=unfold(made.stored), runs=unfold(made.runs))
+
+
+def _renamed(row: object, old: str, new: str) -> object:
+    """A JSON object with one entry under another name."""
+    return {new if name == old else name: held for name, held in row.items()} if isinstance(row, dict) else row
 
 
 def fold(entries: Mapping[str, str]) -> dict[str, str]:
@@ -150,12 +142,19 @@ def fold(entries: Mapping[str, str]) -> dict[str, str]:
 
 def _folded(names: list[str]) -> list[str]:
     one = folded(names)
-    return [one] if sorted(unfolded(one)) == sorted(names) else names
+    return [one] if len(names) > 1 and sorted(unfolded(one)) == sorted(names) else [*map(_escaped, names)]
+
+
+def _escaped(name: str) -> str:
+    """A name of which no part reads as a folded one."""
+    return "".join(f"\\{part}" if _runs(part) or part.startswith("\\") else part for part in re.split(r"([.:])", name))
 
 
 def unfold(entries: Mapping[str, str]) -> dict[str, str]:
-    """The entries that `fold` made one of."""
-    return {str(name): str(text) for names, text in entries.items() for name in unfolded(names)}
+    """The entries that `fold` made one of; raises ValueError for more of them than any model has."""
+    if sum(map(_count, entries)) > MOST:
+        raise ValueError(f"it stands for more than {MOST} names")
+    return {name: text for names, text in entries.items() for name in unfolded(names)}
 
 
 def unfolded(name: str) -> Iterator[str]:
@@ -164,12 +163,24 @@ def unfolded(name: str) -> Iterator[str]:
     >>> list(unfolded("h.0-1,7.w"))
     ['h.0.w', 'h.1.w', 'h.7.w']
     """
-    parts = [_numbers(part) if "-" in part or "," in part else [part] for part in re.split(r"([.:])", name)]
+    parts = [_numbers(part) for part in re.split(r"([.:])", name)]
     return ("".join(chosen) for chosen in itertools.product(*parts))
 
 
+def _count(name: str) -> int:
+    """How many names a folded one stands for, without making them."""
+    runs = (_runs(part) for part in re.split(r"([.:])", name))
+    return math.prod(sum(max(0, last - first + 1) for first, last in found) for found in runs if found)
+
+
 def _numbers(part: str) -> list[str]:
-    runs = [run.split("-") for run in part.split(",")]
-    if not all(len(run) <= 2 and all(map(str.isdecimal, run)) for run in runs):
-        return [part]
-    return [str(number) for run in runs for number in range(int(run[0]), int(run[-1]) + 1)]
+    runs = [str(number) for first, last in _runs(part) for number in range(first, last + 1)]
+    return runs or [part.removeprefix("\\")]
+
+
+def _runs(part: str) -> list[tuple[int, int]]:
+    """The ranges of block numbers that a part of a folded name consists of; empty for a part that is a name itself."""
+    if not re.fullmatch(r"[0-9]{1,18}([-,][0-9]{1,18})+", part):
+        return []
+    runs = [[*map(int, run.split("-"))] for run in part.split(",")]
+    return [(run[0], run[-1]) for run in runs] if all(len(run) <= 2 and run[0] <= run[-1] for run in runs) else []

@@ -15,7 +15,7 @@ from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.step_time import EventKind, StepEvent
 from autopar.ir.layout import Layout, blocks
 from autopar.ir.mesh import Bytes, Mesh, Seconds
-from autopar.ir.program import Op, Program
+from autopar.ir.program import OUTPUT, Op, Program
 from autopar.operators import OpSharding, ParallelForm, row_of
 from autopar.operators.dim_labels import LabelSample, role, role_of_dim
 from autopar.plan.breakdown import (
@@ -23,7 +23,6 @@ from autopar.plan.breakdown import (
     DEVICE,
     INPUT,
     OPTIMIZER,
-    OUTPUT,
     REPEATED,
     WHOLE,
     Allocation,

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from autopar.analysis.analysis import Analysis
-from autopar.analysis.repeated_blocks import OUTPUT
 from autopar.cost_models.cost_model import CATALOG, CostModel, OpCost
 from autopar.cost_models.optimizers import OPTIMIZERS, Optimizer
 from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, SUMS
@@ -104,7 +103,7 @@ def end_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], price
     """Seconds of each candidate of a given tensor or an output, all members together."""
     program, sizes = analysis.program, analysis.sizes
     count = len(analysis.classes.members[name])
-    if name.startswith(OUTPUT):
+    if name not in program.values:  # an output
         return np.zeros(len(found))
     value = program.values[name]
     if name in {v.name for v in program.inputs}:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 
 from autopar.analysis.analysis import Analysis, saves
-from autopar.analysis.repeated_blocks import OUTPUT
 from autopar.analysis.weight_buckets import weight_buckets
 from autopar.formulation.formulate import PlanningProblem
 from autopar.ir.conversion import COLLECTIVES, Conversion
 from autopar.ir.layout import Layout
+from autopar.ir.program import OUTPUT
 from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.solver.problem import Solution, storages
 

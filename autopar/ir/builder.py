@@ -43,7 +43,8 @@ class Builder:
         if results is None:
             results = self.infer(target, args, kwargs)
         stem = f"{module}:{short(target)}"
-        name = f"{stem}#{self._count[stem]}"
+        while (name := f"{stem}#{self._count[stem]}") in self.values:  # an input or a parameter may be called so
+            self._count[stem] += 1
         self._count[stem] += 1
         if isinstance(results, Kind):
             values: tuple[Value, ...] = (_value(name, results),)

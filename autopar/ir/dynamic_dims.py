@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from autopar.errors import ConstraintError, InputError
 from autopar.ir.layout import Shape
@@ -37,18 +36,6 @@ class Size:
     least: int
     most: int | None
     multiple: int = 1  # of what the plan's layouts can divide
-
-    @staticmethod
-    def of(data: Mapping[str, Any]) -> Size:
-        """A size as JSON has it."""
-        return Size(
-            name=str(data["name"]),
-            places=tuple((str(path), int(dim)) for path, dim in data["places"]),
-            sample=int(data["sample"]),
-            least=int(data["least"]),
-            most=None if data["most"] is None else int(data["most"]),
-            multiple=int(data["multiple"]),
-        )
 
     @property
     def allowed(self) -> str:

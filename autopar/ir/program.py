@@ -24,6 +24,7 @@ Result = TypeVar("Result")
 Params = ParamSpec("Params")
 Static = Union[None, bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format]
 Argument = Union["Ref", Static, tuple["Argument", ...]]
+OUTPUT = "output:"  # before the path of an output, where outputs stand among values
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ def remembered(function: Callable[Concatenate[Program, Params], Result]) -> Call
 
 def digest(structure: str) -> str:
     """The hex digest by which plans and ranks compare structures."""
-    return hashlib.sha256(structure.encode()).hexdigest()[:16]
+    return hashlib.sha256(structure.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def elements(shape: tuple[int, ...]) -> int:

@@ -11,12 +11,11 @@ from autopar.analysis.recomputability import recomputable
 from autopar.errors import AutoparError, LayoutError, PlanError
 from autopar.ir.conversion import CONVERSIONS, Conversion
 from autopar.ir.layout import I, Layout, parse, text
-from autopar.ir.program import Op, Program
+from autopar.ir.program import OUTPUT, Op, Program
 from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding
 from autopar.passes.microbatches import microbatches
-from autopar.passes.padding import padded
-from autopar.plan.breakdown import OUTPUT
+from autopar.passes.padding import MOST, padded
 from autopar.plan.plan import Plan
 from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.search_space.candidates import Candidate, Form, candidate
@@ -116,6 +115,8 @@ def as_planned(plan: Plan, program: Program) -> TrainingStep:
 def _room(line: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """A shape with the padding that a line of a plan adds to it; the dims that it does not pad may have other sizes."""
     true, wide = ([int(size) for size in part.split(" x ")] for part in line.split(" -> "))
+    if any(a != b and not size == a < b <= a * (1 + MOST) for size, a, b in zip(shape, true, wide, strict=True)):
+        raise ValueError(f"{line!r} is more padding than a plan has, or of another size")
     return tuple(size if a == b else b for size, a, b in zip(shape, true, wide, strict=True))
 
 

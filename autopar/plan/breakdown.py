@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from autopar.ir.mesh import Bytes, Seconds
 
-INPUT, OUTPUT = "input:", "output:"  # before the names of arguments and results in `stored`
+INPUT = "input:"  # before the names of arguments in `stored`
 DEVICE, OPTIMIZER, BUDGET = "device", "optimizer", "budget"
 WHOLE, REPEATED, ADDENDS = "whole", "repeated", "addends"  # what is not split on an axis: states I, R and P
 
@@ -72,14 +71,6 @@ class SimulatedStep:
         """Model FLOPs utilization: the share of the devices' peaks that the model's products take of the step."""
         return self.at_peak / self.seconds if self.seconds else 0.0
 
-    @staticmethod
-    def of(data: object) -> SimulatedStep:
-        """The step that JSON data denote; raises what indexing and converting raise where they denote none."""
-        found: Any = data
-        numbers = {name: float(found[name]) for name in ("seconds", "exposed", "slowdown", "at_peak", "memory")}
-        links = {str(axis): float(seconds) for axis, seconds in found["links"].items()}
-        return SimulatedStep(**numbers, links=links, samples=int(found["samples"]), tokens=int(found["tokens"]))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostBreakdown:
@@ -135,25 +126,3 @@ class CostBreakdown:
     def local(self) -> Seconds:
         """All that is not a collective."""
         return self.forward + self.backward + self.recomputed + self.offloaded + self.conversions + self.optimizer
-
-    @staticmethod
-    def of(data: object) -> CostBreakdown:
-        """The breakdown that JSON data denote; raises what indexing and calling raise where they denote none."""
-        found: Any = data
-        return CostBreakdown(
-            cost_parameters=tuple(CostParameter(**entry) for entry in found["cost_parameters"]),
-            compute={str(op): (float(there), float(back)) for op, (there, back) in found["compute"].items()},
-            recompute={str(op): float(seconds) for op, seconds in found["recompute"].items()},
-            conversions=float(found["conversions"]),
-            optimizer=float(found["optimizer"]),
-            memory={str(kind): int(size) for kind, size in found["memory"].items()},
-            moment=str(found["moment"]),
-            fullest=tuple(Allocation(**entry) for entry in found["fullest"]),
-            runs={str(op): tuple(map(str, words)) for op, words in found["runs"].items()},
-            stored={str(name): tuple(map(str, words)) for name, words in found["stored"].items()},
-            tied={str(name): str(own) for name, own in found["tied"].items()},
-            simulated=SimulatedStep.of(found["simulated"]),
-            copies={str(name): str(own) for name, own in found.get("copies", {}).items()},
-            offload={str(name): float(seconds) for name, seconds in found.get("offload", {}).items()},
-            hidden=float(found.get("hidden", 0.0)),
-        )

@@ -32,12 +32,11 @@ def parse_bytes(budget: Bytes | str | None, mesh: Mesh) -> Bytes:
         return int(SHARE * mesh.device.memory)
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]?i?B?)\s*", budget)
-        size = int(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
+        size = float(match[1]) * UNITS[match[2]] if match and match[2] in UNITS else 0.0
     else:
-        number = isinstance(budget, (int, float)) and not isinstance(budget, bool) and math.isfinite(budget)
-        size = int(budget) if number else 0
-    if size > 0:
-        return size
+        size = budget if isinstance(budget, (int, float)) and not isinstance(budget, bool) else 0.0
+    if 1 <= size < math.inf:
+        return int(size)
     raise BudgetError(
         f"{budget!r} is not a memory budget", fix='bytes per device as a number, or a text such as "80GB" or "24GiB"'
     )

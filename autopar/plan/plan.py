@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.table import Table
 
+from autopar import files
 from autopar.errors import PlanError
 from autopar.ir.dynamic_dims import Size
 from autopar.ir.mesh import Bytes, Mesh, Seconds, cpu_named
 from autopar.plan.breakdown import CostBreakdown
 from autopar.plan.budget import RESERVED
+from autopar.plan.check import check
 from autopar.plan.tables import tables
 from autopar.plan.text import plain
 
@@ -83,6 +85,12 @@ class Plan:
         return Mesh(axes=self.axes, sizes=self.sizes)
 
     @property
+    def placed(self) -> dict[str, str]:
+        """The layouts of what no op computes or what is returned: inputs, parameters, buffers and outputs."""
+        ops = self.choices
+        return {name: x for name, x in self.layouts.items() if name not in ops and name.rpartition(".")[0] not in ops}
+
+    @property
     def peak_reserved(self) -> Bytes:
         """About what torch's caching allocator reserves for `peak_memory` (`plan.budget.RESERVED`); as much on a CPU."""
         return self.peak_memory if cpu_named(self.device) else round(RESERVED * self.peak_memory)
@@ -96,8 +104,8 @@ class Plan:
         return json.dumps(data, indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(self.to_json() + "\n")
+        """Write the plan as JSON; the file is whole, the old or the new one, whatever fails and whoever else writes it."""
+        files.write(path, self.to_json() + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -112,38 +120,21 @@ class Plan:
         """The plan that a JSON text denotes. Raises PlanError if it denotes none."""
         fix = "make the plan again with autopar.plan(...).save(path)"
         try:
-            data = json.loads(line)
-            if data["version"] != VERSION:
-                raise PlanError(f"{name} has version {data['version']}, this autopar reads {VERSION}", fix=fix)
-            mesh = data["mesh"]
-            entries = [
-                {**entry, "where": entry["pass"], "more": tuple(map(str, entry["more"]))} for entry in data["collectives"]
-            ]
-            known = {f.name for f in fields(Collective)}
-            return Plan(
-                axes=tuple(map(str, mesh["axes"])),
-                sizes=tuple(map(int, mesh["sizes"])),
-                links=tuple(map(str, mesh["links"])),
-                hash=str(data["hash"]),
-                device=str(data["device"]),
-                status=str(data["status"]),
-                gap=float(data["gap"]),
-                step_time=float(data["step_time"]),
-                peak_memory=int(data["peak_memory"]),
-                options={str(k): str(v) for k, v in data["options"].items()},
-                microbatches=int(data["microbatches"]),
-                choices={str(k): str(v) for k, v in data["choices"].items()},
-                layouts={str(k): str(v) for k, v in data["layouts"].items()},
-                routes={str(k): tuple(map(str, v)) for k, v in data["routes"].items()},
-                recompute={str(k): tuple(map(str, v)) for k, v in data["recompute"].items()},
-                padded={str(k): str(v) for k, v in data["padded"].items()},
-                collectives=tuple(Collective(**{k: v for k, v in entry.items() if k in known}) for entry in entries),
-                breakdown=CostBreakdown.of(data["breakdown"]),
-                once=bool(data["once"]),
-                dynamic=tuple(Size.of(entry) for entry in data["dynamic"]),
-            )
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"{name} is damaged", error=f"{type(error).__name__}: {error}", fix=fix) from error
+            data = files.parse(line)
+            if not isinstance(data, dict) or "version" not in data:
+                raise ValueError("it is not a plan: it has no version")
+            if (version := data.pop("version")) != VERSION:
+                raise PlanError(f"{name} has version {version!r:.20}, this autopar reads {VERSION}", fix=fix)
+            if isinstance(mesh := data.pop("mesh", None), dict) and mesh.keys() == {"axes", "sizes", "links"}:
+                data |= mesh
+            for entry in data.get("collectives") or ():
+                if isinstance(entry, dict) and "pass" in entry:
+                    entry["where"] = entry.pop("pass")
+            made = files.typed(Plan, data)
+            check(made)
+        except ValueError as error:
+            raise PlanError(f"{name} is damaged", error=error, fix=fix) from error
+        return made
 
     def __str__(self) -> str:
         return plain(self.tables())

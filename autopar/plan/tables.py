@@ -8,11 +8,11 @@ time      the step, split into compute and each kind of communication
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from autopar.ir.mesh import Bytes, Seconds
-from autopar.plan.breakdown import BUDGET, DEVICE, OPTIMIZER, OUTPUT, CostParameter, SimulatedStep
+from autopar.plan.breakdown import BUDGET, DEVICE, OPTIMIZER, CostParameter, SimulatedStep
 from autopar.plan.budget import RESERVED
 from autopar.plan.text import Part, alike, by_block, folded, grid, milliseconds, size_text
 
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from autopar.plan.plan import Collective, Plan
 
 COLLECTIVE = {name: name.replace("_", "-") for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")}
+UNITS: Mapping[str, Callable[[float], str]] = {  # how a cost parameter prints
+    "B": size_text,
+    "B/s": lambda value: f"{value / 1e9:.4g} GB/s",
+    "op/s": lambda value: f"{value / 1e12:.4g} Tflop/s",
+    "s": lambda value: f"{value * 1e6:.3g} us",
+    "": lambda value: f"{value:g}",
+}
 LEGEND = "I: whole on every device of the axis; S(d): split along dim d; S(d/k): split within each of dim d's k blocks"
 
 
@@ -104,22 +111,13 @@ def parameter_text(found: CostParameter) -> str:
     >>> parameter_text(CostParameter(of="device", name="memory bandwidth", value=3.35e12, unit="B/s", source="data sheet"))
     'memory bandwidth 3350 GB/s'
     """
-    value = found.value
-    number = {
-        "B": lambda: size_text(value),
-        "B/s": lambda: f"{value / 1e9:.4g} GB/s",
-        "op/s": lambda: f"{value / 1e12:.4g} Tflop/s",
-        "s": lambda: f"{value * 1e6:.3g} us",
-        "": lambda: f"{value:g}",
-    }[found.unit]()
-    return f"{found.name} {number}"
+    return f"{found.name} {UNITS[found.unit](found.value)}"
 
 
 def layouts(plan: Plan) -> Iterator[Part]:
     """The layouts of inputs, parameters, buffers and outputs, repeated blocks as one."""
     table = grid("layout", *plan.axes)
-    kept = {name: layout for name, layout in plan.layouts.items() if ":" not in name or name.startswith(OUTPUT)}
-    for names, layout in alike(kept):
+    for names, layout in alike(plan.placed):
         table.add_row(folded(names), *(entry.strip() for entry in layout.split(",")))
     yield table
     yield LEGEND

@@ -13,6 +13,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from autopar.errors import printable
 from autopar.ir.mesh import Seconds
 
 Part = str | Table
@@ -20,13 +21,20 @@ T = TypeVar("T", bound=Hashable)
 WIDTH = 128  # columns of the plain text
 
 
+class Grid(Table):
+    """A table whose cells print literally, each on a line of its own."""
+
+    def add_row(self, *cells: str) -> None:  # type: ignore[override]
+        super().add_row(*map(printable, cells))
+
+
 def grid(*columns: str, right: Sequence[int] = ()) -> Table:
     """A table without rules; the columns at the places `right` are aligned right."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=any(columns))
+    table = Grid(box=None, padding=(0, 2, 0, 0), show_header=any(columns))
     for place, column in enumerate(columns):
         last = place == len(columns) - 1
         justify, overflow = "right" if place in right else "left", "fold" if last else "ellipsis"
-        table.add_column(column, justify=justify, no_wrap=not last, overflow=overflow)  # type: ignore[arg-type]
+        table.add_column(printable(column), justify=justify, no_wrap=not last, overflow=overflow)  # type: ignore[arg-type]
     return table
 
 
@@ -35,8 +43,13 @@ def plain(parts: Iterable[Part]) -> str:
     console = Console(width=WIDTH, color_system=None, force_terminal=False, highlight=False, markup=False, emoji=False)
     with console.capture() as capture:
         for part in parts:
-            console.print(part)
+            console.print(literal(part))
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def literal(part: Part) -> Part:
+    """A part as a console takes it; of what lines contain, names too, nothing moves the cursor or ends a line."""
+    return part if isinstance(part, Table) else "\n".join(map(printable, part.split("\n")))
 
 
 def wild(name: str) -> str:
@@ -45,7 +58,7 @@ def wild(name: str) -> str:
     >>> wild("h.3.mlp:add#0")
     'h.*.mlp:add#0'
     """
-    return re.sub(r"(?<![^.:])\d+(?![^.:])", "*", name)
+    return re.sub(r"(?<![^.:])[0-9]+(?![^.:])", "*", name)
 
 
 def folded(names: Sequence[str]) -> str:
@@ -77,9 +90,10 @@ def alike(entries: Mapping[str, T]) -> list[tuple[list[str], T]]:
     >>> alike({"h.0.w": "I", "h.1.w": "I", "h.2.w": "S(0)"})
     [(['h.0.w', 'h.1.w'], 'I'), (['h.2.w'], 'S(0)')]
     """
-    groups: dict[tuple[str, T], list[str]] = defaultdict(list)
+    groups: dict[tuple[tuple[str | None, ...], T], list[str]] = defaultdict(list)
     for name, entry in entries.items():
-        groups[wild(name), entry].append(name)
+        parts = re.split(r"([.:])", name)
+        groups[tuple(None if re.fullmatch("[0-9]+", part) else part for part in parts), entry].append(name)
     return [(names, entry) for (_, entry), names in groups.items()]
 
 

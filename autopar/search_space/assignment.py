@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.analysis.analysis import Analysis, has_gradient
-from autopar.analysis.repeated_blocks import OUTPUT
 from autopar.ir.conversion import Conversion
 from autopar.ir.layout import Layout
-from autopar.ir.program import Program
+from autopar.ir.program import OUTPUT, Program
 from autopar.search_space.candidates import Candidate
 
 

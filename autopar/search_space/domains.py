@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 
 from autopar.analysis.analysis import Analysis, representatives
 from autopar.analysis.block_counts import Blocks
-from autopar.analysis.repeated_blocks import OUTPUT
 from autopar.errors import ConstraintError
 from autopar.ir.layout import I, Layout, storable, text
-from autopar.ir.program import Output, Parameter
+from autopar.ir.program import OUTPUT, Output, Parameter
 from autopar.search_space.candidates import Candidate, candidates
 from autopar.search_space.layout_graph import layout_graph, placeable, states
 from autopar.search_space.strategies import StrategyConstraints

@@ -59,8 +59,8 @@ class Relaxation:
         return [row for region in self.program.columns.regions for row in region.outlast if row not in self._outlast]
 
     def add_fixed_charges(self) -> None:
-        """Solve without fixed charges and regions, then add them: from that optimum the one with them is near, from nothing it is
-        far."""
+        """Solve without fixed charges and regions, then add them: the optimum with them is near that one, and far from
+        nothing."""
         self._highs.run()
         columns, rows = self.program.matrix.columns, self.program.matrix.rows
         self.program.add_fixed_charges()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
-
+from autopar.errors import printable
 from autopar.plan.plan import Plan
+from autopar.plan.text import Grid, plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +46,11 @@ class Report:
         return max((row.error for row in self.rows if row.what != "capture"), default=0.0)
 
     def __str__(self) -> str:
-        table = Table("", "tensor", "max error", "allowed", "", box=None)
+        table = Grid("", "tensor", "max error", "allowed", "", box=None)
         for row in self.rows:
             table.add_row(row.what, row.name, f"{row.error:.1e}", f"{row.tolerance:.0e}", "" if row.ok else "DIFFERS")
-        console = Console(width=110, color_system=None, force_terminal=False)
-        with console.capture() as capture:
-            console.print(table)
-        lines = [line.rstrip() for line in capture.get().splitlines()]
-        lines += [f"issued, but not in the plan: {entry}" for entry in self.surplus]
+        lines = [f"issued, but not in the plan: {entry}" for entry in self.surplus]
         lines += [f"in the plan, but not issued: {entry}" for entry in self.missing]
         verdict = "equal" if self.ok else "NOT equal"
-        return "\n".join([*lines, *self.notes, f"{verdict}: max error {self.max_error:.1e} over {len(self.rows)} tensors"])
+        lines += [*self.notes, f"{verdict}: max error {self.max_error:.1e} over {len(self.rows)} tensors"]
+        return "\n".join([plain([table]), *map(printable, lines)])

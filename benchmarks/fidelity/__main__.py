@@ -11,6 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from autopar import files
 from benchmarks.fidelity.predict import Prediction, predict
 from benchmarks.fidelity.report import report
 from benchmarks.fidelity.tables import READERS, Run, Skipped, TableError, runs
@@ -54,7 +55,7 @@ def main() -> int:
     lines = "\n".join(some + list(report(predictions, [row for row in rows if isinstance(row, Skipped)])))
     print(lines)
     if options.save:
-        RESULTS.write_text(lines + "\n")
+        files.write(RESULTS, lines + "\n")
     return 0
 
 

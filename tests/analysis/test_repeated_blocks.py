@@ -8,8 +8,9 @@ from functools import partial
 
 import pytest
 
-from autopar.analysis.repeated_blocks import OUTPUT, fold, signature
+from autopar.analysis.repeated_blocks import fold, signature
 from autopar.capture import Captured
+from autopar.ir.program import OUTPUT
 from tests.support import planning
 
 Model = Callable[[], Captured]

@@ -265,3 +265,43 @@ def test_a_mesh_of_one_device_needs_no_processes() -> None:
     found.loss.backward()
     for one, other in zip(parallel.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-6, rtol=1e-4)
+
+
+class Keywords(nn.Module):
+    """Takes and returns containers, arguments by keyword among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(
+        self, x: dict[str, torch.Tensor], *, scale: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        y = self.layer(x["a"]) * scale
+        return y.square().sum(), (y,)
+
+
+def hooked(module: nn.Module) -> list[object]:
+    """What hooks of a module will see, in order."""
+    seen: list[object] = []
+    module.register_forward_pre_hook(lambda m, args, kwargs: seen.append((m is module, args, kwargs)), with_kwargs=True)
+    module.register_forward_hook(lambda m, args, kwargs, out: seen.append((m is module, args, kwargs, out)), with_kwargs=True)
+    module.register_forward_hook(lambda m, args, out: seen.append((m is module, args, out)))
+    return seen
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("copied", [False, True])
+def test_hooks_see_what_those_of_the_users_module_see(copied: bool, microbatches: int) -> None:
+    torch.manual_seed(0)
+    model, x, scale = Keywords(), {"a": torch.randn(4, 4)}, torch.randn(4)
+    parallel: nn.Module = parallel_of(model, {"x": x, "scale": scale}, (1,), microbatches=microbatches)
+    parallel = copy.deepcopy(parallel) if copied else parallel
+    expected, found = hooked(model), hooked(parallel)
+    for module in (model, parallel):
+        for mode in (True, False):
+            module.train(mode)(x, scale=scale)[0].backward()
+    torch.testing.assert_close(found, expected)
+    assert len(found) == 6
+    parallel.register_forward_pre_hook(lambda _, args, kwargs: (args, {"scale": 0 * kwargs["scale"]}), with_kwargs=True)
+    assert parallel(x, scale=scale)[0] == 0

@@ -205,10 +205,11 @@ def test_what_cannot_be_planned_fails_and_the_rest_is_checked(home: Path, capsys
     [
         ("--check missing", 1, "there is no baseline missing\n  fix  python -m autopar.explain TARGET --mesh ..."),
         ("--check empty", 1, "there is no baseline in empty"),
-        ("--check models.py", 1, "the baseline models.py is damaged\n  error  JSONDecodeError"),
+        ("--check models.py", 1, "the baseline models.py is damaged\n  error  Expecting value"),
         ("--check list.json", 1, "the baseline list.json is damaged"),
+        ("--check none.json", 1, "there is no baseline in none.json"),
         ("--check later.json", 1, "later.json has format 2, but this autopar reads 1"),
-        ("--check half.json", 1, "the baseline half.json is damaged\n  error  KeyError: 'hash'"),
+        ("--check half.json", 1, 'the baseline half.json is damaged\n  error  it has no entry "hash"'),
         ("--check plan.json", 2, "plan.json does not name a TARGET"),
         ("--check baselines --mesh 2 --device h100", 2, "--mesh, --device only with a TARGET"),
         ("--check baselines --why 0 --json", 2, "--check prints no report: --why, --json cannot be combined with it"),
@@ -227,6 +228,7 @@ def test_what_cannot_be_checked_is_refused(
     (home / "empty").mkdir()
     one = json.loads((home / "baselines/a.json").read_text())
     (home / "list.json").write_text("[1]")
+    (home / "none.json").write_text("[]")
     (home / "two.json").write_text(json.dumps([one, one]))
     (home / "later.json").write_text(json.dumps({**one, "baseline": 2}))
     (home / "half.json").write_text(json.dumps({"baseline": 1, "target": "models.py:mlp"}))
@@ -270,7 +272,38 @@ def test_a_target_in_a_file_is_named_from_the_folder_of_its_baseline(tmp_path: P
     assert seen_from("package.models:gpt2", Path("baselines")) == "package.models:gpt2"
     assert seen_from("plan.json", Path("baselines")) == ""
     assert found_from("../models.py:gpt2", Path("baselines")) == "baselines/../models.py:gpt2"
-    assert found_from("package.models:gpt2", Path("baselines")) == "package.models:gpt2"
+
+
+SPY = "from pathlib import Path\nPath(__file__).with_name('run').touch()\ndef mlp(): ...\n"
+
+
+@pytest.mark.parametrize("target", ["../spy.py:mlp", "link.py:mlp", "spy:mlp", "os:getcwd", "/dev/null.py:mlp", "mlp"])
+def test_a_baseline_runs_no_code_but_of_files_below_its_folder_or_the_working_directory(
+    target: str, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = home / "work"
+    inside.mkdir()
+    (home / "spy.py").write_text(SPY)
+    (inside / "link.py").symlink_to(home / "spy.py")
+    monkeypatch.chdir(inside)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(home)])
+    data = json.loads((home / "baselines/a.json").read_text())
+    (inside / "a.json").write_text(json.dumps(data | {"target": target}))
+    capsys.readouterr()
+    assert command("--check a.json") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "BaselineError: a baseline in . names " in captured.err or "is damaged" in captured.err
+    assert not (home / "run").exists()
+
+
+@pytest.mark.parametrize("ends", ["raise SystemExit(0)", "def mlp(): raise SystemExit(0)", "import sys\ndef mlp(): sys.exit()"])
+def test_a_target_that_exits_has_failed(ends: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "models.py").write_text(ends)
+    assert command("--check baselines/a.json") == 1
+    out = capsys.readouterr().out
+    assert "SystemExit" in out
+    assert out.endswith("1 compared: 1 FAILED\n")
 
 
 def test_the_baselines_of_the_repository_watch_six_models_on_several_meshes_and_devices() -> None:

@@ -10,6 +10,7 @@ import pytest
 from autopar.analysis.analysis import analyse
 from autopar.errors import PlanError
 from autopar.explain import report
+from autopar.files import typed
 from autopar.formulation.cost_breakdown import told
 from autopar.formulation.read_solution import assignment
 from autopar.ir.mesh import Mesh
@@ -149,5 +150,5 @@ def test_rows_of_batch_and_sequence_are_told_apart_by_their_stride() -> None:
 
 
 def test_a_cost_breakdown_without_cost_parameters_is_refused() -> None:
-    with pytest.raises(KeyError):
-        CostBreakdown.of({})
+    with pytest.raises(ValueError, match='it has no entry "cost_parameters"'):
+        typed(CostBreakdown, {})

@@ -161,7 +161,7 @@ def test_the_printed_plan_has_totals_layouts_and_communication() -> None:
     waited = f"{1e3 * sum(entry.exposed for entry in made.collectives):.3f}"
     assert text.splitlines()[-2].split()[:5] == ["total", f"{whole:.3f}", "100.0%", waited, str(len(made.collectives))]
     assert all(len(line) <= 128 and line == line.rstrip() for line in text.splitlines())
-    assert [type(part) for part in made.tables()].count(Table) == 3
+    assert sum(isinstance(part, Table) for part in made.tables()) == 3
 
 
 def test_blocks_are_folded_by_number_and_only_where_they_are_alike() -> None:

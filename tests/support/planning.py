@@ -14,13 +14,12 @@ import torch
 import transformers
 from torch import nn
 
-from autopar.analysis.repeated_blocks import OUTPUT
 from autopar.capture import Captured
 from autopar.cost_models import catalog
 from autopar.errors import BudgetError
 from autopar.formulation.formulate import PlanningProblem
 from autopar.ir.mesh import Device, Link, Mesh
-from autopar.ir.program import Output
+from autopar.ir.program import OUTPUT, Output
 from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
 from autopar.plan.plan import Collective, Plan

@@ -1,0 +1,155 @@
+"""Files: written whole or not at all, and read as data of the types that are declared for them.
+
+What a file says is data from elsewhere: it is checked in full before anything is done with it, and raises ValueError with the
+place and what is wrong there, `collectives.3.bytes is "many", not an integer`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import types
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+LARGEST = 2**63  # what an integer is below: more than any size, and less than what takes long to convert
+KINDS: Mapping[type, tuple[type, ...]] = {str: (str,), bool: (bool,), int: (int,), float: (int, float)}
+NAMES: Mapping[type, str] = {str: "a text", bool: "true or false", int: "an integer", float: "a number"}
+
+
+def write(path: str | Path, text: str) -> None:
+    """Write a text file so that at any moment, and whatever fails, it is the old one or the new one, whole.
+
+    The text goes into a temporary file of the same folder, which takes the file's place once it is on the disk; several
+    processes may write one file at the same time. Permissions are those of a plain write: an existing file keeps its own. A
+    symbolic link is followed, and stays. What is no regular file (a terminal, a pipe) is written plainly.
+
+    Raises OSError where a plain write would, and if the folder takes no new file.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        Path(path).write_text(text, encoding="utf-8")
+        return
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            if target.exists():
+                with target.open("a"):  # raises what a plain write raises if it may not be written
+                    os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def parse(text: str) -> object:
+    """What a JSON text denotes; raises ValueError for what JSON does not have or nobody means.
+
+    That is NaN and infinity, integers from 2**63 on, an object with two entries of one name, and nesting without end.
+    """
+    try:
+        found: object = json.loads(
+            text, object_pairs_hook=_entries, parse_float=_finite, parse_int=_integer, parse_constant=_finite
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return found
+
+
+def typed(kind: type[T], data: object, at: str = "") -> T:
+    """Parsed JSON as a value of a type: a dataclass, a mapping by text or integer, a tuple, a number, ...
+
+    Raises ValueError where the data are of another type, lack a field or have one that does not exist.
+
+    >>> typed(tuple[int, ...], [2, 4])
+    (2, 4)
+    """
+    found: T = _read(kind)(data, at)
+    return found
+
+
+def _entries(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has two entries {next(json.dumps(n) for n in names if names.count(n) > 1)}")
+    return found
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(found := float(text)):
+        raise ValueError(f"{text} is not a finite number")
+    return found
+
+
+def _integer(text: str) -> int:
+    if len(text) > len(str(LARGEST)) or abs(int(text)) >= LARGEST:
+        raise ValueError(f"{text[:8]}... is too large a number, of {len(text)} digits")
+    return int(text)
+
+
+def _read(kind: Any) -> Callable[[Any, str], Any]:
+    """How a type is read: a function of the data and of their place."""
+    if is_dataclass(kind):
+        return lambda data, at: _fields(kind, data, at)
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        (some,) = (one for one in inside if one is not types.NoneType)
+        return lambda data, at: None if data is None else typed(some, data, at)
+    if origin is tuple:
+        return lambda data, at: _items(inside, data, at)
+    if origin is not None:
+        return lambda data, at: _mapping(inside[0], inside[1], data, at)
+    return lambda data, at: kind(data) if type(data) in KINDS[kind] else _refuse(data, at, NAMES[kind])
+
+
+def _fields(kind: Any, data: Any, at: str) -> object:
+    if not isinstance(data, dict):
+        _refuse(data, at, "an object")
+    known, hints = {one.name: one for one in fields(kind) if one.init}, get_type_hints(kind)
+    if unknown := sorted(data.keys() - known.keys()):
+        raise ValueError(f"{_place(at)} has an entry {json.dumps(unknown[0])}, which nothing reads")
+    needed = (name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING)
+    if missing := [name for name in needed if name not in data]:
+        raise ValueError(f"{_place(at)} has no entry {json.dumps(missing[0])}")
+    return kind(**{name: typed(hints[name], held, _inside(at, name)) for name, held in data.items()})
+
+
+def _items(inside: tuple[Any, ...], data: Any, at: str) -> tuple[object, ...]:
+    if not isinstance(data, list):
+        _refuse(data, at, "a list")
+    kinds = inside[:1] * len(data) if inside[1:] == (...,) else inside
+    if len(kinds) != len(data):
+        raise ValueError(f"{_place(at)} has {len(data)} entries, not {len(kinds)}")
+    return tuple(typed(kind, one, _inside(at, place)) for place, (kind, one) in enumerate(zip(kinds, data, strict=True)))
+
+
+def _mapping(name: Any, kind: Any, data: Any, at: str) -> dict[object, object]:
+    if not isinstance(data, dict):
+        _refuse(data, at, "an object")
+    if name is int and (wrong := [key for key in data if not (key.isascii() and key.isdecimal())]):
+        _refuse(wrong[0], at, "an integer, as its entries are")
+    keys = {key: _integer(key) if name is int else key for key in data}
+    return {keys[key]: typed(kind, held, _inside(at, key)) for key, held in data.items()}
+
+
+def _refuse(data: object, at: str, wanted: str) -> NoReturn:
+    kind = "an object" if isinstance(data, dict) else "a list" if isinstance(data, list) else json.dumps(data)[:80]
+    raise ValueError(f"{_place(at)} is {kind}, not {wanted}")
+
+
+def _inside(at: str, name: object) -> str:
+    return f"{at}.{name}" if at else str(name)
+
+
+def _place(at: str) -> str:
+    return at or "it"

@@ -1,0 +1,55 @@
+"""What a plan says must fit together, so that it can be printed, compared and read: the check of a plan from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from autopar.ir.conversion import CONVERSIONS
+from autopar.plan.breakdown import BUDGET, OPTIMIZER
+from autopar.plan.tables import COLLECTIVE, UNITS
+
+if TYPE_CHECKING:
+    from autopar.plan.plan import Plan
+
+
+def check(plan: Plan) -> None:
+    """Raise ValueError, with the first thing that is wrong, for a plan that says what no plan does."""
+    if wrong := next(_wrong(plan), None):
+        raise ValueError(wrong)
+
+
+def _wrong(plan: Plan) -> Iterator[str]:
+    """What is wrong, in words."""
+    axes, found = plan.axes, plan.breakdown
+    if not axes or not len(set(axes)) == len(axes) == len(plan.sizes) == len(plan.links):
+        yield "mesh needs different axes, and a size and a link for each"
+    if any(size < 1 for size in plan.sizes) or plan.microbatches < 1:
+        yield "sizes of the mesh and microbatches are at least 1"
+    if plan.step_time < 0 or plan.peak_memory < 0:
+        yield "step_time and peak_memory are not negative"
+    if "strategy" not in plan.options:
+        yield 'options has no entry "strategy"'
+    for place, sent in enumerate(plan.collectives):
+        if sent.kind not in COLLECTIVE or sent.axis not in axes or sent.bytes < 0 or sent.seconds < 0:
+            yield f"collectives.{place} is no collective over an axis of the mesh"
+    of = [figure.of for figure in found.cost_parameters]
+    if (of.count(BUDGET), of.count(OPTIMIZER)) != (1, 1) or any(figure.unit not in UNITS for figure in found.cost_parameters):
+        yield "breakdown.cost_parameters has one budget and one optimizer, and units that are known"
+    for kind, words in (("runs", found.runs), ("stored", found.stored)):
+        yield from (
+            f"breakdown.{kind}.{name} has not one entry per axis" for name, one in words.items() if len(one) != len(axes)
+        )
+    for name, steps in plan.routes.items():
+        yield from (
+            f"routes.{name}: {step!r} is not a conversion on one axis" for step in steps if not _conversion(step, len(axes))
+        )
+
+
+def _conversion(step: str, axes: int) -> bool:
+    """Whether a text may be that of a conversion on one axis; those of others may differ too, in the order of splits."""
+    sides = [[entry.strip() for entry in side.split(",")] for side in step.split(" -> ")]
+    if [len(side) for side in sides] != [axes, axes]:
+        return False
+    changed = [(source[:1], target[:1]) for source, target in zip(*sides, strict=True) if source != target]
+    return bool(changed) and changed[0] in CONVERSIONS
