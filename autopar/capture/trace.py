@@ -59,7 +59,7 @@ def trace(module: nn.Module, call: ModelCall) -> Traced:
 
     module.register_forward_hook(flatten)
     try:
-        with watched(), _quiet(), torch.device("meta"), torch.enable_grad():
+        with watched(module), _quiet(), torch.device("meta"), torch.enable_grad():
             exported = torch.export.export(module, call.args, call.kwargs, strict=False)
     except AutoparError:
         raise
