@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture import assertions, embedding_bag, source_location
+from autopar.capture.python_state import Changes, Generators, attributes, changes
 from autopar.errors import CaptureError
 
 LITERAL_LIMIT = 1024  # elements of a literal tensor that may be written out as operators
@@ -36,30 +37,41 @@ _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_funct
 
 
 @contextlib.contextmanager
-def watched(module: nn.Module) -> Iterator[None]:
-    """While this is open, a call of the module runs under `Guards`, and two functions that modes do not see can be traced."""
+def watched(module: nn.Module) -> Iterator[list[Changes]]:
+    """While this is open, calls of the module run under `Guards`, and two functions that modes do not see can be traced.
+
+    The list gets what each call changes in the attributes of the module.
+    """
+    made: list[Changes] = []
     call: Callable[..., object] = module._call_impl
+    generators = Generators()
 
     @functools.wraps(call)
     def guarded(*args: object, **kwargs: object) -> object:
-        with Guards():
-            return call(*args, **kwargs)
+        before = attributes(module)
+        with Guards(generators):
+            result = call(*args, **kwargs)
+        made.append(changes(module, before))
+        generators.refuse(f"the end of {type(module).__name__}.forward")
+        return result
 
     module._compiled_call_impl = guarded  # torch has no other place for what should run around a module and its hooks
     autocast, from_numpy = torch.autocast, torch.from_numpy
     torch.autocast, torch.from_numpy = _Autocast, _from_array(from_numpy)  # type: ignore[misc, assignment]
     try:
-        yield
+        yield made
     finally:
         torch.autocast, torch.from_numpy = autocast, from_numpy  # type: ignore[misc]
-        module._compiled_call_impl = None
+        del module._compiled_call_impl
+        generators.restore()
 
 
 class Guards(TorchFunctionMode):
     """Refuses what is in `_REFUSED` and every `autograd.Function`, and replaces what is in `_STAND_INS`."""
 
-    def __init__(self) -> None:
+    def __init__(self, generators: Generators) -> None:
         super().__init__()
+        self.generators = generators
         self.inside: set[FunctionType] = set()
 
     def __torch_function__(
@@ -70,6 +82,7 @@ class Guards(TorchFunctionMode):
             return func(*args, **given)
         asker = sys._getframe(1)
         _refuse_function(asker)
+        self.generators.refuse(source_location.of_frame(asker))
         if func is torch._C._set_grad_enabled and _of_checkpoint(asker):
             with torch._C.DisableTorchFunction():  # unseen by torch.export: the planner decides what is recomputed
                 torch._C._set_grad_enabled(True)

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import Signature
+from autopar.capture.python_state import Settings
 from autopar.codegen.names import identifier
 from autopar.codegen.steps import Steps
 from autopar.errors import InputError
@@ -61,6 +62,7 @@ class ModuleState:
         self.plan, self.signature, self.context, self.outputs, self.steps = plan, signature, context, outputs, steps
         self.rng_state, self.rematerializer, self.accumulator = RngState(seed), Rematerializer(), GradientAccumulator()
         self.checked = False
+        self.settings = Settings(())  # attributes of the modules that were captured
         self.other: Callable[[ParallelModule], ParallelModule | None] | None = (
             None  # builds the module for the other of training and evaluation
         )
@@ -129,8 +131,9 @@ class ParallelModule(fx.GraphModule):
         Scalars are returned as plain tensors, outputs that the plan leaves split as DTensors.
 
         Raises:
-            InputError: the arguments do not match the planned call.
+            InputError: the arguments do not match the planned call, or an attribute was set since the model was captured.
         """
+        self.autopar.settings.check(self)
         tensors = self.autopar.signature.bind(args, kwargs)
         return self.autopar.signature.rebuild(self.run(tensors))
 
@@ -146,6 +149,7 @@ class ParallelModule(fx.GraphModule):
         Raises:
             InputError: the arguments do not match the planned call, or no output is clearly the loss.
         """
+        self.autopar.settings.check(self)
         losses: list[torch.Tensor] = []
 
         def loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
