@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import Captured
 from autopar.capture.meta_copy import attributes, skeleton
+from autopar.capture.python_state import Settings
 from autopar.capture.signature import on_meta
 from autopar.codegen import ModuleState, OutputLayout, ParallelModule, Steps, emit
 from autopar.errors import PlanError
@@ -53,7 +54,7 @@ def build(model: nn.Module, sample_input: object, mesh: object, plan: Plan | Non
 
     resolved = _from_rank_0(planned, captured, context)
     parallel = _assembled(captured, tensors_of(model), resolved, context)
-    parallel.autopar.mode = model.training
+    parallel.autopar.mode, parallel.autopar.settings = model.training, Settings.of(model, captured.kept)
     parallel.autopar.vary(_Sized(source, resolved), resolved.plan.dynamic)
     parallel.autopar.other = _Other(source, captured, priced, resolved.plan)
     return parallel.train(model.training)

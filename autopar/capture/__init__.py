@@ -2,6 +2,7 @@
 
 meta_copy    a copy without weights, on the meta device
 signature    how the model is called and what it returns
+python_state what Python code keeps between calls, and a graph has once for ever
 trace        torch.export, guarded against what it would drop silently
 lower        the exported graph as a Program
 """
@@ -16,6 +17,7 @@ from torch import nn
 
 from autopar.capture.lower import lower
 from autopar.capture.meta_copy import skeleton
+from autopar.capture.python_state import Changes, kept
 from autopar.capture.signature import Signature, read_call
 from autopar.capture.trace import trace
 from autopar.errors import CaptureError
@@ -27,11 +29,15 @@ __all__ = ["Captured", "Signature", "capture"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A model as a program, and how the user calls it; `training` is the mode in which it was captured."""
+    """A model as a program, and how the user calls it.
+
+    `training` is the mode in which it was captured, `kept` the attributes that forward sets once.
+    """
 
     program: Program
     signature: Signature
     training: bool = True
+    kept: frozenset[str] = frozenset()
 
 
 def capture(
@@ -62,4 +68,10 @@ def capture(
     program, signature = lower(traced, copied, cast), call.signature(traced.returned)
     if clash := [output.path for output in program.outputs if OUTPUT + output.path in program.values]:
         raise CaptureError(f"{OUTPUT}{clash[0]} is a value of the model, and the name of its result", fix="rename one of them")
-    return Captured(program=program, signature=signature, training=model.training)
+
+    def again() -> tuple[bool, Changes]:
+        following = trace(copied.module, cast)
+        return lower(following, copied, cast).hash == program.hash, following.changes
+
+    once = kept(copied.module, traced.changes, again)
+    return Captured(program=program, signature=signature, training=model.training, kept=once)

@@ -10,25 +10,25 @@ import dis
 import functools
 import itertools
 import linecache
-import sys
-from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
+from torch.distributions import constraints
+from torch.nn.modules.transformer import _detect_is_causal_mask
 
 Span = tuple[int, int, int, int]  # first and last line, first and last column, of a piece of source
 Check = ast.Assert | ast.If
 
 
-def passed(original: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
-    """`bool(tensor)` that says of a meta tensor what lets the check around it pass; anywhere else the original."""
-
-    def truth(tensor: torch.Tensor) -> bool:
-        frame = sys._getframe(1)
-        wanted = _wanted(frame.f_code, frame.f_lasti) if tensor.device.type == "meta" else None
-        return original(tensor) if wanted is None else wanted
-
-    return truth
+def assumed(tensor: object, asker: FrameType) -> bool | None:
+    """What `bool(tensor)` should say to a frame: what lets the check around it pass; None if it decides anything else."""
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_meta:
+        return None
+    if asker.f_code is _detect_is_causal_mask.__code__:  # nn.Transformer looks at the mask: `passes.causal_masks` does
+        return False
+    if asker.f_code.co_filename == constraints.__file__:  # on the way to an error of torch.distributions
+        return True
+    return _wanted(asker.f_code, asker.f_lasti)
 
 
 @functools.lru_cache(maxsize=4096)

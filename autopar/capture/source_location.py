@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -39,9 +39,8 @@ def from_error(error: BaseException) -> str:
     return ""
 
 
-def here() -> str:
-    """The innermost user frame of the present call."""
-    frame = sys._getframe(1)
+def of_frame(frame: FrameType) -> str:
+    """The innermost user frame of the calls that lead to a frame."""
     while frame.f_back is not None and not _foreign(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

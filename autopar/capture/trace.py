@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from autopar.capture import source_location
+from autopar.capture.python_state import Changes
 from autopar.capture.signature import ModelCall, ReturnSpec, read_result
 from autopar.capture.trace_guards import watched
 from autopar.errors import AutoparError, CaptureError
@@ -42,10 +43,11 @@ _SAID = {  # what torch says: what it means, and the way out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """The exported graph, whose flat outputs are the tensors of `returned`."""
+    """The exported graph, whose flat outputs are the tensors of `returned`, and what forward changed in attributes."""
 
     exported: torch.export.ExportedProgram
     returned: ReturnSpec
+    changes: Changes
 
 
 def trace(module: nn.Module, call: ModelCall) -> Traced:
@@ -57,18 +59,20 @@ def trace(module: nn.Module, call: ModelCall) -> Traced:
         found.append((returned, lost))
         return tensors
 
-    module.register_forward_hook(flatten)
+    hook = module.register_forward_hook(flatten)
     try:
-        with watched(), _quiet(), torch.device("meta"), torch.enable_grad():
+        with watched(module) as made, _quiet(), torch.device("meta"), torch.enable_grad():
             exported = torch.export.export(module, call.args, call.kwargs, strict=False)
     except AutoparError:
         raise
     except Exception as error:
         raise explained(error, type(module).__name__) from error
+    finally:
+        hook.remove()
     returned, lost = found[-1]
     if lost:
         warnings.warn(f"{type(module).__name__} returns values that are not tensors; left out: {', '.join(lost)}", stacklevel=4)
-    return Traced(exported=exported, returned=returned)
+    return Traced(exported=exported, returned=returned, changes=made[0])
 
 
 def explained(error: Exception, model: str) -> AutoparError:

@@ -4,102 +4,140 @@ An `autograd.Function` is traced through its forward only, a tensor hook leaves 
 `x[[1, 2]]` on the meta device has no numbers. The first two are refused; the others are made of operators that carry them.
 What only looks at values to refuse them, or to find out what a mask is, looks away: `autopar.capture.assertions`. Bags of
 embeddings are spelt out: `autopar.capture.embedding_bag`.
+
+All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for two names
+only, `torch.autocast` and `torch.from_numpy`: these are replaced meanwhile, and other threads do not notice.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd import grad_mode
 from torch.autograd.function import Function
-from torch.distributions import Distribution
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture import assertions, embedding_bag, source_location
+from autopar.capture.python_state import Changes, Generators, attributes, changes
 from autopar.errors import CaptureError
 
 LITERAL_LIMIT = 1024  # elements of a literal tensor that may be written out as operators
+_APPLY = vars(Function)["apply"].__func__.__code__
+_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """While this is open, `Function.apply` and tensor hooks raise CaptureError and literal tensors keep their numbers."""
-    with (
-        _replaced(Function, "apply", classmethod(_apply(vars(Function)["apply"]))),
-        _replaced(torch.Tensor, "register_hook", _refuse_hook),
-        _replaced(torch.Tensor, "register_post_accumulate_grad_hook", _refuse_hook),
-        _replaced(torch.autograd, "grad", _refuse_grad),
-        _replaced(nn.utils.rnn, "pack_padded_sequence", _refuse_packing),
-        _replaced(torch, "autocast", _Autocast),
-        _replaced(nn.functional, "embedding_bag", embedding_bag.spelt(nn.functional.embedding_bag)),
-        _replaced(torch, "tensor", _literal(torch.tensor)),
-        _replaced(torch, "as_tensor", _as_literal(torch.as_tensor)),
-        _replaced(torch, "from_numpy", _as_literal(torch.from_numpy)),
-        _replaced(torch.Tensor, "__getitem__", _indexed(torch.Tensor.__getitem__)),
-        _replaced(torch.Tensor, "__setitem__", _indexed(torch.Tensor.__setitem__)),
-        _replaced(torch.Tensor, "__bool__", assertions.passed(torch.Tensor.__bool__)),
-        _replaced(Distribution, "_validate_args", False),
-        _replaced(nn.modules.transformer, "_detect_is_causal_mask", _said_causal),
-    ):
-        yield
+def watched(module: nn.Module) -> Iterator[list[Changes]]:
+    """While this is open, calls of the module run under `Guards`, and two functions that modes do not see can be traced.
 
+    The list gets what each call changes in the attributes of the module.
+    """
+    made: list[Changes] = []
+    call: Callable[..., object] = module._call_impl
+    generators = Generators()
 
-@contextlib.contextmanager
-def _replaced(owner: type | object, name: str, stand_in: object) -> Iterator[None]:
-    own = name in vars(owner)
-    original = vars(owner).get(name)
-    setattr(owner, name, stand_in)
+    @functools.wraps(call)
+    def guarded(*args: object, **kwargs: object) -> object:
+        before = attributes(module)
+        with Guards(generators):
+            result = call(*args, **kwargs)
+        made.append(changes(module, before))
+        generators.refuse(f"the end of {type(module).__name__}.forward")
+        return result
+
+    module._compiled_call_impl = guarded  # torch has no other place for what should run around a module and its hooks
+    autocast, from_numpy = torch.autocast, torch.from_numpy
+    torch.autocast, torch.from_numpy = _Autocast, _from_array(from_numpy)  # type: ignore[misc, assignment]
     try:
-        yield
+        yield made
     finally:
-        if own:
-            setattr(owner, name, original)
-        else:  # it was inherited
-            delattr(owner, name)
+        torch.autocast, torch.from_numpy = autocast, from_numpy  # type: ignore[misc]
+        del module._compiled_call_impl
+        generators.restore()
 
 
-def _apply(original: classmethod[Function, ..., object]) -> Callable[..., object]:
-    def apply(cls: type[Function], *args: object, **kwargs: object) -> object:
-        if cls.__module__ == "torch.utils.checkpoint":  # the planner decides what is recomputed: run the block as it is
-            run, _preserve, *rest = args
-            assert callable(run)
-            return run(*rest)
-        if cls.__module__.partition(".")[0] == "torch":
-            return original.__get__(None, cls)(*args, **kwargs)
-        raise CaptureError(
-            f"the backward of {cls.__qualname__} would be lost: it is an autograd.Function",
-            at=source_location.here(),
-            fix="make it an operator with torch.library.custom_op and register_autograd",
-        )
+class Guards(TorchFunctionMode):
+    """Refuses what is in `_REFUSED` and every `autograd.Function`, and replaces what is in `_STAND_INS`."""
 
-    return apply
+    def __init__(self, generators: Generators) -> None:
+        super().__init__()
+        self.generators = generators
+        self.inside: set[FunctionType] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        given = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # the body of a torch.cond
+            return func(*args, **given)
+        asker = sys._getframe(1)
+        _refuse_function(asker)
+        self.generators.refuse(source_location.of_frame(asker))
+        if func is torch._C._set_grad_enabled and _of_checkpoint(asker):
+            with torch._C.DisableTorchFunction():  # unseen by torch.export: the planner decides what is recomputed
+                torch._C._set_grad_enabled(True)
+            return None
+        if func is torch.Tensor.__bool__ and (known := assertions.assumed(args[0], asker)) is not None:
+            return known
+        if func in _REFUSED:
+            what, fix = _REFUSED[func]
+            shape = tuple(args[0].shape) if isinstance(args[0], torch.Tensor) else ()
+            raise CaptureError(what.format(shape), at=source_location.of_frame(asker), fix=fix)
+        if func in _STAND_INS:
+            return _STAND_INS[func](func)(*args, **given)
+        if isinstance(func, FunctionType) and not types and func not in self.inside:
+            return self.enter(func, args, given)
+        return func(*args, **given)
+
+    def enter(self, function: FunctionType, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run a function of torch that is written in Python so that what it calls is guarded too."""
+        self.inside.add(function)  # some ask for modes by another name than `_body` answers
+        try:
+            with self:
+                return _body(function)(*args, **kwargs)
+        finally:
+            self.inside.remove(function)
 
 
-def _refuse_hook(tensor: torch.Tensor, *_: object) -> None:
-    raise CaptureError(
-        f"a hook on a tensor of shape {tuple(tensor.shape)} would be lost",
-        at=source_location.here(),
-        fix="write what the hook does as an operator with its own backward (torch.library.custom_op)",
-    )
+def _body(function: FunctionType) -> Callable[..., object]:
+    """A function that does not ask whether there is a mode, which it would be handed to."""
+    unasked = function.__globals__ | dict.fromkeys(_QUESTIONS, lambda *_: False)
+    made = FunctionType(function.__code__, unasked, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
-def _refuse_grad(*_: object, **__: object) -> None:
-    raise CaptureError(
-        "torch.autograd.grad inside of forward would be lost: only the forward is traced",
-        at=source_location.here(),
-        fix="write the gradient out in forward, or leave its penalty out of the parallel model",
-    )
+def _refuse_function(frame: FrameType | None) -> None:
+    """Raise CaptureError inside of an `autograd.Function` that is not torch's own: it calls at least `view_as`."""
+    while frame is not None:
+        if frame.f_code is _APPLY and not _of_torch(frame.f_locals["cls"]):
+            raise CaptureError(
+                f"the backward of {frame.f_locals['cls'].__qualname__} would be lost: it is an autograd.Function",
+                at=source_location.of_frame(frame),
+                fix="make it an operator with torch.library.custom_op and register_autograd",
+            )
+        frame = frame.f_back
 
 
-def _refuse_packing(*_: object, **__: object) -> None:
-    raise CaptureError(
-        "pack_padded_sequence makes a shape that depends on the values of a tensor",
-        at=source_location.here(),
-        fix="run the recurrent layer over the padded batch, and select or mask what it returns",
-    )
+def _of_torch(function: type[Function]) -> bool:
+    return function.__module__.partition(".")[0] == "torch"
+
+
+def _of_checkpoint(frame: FrameType | None) -> bool:
+    """Whether `torch.no_grad` was entered or left by torch.utils.checkpoint itself."""
+    while frame is not None and frame.f_code.co_filename == grad_mode.__file__:
+        frame = frame.f_back
+    return frame is not None and frame.f_code is CheckpointFunction.forward.__code__
 
 
 class _Autocast(torch.autocast):
@@ -109,14 +147,19 @@ class _Autocast(torch.autocast):
         super().__init__("cpu" if device_type == "meta" else device_type, *args, **kwargs)
 
 
-def _said_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """`is_causal` of nn.Transformer as the caller gave it, without inspecting the mask: `passes.causal_masks` does that."""
-    return is_causal is True
+def _from_array(original: Callable[[np.ndarray[Any, Any]], torch.Tensor]) -> Callable[[np.ndarray[Any, Any]], torch.Tensor]:
+    """`torch.from_numpy` as a literal in this thread; another one, which loads data, say, has the original."""
+    tracing = threading.get_ident()
+
+    def from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
+        return _literal(torch.tensor)(array) if threading.get_ident() == tracing else original(array)
+
+    return from_numpy
 
 
 def _as_literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def as_tensor(data: object, dtype: torch.dtype | None = None, **rest: object) -> torch.Tensor:
-        return original(data, dtype=dtype, **rest) if _numbers(data) is None else torch.tensor(data, dtype=dtype)
+        return original(data, dtype=dtype, **rest) if _numbers(data) is None else _literal(torch.tensor)(data, dtype=dtype)
 
     return as_tensor
 
@@ -153,8 +196,8 @@ def _spelt(index: object) -> object:
     if not isinstance(index, list) or _numbers(index) is None:
         return index
     if all(isinstance(number, bool) for number in index):
-        return torch.tensor([place for place, number in enumerate(index) if number])
-    return torch.tensor(index)
+        return _literal(torch.tensor)([place for place, number in enumerate(index) if number])
+    return _literal(torch.tensor)(index)
 
 
 def _numbers(data: object) -> tuple[tuple[int, ...], list[bool | int | float]] | None:
@@ -181,3 +224,29 @@ def _dtype(data: object, numbers: list[bool | int | float]) -> torch.dtype:
     if not numbers or any(isinstance(number, float) for number in numbers):
         return torch.get_default_dtype()
     return torch.bool if all(isinstance(number, bool) for number in numbers) else torch.int64
+
+
+_REFUSED: dict[object, tuple[str, str]] = dict.fromkeys(  # what would be lost, with the shape of a tensor; the way out
+    (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook),
+    (
+        "a hook on a tensor of shape {} would be lost",
+        "write what the hook does as an operator with its own backward (torch.library.custom_op)",
+    ),
+) | {
+    torch.autograd.grad: (
+        "torch.autograd.grad inside of forward would be lost: only the forward is traced",
+        "write the gradient out in forward, or leave its penalty out of the parallel model",
+    ),
+    torch._VF._pack_padded_sequence: (
+        "pack_padded_sequence makes a shape that depends on the values of a tensor",
+        "run the recurrent layer over the padded batch, and select or mask what it returns",
+    ),
+}
+_STAND_INS: dict[object, Callable[[Callable[..., Any]], Callable[..., object]]] = {
+    nn.functional.embedding_bag: embedding_bag.spelt,
+    torch.tensor: _literal,
+    torch.as_tensor: _as_literal,
+    torch.asarray: _as_literal,
+    torch.Tensor.__getitem__: _indexed,
+    torch.Tensor.__setitem__: _indexed,
+}

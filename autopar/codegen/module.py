@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.fx.graph import PythonCode
 
 from autopar.capture import Signature
+from autopar.capture.python_state import Settings
 from autopar.codegen.names import identifiers
 from autopar.codegen.steps import Steps
 from autopar.errors import InputError
@@ -63,6 +64,7 @@ class ModuleState:
         self.rng_state, self.rematerializer, self.accumulator = RngState(seed), Rematerializer(), GradientAccumulator()
         self.checked = False
         self.constant: frozenset[str] = frozenset()  # the parameters and buffers that get no gradient, under every name
+        self.settings = Settings(())  # attributes of the modules that were captured
         self.other: Callable[[ParallelModule], ParallelModule | None] | None = (
             None  # builds the module for the other of training and evaluation
         )
@@ -147,8 +149,9 @@ class ParallelModule(fx.GraphModule):
         Scalars are returned as plain tensors, outputs that the plan leaves split as DTensors.
 
         Raises:
-            InputError: the arguments do not match the planned call.
+            InputError: the arguments do not match the planned call, or an attribute was set since the model was captured.
         """
+        self.autopar.settings.check(self)
         tensors = self.autopar.signature.bind(args, kwargs)
         return self.autopar.signature.rebuild(self.run(tensors))
 
@@ -165,6 +168,7 @@ class ParallelModule(fx.GraphModule):
         Raises:
             InputError: the arguments do not match the planned call, or no output is clearly the loss.
         """
+        self.autopar.settings.check(self)
         losses: list[torch.Tensor] = []
 
         def loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor:

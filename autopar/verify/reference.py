@@ -1,4 +1,4 @@
-"""The user's module, run as it was captured: what verification compares the captured program with."""
+"""The user's module, run as the user calls it: what verification compares the captured program with."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from autopar.runtime.storage import local_part_like, to_local
 
 
 def module_results(model: nn.Module, sample: object, captured: Captured) -> dict[tuple[str, str], torch.Tensor]:
-    """Outputs, gradients and written buffers of the user's module, whose buffers are restored afterwards."""
+    """Outputs, gradients and written buffers of the user's module, whose buffers are restored afterwards.
+
+    What is compiled inside of it runs eagerly: compiled random numbers are not seen by `_NoDropout`.
+    """
     program, (args, kwargs) = captured.program, arguments(sample)
-    if any(name == "use_cache" for name, _ in captured.signature.defaults):
-        kwargs.setdefault("use_cache", False)  # as it was captured
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
     before = {name: buffer.clone() for name, buffer in buffers.items()}
     held = {p.names[0]: parameters[p.names[0]] for p in program.parameters if p.used and parameters[p.names[0]].requires_grad}
-    with torch.enable_grad(), _NoDropout():
-        outputs = read_result(model(*args, **kwargs))[0]
+    with torch.enable_grad(), torch.compiler.set_stance("force_eager"), _NoDropout():
+        outputs = _outputs(model(*args, **kwargs), captured)
         loss = differentiated_sum(outputs)
         found = torch.autograd.grad(loss, [*held.values()], materialize_grads=True) if loss is not None and held else ()
     result = {("output", end.path): output.detach() for end, output in zip(program.outputs, outputs, strict=True)}
@@ -40,6 +41,13 @@ def module_results(model: nn.Module, sample: object, captured: Captured) -> dict
             setattr(model.get_submodule(owner), last, buffer)
             buffer.copy_(before[name])
     return result
+
+
+def _outputs(result: object, captured: Captured) -> Sequence[torch.Tensor]:
+    """The captured outputs in what a module returned: a cache that it returns beside them was left out."""
+    tensors, returned, _ = read_result(result)
+    paths, found = captured.signature.returned.paths, dict(zip(returned.paths, tensors, strict=True))
+    return [found[path] for path in paths] if found.keys() >= set(paths) else tensors
 
 
 def arguments(sample: object) -> tuple[tuple[object, ...], dict[str, object]]:

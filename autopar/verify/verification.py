@@ -65,8 +65,10 @@ def verify(
     inputs = captured.signature.bind(*arguments(sample_input))
     rows, surplus, missing = compare(captured, tensors, inputs, plan, place, pool)
     rows += _against_module(model, sample_input, captured, tensors, inputs)
-    notes = (*_notes(captured.program), *(f"may vary: {size}" for size in plan.dynamic))
-    return Report(plan=plan, rows=tuple(rows), surplus=surplus, missing=missing, notes=notes)
+    notes = [*_notes(captured.program), *(f"may vary: {size}" for size in plan.dynamic)]
+    if ("use_cache", False) in captured.signature.defaults and "use_cache" not in arguments(sample_input)[1]:
+        notes.append("the module ran without use_cache, as the sample has it; the parallel one with use_cache=False")
+    return Report(plan=plan, rows=tuple(rows), surplus=surplus, missing=missing, notes=tuple(notes))
 
 
 def _planned(model: nn.Module, sample_input: object, captured: Captured, mesh: Mesh, options: Options) -> Plan:

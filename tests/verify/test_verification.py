@@ -14,6 +14,7 @@ from autopar.capture import Captured
 from autopar.ir.program import Parameter, Program
 from autopar.planning.planner import read_program
 from autopar.verify import verification
+from autopar.verify.report import Report
 
 
 class Running(nn.Module):
@@ -72,3 +73,44 @@ def test_the_model_stays_as_it_was() -> None:
     assert model.mean is buffer
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Cached(nn.Module):
+    """A layer that returns what it would keep of its input, and whose result may depend on whether it does."""
+
+    def __init__(self, apart: float) -> None:
+        super().__init__()
+        self.layer, self.apart = nn.Linear(8, 4), apart
+
+    def forward(self, x: torch.Tensor, use_cache: bool = True) -> dict[str, torch.Tensor]:
+        loss = self.layer(x).sum()
+        return {"past": x, "loss": loss + self.apart} if use_cache else {"loss": loss}
+
+
+def differing(report: Report) -> list[str]:
+    return [row.name for row in report.rows if not row.ok]
+
+
+def test_the_module_runs_as_the_sample_calls_it_with_its_cache() -> None:
+    x = torch.randn(4, 8)
+    same, other = autopar.verify(Cached(0.0), x, (1,)), autopar.verify(Cached(0.1), x, (1,))
+    said = autopar.verify(Cached(0.1), {"x": x, "use_cache": False}, (1,))
+    assert (differing(same), differing(other), differing(said)) == ([], ["loss"], [])
+    assert "use_cache=False" in other.notes[0]
+    assert not said.notes
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_functions_of_the_module_run_eagerly() -> None:
+    kept = torch.compile(lambda x: x * (torch.rand_like(x) > 0.3), backend="aot_eager")
+
+    class Thinned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return kept(self.layer(x)).sum()  # type: ignore[no-any-return]
+
+    report = autopar.verify(Thinned(), torch.randn(4, 8), (1,))
+    assert report.ok, report

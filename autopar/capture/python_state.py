@@ -1,0 +1,161 @@
+"""What Python code keeps between calls, of which a graph has one state for ever: generators, and attributes of modules.
+
+Generators are those of `random` and `numpy.random`, and the seed of torch's. Attributes are plain values: numbers, texts, and
+containers and simple objects of them.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from autopar.errors import CaptureError, InputError
+
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_LIMIT, _DEPTH = 1024, 3  # elements of a container, and containers in one another, that are looked at
+_OF_TORCH = frozenset(vars(nn.Module()))  # tables of hooks and contents, and `training`
+_SEEDED = "torch.manual_seed"
+Attributes = Mapping[tuple[str, str], object]  # frozen, by path of the module and name
+Changes = Mapping[tuple[str, str], object]  # their values
+
+
+class Generators:
+    """The states of the process's generators when a forward begins; torch's has a seed that no model gives it."""
+
+    def __init__(self) -> None:
+        self._given = torch.default_generator.get_state()
+        torch.default_generator.manual_seed((torch.initial_seed() + 1) % 2**62)
+        self._before = _generators()
+
+    def refuse(self, at: str) -> None:
+        """Raise CaptureError if one of them is not as it was, at a line or before it."""
+        now = _generators()
+        name = next((name for name, state in self._before.items() if now[name] != state), "")
+        if name == _SEEDED:
+            what, fix = f"forward calls {name}, which a graph does not", "seed outside of forward"
+        else:
+            what = f"forward draws from {name}: the graph would have the same numbers in every step"
+            fix = "draw with torch, or outside of forward, and give the numbers as a tensor"
+        if name:
+            raise CaptureError(what, at=f"{at}, or before", fix=fix)
+
+    def restore(self) -> None:
+        """Give torch's the seed and state that it had."""
+        torch.default_generator.set_state(self._given)
+
+
+def _generators() -> dict[str, object]:
+    _, words, *rest = np.random.get_state(legacy=True)
+    assert isinstance(words, np.ndarray)
+    seed = torch.default_generator.initial_seed()
+    return {"random": random.getstate(), "numpy.random": (words.tobytes(), *rest), _SEEDED: seed}
+
+
+def attributes(model: nn.Module) -> Attributes:
+    """What the modules of a model hold in plain values, frozen."""
+    return {
+        (path, name): _frozen(held)
+        for path, module in model.named_modules()
+        for name, held in vars(module).items()
+        if name not in _OF_TORCH
+    }
+
+
+def _frozen(value: object, depth: int = _DEPTH) -> object:
+    """A value that compares as the plain values in it do; `...` if there are tensors in it."""
+    match value:
+        case random.Random():
+            return value.getstate()
+        case np.random.Generator():
+            return str(value.bit_generator.state)
+        case np.random.RandomState():
+            return str(value.get_state(legacy=False))
+        case torch.Tensor():
+            return ...
+        case nn.Module() | type():
+            return None
+    if isinstance(value, _SCALARS):
+        return type(value), repr(value)
+    inside = value if isinstance(value, (list, tuple, Mapping)) else getattr(value, "__dict__", None)
+    if inside is None or callable(value) or len(inside) > _LIMIT or not depth:
+        return None
+    pairs = inside.items() if isinstance(inside, Mapping) else enumerate(inside)
+    found = [(repr(key), _frozen(part, depth - 1)) for key, part in pairs if isinstance(key, _SCALARS)]
+    return ... if any(part is ... for _, part in found) else tuple(found)
+
+
+def changes(model: nn.Module, before: Attributes) -> Changes:
+    """The attributes that are others than before, as they are now."""
+    found = [key for key, value in attributes(model).items() if value not in (..., before.get(key))]
+    return {(path, name): vars(model.get_submodule(path))[name] for path, name in found}
+
+
+def kept(model: nn.Module, found: Changes, again: Callable[[], tuple[bool, Changes]]) -> frozenset[str]:
+    """The dotted names of attributes that forward computed once and kept.
+
+    `again` traces what follows: whether the program is the same, and what changes then. Raises CaptureError if it is another
+    program, or anything changes.
+    """
+    if not found:
+        return frozenset()
+    for (path, name), value in found.items():  # torch.export has taken them back
+        vars(model.get_submodule(path))[name] = value
+    same, later = again()
+    if later or not same:
+        names = [f"{path}.{name}".strip(".") for path, name in later or found]
+        raise CaptureError(
+            f"forward changes {names[0]}, which the graph would have as it was in the first step",
+            attributes=", ".join(names),
+            fix="keep it in a buffer that forward writes, or change it outside of forward and give it as a tensor",
+        )
+    return frozenset(f"{path}.{name}".strip(".") for path, name in found)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The numbers and texts that modules had as attributes when they were captured; the modules are not kept alive."""
+
+    modules: tuple[tuple[weakref.ref[nn.Module], str, Mapping[str, object]], ...]
+
+    @staticmethod
+    def of(model: nn.Module, kept: Set[str]) -> Settings:
+        """What every module of a model holds, but for what is private to its class or set by forward."""
+        return Settings(
+            tuple((weakref.ref(module), path, dict(_settings(module, path, kept))) for path, module in model.named_modules())
+        )
+
+    def check(self, parallel: nn.Module) -> None:
+        """Raise InputError for one that has been set since, on a module of the captured model or of the parallel one."""
+        for own, path, known in self.modules:
+            for module in (own(), _at(parallel, path)):
+                held = vars(module) if module is not None else {}
+                for name, value in known.items():
+                    now = held.get(name, value)
+                    if now is not value and isinstance(now, _SCALARS) and now != value:
+                        raise InputError(
+                            f"{path}.{name}".strip(".") + " was set after the model was captured, which has no effect",
+                            captured=repr(value),
+                            now=repr(now),
+                            fix="set it before, and parallelize again; or make it an argument of forward, as a tensor",
+                        )
+
+
+def _settings(module: nn.Module, path: str, kept: Set[str]) -> Iterator[tuple[str, object]]:
+    for name, held in vars(module).items():
+        private = name in _OF_TORCH or name.startswith("_") or f"{path}.{name}".strip(".") in kept
+        if isinstance(held, _SCALARS) and not private:
+            yield name, held
+
+
+def _at(module: nn.Module, path: str) -> nn.Module | None:
+    """The module at a path, if it is there."""
+    found: nn.Module | None = module
+    for name in filter(None, path.split(".")):
+        found = found._modules.get(name) if found is not None else None
+    return found

@@ -1,0 +1,148 @@
+"""What Python code keeps between calls is not frozen into a program without a word."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.capture import capture
+from autopar.errors import CaptureError, InputError
+
+X = torch.ones(4, 6)
+
+
+class Does(nn.Module):
+    def __init__(self, body: Callable[[Does, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.lin, self.inner, self.body = nn.Linear(6, 6), nn.Identity(), body
+        self.calls, self.longest, self.table = 0, 0, [1.0]
+        self.masks: dict[str, torch.Tensor] = {}
+        self.state, self.own = SimpleNamespace(step=0), random.Random(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(self.body(self, x))
+
+
+def drawn(self: Does, x: torch.Tensor) -> torch.Tensor:
+    number = random.random()
+    return x * number
+
+
+def drawn_by_numpy(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return x * torch.from_numpy(np.random.rand(4, 6))
+
+
+def seeded(self: Does, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    return x + torch.rand_like(x)
+
+
+def drawn_of_its_own(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return x * self.own.random()
+
+
+def counted(self: Does, x: torch.Tensor) -> torch.Tensor:
+    self.calls += 1
+    return x
+
+
+def counted_in_an_object(self: Does, x: torch.Tensor) -> torch.Tensor:
+    self.state.step += 1
+    return x
+
+
+def grown(self: Does, x: torch.Tensor) -> torch.Tensor:
+    self.table.append(2.0)
+    return x
+
+
+def first_call(self: Does, x: torch.Tensor) -> torch.Tensor:
+    x = x if self.inner.training else 2 * x
+    self.longest, scale = 1, 1 - self.longest
+    return x * scale
+
+
+def caching(self: Does, x: torch.Tensor) -> torch.Tensor:
+    self.longest = max(self.longest, x.shape[0])
+    return x
+
+
+def keeping_tensors(self: Does, x: torch.Tensor) -> torch.Tensor:
+    if "mask" not in self.masks:
+        self.masks["mask"] = torch.ones(6, device=x.device)
+    return x * self.masks["mask"]
+
+
+@pytest.mark.parametrize(
+    "body, what",
+    [(drawn, "draws from random"), (drawn_by_numpy, "draws from numpy.random"), (seeded, "calls torch.manual_seed")],
+)
+def test_generators_that_a_graph_does_not_have_are_refused(
+    body: Callable[[Does, torch.Tensor], torch.Tensor], what: str
+) -> None:
+    torch.manual_seed(0)
+    model, before = Does(body), torch.get_rng_state()
+    with pytest.raises(CaptureError, match=f"forward {what}") as refusal:
+        capture(model, X)
+    line = body.__code__.co_firstlineno
+    assert refusal.value.details["at"] in {f"{__file__}:{line + n} in {body.__name__}, or before" for n in (1, 2)}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "body, name",
+    [
+        (drawn_of_its_own, "own"),
+        (counted, "calls"),
+        (counted_in_an_object, "state"),
+        (grown, "table"),
+        (first_call, "longest"),
+    ],
+)
+def test_attributes_that_forward_changes_are_refused(body: Callable[[Does, torch.Tensor], torch.Tensor], name: str) -> None:
+    with pytest.raises(CaptureError, match=rf"forward changes 0\.{name}, "):
+        capture(nn.Sequential(Does(body)), X)
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute")  # of torch.export
+@pytest.mark.parametrize("body, names", [(caching, {"longest"}), (keeping_tensors, set())])
+def test_an_attribute_that_is_computed_once_is_no_harm(
+    body: Callable[[Does, torch.Tensor], torch.Tensor], names: set[str]
+) -> None:
+    assert capture(Does(body), X).kept == names
+
+
+class Warm(nn.Module):
+    """A layer whose result depends on an attribute, and that remembers the longest batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(6, 6), nn.Dropout(0.0)
+        self.temperature, self.longest = 1.0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.longest = max(self.longest, x.shape[0])
+        return self.drop(self.layer(x)).sum() / self.temperature
+
+
+def test_an_attribute_that_is_set_after_capture_is_refused_at_the_next_call() -> None:
+    model = Warm()
+    parallel = autopar.parallelize(model, X, mesh=1)
+    model(X)
+    assert torch.equal(parallel(X), model(X))
+    for owner, name in ((model, "temperature"), (model.drop, "p"), (parallel, "temperature")):
+        before = getattr(owner, name, 1.0)
+        setattr(owner, name, 0.5)
+        with pytest.raises(InputError, match=f"{name} was set after the model was captured"):
+            parallel(X)
+        setattr(owner, name, before)
+    parallel(X)
+    del model
+    parallel(X)
