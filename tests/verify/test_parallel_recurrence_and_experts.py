@@ -52,6 +52,17 @@ def test_the_gates_of_a_recurrent_network_are_split(pool: WorkerPool, made: type
     assert report.ok, report
 
 
+@pytest.mark.parametrize("made, ranks", [(nn.LSTM, 8), (nn.GRU, 6), (nn.RNN, 2)])
+def test_gates_may_be_split_over_more_ranks_than_there_are_units(pool: WorkerPool, made: type[nn.RNNBase], ranks: int) -> None:
+    torch.manual_seed(0)
+    model, x, on = Told(made, 2), torch.randn(1, 3, 8), table.mesh((ranks,))
+    name = "rnn_tanh" if made is nn.RNN else made.__name__.lower()
+    plans = (autopar.testing.random_plan(model, x, on, seed=seed) for seed in range(9))
+    plan = next(plan for plan in plans if form(plan, f":{name}#") == f"gate_parallel_{name}")
+    report = verify(model, x, on, plan, Options(), pool)
+    assert report.ok, report
+
+
 class Scan(nn.Module):
     """A selective scan, as Mamba has it: step by step, or at once by sums of logarithms; every channel for itself."""
 
