@@ -9,7 +9,24 @@ import torch
 
 from autopar.ir.program import Op, Value
 from tests.operators import examples_algebra, examples_backward, examples_planes
-from tests.operators.drawing import Example, Positive, T, between, bools, buffer, cplx, ex, ints, labels, places, pos, signs, t
+from tests.operators.drawing import (
+    Ends,
+    Example,
+    Positive,
+    T,
+    between,
+    bools,
+    buffer,
+    cplx,
+    ex,
+    half,
+    ints,
+    labels,
+    places,
+    pos,
+    signs,
+    t,
+)
 from tests.operators.names import ALIASES, BINARY, DRAWS, FORMS, SAME, UNARY, names
 
 BITS = ("bitwise", "__", "logical", "gcd", "lcm")
@@ -237,6 +254,13 @@ TABLE: dict[str, list[Example]] = {
     "aten.matmul.default": ANY_MATMUL,
     "aten.mm.default": ANY_MATMUL[:1],
     "aten.bmm.default": [ex(t(2, 4, 6), t(2, 6, 9))],
+    "aten._grouped_mm.default": [
+        ex(half(12, 32), half(4, 32, 16), Ends((4,), torch.int32, 12)),
+        ex(half(4, 16, 32), half(32, 24), Ends((4,), torch.int32, 24)),
+        ex(half(16, 24), half(24, 32), Ends((4,), torch.int32, 24)),
+        ex(half(2, 8, 16), half(2, 16, 32)),
+        ex(half(12, 16), half(4, 16, 8), offs=Ends((4,), torch.int32, 12)),
+    ],
     "aten.mv.default": [ex(t(4, 6), t(6))],
     "aten.dot.default": [ex(t(6), t(6))],
     "aten.outer.default": [ex(t(4), t(6))],
