@@ -13,19 +13,22 @@ import linecache
 import sys
 from collections.abc import Callable
 from types import CodeType
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 Span = tuple[int, int, int, int]  # first and last line, first and last column, of a piece of source
 Check = ast.Assert | ast.If
 
 
-def passed(original: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
-    """`bool(tensor)` that says of a meta tensor what lets the check around it pass; anywhere else the original."""
+def passed(original: Callable[[torch.Tensor], T]) -> Callable[[torch.Tensor], T | bool]:
+    """`bool(tensor)`, or `tensor.item()`, that says of a meta tensor what lets the check around it pass; else the original."""
 
-    def truth(tensor: torch.Tensor) -> bool:
+    def truth(tensor: torch.Tensor) -> T | bool:
         frame = sys._getframe(1)
-        wanted = _wanted(frame.f_code, frame.f_lasti) if tensor.device.type == "meta" else None
+        asked = tensor.device.type == "meta" and (tensor.dtype is torch.bool or original is torch.Tensor.__bool__)
+        wanted = _wanted(frame.f_code, frame.f_lasti) if asked else None
         return original(tensor) if wanted is None else wanted
 
     return truth
@@ -70,12 +73,15 @@ def _outcome(test: ast.expr, wanted: bool, at: Span) -> bool | None:
 
     not x               the opposite of x
     x or y, x and y     every part as the whole
+    bool(x)             x
     """
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=inner):
             return _outcome(inner, not wanted, at)
         case ast.BoolOp(values=parts):
             return next((_outcome(part, wanted, at) for part in parts if _holds(part, at)), wanted)
+        case ast.Call(func=ast.Name(id="bool"), args=[inner]) if _span(test) != at:
+            return _outcome(inner, wanted, at)
     return wanted if _span(test) == at else None
 
 

@@ -34,6 +34,8 @@ def watched() -> Iterator[None]:
         _replaced(torch.autograd, "grad", _refuse_grad),
         _replaced(nn.utils.rnn, "pack_padded_sequence", _refuse_packing),
         _replaced(torch, "autocast", _Autocast),
+        _replaced(torch, "get_autocast_dtype", _of_the_cpu(torch.get_autocast_dtype)),
+        _replaced(torch, "is_autocast_enabled", _of_the_cpu(torch.is_autocast_enabled)),
         _replaced(nn.functional, "embedding_bag", embedding_bag.spelt(nn.functional.embedding_bag)),
         _replaced(torch, "tensor", _literal(torch.tensor)),
         _replaced(torch, "as_tensor", _as_literal(torch.as_tensor)),
@@ -41,6 +43,7 @@ def watched() -> Iterator[None]:
         _replaced(torch.Tensor, "__getitem__", _indexed(torch.Tensor.__getitem__)),
         _replaced(torch.Tensor, "__setitem__", _indexed(torch.Tensor.__setitem__)),
         _replaced(torch.Tensor, "__bool__", assertions.passed(torch.Tensor.__bool__)),
+        _replaced(torch.Tensor, "item", assertions.passed(torch.Tensor.item)),
         _replaced(Distribution, "_validate_args", False),
         _replaced(nn.modules.transformer, "_detect_is_causal_mask", _said_causal),
     ):
@@ -107,6 +110,16 @@ class _Autocast(torch.autocast):
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__("cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+
+def _of_the_cpu(original: Callable[..., object]) -> Callable[..., object]:
+    """A question about a device type, asked of the CPU for `meta`, as `x.device.type` becomes while tracing."""
+
+    def asked(*device_type: str, **named: str) -> object:
+        given = ("cpu" if device == "meta" else device for device in device_type)
+        return original(*given, **{name: "cpu" if device == "meta" else device for name, device in named.items()})
+
+    return asked
 
 
 def _said_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:

@@ -67,7 +67,10 @@ OTHERS: Mapping[str, Rule] = {
 }
 UNKNOWN = Rule()
 # Operators that write, and those that return what they write, where neither name nor overload tells.
-RETURNING = {"aten.bernoulli_.float": "aten.bernoulli.p", "aten.normal_.default": "aten.normal_functional.default"}
+RETURNING = {
+    "aten.bernoulli_.float": "aten.bernoulli.p", "aten.normal_.default": "aten.normal_functional.default",
+    "aten.transpose_.default": "aten.transpose.int",
+}  # fmt: skip
 REGISTERED: dict[str, Rule] = {}  # the user's, by `autopar.register_rule`
 
 
