@@ -77,7 +77,7 @@ def plan(
         CaptureError: the model cannot be captured, or is not the same program at other dynamic sizes.
         ConstraintError: an option has no such value, or the constraints leave no way to run the model.
         BudgetError: no plan fits; the error names the smallest budget that works.
-        MeshError: the mesh or device is not known, or an axis is of no use to the model.
+        MeshError: the mesh or device is not known.
         InputError: the optimizer or the sample is not known to autopar.
         RuleError: an operator has no sharding rule (`strict`), or can only run on one device.
 

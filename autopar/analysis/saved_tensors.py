@@ -96,19 +96,27 @@ def saved(op: Op, values: Mapping[str, Value], *, cpu: bool = False) -> SavedTen
 
 
 def saved_here(
-    op: Op, values: Mapping[str, Value], tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], *, cpu: bool
+    op: Op,
+    values: Mapping[str, Value],
+    tensors: Sequence[torch.Tensor],
+    shapes: Sequence[Shape],
+    *,
+    cpu: bool,
+    parallel: bool = False,
 ) -> tuple[SavedTensors, list[torch.Tensor]]:
     """What autograd saves for an op on one rank, and the op's results, as meta tensors with local shapes and strides.
 
     Strides matter because a kernel may copy a non-contiguous operand, and autograd then saves the copy. The arguments of `op`
-    are those for local shapes; `shapes` are those of the results.
+    are those for local shapes; `shapes` are those of the results. Run in a `parallel` form, an op keeps its arguments and saves
+    what it saves at global shapes: its operator need not know the local ones (an LSTM without a row of each gate is a
+    segmentation fault).
     """
     fused = _formula(op, [values[name] for name in op.operands], cpu)
     # the result of a fused kernel has the query's strides
     if fused and row_of(op).kind is OpKind.ATTENTION and tensors[0].shape == shapes[0]:
         return fused if op.requires_grad else NOTHING, [torch.empty_like(tensors[0]).requires_grad_(op.requires_grad)]
-    found, kinds = _ran(op, tensors)
-    if not kinds:  # these shapes may need a parallel form, which saves what the op saves at global shapes
+    found, kinds = (NOTHING, ()) if parallel else _ran(op, tensors)
+    if not kinds:
         found, _ = _ran(op, [_empty(values[name].shape, values[name]) for name in op.operands])
     as_given = [shape for shape, _ in kinds] == list(shapes)
     results = [

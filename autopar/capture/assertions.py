@@ -21,7 +21,8 @@ Check = ast.Assert | ast.If
 
 
 def assumed(tensor: object, asker: FrameType) -> bool | None:
-    """What `bool(tensor)` should say to a frame: what lets the check around it pass; None if it decides anything else."""
+    """What `bool(tensor)`, or `tensor.item()`, should say to a frame: what lets the check around it pass; None if it decides
+    anything else."""
     if not isinstance(tensor, torch.Tensor) or not tensor.is_meta:
         return None
     if asker.f_code is _detect_is_causal_mask.__code__:  # nn.Transformer looks at the mask: `passes.causal_masks` does
@@ -70,12 +71,15 @@ def _outcome(test: ast.expr, wanted: bool, at: Span) -> bool | None:
 
     not x               the opposite of x
     x or y, x and y     every part as the whole
+    bool(x)             x
     """
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=inner):
             return _outcome(inner, not wanted, at)
         case ast.BoolOp(values=parts):
             return next((_outcome(part, wanted, at) for part in parts if _holds(part, at)), wanted)
+        case ast.Call(func=ast.Name(id="bool"), args=[inner]) if _span(test) != at:
+            return _outcome(inner, wanted, at)
     return wanted if _span(test) == at else None
 
 

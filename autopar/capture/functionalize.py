@@ -51,6 +51,16 @@ class Handle:
     seen: int = 0
 
 
+Held = Handle | tuple["Held", ...] | Argument  # what a node of the traced graph stands for
+
+
+def replaced(held: Held, old: Handle, new: Handle) -> Held:
+    """What a node stands for, with one tensor in the place of another."""
+    if isinstance(held, tuple):
+        return tuple(replaced(part, old, new) for part in held)
+    return new if held is old else held
+
+
 def read(handle: Handle) -> Ref:
     """The present value of a tensor; a stale view is computed again."""
     if handle.seen != handle.storage.version and handle.view is not None:
@@ -83,7 +93,7 @@ def scatter(view: View, parent: Ref, new: Ref, emit: Emit, value: Callable[[Ref]
             return _complex(name, parent, new, rest, emit, len(whole))
         case (("slice" | "select" | "diagonal"), rest):
             return emit(f"aten.{name}_scatter.default", (parent, new, *rest))
-        case (("transpose" | "t"), rest):
+        case (("transpose" | "t" | "swapaxes" | "swapdims"), rest):
             return emit(view.target, (new, *rest))
         case "permute", (tuple() as order,):
             dims = [dim % len(whole) for dim in order if isinstance(dim, int)]

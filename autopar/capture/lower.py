@@ -11,7 +11,7 @@ from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
 
 from autopar.capture import autocast, buffers, functionalize, nodes
-from autopar.capture.functionalize import Handle, Storage, View
+from autopar.capture.functionalize import Handle, Held, Storage, View
 from autopar.capture.meta_copy import MetaCopy
 from autopar.capture.signature import ModelCall
 from autopar.capture.trace import Traced, varying
@@ -21,7 +21,6 @@ from autopar.ir.program import Argument, Output, Parameter, Program, Ref, Value,
 from autopar.ir.shape_inference import Kind
 
 _COUNTER = "num_batches_tracked"  # written in place, like the running statistics that batch_norm updates
-Held = Handle | tuple["Held", ...] | Argument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +81,18 @@ class Lowering:
     mutates: bool
     detached: dict[str, Ref] = field(default_factory=dict)
     casts: dict[tuple[str, torch.dtype], Ref] = field(default_factory=dict)
+    envs: list[dict[fx.Node, Held]] = field(default_factory=list)  # of the graph and the regions around the present place
 
     def run(self, module: fx.GraphModule, given: Sequence[Held], region: Region) -> tuple[Held, ...]:
         """Lower one graph whose placeholders are `given`; returns its results."""
         env: dict[fx.Node, Held] = {}
         places, needed = iter(given), nodes.needed(module.graph)
+        self.envs.append(env)
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 env[node] = next(places)
             elif node.op == "output":
+                self.envs.pop()
                 results = _leaf(node.args[0], env, node)
                 return results if isinstance(results, tuple) else (results,)
             elif node.op == "call_function" and node in needed:
@@ -107,10 +109,13 @@ class Lowering:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return self.inline(node, module, env, region)
         if not isinstance(node.target, torch._ops.OpOverload):
+            nodes.refuse_transform(node)
             raise varying("a number", nodes.source(node))
         nodes.refuse_varying(node)
         args = tuple(_leaf(argument, env, node) for argument in node.args)
         kwargs = tuple((name, _leaf(argument, env, node)) for name, argument in node.kwargs.items())
+        if torch.Tag.inplace_view in node.target.tags:
+            return self.turn(node, args, region)
         if nodes.writes(node.target):
             return self.mutate(node, args, kwargs, region)
         return self.plain(node, str(node.target), args, kwargs, region)
@@ -141,15 +146,20 @@ class Lowering:
         parent = _parent(node, args) if self.mutates else None
         handles = tuple(Handle(ref=ref) for ref in results)
         if parent is not None:
-            handles = self.views(node, handles, parent, now[1:], region)
+            handles = self.views(node, target, handles, parent, now[1:], region)
         return handles if several else handles[0]
 
     def views(
-        self, node: fx.Node, fresh: tuple[Handle, ...], parent: Handle, rest: tuple[Argument, ...], region: Region
+        self,
+        node: fx.Node,
+        target: str,
+        fresh: tuple[Handle, ...],
+        parent: Handle,
+        rest: tuple[Argument, ...],
+        region: Region,
     ) -> tuple[Handle, ...]:
         """The results as views of the op's first operand."""
         shapes = tuple(self.builder.values[handle.ref.name].shape for handle in fresh)
-        target = str(node.target)
 
         def take(index: int) -> Callable[[Ref], Ref]:
             return lambda whole: self.emit(node, target, (whole, *rest), (), region)[0][index]
@@ -234,6 +244,23 @@ class Lowering:
             return self.casts[key]
 
         return tuple(substitute(a, change) for a in args), tuple((name, substitute(a, change)) for name, a in kwargs)
+
+    def turn(self, node: fx.Node, args: tuple[Held, ...], region: Region) -> Held:
+        """Lower a change of a tensor's shape in place: from here on the tensor is a view of what it was.
+
+        unsqueeze_(y, 0); use(y)        ->        use(unsqueeze(y, 0))
+        """
+        place, rest = args[0], tuple(map(_now, args[1:]))
+        assert isinstance(place, Handle)
+        if place.storage.owner and place.view is None:
+            fix = "take the form that returns its result"
+            raise CaptureError(f"{node.target} changes {place.storage.owner}", at=nodes.source(node), fix=fix)
+        target = nodes.viewing(node)
+        (ref,), _ = self.emit(node, target, (functionalize.read(place), *rest), (), region)
+        (view,) = self.views(node, target, (Handle(ref=ref),), place, rest, region)
+        for env in self.envs:
+            env.update((at, functionalize.replaced(held, place, view)) for at, held in env.items())
+        return view
 
     def mutate(self, node: fx.Node, args: tuple[Held, ...], kwargs: tuple[tuple[str, Held], ...], region: Region) -> Held:
         """Lower an in-place write: compute the new value, and assign it to the tensor and everything that aliases it.

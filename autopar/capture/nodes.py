@@ -27,6 +27,13 @@ def refuse_varying(node: fx.Node) -> None:
             raise varying(f"the shape of a result of {node.target}", source(node))
 
 
+def refuse_transform(node: fx.Node) -> None:
+    """Raise CaptureError for a node that begins or ends a transform of `torch.func`: its levels are not operators."""
+    if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
+        fix = "write what the function does for the whole batch, or for the tangent, with tensor operators"
+        raise CaptureError("vmap, jvp and other transforms of torch.func are no operators", at=source(node), fix=fix)
+
+
 def graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:
     """The graph of a module and those of its regions."""
     yield from (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
@@ -77,6 +84,15 @@ def returning(node: fx.Node) -> str:
     except AttributeError:
         fix = f"use the form of {name} that returns its result"
         raise CaptureError(f"{node.target} has no functional variant", at=source(node), fix=fix) from None
+    return target
+
+
+def viewing(node: fx.Node) -> str:
+    """The variant that returns a view, of a node that changes a tensor's shape in place; `resize_` has none."""
+    target = returning(node)
+    if overload(target)._schema.returns[0].alias_info is None:
+        fix = "make a new tensor: reshape, or torch.nn.functional.pad"
+        raise CaptureError(f"{node.target} changes the size of a tensor", at=source(node), fix=fix)
     return target
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import traceback
 from collections.abc import Iterator
@@ -13,7 +14,11 @@ import torch
 
 # Frames name files as they were imported, which may be through a link (a virtual environment that is one, say).
 _OURS = tuple(
-    {str(one) for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]) for one in (folder, folder.resolve())}
+    {
+        f"{one}{os.sep}"  # not a package whose name begins alike: torchgeo
+        for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+        for one in (folder, folder.resolve())
+    }
 )
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 

@@ -5,8 +5,9 @@ An `autograd.Function` is traced through its forward only, a tensor hook leaves 
 What only looks at values to refuse them, or to find out what a mask is, looks away: `autopar.capture.assertions`. Bags of
 embeddings are spelt out: `autopar.capture.embedding_bag`.
 
-All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for two names
-only, `torch.autocast` and `torch.from_numpy`: these are replaced meanwhile, and other threads do not notice.
+All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for four names
+only, `torch.from_numpy`, `torch.autocast` and two questions about that: these are replaced meanwhile, and other threads do not
+notice.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_funct
 
 @contextlib.contextmanager
 def watched(module: nn.Module) -> Iterator[list[Changes]]:
-    """While this is open, calls of the module run under `Guards`, and two functions that modes do not see can be traced.
+    """While this is open, calls of the module run under `Guards`, and four functions that modes do not see can be traced.
 
     The list gets what each call changes in the attributes of the module.
     """
@@ -56,12 +57,18 @@ def watched(module: nn.Module) -> Iterator[list[Changes]]:
         return result
 
     module._compiled_call_impl = guarded  # torch has no other place for what should run around a module and its hooks
-    autocast, from_numpy = torch.autocast, torch.from_numpy
-    torch.autocast, torch.from_numpy = _Autocast, _from_array(from_numpy)  # type: ignore[misc, assignment]
+    unseen: dict[str, Any] = {
+        "autocast": _Autocast,
+        "from_numpy": _from_array(torch.from_numpy),
+        "get_autocast_dtype": _of_the_cpu(torch.get_autocast_dtype),
+        "is_autocast_enabled": _of_the_cpu(torch.is_autocast_enabled),
+    }
+    before = {name: vars(torch)[name] for name in unseen}
+    vars(torch).update(unseen)
     try:
         yield made
     finally:
-        torch.autocast, torch.from_numpy = autocast, from_numpy  # type: ignore[misc]
+        vars(torch).update(before)
         del module._compiled_call_impl
         generators.restore()
 
@@ -87,7 +94,7 @@ class Guards(TorchFunctionMode):
             with torch._C.DisableTorchFunction():  # unseen by torch.export: the planner decides what is recomputed
                 torch._C._set_grad_enabled(True)
             return None
-        if func is torch.Tensor.__bool__ and (known := assertions.assumed(args[0], asker)) is not None:
+        if _asks(func, args) and (known := assertions.assumed(args[0], asker)) is not None:
             return known
         if func in _REFUSED:
             what, fix = _REFUSED[func]
@@ -115,6 +122,13 @@ def _body(function: FunctionType) -> Callable[..., object]:
     made = FunctionType(function.__code__, unasked, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
+
+
+def _asks(func: object, args: tuple[object, ...]) -> bool:
+    """Whether a call asks a tensor for a truth value."""
+    if func is torch.Tensor.item:
+        return isinstance(args[0], torch.Tensor) and args[0].dtype is torch.bool
+    return func is torch.Tensor.__bool__
 
 
 def _refuse_function(frame: FrameType | None) -> None:
@@ -155,6 +169,16 @@ def _from_array(original: Callable[[np.ndarray[Any, Any]], torch.Tensor]) -> Cal
         return _literal(torch.tensor)(array) if threading.get_ident() == tracing else original(array)
 
     return from_numpy
+
+
+def _of_the_cpu(original: Callable[..., object]) -> Callable[..., object]:
+    """A question about a device type, asked of the CPU for `meta`, as `x.device.type` becomes while tracing."""
+
+    def asked(*device_type: str, **named: str) -> object:
+        given = ("cpu" if device == "meta" else device for device in device_type)
+        return original(*given, **{name: "cpu" if device == "meta" else device for name, device in named.items()})
+
+    return asked
 
 
 def _as_literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -281,7 +281,7 @@ class _Emitter:
         return self._node("call_function", function, tuple(arguments), name, named)
 
     def _results(self, op: Op, candidate: Candidate, node: fx.Node) -> None:
-        if len(op.results) == 1:
+        if not op.several:
             self._add(op.results[0].name, candidate.results[0], node)
             return
         for index, (result, layout) in enumerate(zip(op.results, candidate.results, strict=True)):

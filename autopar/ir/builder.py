@@ -129,8 +129,7 @@ class Rewriter(Builder):
 
 def kinds(op: Op) -> Kind | tuple[Kind, ...]:
     """What an op returns, as `infer` says it."""
-    several = len(op.results) != 1 or op.results[0].name != op.name
-    return tuple(map(kind, op.results)) if several else kind(op.results[0])
+    return tuple(map(kind, op.results)) if op.several else kind(op.results[0])
 
 
 def short(target: str) -> str:

@@ -75,6 +75,11 @@ class Op:
     def requires_grad(self) -> bool:
         return any(value.requires_grad for value in self.results)
 
+    @property
+    def several(self) -> bool:
+        """Whether it returns a tuple or list of tensors, perhaps of one: its results then have names of their own."""
+        return len(self.results) != 1 or self.results[0].name != self.name
+
     def __str__(self) -> str:
         arguments = [text(a) for a in self.args] + [f"{name}={text(a)}" for name, a in self.kwargs]
         return f"{', '.join(map(str, self.results))} = {self.target}({', '.join(arguments)})"

@@ -70,7 +70,7 @@ class _Step:
 
     def run(self) -> Iterator[LiveRange]:
         """Run the backward in order; yields temporary buffers, and gradients that accumulate over micro-batches."""
-        begin = self.schedule.mirror(self.schedule.events[-1][0])
+        begin = self.schedule.mirror(self.schedule.events[-1][0] if self.schedule.events else 0)
         for output in self.of.ends:
             node = output.value, self.chosen.outputs[output.path]
             self._arrive(node, self._new([node], begin), begin)

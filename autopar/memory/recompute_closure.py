@@ -21,7 +21,7 @@ from autopar.ir.layout import Layout, local_shape
 from autopar.ir.program import Op
 from autopar.operators import localise, view_of
 from autopar.search_space.assignment import Assignment, RecomputeChoice
-from autopar.search_space.candidates import parts_of
+from autopar.search_space.candidates import distributed, parts_of
 
 Use = tuple[str, Layout]  # a value in one of its layouts
 
@@ -111,11 +111,12 @@ class _Walk:
         fitted = self.analysis.fits[op.name]
         inside = [local_shape(values[name].shape, layout, sizes) for name, layout in self._read(op)]
         outside = [local_shape(r.shape, x, sizes) for r, x in zip(op.results, candidate.results, strict=True)]
-        if fitted:
+        parallel = distributed(fitted, candidate) is not None
+        if fitted and not parallel:
             args, kwargs = localise(op, fitted, inside, outside, parts_of(fitted, candidate, sizes))
             op = replace(op, args=args, kwargs=kwargs)
         operands = [self._tensor(use) for use in self._read(op)]
-        kept, results = saved_here(op, values, operands, outside, cpu=self.analysis.cpu)
+        kept, results = saved_here(op, values, operands, outside, cpu=self.analysis.cpu, parallel=parallel)
         for result, layout, tensor in zip(op.results, candidate.results, results, strict=True):
             self.tensors[result.name, layout] = tensor
         return kept

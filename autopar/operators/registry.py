@@ -12,6 +12,7 @@ from autopar.ir.layout import Shape
 from autopar.ir.program import Argument, Op, Value, aten, overload, refs
 from autopar.ir.schema import bound
 from autopar.operators.call import Call, Local
+from autopar.operators.double_precision import DOUBLE
 from autopar.operators.facts import Alias, Autocast, Mean, OpKind
 from autopar.operators.families import (
     attention,
@@ -56,7 +57,9 @@ FAMILIES: Mapping[str, ModuleType] = {  # under the titles of docs/operators.md
 RULES: Mapping[str, Rule] = {target: row for family in FAMILIES.values() for target, row in family.TABLE.items()}
 OTHERS: Mapping[str, Rule] = {
     # of a library that need not be there
-    "transformers.grouped_mm_fallback.default": contraction.GROUPED_PRODUCT,
+    "transformers.grouped_mm_fallback.default": contraction.GROUPED_ROWS,
+    # in double precision
+    **{double: RULES[target] for target, double in DOUBLE.items()},
     # without a rule for splitting
     "aten._reshape_alias.default": Rule(alias=Alias.ALWAYS, kind=OpKind.RESHAPE),
     "aten.nll_loss2d.default": Rule(mean=Mean.TARGETS, autocast=Autocast.FP32),
@@ -64,7 +67,10 @@ OTHERS: Mapping[str, Rule] = {
 }
 UNKNOWN = Rule()
 # Operators that write, and those that return what they write, where neither name nor overload tells.
-RETURNING = {"aten.bernoulli_.float": "aten.bernoulli.p", "aten.normal_.default": "aten.normal_functional.default"}
+RETURNING = {
+    "aten.bernoulli_.float": "aten.bernoulli.p", "aten.normal_.default": "aten.normal_functional.default",
+    "aten.transpose_.default": "aten.transpose.int",
+}  # fmt: skip
 REGISTERED: dict[str, Rule] = {}  # the user's, by `autopar.register_rule`
 
 

@@ -40,7 +40,7 @@ def simplify(program: Program) -> Program:
         if op.target == "aten.clone.default" and written:  # the original may be written later
             rewriter.keep(op)
             continue
-        if len(op.results) != 1 or op.results[0].name != op.name or not op.target.startswith("aten."):
+        if op.several or not op.target.startswith("aten."):
             rewriter.keep(op)
             continue
         same = _unchanged(op, program)

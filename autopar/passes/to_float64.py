@@ -8,6 +8,7 @@ import torch
 
 from autopar.ir.program import Argument, Op, Parameter, Program, Ref, Static, Value, overload, substitute
 from autopar.ir.shape_inference import Kind, infer
+from autopar.operators.double_precision import DOUBLE
 
 WIDE = {
     torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64,
@@ -21,6 +22,7 @@ def promote(program: Program) -> Program:
         x: float32[3]                               x: float64[3]
         y: bfloat16[3] = to.dtype(x, bfloat16)  ->  y: float64[3] = to.dtype(x, float64)
         z: float32[] = full([], -3.4e38)            z: float64[] = full([], -3.4e38, dtype=float64)
+        w: bfloat16[3, 8] = _grouped_mm(y, e, o)    w: float64[3, 8] = autopar.grouped_mm(y, e, o)
 
     Fill constants stay: they are approximations of minus infinity. An op that converts integers to floats implicitly still
     returns torch's default dtype, which promotes to double in the next op with a double operand.
@@ -37,15 +39,16 @@ def promote(program: Program) -> Program:
 
 
 def _promoted(op: Op, values: dict[str, Value]) -> Op:
+    target = DOUBLE.get(op.target, op.target)
     args = tuple(substitute(a, _leaf) for a in op.args)
     kwargs = tuple((name, substitute(a, _leaf)) for name, a in op.kwargs)
-    takes = {formal.name for formal in overload(op.target)._schema.arguments}
+    takes = {formal.name for formal in overload(target)._schema.arguments}
     if not op.operands and op.results[0].dtype in WIDE and "dtype" in takes:
         kwargs = (*((name, a) for name, a in kwargs if name != "dtype"), ("dtype", WIDE[op.results[0].dtype]))
-    found = infer(op.target, args, kwargs, values.__getitem__)
+    found = infer(target, args, kwargs, values.__getitem__)
     kinds = (found,) if isinstance(found, Kind) else found
     results = tuple(replace(result, dtype=kind.dtype) for result, kind in zip(op.results, kinds, strict=True))
-    return replace(op, args=args, kwargs=kwargs, results=results)
+    return replace(op, target=target, args=args, kwargs=kwargs, results=results)
 
 
 def _held(held: tuple[Parameter, ...]) -> tuple[Parameter, ...]:

@@ -12,18 +12,19 @@ from autopar.operators import rule_of, writes
 
 
 def useless_axes(analysis: Analysis, mesh: Mesh) -> None:
-    """Raise MeshError for an axis over which nothing of the model can be split."""
+    """Warn of axes over which nothing of the model can be split: every device along them does the same."""
     fits = [fitted for fitted in analysis.fits.values() if fitted]
     dims = {factor.size for fitted in fits for factor in fitted.factors if not factor.whole and factor.size > 1}
     dims |= {fitted.factors[f].size for fitted in fits for form in fitted.distributed for f in fitted.factors_of(form)}
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         if size > 1 and all(dim % size for dim in dims):
-            raise MeshError(
-                f"no dim of the model can be split over the {size} devices of mesh axis {axis!r}",
+            error = MeshError(
+                f"no dim of the model can be split over the {size} devices of mesh axis {axis!r}: planned whole there",
                 mesh=mesh,
                 dims=", ".join(map(str, sorted(dims)[:12])),
                 fix=f"axes whose sizes divide the dims of the model, or a batch that is a multiple of {size}",
             )
+            warnings.warn(str(error), stacklevel=4)
 
 
 def without_rule(analysis: Analysis, *, strict: bool) -> None:

@@ -26,7 +26,6 @@ from autopar.memory.schedule import Schedule
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.plan.text import size_text
-from autopar.planning.model_checks import useless_axes
 from autopar.search_space.strategies import constrained, constraints_of
 from autopar.solver.problem import Solution
 from autopar.solver.settings import DEFAULTS, SearchSettings
@@ -155,11 +154,9 @@ def sharded(program: Program, outputs: str | None) -> Callable[[Output], bool]:
 def _formulated(analysis: Analysis, mesh: Mesh, optimizer: Optimizer, options: Options) -> MemoryModel:
     """The problem that the options pose.
 
-    Raises ConstraintError if they leave no way to run the program, MeshError if an axis is of no use to it.
+    Raises ConstraintError if they leave no way to run the program.
     """
     wanted = constraints_of(analysis.step, mesh, options.strategy, options.constraints, analysis.fits)
-    if options.strategy != "replicate":
-        useless_axes(analysis, mesh)
     outputs = sharded(analysis.program, options.outputs)
     formulated = formulate(
         analysis,

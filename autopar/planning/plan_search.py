@@ -11,7 +11,7 @@ from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import counts, microbatches
 from autopar.passes.padding import padded, rooms
 from autopar.plan.options import AUTO, Options
-from autopar.planning.model_checks import without_rule
+from autopar.planning.model_checks import useless_axes, without_rule
 from autopar.planning.optimize import SMALLEST, Optimized, Stop, analysed, cheaper, solved
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
@@ -26,8 +26,12 @@ PADDED = (
 def best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings = DEFAULTS) -> Optimized:
     """The best solution in the number of micro-batches that is asked for."""
     if options.microbatches == AUTO:
-        return _best_number(program, mesh, options, stop, settings)
-    return _best_padded(microbatches(program, _number(options.microbatches)), mesh, options, stop, settings)
+        best = _best_number(program, mesh, options, stop, settings)
+    else:
+        best = _best_padded(microbatches(program, _number(options.microbatches)), mesh, options, stop, settings)
+    if options.strategy != "replicate":
+        useless_axes(best.formulated.analysis, mesh)
+    return best
 
 
 def _number(asked: int | str) -> int:

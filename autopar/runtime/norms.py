@@ -69,7 +69,7 @@ class _Norm(torch.autograd.Function):
                 weight = identity__all_reduce(weight, ctx.axis)
         normalized, gradient, shape = _normalized(x, mean, scale), _upcast(gradient), _broadcast_shape(ctx.weight_dims, x)
         rest = [d for d in range(x.dim()) if d not in ctx.weight_dims]
-        for_bias, for_weight = gradient.sum(rest), (gradient * normalized).sum(rest)
+        for_bias, for_weight = (one.sum(rest) if rest else one for one in (gradient, gradient * normalized))
         inner = gradient if weight is None else gradient * weight.view(shape)
         if ctx.reduce_weight_gradients:  # weight and bias have the dims of the statistics, so one all-reduce serves both
             for_bias, for_weight = all_reduce_sum(torch.stack([for_bias, for_weight]), ctx.axis).unbind(0)

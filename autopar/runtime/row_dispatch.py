@@ -157,9 +157,11 @@ def _products(rows: Tensor, weight: Tensor, bounds: Sequence[int]) -> Tensor:
     return torch.cat([*found, rows.new_zeros(len(rows) - bounds[-1], weight.shape[-1])])
 
 
-def expert_parallel_grouped_mm(axis: Axis, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def expert_parallel_grouped_mm(
+    axis: Axis, rows: Tensor, weight: Tensor, offs: Tensor, bias: None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """Groups of rows times one matrix each (`_grouped_mm`); rows and matrices are split, the ends of groups are replicated.
 
     With groups of equal size every rank has the rows of its own matrices, and no row changes ranks.
     """
-    return _ExpertParallelGroupedMM.apply(axis, rows, weight, ends)  # type: ignore[no-any-return, no-untyped-call]
+    return _ExpertParallelGroupedMM.apply(axis, rows, weight, offs)  # type: ignore[no-any-return, no-untyped-call]

@@ -207,7 +207,7 @@ def targets(program: Program) -> Iterator[tuple[str, str]]:
         for name in stored.names:
             yield name, stored.value.name
     for op in program.ops:
-        if len(op.results) > 1:
+        if op.several:
             yield op.name, op.results[0].name
         for result in op.results:
             yield result.name, result.name

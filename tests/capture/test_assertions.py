@@ -58,6 +58,23 @@ def checked_by_the_library(x: torch.Tensor) -> torch.Tensor:
     return nn.functional.gaussian_nll_loss(x, 2 * x, x.exp(), reduction="none") + spread
 
 
+def refused_for_an_item(x: torch.Tensor) -> torch.Tensor:
+    if x.isnan().any().item() or bool(x.isinf().any().item()):
+        raise ValueError("not finite")
+    return x
+
+
+def asserted_for_an_item(x: torch.Tensor) -> torch.Tensor:
+    assert x.isfinite().all().item()
+    assert not bool(x.isnan().any())
+    return x
+
+
+def asked_for_autocast(x: torch.Tensor) -> torch.Tensor:
+    lower = torch.get_autocast_dtype(x.device.type)
+    return x if torch.is_autocast_enabled(x.device.type) else x.to(lower).to(x.dtype)
+
+
 def looked_at(x: torch.Tensor) -> torch.Tensor:
     torch._check(x[x > 0].numel() == x.numel())
     return x
@@ -76,6 +93,9 @@ CHECKS = (
     refused_with_a_reason_more,
     refused_for_one_of_two_reasons,
     asserted,
+    refused_for_an_item,
+    asserted_for_an_item,
+    asked_for_autocast,
     checked_by_the_library,
     looked_at,
     encoded,

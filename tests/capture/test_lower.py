@@ -101,7 +101,29 @@ def complex_part(y: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(waves)
 
 
+def turned(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    before = y[0]
+    part = y[1:3]
+    part.t_().unsqueeze_(0)
+    part.mul_(2)
+    y.transpose_(0, 1)
+    y[:, 0] = 1
+    row = y[:1] + 2
+    row.squeeze_(0)
+    y.swapaxes_(0, 1).squeeze_()
+    return before + y[0], part, row, y
+
+
+def turned_twice(y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        mask = (y > 0).float()
+        mask.unsqueeze_(1)
+    return (y.unsqueeze(1) * mask).squeeze_(1).swapdims_(0, 1)
+
+
 WRITES = (
+    turned,
+    turned_twice,
     through_a_slice,
     through_views_of_views,
     through_splits,

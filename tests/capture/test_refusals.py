@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from autopar.capture import capture
+from autopar.capture import capture, source_location
 from autopar.errors import CaptureError
 
 HERE = __file__
@@ -128,6 +129,22 @@ def broken(self: Does, x: torch.Tensor) -> torch.Tensor:
     raise ValueError("no such thing")
 
 
+def mapped(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.vmap(torch.sin)(x)
+
+
+def tangent(self: Does, x: torch.Tensor) -> object:
+    return torch.func.jvp(torch.sin, (x,), (torch.ones_like(x),))
+
+
+def turned_buffer(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return x + self.kept.unsqueeze_(0)
+
+
+def resized(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return self.lin(x).detach().resize_(3)
+
+
 def test_a_tensor_from_nowhere_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"a tensor that it neither is given nor makes: .* the \.data of another"):
         capture(Does(data), X)
@@ -154,6 +171,10 @@ def test_a_tensor_from_nowhere_is_refused() -> None:
         (conditional, "cond contains a graph of its own", "without torch.cond"),
         (elsewhere, "Does cannot be captured: .*same device", "device=x.device"),
         (loaded, "forward creates a tensor from numbers that the graph cannot contain", "register it as a buffer"),
+        (mapped, "vmap, jvp and other transforms of torch.func are no operators", "for the whole batch"),
+        (tangent, "vmap, jvp and other transforms of torch.func are no operators", "for the tangent"),
+        (turned_buffer, "aten.unsqueeze_.default changes the buffer kept", "the form that returns its result"),
+        (resized, "aten.resize_.default changes the size of a tensor", "reshape"),
         (broken, "Does cannot be captured: no such thing", "the error above"),
     ],
 )
@@ -184,3 +205,9 @@ def test_autograd_functions_and_hooks_work_again_after_capture() -> None:
     assert x.grad is not None
     assert x.grad[0, 0] == 6
     assert torch.equal(torch.tensor([1, 2]), torch.arange(1, 3))
+
+
+def test_the_line_may_be_of_a_package_whose_name_begins_as_torchs_does() -> None:
+    package = f"{Path(torch.__file__).parent}geo/layers.py"
+    stack = f'File "{package}", line 3, in forward\nFile "{torch.__file__}", line 4, in linear\n'
+    assert source_location.from_text(stack) == f"{package}:3 in forward"

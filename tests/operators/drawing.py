@@ -74,7 +74,7 @@ class Ends(T):
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         drawn = torch.randint(0, self.high, self.shape, generator=generator).sort()[0]
         drawn[-1] = self.high
-        return drawn
+        return drawn.to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +140,10 @@ def ex(*args: object, **kwargs: object) -> Example:
 
 def t(*shape: int) -> T:
     return T(shape)
+
+
+def half(*shape: int) -> T:
+    return T(shape, torch.bfloat16)
 
 
 def pos(*shape: int) -> T:

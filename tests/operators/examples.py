@@ -9,7 +9,24 @@ import torch
 
 from autopar.ir.program import Op, Value
 from tests.operators import examples_algebra, examples_backward, examples_planes
-from tests.operators.drawing import Example, Positive, T, between, bools, buffer, cplx, ex, ints, labels, places, pos, signs, t
+from tests.operators.drawing import (
+    Ends,
+    Example,
+    Positive,
+    T,
+    between,
+    bools,
+    buffer,
+    cplx,
+    ex,
+    half,
+    ints,
+    labels,
+    places,
+    pos,
+    signs,
+    t,
+)
 from tests.operators.names import ALIASES, BINARY, DRAWS, FORMS, SAME, UNARY, names
 
 BITS = ("bitwise", "__", "logical", "gcd", "lcm")
@@ -237,6 +254,13 @@ TABLE: dict[str, list[Example]] = {
     "aten.matmul.default": ANY_MATMUL,
     "aten.mm.default": ANY_MATMUL[:1],
     "aten.bmm.default": [ex(t(2, 4, 6), t(2, 6, 9))],
+    "aten._grouped_mm.default": [
+        ex(half(12, 32), half(4, 32, 16), Ends((4,), torch.int32, 12)),
+        ex(half(4, 16, 32), half(32, 24), Ends((4,), torch.int32, 24)),
+        ex(half(16, 24), half(24, 32), Ends((4,), torch.int32, 24)),
+        ex(half(2, 8, 16), half(2, 16, 32)),
+        ex(half(12, 16), half(4, 16, 8), offs=Ends((4,), torch.int32, 12)),
+    ],
     "aten.mv.default": [ex(t(4, 6), t(6))],
     "aten.dot.default": [ex(t(6), t(6))],
     "aten.outer.default": [ex(t(4), t(6))],
@@ -452,8 +476,8 @@ TABLE: dict[str, list[Example]] = {
     "aten.triu.default": [ex(t(2, 4, 6)), ex(t(4, 6), 1)],
     # attention, norms, losses
     "aten.scaled_dot_product_attention.default": HEADS,
-    "aten.softmax.int": [ex(t(4, 6, 10), 1), ex(t(4, 6), -1)],
-    "aten.log_softmax.int": [ex(t(4, 6, 10), 1), ex(t(4, 6), -1)],
+    "aten.softmax.int": [ex(t(4, 6, 10), 1), ex(t(4, 6), -1), ex(t(6), 0)],
+    "aten.log_softmax.int": [ex(t(4, 6, 10), 1), ex(t(4, 6), -1), ex(t(6), 0)],
     "aten.special_softmax.default": [ex(t(4, 6, 10), 1)],
     "aten.special_log_softmax.default": [ex(t(4, 6, 10), 1)],
     "aten._safe_softmax.default": [ex(t(4, 6, 10), 1)],
@@ -464,9 +488,11 @@ TABLE: dict[str, list[Example]] = {
         ex(t(4, 10, 6), (10, 6), t(10, 6)),
         ex(t(4, 6), (6,)),
         ex(t(4, 6), (6,), None, t(6)),
+        ex(t(12, 6), (12, 6), t(12, 6), t(12, 6)),
+        ex(t(6), (6,)),
     ],
     "aten.native_layer_norm.default": [ex(t(4, 10, 6), (6,), t(6), t(6), 1e-5), ex(t(4, 10, 6), (10, 6), None, None, 1e-5)],
-    "aten.rms_norm.default": [ex(t(4, 10, 6), (6,), t(6)), ex(t(4, 10, 6), (10, 6))],
+    "aten.rms_norm.default": [ex(t(4, 10, 6), (6,), t(6)), ex(t(4, 10, 6), (10, 6)), ex(t(6), (6,), t(6))],
     "aten._fused_rms_norm.default": [ex(t(4, 10, 6), (6,), t(6), 1e-5), ex(t(4, 10, 6), (10, 6), None, 1e-5)],
     "aten.native_group_norm.default": [ex(t(2, 12, 5), t(12), t(12), 2, 12, 5, 4, 1e-5)],
     **batch_norms(),
@@ -479,6 +505,7 @@ TABLE: dict[str, list[Example]] = {
         ex(t(6, 12), 2, t(12)),
         ex(t(2, 12, 4, 3), 1, t(12), t(12)),
         ex(t(2, 10, 6), 1, None, None),
+        ex(t(1, 12), 1, t(12), t(12)),
     ],
     "aten.instance_norm.default": [
         ex(t(4, 6, 10), t(6), t(6), None, None, True, 0.1, 1e-5, False),

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -20,10 +21,11 @@ import transformers.integrations.moe  # noqa: F401  (an operator)
 from autopar.errors import DerivativeError, RuleError
 from autopar.formulation.prices import Prices
 from autopar.formulation.step_collectives import inside
-from autopar.ir.program import Op, Value
+from autopar.ir.program import Op, Value, filled
 from autopar.operators import RULES, OpSharding, fit
 from autopar.operators.checking.execution_check import Trial, check, distributed_trials
 from autopar.operators.checking.sample_call import Example as Called
+from autopar.operators.double_precision import DOUBLE, grouped_mm
 from autopar.operators.registry import OTHERS
 from autopar.runtime.parallel_ops import PARALLEL_OPS
 from autopar.runtime.recorder import recorded
@@ -130,6 +132,18 @@ def test_experts_get_their_rows_however_many_they_are(ends: tuple[int, ...]) -> 
     trials = list(distributed_trials(fitted))
     assert len(trials) == 6
     assert check(op, values, tensors, ranks=ranks) == check(op, values, tensors) + len(trials)
+
+
+@pytest.mark.parametrize("example", EXAMPLES["aten._grouped_mm.default"], ids=str)
+def test_grouped_products_in_double_precision_are_torchs_and_obey_its_rule(example: Example) -> None:
+    op, values, tensors = example.build("aten._grouped_mm.default")
+    args, kwargs = filled(op.args, op.kwargs, lambda ref: tensors[ref.name])
+    torch.testing.assert_close(grouped_mm(*args, **kwargs), torch.ops.aten._grouped_mm(*args, **kwargs))
+    wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    double = replace(op, target=DOUBLE[op.target], results=tuple(replace(r, dtype=torch.float64) for r in op.results))
+    held = {name: replace(value, dtype=wide[name].dtype) for name, value in values.items() if name in wide}
+    assert fit(double, held) == fit(op, values)
+    assert check(double, held, wide, ranks=ranks) == check(op, values, tensors, ranks=ranks) > 0
 
 
 def overheard(heard: list[Sent], form: str, size: int, run: Callable[[int, Callable[..., object]], F]) -> list[F]:

@@ -49,8 +49,6 @@ def check(call: Callable[[], object], kind: type[AutoparError], first: str, fix:
 @pytest.mark.parametrize(
     "mesh, first, fix",
     [
-        ((7,), "no dim of the model can be split over the 7 devices of mesh axis 'axis0'", "a batch that is a multiple of 7"),
-        ({"dp": 2, "tp": 7}, "no dim of the model can be split over the 7 devices of mesh axis 'tp'", "divide the dims"),
         ((2, 0), "a mesh needs axes of at least one device each, not (2, 0)", "mesh=(2, 4)"),
         ((2, -1), "a mesh needs axes of at least one device each, not (2, -1)", "mesh=(2, 4)"),
         ((2.0,), "a mesh needs axes of at least one device each, not (2.0,)", "mesh=(2, 4)"),
@@ -59,8 +57,40 @@ def check(call: Callable[[], object], kind: type[AutoparError], first: str, fix:
         (None, "cannot make a mesh of None", "a tuple of sizes"),
     ],
 )
-def test_a_mesh_that_is_none_or_that_no_dim_can_use_is_refused(mesh: object, first: str, fix: str) -> None:
+def test_a_mesh_that_is_none_is_refused(mesh: object, first: str, fix: str) -> None:
     check(lambda: plan(mesh), MeshError, first, fix)
+
+
+class Given(nn.Module):
+    """Returns what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Multiplied(nn.Module):
+    """Products along a dim, which cannot be padded."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumprod(0)
+
+
+@pytest.mark.parametrize(
+    "made, mesh, axis", [(Multiplied, (7,), "axis0"), (Multiplied, {"dp": 2, "tp": 7}, "tp"), (Given, (7,), "axis0")]
+)
+def test_a_model_of_which_nothing_can_be_split_over_an_axis_is_planned_whole_there(
+    made: Callable[[], nn.Module], mesh: object, axis: str
+) -> None:
+    with pytest.warns(UserWarning, match=f"over the 7 devices of mesh axis {axis!r}: planned whole there") as said:
+        found = autopar.plan(made(), X, mesh, **DEVICE)
+    assert {layout.rpartition(", ")[2] for layout in (*found.layouts.values(), *found.choices.values())} == {"I"}
+    assert sum(f"mesh axis {axis!r}" in str(warning.message) for warning in said) == 1
+
+
+def test_a_model_without_operators_runs() -> None:
+    x = torch.randn(4, 8)
+    parallel = autopar.parallelize(Given(), x, (1,), device="h100")
+    assert torch.equal(parallel(x), x)
 
 
 def test_a_mesh_larger_than_the_world_is_refused() -> None:

@@ -52,6 +52,17 @@ def test_the_gates_of_a_recurrent_network_are_split(pool: WorkerPool, made: type
     assert report.ok, report
 
 
+@pytest.mark.parametrize("made, ranks", [(nn.LSTM, 8), (nn.GRU, 6), (nn.RNN, 2)])
+def test_gates_may_be_split_over_more_ranks_than_there_are_units(pool: WorkerPool, made: type[nn.RNNBase], ranks: int) -> None:
+    torch.manual_seed(0)
+    model, x, on = Told(made, 2), torch.randn(1, 3, 8), table.mesh((ranks,))
+    name = "rnn_tanh" if made is nn.RNN else made.__name__.lower()
+    plans = (autopar.testing.random_plan(model, x, on, seed=seed) for seed in range(9))
+    plan = next(plan for plan in plans if form(plan, f":{name}#") == f"gate_parallel_{name}")
+    report = verify(model, x, on, plan, Options(), pool)
+    assert report.ok, report
+
+
 class Scan(nn.Module):
     """A selective scan, as Mamba has it: step by step, or at once by sums of logarithms; every channel for itself."""
 
@@ -113,25 +124,36 @@ def mixture() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return transformers.MixtralForCausalLM(config), {"input_ids": tokens, "labels": tokens}
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_experts_are_split_and_tokens_sent_to_them(pool: WorkerPool, ranks: int) -> None:
+PRODUCTS = {torch.float32: "grouped_mm_fallback", torch.bfloat16: "grouped_mm"}  # what transformers takes
+
+
+@pytest.mark.parametrize("ranks, dtype", [(4, torch.float32), (8, torch.float32), (4, torch.bfloat16)])
+def test_experts_are_split_and_tokens_sent_to_them(pool: WorkerPool, ranks: int, dtype: torch.dtype) -> None:
     """Two all-to-alls of tokens, there and back; what random choices misplace goes to the neighbours; no weight is sent."""
     (model, sample), on = mixture(), table.mesh((ranks,))
-    plan = autopar.plan(model, sample, on)
+    plan = autopar.plan(model.to(dtype), sample, on)
     place = "model.layers.0.mlp.experts"
     assert [plan.layouts[f"{place}.{name}_proj"] for name in ("gate_up", "down")] == ["S(0)", "S(0)"]
     assert not planning.of(plan, f"{place}.gate_up_proj", f"{place}.down_proj", f"{place}:transpose#0", f"{place}:transpose#1")
-    rows, width, inner = 2 * 8 * 16, 16, 32
+    rows, width, inner = 2 * 8 * 16, 16 * dtype.itemsize, 32 * dtype.itemsize
     misplaced = math.ceil(math.sqrt(rows / (2 * math.pi)))
     sizes = {
         "index#0": ([rows // ranks * width],) * 2,
-        "index#2": ([rows // ranks * width],) * 2,
-        "grouped_mm_fallback#0": (own := [misplaced * width, misplaced * 2 * inner], [*own, own[0]]),
-        "grouped_mm_fallback#1": (own := [misplaced * inner, misplaced * width], [*own, own[0]]),
+        "index#2": ([rows // ranks * 16 * 4],) * 2,  # by then they are weighed in float32
+        f"{PRODUCTS[dtype]}#0": (own := [misplaced * width, misplaced * 2 * inner], [*own, own[0]]),
+        f"{PRODUCTS[dtype]}#1": (own := [misplaced * inner, misplaced * width], [*own, own[0]]),
     }
     for name, passes in sizes.items():
         sent = Counter((c.where, c.kind, c.bytes) for c in planning.of(plan, f"{place}:{name}"))
         expected = zip(("forward", "backward"), passes, strict=True)
-        assert sent == Counter((where, "all_to_all", 4 * size) for where, found in expected for size in found)
+        assert sent == Counter((where, "all_to_all", size) for where, found in expected for size in found)
     report = verify(model, sample, on, plan, Options(), pool)
     assert report.ok, report
+
+
+@pytest.mark.parametrize("sizes", [(8,), (2, 2)])
+def test_experts_in_bfloat16_take_a_share_of_the_memory(sizes: tuple[int, ...]) -> None:
+    model, sample = mixture()
+    plan, alone = (autopar.plan(model.bfloat16(), sample, table.mesh(on)) for on in (sizes, (1,)))
+    assert "I" not in {plan.choices[f"model.layers.0.mlp.experts:grouped_mm#{n}"] for n in range(2)}
+    assert plan.peak_memory < 1.25 * alone.peak_memory / math.prod(sizes)

@@ -102,6 +102,40 @@ def test_a_weight_takes_time_and_memory_once_whether_it_is_used_itself_or_as_a_v
     assert first == pytest.approx(second)
 
 
+# --- lists of one tensor ----------------------------------------------------------------------------------------------------
+
+LISTS: dict[str, Callable[[torch.Tensor], object]] = {
+    "chunk": lambda x: x.chunk(1),
+    "split": lambda x: x.split(8),
+    "split into sizes": lambda x: x.split([8], 1),
+    "split at no place": lambda x: x.tensor_split([]),
+    "sections": lambda x: x.tensor_split(1) + x.hsplit(1) + x.vsplit(1),
+    "unbind": lambda x: x[:1].unbind(),
+    "meshgrid": lambda x: torch.meshgrid(x[0], indexing="ij"),
+    "broadcast": lambda x: torch.broadcast_tensors(x),
+    "without a rule": lambda x: torch._foreach_exp([x]),
+}
+
+
+class Listed(nn.Module):
+    """A layer before an operator that returns a list of one tensor."""
+
+    def __init__(self, makes: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.makes = nn.Linear(8, 8), makes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part.square().sum() for part in self.makes(self.layer(x))]).sum()  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:no sharding rule")
+@pytest.mark.parametrize("makes", LISTS)
+def test_an_operator_may_return_a_list_of_one_tensor(makes: str) -> None:
+    report = autopar.verify(Listed(LISTS[makes]), torch.randn(8, 8), (1,), device="h100")
+    assert report.ok, report
+
+
 # --- names ------------------------------------------------------------------------------------------------------------------
 
 HIDDEN = ("graph", "code", "meta", "run", "recompile", "autopar", "print_readable", "_graph", "_code", "class", "if", "None")

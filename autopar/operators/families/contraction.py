@@ -135,10 +135,33 @@ def combined(call: Call, local: Local) -> int:
     return misplaced(local.split("t") * local.operands[0][0]) * local.results[0][1]
 
 
+ALIGNED = 8  # elements of bfloat16 in 16 bytes, of which grouped products ask that every row begins at a multiple
+
+
+def grouped(call: Call) -> OpSharding:
+    """One matrix for each group of rows, of columns, or of what is summed; without groups a product for each of a batch.
+
+    A row on one rank is a multiple of 16 bytes as it is on all.
+    """
+    sizes = {f"{word}8": ALIGNED for word in "mkn"}
+    m, k, n = (
+        f"({word} {word}8!)" if size % ALIGNED == 0 else f"{word}!"
+        for word, size in zip("mkn", (call.shape("self")[-2], *call.shape("mat2")[-2:]), strict=True)
+    )
+    match call.rank("self"), call.rank("mat2"):
+        case 2, 3:
+            return call.fit(f"t! {k}, e! {k} {n}, e! -> t! {n}", sizes=sizes)
+        case 3, 2:
+            return call.fit(f"e! {m} {k}, {k} n!, e! -> {m} n!", sizes=sizes)
+        case 2, 2:
+            return call.fit(f"{m} k!, k! {n}, e! -> e! {m} {n}", sizes=sizes)
+    return call.fit(f"b {m} {k}, b {k} {n} -> b {m} {n}", sizes=sizes)
+
+
 def grouped_sizes(call: Call, local: Local) -> ProductSizes:
-    """Rows x columns of all results: each row is multiplied by one matrix only, as if all had the same."""
-    *held, n = local.results[0]
-    return ProductSizes(1, math.prod(held), n, local.operands[0][-1])
+    """Rows x columns of one product: each row, or column, is multiplied by one matrix only, as if all had the same."""
+    (*batch, m, k), (*batches, _, n) = local.operands[:2]
+    return ProductSizes(math.prod(batch) if batch and batches else 1, m, n, k)
 
 
 def einsum_alias(call: Call) -> Alias:
@@ -162,9 +185,7 @@ EXPERTS = ParallelForm(
     backward=(DISPATCH, COMBINE, DISPATCH),
 )
 # One matrix for each group of rows; the third operand says where groups end.
-GROUPED_PRODUCT = op(
-    "t! k, e! k n, e! -> t! n", linear="input, weight", distributed=[EXPERTS], flops=product(grouped_sizes, 0, 1)
-)
+GROUPED_ROWS = op("t! k, e! k n, e! -> t! n", linear="input, weight", distributed=[EXPERTS], flops=product(grouped_sizes, 0, 1))
 
 TABLE: dict[str, Rule] = {
     # products of matrices
@@ -264,6 +285,7 @@ TABLE: dict[str, Rule] = {
     "aten.kron.default": op(kron, linear="self, other"),
     "aten.linalg_multi_dot.default": op(multi_dot, flops=chain, autocast=Autocast.LOWER),
     "aten.chain_matmul.default": op(multi_dot, flops=chain, autocast=Autocast.LOWER),
+    "aten._grouped_mm.default": op(grouped, linear="self, mat2", distributed=[EXPERTS], flops=product(grouped_sizes, 0, 1)),
     # vectors along a dim
     "aten.linalg_vecdot.default": op(
         "... @dim ..., ... @dim ... -> ...", linear="x, y", flops=contraction, padding=padding.product, autocast=Autocast.LOWER

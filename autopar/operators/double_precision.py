@@ -1,0 +1,70 @@
+"""Operators in double precision, where torch has none: what verification runs in the place of torch's own.
+
+autopar::grouped_mm    aten._grouped_mm: products of groups of rows, of columns or of what is summed, one matrix each
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+DOUBLE = {"aten._grouped_mm.default": "autopar.grouped_mm.default"}  # by torch's operator, whose arguments they take
+
+
+@torch.library.custom_op("autopar::grouped_mm", mutates_args=())
+def grouped_mm(
+    self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """`torch._grouped_mm` in any dtype; zeros for rows and columns after the last group. There is never a bias.
+
+    (t, k), (e, k, n) -> (t, n)    rows up to offs[0] times the first matrix, and so on
+    (e, m, k), (k, n) -> (m, n)    columns likewise
+    (m, k), (k, n) -> (e, m, n)    the sum over k in groups, one matrix each
+    (e, m, k), (e, k, n) -> (e, m, n)
+    """
+    if offs is None:
+        return self @ mat2
+    groups = [slice(*ends) for ends in itertools.pairwise([0, *offs.tolist()])]
+    found = self.new_zeros(_shape(self, mat2, offs))
+    for number, group in enumerate(groups):
+        if mat2.dim() == 3:
+            found[group] = self[group] @ mat2[number]
+        elif self.dim() == 3:
+            found[:, group] = self[number] @ mat2[:, group]
+        else:
+            found[number] = self[:, group] @ mat2[group]
+    return found
+
+
+@grouped_mm.register_fake
+def _(
+    self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    return self.new_empty(_shape(self, mat2, offs))
+
+
+def _shape(a: Tensor, b: Tensor, offs: Tensor | None) -> tuple[int, ...]:
+    """The shape of the product: with the groups in front where both have them, or neither."""
+    groups = a.shape[:1] if offs is None else offs.shape if a.dim() == b.dim() else ()
+    return *groups, a.shape[-2], b.shape[-1]
+
+
+class _Context(Protocol):
+    saved_tensors: tuple[Tensor, Tensor, Tensor | None]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+
+def _setup(ctx: _Context, inputs: tuple[Tensor, Tensor, Tensor | None, None, None], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    a, b, offs = ctx.saved_tensors
+    return grouped_mm(gradient, b.mT, offs), grouped_mm(a.mT, gradient, offs), None, None, None
+
+
+grouped_mm.register_autograd(_backward, setup_context=_setup)
