@@ -32,7 +32,7 @@ from autopar.explain.progress import progress
 from autopar.passes.precision import PRECISIONS
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
-from autopar.plan.text import literal, plain
+from autopar.plan.text import literal_part, plain
 from autopar.planning.planner import Planned, make_plan
 from autopar.search_space.schemes import STRATEGIES
 
@@ -72,7 +72,7 @@ def _print(answer: CommandOutput, *, json: bool) -> None:
     console = Console(highlight=False, markup=False, emoji=False) if sys.stdout.isatty() else None
     for part in answer.parts():
         if console:
-            console.print(literal(part))
+            console.print(literal_part(part))
         else:
             print(plain([part]), flush=True)
 

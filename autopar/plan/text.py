@@ -34,7 +34,7 @@ def grid(*columns: str, right: Sequence[int] = ()) -> Table:
     for place, column in enumerate(columns):
         last = place == len(columns) - 1
         justify, overflow = "right" if place in right else "left", "fold" if last else "ellipsis"
-        table.add_column(printable(column), justify=justify, no_wrap=not last, overflow=overflow)  # type: ignore[arg-type]
+        table.add_column(literal(column), justify=justify, no_wrap=not last, overflow=overflow)  # type: ignore[arg-type]
     return table
 
 
@@ -43,13 +43,18 @@ def plain(parts: Iterable[Part]) -> str:
     console = Console(width=WIDTH, color_system=None, force_terminal=False, highlight=False, markup=False, emoji=False)
     with console.capture() as capture:
         for part in parts:
-            console.print(literal(part))
+            console.print(literal_part(part))
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def literal(part: Part) -> Part:
-    """A part as a console takes it; of what lines contain, names too, nothing moves the cursor or ends a line."""
-    return part if isinstance(part, Table) else "\n".join(map(printable, part.split("\n")))
+def literal_part(part: Part) -> Part:
+    """A part as a console takes it: see `literal`; the cells of tables are literal already."""
+    return literal(part) if isinstance(part, str) else part
+
+
+def literal(text: str) -> str:
+    """Lines as a console takes them; of what they contain, names too, nothing moves the cursor."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def wild(name: str) -> str:

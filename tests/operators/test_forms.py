@@ -36,7 +36,7 @@ from tests.operators.examples import EXAMPLES
 from tests.support import planning
 
 TARGETS = sorted(target for target, rule in RULES.items() if rule.distributed)
-ONCE = {"aten.index.Tensor"}  # beside attention, whose fused kernels have one derivative only
+ONCE = {"aten.index.Tensor", "aten._grouped_mm.default"}  # beside attention, whose fused kernels have one derivative only
 # Calls that know of scores that are minus infinity, and which operand they are.
 HIDDEN = [
     ("aten.cross_entropy_loss.default", ex(t(4, 6), ints(4, high=6), None, 2), "x0"),
