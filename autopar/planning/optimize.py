@@ -100,7 +100,8 @@ def solved_within(
 
 
 def _beside_strategies(best: Optimized, options: Options, limit: Bytes, settings: SearchSettings) -> Optimized:
-    """The better of a solution and, where it is far from its bound, of the named strategies and the unconstrained layouts."""
+    """The better of a solution and of `zero1` where it gathers weights or micro-batches share them; where it is far from its
+    bound, of all named strategies and the unconstrained layouts."""
     if options.strategy != "auto":
         return best
     analysis, gap = best.formulated.analysis, _gap(best)

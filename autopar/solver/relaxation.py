@@ -173,13 +173,13 @@ class Relaxation:
         return [picks for _, picks in picks_of(self.program, duals)], arcs
 
 
-def relaxation_of(problem: Problem, settings: SearchSettings, *, quick: bool = False) -> Relaxation:
+def relaxation_of(problem: Problem, settings: SearchSettings) -> Relaxation:
     """The relaxation of a problem with its fixed charges and regions, which are added to the optimum without them.
 
     Rows (excess) are dense: they join one by one where they are broken (gpt2 on (2, 2, 2), A100: 17 CPU seconds; all that are
     broken at once: 110; all from the start: 215). T5 on (2, 4), H100: 1.7 CPU seconds, 15.7 with charges from the start.
     """
-    relaxation = Relaxation(IntegerProgram(problem, fixed_charges=False), settings, quick=quick)
+    relaxation = Relaxation(IntegerProgram(problem, fixed_charges=False), settings)
     relaxation.add_fixed_charges()
     return relaxation
 

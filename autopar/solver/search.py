@@ -147,7 +147,7 @@ def _integral(search: Search, relaxed: SolverResult) -> Solution | None:
         partial = fractional_recomputation(program, relaxed, settings.integrality)
         if partial or (solution.status == "optimal" and search.keeps(solution)):
             return solution
-    if not (search.relaxation.bounds_memory or program.columns.regions):  # with rows so long, branching takes minutes
+    if not (search.relaxation.bounds_memory or program.columns.regions):  # regions have long rows: branching takes minutes
         return _branched(search, relaxed)
     near = _near(search, relaxed)
     if not settings.exact and (near is not None or search.relaxation.bounds_memory):

@@ -5,9 +5,9 @@
     relax      Relaxation.relax                every solution costs at least `bound`
     window     reduced_cost_fixing.window      what is left out costs more than the window is wide, whatever rows are added
     rows       LazyRows, search.search_rows    what a judge finds too large in a rounded relaxation is forbidden everywhere
-    dive       dive.dive                       where rows bind: a solution near the relaxation
+    dive       dive.dive                       where rows bind or messages overlap: a solution near the relaxation
     rens       branch.rens                     where that is far from its bound: the best one of what relaxation and dive use
-    branch     branch.branch                   where no rows bind and nothing overlaps: a solution within the gap
+    branch     branch.branch                   where no rows bind, nor dive and rens find one: a solution within the gap
     members    members.WholeMembers            the best whole numbers of members of its layouts, which break no row
     judge      LazyRows.excess                 the solution breaks no row, those included that nobody has asked for yet
     reroute    routes.reroute                  the same layouts for no more, in fewer messages

@@ -175,7 +175,7 @@ def test_rates_that_no_device_has_are_refused(bad: float) -> None:
 
 
 # The largest median error, of those rows that the law is fitted to or should predict. Products within training steps are slower
-# than isolated ones, up to 40% (V100 backward), as docs/prices.md says.
+# than isolated ones, up to 40% (L4), as docs/prices.md says.
 BOUNDS = {
     "attention": 0.05,
     "op enc-1st-layernorm, backward": 0.1,
