@@ -53,6 +53,11 @@ class BudgetLoop:
         self._solver = Solver(formulated.problem, settings)
         self._rows: dict[int, Row] = {}  # of the moments that exceeded a limit
 
+    @property
+    def binds(self) -> bool:
+        """Whether a limit has bound: whether what is cheapest without one holds too much."""
+        return bool(self._rows)
+
     def within(self, limit: Bytes, *, cutoff: float = math.inf) -> Solution | None:
         """The cheapest solution whose walk stays within `limit` bytes per device; None if there is none below `cutoff` seconds.
 

@@ -117,6 +117,15 @@ def hidden_time(events: Sequence[StepEvent], prices: StepPrices, *, once: bool) 
     return saved - overlap.excess(busy, links)
 
 
+def unhidden_time(schedule: Schedule, prices: StepPrices) -> Seconds:
+    """Seconds by which a step would be shorter if computing hid every message of weights that it could hide anywhere."""
+    events, overlap, once = step_events(schedule, prices), prices.overlap(once=schedule.chosen.once), schedule.chosen.once
+    if overlap is None:
+        return 0.0
+    ahead = sum(event.seconds for event in events if _place(event, overlap, prices.analysis)[1])
+    return (1 - overlap.beta) * ahead - hidden_time(events, prices, once=once)
+
+
 def _place(event: StepEvent, overlap: Overlap, analysis: Analysis) -> tuple[int | None, bool]:
     """The place of an event, and whether it is a message that runs ahead; None where it is bare, or belongs to no region."""
     of, message, backward = event.of, event.message, event.phase != "forward"
@@ -202,4 +211,4 @@ def _ends(schedule: Schedule, prices: StepPrices, run: RecomputeChoice) -> Itera
     yield StepEvent(time=end, kind="optimizer", of=prices.prices.optimizer.name, phase="backward", seconds=seconds)
 
 
-__all__ = ["StepEvent", "StepPrices", "hidden_time", "step_events", "step_time"]
+__all__ = ["StepEvent", "StepPrices", "hidden_time", "step_events", "step_time", "unhidden_time"]

@@ -18,7 +18,7 @@ from autopar.formulation.budget_loop import BudgetLoop, smallest, within
 from autopar.formulation.formulate import PlanningProblem, formulate
 from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.read_solution import assignment
-from autopar.formulation.step_time import step_time
+from autopar.formulation.step_time import step_time, unhidden_time
 from autopar.ir.mesh import Bytes, Mesh, Seconds
 from autopar.ir.program import Output, Program
 from autopar.ir.training_step import TrainingStep
@@ -71,12 +71,12 @@ def solved(
     optimizer, limit = optimizers.optimizer(options.optimizer), parse_bytes(options.budget, mesh)
     memory_model = _formulated(analysis, mesh, optimizer, options)
     stop("formulate")
-    solution = within(memory_model.formulated, memory_model, limit, settings=settings)
+    loop = BudgetLoop(memory_model.formulated, memory_model, settings)
+    solution = loop.within(limit)
     if solution is None:
         raise _impossible(memory_model, limit, options, settings)
-    best = _beside_strategies(
-        Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer), options, limit, settings
-    )
+    found = Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer)
+    best = _beside_strategies(found, options, limit, settings, binds=loop.binds)
     stop("solve")
     return best
 
@@ -96,26 +96,25 @@ def solved_within(
         solution = loop.within(limit)
         if solution is not None:
             found = Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer)
-            yield limit, _beside_strategies(found, options, limit, settings)
+            yield limit, _beside_strategies(found, options, limit, settings, binds=loop.binds)
 
 
-def _beside_strategies(best: Optimized, options: Options, limit: Bytes, settings: SearchSettings) -> Optimized:
-    """The better of a solution and of `zero1` where it gathers weights or micro-batches share them; where it is far from its
-    bound, of all named strategies and the unconstrained layouts."""
+def _beside_strategies(best: Optimized, options: Options, limit: Bytes, settings: SearchSettings, *, binds: bool) -> Optimized:
+    """The better of a solution and of `zero1` where weights gathered once may be hidden better; where it is far from its bound,
+    of all named strategies, and of the unconstrained layouts if the limit `binds`."""
     if options.strategy != "auto":
         return best
     analysis, gap = best.formulated.analysis, _gap(best)
-    best = _with_free_layouts(best, limit, settings) if gap > settings.free_layouts_gap else best
-    once = (ONCE,) if analysis.step.loop or _gathers_beside(best) else ()  # weights gathered once are a program of their own
+    best = _with_free_layouts(best, limit, settings) if binds and gap > settings.free_layouts_gap else best
+    once = (ONCE,) if analysis.step.loop or _waits(best) > settings.once_gap else ()  # a program of its own
     return _best_named(best, analysis, options, limit, NAMED if gap > settings.strategies_gap else once, settings)
 
 
-def _gathers_beside(found: Optimized) -> bool:
-    """Whether messages overlap with computing and a solution stores a weight split."""
-    formulated = found.formulated
-    device, given = formulated.mesh.device, assignment(formulated, found.solution).given
-    overlaps = device is not None and device.interference < 1
-    return overlaps and any(state.kind == "S" for p in formulated.program.parameters for state in given[p.value.name])
+def _waits(found: Optimized) -> float:
+    """The share of a solution's step that messages of weights take because nothing hides them where they are."""
+    formulated, seconds = found.formulated, solution_time(found.formulated, found.solution)
+    schedule = Schedule(formulated.program, assignment(formulated, found.solution))
+    return unhidden_time(schedule, formulated.step_prices) / seconds if seconds else 0.0
 
 
 def _gap(found: Optimized) -> float:

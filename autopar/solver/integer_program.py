@@ -78,9 +78,14 @@ class RowBound:
 
 
 class IntegerProgram:
-    """The integer program of a problem; costs are in microseconds, or in `peak_weight` once it minimises memory."""
+    """The integer program of a problem; costs are in microseconds, or in `peak_weight` once it minimises memory.
 
-    def __init__(self, problem: Problem, *, fixed_charges: bool = True) -> None:
+    Args:
+        problem: what is solved.
+        joint: with the prices that several choices have together, of fixed charges and regions; else they are added later.
+    """
+
+    def __init__(self, problem: Problem, *, joint: bool = True) -> None:
         self.problem, self.columns, self.matrix = problem, Columns(), Matrix()
         self._per_second = MICROSECONDS
         self._peak: tuple[int, float] | None = None  # the column of the peak, and its unit in bytes
@@ -91,8 +96,9 @@ class IntegerProgram:
             self.matrix.add_row(first + np.arange(number), np.ones(number), 1.0, 1.0)
         for edge in problem.edges:
             self._edge(edge)
-        if fixed_charges:
+        if joint:
             self.add_fixed_charges()
+            self.add_regions()
 
     def _add_columns(self, seconds: Floats, *, integer: bool = False) -> int:
         return self.matrix.add_columns(seconds * self._per_second, integer=integer)
@@ -132,10 +138,14 @@ class IntegerProgram:
         self.matrix.add_rows(rows, columns, values, edge.nodes, 0.0, 0.0)
 
     def add_fixed_charges(self) -> None:
-        """(charge), of messages that are sent once; and (excess), which counts them."""
+        """(charge), of messages that are sent once."""
         for number, fixed_charge in enumerate(self.problem.fixed_charges):
             if not fixed_charge.recomputed:
                 self._charge(number, fixed_charge)
+
+    def add_regions(self) -> None:
+        """(excess), which counts charges as well: after those, and before anything is recomputed."""
+        assert not self.columns.rerun
         self.columns.regions = add_regions(self.problem, self.columns, self.matrix, self._per_second / MICROSECONDS)
 
     def add_recomputation(self) -> list[int]:

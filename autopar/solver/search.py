@@ -94,12 +94,16 @@ def search_rows(search: Search, memory: LazyRows, cutoff: float) -> Outcome:
         rows = rows or memory.tightened(window, excess)
     if best is None:
         return Outcome(solution=None, bound=bound)
-    other = reroute(window.problem, best, settings.equal_price)
-    changed = (other.picks, other.arcs, other.recompute) != (best.picks, best.arcs, best.recompute)
-    cheap = other.seconds <= best.seconds * (1 + settings.equal_price)
-    if changed and cheap and search.keeps(other) and not memory.excess(window, other):
-        best = other
+    best = rerouted(search, memory, best)
     return Outcome(solution=best, bound=bound if search.tightened else max(bound, best.bound))
+
+
+def rerouted(search: Search, memory: LazyRows, best: Solution) -> Solution:
+    """A solution with its layouts and no more expensive routes in fewer messages, where that breaks no row."""
+    other, equal = reroute(search.window.problem, best, search.settings.equal_price), 1 + search.settings.equal_price
+    changed = (other.picks, other.arcs, other.recompute) != (best.picks, best.arcs, best.recompute)
+    cheap = changed and other.seconds <= best.seconds * equal
+    return other if cheap and search.keeps(other) and not memory.excess(search.window, other) else best
 
 
 def _with_whole_members(search: Search, memory: LazyRows, solution: Solution) -> tuple[Solution, list[Excess], list[Row]]:
@@ -116,13 +120,14 @@ def _with_whole_members(search: Search, memory: LazyRows, solution: Solution) ->
     return solution, excess, memory.met_by_copies(window)
 
 
-def broken_by_rounding(search: Search, memory: LazyRows, relaxed: SolverResult) -> list[Row]:
-    """The rows that a rounded relaxation breaks; none where no routes join what it takes most of."""
+def round_and_judge(search: Search, memory: LazyRows, relaxed: SolverResult) -> tuple[Solution | None, list[Row]]:
+    """A rounded relaxation, None where no routes join what it takes most of or it holds too much; and the rows it breaks."""
     try:
         solution = rounded(search.relaxation.program, relaxed, search.settings)
     except NoRouteError:
-        return []
-    return memory.fresh(search.window, memory.excess(search.window, solution))
+        return None, []
+    excess = memory.excess(search.window, solution)
+    return None if excess else solution, memory.fresh(search.window, excess)
 
 
 def _relax_with_rows(search: Search, memory: LazyRows, rows: list[Row], cutoff: float) -> Relaxed:
@@ -134,7 +139,7 @@ def _relax_with_rows(search: Search, memory: LazyRows, rows: list[Row], cutoff: 
         bound = bound if search.tightened else max(bound, relaxed.bound)
         if relaxed.result is None or not search.relaxation.open_choices(relaxed.result):
             return replace(relaxed, bound=bound)
-        rows = broken_by_rounding(search, memory, relaxed.result)
+        _, rows = round_and_judge(search, memory, relaxed.result)
         if not rows:
             return replace(relaxed, bound=bound)
 
@@ -195,4 +200,4 @@ def _branched(search: Search, relaxed: SolverResult) -> Solution | None:
     return solution
 
 
-__all__ = ["Outcome", "Search", "broken_by_rounding", "search_rows"]
+__all__ = ["Outcome", "Search", "rerouted", "round_and_judge", "search_rows"]

@@ -175,6 +175,11 @@ class SearchSettings:
     """Relative gap of the best plan beyond which the layouts of the unconstrained optimum are tried as well, with what must be
     recomputed then: GPT-2 on (2, 4) at 1.38 GiB is 0.5% slower without, at a gap of 2.9% (budgets)."""
 
+    once_gap: float = 1e-2
+    """Share of the step that messages of weights take unhidden, beyond which gathering them once (`zero1`) is tried: that can
+    win no more of these layouts. Of 15 baselines it wins on one, 0.9% where 4.3% is unhidden; below 1% it cost a third of the
+    planning time and won nothing."""
+
     strategies_gap: float = 5e-2
     """Relative gap of the best plan beyond which the named strategies are tried as well: they are points of the same search
     space, so that they can win that gap at most. At 1% they were tried on three of 18 budgets (GPT-2, ViT, Llama on (4,) and
