@@ -38,7 +38,7 @@ from autopar.search_space.schemes import STRATEGIES
 
 OPTIONS = ("device", "budget", "strategy", "optimizer", "precision", "reduce", "microbatches", "recompute")
 PLANNING = ("mesh", *OPTIONS, "constraint", "dynamic")  # options that make another plan
-MODEL = ("why", "why_not", "budget_sweep", "code", "trace")  # what a plan without its model cannot answer
+MODEL = ("why", "why_not", "budget_sweep", "sensitivity", "code", "trace")  # what a plan without its model cannot answer
 
 NEXT = {  # what follows a phase of planning
     "capture": "analysing the program",
@@ -108,6 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     why_not = "plan again with this layout forced, and say what changes and what it costs; may be given several times"
     ask.add_argument("--why-not", metavar="NAME=LAYOUT", action="append", default=[], help=why_not)
     ask.add_argument("--budget-sweep", action="store_true", help="the step time within smaller and smaller budgets")
+    far = "what this plan loses if links or kernels are 20%% faster or slower than their prices say"
+    ask.add_argument("--sensitivity", action="store_true", help=far)
     ask.add_argument("--code", action="store_true", help="the emitted module, as rank 0 runs it")
     ask.add_argument("--diff", nargs=2, metavar=("OLD.json", "NEW.json"), help="what differs between two saved plans")
     check.add_arguments(parser)
@@ -158,7 +160,8 @@ def _explained(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
         found = Explanation(planned=planned, options=asked)
         if options.trace:
             _write(options.trace, found.trace)
-        return found.plan, of_model(found, options.why, forced, code=options.code, sweep=options.budget_sweep)
+        asked_for = {"code": options.code, "sweep": options.budget_sweep, "sensitivity": options.sensitivity}
+        return found.plan, of_model(found, options.why, forced, **asked_for)
 
 
 def _question(options: argparse.Namespace) -> str:
@@ -167,6 +170,8 @@ def _question(options: argparse.Namespace) -> str:
         return "planning with the layouts forced"
     if options.why:
         return "pricing the alternatives"
+    if options.sensitivity:
+        return "planning at other prices"
     if options.code or options.budget_sweep:
         return "answering"
     return "planning the named strategies"

@@ -12,6 +12,7 @@ from autopar.api import options_of
 from autopar.explain.code import code
 from autopar.explain.comparison import Compared, compare, comparison
 from autopar.explain.report import report
+from autopar.explain.sensitivity import Sensitivity, sensitivity
 from autopar.explain.why import Why, why
 from autopar.explain.whynot import WhyNot, why_not
 from autopar.plan.options import Options
@@ -45,6 +46,11 @@ class Explanation:
     def compared(self) -> list[Compared]:
         """Every named strategy for the same model, mesh and budget."""
         return compare(self.planned, self.options)
+
+    @functools.cached_property
+    def sensitivity(self) -> list[Sensitivity]:
+        """What the plan loses where links or kernels are 20% faster or slower than their prices say; plans four times."""
+        return list(sensitivity(self.planned, self.options))
 
     @property
     def code(self) -> str:

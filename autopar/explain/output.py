@@ -11,6 +11,7 @@ from autopar.explain.comparison import Compared
 from autopar.explain.difference import Difference
 from autopar.explain.explanation import Explanation
 from autopar.explain.report import report
+from autopar.explain.sensitivity import sensitivity_parts
 from autopar.explain.why import why_parts
 from autopar.explain.whynot import WhyNot, why_not_parts
 from autopar.plan.plan import Plan
@@ -50,12 +51,18 @@ def of_difference(found: Difference) -> CommandOutput:
 
 
 def of_model(
-    found: Explanation, why: Sequence[str], why_not: Mapping[str, str], *, code: bool, sweep: bool = False
+    found: Explanation,
+    why: Sequence[str],
+    why_not: Mapping[str, str],
+    *,
+    code: bool,
+    sweep: bool = False,
+    sensitivity: bool = False,
 ) -> CommandOutput:
     """The answers to what was asked about a model: the report if nothing was. The data always hold the plan."""
     sections: list[tuple[Part, ...]] = []
     data: dict[str, object] = {"plan": _plan(found.plan), "phases": dict(found.planned.phases)}
-    if not (why or why_not or code or sweep):
+    if not (why or why_not or code or sweep or sensitivity):
         data["strategies"] = [_strategy(entry) for entry in found.compared]
         sections.append(tuple(found.parts()))
     if why:
@@ -66,6 +73,9 @@ def of_model(
         other = found.why_not(why_not)
         sections.append(tuple(why_not_parts(found.plan, other)))
         data["why_not"] = _why_not(other)
+    if sensitivity:
+        sections.append(tuple(sensitivity_parts(found.sensitivity)))
+        data["sensitivity"] = [asdict(one) for one in found.sensitivity]
     if code:
         sections.append((found.code.rstrip(),))
         data["code"] = found.code
