@@ -64,7 +64,7 @@ def test_the_plan_at_other_prices_takes_what_its_parts_take(batch: int, speed: f
 
 
 def test_near_the_turn_from_one_layout_to_another_a_plan_loses_and_far_from_it_nothing() -> None:
-    """The plan of 64 rows splits weights and loses where links are slower; that of 256 splits the batch, and loses elsewhere."""
+    """The plan of 64 rows splits weights and loses where links are slower; that of 256 splits the batch and loses elsewhere."""
     small, large = (
         {(one.what, one.speed): one.lost for one in sensitivity(planned(batch, mesh((8,), LINK)), Options())}
         for batch in (64, 256)
