@@ -1,7 +1,7 @@
 """Why an operator runs as it does: its candidates, and what each would cost with the rest of the plan as it was chosen.
 
 marginal price = the candidate's own time + the cheapest conversions to and from the chosen layouts of its neighbours, with the
-latency of messages that carry nothing else
+latency of messages that carry nothing else, and with what messages outlast computing by more, or less, than in the plan
 
 Other operators keep their choice here; what a change costs when all of them may follow is answered by planning
 again (`autopar.explain.whynot`).
@@ -21,7 +21,16 @@ from autopar.operators.dim_labels import LabelSample, kind_of
 from autopar.plan.text import Part, folded, grid, milliseconds, size_text
 from autopar.planning.optimize import Optimized
 from autopar.search_space.candidates import Candidate
-from autopar.solver.problem import FixedCharge, Solution, charge_share, route_price, trigger_share
+from autopar.solver.overlap import excess, own_seconds
+from autopar.solver.problem import (
+    NOTHING,
+    FixedCharge,
+    Solution,
+    activity_of,
+    charge_share,
+    route_price,
+    trigger_share,
+)
 from autopar.solver.routes import tree
 
 MOST = 8  # candidates shown, and operators if a name matches many
@@ -119,11 +128,11 @@ def _prices(solved: Optimized, choice: int, most: int) -> dict[int, tuple[Second
     own = problem.choices[choice].seconds
     picked = solution.picks[choice]
     around = _around(solved, choice)
-    fixed_charges = _alone(solved, around)
+    fixed_charges, waits = _alone(solved, around), _Waiting(solved, choice, around)
     prices: dict[int, tuple[Seconds, Seconds]] = {}
     for pick in sorted(range(len(own)), key=lambda pick: (pick != picked, own[pick])):
         totals = sorted(sum(price) for price in prices.values())
-        if len(totals) >= most and own[pick] > totals[most - 1]:
+        if len(totals) >= most and own[pick] - waits.chosen > totals[most - 1]:
             break
         moved = _moved(solved, choice, pick)
         if moved is not None:
@@ -133,8 +142,35 @@ def _prices(solved: Optimized, choice: int, most: int) -> dict[int, tuple[Second
                 for fixed_charge in fixed_charges
                 if charge_share(problem, fixed_charge, moved.picks, moved.arcs)
             )
-            prices[pick] = float(own[pick]), seconds
+            prices[pick] = float(own[pick]), seconds + waits.more(moved)
     return prices
+
+
+class _Waiting:
+    """By how much messages outlast the computing beside them, where one choice and the edges around it change."""
+
+    def __init__(self, solved: Optimized, choice: int, around: Sequence[int]) -> None:
+        self._problem, solution = solved.formulated.problem, solved.solution
+        charges = self._problem.fixed_charges
+        self._paid = [charge_share(self._problem, charge, solution.picks, solution.arcs) for charge in charges]
+        self._touched = [t for t, charge in enumerate(charges) if any(one.edge in around for one in charge.triggers)]
+        regions = self._problem.regions
+        self._near = [region.mapped(lambda load: load.of({choice}, around, self._touched)) for region in regions]
+        everything = activity_of(self._problem, solution.picks, solution.arcs, NOTHING, self._paid)
+        self._whole, self._before = own_seconds(regions, everything), own_seconds(self._near, everything)
+        self.chosen = excess(regions, self._whole)
+
+    def more(self, moved: Solution) -> Seconds:
+        """Seconds more than in the plan, less than 0 if fewer."""
+        paid = list(self._paid)
+        for t in self._touched:
+            paid[t] = charge_share(self._problem, self._problem.fixed_charges[t], moved.picks, moved.arcs)
+        now = own_seconds(self._near, activity_of(self._problem, moved.picks, moved.arcs, NOTHING, paid))
+        changed = [
+            (busy + after - before, [one + x - y for one, x, y in zip(links, later, earlier, strict=True)])
+            for (busy, links), (after, later), (before, earlier) in zip(self._whole, now, self._before, strict=True)
+        ]
+        return excess(self._problem.regions, changed) - self.chosen
 
 
 def _around(solved: Optimized, choice: int) -> list[int]:
@@ -185,6 +221,7 @@ def why_parts(solved: Optimized, found: Sequence[Why]) -> Iterator[Part]:
         yield f"and {len(found) - MOST} more: {', '.join(answer.name for answer in found[MOST:])}"
         yield ""
     yield "own time: forward and backward, or the optimizer step of a stored tensor; conversions: between it and its neighbours"
+    yield "conversions count what computing does not hide of their messages, and what it hides no more of others"
     yield "the rest of the plan stays as chosen here; --why-not NAME=LAYOUT plans again, so that the rest may follow"
 
 

@@ -14,7 +14,7 @@ A region may hold others: a share of each of its `parts`, which lasts `busy + ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -58,6 +58,17 @@ class Load:
             arcs={w: seconds[arcs[w]] for w, seconds in self.arcs.items()},
             conditional={(w, place): seconds[arcs[w]] for (w, place), seconds in self.conditional.items()},
             reconverts={w: seconds[arcs[w]] for w, seconds in self.reconverts.items()},
+        )
+
+    def of(self, choices: Collection[int], edges: Collection[int], charges: Collection[int]) -> Load:
+        """The part of the load that is of these."""
+        return Load(
+            choices={o: seconds for o, seconds in self.choices.items() if o in choices},
+            reruns={o: seconds for o, seconds in self.reruns.items() if o in choices},
+            arcs={w: seconds for w, seconds in self.arcs.items() if w in edges},
+            conditional={key: seconds for key, seconds in self.conditional.items() if key[0] in edges},
+            reconverts={w: seconds for w, seconds in self.reconverts.items() if w in edges},
+            charges={t: seconds for t, seconds in self.charges.items() if t in charges},
         )
 
     def seconds(self, activity: Activity) -> float:
@@ -115,9 +126,16 @@ class OverlapRegion:
         return replace(self, busy=change(self.busy), links=tuple(map(change, self.links)))
 
 
-def excess(regions: Sequence[OverlapRegion], activity: Activity) -> float:
-    """Seconds by which the regions of a solution last longer than they are busy, all together."""
-    own = [(region.busy.seconds(activity), [link.seconds(activity) for link in region.links]) for region in regions]
+Own = list[tuple[float, list[float]]]  # by region: seconds that it is busy, and on each link, without its parts
+
+
+def own_seconds(regions: Sequence[OverlapRegion], activity: Activity) -> Own:
+    """What a solution keeps each region busy with and puts on its links, without its parts."""
+    return [(region.busy.seconds(activity), [link.seconds(activity) for link in region.links]) for region in regions]
+
+
+def excess(regions: Sequence[OverlapRegion], own: Own) -> float:
+    """Seconds by which regions last longer than they are busy, all together."""
     return sum(outlasting(own, [(region.parts, region.share) for region in regions]))
 
 
@@ -138,4 +156,4 @@ def outlasting(own: Sequence[tuple[float, Sequence[float]]], parts: Sequence[tup
     return over
 
 
-__all__ = ["Activity", "Load", "OverlapRegion", "excess", "outlasting"]
+__all__ = ["Activity", "Load", "OverlapRegion", "Own", "excess", "outlasting", "own_seconds"]

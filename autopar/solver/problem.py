@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from autopar.solver.overlap import Activity, OverlapRegion, excess
+from autopar.solver.overlap import Activity, OverlapRegion, excess, own_seconds
 from autopar.solver.overlap import Floats as Floats
 from autopar.solver.overlap import Ints as Ints
 
@@ -228,7 +228,7 @@ def price(problem: Problem, picks: Picks, arcs: Arcs, recompute: RecomputeCounts
     paid = [charge_share(problem, fixed_charge, picks, arcs, recompute) for fixed_charge in problem.fixed_charges]
     total += sum(fixed_charge.seconds * share for fixed_charge, share in zip(problem.fixed_charges, paid, strict=True))
     if problem.regions:
-        total += excess(problem.regions, _activity(problem, picks, arcs, recompute, paid))
+        total += excess(problem.regions, own_seconds(problem.regions, activity_of(problem, picks, arcs, recompute, paid)))
     total += sum(route_price(edge, picks, used) for edge, used in zip(problem.edges, arcs, strict=True))
     for (edge, arc), members in recompute.arcs.items():
         seconds = problem.edges[edge].recompute
@@ -236,7 +236,7 @@ def price(problem: Problem, picks: Picks, arcs: Arcs, recompute: RecomputeCounts
     return total + offload_price(problem, recompute)
 
 
-def _activity(problem: Problem, picks: Picks, arcs: Arcs, recompute: RecomputeCounts, paid: Sequence[float]) -> Activity:
+def activity_of(problem: Problem, picks: Picks, arcs: Arcs, recompute: RecomputeCounts, paid: Sequence[float]) -> Activity:
     """How much a solution uses of everything that has a price; `paid` are the shares of fixed charges."""
 
     @functools.cache

@@ -62,7 +62,7 @@ def test_no_candidate_beats_the_chosen_one_by_more_than_the_gap(name: str) -> No
 def test_a_marginal_price_is_the_difference_of_two_whole_prices(name: str) -> None:
     found = explained()
     solved = found.planned.solved
-    problem, solution = replace(solved.formulated.problem, regions=()), solved.solution  # before overlap
+    problem, solution = solved.formulated.problem, solved.solution
     whole = price(problem, solution.picks, solution.arcs)
     for answer in found.why(name):
         choice = solved.formulated.names.index(answer.name)
