@@ -147,6 +147,7 @@ class _Other:
         sizes = [replace(size, multiple=1) for size in self.plan.dynamic]
         resolved = _from_rank_0(lambda: source.plan(captured, self.mesh, sizes), captured, state.context)
         twin = _emitted(captured, held, resolved, state.context, state.rng_state.seed)
+        twin.autopar.rng_state = state.rng_state  # one count of calls, whichever mode the model was captured in
         twin.autopar.vary(_Sized(source, resolved), resolved.plan.dynamic)
         return twin
 

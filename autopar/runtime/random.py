@@ -7,19 +7,22 @@ coordinates on the mesh axes that split the operator). The caller's generators a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
+from autopar.errors import InputError
 from autopar.runtime.world import Axis, Context
 
 
 class RngState:
     """The random state of one parallel model: its seed, equal on all ranks (`agreed_seed`), and the number of calls so far.
 
-    Two calls of the model draw different numbers; another model with the same seed repeats them.
+    Two calls of the model draw different numbers; another model with the same seed repeats them. Stateful, as
+    torch.distributed.checkpoint calls what it saves and loads in place: a run that resumes under the same plan draws what it
+    would have drawn.
     """
 
     def __init__(self, seed: int) -> None:
@@ -34,6 +37,20 @@ class RngState:
         """The seed of operator number `index` on this rank, 0 <= seed < 2**63."""
         key = (self.seed, self.call, index, *((axis.name, axis.index) for axis in axes))
         return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big") >> 1
+
+    def state_dict(self) -> dict[str, int]:
+        """The seed, and the number of calls."""
+        return {"seed": self.seed, "call": self.call}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on from a saved state; raises InputError for anything else, and leaves this one as it is."""
+        found = [state.get(name) for name in ("seed", "call")] if isinstance(state, Mapping) else []
+        numbers = [number for number in found if isinstance(number, int) and not isinstance(number, bool) and number >= 0]
+        if len(numbers) < 2:
+            raise InputError(
+                "not the random state of a parallel model", given=repr(state)[:80], fix="what state_dict() returned"
+            )
+        self.seed, self.call = numbers
 
     def __deepcopy__(self, memo: dict[int, object]) -> RngState:
         copied = RngState(self.seed)

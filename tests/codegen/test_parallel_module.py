@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
 from torch import fx, nn
+from torch.distributed import checkpoint
 from torch.distributed.tensor import DTensor
 
 import autopar
@@ -199,6 +201,28 @@ def test_dropout_draws_alike_for_the_same_value_and_differently_for_its_parts(
     for index, one in enumerate(chunks):
         assert 0.4 < (one > 0).double().mean() < 0.6
         assert all(0.4 < (one == other).double().mean() < 0.6 for other in chunks[:index]), "independent draws"
+
+
+def resumed(asked: tuple[str, bool]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a module draws after two calls and a checkpoint, and what another draws that loads it."""
+    ones, (folder, captured_in_training) = torch.ones(64, 64), asked
+    first, second = (
+        parallel_of(Drop().train(captured_in_training), ones, constraints={"drop": "S(0), I"}, outputs="whole").train()
+        for _ in range(2)
+    )
+    for _ in range(2):
+        called(first, ones)
+    checkpoint.save({"random": first.autopar.rng_state}, checkpoint_id=folder)
+    assert second.autopar.rng_state.seed != first.autopar.rng_state.seed
+    checkpoint.load({"random": second.autopar.rng_state}, checkpoint_id=folder)
+    return called(first, ones), called(second, ones)
+
+
+@pytest.mark.parametrize("captured_in_training", [True, False])
+def test_a_run_that_resumes_goes_on_with_the_draws(pool: WorkerPool, captured_in_training: bool, tmp_path: Path) -> None:
+    for went_on, resumed_here in pool.run(f"{__name__}:resumed", (str(tmp_path), captured_in_training)):  # type: ignore[misc]
+        assert 0.4 < (went_on > 0).double().mean() < 0.6
+        assert torch.equal(went_on, resumed_here)
 
 
 def from_meta(_: None) -> None:

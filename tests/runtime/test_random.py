@@ -2,10 +2,14 @@
 
 import copy
 import itertools
+from pathlib import Path
 
+import pytest
 import torch
+from torch.distributed import checkpoint
 from torch.nn import functional as F
 
+from autopar.errors import InputError
 from autopar.ir.mesh import Mesh
 from autopar.runtime.random import RngState, agreed_seed, drawing, dropout_rate, seeded
 from autopar.runtime.workers import WorkerPool
@@ -54,6 +58,30 @@ def test_the_state_comes_back_after_an_error() -> None:
             raise KeyError
     except KeyError:
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_checkpoint_holds_the_state_and_draws_go_on_as_they_would_have(tmp_path: Path) -> None:
+    saved, other = RngState(7), RngState(0)
+    for _ in range(3):
+        saved.advance()
+    with pytest.warns(UserWarning, match="single process"):  # as is meant
+        checkpoint.save({"random": saved}, checkpoint_id=tmp_path)
+    with pytest.warns(UserWarning, match="single process"):
+        checkpoint.load({"random": other}, checkpoint_id=tmp_path)
+    for draws in (saved, other):
+        draws.advance()
+    assert torch.equal(drop(saved), drop(other))
+    assert (other.seed, other.call) == (7, 4)
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"seed": 1}, {"seed": -1, "call": 0}, {"seed": True, "call": 0}, {"seed": 1.0, "call": 0}, 3]
+)
+def test_what_is_no_state_is_refused_and_changes_nothing(state: object) -> None:
+    draws = RngState(5)
+    with pytest.raises(InputError, match="not the random state of a parallel model"):
+        draws.load_state_dict(state)  # type: ignore[arg-type]
+    assert draws.state_dict() == {"seed": 5, "call": 0}
 
 
 def test_nothing_is_dropped_when_not_training() -> None:
