@@ -40,7 +40,7 @@ class Relaxation:
         self._per_row = 0.0 if quick else settings.improving_iterations_per_row
         self._solved = False  # with the rows that there are now
         self._loaded: highspy.Highs | None = None
-        self._outlast: set[int] = set()  # rows (excess) that a solution has broken
+        self._waiting: set[int] = set()  # rows (excess) of the whole that no solution has broken yet
 
     @property
     def _highs(self) -> highspy.Highs:
@@ -51,12 +51,8 @@ class Relaxation:
         return self._loaded
 
     def _let_wait(self, loaded: highspy.Highs) -> None:
-        for row in self._waiting():
+        for row in sorted(self._waiting):
             loaded.changeRowBounds(row, -highspy.kHighsInf, highspy.kHighsInf)
-
-    def _waiting(self) -> list[int]:
-        """The rows (excess) that are not in the relaxation yet."""
-        return [row for region in self.program.columns.regions for row in region.outlast if row not in self._outlast]
 
     def add_fixed_charges(self) -> None:
         """Solve without fixed charges, then add them: the optimum with them is near that one, and far from nothing."""
@@ -64,9 +60,14 @@ class Relaxation:
         self._append(self.program.add_fixed_charges)
 
     def add_regions(self) -> None:
-        """Add the regions, if there are any and they are not there yet: before any memory row."""
+        """Add the regions, if there are any and they are not there yet: before any memory row.
+
+        Their rows (excess) are long, and join one by one where a solution breaks them; a window, where they are short, has them
+        from the start.
+        """
         if self.program.problem.regions and not self.program.columns.regions:
             self._append(self.program.add_regions)
+            self._waiting = {row for region in self.program.columns.regions for row in region.outlast}
             self._let_wait(self._highs)
 
     def _append(self, add: Callable[[], None]) -> None:
@@ -105,20 +106,22 @@ class Relaxation:
             else:
                 highs.append(self._highs, self.program.block(columns, first_row))
 
-    def relax(self, cutoff: float = math.inf, *, improving: bool = False) -> Relaxed:
+    def relax(self, cutoff: float = math.inf, *, improving: bool = False, proving: bool = False) -> Relaxed:
         """Solve, below `cutoff` (in seconds, or in the program's unit when it minimises memory).
 
         With a finite cutoff, or `improving`, a solution is known already: then iterations are limited, and there may be no
-        result although there is a solution. Raises SolverError where HiGHS fails, and at `relaxation_iterations`.
+        result although there is a solution; so, more generously, where it is only for `proving`. Raises SolverError where HiGHS
+        fails, and at `relaxation_iterations`.
         """
         improving = improving or cutoff < math.inf
-        limit = self._iterations(improving)
+        limit = self.settings.proving_iterations if proving and not improving else self._iterations(improving)
+        improving = improving or proving
         self._highs.setOptionValue("objective_bound", cutoff * MICROSECONDS)
         self._highs.setOptionValue("simplex_iteration_limit", highspy.kHighsIInf if limit is None else limit)
         meaning = self._run(improving=improving)
         while meaning is Meaning.SOLVED and (broken := self._most_broken()) is not None:
             self._highs.changeRowBounds(broken, 0.0, highspy.kHighsInf)
-            self._outlast.add(broken)
+            self._waiting.remove(broken)
             meaning = self._run(improving=improving)
         self._solved = True
         match meaning:
@@ -142,7 +145,7 @@ class Relaxation:
 
     def _most_broken(self) -> int | None:
         """The row (excess) that the solution breaks by most, if there is one: one by one each starts from a near basis."""
-        if not (waiting := np.array(self._waiting(), dtype=np.int64)).size:
+        if not (waiting := np.array(sorted(self._waiting), dtype=np.int64)).size:
             return None
         activity = np.array(self._highs.getSolution().row_value)[waiting]
         return int(waiting[activity.argmin()]) if activity.min() < -self.settings.broken_row else None

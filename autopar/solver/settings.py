@@ -56,6 +56,10 @@ class SearchSettings:
     resolving_iterations: int = 1_000
     """The same limit when only bounds changed: the last basis is near (budgets; not varied)."""
 
+    proving_iterations: int = 20_000
+    """Simplex iterations of a relaxation with regions that only says how far a known solution is from the optimum: a safeguard
+    (planning: llama8b does not end where rows join one by one in its window, and takes 2,100 with all from the start)."""
+
     relaxation_iterations: int | None = None
     """Simplex iterations after which any relaxation is given up with a SolverError; None: never. Set where an answer is only
     wanted if it comes soon: the table of strategies."""

@@ -142,7 +142,7 @@ class Solver:
         part = window(self._whole.window, *self._reduced_costs, best.seconds - self._bound, largest)
         search = self._everything() if part is None else Search.of(part, settings)
         search.add([search.window.row(replace(row, constant=0.0)) for row in memory.rows.values()])
-        relaxed = search.relaxation.relax()
+        relaxed = search.relaxation.relax(proving=not memory.rows)
         bound = max(bound, min(best.seconds, relaxed.bound))
         if relaxed.result is None:
             return Outcome(solution=best, bound=bound)
