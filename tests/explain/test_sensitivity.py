@@ -49,8 +49,7 @@ def test_the_best_at_other_prices_is_the_plan_on_a_mesh_whose_links_are_like_tha
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("speed", [0.8, 1.2])
-def test_the_plan_at_other_prices_takes_what_its_parts_take(batch: int, speed: float) -> None:
+def test_the_plan_at_other_prices_takes_what_its_parts_take(batch: int) -> None:
     """Of the report: links divide what is sent, kernels all else, where messages and computing do not overlap."""
     on = mesh((8,), LINK)
     assert on.device is not None
