@@ -1,6 +1,6 @@
 """Baselines: what a plan cost, kept in a file next to the code.
 
-    {"baseline": 1, "target": "models.py:gpt2", "hash": ..., "axes": ["dp", "tp"], "sizes": [2, 4], "device": "h100", ...}
+    {"baseline": 2, "target": "models.py:gpt2", "hash": ..., "axes": ["dp", "tp"], "sizes": [2, 4], "device": "h100", ...}
 
 A file holds one baseline or a list of them, or a saved plan. A target in a file is named as seen from the baseline's folder.
 """
@@ -20,7 +20,7 @@ from autopar.files import write as save
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 
-FORMAT = 1
+FORMAT = 2
 OPTIONS = {"strategy", "optimizer", "budget", "outputs", "precision", "reduce", "microbatches", "recompute"}  # given as texts
 REWRITE = "delete it and write it again: --update with its TARGET, or pytest --update-plan-costs"
 

@@ -84,12 +84,13 @@ class Difference:
 
     @property
     def totals(self) -> tuple[Total, ...]:
-        """Step time, peak memory and bytes communicated."""
+        """Step time, peak memory, bytes communicated, and the step as it is simulated."""
         old, new = self.old, self.new
         return (
             Total(name="step time", unit="s", old=old.step_time, new=new.step_time),
             Total(name="peak memory", unit="B", old=old.peak_memory, new=new.peak_memory),
             Total(name="bytes sent", unit="B", old=old.bytes_sent, new=new.bytes_sent),
+            Total(name="simulated", unit="s", old=old.simulated, new=new.simulated),
         )
 
     @property
@@ -127,7 +128,7 @@ class Difference:
         yield from self.premises()
         for total in self.totals:
             yield f"{total.name:<12}{total}"
-            if total.unit == "s" and total.growth:
+            if total.name == "step time" and total.growth:
                 yield from (f"  {part.name:<15}{part}" for part in self.parts if part.growth)
         yield from _listed("changed communication", [(kind_text(*new.key), _sent_text(old, new)) for old, new in self.sent])
         yield from _listed("changed layouts", [(change.name, str(change)) for change in self.stored])

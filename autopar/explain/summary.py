@@ -55,7 +55,8 @@ class Summary:
     collectives: tuple[CommunicationTotal, ...]
     stored: Mapping[str, str]
     runs: Mapping[str, str]
-    hidden: Seconds = 0.0  # of the communication, by which the step is shorter
+    hidden: Seconds  # of the communication, by which the step is shorter
+    simulated: Seconds  # what the step takes by the simulator, which judges its price
 
     @property
     def bytes_sent(self) -> Bytes:
@@ -71,6 +72,11 @@ class Summary:
     def exposed(self) -> Seconds:
         """What the step takes of that time: the rest is hidden behind compute."""
         return self.communication - self.hidden
+
+    @property
+    def off(self) -> float:
+        """The fraction by which the simulated step is longer than its price; negative where it is shorter."""
+        return self.simulated / self.step_time - 1
 
     @property
     def mesh(self) -> str:
@@ -99,13 +105,12 @@ class Summary:
             stored=plan.placed,
             runs={op: ", ".join(words) for op, words in plan.breakdown.runs.items()},
             hidden=plan.breakdown.hidden,
+            simulated=plan.breakdown.simulated.seconds,
         )
 
     def to_data(self) -> dict[str, object]:
         """The summary as JSON has it."""
         data = asdict(self)
-        if not self.hidden:
-            del data["hidden"]
         for entry in data["collectives"]:
             entry["pass"] = entry.pop("where")
         return {**data, "stored": fold(self.stored), "runs": fold(self.runs)}
@@ -118,9 +123,9 @@ class Summary:
         made = typed(Summary, {**data, "collectives": rows} if "collectives" in data else dict(data))
         if not len(set(made.axes)) == len(made.axes) == len(made.sizes) == len(made.links):
             raise ValueError("axes, sizes and links have not one entry for each axis")
-        totals = (made.step_time, made.peak_memory, *(total for row in made.collectives for total in (row.bytes, row.seconds)))
-        if made.step_time <= 0 or min(totals) < 0:
-            raise ValueError("step_time is positive, and no other figure negative")
+        totals = (made.peak_memory, made.hidden, *(total for row in made.collectives for total in (row.bytes, row.seconds)))
+        if min(made.step_time, made.simulated) <= 0 or min(totals) < 0:
+            raise ValueError("step_time and simulated are positive, and no other figure negative")
         if unknown := [row.kind for row in made.collectives if row.kind not in COLLECTIVE]:
             raise ValueError(f"there is no collective {unknown[0]!r}")
         return replace(made, stored=unfold(made.stored), runs=unfold(made.runs))

@@ -208,7 +208,7 @@ def test_what_cannot_be_planned_fails_and_the_rest_is_checked(home: Path, capsys
         ("--check models.py", 1, "the baseline models.py is damaged\n  error  Expecting value"),
         ("--check list.json", 1, "the baseline list.json is damaged"),
         ("--check none.json", 1, "there is no baseline in none.json"),
-        ("--check later.json", 1, "later.json has format 2, but this autopar reads 1"),
+        ("--check later.json", 1, "later.json has format 3, but this autopar reads 2"),
         ("--check half.json", 1, 'the baseline half.json is damaged\n  error  it has no entry "hash"'),
         ("--check plan.json", 2, "plan.json does not name a TARGET"),
         ("--check baselines --mesh 2 --device h100", 2, "--mesh, --device only with a TARGET"),
@@ -230,8 +230,8 @@ def test_what_cannot_be_checked_is_refused(
     (home / "list.json").write_text("[1]")
     (home / "none.json").write_text("[]")
     (home / "two.json").write_text(json.dumps([one, one]))
-    (home / "later.json").write_text(json.dumps({**one, "baseline": 2}))
-    (home / "half.json").write_text(json.dumps({"baseline": 1, "target": "models.py:mlp"}))
+    (home / "later.json").write_text(json.dumps({**one, "baseline": 3}))
+    (home / "half.json").write_text(json.dumps({"baseline": 2, "target": "models.py:mlp"}))
     if "plan.json" in line:
         assert command("models.py:mlp --mesh 2 --device h100 --save plan.json") == 0
     capsys.readouterr()
@@ -312,6 +312,12 @@ def test_the_baselines_of_the_repository_watch_six_models_on_several_meshes_and_
     assert len({baseline.target for baseline in found}) >= 6
     assert {(2, 4), (8,), (2, 2, 2), (8, 8)} <= {baseline.summary.sizes for baseline in found}
     assert {"h100", "a100-80gb", "v100-32gb"} <= {baseline.summary.device for baseline in found}
+
+
+def test_the_simulator_agrees_with_the_prices_of_the_plans_on_record() -> None:
+    """Within 3%; the check says that they are the plans of today."""
+    off = {str(baseline): baseline.summary.off for path in files(OURS) for baseline in read(path)}
+    assert [name for name, by in off.items() if abs(by) > 0.03] == []
 
 
 def test_a_worsened_planner_fails_our_check_and_the_message_says_what_why_and_by_how_much(
