@@ -27,7 +27,7 @@ from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import ResolvedPlan, read_plan
 from autopar.planning.optimize import sharded
-from autopar.planning.planner import connected_mesh, read_program, resolve_program, with_dynamic_sizes
+from autopar.planning.planner import connected_mesh, planned_mesh, read_program, resolve_program, with_dynamic_sizes
 from autopar.planning.respecialize import Respecializer
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.rank_consistency import check_program, from_rank_0
@@ -40,14 +40,13 @@ from autopar.search_space.candidates import INVARIANT, candidate
 def build(model: nn.Module, sample_input: object, mesh: object, plan: Plan | None, options: Options) -> ParallelModule:
     """See `autopar.parallelize`."""
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
-    if plan is not None:
-        check_mesh(plan, Mesh.of(mesh))
+    priced = connected_mesh(mesh, options, plan)
     options = options.under(plan)
-    context = connect(Mesh.of(mesh), device_mesh=device_mesh)
+    context = connect(replace(priced, links=(), device=None), device_mesh=device_mesh)
     captured = read_program(model, sample_input, options.precision, options.reduce, dim_sizes(plan.dynamic) if plan else None)
     sizes = _sizes(plan, options, captured)
     check_program(captured.program.hash, context)
-    priced, source = connected_mesh(mesh, options), _Source(skeleton(model).module, on_meta(sample_input), options)
+    source = _Source(skeleton(model).module, on_meta(sample_input), options)
 
     def planned() -> ResolvedPlan:
         return read_plan(plan, captured.program, context.mesh) if plan else source.plan(captured, priced, sizes)
@@ -168,7 +167,7 @@ def assemble(captured: Captured, tensors: Mapping[str, torch.Tensor], plan: Plan
 
     Raises PlanError if the plan was made for another program or mesh.
     """
-    check_mesh(plan, context.mesh)
+    planned_mesh(plan, context.mesh)
     return _assembled(captured, tensors, read_plan(plan, captured.program, context.mesh), context)
 
 
@@ -212,20 +211,6 @@ def _steps(loop: MicrobatchLoop, assignment: Assignment, context: Context) -> St
     )
     fits = dict.fromkeys((op.name for op in hoisted.ops), None)
     return Steps(loop=loop, hoisted=emit(TrainingStep(program=hoisted), whole, fits, context))
-
-
-def check_mesh(plan: Plan, mesh: Mesh) -> None:
-    """Raise PlanError if it is not a plan, or was made for another mesh."""
-    if not isinstance(plan, Plan):
-        fix = "autopar.plan(...), or autopar.Plan.load(path) for a saved one"
-        raise PlanError(f"plan is a {type(plan).__name__}", fix=fix)
-    if (plan.axes, plan.sizes) != (mesh.axes, mesh.sizes):
-        raise PlanError(
-            "the plan was made for another mesh",
-            plan=plan.mesh,
-            mesh=mesh,
-            fix="plan again for this mesh; a plan holds the size of every axis",
-        )
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

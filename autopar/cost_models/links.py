@@ -11,6 +11,7 @@ them for every axis, by where its groups stand (`autopar.cost_models.collectives
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -147,6 +148,35 @@ def _measured(size: int, device: Device) -> Link:
             fix="measure again with a number of processes that the group's size divides",
         )
     return device.links.get(size) or next(iter(device.links.values()))
+
+
+def merged(mesh: Mesh, device: Device) -> Mesh:
+    """The mesh with adjacent axes of one kind as one axis: those inside a node, those between nodes, those of equal links.
+
+        (2, 2, 2, 2, 2, 2) on nodes of 8    ->    (8, 8)
+        (2, 2, 2, 2) on nodes of 8          ->    (2, 8)
+
+    Where a dim may be split over each of several such axes, it may be split over the one that they make, in one message instead
+    of one for each. Axes that are partly inside a node stay, and those for whose devices together a profile has no link.
+    """
+    kinds = mesh.links or [_kind(group, place) for place, group in enumerate(groups(mesh, device.per_node))]
+    runs: list[int] = []
+    for _, same in itertools.groupby(enumerate(kinds), key=lambda pair: pair[1]):
+        places = [place for place, _ in same]
+        size = math.prod(mesh.sizes[places[0] : places[-1] + 1])
+        measured = not device.links or bool(mesh.links) or size in device.links
+        runs += [len(places)] if measured else [1] * len(places)
+    if len(runs) == len(mesh.sizes):
+        return mesh
+    links = [mesh.links[end - 1] for end in itertools.accumulate(runs)] if mesh.links else ()
+    return dataclasses.replace(mesh.merged(runs), links=tuple(links))
+
+
+def _kind(group: RankGroup, place: int) -> str | int:
+    """What the groups of an axis have in common with those of a neighbour that may be merged with it."""
+    if group.nodes == 1:
+        return "inside a node"
+    return "between nodes" if group.nodes == group.ranks else place
 
 
 def host_seconds(bytes_moved: float, device: Device) -> Seconds:

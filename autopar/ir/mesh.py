@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import MeshError
@@ -164,6 +165,34 @@ class Mesh:
     def size(self) -> int:
         """The number of devices."""
         return math.prod(self.sizes)
+
+    def merged(self, runs: Sequence[int]) -> Mesh:
+        """The mesh with runs of adjacent axes as one axis each, named as torch names flattened dims; without links.
+
+        Args:
+            runs: how many axes become one, from the outermost on; they add up to the number of axes.
+
+        >>> Mesh.of((2, 2, 8)).merged((2, 1))
+        Mesh(axis0_axis1=4, axis2=8)
+        """
+        ends = list(itertools.accumulate(runs, initial=0))
+        parts = [slice(*ends) for ends in itertools.pairwise(ends)]
+        return Mesh(
+            axes=tuple("_".join(self.axes[part]) for part in parts),
+            sizes=tuple(math.prod(self.sizes[part]) for part in parts),
+            device=self.device,
+        )
+
+    def merges(self, mesh: Mesh) -> bool:
+        """Whether this is a mesh with some of its adjacent axes as one, or none."""
+        left = list(zip(mesh.axes, mesh.sizes, strict=True))
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            runs = (n for n in range(1, len(left) + 1) if "_".join(name for name, _ in left[:n]) == axis)
+            run = next(runs, 0)
+            if not run or math.prod(one for _, one in left[:run]) != size:
+                return False
+            left = left[run:]
+        return not left
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Where a rank stands: one coordinate per axis, row-major."""

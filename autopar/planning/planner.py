@@ -15,7 +15,8 @@ from torch import nn
 from autopar.analysis.analysis import Analysis
 from autopar.capture import Captured, capture
 from autopar.cost_models import catalog
-from autopar.cost_models.links import connect
+from autopar.cost_models.links import connect, merged
+from autopar.errors import PlanError
 from autopar.formulation.cost_breakdown import account
 from autopar.formulation.prices import Prices
 from autopar.formulation.read_solution import assignment
@@ -29,7 +30,7 @@ from autopar.passes.precision import DTYPES, MIXED, mixed, received, stored
 from autopar.plan.assignment_text import describe, paddings
 from autopar.plan.breakdown import BUDGET, CostParameter
 from autopar.plan.budget import parse_bytes
-from autopar.plan.options import Options
+from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Collective, Plan
 from autopar.plan.resolved import ResolvedPlan
 from autopar.planning.optimize import Optimized, Stop
@@ -39,6 +40,8 @@ from autopar.search_space.assignment import Assignment
 from autopar.simulator.figures import figures
 from autopar.simulator.instructions import simulated
 from autopar.simulator.timeline import Transmission
+
+MOST_AXES = 3  # that are planned as they are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +119,41 @@ def with_dynamic_sizes(resolved: ResolvedPlan, sizes: Sequence[Size], model: nn.
     return varied(resolved, sizes, lambda places: read_program(model, sample_input, precision, reduce, places).program)
 
 
-def connected_mesh(mesh: object, options: Options) -> Mesh:
-    """The mesh with its device and links: the mesh's own where it has them."""
+def connected_mesh(mesh: object, options: Options, plan: Plan | None = None) -> Mesh:
+    """The mesh with its device and links, the mesh's own where it has them; its axes are those of `plan` if there is one.
+
+    Many axes are merged to a few: the ways to split an operator are a product over axes, and planning takes five to nine times
+    as long with every axis more. Constraints name a layout per axis, and strategies what each axis does: with them all stay.
+    """
     found = Mesh.of(mesh)
     wanted = options.device if options.device is not None else found.device
     device = catalog.device(wanted, processes=found.size)
+    if plan is not None:
+        found = planned_mesh(plan, found)
+    elif len(found.sizes) > MOST_AXES and options.strategy == AUTO and not options.constraints:
+        found = merged(found, device)
     return connect(found, device if options.offload else replace(device, host=None))
+
+
+def planned_mesh(plan: Plan, mesh: Mesh) -> Mesh:
+    """The mesh with the axes of its plan, which may have merged some.
+
+    Raises PlanError if it is not a plan, or was made for another mesh.
+    """
+    if not isinstance(plan, Plan):
+        fix = "autopar.plan(...), or autopar.Plan.load(path) for a saved one"
+        raise PlanError(f"plan is a {type(plan).__name__}", fix=fix)
+    if (plan.axes, plan.sizes) == (mesh.axes, mesh.sizes):
+        return mesh
+    planned = Mesh(axes=plan.axes, sizes=plan.sizes, device=mesh.device)
+    if not planned.merges(mesh):
+        raise PlanError(
+            "the plan was made for another mesh",
+            plan=plan.mesh,
+            mesh=mesh,
+            fix="plan again for this mesh; a plan holds the size of every axis",
+        )
+    return planned
 
 
 def plan_program(program: Program, mesh: Mesh, options: Options, stop: Stop = lambda phase: None) -> Plan:

@@ -60,7 +60,7 @@ def connect(mesh: Mesh, *, device: str | None = None, device_mesh: DeviceMesh | 
     Args:
         mesh: axis names and sizes.
         device: "cpu" or "cuda"; by default the type of `device_mesh`, else CUDA if available.
-        device_mesh: an existing mesh, whose process groups are used.
+        device_mesh: an existing mesh of these devices, whose process groups are used if it has these axes.
 
     Raises:
         MeshError: the size of the mesh is not the number of processes.
@@ -76,6 +76,8 @@ def connect(mesh: Mesh, *, device: str | None = None, device_mesh: DeviceMesh | 
     if not dist.is_initialized():
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     grid = device_mesh or init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.axes)
+    if tuple(grid.shape) != mesh.sizes:
+        grid = DeviceMesh(kind, grid.mesh.reshape(mesh.sizes), mesh_dim_names=mesh.axes)
     axes = tuple(_axis(mesh, grid, place) for place in range(len(mesh.sizes)))
     return Context(mesh=mesh, device_mesh=grid, axes=axes, device=here)
 

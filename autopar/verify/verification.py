@@ -24,7 +24,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, overload
 from autopar.ir.schema import bound
 from autopar.ir.training_step import TrainingStep
-from autopar.parallelize import assemble, check_mesh, tensors_of
+from autopar.parallelize import assemble, tensors_of
 from autopar.passes.no_dropout import HALF, drawn, without_dropout
 from autopar.passes.to_float64 import promote, wide
 from autopar.plan.assignment_text import as_planned, resolve
@@ -53,11 +53,9 @@ def verify(
     tensors = tensors_of(model)
     if empty := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise InputError(f"{empty[0]} is on the meta device and has no data to compare", fix="build the model with weights")
-    if plan is not None:
-        check_mesh(plan, Mesh.of(mesh))
+    place = connected_mesh(mesh, options, plan)
     options = options.under(plan)
     captured = read_program(model, sample_input, options.precision, options.reduce)
-    place = connected_mesh(mesh, options)
     if plan is None:
         plan = _planned(model, sample_input, captured, place, options)
     plan = _at_sample(plan, model, sample_input, captured, options)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.distributed import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
@@ -152,6 +153,22 @@ def froze(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "megatron"])
 def test_parameters_may_be_frozen_later_but_not_unfrozen(pool: WorkerPool, strategy: str) -> None:
     pool.run(f"{__name__}:froze", strategy, ranks=2)
+
+
+def on_merged_axes(_: None) -> None:
+    model, x = odd()
+    expected = called(model.eval(), x)
+    names = ("a", "b", "c", "d")
+    for mesh in (dict(zip(names, (2, 1, 2, 1), strict=True)), init_device_mesh("cpu", (2, 1, 2, 1), mesh_dim_names=names)):
+        parallel = parallel_of(model, x, mesh)
+        assert (parallel.autopar.plan.axes, parallel.autopar.plan.sizes) == (("a_b_c_d",), (4,))
+        torch.testing.assert_close(called(parallel, x), expected)
+        again = parallel_of(model, x, mesh, plan=parallel.autopar.plan)
+        torch.testing.assert_close(called(again, x), expected)
+
+
+def test_axes_that_were_merged_run_on_the_mesh_that_was_given(pool: WorkerPool) -> None:
+    pool.run(f"{__name__}:on_merged_axes", ranks=4)
 
 
 def seeded_by_rank(_: None) -> list[torch.Tensor]:

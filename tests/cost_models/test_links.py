@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 import pytest
 
 from autopar.cost_models.catalog import DEVICES, cpu
-from autopar.cost_models.links import LINKS, connect, groups
+from autopar.cost_models.links import LINKS, connect, groups, merged
 from autopar.errors import MeshError
 from autopar.ir.mesh import Device, Link, Mesh
 
@@ -112,3 +112,41 @@ def test_links_that_the_mesh_brings_along_are_kept() -> None:
 def test_a_device_with_an_unknown_link_is_refused() -> None:
     with pytest.raises(MeshError, match="device h100 names the link 'wire', which is not in the catalog"):
         connect(Mesh.of((2,)), node(8, inner="wire"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "per_node", "expected"),
+    [
+        ((2,) * 6, 8, (8, 8)),
+        ((2,) * 4, 8, (2, 8)),
+        ((2, 2, 4, 4), 8, (4, 4, 4)),  # the third is partly inside a node
+        ((2, 2, 2, 2), 16, (16,)),
+        ((4, 3, 2, 2), 8, (4, 3, 4)),  # twelve devices to a group of the second: nodes of eight are filled unevenly
+        ((2, 8), 8, (2, 8)),
+    ],
+)
+def test_adjacent_axes_of_one_kind_become_one(sizes: tuple[int, ...], per_node: int, expected: tuple[int, ...]) -> None:
+    found = merged(Mesh.of(sizes), node(per_node))
+    assert found.sizes == expected
+    assert found.merges(Mesh.of(sizes))
+    assert found.size == Mesh.of(sizes).size
+
+
+def test_axes_of_equal_links_become_one_and_keep_their_link() -> None:
+    fast, slow = LINKS["nvlink4"], LINKS["ib-ndr"]
+    mesh = dataclasses.replace(Mesh.of({"a": 2, "b": 2, "c": 2, "d": 4}), links=(slow, slow, fast, fast))
+    found = merged(mesh, node(2))
+    assert (found.axes, found.sizes, found.links) == (("a_b", "c_d"), (4, 8), (slow, fast))
+
+
+def test_axes_stay_where_a_profile_knows_no_groups_of_all_their_devices() -> None:
+    device = dataclasses.replace(H100, links=dict.fromkeys((2, 4), LINKS["nvlink4"]))
+    assert merged(Mesh.of((2, 2)), device).sizes == (4,)
+    assert merged(Mesh.of((2, 4)), device).sizes == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "axes, sizes", [(("a_b",), (8,)), (("a_b", "c"), (4, 4)), (("a", "c_b"), (2, 4)), (("a", "b"), (2, 2))]
+)
+def test_a_mesh_of_other_axes_merges_nothing(axes: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+    assert not Mesh(axes=axes, sizes=sizes).merges(Mesh.of({"a": 2, "b": 2, "c": 2}))
