@@ -101,5 +101,5 @@ def measured(run: Run) -> int:
 def test_the_peak_is_what_the_plan_says(pool: WorkerPool, case: Case) -> None:
     plan = case.planned()
     assert bool(plan.breakdown.offload) == (case.plan == "host" or isinstance(case.plan, int))
-    found = pool.run(f"{__name__}:measured", Run(case.model, plan), ranks=plan.mesh.size)
+    found = pool.run(f"{__name__}:measured", Run(case.model, plan), ranks=plan.mesh.size, keep=True)
     assert plan.peak_memory == pytest.approx(max(found), rel=0.05)  # type: ignore[type-var]

@@ -43,11 +43,12 @@ def cases(model: str, sizes: tuple[int, ...]) -> Iterator[Case]:
     return (Case(model, sizes, plan) for plan in (*STRATEGIES, *SEEDS))
 
 
-def sample() -> list[Case]:
-    """Forty cases, the same every time, half of them random plans, spread over models, meshes and strategies."""
-    names = list(MODELS)
-    plans = [STRATEGIES[(i + i // 4) % 4] for i in range(20)] + [SEEDS[i % 10] for i in range(20)]
-    return [Case(names[i % len(names)], MESHES[i % len(MESHES)], plan) for i, plan in enumerate(plans)]
+def sample() -> Iterator[Case]:
+    """Every model on every mesh once, by turns under a named strategy and a random plan."""
+    for row, (model, sizes) in enumerate(rows()):
+        at, on = divmod(row, len(MESHES))
+        named = (at + on) % 2 == 0
+        yield Case(model, sizes, STRATEGIES[(at // 2 + on) % len(STRATEGIES)] if named else SEEDS[row // 2 % len(SEEDS)])
 
 
 def mesh(sizes: tuple[int, ...]) -> Mesh:
@@ -65,7 +66,5 @@ def verified(case: Case, pool: WorkerPool) -> Report:
     model, batch = make(case.model)
     on = mesh(case.sizes)
     if isinstance(case.plan, int):
-        plan = autopar.testing.random_plan(model, batch, on, seed=case.plan)
-    else:
-        plan = autopar.plan(model, batch, on, strategy=case.plan)
-    return verify(model, batch, on, plan, Options(), pool)
+        return verify(model, batch, on, autopar.testing.random_plan(model, batch, on, seed=case.plan), Options(), pool)
+    return verify(model, batch, on, None, Options(strategy=case.plan), pool)

@@ -1,6 +1,6 @@
 """Outputs, loss and every gradient equal the sequential ones, and a step issues the collectives that its plan lists.
 
-Forty cases of the table; `make verify-all` runs all of it.
+Every model on every mesh under one plan; `make verify-all` runs the whole table of plans.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.support import table
 from tests.support.table import Case
 
 
-@pytest.mark.parametrize("case", table.sample(), ids=str)
+@pytest.mark.parametrize("case", list(table.sample()), ids=str)
 def test_a_parallel_model_has_the_numbers_of_the_sequential_one_and_sends_what_its_plan_lists(
     pool: WorkerPool, case: Case
 ) -> None:
@@ -43,9 +43,8 @@ def test_sharded_tensor_parallelism_and_hybrid_sharding_have_the_numbers_of_the_
 
 
 def test_the_sample_is_spread_over_models_meshes_and_strategies() -> None:
-    cases = table.sample()
-    assert len(set(cases)) == 40
-    assert sum(isinstance(case.plan, int) for case in cases) == 20
-    assert min(Counter(case.model for case in cases).values()) >= 5
-    assert set(Counter(case.sizes for case in cases).values()) == {10}
-    assert min(Counter(case.plan for case in cases if isinstance(case.plan, str)).values()) == 5
+    cases = list(table.sample())
+    assert [(case.model, case.sizes) for case in cases] == list(table.rows())
+    assert sum(isinstance(case.plan, int) for case in cases) == len(cases) // 2
+    assert min(Counter(case.plan for case in cases if isinstance(case.plan, str)).values()) >= 3
+    assert len({(case.plan, case.sizes) for case in cases if isinstance(case.plan, str)}) >= 8
