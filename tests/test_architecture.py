@@ -18,7 +18,7 @@ PACKAGE = ROOT / "autopar"
 # A room, a folder or a loose module, may import from the rows above its own: never from below, and never from its own row.
 ROWS = (
     ("errors", "files"),
-    ("ir",),
+    ("ir", "pipeline"),
     ("operators",),
     ("capture", "runtime", "solver"),
     ("analysis",),

@@ -1,0 +1,168 @@
+"""Pipeline stages: a program cut into programs that run one after the other, each on ranks of its own.
+
+    program                         stage 0                   stage 1                     stage 2
+    h = embedding(w, t)             h = embedding(w, t)       input t, h                  input t, h, b
+    m = ne(t, 0)                ->  output h                  m = ne(t, 0)                m = ne(t, 0)
+    a = linear(h, u)                                          a = linear(h, u)            c = add(attention(b, m), h)
+    b = attention(a, m)                                       b = attention(a, m)         l = linear(c, w)
+    c = add(attention(b, m), h)                               output h, b                 output l
+    l = linear(c, w)
+
+Cuts are between regions, so that what is recomputed never spans stages. Three kinds of values are needed behind a cut:
+
+    made again   views and casts of parameters, and what depends on inputs and buffers alone (masks, positions, counts), as m:
+                 each stage that needs them has its own, since inputs are on every rank
+    sent         everything else, as b; what a later stage needs is relayed by those in between, as h by stage 1: an output that
+                 is an input, so that messages pass between neighbours only and autograd adds up the gradients
+    stored       parameters and buffers, by each stage that reads them, as w by 0 and 2: its gradient is the sum over them
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.analysis.fits import fit_of
+from autopar.analysis.recomputability import is_random
+from autopar.analysis.regions import regions
+from autopar.analysis.weights import weights
+from autopar.errors import ConstraintError
+from autopar.ir.program import Op, Output, Program
+from autopar.operators import writes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The program of one stage, whose names are those of the whole.
+
+    Its inputs are those of the whole that it reads, then what it has `received` from the stage before it. Its outputs are what
+    is `sent` to the stage behind it, under the values' names, or those of the whole in the last stage. Its regions are
+    numbered as in the whole.
+    """
+
+    program: Program
+    received: tuple[str, ...]
+    sent: tuple[str, ...]
+    regions: range
+
+
+def cut(program: Program, starts: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages of a program that begin at these regions.
+
+    Args:
+        program: in normal form; of one micro-batch, where a step has several.
+        starts: numbers of regions, increasing, the first one 0.
+
+    Raises ConstraintError for starts that are not, and where a buffer that one stage writes is read by another.
+    """
+    ends = regions(program)
+    number = {end: n for n, end in enumerate(dict.fromkeys(ends))}
+    if list(starts) != sorted(set(starts)) or list(starts[:1]) != [0] or starts[-1] >= len(number):
+        raise ConstraintError(
+            f"the stages of a pipeline cannot begin at regions {', '.join(map(str, starts)) or 'none'}",
+            regions=f"{len(number)}, from 0",
+            fix="increasing numbers, the first one 0; at most as many stages as regions",
+        )
+    return _Cutter(program, starts, [number[end] for end in ends]).cut()
+
+
+def shared_parameters(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+    """The stages that read each parameter which several read; their gradients are to be added up."""
+    users: dict[str, list[int]] = {}
+    for place, stage in enumerate(stages):
+        for held in stage.program.parameters:
+            users.setdefault(held.value.name, []).append(place)
+    return {name: tuple(places) for name, places in users.items() if len(places) > 1}
+
+
+class _Cutter:
+    """`stage_of` holds the stage of each op by name, but not of those that each stage makes again for itself."""
+
+    def __init__(self, program: Program, starts: Sequence[int], region_of: Sequence[int]) -> None:
+        self.program = program
+        self.spans = [range(a, b) for a, b in itertools.pairwise([*starts, region_of[-1] + 1])]
+        self.count = len(self.spans)
+        place = {region: n for n, span in enumerate(self.spans) for region in span}
+        again = made_again(program)
+        self.stage_of = {
+            op.name: place[region]
+            for op, region in zip(program.ops, region_of, strict=True)
+            if op.name not in again
+        }  # fmt: skip
+        self.order = {name: n for n, name in enumerate(program.values)}
+
+    def cut(self) -> tuple[Stage, ...]:
+        stages: list[Stage] = []
+        sent: tuple[str, ...] = ()
+        for stage in reversed(range(self.count)):
+            made = self._stage(stage, sent)
+            stages.insert(0, made)
+            sent = made.received
+        self._refuse_shared_writes(stages)
+        return tuple(stages)
+
+    def _stage(self, stage: int, sent: tuple[str, ...]) -> Stage:
+        """A stage, by what the one behind it receives."""
+        outputs = tuple(Output(value=name, path=name) for name in sent)
+        if stage == self.count - 1:
+            outputs = self.program.outputs
+        needed = {output.value for output in outputs}
+        ops: list[Op] = []
+        for op in reversed(self.program.ops):
+            at = self.stage_of.get(op.name)
+            if at == stage or (at is None and any(result.name in needed for result in op.results)):
+                ops.append(op)
+                needed.update(op.operands)
+        made = {result.name for op in ops for result in op.results}
+        outside = sorted((name for name in needed - made if name in self.program.producer), key=self.order.__getitem__)
+        received = tuple(self.program.values[name] for name in outside)
+        first = stage == 0  # which also keeps the parameters and buffers that no op reads
+        program = Program(
+            ops=tuple(reversed(ops)),
+            inputs=(*(value for value in self.program.inputs if value.name in needed), *received),
+            parameters=tuple(
+                held for held in self.program.parameters if held.value.name in needed or (first and not held.used)
+            ),
+            buffers=tuple(held for held in self.program.buffers if held.value.name in needed or (first and not held.used)),
+            outputs=outputs,
+        )
+        return Stage(program=program, received=tuple(outside), sent=sent, regions=self.spans[stage])
+
+    def _refuse_shared_writes(self, stages: Sequence[Stage]) -> None:
+        held = [{buffer.value.name for buffer in stage.program.buffers} for stage in stages]
+        for op in self.program.ops:
+            for name in writes(op):
+                readers = [place for place, names in enumerate(held) if name in names]
+                if len(readers) > 1:
+                    raise ConstraintError(
+                        f"{name} is written by one stage of the pipeline and read by another",
+                        stages=", ".join(map(str, readers)),
+                        at=op.source,
+                        fix="a cut elsewhere",
+                    )
+
+
+def made_again(program: Program) -> frozenset[str]:
+    """The ops that a stage runs for itself if it needs them: their results are not sent.
+
+    They make views and casts of parameters, or depend on inputs and buffers alone, draw and write nothing and have no gradient.
+    All of the latter are, whatever they cost: what reads no parameter is masks, positions and counts, made of inputs in less
+    time than a message takes.
+    """
+    derived, found = weights(program), set()
+    written = {name for op in program.ops for name in writes(op)}
+    certain = {value.name for value in program.inputs if not value.requires_grad}
+    certain |= {held.value.name for held in program.buffers if held.value.name not in written}
+    for op in program.ops:
+        if op.operands and derived.issuperset(result.name for result in op.results):
+            found.add(op.name)
+        elif certain.issuperset(op.operands) and not (
+            op.requires_grad or writes(op) or is_random(op, fit_of(program, op.name))
+        ):
+            found.add(op.name)
+            certain.update(result.name for result in op.results)
+    return frozenset(found)
+
+
+__all__ = ["Stage", "cut", "made_again", "shared_parameters"]

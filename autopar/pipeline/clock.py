@@ -1,0 +1,177 @@
+"""The time of a step by a pipeline schedule: the longest path through its actions and messages, exactly.
+
+    an action starts when its rank has ended the one before it, and what it needs is there;
+    a message starts when its action has ended, and the one before it from the same rank to the same rank is there;
+    a rank ends its step with what it does once: sums of gradients, the optimizer.
+
+A rank goes on while its messages are under way. Stages may differ, and so may messages. Between stages of one rank nothing is
+sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.pipeline.dependencies import made, needed, runnable
+from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """Seconds that a stage takes for one micro-batch, and once a step.
+
+    A backward makes the gradient of the input and those of the weights; where the schedule has it in one piece it takes both.
+    `activations` is the message to the next stage, `gradients` the one to the previous stage.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float = 0.0
+    activations: float = 0.0
+    gradients: float = 0.0
+    once: float = 0.0
+
+    @property
+    def busy(self) -> float:
+        """What the rank computes for one micro-batch."""
+        return self.forward + self.backward_input + self.backward_weight
+
+    def of(self, kind: ActionKind) -> float:
+        """Seconds of an action that computes."""
+        match kind:
+            case ActionKind.FORWARD:
+                return self.forward
+            case ActionKind.BACKWARD:
+                return self.backward_input + self.backward_weight
+            case ActionKind.BACKWARD_INPUT:
+                return self.backward_input
+            case _:
+                return self.backward_weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedAction:
+    """An action, or the message that a SEND stands for, with when it starts and stops, in seconds from the step's beginning."""
+
+    action: Action
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTimeline:
+    """A step in time: what each rank computes, and the messages that it sends, both in order.
+
+    `idle` is how long each rank neither computes nor does what it does once; `seconds` the length of the step.
+    """
+
+    seconds: float
+    computed: tuple[tuple[TimedAction, ...], ...]
+    sent: tuple[tuple[TimedAction, ...], ...]
+    idle: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step for which ranks are idle, in the mean."""
+        return sum(self.idle) / (len(self.idle) * self.seconds) if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """An action with what decides its time: `need` is the place of what it needs, `arrives` whether that is a message."""
+
+    action: Action
+    rank: int
+    need: int
+    arrives: bool
+    link: int  # the place of (from, to) among the links; -1 where nothing is sent
+
+
+class Clock:
+    """Times one schedule, again and again for other stages: which action follows which does not depend on seconds.
+
+    Raises ConstraintError for a schedule that hangs.
+    """
+
+    def __init__(self, schedule: PipelineSchedule) -> None:
+        self.schedule = schedule
+        order, rank_of = runnable(schedule), schedule.rank_of
+        place = {made(action): n for n, action in enumerate(order)}
+        links: dict[tuple[int, int], int] = {}
+        self.rows: list[_Row] = []
+        for action in order:
+            rank, to = rank_of[action.stage], rank_of.get(receiver(action, schedule.stages), -1)
+            need = needed(action, schedule.stages)
+            self.rows.append(
+                _Row(
+                    action=action,
+                    rank=rank,
+                    need=-1 if need is None else place[need],
+                    arrives=need is not None and rank_of[need[1]] != rank,
+                    link=-1 if to in (-1, rank) else links.setdefault((rank, to), len(links)),
+                )
+            )
+        self.links = len(links)
+
+    def seconds(self, stages: Sequence[StageSeconds]) -> float:
+        """Seconds of a step; one entry per stage."""
+        *_, free = self._run(stages)
+        return max(free)
+
+    def run(self, stages: Sequence[StageSeconds]) -> PipelineTimeline:
+        """The step in time; one entry per stage."""
+        start, stop, sent, arrived, free = self._run(stages)
+        ranks = range(len(self.schedule.ranks))
+        computed: list[list[TimedAction]] = [[] for _ in ranks]
+        messages: list[list[TimedAction]] = [[] for _ in ranks]
+        for n, row in enumerate(self.rows):
+            computed[row.rank].append(TimedAction(action=row.action, start=start[n], stop=stop[n]))
+            if row.link >= 0:
+                messages[row.rank].append(TimedAction(action=send(row.action), start=sent[n], stop=arrived[n]))
+        seconds, once = max(free), self._once(stages)
+        busy = [sum(one.stop - one.start for one in computed[rank]) + once[rank] for rank in ranks]
+        return PipelineTimeline(
+            seconds=seconds,
+            computed=tuple(map(tuple, computed)),
+            sent=tuple(map(tuple, messages)),
+            idle=tuple(seconds - one for one in busy),
+        )
+
+    def _once(self, stages: Sequence[StageSeconds]) -> list[float]:
+        once = [0.0] * len(self.schedule.ranks)
+        for stage, rank in sorted(self.schedule.rank_of.items()):
+            once[rank] += stages[stage].once
+        return once
+
+    def _run(self, stages: Sequence[StageSeconds]) -> tuple[list[float], list[float], list[float], list[float], list[float]]:
+        """When each action starts and stops, when its message starts and arrives, and when each rank ends its step."""
+        start, stop, sent, arrived = ([0.0] * len(self.rows) for _ in range(4))
+        free, link = [0.0] * len(self.schedule.ranks), [0.0] * self.links
+        takes = [{kind: one.of(kind) for kind in ActionKind} for one in stages]
+        for n, row in enumerate(self.rows):
+            ready = 0.0 if row.need < 0 else arrived[row.need] if row.arrives else stop[row.need]
+            start[n] = max(free[row.rank], ready)
+            stop[n] = free[row.rank] = start[n] + takes[row.action.stage][row.action.kind]
+            if row.link >= 0:
+                one = stages[row.action.stage]
+                sent[n] = max(stop[n], link[row.link])
+                message = one.activations if row.action.kind == ActionKind.FORWARD else one.gradients
+                arrived[n] = link[row.link] = sent[n] + message
+        return start, stop, sent, arrived, [ended + once for ended, once in zip(free, self._once(stages), strict=True)]
+
+
+def receiver(action: Action, stages: int) -> int:
+    """The stage that needs what an action makes; -1 if it is the action's own, or none."""
+    if action.kind == ActionKind.FORWARD:
+        return action.stage + 1 if action.stage < stages - 1 else -1
+    return action.stage - 1 if action.kind != ActionKind.BACKWARD_WEIGHT else -1
+
+
+def send(action: Action) -> Action:
+    """The action that sends what a computing action makes."""
+    kind = ActionKind.SEND_F if action.kind == ActionKind.FORWARD else ActionKind.SEND_B
+    return Action(stage=action.stage, kind=kind, microbatch=action.microbatch)
+
+
+__all__ = ["Clock", "PipelineTimeline", "StageSeconds", "TimedAction", "receiver", "send"]

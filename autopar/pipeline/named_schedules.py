@@ -1,0 +1,154 @@
+"""The pipeline schedules that have names, for any number of ranks and micro-batches.
+
+With p ranks, m micro-batches and stages of equal time (f forward, b = i + w backward) without messages, a step takes
+
+    gpipe         (m + p - 1) (f + b)                         in flight on rank r: m
+    1f1b          (m + p - 1) (f + b)                         min(m, p - r)
+    interleaved   m v (f + b) + (p - 1) (f + b)               min(m v, (v - 1) p + 2 (p - 1 - r) + 1), where p divides m
+    zb-h1         m (f + b) + (p - 1) (f + i - w)             p, where w <= f, i and m >= p
+    zb-v          6 m f + (p - 1) f                           2 p half stages, where f = i = w and m >= 2 p - 1
+
+Sources: Huang et al., GPipe, 2019; Narayanan et al., PipeDream, SOSP 2019, and Megatron-LM, SC 2021 (interleaving by v chunks a
+rank); Qi et al., Zero Bubble, ICLR 2024 (H1; V, section 6); Zhuang et al., MLSys 2023 (forwards ahead hide messages).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from autopar.errors import ConstraintError
+from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
+
+Actions = list[Action]
+
+
+def named(name: str, ranks: int, microbatches: int, *, chunks: int = 1, ahead: int = 0) -> PipelineSchedule:
+    """The schedule of this name.
+
+    Args:
+        name: gpipe, 1f1b, interleaved, zb-h1 or zb-v.
+        ranks: the size of the pipeline's axis.
+        microbatches: of a step.
+        chunks: the stages of each rank, from 2 for interleaved; zb-v has two, the others one.
+        ahead: for 1f1b, forwards that a rank runs before its first backward beyond those that fill the pipeline; at most as
+            many again. The last rank runs none ahead.
+
+    Raises ConstraintError for a name that is none, and for numbers that the schedule does not have.
+    """
+    _refuse(name, ranks, microbatches, chunks, ahead)
+    of: Mapping[str, Callable[[int, int, int], Actions]] = {
+        "gpipe": _gpipe,
+        "1f1b": functools.partial(_one_forward_one_backward, ahead=ahead),
+        "interleaved": functools.partial(_interleaved, chunks=chunks),
+        "zb-h1": _zero_bubble_h1,
+        "zb-v": _zero_bubble_v,
+    }
+    return PipelineSchedule(ranks=tuple(tuple(of[name](rank, ranks, microbatches)) for rank in range(ranks)))
+
+
+CHUNKS = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
+
+
+def _refuse(name: str, ranks: int, microbatches: int, chunks: int, ahead: int) -> None:
+    what = f"no pipeline schedule {name} of {ranks} ranks, {microbatches} micro-batches and {chunks} chunks a rank"
+    if name not in (*CHUNKS, "interleaved"):
+        raise ConstraintError(f"{name!r} is not a pipeline schedule", fix=", ".join(("interleaved", *CHUNKS)))
+    if ranks < 1 or microbatches < 1 or ahead < 0:
+        raise ConstraintError(what, fix="at least one of each")
+    if name != "interleaved" and chunks != CHUNKS[name]:
+        raise ConstraintError(what, fix=f"chunks={CHUNKS[name]}, or interleaved")
+    if name == "interleaved" and chunks < 2:
+        raise ConstraintError(what, fix="at least two chunks, or 1f1b")
+    if name == "interleaved" and microbatches % (rounds := max(1, microbatches // ranks)):
+        raise ConstraintError(what, rounds=f"{rounds} of equal length", fix=f"a multiple of {rounds} micro-batches")
+    if ahead and name != "1f1b":
+        raise ConstraintError(f"forwards ahead are of 1f1b, not of {name}", ahead=ahead)
+
+
+def _forward(stage: int, k: int) -> Action:
+    return Action(stage=stage, kind=ActionKind.FORWARD, microbatch=k)
+
+
+def _backward(stage: int, k: int) -> Action:
+    return Action(stage=stage, kind=ActionKind.BACKWARD, microbatch=k)
+
+
+def _input(stage: int, k: int) -> Action:
+    return Action(stage=stage, kind=ActionKind.BACKWARD_INPUT, microbatch=k)
+
+
+def _weight(stage: int, k: int) -> Action:
+    return Action(stage=stage, kind=ActionKind.BACKWARD_WEIGHT, microbatch=k)
+
+
+def _gpipe(r: int, p: int, m: int) -> Actions:
+    """All forwards, then all backwards."""
+    return [_forward(r, k) for k in range(m)] + [_backward(r, k) for k in range(m)]
+
+
+def _alternating(forwards: Actions, backwards: Actions, first: int) -> Actions:
+    """The first forwards, then a forward and a backward in turn, then the backwards that are left."""
+    pairs = zip(forwards[first:], backwards, strict=False)
+    return forwards[:first] + [action for pair in pairs for action in pair] + backwards[len(forwards) - first :]
+
+
+def _one_forward_one_backward(r: int, p: int, m: int, ahead: int) -> Actions:
+    fill = p - 1 - r
+    return _alternating(
+        [_forward(r, k) for k in range(m)], [_backward(r, k) for k in range(m)], min(m, fill + min(ahead, fill))
+    )
+
+
+def _interleaved(r: int, p: int, m: int, chunks: int) -> Actions:
+    """Rounds of about p micro-batches: each goes through the rank's chunks one after the other."""
+    per, total = m // max(1, m // p), m * chunks
+    places = [(n % (per * chunks) // per, n // (per * chunks) * per + n % per) for n in range(total)]
+    forwards = [_forward(chunk * p + r, k) for chunk, k in places]
+    backwards = [_backward((chunks - 1 - chunk) * p + r, k) for chunk, k in places]
+    return _alternating(forwards, backwards, min(total, (chunks - 1) * per + 2 * (p - 1 - r)))
+
+
+def _zero_bubble_h1(r: int, p: int, m: int) -> Actions:
+    """1f1b with backwards in halves: those of weights come r micro-batches late, and so fill the end."""
+    fill = min(m, p - 1 - r)
+    actions = [_forward(r, k) for k in range(fill)]
+    for k in range(m):
+        actions += [_forward(r, fill + k)] * (fill + k < m) + [_input(r, k)] + [_weight(r, k - r)] * (k >= r)
+    return actions + [_weight(r, k) for k in range(max(0, m - r), m)]
+
+
+def _zero_bubble_v(r: int, p: int, m: int) -> Actions:
+    """Rank r has stages r and 2 p - 1 - r; made for at least 2 p - 1 micro-batches, of which the first m are kept."""
+    down, up, count = r, 2 * p - 1 - r, max(2 * p - 1, m)
+    done: Counter[tuple[str, int]] = Counter()
+    actions: Actions = []
+
+    def run(stage: int, *kinds: Callable[[int, int], Action]) -> None:
+        for kind in kinds:
+            actions.append(kind(stage, done[kind.__name__, stage]))
+            done[kind.__name__, stage] += 1
+
+    def left(stage: int) -> int:
+        return done["_input", stage] - done["_weight", stage]
+
+    run(down, *[_forward] * (2 * (p - r) - 1))
+    for _ in range(r):
+        run(up, _forward)
+        run(down, _forward)
+    for _ in range(p - r):
+        run(up, _forward, _input, _weight)
+    while done["_forward", up] < done["_forward", down] or done["_forward", down] < count:
+        run(down, *[_forward] * (done["_forward", down] < count), _input, _weight)
+        run(up, _forward, _input, _weight)
+    for _ in range(r):
+        run(down, _input)
+        run(up, _input)
+    run(down, *(_input, _weight) * (p - r))
+    run(up, *[_weight] * left(up))
+    run(down, *[_weight] * left(down))
+    return [action for action in actions if action.microbatch < m]
+
+
+__all__ = ["CHUNKS", "named"]
