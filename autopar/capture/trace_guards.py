@@ -28,7 +28,8 @@ from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopar.capture import assertions, embedding_bag, source_location
+from autopar.capture import assertions, embedding_bag, source_location, traced_losses
+from autopar.capture.equal_masks import Masks
 from autopar.capture.python_state import Changes, Generators, attributes, changes
 from autopar.errors import CaptureError
 
@@ -80,6 +81,7 @@ class Guards(TorchFunctionMode):
         super().__init__()
         self.generators = generators
         self.inside: set[FunctionType] = set()
+        self.masks = Masks()
 
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
@@ -100,6 +102,7 @@ class Guards(TorchFunctionMode):
             what, fix = _REFUSED[func]
             shape = tuple(args[0].shape) if isinstance(args[0], torch.Tensor) else ()
             raise CaptureError(what.format(shape), at=source_location.of_frame(asker), fix=fix)
+        args = (*args[:1], *(self.masks.first_alike(one) for one in args[1:])) if func in _SELECTING else args
         if func in _STAND_INS:
             return _STAND_INS[func](func)(*args, **given)
         if isinstance(func, FunctionType) and not types and func not in self.inside:
@@ -250,6 +253,7 @@ def _dtype(data: object, numbers: list[bool | int | float]) -> torch.dtype:
     return torch.bool if all(isinstance(number, bool) for number in numbers) else torch.int64
 
 
+_SELECTING = (torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select)
 _REFUSED: dict[object, tuple[str, str]] = dict.fromkeys(  # what would be lost, with the shape of a tensor; the way out
     (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook),
     (
@@ -268,6 +272,8 @@ _REFUSED: dict[object, tuple[str, str]] = dict.fromkeys(  # what would be lost, 
 }
 _STAND_INS: dict[object, Callable[[Callable[..., Any]], Callable[..., object]]] = {
     nn.functional.embedding_bag: embedding_bag.spelt,
+    torch._C._nn.cross_entropy_loss: traced_losses.of_rows,
+    torch._C._nn.nll_loss_nd: traced_losses.of_rows,
     torch.tensor: _literal,
     torch.as_tensor: _as_literal,
     torch.asarray: _as_literal,

@@ -15,7 +15,7 @@ PASSES: tuple[Callable[[Program], Program], ...] = (simplify, causal, expanded, 
 
 
 def normalise(program: Program) -> Program:
-    """The program in normal form: canonical ops, known causal masks, no broadcasts in attention, means as quotients, no dead code."""
+    """The program in normal form: canonical ops, known causal masks, plain attention, means as quotients, no dead code."""
     for rewrite in PASSES:
         program = rewrite(program)
     return program
