@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from autopar.capture import assertions, embedding_bag, source_location, traced_losses
 from autopar.capture.equal_masks import Masks
 from autopar.capture.python_state import Changes, Generators, attributes, changes
+from autopar.capture.repairs import Repairs
 from autopar.errors import CaptureError
 
 LITERAL_LIMIT = 1024  # elements of a literal tensor that may be written out as operators
@@ -51,8 +52,9 @@ def watched(module: nn.Module) -> Iterator[list[Changes]]:
     @functools.wraps(call)
     def guarded(*args: object, **kwargs: object) -> object:
         before = attributes(module)
-        with Guards(generators):
+        with Guards(generators) as guards:
             result = call(*args, **kwargs)
+        guards.repairs.refuse()
         made.append(changes(module, before))
         generators.refuse(f"the end of {type(module).__name__}.forward")
         return result
@@ -81,23 +83,35 @@ class Guards(TorchFunctionMode):
         super().__init__()
         self.generators = generators
         self.inside: set[FunctionType] = set()
-        self.masks = Masks()
+        self.masks, self.repairs = Masks(), Repairs()
 
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
-        given = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # the body of a torch.cond
-            return func(*args, **given)
+            return func(*args, **(kwargs or {}))
         asker = sys._getframe(1)
+        return self.repairs.result(self.call(func, types, args, kwargs or {}, asker), source_location.caller(func, asker))
+
+    def call(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...],
+        given: dict[str, object],
+        asker: FrameType,
+    ) -> object:
+        """What a function of torch returns while the model is traced."""
         _refuse_function(asker)
         self.generators.refuse(source_location.of_frame(asker))
         if func is torch._C._set_grad_enabled and _of_checkpoint(asker):
             with torch._C.DisableTorchFunction():  # unseen by torch.export: the planner decides what is recomputed
                 torch._C._set_grad_enabled(True)
             return None
-        if _asks(func, args) and (known := assertions.assumed(args[0], asker)) is not None:
-            return known
+        if _asks(func, args):
+            known = assertions.assumed(args[0], asker)
+            if (known := self.repairs.answer(args[0], asker) if known is None else known) is not None:
+                return known
         if func in _REFUSED:
             what, fix = _REFUSED[func]
             shape = tuple(args[0].shape) if isinstance(args[0], torch.Tensor) else ()

@@ -109,7 +109,7 @@ def test_checks_of_values_are_passed(body: Callable[[torch.Tensor], torch.Tensor
 
 def chosen(x: torch.Tensor) -> torch.Tensor:
     if x.sum() > 3:
-        x = 2 * x
+        return 2 * x
     return x
 
 
