@@ -17,6 +17,7 @@ from autopar.capture.selected_ops import SelectedOp
 from autopar.capture.selection import Selections, symbolic
 from autopar.capture.signature import ModelCall
 from autopar.capture.trace import Traced, varying
+from autopar.capture.traced_losses import LOSSES
 from autopar.errors import CaptureError
 from autopar.ir.builder import Builder, Keywords
 from autopar.ir.program import Argument, Output, Parameter, Program, Ref, Value, aten, refs, substitute
@@ -128,7 +129,7 @@ class Lowering:
             return self.turn(node, args, region)
         if nodes.writes(node.target):
             return self.mutate(node, args, kwargs, region)
-        return self.plain(node, str(node.target), args, kwargs, region)
+        return self.plain(node, LOSSES.get(str(node.target), str(node.target)), args, kwargs, region)
 
     def selected(self, node: fx.Node, region: Region) -> SelectedOp:
         """A node that makes or takes rows that a mask selects."""
@@ -225,7 +226,7 @@ class Lowering:
         try:
             return self.builder.infer(target, args, kwargs)
         except Exception:
-            if target != str(node.target):  # the trace has the in-place op
+            if target != LOSSES.get(str(node.target), str(node.target)):  # the trace has the in-place op
                 raise
             grad = any(self.builder.values[ref.name].requires_grad for ref in refs((*args, *(a for _, a in kwargs))))
             traced = node.meta.get("val")

@@ -52,7 +52,7 @@ def of_frame(frame: FrameType) -> str:
 
 
 def caller(function: object, frame: FrameType) -> FrameType:
-    """The frame that called a function of torch which asks for modes from this frame: its own, where it is written in Python."""
+    """The frame that called a function of torch, which asks for modes from this frame or, where it is Python, from its own."""
     while frame.f_back is not None and frame.f_code.co_filename == torch.overrides.__file__:
         frame = frame.f_back
     own = isinstance(function, FunctionType) and frame.f_code is function.__code__

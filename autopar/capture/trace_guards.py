@@ -5,9 +5,9 @@ An `autograd.Function` is traced through its forward only, a tensor hook leaves 
 What only looks at values to refuse them, or to find out what a mask is, looks away: `autopar.capture.assertions`. Bags of
 embeddings are spelt out: `autopar.capture.embedding_bag`.
 
-All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for four names
-only, `torch.from_numpy`, `torch.autocast` and two questions about that: these are replaced meanwhile, and other threads do not
-notice.
+All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for five names
+only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast` and two questions about that: these are replaced meanwhile, and
+other threads do not notice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_funct
 
 @contextlib.contextmanager
 def watched(module: nn.Module) -> Iterator[list[Changes]]:
-    """While this is open, calls of the module run under `Guards`, and four functions that modes do not see can be traced.
+    """While this is open, calls of the module run under `Guards`, and what modes do not see can be traced.
 
     The list gets what each call changes in the attributes of the module.
     """
@@ -60,18 +60,21 @@ def watched(module: nn.Module) -> Iterator[list[Changes]]:
         return result
 
     module._compiled_call_impl = guarded  # torch has no other place for what should run around a module and its hooks
-    unseen: dict[str, Any] = {
-        "autocast": _Autocast,
-        "from_numpy": _from_array(torch.from_numpy),
-        "get_autocast_dtype": _of_the_cpu(torch.get_autocast_dtype),
-        "is_autocast_enabled": _of_the_cpu(torch.is_autocast_enabled),
-    }
-    before = {name: vars(torch)[name] for name in unseen}
-    vars(torch).update(unseen)
+    unseen: list[tuple[ModuleType, str, Any]] = [
+        (torch, "autocast", _Autocast),
+        (torch.amp, "autocast", _Autocast),
+        (torch, "from_numpy", _from_array(torch.from_numpy)),
+        (torch, "get_autocast_dtype", _of_the_cpu(torch.get_autocast_dtype)),
+        (torch, "is_autocast_enabled", _of_the_cpu(torch.is_autocast_enabled)),
+    ]
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in unseen]
+    for owner, name, function in unseen:
+        vars(owner)[name] = function
     try:
         yield made
     finally:
-        vars(torch).update(before)
+        for owner, name, function in before:
+            vars(owner)[name] = function
         del module._compiled_call_impl
         generators.restore()
 
@@ -288,6 +291,7 @@ _STAND_INS: dict[object, Callable[[Callable[..., Any]], Callable[..., object]]] 
     nn.functional.embedding_bag: embedding_bag.spelt,
     torch._C._nn.cross_entropy_loss: traced_losses.of_rows,
     torch._C._nn.nll_loss_nd: traced_losses.of_rows,
+    torch.ctc_loss: traced_losses.of_lengths(_literal(torch.tensor)),
     torch.tensor: _literal,
     torch.as_tensor: _as_literal,
     torch.asarray: _as_literal,
