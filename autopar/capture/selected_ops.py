@@ -22,11 +22,10 @@ from autopar.ir.schema import packed, parameters
 from autopar.ir.shape_inference import Kind
 from autopar.operators import rule_of
 from autopar.operators.facts import Mean
-from autopar.operators.registry import fit
+from autopar.operators.registry import fit, scale
 from autopar.operators.rule import OpSharding
 
 _NONE, _MEAN = 0, 1  # torch.nn._reduction's numbers
-_MEANS = {"aten.mean.default": "aten.sum.default", "aten.mean.dim": "aten.sum.dim_IntList"}
 Named = dict[str, Argument]
 
 
@@ -59,8 +58,6 @@ class SelectedOp:
             return self.by_row(target, named)
         if "reduction" in {formal.name for formal in formals}:
             return (self.loss(target, named),)
-        if target in _MEANS:
-            return (self.mean(_MEANS[target], named),)
         return (self.summed(target, named),)
 
     def number(self) -> Ref:
@@ -117,12 +114,15 @@ class SelectedOp:
         return tuple(map(self.ones, results)) if shared else results  # type: ignore[arg-type]
 
     def summed(self, target: str, named: Named) -> Ref:
-        """An operator that adds up what it makes of every row, linear in one operand with rows: zeros add nothing."""
+        """An operator that adds up what it makes of every row, linear in one operand with rows: zeros add nothing.
+
+        One that takes a mean has divided by the number of all rows.
+        """
         fitted, factors = self.fitted(target, named)
-        rule, operands = rule_of(target), list(refs(tuple(named.values())))
+        operands = list(refs(tuple(named.values())))
         rows = [place for place, ref in enumerate(operands) if ref.name in self.selections.held]
         linear = [place for place in rows if frozenset({place}) in fitted.linear]
-        if not factors.keys() <= set(fitted.summed) or not linear or (rule and rule.averages):
+        if not factors.keys() <= set(fitted.summed) or not linear:
             raise self.mixing()
         zero = operands[linear[0]]
 
@@ -130,17 +130,11 @@ class SelectedOp:
             return self.zeros(zero) if leaf == zero else self.ones(leaf)
 
         named = {name: substitute(argument, change) for name, argument in named.items()}
-        return self.emit(target, *packed(target, named))[0]
-
-    def mean(self, target: str, named: Named) -> Ref:
-        """A mean over rows and perhaps other dims, of one operand."""
-        x = named["self"]
-        assert isinstance(x, Ref)
-        rows, shape = self.selections.held[x.name], self.shape(x)
-        given = named.get("dim") or range(len(shape))
-        over = sorted({int(str(dim)) % len(shape) for dim in (given if isinstance(given, (tuple, range)) else (given,))})
-        selected, others = [rows[dim] for dim in over if dim in rows], [shape[dim] for dim in over if dim not in rows]
-        return self.divided(self.summed(target, named), selected, others)
+        (found,) = self.emit(target, *packed(target, named))
+        if scale(self.selections.builder.ops[-1], fitted, [2] * len(fitted.factors)) == 1:
+            return found
+        times = math.prod(selection.rows for selection in factors.values())
+        return self.divided(self.one("aten.mul.Tensor", found, times), list(factors.values()), [])
 
     def loss(self, target: str, named: Named) -> Ref:
         """A loss that is reduced: with targets that are ignored, or summed over what is selected of the losses one by one."""

@@ -1,7 +1,8 @@
 """Guards around tracing: raise an error for what torch.export would drop silently, and help it over what it rejects.
 
 An `autograd.Function` is traced through its forward only, a tensor hook leaves no trace at all, and `torch.tensor([1, 2])` or
-`x[[1, 2]]` on the meta device has no numbers. The first two are refused; the others are made of operators that carry them.
+`x[[1, 2]]` on the meta device has no numbers. The first is refused where that is not all (`autopar.capture.custom_functions`),
+and hooks are; the others are made of operators that carry them.
 What only looks at values to refuse them, or to find out what a mask is, looks away: `autopar.capture.assertions`. Bags of
 embeddings are spelt out: `autopar.capture.embedding_bag`.
 
@@ -28,7 +29,7 @@ from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopar.capture import assertions, embedding_bag, source_location, traced_losses
+from autopar.capture import assertions, custom_functions, embedding_bag, source_location, traced_losses
 from autopar.capture.equal_masks import Masks
 from autopar.capture.python_state import Changes, Generators, attributes, changes
 from autopar.capture.repairs import Repairs
@@ -80,13 +81,14 @@ def watched(module: nn.Module) -> Iterator[list[Changes]]:
 
 
 class Guards(TorchFunctionMode):
-    """Refuses what is in `_REFUSED` and every `autograd.Function`, and replaces what is in `_STAND_INS`."""
+    """Refuses what is in `_REFUSED` and what has a backward of its own, and replaces what is in `_STAND_INS`."""
 
     def __init__(self, generators: Generators) -> None:
         super().__init__()
         self.generators = generators
         self.inside: set[FunctionType] = set()
         self.masks, self.repairs = Masks(), Repairs()
+        self.functions: dict[str, bool] = {}  # whether they may be traced
 
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
@@ -105,7 +107,7 @@ class Guards(TorchFunctionMode):
         asker: FrameType,
     ) -> object:
         """What a function of torch returns while the model is traced."""
-        _refuse_function(asker)
+        self.refuse_function(asker)
         self.generators.refuse(source_location.of_frame(asker))
         if func is torch._C._set_grad_enabled and _of_checkpoint(asker):
             with torch._C.DisableTorchFunction():  # unseen by torch.export: the planner decides what is recomputed
@@ -125,6 +127,27 @@ class Guards(TorchFunctionMode):
         if isinstance(func, FunctionType) and not types and func not in self.inside:
             return self.enter(func, args, given)
         return func(*args, **given)
+
+    def refuse_function(self, frame: FrameType | None) -> None:
+        """Raise CaptureError inside of an `autograd.Function` whose backward is its own: it calls at least `view_as`."""
+        while frame is not None:
+            if frame.f_code is _APPLY and not self.as_autograd(frame.f_locals["cls"], frame.f_locals["args"]):
+                raise CaptureError(
+                    f"the backward of {frame.f_locals['cls'].__qualname__} would be lost: it is an autograd.Function, and its "
+                    "gradient is not autograd's of its forward",
+                    at=source_location.of_frame(frame),
+                    fix="make it an operator with torch.library.custom_op and register_autograd",
+                )
+            frame = frame.f_back
+
+    def as_autograd(self, function: type[Function], args: tuple[object, ...]) -> bool:
+        """Whether a function is torch's own, or its gradient what autograd has for its forward."""
+        if function.__module__.partition(".")[0] == "torch":
+            return True
+        key = f"{id(function)}{[(one.shape, one.requires_grad) if isinstance(one, torch.Tensor) else one for one in args]}"
+        if key not in self.functions:
+            self.functions[key] = custom_functions.by_autograd(function, args)
+        return self.functions[key]
 
     def enter(self, function: FunctionType, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a function of torch that is written in Python so that what it calls is guarded too."""
@@ -149,22 +172,6 @@ def _asks(func: object, args: tuple[object, ...]) -> bool:
     if func is torch.Tensor.item:
         return isinstance(args[0], torch.Tensor) and args[0].dtype is torch.bool
     return func is torch.Tensor.__bool__
-
-
-def _refuse_function(frame: FrameType | None) -> None:
-    """Raise CaptureError inside of an `autograd.Function` that is not torch's own: it calls at least `view_as`."""
-    while frame is not None:
-        if frame.f_code is _APPLY and not _of_torch(frame.f_locals["cls"]):
-            raise CaptureError(
-                f"the backward of {frame.f_locals['cls'].__qualname__} would be lost: it is an autograd.Function",
-                at=source_location.of_frame(frame),
-                fix="make it an operator with torch.library.custom_op and register_autograd",
-            )
-        frame = frame.f_back
-
-
-def _of_torch(function: type[Function]) -> bool:
-    return function.__module__.partition(".")[0] == "torch"
 
 
 def _of_checkpoint(frame: FrameType | None) -> bool:
