@@ -59,8 +59,8 @@ def gpt2() -> Made:
 def t5() -> Made:
     """T5-3B: 24 layers in the encoder and in the decoder."""
     config = transformers.T5Config(
-        d_model=1024, d_ff=16384, d_kv=128, num_heads=32, num_layers=24, num_decoder_layers=24, dropout_rate=0.0, decoder_start_token_id=0,
-        use_cache=False,
+        d_model=1024, d_ff=16384, d_kv=128, num_heads=32, num_layers=24, num_decoder_layers=24, dropout_rate=0.0,
+        decoder_start_token_id=0, use_cache=False,
     )  # fmt: skip
     tokens = torch.empty(64, 512, dtype=torch.long)
     return transformers.T5ForConditionalGeneration(config).bfloat16(), {"input_ids": tokens, "labels": tokens}

@@ -277,9 +277,12 @@ def _copied(op: Op, found: SavedTensors, tensors: Sequence[torch.Tensor], cpu: b
 
 
 def _attention(op: Op, operands: Sequence[Value], cpu: bool) -> SavedTensors | None:
-    """What a fused attention kernel keeps; None where none serves."""
+    """What a fused attention kernel keeps; None where none serves: not of four dims each, of one batch and as many heads."""
     call = Call.of(op)
     query, value = operands[0], operands[2]
+    outer = {operand.shape[: 1 if call.arguments["enable_gqa"] else 2] for operand in operands[:3]}
+    if len(outer) > 1 or any(len(operand.shape) != 4 for operand in operands[:3]):
+        return None
     masks = [operands[position] for position in call.positions("attn_mask")]
     if cpu and (call.arguments["dropout_p"] or query.shape[-1] != value.shape[-1] or any(mask.requires_grad for mask in masks)):
         return None

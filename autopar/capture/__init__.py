@@ -4,7 +4,9 @@ meta_copy    a copy without weights, on the meta device
 signature    how the model is called and what it returns
 python_state what Python code keeps between calls, and a graph has once for ever
 trace        torch.export, guarded against what it would drop silently
+repairs      what is assigned under a condition on values, as `where`
 lower        the exported graph as a Program
+selection    what a mask selects: rows whose number is not known, and what operators do with them
 """
 
 from __future__ import annotations

@@ -35,12 +35,12 @@ def assumed(tensor: object, asker: FrameType) -> bool | None:
 @functools.lru_cache(maxsize=4096)
 def _wanted(code: CodeType, instruction: int) -> bool | None:
     """What a condition asked by this instruction must be so that nothing is raised; None if it decides anything else."""
-    at = _asked(code, instruction)
-    check = next((check for check in _checks(code.co_filename) if at and _holds(check.test, at)), None)
-    return _outcome(check.test, isinstance(check, ast.Assert), at) if check and at else None
+    at = asked(code, instruction)
+    check = next((check for check in _checks(code.co_filename) if at and holds(check.test, at)), None)
+    return outcome(check.test, isinstance(check, ast.Assert), at) if check and at else None
 
 
-def _asked(code: CodeType, instruction: int) -> Span | None:
+def asked(code: CodeType, instruction: int) -> Span | None:
     """Where the condition stands: bool(...) is a call of its own, else it was computed right before the jump."""
     place = instruction // 2
     if not dis.opname[code.co_code[instruction]].startswith("CALL"):
@@ -52,21 +52,26 @@ def _asked(code: CodeType, instruction: int) -> Span | None:
 
 
 @functools.lru_cache(maxsize=64)
+def parsed(file: str) -> ast.Module:
+    """The syntax tree of a file, empty where there is none."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # typed interactively, or not Python
+        return ast.Module(body=[], type_ignores=[])
+
+
+@functools.lru_cache(maxsize=64)
 def _checks(file: str) -> tuple[Check, ...]:
     """The checks in a file: what asserts, and what does nothing but raise."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:  # typed interactively, or not Python
-        return ()
     return tuple(
         node
-        for node in ast.walk(tree)
+        for node in ast.walk(parsed(file))
         if isinstance(node, ast.Assert)
         or (isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], ast.Raise))
     )
 
 
-def _outcome(test: ast.expr, wanted: bool, at: Span) -> bool | None:
+def outcome(test: ast.expr, wanted: bool, at: Span) -> bool | None:
     """What the part of a condition at this place must be for the whole to be as wanted; None where that is not sure.
 
     not x               the opposite of x
@@ -75,19 +80,19 @@ def _outcome(test: ast.expr, wanted: bool, at: Span) -> bool | None:
     """
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=inner):
-            return _outcome(inner, not wanted, at)
+            return outcome(inner, not wanted, at)
         case ast.BoolOp(values=parts):
-            return next((_outcome(part, wanted, at) for part in parts if _holds(part, at)), wanted)
-        case ast.Call(func=ast.Name(id="bool"), args=[inner]) if _span(test) != at:
-            return _outcome(inner, wanted, at)
-    return wanted if _span(test) == at else None
+            return next((outcome(part, wanted, at) for part in parts if holds(part, at)), wanted)
+        case ast.Call(func=ast.Name(id="bool"), args=[inner]) if span(test) != at:
+            return outcome(inner, wanted, at)
+    return wanted if span(test) == at else None
 
 
-def _holds(node: ast.expr, at: Span) -> bool:
+def holds(node: ast.expr, at: Span) -> bool:
     """Whether a place lies in a piece of source."""
-    first, last, left, right = _span(node)
+    first, last, left, right = span(node)
     return (first, left) <= (at[0], at[2]) and (at[1], at[3]) <= (last, right)
 
 
-def _span(node: ast.expr) -> Span:
+def span(node: ast.expr) -> Span:
     return node.lineno, node.end_lineno or node.lineno, node.col_offset, node.end_col_offset or node.col_offset

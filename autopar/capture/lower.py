@@ -13,8 +13,11 @@ from torch.export.graph_signature import InputKind, OutputKind
 from autopar.capture import autocast, buffers, functionalize, nodes
 from autopar.capture.functionalize import Handle, Held, Storage, View
 from autopar.capture.meta_copy import MetaCopy
+from autopar.capture.selected_ops import SelectedOp
+from autopar.capture.selection import Selections, symbolic
 from autopar.capture.signature import ModelCall
 from autopar.capture.trace import Traced, varying
+from autopar.capture.traced_losses import LOSSES
 from autopar.errors import CaptureError
 from autopar.ir.builder import Builder, Keywords
 from autopar.ir.program import Argument, Output, Parameter, Program, Ref, Value, aten, refs, substitute
@@ -46,6 +49,8 @@ def lower(traced: Traced, skeleton: MetaCopy, call: ModelCall) -> Program:
     lowering = Lowering(builder=builder, mutates=any(map(nodes.writes_in_place, nodes.graphs(exported.graph_module))))
     given = list(_given(traced, skeleton, call))
     results = lowering.run(exported.graph_module, given, Region())
+    if varies := next(filter(symbolic, exported.graph.output_node().all_input_nodes), None):
+        raise varying("the shape of a result of forward", nodes.source(varies))
     buffers.keep(builder, [held for held in given if isinstance(held, Handle)])
     values = [functionalize.read(result) for result in results if isinstance(result, Handle)]
     program = builder.program(
@@ -81,7 +86,11 @@ class Lowering:
     mutates: bool
     detached: dict[str, Ref] = field(default_factory=dict)
     casts: dict[tuple[str, torch.dtype], Ref] = field(default_factory=dict)
+    selections: Selections = field(init=False)
     envs: list[dict[fx.Node, Held]] = field(default_factory=list)  # of the graph and the regions around the present place
+
+    def __post_init__(self) -> None:
+        self.selections = Selections(builder=self.builder)
 
     def run(self, module: fx.GraphModule, given: Sequence[Held], region: Region) -> tuple[Held, ...]:
         """Lower one graph whose placeholders are `given`; returns its results."""
@@ -108,17 +117,36 @@ class Lowering:
                 return held[index]
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return self.inline(node, module, env, region)
-        if not isinstance(node.target, torch._ops.OpOverload):
-            nodes.refuse_transform(node)
-            raise varying("a number", nodes.source(node))
-        nodes.refuse_varying(node)
+        nodes.refuse_transform(node)
+        sized = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+        if sized or not isinstance(node.target, torch._ops.OpOverload):
+            return Handle(ref=self.selected(node, region).number())
+        if any(map(symbolic, (node, *node.all_input_nodes))):
+            return self.rows(node, env, region)
         args = tuple(_leaf(argument, env, node) for argument in node.args)
         kwargs = tuple((name, _leaf(argument, env, node)) for name, argument in node.kwargs.items())
         if torch.Tag.inplace_view in node.target.tags:
             return self.turn(node, args, region)
         if nodes.writes(node.target):
             return self.mutate(node, args, kwargs, region)
-        return self.plain(node, str(node.target), args, kwargs, region)
+        return self.plain(node, LOSSES.get(str(node.target), str(node.target)), args, kwargs, region)
+
+    def selected(self, node: fx.Node, region: Region) -> SelectedOp:
+        """A node that makes or takes rows that a mask selects."""
+
+        def emit(target: str, args: tuple[Argument, ...], kwargs: Keywords) -> tuple[Ref, ...]:
+            return self.emit(node, target, args, kwargs, region)[0]
+
+        return SelectedOp(selections=self.selections, node=node, emit=emit)
+
+    def rows(self, node: fx.Node, env: dict[fx.Node, Held], region: Region) -> Held:
+        """Lower an op that makes or takes rows that a mask selects."""
+        if nodes.writes(node.target):  # type: ignore[arg-type]
+            raise varying(f"the shape of what {node.target} writes", nodes.source(node))
+        args = tuple(_now(_leaf(argument, env, node)) for argument in node.args)
+        kwargs = tuple((name, _now(_leaf(argument, env, node))) for name, argument in node.kwargs.items())
+        found = tuple(Handle(ref=ref) for ref in self.selected(node, region).lower(args, kwargs))
+        return found if isinstance(node.meta.get("val"), (list, tuple)) else found[0]
 
     def inline(self, node: fx.Node, module: fx.GraphModule, env: dict[fx.Node, Held], region: Region) -> Held:
         """Lower the graph of a region in place."""
@@ -198,7 +226,7 @@ class Lowering:
         try:
             return self.builder.infer(target, args, kwargs)
         except Exception:
-            if target != str(node.target):  # the trace has the in-place op
+            if target != LOSSES.get(str(node.target), str(node.target)):  # the trace has the in-place op
                 raise
             grad = any(self.builder.values[ref.name].requires_grad for ref in refs((*args, *(a for _, a in kwargs))))
             traced = node.meta.get("val")

@@ -9,22 +9,11 @@ import torch
 from torch import fx
 
 from autopar.capture import source_location
-from autopar.capture.trace import varying
 from autopar.errors import CaptureError
 from autopar.ir.program import overload
 from autopar.ir.shape_inference import Kind
 from autopar.operators import rule_of
 from autopar.operators.registry import RETURNING
-
-
-def refuse_varying(node: fx.Node) -> None:
-    """Raise CaptureError for a node whose result is a number, or of a shape, that depends on values."""
-    traced = node.meta.get("val")
-    for one in traced if isinstance(traced, (list, tuple)) else (traced,):
-        if isinstance(one, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise varying("a number", source(node))
-        if isinstance(one, torch.Tensor) and not all(isinstance(size, int) for size in one.shape):
-            raise varying(f"the shape of a result of {node.target}", source(node))
 
 
 def refuse_transform(node: fx.Node) -> None:

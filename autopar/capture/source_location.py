@@ -8,7 +8,7 @@ import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 
 import torch
 
@@ -49,6 +49,14 @@ def of_frame(frame: FrameType) -> str:
     while frame.f_back is not None and not _foreign(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def caller(function: object, frame: FrameType) -> FrameType:
+    """The frame that called a function of torch, which asks for modes from this frame or, where it is Python, from its own."""
+    while frame.f_back is not None and frame.f_code.co_filename == torch.overrides.__file__:
+        frame = frame.f_back
+    own = isinstance(function, FunctionType) and frame.f_code is function.__code__
+    return frame.f_back if own and frame.f_back is not None else frame
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

@@ -27,7 +27,10 @@ _NO_FAKE = re.compile(  # in what torch says of an operator of another library t
     r"no fake impl registered for <CustomOpDef\(([\w:.]+)\)|([\w:.]+): attempted to run this operator with Meta tensors"
     r"|Could not run '(?!aten)([\w:.]+)' with arguments from the 'Meta' backend"
 )
-_SIZE = "keep every size fixed: torch.where, masked_fill or padding instead of selecting a varying number of elements"
+_SIZE = (
+    "keep every size fixed: torch.where, masked_fill or padding instead of selecting a varying number of elements; "
+    "or reduce what one mask selects, x[mask], by a sum, a mean or a loss over its rows"
+)
 _NUMBER = re.compile(r"Size-like symbols: u")  # in what torch says of a choice by a number of elements
 _SAID = {  # what torch says: what it means, and the way out
     "fake tensor in the exported program constant's list": (

@@ -1,13 +1,14 @@
 """Guards around tracing: raise an error for what torch.export would drop silently, and help it over what it rejects.
 
 An `autograd.Function` is traced through its forward only, a tensor hook leaves no trace at all, and `torch.tensor([1, 2])` or
-`x[[1, 2]]` on the meta device has no numbers. The first two are refused; the others are made of operators that carry them.
+`x[[1, 2]]` on the meta device has no numbers. The first is refused where that is not all (`autopar.capture.custom_functions`),
+and hooks are; the others are made of operators that carry them.
 What only looks at values to refuse them, or to find out what a mask is, looks away: `autopar.capture.assertions`. Bags of
 embeddings are spelt out: `autopar.capture.embedding_bag`.
 
-All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for four names
-only, `torch.from_numpy`, `torch.autocast` and two questions about that: these are replaced meanwhile, and other threads do not
-notice.
+All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for five names
+only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast` and two questions about that: these are replaced meanwhile, and
+other threads do not notice.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,10 @@ from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopar.capture import assertions, embedding_bag, source_location
+from autopar.capture import assertions, custom_functions, embedding_bag, source_location, traced_losses
+from autopar.capture.equal_masks import Masks
 from autopar.capture.python_state import Changes, Generators, attributes, changes
+from autopar.capture.repairs import Repairs
 from autopar.errors import CaptureError
 
 LITERAL_LIMIT = 1024  # elements of a literal tensor that may be written out as operators
@@ -39,7 +42,7 @@ _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_funct
 
 @contextlib.contextmanager
 def watched(module: nn.Module) -> Iterator[list[Changes]]:
-    """While this is open, calls of the module run under `Guards`, and four functions that modes do not see can be traced.
+    """While this is open, calls of the module run under `Guards`, and what modes do not see can be traced.
 
     The list gets what each call changes in the attributes of the module.
     """
@@ -50,61 +53,101 @@ def watched(module: nn.Module) -> Iterator[list[Changes]]:
     @functools.wraps(call)
     def guarded(*args: object, **kwargs: object) -> object:
         before = attributes(module)
-        with Guards(generators):
+        with Guards(generators) as guards:
             result = call(*args, **kwargs)
+        guards.repairs.refuse()
         made.append(changes(module, before))
         generators.refuse(f"the end of {type(module).__name__}.forward")
         return result
 
     module._compiled_call_impl = guarded  # torch has no other place for what should run around a module and its hooks
-    unseen: dict[str, Any] = {
-        "autocast": _Autocast,
-        "from_numpy": _from_array(torch.from_numpy),
-        "get_autocast_dtype": _of_the_cpu(torch.get_autocast_dtype),
-        "is_autocast_enabled": _of_the_cpu(torch.is_autocast_enabled),
-    }
-    before = {name: vars(torch)[name] for name in unseen}
-    vars(torch).update(unseen)
+    unseen: list[tuple[ModuleType, str, Any]] = [
+        (torch, "autocast", _Autocast),
+        (torch.amp, "autocast", _Autocast),
+        (torch, "from_numpy", _from_array(torch.from_numpy)),
+        (torch, "get_autocast_dtype", _of_the_cpu(torch.get_autocast_dtype)),
+        (torch, "is_autocast_enabled", _of_the_cpu(torch.is_autocast_enabled)),
+    ]
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in unseen]
+    for owner, name, function in unseen:
+        vars(owner)[name] = function
     try:
         yield made
     finally:
-        vars(torch).update(before)
+        for owner, name, function in before:
+            vars(owner)[name] = function
         del module._compiled_call_impl
         generators.restore()
 
 
 class Guards(TorchFunctionMode):
-    """Refuses what is in `_REFUSED` and every `autograd.Function`, and replaces what is in `_STAND_INS`."""
+    """Refuses what is in `_REFUSED` and what has a backward of its own, and replaces what is in `_STAND_INS`."""
 
     def __init__(self, generators: Generators) -> None:
         super().__init__()
         self.generators = generators
         self.inside: set[FunctionType] = set()
+        self.masks, self.repairs = Masks(), Repairs()
+        self.functions: dict[str, bool] = {}  # whether they may be traced
 
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
-        given = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # the body of a torch.cond
-            return func(*args, **given)
+            return func(*args, **(kwargs or {}))
         asker = sys._getframe(1)
-        _refuse_function(asker)
+        return self.repairs.result(self.call(func, types, args, kwargs or {}, asker), source_location.caller(func, asker))
+
+    def call(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...],
+        given: dict[str, object],
+        asker: FrameType,
+    ) -> object:
+        """What a function of torch returns while the model is traced."""
+        self.refuse_function(asker)
         self.generators.refuse(source_location.of_frame(asker))
         if func is torch._C._set_grad_enabled and _of_checkpoint(asker):
             with torch._C.DisableTorchFunction():  # unseen by torch.export: the planner decides what is recomputed
                 torch._C._set_grad_enabled(True)
             return None
-        if _asks(func, args) and (known := assertions.assumed(args[0], asker)) is not None:
-            return known
+        if _asks(func, args):
+            known = assertions.assumed(args[0], asker)
+            if (known := self.repairs.answer(args[0], asker) if known is None else known) is not None:
+                return known
         if func in _REFUSED:
             what, fix = _REFUSED[func]
             shape = tuple(args[0].shape) if isinstance(args[0], torch.Tensor) else ()
             raise CaptureError(what.format(shape), at=source_location.of_frame(asker), fix=fix)
+        args = (*args[:1], *(self.masks.first_alike(one) for one in args[1:])) if func in _SELECTING else args
         if func in _STAND_INS:
             return _STAND_INS[func](func)(*args, **given)
         if isinstance(func, FunctionType) and not types and func not in self.inside:
             return self.enter(func, args, given)
         return func(*args, **given)
+
+    def refuse_function(self, frame: FrameType | None) -> None:
+        """Raise CaptureError inside of an `autograd.Function` whose backward is its own: it calls at least `view_as`."""
+        while frame is not None:
+            if frame.f_code is _APPLY and not self.as_autograd(frame.f_locals["cls"], frame.f_locals["args"]):
+                raise CaptureError(
+                    f"the backward of {frame.f_locals['cls'].__qualname__} would be lost: it is an autograd.Function, and its "
+                    "gradient is not autograd's of its forward",
+                    at=source_location.of_frame(frame),
+                    fix="make it an operator with torch.library.custom_op and register_autograd",
+                )
+            frame = frame.f_back
+
+    def as_autograd(self, function: type[Function], args: tuple[object, ...]) -> bool:
+        """Whether a function is torch's own, or its gradient what autograd has for its forward."""
+        if function.__module__.partition(".")[0] == "torch":
+            return True
+        key = f"{id(function)}{[(one.shape, one.requires_grad) if isinstance(one, torch.Tensor) else one for one in args]}"
+        if key not in self.functions:
+            self.functions[key] = custom_functions.by_autograd(function, args)
+        return self.functions[key]
 
     def enter(self, function: FunctionType, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a function of torch that is written in Python so that what it calls is guarded too."""
@@ -129,22 +172,6 @@ def _asks(func: object, args: tuple[object, ...]) -> bool:
     if func is torch.Tensor.item:
         return isinstance(args[0], torch.Tensor) and args[0].dtype is torch.bool
     return func is torch.Tensor.__bool__
-
-
-def _refuse_function(frame: FrameType | None) -> None:
-    """Raise CaptureError inside of an `autograd.Function` that is not torch's own: it calls at least `view_as`."""
-    while frame is not None:
-        if frame.f_code is _APPLY and not _of_torch(frame.f_locals["cls"]):
-            raise CaptureError(
-                f"the backward of {frame.f_locals['cls'].__qualname__} would be lost: it is an autograd.Function",
-                at=source_location.of_frame(frame),
-                fix="make it an operator with torch.library.custom_op and register_autograd",
-            )
-        frame = frame.f_back
-
-
-def _of_torch(function: type[Function]) -> bool:
-    return function.__module__.partition(".")[0] == "torch"
 
 
 def _of_checkpoint(frame: FrameType | None) -> bool:
@@ -250,6 +277,7 @@ def _dtype(data: object, numbers: list[bool | int | float]) -> torch.dtype:
     return torch.bool if all(isinstance(number, bool) for number in numbers) else torch.int64
 
 
+_SELECTING = (torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select)
 _REFUSED: dict[object, tuple[str, str]] = dict.fromkeys(  # what would be lost, with the shape of a tensor; the way out
     (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook),
     (
@@ -268,6 +296,9 @@ _REFUSED: dict[object, tuple[str, str]] = dict.fromkeys(  # what would be lost, 
 }
 _STAND_INS: dict[object, Callable[[Callable[..., Any]], Callable[..., object]]] = {
     nn.functional.embedding_bag: embedding_bag.spelt,
+    torch._C._nn.cross_entropy_loss: traced_losses.of_rows,
+    torch._C._nn.nll_loss_nd: traced_losses.of_rows,
+    torch.ctc_loss: traced_losses.of_lengths(_literal(torch.tensor)),
     torch.tensor: _literal,
     torch.as_tensor: _as_literal,
     torch.asarray: _as_literal,

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.ir.program import Program
+from autopar.passes.broadcast_attention import expanded
 from autopar.passes.causal_masks import causal
 from autopar.passes.dead_code_elimination import dead
 from autopar.passes.mean_losses import means
 from autopar.passes.simplify import simplify
 
-PASSES: tuple[Callable[[Program], Program], ...] = (simplify, causal, means, dead)
+PASSES: tuple[Callable[[Program], Program], ...] = (simplify, causal, expanded, means, dead)
 
 
 def normalise(program: Program) -> Program:
-    """The program in normal form: canonical ops, recognised causal masks, mean losses as quotients, no dead code."""
+    """The program in normal form: canonical ops, known causal masks, plain attention, means as quotients, no dead code."""
     for rewrite in PASSES:
         program = rewrite(program)
     return program

@@ -45,7 +45,10 @@ def _promoted(op: Op, values: dict[str, Value]) -> Op:
     takes = {formal.name for formal in overload(target)._schema.arguments}
     if not op.operands and op.results[0].dtype in WIDE and "dtype" in takes:
         kwargs = (*((name, a) for name, a in kwargs if name != "dtype"), ("dtype", WIDE[op.results[0].dtype]))
-    found = infer(target, args, kwargs, values.__getitem__)
+    try:
+        found = infer(target, args, kwargs, values.__getitem__)
+    except NotImplementedError:  # without a meta kernel its results are as they were, but wider
+        return replace(op, target=target, args=args, kwargs=kwargs, results=tuple(map(_wide, op.results)))
     kinds = (found,) if isinstance(found, Kind) else found
     results = tuple(replace(result, dtype=kind.dtype) for result, kind in zip(op.results, kinds, strict=True))
     return replace(op, target=target, args=args, kwargs=kwargs, results=results)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
 from autopar.capture.signature import read_result
@@ -27,10 +28,9 @@ def module_results(model: nn.Module, sample: object, captured: Captured) -> dict
     held = {p.names[0]: parameters[p.names[0]] for p in program.parameters if p.used and parameters[p.names[0]].requires_grad}
     with torch.enable_grad(), torch.compiler.set_stance("force_eager"), _NoDropout():
         outputs = _outputs(model(*args, **kwargs), captured)
-        loss = differentiated_sum(outputs)
-        found = torch.autograd.grad(loss, [*held.values()], materialize_grads=True) if loss is not None and held else ()
+        found = _gradients(differentiated_sum(outputs), held, (*model.parameters(), *pytree.tree_leaves((args, kwargs))))
     result = {("output", end.path): output.detach() for end, output in zip(program.outputs, outputs, strict=True)}
-    result |= {("gradient", name): gradient for name, gradient in zip(held, found, strict=True)}
+    result |= {("gradient", name): gradient for name, gradient in found.items()}
     written = {name for op in program.ops for name in writes(op)}
     for name, buffer in model.named_buffers():
         if name in written or not torch.equal(buffer, before[name]):
@@ -41,6 +41,25 @@ def module_results(model: nn.Module, sample: object, captured: Captured) -> dict
             setattr(model.get_submodule(owner), last, buffer)
             buffer.copy_(before[name])
     return result
+
+
+def _gradients(
+    loss: torch.Tensor | None, held: Mapping[str, torch.Tensor], leaves: Iterable[object]
+) -> dict[str, torch.Tensor]:
+    """The gradients of a loss, zero where there is none; what the leaves have in `.grad` they have again afterwards.
+
+    By `backward`, which a reentrant checkpoint insists on.
+    """
+    before = {leaf: leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_leaf}
+    for leaf in before:
+        leaf.grad = None
+    try:
+        if loss is not None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        return {name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for name, tensor in held.items()}
+    finally:
+        for leaf, gradient in before.items():
+            leaf.grad = gradient
 
 
 def _outputs(result: object, captured: Captured) -> Sequence[torch.Tensor]:

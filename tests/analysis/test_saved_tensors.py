@@ -53,6 +53,8 @@ CASES = {
     "attention, mask": op(ATTENTION, *Q, x(1, 3, 8, 8, grad=False)),
     "attention, learnt mask": op(ATTENTION, *Q, x(1, 3, 8, 8)),
     "attention, dropout": op(ATTENTION, *Q, None, 0.5),
+    "attention, broadcast": op(ATTENTION, x(2, 3, 8, 4), x(2, 1, 8, 4), x(2, 1, 8, 4)),
+    "attention, three dims": op(ATTENTION, x(3, 8, 4), x(3, 8, 4), x(3, 8, 4)),
 }
 
 VIEWS = ("dropout, none", "transpose", "reshape", "slice", "split")

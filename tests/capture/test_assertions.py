@@ -72,7 +72,8 @@ def asserted_for_an_item(x: torch.Tensor) -> torch.Tensor:
 
 def asked_for_autocast(x: torch.Tensor) -> torch.Tensor:
     lower = torch.get_autocast_dtype(x.device.type)
-    return x if torch.is_autocast_enabled(x.device.type) else x.to(lower).to(x.dtype)
+    with torch.amp.autocast(x.device.type, enabled=False):
+        return x if torch.is_autocast_enabled(x.device.type) else x.to(lower).to(x.dtype)
 
 
 def looked_at(x: torch.Tensor) -> torch.Tensor:
@@ -109,7 +110,7 @@ def test_checks_of_values_are_passed(body: Callable[[torch.Tensor], torch.Tensor
 
 def chosen(x: torch.Tensor) -> torch.Tensor:
     if x.sum() > 3:
-        x = 2 * x
+        return 2 * x
     return x
 
 

@@ -129,3 +129,25 @@ def test_attention_with_a_mask_over_a_split_sequence_gives_equal_numbers(
     assert sent == (own if tight else {})
     report = verify(model, sample, on, plan, Options(), pool)
     assert report.ok, report
+
+
+class MultiQuery(nn.Module):
+    """Four heads of queries that read one head of keys and values, which attention broadcasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project, self.out = nn.Linear(8, 12), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.project(x).split((8, 2, 2), -1)
+        query, key, value = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in parts)
+        found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(found.transpose(1, 2).flatten(2)).square().sum()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7])
+def test_attention_that_broadcasts_keys_sends_what_its_plan_lists(pool: WorkerPool, seed: int) -> None:
+    model, x, on = MultiQuery(), torch.randn(8, 8, 8), table.mesh((4,))
+    report = verify(model, x, on, autopar.testing.random_plan(model, x, on, seed=seed), Options(), pool)
+    assert report.ok, report

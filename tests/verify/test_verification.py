@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.capture import Captured
@@ -114,3 +115,26 @@ def test_compiled_functions_of_the_module_run_eagerly() -> None:
 
     report = autopar.verify(Thinned(), torch.randn(4, 8), (1,))
     assert report.ok, report
+
+
+class Checkpointed(nn.Module):
+    """Two layers, each under a checkpoint."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.reentrant = nn.Linear(8, 8), nn.Linear(8, 4), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.last):
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_model_with_checkpoints_is_verified_and_gradients_stay_as_they_were(reentrant: bool) -> None:
+    model, x = Checkpointed(reentrant=reentrant), torch.randn(16, 8, requires_grad=True)
+    model.last.weight.grad = torch.ones(4, 8)
+    report = autopar.verify(model, x, (1,), device="h100")
+    assert report.ok, str(report)
+    assert (model.first.weight.grad, x.grad) == (None, None)
+    assert torch.equal(model.last.weight.grad, torch.ones(4, 8))

@@ -1,0 +1,67 @@
+"""Masks that are computed alike are one while a model is traced, so that what they select has as many rows.
+
+y = x[labels != -100]                    m = labels != -100
+t = labels[labels != -100]       ->      y, t = x[m], labels[m]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.fx.experimental import proxy_tensor
+
+
+@dataclass(slots=True)
+class Masks:
+    """The masks that have selected something so far, with the nodes that made them."""
+
+    seen: list[tuple[torch.Tensor, fx.Node, int]] = field(default_factory=list)
+
+    def first_alike(self, index: object) -> object:
+        """The first mask that was computed as this one is and not written since; anything else as it is."""
+        if isinstance(index, tuple):
+            return tuple(map(self.first_alike, index))
+        node = _node(index) if isinstance(index, torch.Tensor) and index.dtype is torch.bool else None
+        if node is None or not isinstance(index, torch.Tensor):
+            return index
+        for mask, made, version in self.seen:
+            if mask._version == version and mask.shape == index.shape and _alike(made, node) and not any(_writes_after(made)):
+                return mask
+        self.seen.append((index, node, index._version))
+        return index
+
+
+def _node(tensor: torch.Tensor) -> fx.Node | None:
+    """The node of the traced graph that made a tensor."""
+    mode = proxy_tensor.get_proxy_mode()
+    slot = proxy_tensor.get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
+    return slot.proxy.node if slot is not None else None
+
+
+def _writes_after(node: fx.Node) -> Iterator[bool]:
+    """Whether nodes that were traced later write in place, for each."""
+    for one in reversed(node.graph.nodes):
+        if one is node:
+            return
+        yield isinstance(one.target, torch._ops.OpOverload) and one.target._schema.is_mutable
+
+
+def _alike(one: object, other: object) -> bool:
+    """Whether two arguments are equal, or results of pure nodes that are equal but for their names."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node) or one is other:
+        return type(one) is type(other) and (one is other or one == other)
+    if one.op != "call_function" or one.target is not other.target or one.kwargs != other.kwargs or not _pure(one.target):
+        return False
+    return _alike(one.args, other.args)
+
+
+def _pure(target: object) -> bool:
+    """Whether an operator gives the same for the same operands."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags

@@ -1,0 +1,138 @@
+"""Repairs under a condition on values, as `where`: `if not torch.isfinite(h).all(): h = torch.clamp(h, -m, m)`.
+
+A graph has no branches. Tracing enters the body of such an `if`; what its last line assigns is the repaired tensor where the
+condition holds, and the one of before where it does not:
+
+    if torch.isinf(h).any():                      bad = isinf(h).any()
+        m = torch.finfo(h.dtype).max - 1000  ->   h = where(bad, clamp(h, -m, m), h)
+        h = torch.clamp(h, -m, m)
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+
+import torch
+
+from autopar.capture import source_location
+from autopar.capture.assertions import Span, asked, holds, outcome, parsed, span
+from autopar.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """An `if` whose body assigns a tensor in its last line, and other names that nothing else reads."""
+
+    test: ast.expr
+    name: str
+    value: Span  # where the new tensor is computed
+
+
+@dataclass(slots=True)
+class Repairs:
+    """The repairs whose bodies have been entered and not left, by frame, with their conditions."""
+
+    entered: list[tuple[FrameType, Repair, torch.Tensor]] = field(default_factory=list)
+
+    def answer(self, tensor: object, asker: FrameType) -> bool | None:
+        """What `bool(tensor)` should say to the frame so that it enters the body of a repair; None where there is none."""
+        at = asked(asker.f_code, asker.f_lasti) if isinstance(tensor, torch.Tensor) and tensor.is_meta else None
+        found = next((one for one in _repairs(asker.f_code.co_filename) if at and holds(one.test, at)), None)
+        if found is None or at is None or (said := outcome(found.test, True, at)) is None:
+            return None
+        condition = _condition(found.test, asker)
+        if isinstance(condition, bool) or not isinstance(asker.f_locals.get(found.name), torch.Tensor):
+            return None
+        self.entered = [one for one in self.entered if one[0] is not asker or one[1] is not found]
+        self.entered.append((asker, found, condition))
+        return said
+
+    def result(self, computed: object, asker: FrameType) -> object:
+        """What a call in a frame returns: where it is the last of a repair, the tensor as it is after the `if`."""
+        for place, (frame, repair, condition) in enumerate(self.entered):
+            if frame is asker and _place(asker.f_code, asker.f_lasti) == repair.value:
+                before = asker.f_locals[repair.name]
+                if not isinstance(computed, torch.Tensor) or (computed.shape, computed.dtype) != (before.shape, before.dtype):
+                    break
+                del self.entered[place]
+                return torch.where(condition, computed, before)
+        return computed
+
+    def refuse(self) -> None:
+        """Raise CaptureError for a repair whose tensor was not computed by a function of torch that was seen."""
+        for frame, _, _ in self.entered:
+            what = "the control flow of forward depends on the values of a tensor, and more than one tensor on it"
+            raise CaptureError(what, at=source_location.of_frame(frame), fix="express the choice with torch.where")
+
+
+def _condition(test: ast.expr, frame: FrameType) -> torch.Tensor | bool:
+    """The value of a condition: a tensor where tensors decide it, all of whose parts are asked."""
+    match test:
+        case ast.UnaryOp(op=ast.Not(), operand=inner):
+            found = _condition(inner, frame)
+            return found.logical_not() if isinstance(found, torch.Tensor) else not found
+        case ast.BoolOp(op=kind, values=parts):
+            values = [_condition(part, frame) for part in parts]
+            either = isinstance(kind, ast.Or)
+            if either in [value for value in values if isinstance(value, bool)]:
+                return either
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            return functools.reduce(torch.logical_or if either else torch.logical_and, tensors) if tensors else not either
+        case ast.Call(func=ast.Name(id="bool"), args=[inner]) | ast.Call(func=ast.Attribute(value=inner, attr="item"), args=[]):
+            return _condition(inner, frame)
+    code = compile(ast.Expression(test), frame.f_code.co_filename, "eval")
+    value: object = eval(code, frame.f_globals, frame.f_locals)
+    return value.bool() if isinstance(value, torch.Tensor) else bool(value)
+
+
+@functools.lru_cache(maxsize=64)
+def _repairs(file: str) -> tuple[Repair, ...]:
+    """The repairs in a file."""
+    functions = (node for node in ast.walk(parsed(file)) if isinstance(node, ast.FunctionDef))
+    return tuple(
+        Repair(node.test, last.targets[0].id, span(last.value))
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.If) and not node.orelse
+        for last in node.body[-1:]
+        if _assigns(last)
+        and isinstance(last, ast.Assign)
+        and isinstance(last.targets[0], ast.Name)
+        and all(_assigns(line) for line in node.body)
+        and not _temporary(node.body[:-1]) & _read_outside(function, node)
+    )
+
+
+def _assigns(line: ast.stmt) -> bool:
+    """Whether a line assigns to one name."""
+    return isinstance(line, ast.Assign) and len(line.targets) == 1 and isinstance(line.targets[0], ast.Name)
+
+
+def _temporary(lines: list[ast.stmt]) -> set[str]:
+    """The names that lines assign to."""
+    return {name.id for line in lines for name in _names(line, ast.Store)}
+
+
+def _read_outside(function: ast.FunctionDef, branch: ast.If) -> set[str]:
+    """The names that a function reads outside of a branch, but for those that another branch assigns in its first line."""
+    inside = {*_names(branch, ast.Load)}
+    for other in (node for node in ast.walk(function) if isinstance(node, ast.If)):
+        own = _temporary(other.body[:1])
+        inside |= {name for line in other.body[1:] for name in _names(line, ast.Load) if name.id in own}
+    return {name.id for name in {*_names(function, ast.Load)} - inside}
+
+
+def _names(node: ast.AST, context: type[ast.expr_context]) -> Iterator[ast.Name]:
+    """The names in a piece of source that are read, or assigned."""
+    yield from (one for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, context))
+
+
+def _place(code: CodeType, instruction: int) -> Span | None:
+    """Where the expression stands that an instruction computes."""
+    first, last, left, right = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    return None if first is None or last is None or left is None or right is None else (first, last, left, right)

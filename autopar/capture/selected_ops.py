@@ -1,0 +1,240 @@
+"""What operators do with the rows of a selection (`autopar.capture.selection`), by their rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import fx
+
+from autopar.capture import nodes
+from autopar.capture.selection import Rows, Selection, Selections, symbolic
+from autopar.capture.trace import varying
+from autopar.capture.traced_losses import LOSSES
+from autopar.errors import CaptureError
+from autopar.ir.builder import Keywords
+from autopar.ir.layout import Shape
+from autopar.ir.program import Argument, Op, Ref, Static, Value, refs, substitute
+from autopar.ir.schema import packed, parameters
+from autopar.ir.shape_inference import Kind
+from autopar.operators import rule_of
+from autopar.operators.facts import Mean
+from autopar.operators.registry import fit, scale
+from autopar.operators.rule import OpSharding
+
+_NONE, _MEAN = 0, 1  # torch.nn._reduction's numbers
+Named = dict[str, Argument]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectedOp:
+    """A node of the traced graph that makes or takes rows of selections; `emit` appends ops in its place."""
+
+    selections: Selections
+    node: fx.Node
+    emit: Callable[[str, tuple[Argument, ...], Keywords], tuple[Ref, ...]]
+
+    def lower(self, args: tuple[Argument, ...], kwargs: Keywords) -> tuple[Ref, ...]:
+        """The results of the node; raises CaptureError where it selects by anything but a mask, or mixes rows."""
+        if (selected := self.selected(args)) is not None:
+            return (selected,)
+        if symbolic(self.node):
+            tuple(self.traced())  # raises for sizes that nothing is known of
+        target = LOSSES.get(str(self.node.target), str(self.node.target))
+        formals = parameters(target)
+        sized = [self.sized(raw, now) for raw, now in zip(self.node.args, args, strict=True)]
+        given = dict(zip((formal.name for formal in formals), sized, strict=False)) | dict(kwargs)
+        named = {formal.name: given.get(formal.name, formal.default) for formal in formals}
+        if any(isinstance(named[f.name], Ref) and not f.tensor for f in formals):  # a number of rows in another place
+            raise self.mixing()
+        if target == "aten.broadcast_tensors.default" and len({self.shape(ref) for ref in refs(sized[0])}) == 1:
+            return tuple(refs(sized[0]))
+        if not symbolic(self.node) and not any(ref.name in self.selections.held for ref in refs(tuple(named.values()))):
+            return self.emit(target, *packed(target, named))  # it takes the number of rows, and none of them
+        if symbolic(self.node):
+            return self.by_row(target, named)
+        if "reduction" in {formal.name for formal in formals}:
+            return (self.loss(target, named),)
+        return (self.summed(target, named),)
+
+    def number(self) -> Ref:
+        """The number that the node computes from numbers of rows."""
+        selection, times, more = self.selections.number(self.node)
+        return self.one("aten.add.Tensor", self.one("aten.mul.Tensor", self.count(selection), times), more)
+
+    def selected(self, args: tuple[Argument, ...]) -> Ref | None:
+        """The rows that the node selects by a mask, or the places of them; None if it selects nothing."""
+        match str(self.node.target), args:
+            case "aten.index.Tensor", (Ref() as x, tuple() as index) if self.is_mask(*refs(index)):
+                place = next(dim for dim, one in enumerate(index) if one is not None)
+                (mask,) = refs(index)
+            case "aten.masked_select.default", (Ref() as x, Ref() as mask):
+                shape, place = tuple(torch.broadcast_shapes(self.shape(x), self.shape(mask))), 0  # type: ignore[no-untyped-call]
+                x, mask = self.one("aten.expand.default", x, shape), self.one("aten.expand.default", mask, shape)
+            case "aten.nonzero.default", (Ref() as mask,) if (
+                self.is_mask(mask) and len(self.shape(mask)) == 1 and mask.name not in self.selections.held
+            ):
+                selection = self.selections.learn(self.symbol(0), mask)
+                (places,) = self.emit("aten.arange.default", self.shape(mask), (("device", torch.device("meta")),))
+                found = self.one("aten.unsqueeze.default", places, 1)
+                self.selections.held[found.name] = {0: selection}
+                return found
+            case _:
+                return None
+        if x.name in self.selections.held or mask.name in self.selections.held:
+            raise self.mixing()
+        before, taken, after = self.shape(x)[:place], self.shape(mask), self.shape(x)[place + len(self.shape(mask)) :]
+        flat = self.one("aten.reshape.default", mask, (math.prod(taken),)) if len(taken) > 1 else mask
+        selection = self.selections.learn(self.symbol(place), flat)
+        rows = self.one("aten.reshape.default", x, (*before, selection.rows, *after))
+        self.selections.held[rows.name] = {place: selection}
+        return self.ones(rows)  # type: ignore[return-value]
+
+    def by_row(self, target: str, named: Named) -> tuple[Ref, ...]:
+        """An operator that does the same with every row.
+
+        Where it takes something else that is differentiated, a weight, say, the rows that are not selected are ones before and
+        after: nothing is added to its gradient for them, finite or not.
+        """
+        values, held = self.selections.builder.values, self.selections.held
+        shared = any(values[ref.name].requires_grad for ref in refs(tuple(named.values())) if ref.name not in held)
+        if shared:
+            named = {name: substitute(argument, self.ones) for name, argument in named.items()}
+        fitted, factors = self.fitted(target, named)
+        found = [
+            {d: factors[dim[0]] for d, dim in enumerate(dims) if len(dim) == 1 and dim[0] in factors} for dims in fitted.results
+        ]
+        if not all(found) or (symbolic(self.node) and found != list(self.traced())):
+            raise self.mixing()
+        results = self.emit(target, *packed(target, named))
+        held.update((ref.name, rows) for ref, rows in zip(results, found, strict=True))
+        return tuple(map(self.ones, results)) if shared else results  # type: ignore[arg-type]
+
+    def summed(self, target: str, named: Named) -> Ref:
+        """An operator that adds up what it makes of every row, linear in one operand with rows: zeros add nothing.
+
+        One that takes a mean has divided by the number of all rows.
+        """
+        fitted, factors = self.fitted(target, named)
+        operands = list(refs(tuple(named.values())))
+        rows = [place for place, ref in enumerate(operands) if ref.name in self.selections.held]
+        linear = [place for place in rows if frozenset({place}) in fitted.linear]
+        if not factors.keys() <= set(fitted.summed) or not linear:
+            raise self.mixing()
+        zero = operands[linear[0]]
+
+        def change(leaf: Ref | Static) -> Argument:
+            return self.zeros(zero) if leaf == zero else self.ones(leaf)
+
+        named = {name: substitute(argument, change) for name, argument in named.items()}
+        (found,) = self.emit(target, *packed(target, named))
+        if scale(self.selections.builder.ops[-1], fitted, [2] * len(fitted.factors)) == 1:
+            return found
+        times = math.prod(selection.rows for selection in factors.values())
+        return self.divided(self.one("aten.mul.Tensor", found, times), list(factors.values()), [])
+
+    def loss(self, target: str, named: Named) -> Ref:
+        """A loss that is reduced: with targets that are ignored, or summed over what is selected of the losses one by one."""
+        scores, aim, rule = named["self"], named["target"], rule_of(target)
+        assert isinstance(scores, Ref)
+        assert isinstance(aim, Ref)
+        held = self.selections.held
+        classes = rule is not None and rule.mean is Mean.TARGETS
+        if classes and not self.selections.builder.values[aim.name].dtype.is_floating_point:
+            if list(held.get(scores.name, ())) != [0] or held.get(scores.name) != held.get(aim.name):
+                raise self.mixing()
+            ignored = named["ignore_index"]
+            return self.emit(target, *packed(target, named | {"target": self.masked(aim, ignored)}))[0]
+        if rule is None or not rule.mean:
+            raise self.mixing()
+        (each,) = self.by_row(target, named | {"reduction": _NONE})
+        total = self.one("aten.sum.default", self.zeros(each))
+        rows, shape = held[each.name], self.shape(each)
+        others = [size for dim, size in enumerate(shape) if dim not in rows]
+        return self.divided(total, list(rows.values()), others) if named["reduction"] == _MEAN else total
+
+    def fitted(self, target: str, named: Named) -> tuple[OpSharding, dict[int, Selection]]:
+        """The factors of an operator for these arguments, and which of them count rows."""
+        builder, (args, kwargs) = self.selections.builder, packed(target, named)
+        kinds = builder.infer(target, args, kwargs)
+        results = tuple(
+            Value(name=str(place), shape=kind.shape, dtype=kind.dtype, requires_grad=kind.requires_grad)
+            for place, kind in enumerate([kinds] if isinstance(kinds, Kind) else kinds)
+        )
+        op = Op(name="", target=target, args=args, kwargs=kwargs, results=results)
+        fitted = fit(op, builder.values)
+        places = [
+            (fitted.operands[place][dim] if fitted else (), selection)
+            for place, name in enumerate(op.operands)
+            for dim, selection in self.selections.held.get(name, {}).items()
+        ]
+        found = {dim[0]: selection for dim, selection in places if len(dim) == 1}
+        alone = fitted and all(len(dim) == 1 and found[dim[0]] is selection for dim, selection in places)
+        if not fitted or not alone or any(fitted.factors[factor].whole for factor in found):
+            raise self.mixing()
+        return fitted, found
+
+    def divided(self, total: Ref, selected: list[Selection], sizes: list[int]) -> Ref:
+        """A sum divided by the number of rows and other elements; 0/0 is NaN where nothing is selected, as in torch."""
+        for selection in selected:
+            total = self.one("aten.div.Tensor", total, self.count(selection))
+        return self.one("aten.div.Tensor", total, math.prod(sizes)) if sizes else total
+
+    def count(self, selection: Selection) -> Ref:
+        """How many rows a mask selects."""
+        return self.one("aten.sum.default", selection.mask)
+
+    def zeros(self, ref: Ref) -> Ref:
+        """A tensor with zeros in the place of rows that are not selected."""
+        return self.masked(ref, 0)
+
+    def ones(self, leaf: Ref | Static) -> Argument:
+        """A tensor with ones in the place of rows that are not selected, zeros in one of integers: there may be no class 1."""
+        if not isinstance(leaf, Ref) or leaf.name not in self.selections.held:
+            return leaf
+        return self.masked(leaf, 1 if self.selections.builder.values[leaf.name].dtype.is_floating_point else 0)
+
+    def masked(self, ref: Ref, number: Argument) -> Ref:
+        """A tensor with a number in the place of rows that are not selected."""
+        found = self.selections.held[ref.name]
+        for dim, selection in found.items():
+            shape = tuple(selection.rows if place == dim else 1 for place in range(len(self.shape(ref))))
+            left_out = self.one("aten.reshape.default", self.one("aten.logical_not.default", selection.mask), shape)
+            ref = self.one("aten.masked_fill.Scalar", ref, left_out, number)
+        self.selections.held[ref.name] = found
+        return ref
+
+    def sized(self, raw: object, now: Argument) -> Argument:
+        """An argument whose sizes, if it is a list of them, are those of all rows."""
+        if not isinstance(raw, (list, tuple)) or not isinstance(now, tuple):
+            return now
+        sizes = [isinstance(one, fx.Node) and isinstance(one.meta.get("val"), torch.SymInt) for one in raw]
+        return tuple(self.selections.size(one) if size else part for one, size, part in zip(raw, sizes, now, strict=True))
+
+    def traced(self) -> Iterator[Rows]:
+        """The dims with rows of every result."""
+        found = self.node.meta["val"]
+        yield from (self.selections.rows(self.node, one) for one in (found if isinstance(found, (list, tuple)) else [found]))
+
+    def symbol(self, dim: int) -> sympy.Symbol:
+        """The symbol for the number of rows that the node selects."""
+        return self.node.meta["val"].shape[dim].node.expr
+
+    def is_mask(self, *found: Ref) -> bool:
+        """Whether these are one boolean tensor."""
+        return len(found) == 1 and self.selections.builder.values[found[0].name].dtype == torch.bool
+
+    def shape(self, ref: Ref) -> Shape:
+        """The shape of a value, with all rows."""
+        return self.selections.builder.values[ref.name].shape
+
+    def one(self, target: str, *args: Argument) -> Ref:
+        """The result of an operator that returns one tensor."""
+        return self.emit(target, args, ())[0]
+
+    def mixing(self) -> CaptureError:
+        """The error for an operator that needs to know how many rows there are, or does something else with them together."""
+        return varying(f"the shape of an operand of {self.node.target}", nodes.source(self.node))

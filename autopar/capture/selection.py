@@ -1,0 +1,80 @@
+"""Selection by a mask: `x[mask]` has as many rows as the mask has true values, which no graph knows.
+
+torch.export traces it with a symbol for their number. In the program a selection keeps all rows, in their order, and what
+reduces them leaves out those that are not selected (`autopar.capture.selected_ops`):
+
+    y = x[mask]                  y = where(mask, x, 1)                          x is (n, 8), and so is y
+    z = relu(y)                  z = relu(y)
+    l = mean(z)           ->     l = sum(where(mask, z, 0)) / (8 * sum(mask))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import fx
+
+from autopar.capture import nodes
+from autopar.capture.trace import varying
+from autopar.ir.builder import Builder
+from autopar.ir.program import Ref
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The rows that a mask selects: `mask` is bool[rows]."""
+
+    mask: Ref
+    rows: int
+
+
+Rows = Mapping[int, Selection]  # the dims of a tensor that hold the rows of selections
+
+
+@dataclass(slots=True, kw_only=True)
+class Selections:
+    """The selections of a program, by the symbols that torch.export has for the numbers of their rows."""
+
+    builder: Builder
+    known: dict[sympy.Symbol, Selection] = field(default_factory=dict)
+    held: dict[str, Rows] = field(default_factory=dict)  # of the program's values
+
+    def learn(self, symbol: sympy.Symbol, mask: Ref) -> Selection:
+        """The selection by a flat mask."""
+        (rows,) = self.builder.values[mask.name].shape
+        return self.known.setdefault(symbol, Selection(mask=mask, rows=rows))
+
+    def rows(self, node: fx.Node, value: object) -> Rows:
+        """The dims of a traced tensor that hold rows; raises CaptureError for a dim that mixes them with something else."""
+        sizes = enumerate(value.shape if isinstance(value, torch.Tensor) else ())
+        symbols = {dim: size.node.expr for dim, size in sizes if isinstance(size, torch.SymInt)}  # type: ignore[attr-defined]
+        if any(symbol not in self.known for symbol in symbols.values()):
+            raise varying(f"the shape of a result of {node.target}", nodes.source(node))
+        return {dim: self.known[symbol] for dim, symbol in symbols.items()}
+
+    def size(self, node: fx.Node) -> int:
+        """What a node computes from numbers of rows, were all of them selected."""
+        return int(node.meta["val"].node.expr.subs({symbol: known.rows for symbol, known in self.known.items()}))
+
+    def number(self, node: fx.Node) -> tuple[Selection, int, int]:
+        """A number that a node computes as `times * rows + more` of one selection; raises CaptureError for other formulas."""
+        value = node.meta.get("val")
+        formula = value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(0)
+        symbol = next((symbol for symbol in formula.free_symbols if symbol in self.known), None)
+        if symbol is None or len(formula.free_symbols) > 1 or not formula.is_polynomial() or sympy.degree(formula) != 1:
+            raise varying("a number", nodes.source(node))
+        times, more = sympy.Poly(formula, symbol).all_coeffs()
+        return self.known[symbol], int(times), int(more)
+
+
+def symbolic(node: fx.Node) -> bool:
+    """Whether a node's result is a size that varies, or has one."""
+    traced = node.meta.get("val")
+    return any(
+        isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        for one in (traced if isinstance(traced, (list, tuple)) else (traced,))
+        for size in (one.shape if isinstance(one, torch.Tensor) else (one,))
+    )

@@ -1,0 +1,113 @@
+"""An `autograd.Function` is traced where its gradient is autograd's of its forward, and refused where it is another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import Function
+
+from autopar.capture import capture
+from autopar.errors import CaptureError
+from tests.capture import interpreter
+
+X = torch.linspace(-1, 1, 24).reshape(4, 6)
+
+
+class Does(nn.Module):
+    """A linear layer whose result and weight a function takes."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], width: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.layer = function, nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.layer(x), self.layer.weight).square().sum()
+
+
+class Product(Function):
+    """Keeps its operands only, and multiplies again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return (x @ weight).relu()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        passed = gradient * (x @ weight > 0)
+        return passed @ weight.t(), x.t() @ passed
+
+
+class Swish(Function):
+    """With a context of its own step."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, slope: float) -> torch.Tensor:
+        return x * torch.sigmoid(slope * x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        x, ctx.slope = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        part = torch.sigmoid(ctx.slope * x)
+        return gradient * part * (1 + ctx.slope * x * (1 - part)), None
+
+
+class Rounded(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Clamped(Function):
+    """Whose gradient is autograd's where it is small."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clamp(-10, 10)
+
+
+class Detached(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("function", [Product.apply, lambda x, _: Swish.apply(x, 1.5), lambda x, _: Swish.apply(x.relu(), 2.0)])
+def test_a_function_whose_gradient_is_autograds_is_captured(function: Callable[..., torch.Tensor]) -> None:
+    interpreter.check(Does(function), X)
+
+
+@pytest.mark.parametrize("function", [Rounded, Clamped, Detached])
+def test_a_function_with_another_gradient_is_refused(function: type[Function]) -> None:
+    with pytest.raises(CaptureError, match=f"the backward of {function.__name__} would be lost") as refusal:
+        capture(Does(lambda x, _: function.apply(x)), X)
+    assert __file__ in refusal.value.details["at"]
+    assert "custom_op" in refusal.value.details["fix"]
+
+
+def test_a_function_that_is_too_large_to_be_compared_is_refused() -> None:
+    with pytest.raises(CaptureError, match="the backward of Product would be lost"):
+        capture(Does(Product.apply, 2048), torch.empty(2048, 2048, device="meta"))
