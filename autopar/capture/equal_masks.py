@@ -49,15 +49,23 @@ def _writes_after(node: fx.Node) -> Iterator[bool]:
         yield isinstance(one.target, torch._ops.OpOverload) and one.target._schema.is_mutable
 
 
-def _alike(one: object, other: object) -> bool:
-    """Whether two arguments are equal, or results of pure nodes that are equal but for their names."""
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node) or one is other:
-        return type(one) is type(other) and (one is other or one == other)
-    if one.op != "call_function" or one.target is not other.target or one.kwargs != other.kwargs or not _pure(one.target):
-        return False
-    return _alike(one.args, other.args)
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes are results of pure operators that are equal but for the names of nodes, all the way back."""
+    pairs: list[tuple[object, object]] = [(one, other)]
+    seen: set[tuple[fx.Node, fx.Node]] = set()
+    while pairs:
+        a, b = pairs.pop()
+        if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+            pairs += zip(a, b, strict=True)
+        elif isinstance(a, fx.Node) and isinstance(b, fx.Node) and a is not b:
+            if a.op != "call_function" or a.target is not b.target or a.kwargs != b.kwargs or not _pure(a.target):
+                return False
+            if (a, b) not in seen:
+                seen.add((a, b))
+                pairs.append((a.args, b.args))
+        elif a is not b and (type(a) is not type(b) or a != b):
+            return False
+    return True
 
 
 def _pure(target: object) -> bool:
