@@ -199,8 +199,10 @@ class ParallelModule(fx.GraphModule):
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The program's outputs for its inputs, both in the program's order."""
         serving, tensors = self._agreed("a forward", lambda: inputs)
-        return serving._outputs(tensors, self.autopar.agreement)
+        outputs: list[torch.Tensor] = serving._outputs(tensors, self.autopar.agreement)
+        return outputs
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _agreed(self, kind: str, bind: Callable[[], Sequence[torch.Tensor]]) -> tuple[ParallelModule, Sequence[torch.Tensor]]:
         """The module that serves a call, and its checked inputs, after the ranks have compared their calls."""
         refused: Exception | None = None

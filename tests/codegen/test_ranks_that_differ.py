@@ -156,3 +156,17 @@ def test_one_element_of_a_large_input_is_compared_every_few_calls(pool: WorkerPo
     calls = pool.run(f"{__name__}:one_element", ranks=3)
     assert len(set(calls)) == 1
     assert calls[0] <= 48 * 64 // SAMPLED  # type: ignore[operator]
+
+
+def compiled(_: None) -> None:
+    parallel, x = made("replicate")
+    fast = torch.compile(parallel.eval(), backend="eager")
+    with torch.no_grad():
+        found = fast(x)
+        torch.testing.assert_close(found, parallel(x))
+        with pytest.raises(InputError, match="different values for x"):
+            fast(x + dist.get_rank())
+
+
+def test_the_ranks_compare_their_calls_outside_of_a_compiled_graph(pool: WorkerPool) -> None:
+    pool.run(f"{__name__}:compiled", ranks=2)
