@@ -62,7 +62,7 @@ class CallAgreement:
         self.context = context
         self.calls = 0
         self._late: tuple[Mapping[str, torch.Tensor], torch.cuda.Event] | None = None  # elements on their way to the host
-        self._last: Sequence[Aspect] = ()  # of the call before, without values
+        self._last: Sequence[Aspect] = ()  # of the call before, without its random state and values
         self._sent: _Sent | None = None
 
     def begin(self, aspects: Sequence[Aspect], inputs: Mapping[str, torch.Tensor], refused: Exception | None = None) -> None:
@@ -86,8 +86,9 @@ class CallAgreement:
         found = torch.empty(self.context.mesh.size, dtype=torch.int64)
         work = dist.all_gather([*found.view(-1, 1).unbind()], mine, group=self.context.control, async_op=True)
         self._sent = _Sent(described=described, refused=refused, digests=found, work=work)
-        changed = self._last != aspects
-        self._last, self.calls = aspects, self.calls + 1
+        steady = [aspect for aspect in aspects if aspect.kind != "random"]  # whose count goes on with every call
+        changed = self._last != steady
+        self._last, self.calls = steady, self.calls + 1
         if changed or self.context.device.type == "cpu":
             self.settle()
 
