@@ -65,4 +65,8 @@ class DerivativeError(AutoparError):
 
 
 class InputError(AutoparError):
-    """A call does not have the planned arguments."""
+    """A call does not have the planned arguments, or not those of the other ranks."""
+
+
+class RankError(AutoparError):
+    """A collective failed because another rank died, or does not answer."""

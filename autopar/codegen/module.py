@@ -19,6 +19,7 @@ from torch.fx.graph import PythonCode
 
 from autopar.capture import Signature
 from autopar.capture.python_state import Settings
+from autopar.codegen.call_checks import aspects_of, check_call, check_gradients
 from autopar.codegen.names import identifiers
 from autopar.codegen.steps import Steps
 from autopar.errors import InputError
@@ -26,9 +27,9 @@ from autopar.ir.dynamic_dims import Size
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program
 from autopar.plan.plan import Plan
+from autopar.runtime.call_agreement import CallAgreement
 from autopar.runtime.gradient_accumulation import GradientAccumulator
 from autopar.runtime.random import RngState
-from autopar.runtime.rank_consistency import check_alike
 from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.storage import to_dtensor
 from autopar.runtime.world import Context
@@ -62,7 +63,8 @@ class ModuleState:
     ) -> None:
         self.plan, self.signature, self.context, self.outputs, self.steps = plan, signature, context, outputs, steps
         self.rng_state, self.rematerializer, self.accumulator = RngState(seed), Rematerializer(), GradientAccumulator()
-        self.checked = False
+        self.agreement = CallAgreement(context)
+        self.filled = False  # whether all tensors are known to have data
         self.constant: frozenset[str] = frozenset()  # the parameters and buffers that get no gradient, under every name
         self.settings = Settings(())  # attributes of the modules that were captured
         self.other: Callable[[ParallelModule], ParallelModule | None] | None = (
@@ -151,9 +153,8 @@ class ParallelModule(fx.GraphModule):
         Raises:
             InputError: the arguments do not match the planned call, or an attribute was set since the model was captured.
         """
-        self.autopar.settings.check(self)
-        tensors = self.autopar.signature.bind(args, kwargs)
-        return self.autopar.signature.rebuild(self.run(tensors))
+        serving, tensors = self._agreed("a forward", lambda: self._bound(args, kwargs))
+        return self.autopar.signature.rebuild(serving._outputs(tensors, self.autopar.agreement))
 
     def step(self, *args: object, **kwargs: object) -> torch.Tensor:
         """Forward and backward of a training step on the *global* batch, one micro-batch after the other; returns the loss.
@@ -168,7 +169,6 @@ class ParallelModule(fx.GraphModule):
         Raises:
             InputError: the arguments do not match the planned call, or no output is clearly the loss.
         """
-        self.autopar.settings.check(self)
         losses: list[torch.Tensor] = []
 
         def loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -176,7 +176,8 @@ class ParallelModule(fx.GraphModule):
             losses.append(found.detach())
             return found
 
-        self.accumulate(self.autopar.signature.bind(args, kwargs), loss)
+        serving, tensors = self._agreed("a step", lambda: self._bound(args, kwargs))
+        serving._accumulate(tensors, loss, self.autopar.agreement)
         return torch.stack(losses).sum()
 
     def _loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -192,25 +193,58 @@ class ParallelModule(fx.GraphModule):
 
     def accumulate(self, inputs: Sequence[torch.Tensor], loss: Callable[[Sequence[torch.Tensor]], torch.Tensor | None]) -> None:
         """Forward and backward of one micro-batch after the other; `loss` maps outputs to what is differentiated."""
+        serving, tensors = self._agreed("a step", lambda: inputs)
+        serving._accumulate(tensors, loss, self.autopar.agreement)
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The program's outputs for its inputs, both in the program's order."""
+        serving, tensors = self._agreed("a forward", lambda: inputs)
+        outputs: list[torch.Tensor] = serving._outputs(tensors, self.autopar.agreement)
+        return outputs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _agreed(self, kind: str, bind: Callable[[], Sequence[torch.Tensor]]) -> tuple[ParallelModule, Sequence[torch.Tensor]]:
+        """The module that serves a call, and its checked inputs, after the ranks have compared their calls."""
+        refused: Exception | None = None
+        inputs: Sequence[torch.Tensor] = ()
+        try:
+            inputs = bind()
+            check_call(self, inputs)
+        except Exception as error:  # the other ranks must hear of it, or they wait
+            refused = error
+        paths = (planned.path for planned in self.autopar.signature.tensors)
+        named = {} if refused else dict(zip(paths, inputs, strict=True))
+        self.autopar.agreement.begin(aspects_of(self, kind, named), named, refused)
         serving = self._serving(inputs)
         if serving is not self:
-            serving.accumulate(inputs, loss)
-            return
+            check_gradients(serving, inputs)
+        return serving, inputs
+
+    def _bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
+        """The inputs of a call, in the program's order."""
+        self.autopar.settings.check(self)
+        return self.autopar.signature.bind(args, kwargs)
+
+    def _accumulate(
+        self,
+        inputs: Sequence[torch.Tensor],
+        loss: Callable[[Sequence[torch.Tensor]], torch.Tensor | None],
+        agreement: CallAgreement,
+    ) -> None:
         parts, accumulator = self._parts(inputs), self.autopar.accumulator
         with accumulator.step():
             for part in parts:
                 with nullcontext() if part is parts[-1] else accumulator.no_sync():
                     found = loss(self._once(part))
+                    agreement.settle()
                     if found is not None:
                         found.backward()  # type: ignore[no-untyped-call]
                     del found
 
-    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The program's outputs for its inputs, both in the program's order."""
-        serving = self._serving(inputs)
-        if serving is not self:
-            return serving.run(inputs)
-        return self.joined([self._once(part) for part in self._parts(inputs)])
+    def _outputs(self, inputs: Sequence[torch.Tensor], agreement: CallAgreement) -> list[torch.Tensor]:
+        outputs = self.joined([self._once(part) for part in self._parts(inputs)])
+        agreement.settle()
+        return outputs
 
     def joined(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """The outputs of all micro-batches joined, as the user gets them."""
@@ -221,8 +255,7 @@ class ParallelModule(fx.GraphModule):
         ]
 
     def _parts(self, inputs: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        """The checked inputs, one sequence for each micro-batch."""
-        self._check(inputs)
+        """The inputs, one sequence for each micro-batch."""
         return [*self.autopar.steps.parts(self, inputs)] if self.autopar.steps else [inputs]
 
     def _once(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -255,54 +288,6 @@ class ParallelModule(fx.GraphModule):
         """Whether another module still has this one's parameters, which the user may have replaced."""
         own = dict(self.named_parameters())
         return all(own[name] is held for name, held in other.named_parameters())
-
-    def _check(self, tensors: Sequence[torch.Tensor]) -> None:
-        device, signature = self.autopar.context.device, self.autopar.signature
-        for planned, tensor in zip(signature.tensors, tensors, strict=True):
-            if tensor.device.type != device.type:
-                raise InputError(
-                    f"argument {planned.path} is on {tensor.device}, but the model runs on {device}",
-                    fix=f"move the batch: {planned.path}.to({str(device)!r})",
-                )
-        if torch.is_autocast_enabled(device.type):
-            raise InputError(
-                "a parallel module was called under torch.autocast, which its plan does not include",
-                fix='parallelize with precision="bf16-mixed", and call the module outside of autocast',
-            )
-        if torch.is_grad_enabled():
-            self._check_gradients(tensors)
-        if not self.autopar.checked:
-            self._check_filled()
-            check_alike(dict(zip((p.path for p in signature.tensors), tensors, strict=True)), self.autopar.context)
-            self.autopar.checked = True
-
-    def _check_gradients(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Refuse gradients that the plan does not reduce: each rank would have an addend. Others may be left out."""
-        for planned, tensor in zip(self.autopar.signature.tensors, tensors, strict=True):
-            if tensor.requires_grad and not planned.requires_grad:
-                raise InputError(
-                    f"argument {planned.path} requires a gradient, which the plan does not compute",
-                    fix=f"plan with a sample whose {planned.path} requires a gradient, or detach it",
-                )
-        if constant := self.autopar.constant:
-            held = (*self.named_parameters(), *self.named_buffers())
-            if thawed := [name for name, tensor in held if tensor.requires_grad and name in constant]:
-                more = f" and {len(thawed) - 1} more require" if len(thawed) > 1 else " requires"
-                raise InputError(
-                    f"{thawed[0]}{more} a gradient, but had requires_grad=False when the model was planned",
-                    names=", ".join(thawed[:8]) + (", ..." if len(thawed) > 8 else ""),
-                    fix="unfreeze the model and parallelize it again; or parallelize it unfrozen, and freeze afterwards",
-                )
-
-    def _check_filled(self) -> None:
-        held = (*self.named_parameters(), *self.named_buffers())
-        if empty := [name for name, tensor in held if tensor.is_meta]:
-            more = f" and {len(empty) - 1} more are" if len(empty) > 1 else " is"
-            raise InputError(
-                f"{empty[0]}{more} on the meta device and has no data",
-                names=", ".join(empty[:8]) + (", ..." if len(empty) > 8 else ""),
-                fix="load a checkpoint into the parallel module, or call autopar.initialize(parallel, model)",
-            )
 
 
 def _install(root: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:

@@ -110,7 +110,7 @@ class _Start(torch.autograd.Function):
         ctx: _Context, forward: str, axis: Axis, reduce_dtype: torch.dtype | None, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         buffers = _issue(forward, weights, axis)
-        ctx.dtype, ctx.count = weights[0].dtype, len(weights)
+        ctx.axis, ctx.dtype, ctx.count = axis, weights[0].dtype, len(weights)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*buffers)
         proxies = weights if reduce_dtype is None else [_proxy(weight, reduce_dtype) for weight in weights]
@@ -122,7 +122,7 @@ class _Start(torch.autograd.Function):
         present = [gradient for gradient in of_weights if gradient is not None]
         if not torch.is_grad_enabled():  # else nothing is in flight
             for buffer in {gradient.untyped_storage().data_ptr(): gradient for gradient in present}.values():
-                wait(buffer)
+                wait(buffer, "the reduction of gradients", ctx.axis)
         return None, None, None, *(gradient if gradient is None else gradient.to(ctx.dtype) for gradient in of_weights)
 
 
@@ -173,7 +173,7 @@ def _values(
     if primitive != "all_gather":
         yield from (PRIMITIVES[primitive](weight, axis, position) for weight, position in zip(weights, positions, strict=True))
         return
-    rows = wait(buffers[0]).view(axis.size, -1)
+    rows = wait(buffers[0], "all_gather", axis).view(axis.size, -1)
     for weight, position, part in zip(weights, positions, _columns(rows, [weight.numel() for weight in weights]), strict=True):
         yield concat_blocks(part.reshape(axis.size, *weight.shape), position.dim, position.blocks)
 

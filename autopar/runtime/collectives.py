@@ -25,6 +25,7 @@ import torch.distributed  # registers the operators of `_c10d_functional`
 from autopar.errors import LayoutError
 from autopar.ir.conversion import CONVERSIONS, Conversion
 from autopar.ir.layout import take
+from autopar.runtime.lost_ranks import lost
 from autopar.runtime.world import Axis
 
 
@@ -46,15 +47,17 @@ class SplitPosition(NamedTuple):
 
 def _all_reduce(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.Tensor:
     issued: torch.Tensor = torch.ops._c10d_functional.all_reduce(_to_sendable(x.contiguous()), "sum", axis.group)
-    return _from_sendable(wait(issued), x.dtype)
+    return _from_sendable(wait(issued, "all_reduce", axis), x.dtype)
 
 
 def _all_gather(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.Tensor:
-    return concat_blocks(wait(all_gather_start(x, axis)).view(axis.size, *x.shape), position.dim, position.blocks)
+    return concat_blocks(
+        wait(all_gather_start(x, axis), "all_gather", axis).view(axis.size, *x.shape), position.dim, position.blocks
+    )
 
 
 def _reduce_scatter(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.Tensor:
-    return wait(reduce_scatter_start(_chunks(x, position.dim, position.blocks, axis.size), axis))
+    return wait(reduce_scatter_start(_chunks(x, position.dim, position.blocks, axis.size), axis), "reduce_scatter", axis)
 
 
 def _all_to_all(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.Tensor:
@@ -62,7 +65,7 @@ def _all_to_all(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.T
     sent = _to_sendable(_chunks(x, to_dim, to_blocks, axis.size))
     ones = [1] * axis.size
     issued = torch.ops._c10d_functional.all_to_all_single(sent, ones, ones, axis.group)
-    return concat_blocks(_from_sendable(wait(issued), x.dtype), dim, blocks)
+    return concat_blocks(_from_sendable(wait(issued, "all_to_all", axis), x.dtype), dim, blocks)
 
 
 def all_reduce_sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -72,12 +75,12 @@ def all_reduce_sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def all_reduce_max(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The maximum over all ranks."""
-    return wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "max", axis.group))
+    return wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "max", axis.group), "all_reduce", axis)
 
 
 def all_gather_stack(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """`(size, *x.shape)`: the tensors of all ranks, stacked by rank."""
-    return wait(all_gather_start(x, axis)).view(axis.size, *x.shape)
+    return wait(all_gather_start(x, axis), "all_gather", axis).view(axis.size, *x.shape)
 
 
 def ring_step(pair: tuple[torch.Tensor, torch.Tensor], axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +88,9 @@ def ring_step(pair: tuple[torch.Tensor, torch.Tensor], axis: Axis) -> tuple[torc
     flat = torch.cat([x.reshape(-1) for x in pair])
     output_splits, input_splits = [0] * axis.size, [0] * axis.size
     input_splits[(axis.index + 1) % axis.size] = output_splits[axis.index - 1] = flat.numel()
-    received = wait(torch.ops._c10d_functional.all_to_all_single(flat, output_splits, input_splits, axis.group))
+    received = wait(
+        torch.ops._c10d_functional.all_to_all_single(flat, output_splits, input_splits, axis.group), "ring_step", axis
+    )
     first, second = torch.split(received, [x.numel() for x in pair])
     return first.view(pair[0].shape), second.view(pair[1].shape)
 
@@ -109,9 +114,15 @@ def reduce_scatter_start(rows: torch.Tensor, axis: Axis) -> torch.Tensor:
     return _from_sendable(issued[0], rows.dtype)
 
 
-def wait(issued: torch.Tensor) -> torch.Tensor:
-    """Wait for the collective that writes to a tensor; returns the tensor or a view of it."""
-    waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(issued)
+def wait(issued: torch.Tensor, collective: str, axis: Axis) -> torch.Tensor:
+    """Wait for the collective on an axis that writes to a tensor; returns the tensor or a view of it.
+
+    Raises RankError, which says which rank died, if the collective fails.
+    """
+    try:
+        waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(issued)
+    except RuntimeError as error:
+        raise lost(error, f"{collective} over axis {axis.name}") from error
     return waited
 
 

@@ -1,15 +1,13 @@
-"""Consistency checks between ranks: the captured program, rank 0's plan, the inputs of the first call."""
+"""Consistency of the ranks when a module is built: the captured program, and rank 0's plan."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
-from autopar.errors import InputError, PlanError
+from autopar.errors import PlanError
 from autopar.runtime.world import Context
 
 T = TypeVar("T")
@@ -45,27 +43,7 @@ def check_program(digest: str, context: Context) -> None:
         )
 
 
-def check_alike(inputs: Mapping[str, torch.Tensor], context: Context) -> None:
-    """Raise InputError on every rank if the ranks' inputs differ: every rank takes the global batch."""
-    if context.device_mesh is None:
-        return
-    found = _gathered({name: _digest(tensor) for name, tensor in inputs.items()}, context)
-    for name in inputs:
-        other = [rank for rank, theirs in enumerate(found) if theirs[name] != found[0][name]]
-        if other:
-            raise InputError(
-                f"the ranks were given different values for {name}",
-                ranks=f"{other} differ from rank 0",
-                fix="give every rank the whole batch: seed the data loader alike, and do not shard it (no DistributedSampler)",
-            )
-
-
 def _gathered(mine: T, context: Context) -> list[T]:
     box: list[T] = [mine] * context.mesh.size
     dist.all_gather_object(box, mine)
     return box
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(raw.tobytes()).hexdigest()

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
+from autopar.runtime.lost_ranks import listen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class Context:
     device_mesh: DeviceMesh | None
     axes: tuple[Axis, ...]  # in mesh order
     device: torch.device  # of this rank
+    control: dist.ProcessGroup | None = None  # of all ranks, on the host: what they agree on beside the model's messages
 
     def axis(self, name: str) -> Axis:
         """The mesh axis of this name."""
@@ -79,7 +81,8 @@ def connect(mesh: Mesh, *, device: str | None = None, device_mesh: DeviceMesh | 
     if tuple(grid.shape) != mesh.sizes:
         grid = DeviceMesh(kind, grid.mesh.reshape(mesh.sizes), mesh_dim_names=mesh.axes)
     axes = tuple(_axis(mesh, grid, place) for place in range(len(mesh.sizes)))
-    return Context(mesh=mesh, device_mesh=grid, axes=axes, device=here)
+    listen()
+    return Context(mesh=mesh, device_mesh=grid, axes=axes, device=here, control=dist.new_group(backend="gloo"))
 
 
 def _axis(mesh: Mesh, grid: DeviceMesh, place: int) -> Axis:

@@ -1,0 +1,84 @@
+"""What a call must be: on the right device, outside of autocast, with planned gradients only; and alike on all ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from autopar.errors import InputError
+from autopar.runtime.call_agreement import Aspect
+
+if TYPE_CHECKING:
+    from autopar.codegen.module import ParallelModule
+
+
+def check_call(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> None:
+    """Raise InputError for a call that the plan does not include."""
+    device, signature = module.autopar.context.device, module.autopar.signature
+    for planned, tensor in zip(signature.tensors, inputs, strict=True):
+        if tensor.device.type != device.type:
+            raise InputError(
+                f"argument {planned.path} is on {tensor.device}, but the model runs on {device}",
+                fix=f"move the batch: {planned.path}.to({str(device)!r})",
+            )
+    if torch.is_autocast_enabled(device.type):
+        raise InputError(
+            "a parallel module was called under torch.autocast, which its plan does not include",
+            fix='parallelize with precision="bf16-mixed", and call the module outside of autocast',
+        )
+    check_gradients(module, inputs)
+    if not module.autopar.filled:
+        _check_filled(module)
+        module.autopar.filled = True
+
+
+def check_gradients(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> None:
+    """Refuse gradients that the plan does not reduce: each rank would have an addend. Others may be left out."""
+    if not torch.is_grad_enabled():
+        return
+    for planned, tensor in zip(module.autopar.signature.tensors, inputs, strict=True):
+        if tensor.requires_grad and not planned.requires_grad:
+            raise InputError(
+                f"argument {planned.path} requires a gradient, which the plan does not compute",
+                fix=f"plan with a sample whose {planned.path} requires a gradient, or detach it",
+            )
+    if constant := module.autopar.constant:
+        held = (*module.named_parameters(), *module.named_buffers())
+        if thawed := [name for name, tensor in held if tensor.requires_grad and name in constant]:
+            more = f" and {len(thawed) - 1} more require" if len(thawed) > 1 else " requires"
+            raise InputError(
+                f"{thawed[0]}{more} a gradient, but had requires_grad=False when the model was planned",
+                names=", ".join(thawed[:8]) + (", ..." if len(thawed) > 8 else ""),
+                fix="unfreeze the model and parallelize it again; or parallelize it unfrozen, and freeze afterwards",
+            )
+
+
+def _check_filled(module: ParallelModule) -> None:
+    held = (*module.named_parameters(), *module.named_buffers())
+    if empty := [name for name, tensor in held if tensor.is_meta]:
+        more = f" and {len(empty) - 1} more are" if len(empty) > 1 else " is"
+        raise InputError(
+            f"{empty[0]}{more} on the meta device and has no data",
+            names=", ".join(empty[:8]) + (", ..." if len(empty) > 8 else ""),
+            fix="load a checkpoint into the parallel module, or call autopar.initialize(parallel, model)",
+        )
+
+
+def aspects_of(module: ParallelModule, kind: str, inputs: Mapping[str, torch.Tensor]) -> list[Aspect]:
+    """What must not differ between the ranks' calls, beside the values of the inputs."""
+    gradients, random = torch.is_grad_enabled(), module.autopar.rng_state
+    found = [
+        Aspect(kind="call", name="what is called", text=kind),
+        Aspect(kind="mode", name="mode", text="train()" if module.training else "eval()"),
+        Aspect(kind="gradients", name="gradients", text="enabled" if gradients else "no_grad"),
+        Aspect(kind="random", name="random state", text=f"call {random.call} of seed {random.seed}"),
+    ]
+    found += [Aspect(kind="size", name=f"the size of {path}", text=str(tuple(t.shape))) for path, t in inputs.items()]
+    if gradients:
+        flags = bytes(tensor.requires_grad for tensor in (*module.parameters(), *inputs.values()))
+        text = f"{sum(flags)} of {len(flags)} (set {zlib.crc32(flags):08x})"
+        found.append(Aspect(kind="trained", name="the tensors that require a gradient", text=text))
+    return found

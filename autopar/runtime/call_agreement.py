@@ -1,0 +1,177 @@
+"""Agreement of the ranks on every call, before a collective of one waits for a collective that another does not issue.
+
+A rank describes its call by aspects: mode, gradients, sizes and values of the inputs. Their digest, one number per rank, is
+all-gathered over a group of its own on the host (gloo, whatever carries the model's messages). Equal numbers end it; otherwise
+the aspects themselves are gathered, and every rank raises the same error.
+
+On a CPU, where every collective blocks anyway, a rank waits for the digests before it runs the model. On other devices it
+waits after it has issued the forward, unless its own call differs from its last one: what other ranks do differently can make
+kernels wait in vain, but not the host. Values that are on a device are compared one call later, when they have arrived.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import InputError
+from autopar.runtime.lost_ranks import lost
+from autopar.runtime.world import Context
+
+SAMPLED = 1024  # elements of each input that a call compares: other ones in every call, and all of them in the first
+ON_HOST = "the comparison of the ranks' calls"  # what a rank waits for when another one has died
+VALUES = "values of "
+FIXES = {
+    "call": "make the same calls on every rank, in the same order",
+    "random": "load the same random state on every rank",
+    "mode": "call train() and eval() on every rank, and evaluate on all of them: a forward is a collective",
+    "gradients": "call the module under torch.no_grad() on every rank or on none",
+    "trained": "set requires_grad of the same parameters and inputs on every rank",
+    "size": "give every rank the whole batch, padded to the same size",
+    VALUES: "give every rank the whole batch: seed the data loader alike, and do not shard it (no DistributedSampler)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aspect:
+    """One thing in which calls may differ: `kind` is a key of `FIXES`, `name` says of what, `text` is what this rank has."""
+
+    kind: str
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    """A call whose digests are on their way."""
+
+    described: Sequence[Aspect]
+    refused: Exception | None
+    digests: torch.Tensor
+    work: dist.Work
+
+
+class CallAgreement:
+    """Compares the calls of one parallel module between ranks; every rank makes the same calls of it."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.calls = 0
+        self._late: tuple[Mapping[str, torch.Tensor], torch.cuda.Event] | None = None  # elements on their way to the host
+        self._last: Sequence[Aspect] = ()  # of the call before, without its random state and values
+        self._sent: _Sent | None = None
+
+    def begin(self, aspects: Sequence[Aspect], inputs: Mapping[str, torch.Tensor], refused: Exception | None = None) -> None:
+        """Compare this call with those of the other ranks, or begin to.
+
+        Args:
+            aspects: what must not differ, beside the values of the inputs.
+            inputs: the tensors of the call, by path; none if it was refused.
+            refused: why this rank cannot make the call; it still takes part, so that the others hear of it.
+
+        Raises:
+            InputError: the calls differ, on every rank; `refused` itself on a rank that has it.
+        """
+        if self.context.control is None:
+            if refused:
+                raise refused
+            return
+        described = (*aspects, *self._values(inputs))
+        digest = hashlib.sha256(repr((described, _first_line(refused))).encode()).digest()
+        mine = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64)
+        found = torch.empty(self.context.mesh.size, dtype=torch.int64)
+        work = dist.all_gather([*found.view(-1, 1).unbind()], mine, group=self.context.control, async_op=True)
+        self._sent = _Sent(described=described, refused=refused, digests=found, work=work)
+        steady = [aspect for aspect in aspects if aspect.kind != "random"]  # whose count goes on with every call
+        changed = self._last != steady
+        self._last, self.calls = steady, self.calls + 1
+        if changed or self.context.device.type == "cpu":
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the digests of a call that has begun; raises as `begin` does."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        try:
+            sent.work.wait()
+        except RuntimeError as error:
+            raise lost(error, ON_HOST) from error
+        if bool((sent.digests != sent.digests[0]).any()):
+            raise self._difference(sent)
+        if sent.refused:
+            raise sent.refused
+
+    def _difference(self, sent: _Sent) -> Exception:
+        """The error that says which ranks differ, and in what."""
+        every: list[tuple[str, Sequence[Aspect]]] = [("", ())] * self.context.mesh.size
+        dist.all_gather_object(every, (_first_line(sent.refused), sent.described), group=self.context.control)
+        if sent.refused:
+            return sent.refused
+        for rank, (text, _) in enumerate(every):
+            if text:
+                return InputError(f"the call was refused on rank {rank}: {text}", fix=f"see the error of rank {rank}")
+        return next(
+            different(alike[0], [aspect.text for aspect in alike])
+            for alike in zip(*(described for _, described in every), strict=True)
+            if len({aspect.text for aspect in alike}) > 1
+        )
+
+    def _values(self, inputs: Mapping[str, torch.Tensor]) -> list[Aspect]:
+        """The digests of elements of the inputs: of this call on a CPU, of the call before on other devices."""
+        sampled = {path: _sampled(tensor, self.calls) for path, tensor in inputs.items()}
+        if self.context.device.type == "cpu" or not self.calls:
+            return _digests(sampled)
+        late, self._late = self._late, None
+        if inputs:
+            on_host = {path: tensor.to("cpu", non_blocking=True) for path, tensor in sampled.items()}
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._late = on_host, event
+        if late is None:
+            return []
+        late[1].synchronize()
+        return _digests(late[0])
+
+
+def different(aspect: Aspect, texts: Sequence[str]) -> InputError:
+    """The error of calls that differ in one aspect, by what each rank has."""
+    fix = FIXES[aspect.kind]
+    if aspect.kind == VALUES:
+        other = [rank for rank, text in enumerate(texts) if text != texts[0]]
+        what = f"the ranks were given different values for {aspect.name}"
+        return InputError(what, ranks=f"{other} differ from rank 0", fix=fix)
+    ranks = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
+    said = "; ".join(f"{text} on {_numbered(found)}" for text, found in ranks.items())
+    return InputError(f"the calls of the ranks differ in {aspect.name}: {said}", fix=fix)
+
+
+def _numbered(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _first_line(error: Exception | None) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__ if error else ""
+
+
+def _digests(sampled: Mapping[str, torch.Tensor]) -> list[Aspect]:
+    found = []
+    for path, tensor in sampled.items():
+        raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        found.append(Aspect(kind=VALUES, name=path, text=hashlib.sha256(raw.data).hexdigest()))
+    return found
+
+
+def _sampled(tensor: torch.Tensor, call: int) -> torch.Tensor:
+    """Elements of a tensor at equal distances, beginning elsewhere in every call; all of them in call 0."""
+    tensor = tensor.detach()
+    if call == 0 or tensor.numel() <= SAMPLED:
+        return tensor
+    distance = tensor.numel() // SAMPLED
+    places = torch.arange(call % distance, tensor.numel(), distance, device=tensor.device)
+    return tensor[torch.unravel_index(places, tensor.shape)]

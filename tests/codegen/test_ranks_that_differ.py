@@ -1,0 +1,172 @@
+"""Ranks that do not make the same call: every rank raises an error that names the ranks and what differs, and none hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+import autopar
+from autopar.errors import InputError
+from autopar.runtime.call_agreement import SAMPLED
+from autopar.runtime.workers import WorkerPool
+
+LIMIT = 10.0  # seconds within which every rank has its error
+
+
+class Net(nn.Module):
+    """A loss of whatever is given, with dropout, so that its modes differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).square().sum()
+
+
+def made(strategy: str = "fsdp", **options: object) -> tuple[fx.GraphModule, torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(12, 8)
+    mesh = (dist.get_world_size(),)
+    return autopar.parallelize(Net(), x, mesh, device="h100", strategy=strategy, **options), x
+
+
+def other_mode(parallel: fx.GraphModule, x: torch.Tensor) -> None:
+    parallel(x).backward()
+    parallel.train(dist.get_rank() != 1)
+    parallel(x).backward()
+
+
+def other_mode_at_first(parallel: fx.GraphModule, x: torch.Tensor) -> None:
+    parallel.train(dist.get_rank() != 1)
+    parallel(x)
+
+
+def without_gradients(parallel: fx.GraphModule, x: torch.Tensor) -> None:
+    parallel(x).backward()
+    with torch.set_grad_enabled(dist.get_rank() != 1):
+        parallel(x)
+
+
+def other_frozen(parallel: fx.GraphModule, x: torch.Tensor) -> None:
+    parallel.get_parameter("body.0.weight").requires_grad_(dist.get_rank() != 1)
+    parallel(x).backward()
+
+
+def other_size(parallel: fx.GraphModule, x: torch.Tensor) -> None:
+    parallel(x).backward()
+    parallel(x[:6] if dist.get_rank() == 1 else x).backward()
+
+
+def other_batch(parallel: fx.GraphModule, x: torch.Tensor) -> None:
+    parallel(x).backward()
+    parallel(x + 1e-3 * dist.get_rank()).backward()
+
+
+def other_call(parallel: fx.GraphModule, x: torch.Tensor) -> None:
+    if dist.get_rank() == 1:
+        parallel(x)
+    else:
+        parallel.step(x)
+
+
+def other_random_state(parallel: fx.GraphModule, x: torch.Tensor) -> None:
+    if dist.get_rank() == 1:
+        parallel.autopar.rng_state.load_state_dict({"seed": 5, "call": 7})
+    parallel(x)
+
+
+def refused_on_one(parallel: fx.GraphModule, x: torch.Tensor) -> None:
+    parallel(x).backward()
+    parallel(x[:, :4] if dist.get_rank() == 1 else x)
+
+
+def evaluation_on_one(parallel: fx.GraphModule, x: torch.Tensor) -> None:
+    parallel(x).backward()
+    if dist.get_rank() == 1:
+        parallel.eval()
+        parallel(x)
+    parallel(x)
+
+
+CASES: dict[str, tuple[Callable[[fx.GraphModule, torch.Tensor], None], str]] = {
+    "mode": (other_mode, r"differ in mode: train\(\) on ranks 0, 2; eval\(\) on rank 1"),
+    "mode of the first call": (other_mode_at_first, r"differ in mode: train\(\) on ranks 0, 2; eval\(\) on rank 1"),
+    "no_grad": (without_gradients, "differ in gradients: enabled on ranks 0, 2; no_grad on rank 1"),
+    "frozen": (other_frozen, r"differ in the tensors that require a gradient: 4 of 5 \(set \w+\) on ranks 0, 2; 3 of 5"),
+    "size": (other_size, r"differ in the size of x: \(12, 8\) on ranks 0, 2; \(6, 8\) on rank 1"),
+    "batch": (other_batch, r"different values for x\n  ranks  \[1, 2\] differ from rank 0"),
+    "step": (other_call, "differ in what is called: a step on ranks 0, 2; a forward on rank 1"),
+    "random": (other_random_state, r"differ in random state: call 0 of seed \d+ on ranks 0, 2; call 7 of seed 5 on rank 1"),
+    "refusal": (refused_on_one, "the call was refused on rank 1: |argument x has"),
+    "evaluation": (evaluation_on_one, r"differ in mode: train\(\) on ranks 0, 2; eval\(\) on rank 1"),
+}
+
+
+def refused(name: str) -> float:
+    """The seconds until the error of a case came on this rank; the module serves equal calls afterwards."""
+    make_calls, pattern = CASES[name]
+    parallel, x = made(dynamic={"batch": 0})
+    started = time.monotonic()
+    with pytest.raises(InputError, match=pattern):
+        make_calls(parallel, x)
+    seconds = time.monotonic() - started
+    parallel.train().requires_grad_()
+    parallel.autopar.rng_state.load_state_dict({"seed": 5, "call": 0})
+    assert torch.isfinite(parallel(x))
+    return seconds
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_says_which_ranks_differ_and_in_what(pool: WorkerPool, name: str) -> None:
+    assert max(pool.run(f"{__name__}:refused", name, ranks=3)) < LIMIT  # type: ignore[type-var, operator]
+
+
+class Wide(nn.Module):
+    """A product of a larger batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).sum()
+
+
+def one_element(_: None) -> int:
+    """How many calls are made until one element that differs is found."""
+    x = torch.zeros(48, 64)
+    parallel = autopar.parallelize(Wide(), x, (3,), device="h100", strategy="ddp")
+    parallel(x)
+    x[40, 3] = dist.get_rank()
+    for calls in range(1, x.numel()):
+        try:
+            parallel(x)
+        except InputError:
+            return calls
+    return x.numel()
+
+
+def test_one_element_of_a_large_input_is_compared_every_few_calls(pool: WorkerPool) -> None:
+    calls = pool.run(f"{__name__}:one_element", ranks=3)
+    assert len(set(calls)) == 1
+    assert calls[0] <= 48 * 64 // SAMPLED  # type: ignore[operator]
+
+
+def compiled(_: None) -> None:
+    parallel, x = made("replicate")
+    fast = torch.compile(parallel.eval(), backend="eager")
+    with torch.no_grad():
+        found = fast(x)
+        torch.testing.assert_close(found, parallel(x))
+        with pytest.raises(InputError, match="different values for x"):
+            fast(x + dist.get_rank())
+
+
+def test_the_ranks_compare_their_calls_outside_of_a_compiled_graph(pool: WorkerPool) -> None:
+    pool.run(f"{__name__}:compiled", ranks=2)
