@@ -260,9 +260,14 @@ class ParallelModule(fx.GraphModule):
 
     def _once(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The forward of one micro-batch: this rank's part of the outputs."""
-        state = self.autopar
-        state.rng_state.advance()
-        with state.rematerializer.active() if torch.is_grad_enabled() else nullcontext():
+        self.autopar.rng_state.advance()
+        keeps = not (self.autopar.plan.recompute and torch.is_grad_enabled())
+        return list(self.emitted(*inputs)) if keeps else self._recomputing(inputs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _recomputing(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same where the backward recomputes, gathers again or fetches: torch.compile takes no saved-tensor hooks."""
+        with self.autopar.rematerializer.active():
             return list(self.emitted(*inputs))
 
     def _serving(self, inputs: Sequence[torch.Tensor]) -> ParallelModule:

@@ -96,8 +96,13 @@ def ring_step(pair: tuple[torch.Tensor, torch.Tensor], axis: Axis) -> tuple[torc
 
 
 def all_reduce_start(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Issue an all-reduce in place; returns `x`, which holds the sum over all ranks after `wait`."""
-    issued: torch.Tensor = torch.ops._c10d_functional.all_reduce_(_to_sendable(x), "sum", axis.group)
+    """Issue an all-reduce in place; returns `x`, which holds the sum over all ranks after `wait`.
+
+    Compiled, it gets a buffer of its own, which Inductor may reuse: torch.compile takes no collective that returns its operand.
+    """
+    functional = torch.ops._c10d_functional
+    reduce = functional.all_reduce if torch.compiler.is_compiling() else functional.all_reduce_
+    issued: torch.Tensor = reduce(_to_sendable(x), "sum", axis.group)
     return _from_sendable(issued, x.dtype)
 
 
