@@ -260,13 +260,16 @@ class ParallelModule(fx.GraphModule):
 
     def _once(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The forward of one micro-batch: this rank's part of the outputs."""
+        plan = self.autopar.plan
         self.autopar.rng_state.advance()
-        keeps = not (self.autopar.plan.recompute and torch.is_grad_enabled())
-        return list(self.emitted(*inputs)) if keeps else self._recomputing(inputs)
+        if torch.is_grad_enabled() and (plan is None or plan.recompute):
+            found: list[torch.Tensor] = self._recomputing(inputs)
+            return found
+        return list(self.emitted(*inputs))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _recomputing(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same where the backward recomputes, gathers again or fetches: torch.compile takes no saved-tensor hooks."""
+        """A forward whose backward recomputes, gathers again or fetches: torch.compile takes no such hooks."""
         with self.autopar.rematerializer.active():
             return list(self.emitted(*inputs))
 
