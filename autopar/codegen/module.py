@@ -218,7 +218,7 @@ class ParallelModule(fx.GraphModule):
         serving = self._serving(inputs)
         if serving is not self:
             check_gradients(serving, inputs)
-        return serving, inputs
+        return serving._sized(inputs), inputs  # the module of the other mode has variants of its own
 
     def _bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
         """The inputs of a call, in the program's order."""
