@@ -6,6 +6,7 @@ python_state what Python code keeps between calls, and a graph has once for ever
 trace        torch.export, guarded against what it would drop silently
 repairs      what is assigned under a condition on values, as `where`
 lower        the exported graph as a Program
+emission     an operator of the graph, as the region has it in which it stands
 selection    what a mask selects: rows whose number is not known, and what operators do with them
 """
 

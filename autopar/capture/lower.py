@@ -10,28 +10,19 @@ import torch
 from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
 
-from autopar.capture import autocast, buffers, functionalize, nodes
+from autopar.capture import autocast, buffers, functionalize, nodes, traced_losses
+from autopar.capture.emission import Emission, Region
 from autopar.capture.functionalize import Handle, Held, Storage, View
 from autopar.capture.meta_copy import MetaCopy
 from autopar.capture.selected_ops import SelectedOp
 from autopar.capture.selection import Selections, symbolic
 from autopar.capture.signature import ModelCall
 from autopar.capture.trace import Traced, varying
-from autopar.capture.traced_losses import LOSSES
 from autopar.errors import CaptureError
 from autopar.ir.builder import Builder, Keywords
-from autopar.ir.program import Argument, Output, Parameter, Program, Ref, Value, aten, refs, substitute
-from autopar.ir.shape_inference import Kind
+from autopar.ir.program import Argument, Output, Parameter, Program, Ref, Value, aten
 
 _COUNTER = "num_batches_tracked"  # written in place, like the running statistics that batch_norm updates
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
-    """The context of a subgraph: whether gradients are enabled, and the dtype of autocast if it is."""
-
-    grad: bool = True
-    cast: torch.dtype | None = None
 
 
 def lower(traced: Traced, skeleton: MetaCopy, call: ModelCall) -> Program:
@@ -84,12 +75,12 @@ class Lowering:
 
     builder: Builder
     mutates: bool
-    detached: dict[str, Ref] = field(default_factory=dict)
-    casts: dict[tuple[str, torch.dtype], Ref] = field(default_factory=dict)
+    emission: Emission = field(init=False)
     selections: Selections = field(init=False)
     envs: list[dict[fx.Node, Held]] = field(default_factory=list)  # of the graph and the regions around the present place
 
     def __post_init__(self) -> None:
+        self.emission = Emission(builder=self.builder)
         self.selections = Selections(builder=self.builder)
 
     def run(self, module: fx.GraphModule, given: Sequence[Held], region: Region) -> tuple[Held, ...]:
@@ -129,13 +120,13 @@ class Lowering:
             return self.turn(node, args, region)
         if nodes.writes(node.target):
             return self.mutate(node, args, kwargs, region)
-        return self.plain(node, LOSSES.get(str(node.target), str(node.target)), args, kwargs, region)
+        return self.plain(node, traced_losses.meant(node.target), args, kwargs, region)
 
     def selected(self, node: fx.Node, region: Region) -> SelectedOp:
         """A node that makes or takes rows that a mask selects."""
 
         def emit(target: str, args: tuple[Argument, ...], kwargs: Keywords) -> tuple[Ref, ...]:
-            return self.emit(node, target, args, kwargs, region)[0]
+            return self.emission.emit(node, target, args, kwargs, region)[0]
 
         return SelectedOp(selections=self.selections, node=node, emit=emit)
 
@@ -170,7 +161,7 @@ class Lowering:
     ) -> Held:
         """Lower an op that writes nothing."""
         now = tuple(_now(a) for a in args)
-        results, several = self.emit(node, target, now, tuple((name, _now(a)) for name, a in kwargs), region)
+        results, several = self.emission.emit(node, target, now, tuple((name, _now(a)) for name, a in kwargs), region)
         parent = _parent(node, args) if self.mutates else None
         handles = tuple(Handle(ref=ref) for ref in results)
         if parent is not None:
@@ -190,7 +181,7 @@ class Lowering:
         shapes = tuple(self.builder.values[handle.ref.name].shape for handle in fresh)
 
         def take(index: int) -> Callable[[Ref], Ref]:
-            return lambda whole: self.emit(node, target, (whole, *rest), (), region)[0][index]
+            return lambda whole: self.emission.emit(node, target, (whole, *rest), (), region)[0][index]
 
         return tuple(
             Handle(
@@ -201,77 +192,6 @@ class Lowering:
             )
             for i, handle in enumerate(fresh)
         )
-
-    def emit(
-        self, node: fx.Node, target: str, args: tuple[Argument, ...], kwargs: Keywords, region: Region
-    ) -> tuple[tuple[Ref, ...], bool]:
-        """Append the op of `node`, detaching operands in a no_grad region; returns its results, and whether they are a list."""
-        if region.cast is not None:
-            args, kwargs = self.cast(target, args, kwargs, region.cast, node)
-        if not region.grad:
-            args, kwargs = self.cut(args, kwargs, node)
-        found = self.found(node, target, args, kwargs)
-        if target != "aten.detach.default" and not any(
-            k.requires_grad for k in (found if isinstance(found, tuple) else (found,))
-        ):
-            args, kwargs = self.cut(args, kwargs, node)
-        at = {"module": nodes.module(node), "source": nodes.source(node)}
-        results = self.builder.emit(target, args, kwargs, **at, results=found)
-        if target == "aten.detach.default" and isinstance(args[0], Ref):
-            self.detached.setdefault(args[0].name, results[0])
-        return results, isinstance(found, tuple)
-
-    def found(self, node: fx.Node, target: str, args: tuple[Argument, ...], kwargs: Keywords) -> Kind | tuple[Kind, ...]:
-        """The kinds of an op's results: from running it on meta tensors, or from the trace if it has no meta kernel."""
-        try:
-            return self.builder.infer(target, args, kwargs)
-        except Exception:
-            if target != LOSSES.get(str(node.target), str(node.target)):  # the trace has the in-place op
-                raise
-            grad = any(self.builder.values[ref.name].requires_grad for ref in refs((*args, *(a for _, a in kwargs))))
-            traced = node.meta.get("val")
-            if isinstance(traced, torch.Tensor):
-                return nodes.traced_kind(traced, grad)
-            if isinstance(traced, (list, tuple)) and all(isinstance(tensor, torch.Tensor) for tensor in traced):
-                return tuple(nodes.traced_kind(tensor, grad) for tensor in traced)
-            raise CaptureError(
-                f"{target} returns something other than tensors", at=nodes.source(node), fix="leave it out of forward"
-            ) from None
-
-    def cut(self, args: tuple[Argument, ...], kwargs: Keywords, node: fx.Node) -> tuple[tuple[Argument, ...], Keywords]:
-        """The arguments with every value that requires grad detached."""
-
-        def change(leaf: Argument) -> Argument:
-            if not isinstance(leaf, Ref) or not self.builder.values[leaf.name].requires_grad:
-                return leaf
-            if leaf.name not in self.detached:
-                (ref,) = self.builder.emit("aten.detach.default", (leaf,), module=nodes.module(node), source=nodes.source(node))
-                self.detached[leaf.name] = ref
-            return self.detached[leaf.name]
-
-        return tuple(substitute(a, change) for a in args), tuple((name, substitute(a, change)) for name, a in kwargs)
-
-    def cast(
-        self, target: str, args: tuple[Argument, ...], kwargs: Keywords, lower: torch.dtype, node: fx.Node
-    ) -> tuple[tuple[Argument, ...], Keywords]:
-        """The arguments as autocast casts them for this op."""
-        operands = [self.builder.values[ref.name].dtype for ref in refs((*args, *(a for _, a in kwargs)))]
-        wanted = autocast.operand_dtype(target, operands, lower)
-        if wanted is None:
-            return args, kwargs
-
-        def change(leaf: Argument) -> Argument:
-            if not isinstance(leaf, Ref) or not autocast.castable(self.builder.values[leaf.name].dtype, wanted):
-                return leaf
-            key = (leaf.name, wanted)
-            if key not in self.casts:
-                (ref,) = self.builder.emit(
-                    "aten.to.dtype", (leaf, wanted), module=nodes.module(node), source=nodes.source(node)
-                )
-                self.casts[key] = ref
-            return self.casts[key]
-
-        return tuple(substitute(a, change) for a in args), tuple((name, substitute(a, change)) for name, a in kwargs)
 
     def turn(self, node: fx.Node, args: tuple[Held, ...], region: Region) -> Held:
         """Lower a change of a tensor's shape in place: from here on the tensor is a view of what it was.
@@ -284,7 +204,7 @@ class Lowering:
             fix = "take the form that returns its result"
             raise CaptureError(f"{node.target} changes {place.storage.owner}", at=nodes.source(node), fix=fix)
         target = nodes.viewing(node)
-        (ref,), _ = self.emit(node, target, (functionalize.read(place), *rest), (), region)
+        (ref,), _ = self.emission.emit(node, target, (functionalize.read(place), *rest), (), region)
         (view,) = self.views(node, target, (Handle(ref=ref),), place, rest, region)
         for env in self.envs:
             env.update((at, functionalize.replaced(held, place, view)) for at, held in env.items())
@@ -306,7 +226,7 @@ class Lowering:
         now = tuple(_now(a) for a in args)
         keywords = tuple((name, _now(a)) for name, a in kwargs)
         if place.storage.owner.endswith(_COUNTER):
-            self.emit(node, str(node.target), now, keywords, region)
+            self.emission.emit(node, str(node.target), now, keywords, region)
             return place
         buffer = place.storage.owner.startswith(buffers.OWNER)
         if place.storage.owner and not buffer:
@@ -320,7 +240,7 @@ class Lowering:
             )
 
         def emit(target: str, arguments: tuple[Argument, ...]) -> Ref:
-            return self.emit(node, target, arguments, (), region)[0][0]
+            return self.emission.emit(node, target, arguments, (), region)[0][0]
 
         new = self.result_in_place(node, now, keywords, region, old)
         if buffer and self.builder.values[new.name].requires_grad:
@@ -346,21 +266,21 @@ class Lowering:
                 new = source
             case (("fill_" | "zero_"), _):
                 number = 0 if name == "zero_" else source
-                ((new,), _) = self.emit(node, "aten.full_like.default", (args[0], number), (), region)
+                ((new,), _) = self.emission.emit(node, "aten.full_like.default", (args[0], number), (), region)
             case "fill_diagonal_", _ if len(old.shape) == 2:
-                ((line,), _) = self.emit(node, "aten.diagonal.default", args[:1], (), region)
-                ((full,), _) = self.emit(node, "aten.full_like.default", (line, source), (), region)
-                ((new,), _) = self.emit(node, "aten.diagonal_scatter.default", (args[0], full), (), region)
+                ((line,), _) = self.emission.emit(node, "aten.diagonal.default", args[:1], (), region)
+                ((full,), _) = self.emission.emit(node, "aten.full_like.default", (line, source), (), region)
+                ((new,), _) = self.emission.emit(node, "aten.diagonal_scatter.default", (args[0], full), (), region)
             case "bernoulli_", None:
-                ((new,), _) = self.emit(node, "aten.bernoulli.p", (*args, 0.5), (), region)
+                ((new,), _) = self.emission.emit(node, "aten.bernoulli.p", (*args, 0.5), (), region)
             case _:
                 target = nodes.returning(node)
                 kwargs = tuple((name, held) for name, held in kwargs if name != "out")
-                ((new,), _) = self.emit(node, target, args, kwargs, region)
+                ((new,), _) = self.emission.emit(node, target, args, kwargs, region)
         if self.builder.values[new.name].dtype != old.dtype:
-            ((new,), _) = self.emit(node, "aten.to.dtype", (new, old.dtype), (), region)
+            ((new,), _) = self.emission.emit(node, "aten.to.dtype", (new, old.dtype), (), region)
         if self.builder.values[new.name].shape != old.shape:
-            ((new,), _) = self.emit(node, "aten.expand.default", (new, old.shape), (), region)
+            ((new,), _) = self.emission.emit(node, "aten.expand.default", (new, old.shape), (), region)
         return new
 
     def apart(self, program: Program) -> Program:

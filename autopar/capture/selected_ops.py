@@ -10,10 +10,9 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
-from autopar.capture import nodes
+from autopar.capture import nodes, traced_losses
 from autopar.capture.selection import Rows, Selection, Selections, symbolic
 from autopar.capture.trace import varying
-from autopar.capture.traced_losses import LOSSES
 from autopar.errors import CaptureError
 from autopar.ir.builder import Keywords
 from autopar.ir.layout import Shape
@@ -43,7 +42,7 @@ class SelectedOp:
             return (selected,)
         if symbolic(self.node):
             tuple(self.traced())  # raises for sizes that nothing is known of
-        target = LOSSES.get(str(self.node.target), str(self.node.target))
+        target = traced_losses.meant(self.node.target)
         formals = parameters(target)
         sized = [self.sized(raw, now) for raw, now in zip(self.node.args, args, strict=True)]
         given = dict(zip((formal.name for formal in formals), sized, strict=False)) | dict(kwargs)

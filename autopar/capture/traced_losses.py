@@ -17,7 +17,7 @@ _ALIGNED = (
     "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank=0, int reduction=1, "
     "bool zero_infinity=False) -> Tensor"
 )
-LOSSES = {f"autopar_selected.{name}.default": f"aten.{name}.default" for name in _SCHEMAS} | {
+_MEANT = {f"autopar_selected.{name}.default": f"aten.{name}.default" for name in _SCHEMAS} | {
     "autopar_selected.ctc_loss.default": "aten.ctc_loss.Tensor"
 }  # those of ATen that are meant
 
@@ -60,3 +60,8 @@ def of_rows(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         return original(scores, *args) if known else traced(scores, *args)
 
     return loss
+
+
+def meant(target: object) -> str:
+    """The operator of a node: ATen's for one of this library."""
+    return _MEANT.get(str(target), str(target))
