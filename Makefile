@@ -4,7 +4,7 @@
 #   make test         lint, types, tests, cost of plans        make verify-all   the whole table of equal numbers
 #   make lint types   the parts of it                          make bench        planning, and training beside torch's own
 #   make docs         the documentation, docs/_build/html      make zoo          capture, plan, run and verify a zoo of architectures
-#                                                              make fidelity     predictions beside published measurements
+#   make fuzz         random graphs under random plans         make fidelity     predictions beside published measurements
 
 PYTHON ?= python3
 # Where pip looks for torch beside the default index: on Linux the default wheel carries CUDA, several gigabytes, and the index of
@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup lint types unit unit-front unit-operators unit-middle unit-back cost docs test demo verify-all zoo fidelity bench clean
+.PHONY: setup lint types unit unit-front unit-operators unit-middle unit-back cost docs test demo verify-all fuzz zoo fidelity bench clean
 
 setup: $(STAMP)
 
@@ -50,7 +50,7 @@ MIDDLE := planning
 unit-middle: $(STAMP)
 	$(BIN)/python -m pytest -q $(MIDDLE:%=tests/%)
 
-BACK := verify
+BACK := verify fuzz
 unit-back: $(STAMP)
 	$(BIN)/python -m pytest -q $(BACK:%=tests/%)
 
@@ -68,6 +68,12 @@ demo: $(STAMP)
 
 verify-all: $(STAMP)
 	$(BIN)/python benchmarks/verify_all.py
+
+# Seeds are printed; a failure is shrunk to a script that repeats it. About two minutes.
+SEED ?= 0
+PAIRS ?= 250
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz --seed $(SEED) --pairs $(PAIRS)
 
 zoo: $(STAMP)
 	$(BIN)/python examples/zoo.py

@@ -52,7 +52,7 @@ def build(model: nn.Module, sample_input: object, mesh: object, plan: Plan | Non
         return read_plan(plan, captured.program, context.mesh) if plan else source.plan(captured, priced, sizes)
 
     resolved = _from_rank_0(planned, captured, context)
-    parallel = _assembled(captured, tensors_of(model), resolved, context)
+    parallel = assembled(captured, tensors_of(model), resolved, context)
     parallel.autopar.mode, parallel.autopar.settings = model.training, Settings.of(model, captured.kept)
     parallel.autopar.vary(_Sized(source, resolved), resolved.plan.dynamic)
     parallel.autopar.other = _Other(source, captured, priced, resolved.plan)
@@ -168,13 +168,13 @@ def assemble(captured: Captured, tensors: Mapping[str, torch.Tensor], plan: Plan
     Raises PlanError if the plan was made for another program or mesh.
     """
     planned_mesh(plan, context.mesh)
-    return _assembled(captured, tensors, read_plan(plan, captured.program, context.mesh), context)
+    return assembled(captured, tensors, read_plan(plan, captured.program, context.mesh), context)
 
 
-def _assembled(
+def assembled(
     captured: Captured, tensors: Mapping[str, torch.Tensor], resolved: ResolvedPlan, context: Context
 ) -> ParallelModule:
-    """The module under a resolved plan, with this rank's parts of the whole tensors."""
+    """The module of a captured program under a resolved plan, with this rank's parts of the whole tensors."""
     program = resolved.program
     held = [p.value.name for p in (*program.parameters, *program.buffers)]
     cast = {name: with_dtype(tensors[name], program.values[name].dtype) for name in held}

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 from autopar.ir.builder import Rewriter
 from autopar.ir.program import Op, Parameter, Program, overload
+from autopar.operators import writes
 
 
 def dead(program: Program) -> Program:
-    """Drop every op whose results are neither returned nor read; ops that write in place stay. Updates `Parameter.used`.
+    """Drop every op whose results are neither returned nor read; what writes in place or to buffers stays.
+
+    Updates `Parameter.used`.
 
     a = exp(x)
     b = mul(x, x)      ->      b = mul(x, x)
@@ -32,4 +35,4 @@ def dead(program: Program) -> Program:
 
 
 def _writes(op: Op) -> bool:
-    return bool(overload(op.target)._schema.is_mutable)
+    return bool(writes(op)) or bool(overload(op.target)._schema.is_mutable)

@@ -142,6 +142,8 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: _Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         present = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
         results: list[torch.Tensor | None] = [None] * ctx.count
+        if not present:  # the operators that read these weights do not lead to the loss: nothing is sent
+            return None, None, None, None, *results
         positions = [ctx.positions[index] for index in present]
         reduce = _differentiable_gradients if torch.is_grad_enabled() else _reduced_gradients
         reduced = reduce(ctx.primitives, [*present.values()], ctx.dtype, ctx.axis, positions)

@@ -1,4 +1,11 @@
-"""The ranks of a mesh axis as threads of this process, joined by gloo: runs a parallel operator without other processes."""
+"""The ranks of a mesh as threads of this process, joined by gloo: runs a parallel operator or module without other processes.
+
+    ranks("expert_parallel_grouped_mm", 4, run)        [run(0, operator), run(1, operator), ...]: one operator over one axis
+    with ThreadedRanks() as world:
+        world.run(mesh, run)                           [run(context of rank 0), ...]: a whole module
+
+A rank raises, or the others raise what they waited for in vain; what is said is the first error.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +14,18 @@ import itertools
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import timedelta
-from typing import TypeVar
+from types import TracebackType
+from typing import Self, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store, _register_process_group, _unregister_process_group
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import GroupName
 
+from autopar.ir.mesh import Mesh
 from autopar.runtime.parallel_ops import PARALLEL_OPS
-from autopar.runtime.world import Axis
+from autopar.runtime.world import Axis, Context
 
 T = TypeVar("T")
 PATIENCE = timedelta(seconds=20)  # until a collective fails because a rank has stopped
@@ -27,25 +37,73 @@ def ranks(form: str, size: int, run: Callable[[int, Callable[..., object]], T]) 
 
     Raises the first error of any rank.
     """
-    store, name = HashStore(), f"threaded_ranks_{next(_NUMBERS)}"
-    groups: list[dist.ProcessGroup] = []  # a rank that sends nothing may be done before the others are connected
+    with ThreadedRanks() as world:
+        mesh = Mesh(axes=("axis",), sizes=(size,))
+        return world.run(mesh, lambda own: run(own.axes[0].index, functools.partial(PARALLEL_OPS[form], own.axes[0])))
 
-    def rank_runs(rank: int) -> T:
-        axis = Axis(name="axis", size=size, index=rank, group=f"{name}.{rank}")
-        group = _joined(store, axis)
-        groups.append(group)
-        _register_process_group(GroupName(axis.group), group)
-        try:
-            return run(rank, functools.partial(PARALLEL_OPS[form], axis))
-        finally:
-            _unregister_process_group(GroupName(axis.group))
 
-    with ThreadPoolExecutor(size) as threads:
-        waiting = [threads.submit(rank_runs, rank) for rank in range(size)]
-        done, _ = wait(waiting, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
-        return [future.result() for future in waiting]
+class ThreadedRanks:
+    """Ranks of meshes, whose process groups are kept from run to run, until one fails."""
+
+    def __init__(self) -> None:
+        self._meshes: dict[Mesh, list[Context]] = {}
+        self._groups: dict[Mesh, list[dist.ProcessGroup]] = {}
+
+    def run(self, mesh: Mesh, function: Callable[[Context], T]) -> list[T]:
+        """The results of `function(context)` on every rank of a mesh; raises the first error of any rank.
+
+        The contexts have no `device_mesh`: every rank is given whole tensors and keeps its part, as a plain tensor.
+        """
+        with ThreadPoolExecutor(mesh.size) as threads:
+            if mesh not in self._meshes:
+                self._connect(mesh, threads)
+            waiting = [threads.submit(function, context) for context in self._meshes[mesh]]
+            done, late = wait(waiting, return_when=FIRST_EXCEPTION)
+            failed = next((error for future in waiting if future in done and (error := future.exception())), None)
+            if failed is None:
+                return [future.result() for future in waiting]
+            self._forget(mesh, abort=bool(late))
+            raise failed
+
+    def close(self) -> None:
+        """End the groups of all meshes."""
+        for mesh in list(self._meshes):
+            self._forget(mesh)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.close()
+
+    def _connect(self, mesh: Mesh, threads: ThreadPoolExecutor) -> None:
+        """Join the ranks of a mesh along its axes; each is joined by a thread of its own, since they wait for each other."""
+        store, name = HashStore(), f"threaded_ranks_{next(_NUMBERS)}"
+        self._groups[mesh] = groups = []
+
+        def joined(rank: int) -> Context:
+            here = tuple(map(int, np.unravel_index(rank, mesh.sizes)))
+            axes = []
+            for place, (axis, size, index) in enumerate(zip(mesh.axes, mesh.sizes, here, strict=True)):
+                others = ".".join("*" if other == place else str(at) for other, at in enumerate(here))
+                own = Axis(name=axis, size=size, index=index, group=f"{name}.{others}.{index}" if size > 1 else "")
+                if size > 1:
+                    group = _joined(PrefixStore(others, store), own)
+                    groups.append(group)
+                    _register_process_group(GroupName(own.group), group)
+                axes.append(own)
+            return Context(mesh=mesh, device_mesh=None, axes=tuple(axes), device=torch.device("cpu"))
+
+        self._meshes[mesh] = list(threads.map(joined, range(mesh.size)))
+
+    def _forget(self, mesh: Mesh, *, abort: bool = False) -> None:
+        for context in self._meshes.pop(mesh):
+            for axis in context.axes:
+                if axis.group:
+                    _unregister_process_group(GroupName(axis.group))
+        for group in self._groups.pop(mesh):
+            if abort:  # ranks that wait for one that failed
+                group.abort()
 
 
 def _joined(store: Store, axis: Axis) -> dist.ProcessGroup:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -16,11 +16,16 @@ from autopar.operators.facts import OpKind
 from autopar.passes.no_dropout import HALF
 from autopar.runtime.storage import local_part_like, to_local
 
+Loss = Callable[[Sequence[torch.Tensor]], torch.Tensor | None]  # of outputs
 
-def module_results(model: nn.Module, sample: object, captured: Captured) -> dict[tuple[str, str], torch.Tensor]:
+
+def module_results(
+    model: nn.Module, sample: object, captured: Captured, loss: Loss | None = None
+) -> dict[tuple[str, str], torch.Tensor]:
     """Outputs, gradients and written buffers of the user's module, whose buffers are restored afterwards.
 
-    What is compiled inside of it runs eagerly: compiled random numbers are not seen by `_NoDropout`.
+    What is compiled inside of it runs eagerly: compiled random numbers are not seen by `_NoDropout`. `loss` says what is
+    differentiated, by default `differentiated_sum`.
     """
     program, (args, kwargs) = captured.program, arguments(sample)
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
@@ -28,7 +33,8 @@ def module_results(model: nn.Module, sample: object, captured: Captured) -> dict
     held = {p.names[0]: parameters[p.names[0]] for p in program.parameters if p.used and parameters[p.names[0]].requires_grad}
     with torch.enable_grad(), torch.compiler.set_stance("force_eager"), _NoDropout():
         outputs = _outputs(model(*args, **kwargs), captured)
-        found = _gradients(differentiated_sum(outputs), held, (*model.parameters(), *pytree.tree_leaves((args, kwargs))))
+        leaves = (*model.parameters(), *pytree.tree_leaves((args, kwargs)))
+        found = _gradients((loss or differentiated_sum)(outputs), held, leaves)
     result = {("output", end.path): output.detach() for end, output in zip(program.outputs, outputs, strict=True)}
     result |= {("gradient", name): gradient for name, gradient in found.items()}
     written = {name for op in program.ops for name in writes(op)}

@@ -77,16 +77,29 @@ def random_plan_of(captured: Captured, mesh: Mesh, seed: int, options: Options) 
 
 
 def _random(step: TrainingStep, mesh: Mesh, seed: int, options: Options) -> ResolvedPlan:
-    optimizer = optimizers.optimizer(options.optimizer)
-    analysis = analyse(step, mesh, repeated=False)
-    formulated = formulate(analysis, mesh, optimizer, sharded_outputs=sharded(step.program, options.outputs))
-    draw = random.Random(seed)
-    solution = random_solution(formulated.problem, draw)
-    chosen = assignment(formulated, solution)
-    chosen = replace(chosen, recompute=random_again(analysis, chosen, draw, host=bool(mesh.device and mesh.device.host)))
-    return resolved_plan(
-        Optimized(memory_model=MemoryModel(formulated, optimizer), solution=solution, optimizer=optimizer), options, chosen
-    )
+    return RandomPlans(step, mesh, options).draw(seed)
+
+
+class RandomPlans:
+    """Random plans for one step on a mesh with device and links: what they are drawn from is found once."""
+
+    def __init__(self, step: TrainingStep, mesh: Mesh, options: Options) -> None:
+        self.options, self.host = options, bool(mesh.device and mesh.device.host)
+        self.optimizer = optimizers.optimizer(options.optimizer)
+        self.analysis = analyse(step, mesh, repeated=False)
+        split = sharded(step.program, options.outputs)
+        self.formulated = formulate(self.analysis, mesh, self.optimizer, sharded_outputs=split)
+
+    def draw(self, seed: int) -> ResolvedPlan:
+        """The plan of a seed."""
+        draw = random.Random(seed)
+        solution = random_solution(self.formulated.problem, draw)
+        chosen = assignment(self.formulated, solution)
+        chosen = replace(chosen, recompute=random_again(self.analysis, chosen, draw, host=self.host))
+        found = Optimized(
+            memory_model=MemoryModel(self.formulated, self.optimizer), solution=solution, optimizer=self.optimizer
+        )
+        return resolved_plan(found, self.options, chosen)
 
 
 def random_again(analysis: Analysis, chosen: Assignment, draw: random.Random, *, host: bool = True) -> RecomputeChoice:

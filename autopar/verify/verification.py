@@ -121,7 +121,7 @@ def compare(
     reference = results(sequential(replace(captured, program=program), wide_tensors), program, batch)
     step = as_planned(plan, program)
     payload = _Payload(
-        captured=replace(captured, program=program, signature=_wide(captured.signature)),
+        captured=replace(captured, program=program, signature=wide_signature(captured.signature)),
         plan=replace(plan, hash=step.hash),
         tensors=wide_tensors,
         inputs=batch,
@@ -200,6 +200,7 @@ def _against_module(
     return [ReportRow(what="capture", name=name, error=error, tolerance=tolerance) for name, error in rows]
 
 
-def _wide(signature: Signature) -> Signature:
+def wide_signature(signature: Signature) -> Signature:
+    """The signature of a program in double precision, without the user's classes."""
     planned = tuple(replace(p, dtype=wide(p.dtype)) for p in signature.tensors)
     return replace(signature, tensors=planned, returned=signature.returned.flat)  # workers cannot import the user's classes

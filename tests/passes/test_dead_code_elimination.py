@@ -36,3 +36,17 @@ def test_a_parameter_that_only_dead_ops_read_is_unused() -> None:
 def test_the_count_of_batches_is_kept() -> None:
     found = dead(capture(nn.BatchNorm1d(3), torch.ones(4, 3)).program)
     assert targets(found) == ["add_.Tensor", "batch_norm.default"]
+
+
+def test_statistics_are_kept_where_nothing_reads_what_is_normalised() -> None:
+    class Unread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.norm(x).relu()
+            return x * 2
+
+    found = dead(capture(Unread(), torch.ones(4, 3)).program)
+    assert targets(found) == ["add_.Tensor", "batch_norm.default", "mul.Tensor"]
