@@ -19,7 +19,8 @@ from autopar.ir.program import Program, Value
 from autopar.pipeline.schedule import ActionKind, PipelineSchedule
 from autopar.pipeline.transfers import with_messages
 from autopar.plan.pipeline import Pipeline
-from autopar.runtime.pipeline import CrossingPart, PipelineRank, PipelineStep, StageRun, Tensors, tied_gradients
+from autopar.runtime.pipeline import CrossingPart, PipelineRank, PipelineStep, StageRun, tied_gradients
+from autopar.runtime.rematerialize.recompute import Tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,8 +29,7 @@ from autopar.ir.layout import Shape
 from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
 from autopar.runtime.gradient_accumulation import GradientAccumulator
 from autopar.runtime.rank_failures import announce, failed
-
-Tensors = Sequence[torch.Tensor]
+from autopar.runtime.rematerialize.recompute import Tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
