@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import fx, nn
 
@@ -12,8 +12,10 @@ from autopar.ir.mesh import Bytes, Device
 from autopar.operators.checking.discover import discover_rule
 from autopar.operators.checking.register import check_rule, register_rule
 from autopar.parallelize import build
+from autopar.pipelining import build_pipeline
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
+from autopar.planning.pipeline_plan import make_pipeline_plan
 from autopar.planning.planner import make_plan
 from autopar.runtime.initialize import initialize
 from autopar.verify.report import Report
@@ -39,6 +41,9 @@ def plan(
     recompute: str = "auto",
     dynamic: Mapping[str, DimSizes | Dynamic] | None = None,
     cost_model: CostModel = CATALOG,
+    pipeline: str | None = None,
+    stages: int | str | Sequence[str] = "auto",
+    schedule: str = "auto",
 ) -> Plan:
     """Plan how a model trains on a mesh; needs neither processes nor weights (the model may be on `meta`).
 
@@ -69,6 +74,10 @@ def plan(
             the first, `{"sequence": {"input_ids": 1}}`, or `autopar.Dynamic(dims, least, most)`.
         cost_model: prices of ops, conversions and collectives (`autopar.cost_models.cost_model.CostModel`); by default those
             of the catalog, or of a measured profile.
+        pipeline: the mesh axis whose ranks have one stage of the model each, or several; every stage is planned on the other
+            axes. `parallel.step` runs it, with `microbatches`.
+        stages: their number, a multiple of the axis ("auto": its size); or the module paths at which all but the first begin.
+        schedule: "gpipe", "1f1b", or "interleaved" for several stages a rank; by default one of the latter two.
 
     Returns:
         The fastest plan that fits the budget, or the best found, with the proven gap.
@@ -89,8 +98,10 @@ def plan(
     options = Options(
         device=device, budget=budget, strategy=strategy, optimizer=optimizer, constraints=constraints or {}, outputs=outputs,
         precision=precision, reduce=reduce, strict=strict, microbatches=microbatches, offload=offload, recompute=recompute,
-        dynamic=dynamic or {}, cost_model=cost_model,
+        dynamic=dynamic or {}, cost_model=cost_model, pipeline=pipeline, stages=stages, schedule=schedule,
     )  # fmt: skip
+    if pipeline is not None:
+        return make_pipeline_plan(model, sample_input, mesh, options)
     return make_plan(model, sample_input, mesh, options).plan
 
 
@@ -124,7 +135,9 @@ def parallelize(
     >>> parallel(torch.randn(2, 8)).shape
     torch.Size([2, 4])
     """
-    return build(model, sample_input, mesh, plan, Options(**options_of(options)))  # type: ignore[arg-type]
+    asked = Options(**options_of(options))  # type: ignore[arg-type]
+    staged = asked.pipeline is not None or (isinstance(plan, Plan) and plan.pipeline is not None)
+    return (build_pipeline if staged else build)(model, sample_input, mesh, plan, asked)
 
 
 def verify(model: nn.Module, sample_input: object, mesh: object, *, plan: Plan | None = None, **options: object) -> Report:

@@ -17,7 +17,7 @@ from autopar.capture.signature import on_meta
 from autopar.codegen import ModuleState, OutputLayout, ParallelModule, Steps, emit
 from autopar.errors import PlanError
 from autopar.ir.dynamic_dims import InputDim, Size, declared, describe_sizes, dim_sizes
-from autopar.ir.layout import I
+from autopar.ir.layout import I, Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.training_step import MicrobatchLoop, TrainingStep
@@ -131,7 +131,7 @@ class _Other:
         source = replace(self.source, model=skeleton(self.source.model).module.train(parallel.training))
         captured = source.read(dim_sizes(self.plan.dynamic))
         live = any(map(switched, captured.program.ops))
-        if not parallel.training and not live and _quiet(captured.program) == _quiet(self.captured.program):
+        if not parallel.training and not live and quiet(captured.program) == quiet(self.captured.program):
             return None
         state, program = parallel.autopar, captured.program
         held = _held(parallel, program)
@@ -157,7 +157,7 @@ def _held(parallel: ParallelModule, program: Program) -> dict[str, torch.Tensor]
     return {p.value.name: tensors[p.value.name] for p in (*program.parameters, *program.buffers)}
 
 
-def _quiet(program: Program) -> str:
+def quiet(program: Program) -> str:
     """The hash of a program as evaluation runs it."""
     return normalise(without_training(program)).hash
 
@@ -192,20 +192,20 @@ def _emitted(
         OutputLayout(shape=step.batch_shape(o.value), layout=assignment.outputs[o.path], split=split(o))
         for o in program.outputs
     ]
-    steps = _steps(step.loop, assignment, context) if step.loop else None
+    steps = steps_of(step.loop, assignment.given, context) if step.loop else None
     state = ModuleState(plan=plan, signature=captured.signature, context=context, seed=seed, outputs=outputs, steps=steps)
     graph = emit(step, assignment, dict(resolved.analysis.fits), context, training=captured.training)
     return ParallelModule(graph, program, stored, state)
 
 
-def _steps(loop: MicrobatchLoop, assignment: Assignment, context: Context) -> Steps:
+def steps_of(loop: MicrobatchLoop, given: Mapping[str, Layout], context: Context) -> Steps:
     """A loop with the graph of what it computes once per step: every rank does so for the whole batch."""
     hoisted, size = loop.hoisted, len(context.mesh.sizes)
     if hoisted is None:
         return Steps(loop=loop, hoisted=None)
     whole = Assignment(
         ops={op.name: candidate(op, None, hoisted.values, (INVARIANT,) * size) for op in hoisted.ops},
-        given={**assignment.given, **{value.name: (I,) * size for value in hoisted.inputs}},
+        given={**dict.fromkeys(hoisted.values, (I,) * size), **given, **{value.name: (I,) * size for value in hoisted.inputs}},
         outputs={output.path: (I,) * size for output in hoisted.outputs},
         routes={},
     )

@@ -31,6 +31,7 @@ ROWS = (
     ("planning",),
     ("codegen",),
     ("parallelize",),
+    ("pipelining",),
     ("verify",),
     ("api",),
     ("explain",),
@@ -43,7 +44,7 @@ LOOSE = 6  # modules outside of folders, at most: beyond these the root is a lis
 # A library, and the places (a start of the path inside autopar) that may know it.
 KNOWN_IN = {
     "torch.fx": ("capture/", "codegen/", "api"),  # the api names the type that it returns
-    "torch.distributed": ("runtime/", "parallelize"),  # a mesh that the user made is told by its type
+    "torch.distributed": ("runtime/", "parallelize", "pipelining"),  # a mesh that the user made is told by its type
     "pulp": ("solver/",),
     "highspy": ("solver/",),
     "pytest": ("explain/plan_cost",),

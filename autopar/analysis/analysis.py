@@ -92,10 +92,11 @@ class Analysis:
 
     @functools.cached_property
     def backward(self) -> frozenset[str]:
-        """The values that receive a gradient in a step, from the scalar outputs, or all if none is a scalar."""
-        program = self.program
+        """The values that receive a gradient in a step, from the scalar outputs, or all if none is a scalar or all are sent."""
+        program, sends = self.program, self.step.sends
         outputs = {o.value for o in program.outputs}
-        scalars = {name for name in outputs if not program.values[name].shape and program.values[name].requires_grad}
+        ends = set[str]() if sends else outputs
+        scalars = {name for name in ends if not program.values[name].shape and program.values[name].requires_grad}
         found = {name for name in scalars or outputs if program.values[name].requires_grad}
         for op in reversed(program.ops):
             if any(result.name in found for result in op.results):

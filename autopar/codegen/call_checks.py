@@ -78,7 +78,8 @@ def aspects_of(module: ParallelModule, kind: str, inputs: Mapping[str, torch.Ten
     ]
     found += [Aspect(kind="size", name=f"the size of {path}", text=str(tuple(t.shape))) for path, t in inputs.items()]
     if gradients:
-        flags = bytes(tensor.requires_grad for tensor in (*module.parameters(), *inputs.values()))
+        held = module.parameters() if module.autopar.alike else ()
+        flags = bytes(tensor.requires_grad for tensor in (*held, *inputs.values()))
         text = f"{sum(flags)} of {len(flags)} (set {zlib.crc32(flags):08x})"
         found.append(Aspect(kind="trained", name="the tensors that require a gradient", text=text))
     return found

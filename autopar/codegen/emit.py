@@ -42,21 +42,37 @@ Target = str | Callable[..., object]
 
 
 def emit(
-    step: TrainingStep, assignment: Assignment, fits: dict[str, OpSharding | None], context: Context, *, training: bool = True
+    step: TrainingStep,
+    assignment: Assignment,
+    fits: dict[str, OpSharding | None],
+    context: Context,
+    *,
+    training: bool = True,
+    unsharded: bool | None = None,
 ) -> fx.Graph:
     """The graph that one rank runs: its inputs are global tensors, its outputs the local parts of the program's outputs.
 
     Training flags of ops that were on when the program was captured in `training` mode become the module's `training`; flags
-    that are on in evaluation mode stay on.
+    that are on in evaluation mode stay on. `unsharded` says whether what is stored is plain tensors, by default those of a
+    program of which nothing is split.
     """
-    return _Emitter(step, assignment, fits, context, training).graph
+    if unsharded is None:
+        stored = (p.value.name for p in (*step.program.parameters, *step.program.buffers))
+        unsharded = storage.all_unsharded(assignment.given[name] for name in stored)
+    return _Emitter(step, assignment, fits, context, training, unsharded).graph
 
 
 class _Emitter:
     """Builds one graph; `values` has the node of each value in each layout in which it exists so far."""
 
     def __init__(
-        self, step: TrainingStep, assignment: Assignment, fits: dict[str, OpSharding | None], context: Context, training: bool
+        self,
+        step: TrainingStep,
+        assignment: Assignment,
+        fits: dict[str, OpSharding | None],
+        context: Context,
+        training: bool,
+        unsharded: bool,
     ) -> None:
         program = step.program
         self.step, self.program, self.assignment, self.fits, self.context = step, program, assignment, fits, context
@@ -68,9 +84,8 @@ class _Emitter:
         self.prefetch = self.schedule.prefetch
         self.pending: dict[Bucket, fx.Node] = {}
         self.copies, self.recomputed = copies(program), RecomputedValues(program=program, assignment=assignment)
-        stored = (p.value.name for p in (*program.parameters, *program.buffers))
-        self.unsharded = storage.all_unsharded(assignment.given[name] for name in stored) or context.device_mesh is None
-        self.random_ops = 0
+        self.unsharded = unsharded or context.device_mesh is None
+        self.random_ops = step.stage.random_ops if step.stage else 0  # those before this one, which number it
         self._prelude(program, training)
         for section, what in self._sections():
             self.section = section
@@ -86,7 +101,7 @@ class _Emitter:
         for value in program.inputs:
             node = self.graph.placeholder(identifier(value.name))
             node.target = node.name  # fx has renamed one that would hide a global of the code, like torch
-            self.values[value.name, (I,) * len(self.sizes)] = node
+            self.values[value.name, self.step.received.get(value.name, (I,) * len(self.sizes))] = node
         self.axes = [self._state(f"axes.{name}") for name in identifiers(self.context.mesh.axes).values()]
         random_ops = any(is_random(op, self.fits[op.name]) for op in program.ops)
         self.rng_state = self._state("rng_state") if random_ops else None
@@ -111,8 +126,13 @@ class _Emitter:
         yield from reversed(rest)
 
     def _arrive(self) -> None:
-        """Slice every input that the plan splits; from here on it exists in the plan's layout only."""
+        """Slice every input that the plan splits; from here on it exists in the plan's layout only.
+
+        What another stage sent is this rank's part already.
+        """
         for value in self.program.inputs:
+            if value.name in self.step.received:
+                continue
             for step in arrival(self.assignment.given[value.name]):
                 self._convert(value, step)
                 del self.values[value.name, step.source]

@@ -64,6 +64,7 @@ class ModuleState:
         self.plan, self.signature, self.context, self.outputs, self.steps = plan, signature, context, outputs, steps
         self.rng_state, self.rematerializer, self.accumulator = RngState(seed), Rematerializer(), GradientAccumulator()
         self.agreement = CallAgreement(context)
+        self.alike = True  # whether all ranks store the same parameters
         self.filled = False  # whether all tensors are known to have data
         self.constant: frozenset[str] = frozenset()  # the parameters and buffers that get no gradient, under every name
         self.settings = Settings(())  # attributes of the modules that were captured

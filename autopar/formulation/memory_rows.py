@@ -143,6 +143,9 @@ class MemoryRows:
             yield self._stored(parameter.value, 1 + states * trained)
         for value in self.program.inputs:  # the caller holds the whole beside the part that is cut on arrival
             choice, local = self._stored(value)
+            if value.name in self.formulated.analysis.step.received:
+                yield choice, local
+                continue
             batch = self.formulated.analysis.step.batch_shape(value.name)  # of all micro-batches
             whole = elements(batch) * value.dtype.itemsize
             yield choice, whole + local * (local < value.bytes)

@@ -21,7 +21,7 @@ from autopar.cost_models.optimizers import OPTIMIZERS, Optimizer
 from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, SUMS
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Device, Mesh, Seconds
-from autopar.ir.program import Op, Value, elements
+from autopar.ir.program import OUTPUT, Op, Value, elements
 from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding
 from autopar.search_space.buckets import TOGETHER
@@ -91,6 +91,8 @@ class Prices:
 
     def arrival(self, step: TrainingStep, value: Value, layout: Layout) -> Seconds:
         """Seconds of taking an input in every micro-batch; the first that is hoisted pays for all of them."""
+        if value.name in step.received:
+            return 0.0
         seconds, loop = step.microbatches * self.slicing(value, layout), step.loop
         if loop and loop.hoisted and value == step.hoisted[0]:
             for op in loop.hoisted.ops:
@@ -147,6 +149,10 @@ def _result_bytes(analysis: Analysis, name: str, found: Sequence[Candidate]) -> 
     """The bytes that each candidate of a class leaves on a rank."""
     program = analysis.program
     values: Sequence[Value] = ()
+    if analysis.step.sends and name.startswith(OUTPUT):  # what is sent
+        value = program.values[name.removeprefix(OUTPUT)]
+        shapes = [local_shape(value.shape, candidate.operands[0], analysis.sizes) for candidate in found]
+        return np.array([float(elements(shape) * value.dtype.itemsize) for shape in shapes])
     if name in program.op:
         values = program.op[name].results
     elif name in program.values:

@@ -135,7 +135,7 @@ def inside(
 
 def returns(analysis: Analysis, value: Value, layout: Layout, prices: Prices) -> Iterator[Message]:
     """The collectives that make the gradient of an input whole in one run, if the user wants one and takes it split."""
-    if value.name in analysis.backward:
+    if value.name in analysis.backward and value.name not in analysis.step.received:
         for step in arrival(layout):
             yield _message(analysis, prices, step.primitives[1], "backward", [(value.name, step)])
 

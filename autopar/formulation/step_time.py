@@ -5,8 +5,8 @@ computing (`overlap` has the law). The objective of the integer program is its l
 messages that it takes for shared. `plan.step_time` is this, and a plan's cost breakdown groups the same events by what they
 are.
 
-A seam for what is not modelled yet: pipeline stages. A stage is a schedule of its own, on the mesh without the pipeline's axis;
-its events are those of one stage, and the longest path through the timetable of all stages takes the place of the sum.
+With a pipeline these are the events of one stage, on the mesh without the pipeline's axis: `planning.pipeline_plan` puts the
+stages together by the exact clock.
 """
 
 from __future__ import annotations

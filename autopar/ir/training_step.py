@@ -1,8 +1,9 @@
-"""What a training step makes of a program: the loop over its micro-batches, and the dims that it pads.
+"""What a training step makes of a program: the loop over its micro-batches, the dims that it pads, its place in a pipeline.
 
-    step    := program, loop?, padding
+    step    := program, loop?, padding, stage?
     loop    := count, hoisted program?, a state over the micro-batches for every input and output
     padding := (value name, unpadded shape) ...
+    stage   := (value name, layout) ... that are received, whether outputs are sent, samples of a micro-batch, random ops before
 
 A step with a loop has the program of one micro-batch and runs it several times, on one part of the batch after the other.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from autopar.ir.layout import I, Shape, State
+from autopar.ir.layout import I, Layout, Shape, State
 from autopar.ir.program import Program, Value, digest
 
 
@@ -31,9 +32,24 @@ class MicrobatchLoop:
     outputs: tuple[State, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEnds:
+    """How a pipeline stage meets its neighbours: what it has `received`, and whether its outputs are what it sends.
+
+    Either side has a value in the same layout, on ranks of equal coordinates: its state fixes what each rank's part is of the
+    value and of the gradient, so that parts cross a cut as they are. The `batch` is the samples of one micro-batch, and
+    `random_ops` how many random operators are in earlier stages, so that this one draws what the whole program would.
+    """
+
+    received: tuple[tuple[str, Layout], ...]
+    sends: bool
+    batch: int
+    random_ops: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """A program as a step runs it: once, or in a loop over micro-batches; perhaps on padded values.
+    """A program as a step runs it: once, or in a loop over micro-batches; perhaps on padded values, or as a pipeline stage.
 
     `padding` has the values that are longer than in the model, with their unpadded shapes: parameters, outputs, and what else
     tells it.
@@ -42,6 +58,17 @@ class TrainingStep:
     program: Program
     loop: MicrobatchLoop | None = None
     padding: tuple[tuple[str, Shape], ...] = ()
+    stage: StageEnds | None = None
+
+    @functools.cached_property
+    def received(self) -> dict[str, Layout]:
+        """The inputs that come from the stage before, each in the layout in which it comes; others come whole."""
+        return dict(self.stage.received) if self.stage else {}
+
+    @property
+    def sends(self) -> bool:
+        """Whether the outputs go to the next stage of a pipeline, each in any layout."""
+        return self.stage is not None and self.stage.sends
 
     @property
     def microbatches(self) -> int:
@@ -78,9 +105,10 @@ class TrainingStep:
         """Hex digest of the structure; the program's own for a step that neither pads nor loops."""
         text, loop = self.program.structure, self.loop
         text += f"\n{self.padding}" if self.padding else ""
+        text += f"\n{self.stage}" if self.stage else ""
         if loop:
             text += f"\n{loop.count} {loop.inputs} {loop.outputs} {loop.hoisted.hash if loop.hoisted else ''}"
         return digest(text)
 
 
-__all__ = ["MicrobatchLoop", "TrainingStep"]
+__all__ = ["MicrobatchLoop", "StageEnds", "TrainingStep"]

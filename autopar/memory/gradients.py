@@ -48,7 +48,8 @@ class Gradients:
         program, self.accumulated = step.program, step.microbatches > 1
         self.program, self.sizes, self.saved, self.backward, self.size = program, sizes, saved, backward, size
         ends = [output for output in program.outputs if output.value in backward]
-        self.ends = [end for end in ends if not program.values[end.value].shape] or ends  # what the user differentiates
+        scalars = [end for end in ends if not program.values[end.value].shape]
+        self.ends = ends if step.sends else scalars or ends  # what is differentiated, by the user or by the next stage
 
     def lives(self, chosen: Assignment, schedule: Schedule) -> Iterator[LiveRange]:
         """The live ranges of all gradient buffers in one step."""

@@ -202,6 +202,9 @@ class _Step:
         yield LiveRange("transient", OPTIMIZER, step, step, self.of.optimizer.scratch(stepped, cpu=self.of.analysis.cpu))
         for value in self.program.inputs:
             local = self.of.bytes((value.name, self.chosen.given[value.name]))
+            if value.name in self.of.analysis.step.received:  # a message that each micro-batch keeps until its backward
+                yield LiveRange("kept", value.name, 0, end - SPAN, local)
+                continue
             cut = local < value.bytes  # the caller holds the whole beside the part that is cut
             whole = elements(self.of.analysis.step.batch_shape(value.name)) * value.dtype.itemsize  # of all micro-batches
             yield LiveRange("stored", value.name, 0, end, whole + local * cut)

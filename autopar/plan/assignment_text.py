@@ -142,9 +142,16 @@ def resolve(plan: Plan, step: TrainingStep, fits: Mapping[str, OpSharding | None
     try:
         assignment = Assignment(
             ops={op.name: reader.candidate(op, fits[op.name]) for op in program.ops},
-            given={value.name: reader.stored(value.name, value.shape, plan.layouts[value.name]) for value in program.given},
+            given=dict(step.received)
+            | {
+                value.name: reader.stored(value.name, value.shape, plan.layouts[value.name])
+                for value in program.given
+                if value.name not in step.received
+            },
             outputs={
-                o.path: reader.stored(o.path, program.values[o.value].shape, plan.layouts[OUTPUT + o.path])
+                o.path: (reader.layout if step.sends else reader.stored)(
+                    o.path, program.values[o.value].shape, plan.layouts[OUTPUT + o.path]
+                )
                 for o in program.outputs
             },
             routes={name: tuple(reader.steps(name, lines)) for name, lines in plan.routes.items()},

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from autopar.errors import AutoparError
 from autopar.ir.conversion import CONVERSIONS
+from autopar.pipeline.dependencies import check as check_schedule
 from autopar.plan.breakdown import BUDGET, OPTIMIZER
 from autopar.plan.tables import COLLECTIVE, UNITS
 
@@ -40,6 +42,8 @@ def _wrong(plan: Plan) -> Iterator[str]:
         yield from (
             f"breakdown.{kind}.{name} has not one entry per axis" for name, one in words.items() if len(one) != len(axes)
         )
+    if plan.pipeline or plan.stages:
+        yield from _wrong_stages(plan)
     for name, steps in plan.routes.items():
         yield from (
             f"routes.{name}: {step!r} is not a conversion on one axis" for step in steps if not _conversion(step, len(axes))
@@ -53,3 +57,29 @@ def _conversion(step: str, axes: int) -> bool:
         return False
     changed = [(source[:1], target[:1]) for source, target in zip(*sides, strict=True) if source != target]
     return bool(changed) and changed[0] in CONVERSIONS
+
+
+def _wrong_stages(plan: Plan) -> Iterator[str]:
+    """What is wrong with a pipeline and its stages, in words."""
+    found = plan.pipeline
+    if found is None:
+        yield "stages are of a pipeline"
+        return
+    count = len(plan.stages)
+    if found.axis not in plan.axes or len(found.ranks) != dict(zip(plan.axes, plan.sizes, strict=True))[found.axis]:
+        yield "pipeline.ranks has not one line per rank of an axis of the mesh"
+    if not count == len(found.starts) == len(found.modules) == len(found.seconds):
+        yield "pipeline has not one entry per stage"
+    try:
+        check_schedule(found.order)
+    except AutoparError as error:
+        yield f"pipeline.ranks: {error.what}"
+        return
+    if (found.order.stages, found.order.microbatches) != (count, plan.microbatches):
+        yield "pipeline.ranks has other stages or micro-batches than the plan"
+    if any(not 0 <= one.stage < count - 1 or one.bytes < 0 for one in found.crossings):
+        yield "pipeline.crossings are between stages"
+    for place, stage in enumerate(plan.stages):
+        if stage.pipeline or stage.microbatches != plan.microbatches:
+            yield f"stages.{place} is no stage of this plan"
+        yield from (f"stages.{place}: {wrong}" for wrong in _wrong(stage))

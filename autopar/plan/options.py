@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost_models.cost_model import CATALOG, CostModel
@@ -18,7 +18,8 @@ PLENTY: Bytes = 1 << 60  # a budget that never binds
 class Options:
     """What the user may ask of a plan; `budget` is bytes per device, a text like "80GB", or None for 90% of the device.
 
-    `microbatches` is their number in a step, or "auto"; `recompute` is a name of `analysis.recompute_policy`; `cost_model`
+    `microbatches` is their number in a step, or "auto"; `pipeline` is the mesh axis that has `stages`, which run by a
+    `schedule`; `recompute` is a name of `analysis.recompute_policy`; `cost_model`
     prices the step, by default from the catalog.
     """
 
@@ -35,6 +36,9 @@ class Options:
     offload: bool = True
     recompute: str = "auto"
     dynamic: Mapping[str, DimSizes | Dynamic] = field(default_factory=dict)
+    pipeline: str | None = None
+    stages: int | str | Sequence[str] = AUTO
+    schedule: str = AUTO
     cost_model: CostModel = CATALOG
 
     def text(self) -> dict[str, str]:
@@ -50,6 +54,7 @@ class Options:
             "microbatches": "" if self.microbatches == 1 else str(self.microbatches),
             **({} if self.offload else {"offload": "no"}),
             **({} if self.recompute == AUTO else {"recompute": str(self.recompute)}),
+            **({"pipeline": self.pipeline} if self.pipeline else {}),
             **({"cost_model": self.cost_model.name} if self.cost_model.name != CATALOG.name else {}),
         }
 

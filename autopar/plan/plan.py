@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -26,10 +27,11 @@ from autopar.ir.mesh import Bytes, Mesh, Seconds, cpu_named
 from autopar.plan.breakdown import CostBreakdown
 from autopar.plan.budget import RESERVED
 from autopar.plan.check import check
+from autopar.plan.pipeline import Pipeline
 from autopar.plan.tables import tables
 from autopar.plan.text import plain
 
-VERSION = 6
+VERSION = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,9 @@ class Plan:
 
     `step_time` is in seconds, `peak_memory` in bytes per device; `status` is "optimal" or "feasible", `gap` the relative
     distance of `step_time` from the proven bound.
+
+    With a `pipeline` each of its `stages` has a plan of its own, for its program and the mesh without the pipeline's axis.
+    What is said of ops and values is then said there, and the breakdown is that of the stage that takes longest.
     """
 
     hash: str
@@ -78,6 +83,8 @@ class Plan:
     breakdown: CostBreakdown
     once: bool = False
     dynamic: tuple[Size, ...] = ()  # the sizes that may be others in a call; `step_time` and the like are for the sample's
+    pipeline: Pipeline | None = None
+    stages: tuple[Plan, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -97,11 +104,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as a JSON text."""
-        data = {"version": VERSION, **asdict(self)}
-        data["mesh"] = {"axes": data.pop("axes"), "sizes": data.pop("sizes"), "links": data.pop("links")}
-        for entry in data["collectives"]:
-            entry["pass"] = entry.pop("where")
-        return json.dumps(data, indent=1)
+        return json.dumps({"version": VERSION, **_written(asdict(self))}, indent=1)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; the file is whole, the old or the new one, whatever fails and whoever else writes it."""
@@ -125,12 +128,7 @@ class Plan:
                 raise ValueError("it is not a plan: it has no version")
             if (version := data.pop("version")) != VERSION:
                 raise PlanError(f"{name} has version {version!r:.20}, this autopar reads {VERSION}", fix=fix)
-            if isinstance(mesh := data.pop("mesh", None), dict) and mesh.keys() == {"axes", "sizes", "links"}:
-                data |= mesh
-            for entry in data.get("collectives") or ():
-                if isinstance(entry, dict) and "pass" in entry:
-                    entry["where"] = entry.pop("pass")
-            made = files.typed(Plan, data)
+            made = files.typed(Plan, _read(data))
             check(made)
         except ValueError as error:
             raise PlanError(f"{name} is damaged", error=error, fix=fix) from error
@@ -142,3 +140,24 @@ class Plan:
     def tables(self) -> Iterator[str | Table]:
         """What is printed: totals with their sources, layouts of what is stored and returned, and where the step time goes."""
         return tables(self)
+
+
+def _written(data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a plan, and of its stages, as its JSON has them."""
+    data["mesh"] = {"axes": data.pop("axes"), "sizes": data.pop("sizes"), "links": data.pop("links")}
+    for entry in data["collectives"]:
+        entry["pass"] = entry.pop("where")
+    data["stages"] = [_written(stage) for stage in data["stages"]]
+    return data
+
+
+def _read(data: dict[str, Any]) -> dict[str, Any]:
+    """What a plan's JSON has as the fields of the plan and its stages; what is none of them is left as it is."""
+    if isinstance(mesh := data.pop("mesh", None), dict) and mesh.keys() == {"axes", "sizes", "links"}:
+        data |= mesh
+    for entry in data.get("collectives") or ():
+        if isinstance(entry, dict) and "pass" in entry:
+            entry["where"] = entry.pop("pass")
+    if isinstance(stages := data.get("stages"), list):
+        data["stages"] = [_read(stage) if isinstance(stage, dict) else stage for stage in stages]
+    return data

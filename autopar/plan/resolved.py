@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.analysis.analysis import Analysis, analyse
+from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.training_step import TrainingStep
@@ -35,8 +36,11 @@ class ResolvedPlan:
 def read_plan(plan: Plan, program: Program, mesh: Mesh) -> ResolvedPlan:
     """Read the text of a plan for the captured program of the whole batch.
 
-    Raises PlanError if the plan was made for another program, or if an entry of it does not fit.
+    Raises PlanError if the plan was made for another program, or in stages, or if an entry of it does not fit.
     """
+    if plan.pipeline:
+        what = "the plan has a pipeline, which is run by autopar.parallelize alone"
+        raise PlanError(what, pipeline=plan.pipeline.axis, fix="autopar.parallelize(..., plan=plan)")
     step = as_planned(plan, program)
     analysis = analyse(step, mesh)
     return ResolvedPlan(plan=plan, analysis=analysis, assignment=resolve(plan, step, analysis.fits))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from autopar.ir.mesh import Bytes, Seconds
 from autopar.plan.breakdown import BUDGET, DEVICE, OPTIMIZER, CostParameter, SimulatedStep
 from autopar.plan.budget import RESERVED
+from autopar.plan.pipeline_tables import pipeline_tables, summary
 from autopar.plan.text import Part, alike, by_block, folded, grid, milliseconds, size_text
 
 if TYPE_CHECKING:
@@ -31,8 +32,12 @@ LEGEND = "I: whole on every device of the axis; S(d): split along dim d; S(d/k):
 
 
 def tables(plan: Plan) -> Iterator[Part]:
-    """What `print(plan)` shows: totals, layouts and time."""
+    """What `print(plan)` shows: totals, layouts and time; of a pipeline its stages and its schedule."""
     yield from totals(plan)
+    if plan.pipeline:
+        yield ""
+        yield from pipeline_tables(plan, plan.pipeline)
+        return
     for section in (layouts, time):
         yield ""
         yield from section(plan)
@@ -44,7 +49,7 @@ def totals(plan: Plan) -> Iterator[Part]:
     for found in plan.breakdown.cost_parameters:
         of[found.of].append(found)
     (limit,), (optimizer,) = of[BUDGET], of[OPTIMIZER]
-    apart = ("strategy", "optimizer", "budget", "microbatches")
+    apart = ("strategy", "optimizer", "budget", "microbatches", "pipeline")
     table = grid("", "")
     table.add_row("plan", f"{plan.hash}, strategy {plan.options['strategy']}")
     for name, text in plan.options.items():
@@ -54,10 +59,16 @@ def totals(plan: Plan) -> Iterator[Part]:
     hidden = plan.breakdown.hidden
     parts = f"{milliseconds(plan.step_time - sent + hidden)} compute, {milliseconds(sent - hidden)} "
     parts += f"exposed communication ({milliseconds(hidden)} more hidden)" if hidden else "communication"
-    table.add_row("step", f"{milliseconds(plan.step_time)} ms predicted: {parts}; {proof(plan.gap)}")
-    for name, text in simulation(plan.breakdown.simulated, plan.step_time):
-        table.add_row(name, text)
-    if plan.microbatches > 1:
+    if plan.pipeline:
+        table.add_row(
+            "step", f"{milliseconds(plan.step_time)} ms predicted, by the exact time of the schedule; nothing is proven"
+        )
+        table.add_row("pipeline", summary(plan, plan.pipeline))
+    else:
+        table.add_row("step", f"{milliseconds(plan.step_time)} ms predicted: {parts}; {proof(plan.gap)}")
+        for name, text in simulation(plan.breakdown.simulated, plan.step_time):
+            table.add_row(name, text)
+    if plan.microbatches > 1 and not plan.pipeline:
         table.add_row("micro-batches", f"{plan.microbatches} per step, one after another; gradients accumulate")
     for varying in plan.dynamic:
         table.add_row("dynamic", str(varying))

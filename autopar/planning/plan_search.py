@@ -24,7 +24,13 @@ PADDED = (
 
 
 def best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings = DEFAULTS) -> Optimized:
-    """The best solution in the number of micro-batches that is asked for."""
+    """The best solution in the number of micro-batches that is asked for.
+
+    Raises ConstraintError if a pipeline is asked for: each stage of it is a solution of its own.
+    """
+    if options.pipeline is not None:
+        what = f"pipeline={options.pipeline!r} is known to autopar.plan and autopar.parallelize only"
+        raise ConstraintError(what, fix="ask the plans of its stages: autopar.plan(...).stages")
     if options.microbatches == AUTO:
         best = _best_number(program, mesh, options, stop, settings)
     else:

@@ -130,7 +130,7 @@ def connected_mesh(mesh: object, options: Options, plan: Plan | None = None) -> 
     device = catalog.device(wanted, processes=found.size)
     if plan is not None:
         found = planned_mesh(plan, found)
-    elif len(found.sizes) > MOST_AXES and options.strategy == "auto" and not options.constraints:
+    elif len(found.sizes) > MOST_AXES and options.pipeline is None and options.strategy == "auto" and not options.constraints:
         found = merged(found, device)
     return connect(found, device if options.offload else replace(device, host=None))
 

@@ -52,6 +52,7 @@ class InitialValues(Protocol):
     """The attributes of a parallel module's state that are read here."""
 
     context: Context
+    alike: bool
 
 
 @runtime_checkable
@@ -77,6 +78,9 @@ def initialize(parallel: nn.Module, model: nn.Module) -> None:
     stored = _tensors(parallel)
     if not isinstance(parallel, Parallel):
         raise InputError(f"initialize takes a module made by autopar.parallelize, not a {type(parallel).__name__}")
+    if not parallel.autopar.alike:
+        what = "initialize does not know pipeline stages: a rank would run the code of weights that it does not store"
+        raise InputError(what, fix="parallelize a model with weights, or load a checkpoint into the parallel module")
     context = parallel.autopar.context
     whole_everywhere: Layout = (I,) * len(context.axes)
     layouts = dict.fromkeys(_tensors(model), whole_everywhere)

@@ -195,20 +195,28 @@ def with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return nn.Parameter(cast, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else cast
 
 
-def store(tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], context: Context) -> dict[str, torch.Tensor]:
+def store(
+    tensors: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Layout],
+    context: Context,
+    empty: Sequence[bool] | None = None,
+) -> dict[str, torch.Tensor]:
     """Distribute global tensors by name: every rank gets its shard of rank 0's value.
 
     All ranks call it, with tensors of equal shapes in the same order; values of ranks other than 0 are ignored and may be on
     meta. Tensors on meta on rank 0 stay on meta. No split tensor is sent whole: its chunks are scattered along the axes that
     split it, then broadcast along the others. Parameters stay parameters and keep `requires_grad`; names that share a tensor
-    share the stored one (in the first name's layout). `layouts` has the layouts of all tensors of the model.
+    share the stored one (in the first name's layout). `layouts` has the layouts of all tensors of the model, and
+    `empty` says which of them are on meta on rank 0, where all ranks know it.
     """
     unsharded = all_unsharded(layouts.values())
-    empty = [[tensor.is_meta for tensor in tensors.values()]]
-    if context.device_mesh is not None:
-        dist.broadcast_object_list(empty, src=0, device=context.device)
+    if empty is None:
+        box = [[tensor.is_meta for tensor in tensors.values()]]
+        if context.device_mesh is not None:
+            dist.broadcast_object_list(box, src=0, device=context.device)
+        empty = box[0]
     made: dict[int, torch.Tensor] = {}
-    for (name, tensor), meta in zip(tensors.items(), empty[0], strict=True):
+    for (name, tensor), meta in zip(tensors.items(), empty, strict=True):
         if id(tensor) not in made:
             part = _meta_part(tensor, layouts[name], context) if meta else _scatter(tensor, layouts[name], context)
             made[id(tensor)] = stored_like(tensor, part, None if unsharded else layouts[name], context)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from autopar.analysis.analysis import Analysis, representatives
 from autopar.analysis.block_counts import Blocks
 from autopar.errors import ConstraintError
 from autopar.ir.layout import I, Layout, storable, text
-from autopar.ir.program import OUTPUT, Output, Parameter
+from autopar.ir.program import OUTPUT, Output, Parameter, Value
 from autopar.search_space.candidates import Candidate, candidates
 from autopar.search_space.layout_graph import layout_graph, placeable, states
 from autopar.search_space.strategies import StrategyConstraints
@@ -30,7 +30,8 @@ def _all(
     whole = (I,) * len(sizes)
     for value in program.inputs:
         if analysis.classes.of[value.name] == value.name:
-            yield value.name, [Candidate(forms=(), operands=(), results=(constraints.input_layouts.get(value.name, whole),))]
+            layout = analysis.step.received.get(value.name, constraints.input_layouts.get(value.name, whole))
+            yield value.name, [Candidate(forms=(), operands=(), results=(layout,))]
     for parameter in (*program.parameters, *program.buffers):
         name = parameter.value.name
         if analysis.classes.of[name] == name:
@@ -58,7 +59,15 @@ def _all(
         yield name, memory[key]
     for output in program.outputs:
         value = program.values[output.value]
-        if sharded_outputs(output):
+        if analysis.step.sends:
+            yield (
+                OUTPUT + output.path,
+                [
+                    Candidate(forms=(), operands=(layout,), results=())
+                    for layout in _any_layout(value, sizes, analysis.blocks[value.name])
+                ],
+            )
+        elif sharded_outputs(output):
             yield (
                 OUTPUT + output.path,
                 [
@@ -71,16 +80,20 @@ def _all(
             yield OUTPUT + output.path, [Candidate(forms=(), operands=(whole,), results=())]
 
 
+def _any_layout(value: Value, sizes: tuple[int, ...], blocks: Blocks) -> Sequence[Layout]:
+    """Every layout of a value, in all four states."""
+    allowed = tuple(map(tuple, states(value.shape, sizes, blocks, value.requires_grad)))
+    return layout_graph(value.shape, sizes, allowed, blocks).nodes
+
+
 def _accepted(analysis: Analysis, name: str, found: list[Candidate], constraints: StrategyConstraints) -> list[Candidate]:
     """The candidates of a class that the constraints allow."""
     program = analysis.program
-    for axis in constraints.split_axes.get(name, ()):
-        found = [c for c in found if c.results[0][axis].kind in "SP"] or found
     results = [name] if name not in program.op else [r.name for r in program.op[name].results]
     if not any(result in constraints.patterns for result in results):
         if constraints.invariant:
             return [c for c in found if all(state == I for layout in (*c.operands, *c.results) for state in layout)]
-        return found
+        return _split_preferred(name, found, constraints)
     kept = [c for c in found if all(constraints.allows_layout(r, x) for r, x in zip(results, c.results, strict=True))]
     if not kept:
         value = next(program.values[r] for r in results if r in constraints.patterns)
@@ -94,7 +107,14 @@ def _accepted(analysis: Analysis, name: str, found: list[Candidate], constraints
             at=program.op[name].source if name in program.op else "",
             fix="one of the layouts above, or * on an axis that may stay free",
         )
-    return kept
+    return _split_preferred(name, kept, constraints)
+
+
+def _split_preferred(name: str, found: list[Candidate], constraints: StrategyConstraints) -> list[Candidate]:
+    """The candidates that do a part of the work on the axes that a strategy splits, where there are any."""
+    for axis in constraints.split_axes.get(name, ()):
+        found = [c for c in found if c.results[0][axis].kind in "SP"] or found
+    return found
 
 
 def stored(parameter: Parameter, sizes: tuple[int, ...], blocks: Blocks, true: tuple[int, ...] | None = None) -> list[Layout]:

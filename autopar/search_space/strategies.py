@@ -181,14 +181,14 @@ def _batch(step: TrainingStep, mesh: Mesh, strategy: str, axes: range) -> dict[s
         parts *= mesh.sizes[axis]
     if parts == 1:
         return {}
-    inputs = step.program.inputs
-    first = inputs[0]
-    if not first.shape:
+    inputs = [value for value in step.program.inputs if value.name not in step.received]
+    first = inputs[0] if inputs else step.program.inputs[0]
+    if not first.shape and not step.stage:
         raise ConstraintError(
             f"strategy {strategy!r} splits the batch, but {first.name} has no dim",
             fix="give the batch first, or strategy='auto'",
         )
-    batch = first.shape[0]
+    batch = step.stage.batch if step.stage else first.shape[0]
     if not batch or batch % parts:
         what, fewer = ("micro-batch", "fewer micro-batches, ") if step.loop else ("batch", "")
         raise ConstraintError(

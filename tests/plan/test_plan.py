@@ -117,6 +117,8 @@ def test_the_json_has_the_fields_that_others_may_rely_on(tmp_path: Path) -> None
         "breakdown",
         "microbatches",
         "dynamic",
+        "pipeline",
+        "stages",
     }
     assert data["mesh"] == {"axes": ["axis0", "axis1"], "sizes": [2, 2], "links": ["nvlink4", "nvlink4"]}
     assert data["hash"] == captured("gpt2").program.hash

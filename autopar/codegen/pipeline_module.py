@@ -1,0 +1,198 @@
+"""The module of one rank of a pipeline: the stages of the rank, each a parallel module over the parameters of this one.
+
+A stage's module is what any parallel module is, on the mesh without the pipeline's axis; it is called with this rank's parts of
+what the stage before has sent. This module has their parameters under the original names, takes the whole batch, and runs the
+actions of its rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from autopar.codegen.module import HELD, ModuleState, ParallelModule
+from autopar.errors import InputError
+from autopar.ir.program import Program, Value
+from autopar.pipeline.schedule import ActionKind, PipelineSchedule
+from autopar.pipeline.transfers import with_messages
+from autopar.plan.pipeline import Pipeline
+from autopar.runtime.pipeline import CrossingPart, PipelineRank, PipelineStep, StageRun, tied_gradients
+from autopar.runtime.rematerialize.recompute import Tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageModule:
+    """A stage of this rank: its module and program, and the parts that it receives and sends."""
+
+    module: ParallelModule
+    program: Program
+    received: tuple[CrossingPart, ...]
+    sent: tuple[CrossingPart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineParts:
+    """What a rank knows of its pipeline: its own stages by number, and the program of a micro-batch that is cut into all."""
+
+    pipeline: Pipeline
+    rank: PipelineRank
+    program: Program
+    stages: Mapping[int, StageModule]
+    loss: int  # which of the model's outputs is the loss
+    serves: Callable[[bool], bool]  # whether the program is that of the model in train(), or in eval()
+
+    @property
+    def outputs(self) -> list[Value]:
+        """The outputs of a micro-batch."""
+        return [self.program.values[output.value] for output in self.program.outputs]
+
+
+class PipelineModule(ParallelModule):
+    """One rank's stages of a parallel model in a pipeline, built by `autopar.parallelize`.
+
+    `step` trains: every rank of the mesh calls it with the global batch, and gets the loss. A call is a forward without
+    gradients. `code` is that of the rank's first stage.
+    """
+
+    def __init__(self, parts: PipelineParts, tensors: Mapping[str, torch.Tensor], state: ModuleState) -> None:
+        first, *_ = parts.stages.values()
+        super().__init__(first.module.graph, _stored_by(parts.program, tensors), tensors, state)
+        self.stages = parts
+        for stage in parts.stages.values():
+            stage.module.__dict__.update({name: self.__dict__[name] for name in HELD})
+
+    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
+        raise InputError("a module of a pipeline cannot be copied: its stages share its parameters", fix="parallelize again")
+
+    def __copy__(self) -> NoReturn:
+        self.__deepcopy__({})
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Run a forward without gradients on the *global* batch; every rank passes the same arguments.
+
+        Scalars are returned on every rank, other outputs on the ranks of the last stage: None elsewhere.
+
+        Raises:
+            InputError: gradients are enabled, or the arguments do not match the planned call.
+        """
+        found: list[Tensors] = []
+        tensors = self._begun("a forward", args, kwargs)
+        self._run(_forwards(self.stages.pipeline.order), tensors, lambda outputs: found.append(outputs))
+        parts = self.stages
+        last = parts.stages.get(parts.pipeline.order.stages - 1)
+        joined: list[torch.Tensor | None] = [*last.module.joined(found)] if last else [None] * len(parts.outputs)
+        for place, output in enumerate(parts.outputs):
+            if not output.shape:
+                joined[place] = self._from_last(joined[place], output.dtype)
+        return self.autopar.signature.rebuild(joined)
+
+    def step(self, *args: object, **kwargs: object) -> torch.Tensor:
+        """Forward and backward of a training step on the *global* batch, by the plan's schedule; every rank gets the loss.
+
+        Gradients are accumulated in `.grad`; those of parameters that several stages read are added up.
+
+        Args:
+            args, kwargs: those of the module's own call.
+
+        Raises:
+            InputError: the arguments do not match the planned call.
+            RankError: a stage failed, here or on another rank.
+        """
+        losses: list[torch.Tensor] = []
+
+        def loss(outputs: Tensors) -> torch.Tensor:
+            found = outputs[self.stages.loss]
+            losses.append(found.detach())
+            return found
+
+        tensors = self._begun("a step", args, kwargs)
+        order, held = self.stages.pipeline.order, dict(self.named_parameters(remove_duplicate=False))
+        tied = [
+            (held.get(name), sorted({order.rank_of[stage] for stage in of}, key=[order.rank_of[s] for s in of].index))
+            for name, of in sorted(self.stages.pipeline.tied.items())
+        ]
+        with tied_gradients([(p, ranks) for p, ranks in tied if len(ranks) > 1], self.stages.rank), torch.enable_grad():
+            self._run(order, tensors, loss)
+        total = torch.stack(losses).sum() if losses else None
+        return self._from_last(total, self.stages.outputs[self.stages.loss].dtype)
+
+    def _begun(self, kind: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Sequence[torch.Tensor]:
+        """The checked inputs of a call, after the ranks have compared theirs."""
+
+        def bound() -> list[torch.Tensor]:
+            if kind == "a forward" and torch.is_grad_enabled():
+                raise InputError(
+                    "a pipeline was called with gradients: its forwards and backwards alternate",
+                    fix="parallel.step(...), which returns the loss; or call it under torch.no_grad()",
+                )
+            if not self.stages.serves(self.training):
+                raise InputError(
+                    f"the model is another program in {'train' if self.training else 'eval'}() than the one that was planned",
+                    fix="parallelize it once more in that mode: a pipeline has no stages of the other one yet",
+                )
+            return self._bound(args, kwargs)
+
+        tensors: Sequence[torch.Tensor] = self._agreed(kind, bound)[1]
+        self.autopar.agreement.settle()
+        return tensors
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run(
+        self, order: PipelineSchedule, tensors: Sequence[torch.Tensor], loss: Callable[[Tensors], torch.Tensor | None]
+    ) -> None:
+        """Run this rank's actions of a schedule on the micro-batches of a batch."""
+        parts, state = self.stages, self.autopar
+        names = [value.name for value in parts.program.inputs]
+        given = [dict(zip(names, part, strict=True)) for part in self._parts(tensors)]
+        first = state.rng_state.call
+
+        def runs(stage: StageModule) -> Callable[[int, Tensors], Tensors]:
+            taken = [value.name for value in stage.program.inputs]
+
+            def forward(k: int, received: Tensors) -> Tensors:
+                own = given[k] | {part.name: tensor for part, tensor in zip(stage.received, received, strict=True)}
+                stage.module.autopar.rng_state.call = first + k
+                stage.module.autopar.rng_state.seed = state.rng_state.seed
+                outputs: Tensors = stage.module._once([own[name] for name in taken])
+                return outputs
+
+            return forward
+
+        stages = {
+            number: StageRun(
+                forward=runs(stage), received=stage.received, sent=stage.sent, accumulator=stage.module.autopar.accumulator
+            )
+            for number, stage in parts.stages.items()
+        }
+        for stage in parts.stages.values():
+            stage.module.training = self.training
+        lowered = with_messages(order, parts.pipeline.seconds)
+        PipelineStep(lowered, stages, parts.rank, loss).run()
+        state.rng_state.call = first + len(given)
+
+    def _from_last(self, tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """A scalar of the last stage's ranks, on every rank."""
+        order = self.stages.pipeline.order
+        mine = torch.zeros((), dtype=dtype, device=self.autopar.context.device) if tensor is None else tensor.detach().clone()
+        return self.stages.rank.from_rank(mine, order.rank_of[order.stages - 1])
+
+
+def _forwards(order: PipelineSchedule) -> PipelineSchedule:
+    """The forwards of a schedule alone."""
+    return PipelineSchedule(
+        ranks=tuple(tuple(one for one in actions if one.kind == ActionKind.FORWARD) for actions in order.ranks)
+    )
+
+
+def _stored_by(program: Program, tensors: Mapping[str, torch.Tensor]) -> Program:
+    """What a rank stores of a program's tensors, in the program's order: a program without ops."""
+    parameters, buffers = (
+        tuple(stored for stored in held if stored.value.name in tensors) for held in (program.parameters, program.buffers)
+    )
+    return Program(ops=(), inputs=(), parameters=parameters, buffers=buffers, outputs=())
+
+
+__all__ = ["PipelineModule", "PipelineParts", "StageModule"]

@@ -1,0 +1,199 @@
+"""Building with a pipeline: from a plan in stages to this rank's module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.capture import Captured
+from autopar.capture.meta_copy import skeleton
+from autopar.capture.python_state import Settings
+from autopar.capture.signature import on_meta
+from autopar.codegen import ModuleState, OutputLayout, ParallelModule, emit
+from autopar.codegen.pipeline_module import PipelineModule, PipelineParts, StageModule
+from autopar.errors import PlanError
+from autopar.ir.layout import Layout, local_shape
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Value
+from autopar.parallelize import quiet, steps_of, tensors_of
+from autopar.passes.no_dropout import switched
+from autopar.plan.options import Options
+from autopar.plan.pipeline import Pipeline
+from autopar.plan.plan import Plan
+from autopar.plan.stages import ResolvedPipeline, loss_of, read_pipeline
+from autopar.planning.optimize import sharded
+from autopar.planning.pipeline_plan import plan_pipeline
+from autopar.planning.planner import connected_mesh, read_program
+from autopar.runtime.pipeline import CrossingPart, PipelineRank
+from autopar.runtime.random import agreed_seed
+from autopar.runtime.rank_consistency import check_program, from_rank_0
+from autopar.runtime.storage import all_unsharded, store, with_dtype
+from autopar.runtime.world import Context, connect
+
+
+def build_pipeline(model: nn.Module, sample_input: object, mesh: object, plan: Plan | None, options: Options) -> PipelineModule:
+    """See `autopar.parallelize`."""
+    device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
+    priced = connected_mesh(mesh, options, plan)
+    if plan is not None and plan.pipeline is None:
+        fix = "plan with pipeline=, or parallelize without it"
+        raise PlanError("the plan has no pipeline, which was asked for", pipeline=options.pipeline, fix=fix)
+    options = options.under(plan)
+    context = connect(replace(priced, links=(), device=None), device_mesh=device_mesh)
+    captured = read_program(model, sample_input, options.precision, options.reduce)
+    check_program(captured.program.hash, context)
+
+    def planned() -> str:
+        return (plan or plan_pipeline(captured.program, priced, options)).to_json()
+
+    found = read_pipeline(Plan.from_json(from_rank_0(planned, context)), captured.program)
+    module = _Builder(captured, found, context).module(tensors_of(model))
+    module.autopar.mode, module.autopar.settings = model.training, Settings.of(model, captured.kept)
+    serves = _Modes(skeleton(model).module, on_meta(sample_input), options, captured, model.training)
+    module.stages = replace(module.stages, serves=serves)
+    return module.train(model.training)
+
+
+class _Modes:
+    """Whether one program serves a mode: that in which the model was captured, or one that differs by flags alone."""
+
+    def __init__(self, model: nn.Module, sample: object, options: Options, captured: Captured, mode: bool) -> None:
+        self.model, self.sample, self.options, self.program = model, sample, options, captured.program
+        self._known = {mode: True}
+
+    def __call__(self, training: bool) -> bool:
+        if training not in self._known:
+            model = skeleton(self.model).module.train(training)
+            other = read_program(model, self.sample, self.options.precision, self.options.reduce).program
+            live = any(map(switched, other.ops))
+            self._known[training] = not training and not live and quiet(other) == quiet(self.program)
+        return self._known[training]
+
+
+class _Builder:
+    """Builds the module of this rank from a plan that was read."""
+
+    def __init__(self, captured: Captured, found: ResolvedPipeline, context: Context) -> None:
+        assert found.plan.pipeline is not None, "the plan has a pipeline"
+        self.captured, self.found, self.context = captured, found, context
+        self.pipeline: Pipeline = found.plan.pipeline
+        self.axis = context.axis(self.pipeline.axis)
+        self.stage_context = _without(context, self.pipeline.axis)
+        place = context.mesh.axes.index(self.pipeline.axis)
+        group = context.device_mesh.get_group(place) if context.device_mesh is not None and self.axis.size > 1 else None
+        self.rank = PipelineRank(index=self.axis.index, group=group, device=context.device)
+        self.mine = [stage for stage, rank in sorted(self.pipeline.order.rank_of.items()) if rank == self.axis.index]
+
+    def module(self, tensors: Mapping[str, torch.Tensor]) -> PipelineModule:
+        """The module, with this rank's parts of rank 0's tensors."""
+        plan, step = self.found.plan, self.found.step
+        seed = agreed_seed(self.context)
+        stored, unsharded = self._stored(tensors)
+        stages = {number: self._stage(number, stored, unsharded, seed) for number in self.mine}
+        steps = steps_of(step.loop, {}, self.stage_context) if step.loop else None
+        state = ModuleState(
+            plan=plan, signature=self.captured.signature, context=self.context, seed=seed, outputs=(), steps=steps
+        )
+        state.alike = False
+        for stage in stages.values():
+            stage.module.autopar.steps = steps
+        parts = PipelineParts(
+            pipeline=self.pipeline,
+            rank=self.rank,
+            stages=stages,
+            program=step.program,
+            loss=[output.value for output in step.program.outputs].index(loss_of(step.program)),
+            serves=lambda training: True,
+        )
+        return PipelineModule(parts, stored, state)
+
+    def _stored(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], bool]:
+        """The stored tensors of this rank's stages, and whether they are plain.
+
+        Rank 0 sends each one whole to the first rank of the stages that read it, which shares it out.
+        """
+        layouts: dict[int, dict[str, Layout]] = {}
+        for stage, rank in sorted(self.pipeline.order.rank_of.items()):
+            resolved = self.found.resolved[stage]
+            known = layouts.setdefault(rank, {})
+            for held in (*resolved.program.parameters, *resolved.program.buffers):
+                layout = resolved.assignment.given[held.value.name]
+                if known.setdefault(held.value.name, layout) != layout:
+                    raise PlanError(f"the plan is damaged: two stages of a rank store {held.value.name} differently")
+        empty = [{name: tensor.is_meta for name, tensor in tensors.items()}]
+        if self.context.device_mesh is not None:
+            dist.broadcast_object_list(empty, src=0, device=self.context.device)
+        own: dict[str, torch.Tensor] = {}
+        for rank, known in sorted(layouts.items()):
+            for name in known:
+                dtype = self.found.step.program.values[name].dtype
+                tensor = with_dtype(tensors[name], dtype)
+                if rank == self.axis.index:
+                    own[name] = tensor
+                if rank and not empty[0][name]:
+                    self._carry(tensor, rank, own, name)
+        mine = layouts[self.axis.index]
+        made = store(own, mine, self.stage_context, [empty[0][name] for name in own])
+        return made, all_unsharded(mine.values())
+
+    def _carry(self, tensor: torch.Tensor, rank: int, own: dict[str, torch.Tensor], name: str) -> None:
+        """Send a whole tensor from rank 0 to the first rank at a place of the pipeline's axis."""
+        if any(self.stage_context.coordinates):
+            return
+        if self.axis.index == 0:
+            dist.send(tensor.detach().to(self.context.device).contiguous(), self.rank.peer(rank), group=self.rank.group)
+        elif self.axis.index == rank:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.context.device)
+            dist.recv(whole, self.rank.peer(0), group=self.rank.group)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            own[name] = nn.Parameter(whole, requires_grad=tensor.requires_grad) if is_parameter else whole
+
+    def _stage(self, number: int, stored: Mapping[str, torch.Tensor], unsharded: bool, seed: int) -> StageModule:
+        resolved = self.found.resolved[number]
+        step, program, chosen = resolved.step, resolved.program, resolved.assignment
+        outputs: Sequence[OutputLayout] = ()
+        if not step.sends:
+            split = sharded(program, self.found.plan.options.get("outputs") or None)
+            outputs = [
+                OutputLayout(shape=self.found.step.batch_shape(o.value), layout=chosen.outputs[o.path], split=split(o))
+                for o in program.outputs
+            ]
+        fits, training = dict(resolved.analysis.fits), self.captured.training
+        graph = emit(step, chosen, fits, self.stage_context, training=training, unsharded=unsharded)
+        state = ModuleState(
+            plan=resolved.plan, signature=self.captured.signature, context=self.stage_context, seed=seed, outputs=outputs
+        )
+        back = {crossing.value for crossing in self.pipeline.crossings if crossing.gradient}
+        received = [self._part(program.values[name], step.received[name], back) for name in step.received]
+        sent = [self._part(program.values[o.value], chosen.outputs[o.path], back) for o in program.outputs if step.sends]
+        return StageModule(
+            module=ParallelModule(graph, program, stored, state), program=program, received=tuple(received), sent=tuple(sent)
+        )
+
+    def _part(self, value: Value, layout: Layout, back: set[str]) -> CrossingPart:
+        shape = local_shape(value.shape, layout, self.stage_context.mesh.sizes)
+        return CrossingPart(name=value.name, shape=shape, dtype=value.dtype, gradient=value.name in back)
+
+
+def _without(context: Context, axis: str) -> Context:
+    """The mesh of this rank's stages, over the processes that share them."""
+    axes = tuple(one for one in context.axes if one.name != axis)
+    if not axes:
+        alone = replace(context.axis(axis), size=1, index=0, group="")
+        return replace(context, mesh=Mesh(axes=(axis,), sizes=(1,)), device_mesh=None, axes=(alone,), control=None)
+    mesh = Mesh(axes=tuple(one.name for one in axes), sizes=tuple(one.size for one in axes))
+    if context.device_mesh is None:
+        return replace(context, mesh=mesh, axes=axes)
+    grid = context.device_mesh
+    if grid.mesh_dim_names is None:
+        grid = DeviceMesh(grid.device_type, grid.mesh, mesh_dim_names=context.mesh.axes)
+    kept = tuple(name for name, one in zip(grid.mesh_dim_names or (), context.axes, strict=True) if one.name != axis)
+    return replace(context, mesh=mesh, device_mesh=grid[kept], axes=axes)
+
+
+__all__ = ["build_pipeline"]

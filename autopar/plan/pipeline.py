@@ -1,0 +1,67 @@
+"""The pipeline of a plan: where a program is cut into stages, by which schedule they run, and what crosses the cuts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.ir.mesh import Bytes
+from autopar.pipeline.clock import Clock, PipelineTimeline, StageSeconds
+from autopar.pipeline.schedule import ActionKind, PipelineSchedule, parse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A value that `stage` sends to the next one for every micro-batch, in this layout; so many bytes from each rank.
+
+    Its gradient, if it has one, comes back in as many.
+    """
+
+    value: str
+    stage: int
+    layout: str
+    bytes: Bytes
+    gradient: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """The stages of a plan over the mesh axis `axis`, by a schedule of this name: a line of actions per rank of the axis.
+
+    Stage s begins at region `starts[s]` of the program, in the module `modules[s]`, and takes `seconds[s]`. Parameters that
+    several stages read are `tied`: each of these stages stores them, in one layout.
+    """
+
+    axis: str
+    schedule: str
+    ranks: tuple[str, ...]
+    starts: tuple[int, ...]
+    modules: tuple[str, ...]
+    seconds: tuple[StageSeconds, ...]
+    crossings: tuple[Crossing, ...]
+    tied: Mapping[str, tuple[int, ...]]
+
+    @functools.cached_property
+    def order(self) -> PipelineSchedule:
+        """The schedule. Raises ConstraintError for lines that are none."""
+        return parse("\n".join(self.ranks))
+
+    @functools.cached_property
+    def timeline(self) -> PipelineTimeline:
+        """The step in time, by the exact clock."""
+        return Clock(self.order).run(self.seconds)
+
+    def in_flight(self, stage: int) -> int:
+        """The most micro-batches between their forward and their backward in a stage."""
+        return in_flight(self.order, stage)
+
+
+def in_flight(order: PipelineSchedule, stage: int) -> int:
+    """The most micro-batches between their forward and their backward in one stage of a schedule."""
+    now = most = 0
+    for action in order.ranks[order.rank_of[stage]]:
+        if action.stage == stage:
+            now += 1 if action.kind == ActionKind.FORWARD else -1
+            most = max(most, now)
+    return most

@@ -1,0 +1,118 @@
+"""The stages of a pipeline as training steps of their own, and their plans with what these say about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.analysis.analysis import analyse
+from autopar.analysis.fits import fit_of
+from autopar.analysis.recomputability import is_random
+from autopar.errors import ConstraintError, PlanError
+from autopar.ir.layout import I, Layout
+from autopar.ir.program import Program
+from autopar.ir.training_step import MicrobatchLoop, StageEnds, TrainingStep
+from autopar.passes.microbatches import batch_of, microbatches
+from autopar.passes.stages import Stage, cut
+from autopar.plan.assignment_text import check_step, resolve
+from autopar.plan.plan import Plan
+from autopar.plan.resolved import ResolvedPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedPipeline:
+    """A plan with a pipeline, the step of the whole program, and each stage with its plan and assignment."""
+
+    plan: Plan
+    step: TrainingStep
+    stages: tuple[Stage, ...]
+    resolved: tuple[ResolvedPlan, ...]
+
+
+class StageSteps:
+    """The steps of the stages that a step is cut into, one after the other: each is told what it receives, and how."""
+
+    def __init__(self, step: TrainingStep, starts: Sequence[int]) -> None:
+        self.step, self.stages = step, cut(step.program, starts)
+        program = step.program
+        self._random = {op.name for op in program.ops if is_random(op, fit_of(program, op.name))}
+        hoisted = step.loop.hoisted.ops if step.loop and step.loop.hoisted else ()
+        self.hoisting = {name for op in hoisted for name in op.operands}  # buffers among them are of every stage
+
+    def made(self, place: int, layouts: Mapping[str, Layout]) -> TrainingStep:
+        """The step of a stage, by the layouts in which the one before it sends."""
+        stage, last = self.stages[place], place == len(self.stages) - 1
+        held = {buffer.value.name for buffer in stage.program.buffers}
+        more = (b for b in self.step.program.buffers if b.value.name in self.hoisting - held)
+        program = replace(stage.program, buffers=(*stage.program.buffers, *more))
+        before = (op.name for earlier in self.stages[:place] for op in earlier.program.ops)
+        ends = StageEnds(
+            received=tuple((name, layouts[name]) for name in stage.received),
+            sends=not last,
+            batch=batch_of(self.step.program),
+            random_ops=sum(name in self._random for name in before),
+        )
+        return TrainingStep(program=program, loop=self._loop(program), stage=ends)
+
+    def _loop(self, program: Program) -> MicrobatchLoop | None:
+        """The loop over the micro-batches; what is hoisted out of it comes to a stage like other inputs."""
+        if self.step.loop is None:
+            return None
+        states = self.step.states
+        return replace(
+            self.step.loop,
+            hoisted=None,
+            inputs=tuple(states.get(value.name, I) for value in program.inputs),
+            outputs=tuple(states.get(output.value, I) for output in program.outputs),
+        )
+
+
+def loss_of(program: Program) -> str:
+    """The value that a step differentiates: the output named "loss", or else the only scalar with a gradient.
+
+    Raises ConstraintError if there is none.
+    """
+    scalars = {o.path: o.value for o in program.outputs if _is_scalar(program, o.value)}
+    if len(scalars) != 1 and "loss" not in scalars:
+        what = f"a pipeline needs a loss, and {len(scalars)} outputs of the model are scalars with a gradient"
+        raise ConstraintError(what, fix='return the loss from forward, under the name "loss" if there are several scalars')
+    return scalars["loss"] if "loss" in scalars else next(iter(scalars.values()))
+
+
+def _is_scalar(program: Program, name: str) -> bool:
+    value = program.values[name]
+    return value.requires_grad and not value.shape
+
+
+def differentiated(program: Program, loss: str) -> frozenset[str]:
+    """The values on which the loss depends by a gradient."""
+    found = {loss}
+    for op in reversed(program.ops):
+        if any(result.name in found for result in op.results):
+            found |= {name for name in op.operands if program.values[name].requires_grad}
+    return frozenset(found)
+
+
+def read_pipeline(plan: Plan, program: Program) -> ResolvedPipeline:
+    """Read the text of a plan with a pipeline for the captured program of the whole batch.
+
+    Raises PlanError if the plan was made for another program, or if an entry of it does not fit.
+    """
+    assert plan.pipeline is not None, "the plan has a pipeline"
+    step = microbatches(program, plan.microbatches)
+    check_step(plan, step)
+    try:
+        steps = StageSteps(step, plan.pipeline.starts)
+    except ConstraintError as error:
+        raise PlanError("the plan is damaged", error=error.what, fix="make the plan again") from error
+    found: list[ResolvedPlan] = []
+    layouts: Mapping[str, Layout] = {}
+    for place, stage in enumerate(plan.stages):
+        analysis = analyse(steps.made(place, layouts), stage.mesh)
+        assignment = resolve(stage, analysis.step, analysis.fits)
+        found.append(ResolvedPlan(plan=stage, analysis=analysis, assignment=assignment))
+        layouts = assignment.outputs
+    return ResolvedPipeline(plan=plan, step=step, stages=steps.stages, resolved=tuple(found))
+
+
+__all__ = ["ResolvedPipeline", "StageSteps", "differentiated", "loss_of", "read_pipeline"]

@@ -1,0 +1,166 @@
+"""Where a program is cut into pipeline stages: at module paths, or so that a step by the schedule is shortest.
+
+stages=["h.2", "h.4"]     three stages, the second and third of which begin with these modules
+stages=4                  four stages: regions of one device's prices, put together by `pipeline.stage_search`
+stages="auto"             as many as the pipeline's axis has ranks
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.analysis.fits import fit_of
+from autopar.analysis.regions import regions
+from autopar.errors import ConstraintError, MeshError
+from autopar.formulation.prices import Prices, op_seconds
+from autopar.ir.mesh import Mesh, Seconds
+from autopar.ir.program import Program
+from autopar.passes.stages import made_again
+from autopar.pipeline.clock import StageSeconds
+from autopar.pipeline.named_schedules import named
+from autopar.pipeline.schedule import PipelineSchedule
+from autopar.pipeline.stage_search import partition
+from autopar.plan.options import AUTO, Options
+from autopar.search_space.candidates import INVARIANT, candidate
+
+RUN = ("gpipe", "1f1b", "interleaved")  # the schedules that are run: others defer gradients of weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """The regions at which stages begin, the modules in which these do, and the schedule of the stages."""
+
+    starts: tuple[int, ...]
+    modules: tuple[str, ...]
+    name: str
+    schedule: PipelineSchedule
+
+
+def without_axis(mesh: Mesh, axis: str) -> Mesh:
+    """The mesh of one stage: without the pipeline's axis, or of one device where there is no other axis.
+
+    Raises MeshError for an axis that the mesh does not have.
+    """
+    if axis not in mesh.axes:
+        raise MeshError(f"the mesh has no axis {axis!r} for the pipeline", mesh=mesh, fix=f"one of {', '.join(mesh.axes)}")
+    at = mesh.axes.index(axis)
+    if len(mesh.axes) == 1:
+        return Mesh(axes=mesh.axes, sizes=(1,), links=mesh.links, device=mesh.device)
+    axes, sizes, links = ((*kept[:at], *kept[at + 1 :]) for kept in (mesh.axes, mesh.sizes, mesh.links))
+    return Mesh(axes=axes, sizes=sizes, links=links, device=mesh.device)
+
+
+def chosen_cut(program: Program, mesh: Mesh, axis: str, options: Options, microbatches: int) -> Cut:
+    """The stages that the options ask for of the program of one micro-batch; `mesh` has the pipeline's axis and a device.
+
+    Raises ConstraintError for stages that the program or the schedule does not have.
+    """
+    ranks = dict(zip(mesh.axes, mesh.sizes, strict=True))[axis]
+    found = _Regions(program)
+    paths = options.stages if isinstance(options.stages, Sequence) and not isinstance(options.stages, str) else None
+    starts = None if paths is None else found.starts(paths)
+    count = len(starts) if starts else _number(options.stages, ranks)
+    if count % ranks or not count:
+        what = f"{count} stages cannot be shared by the {ranks} ranks of mesh axis {axis!r}"
+        raise ConstraintError(what, fix=f"a multiple of {ranks} stages: more than {ranks} are several chunks a rank")
+    if count > len(found.firsts):
+        fix = f"at most {len(found.firsts)} stages, or a pipeline axis of at most so many ranks"
+        raise ConstraintError(f"the model has {len(found.firsts)} regions, which are fewer than {count} stages", fix=fix)
+    name, schedule = _schedule(options.schedule, ranks, count // ranks, microbatches)
+    starts = starts or found.balanced(schedule, mesh)
+    return Cut(starts=starts, modules=tuple(map(found.module, starts)), name=name, schedule=schedule)
+
+
+def _number(stages: object, ranks: int) -> int:
+    if stages == AUTO:
+        return ranks
+    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
+        fix = f"{AUTO!r}, their number, or a list of the modules at which all but the first begin"
+        raise ConstraintError(f"stages={stages!r} is not a number of stages", fix=fix)
+    return stages
+
+
+def _schedule(asked: str, ranks: int, chunks: int, microbatches: int) -> tuple[str, PipelineSchedule]:
+    """The schedule of this name, by default 1f1b, or interleaved where a rank has several chunks."""
+    name = asked if asked != AUTO else "1f1b" if chunks == 1 else "interleaved"
+    made = named(name, ranks, microbatches, chunks=chunks)
+    if name not in RUN:
+        raise ConstraintError(
+            f"the schedule {name} defers gradients of weights, which is not run yet", fix=f"schedule= one of {', '.join(RUN)}"
+        )
+    return name, made
+
+
+class _Regions:
+    """The regions of a program; `firsts` has the place of the first op of each, `again` what each stage runs for itself."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.again = program, made_again(program)
+        self.firsts = [0, *(end + 1 for end in dict.fromkeys(regions(program)))][:-1]
+
+    def module(self, region: int) -> str:
+        """The module in which a region begins."""
+        return self.program.ops[self.firsts[region]].name.partition(":")[0]
+
+    def starts(self, paths: Sequence[object]) -> tuple[int, ...]:
+        """The region 0, and those that begin with these modules. Raises ConstraintError if there are none such, in order."""
+        found = [0, *(self._starting(path) for path in paths)]
+        for (before, after), path in zip(itertools.pairwise(found), paths, strict=True):
+            if after <= before:
+                what = (
+                    f"the stages of the pipeline are not in the order of the program: {path} does not come after the one before"
+                )
+                raise ConstraintError(
+                    what, stages=", ".join(map(str, paths)), fix="module paths in the order in which they run"
+                )
+        return tuple(found)
+
+    def _starting(self, path: object) -> int:
+        """The region that begins with a module."""
+        begins = {self.module(region): region for region in reversed(range(len(self.firsts)))}
+        for module, region in begins.items():
+            if isinstance(path, str) and (module == path or module.startswith(f"{path}.")):
+                before = (op.name for op in self.program.ops[: self.firsts[region]] if _within(op.name, path))
+                if self.again.issuperset(before):
+                    return region
+        raise ConstraintError(
+            f"no stage of the pipeline can begin at {path!r}",
+            known=", ".join(sorted(begins, key=begins.__getitem__)),
+            fix="a module at which a repeated block begins, as above",
+        )
+
+    def balanced(self, schedule: PipelineSchedule, mesh: Mesh) -> tuple[int, ...]:
+        """The starts by which the schedule is fastest, of regions that one device runs whole."""
+        prices, seconds = Prices(mesh=mesh), [(0.0, 0.0)]
+        for first, stop in itertools.pairwise([*self.firsts, len(self.program.ops)]):
+            there, back = self._priced(first, stop, prices)
+            seconds.append((seconds[-1][0] + there, seconds[-1][1] + back))
+
+        def price(stage: int, start: int, stop: int) -> StageSeconds:
+            (a, b), (c, d) = seconds[start], seconds[stop]
+            return StageSeconds(forward=c - a, backward_input=d - b)
+
+        found = partition(schedule, len(self.firsts), price)
+        assert found is not None, "there are as many regions as stages, and every stage has a price"
+        return found.cuts[:-1]
+
+    def _priced(self, first: int, stop: int, prices: Prices) -> tuple[Seconds, Seconds]:
+        """Seconds of the forward and of the backward of some ops, each whole."""
+        there = both = 0.0
+        for op in self.program.ops[first:stop]:
+            values, whole = self.program.values, (INVARIANT,) * len(prices.mesh.sizes)
+            ((two,), (one,)) = op_seconds(
+                op, fit_of(self.program, op.name), [candidate(op, None, values, whole)], values, prices
+            )
+            there, both = there + one, both + two
+        return there, both - there
+
+
+def _within(name: str, path: str) -> bool:
+    module = name.partition(":")[0]
+    return module == path or module.startswith(f"{path}.")
+
+
+__all__ = ["Cut", "chosen_cut", "without_axis"]

@@ -1,0 +1,217 @@
+"""Plans with a pipeline: what they hold, how they print and are saved, and every error of their options."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import AutoparError, BudgetError, ConstraintError, InputError, MeshError, PlanError
+from autopar.plan.plan import Plan
+from tests.support import models
+from tests.support.golden import Golden
+
+MESH = {"pp": 2, "dp": 2}
+CHUNKS = ["encoder.block.1", "encoder.final_layer_norm", "decoder.block.1"]
+
+
+def planned(model: str = "gpt2", mesh: object = None, **options: Any) -> Plan:
+    asked = {"device": "h100", "pipeline": "pp", "strategy": "ddp", "microbatches": 4} | options
+    return autopar.plan(*models.make(model), mesh or MESH, **asked)
+
+
+def test_a_plan_has_a_plan_for_every_stage_and_prints_its_schedule(golden: Golden, tmp_path: Path) -> None:
+    made = planned()
+    assert made.pipeline is not None
+    assert [stage.axes for stage in made.stages] == [("dp",)] * 2
+    assert made.pipeline.tied == {"transformer.wte.weight": (0, 1)}
+    assert len({stage.layouts["transformer.wte.weight"] for stage in made.stages}) == 1
+    (crossing,) = made.pipeline.crossings
+    assert made.stages[1].layouts[crossing.value] == made.stages[0].layouts[f"output:{crossing.value}"] == crossing.layout
+    assert made.step_time == made.pipeline.timeline.seconds
+    made.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == made
+    golden.check("pipeline_plan.txt", str(made))
+
+
+@pytest.mark.parametrize("strategy, state", [("ddp", "S(0)"), ("megatron", "P")])
+def test_a_value_crosses_in_the_state_in_which_the_strategy_leaves_it(strategy: str, state: str) -> None:
+    pipeline = planned(strategy=strategy).pipeline
+    assert pipeline is not None
+    assert {crossing.layout for crossing in pipeline.crossings} == {state}
+
+
+def test_chunks_are_interleaved_and_stages_begin_where_the_user_says() -> None:
+    pipeline = planned("t5", {"pp": 2}, stages=CHUNKS).pipeline
+    assert pipeline is not None
+    assert pipeline.schedule == "interleaved"
+    assert [module.split(".layer")[0] for module in pipeline.modules[1:]] == CHUNKS
+    assert [pipeline.order.rank_of[stage] for stage in range(4)] == [0, 1, 0, 1]
+
+
+def test_memory_counts_the_micro_batches_in_flight() -> None:
+    by_schedule = {name: planned(schedule=name, microbatches=4).stages for name in ("gpipe", "1f1b")}
+    first, last = ([stages[place].peak_memory for stages in by_schedule.values()] for place in (0, 1))
+    assert first[0] > first[1]
+    assert last[0] > last[1]
+    one = planned(microbatches=4, schedule="gpipe", budget="4MiB").stages[0].peak_memory
+    assert one <= 4 << 20
+
+
+class Two(nn.Module):
+    """Two scalars, neither of which is called the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum(), x.square().sum()
+
+
+class Squares(nn.Module):
+    """The sum of squares."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().sum()
+
+
+WRONG: list[tuple[dict[str, Any], type[AutoparError], str, str]] = [
+    ({"pipeline": "tp"}, MeshError, "the mesh has no axis 'tp' for the pipeline", "one of pp, dp"),
+    ({"pipeline": "auto"}, ConstraintError, "pipeline='auto' is not the name of a mesh axis", "the axis that has the stages"),
+    (
+        {"mesh": {"pp": 4, "dp": 2}},
+        ConstraintError,
+        "the model has 3 regions, which are fewer than 4 stages",
+        "at most 3 stages",
+    ),
+    ({"microbatches": 3}, ConstraintError, "a step cannot run in 3 micro-batches: the batch is 8", "a divisor of 8"),
+    ({"microbatches": "auto"}, ConstraintError, "microbatches='auto' is not a number", "how many micro-batches a step has"),
+    ({"stages": 3}, ConstraintError, "3 stages cannot be shared by the 2 ranks", "a multiple of 2 stages"),
+    ({"stages": 0}, ConstraintError, "stages=0 is not a number of stages", "their number"),
+    ({"stages": "two"}, ConstraintError, "stages='two' is not a number of stages", "their number"),
+    (
+        {"stages": ["transformer.h.7"]},
+        ConstraintError,
+        "no stage of the pipeline can begin at 'transformer.h.7'",
+        "repeated block",
+    ),
+    ({"stages": ["transformer.h.0.mlp"]}, ConstraintError, "no stage of the pipeline can begin at", "repeated block"),
+    ({"schedule": "zb-h1"}, ConstraintError, "the schedule zb-h1 defers gradients of weights", "gpipe, 1f1b, interleaved"),
+    ({"schedule": "2f2b"}, ConstraintError, "'2f2b' is not a pipeline schedule", "interleaved"),
+    ({"schedule": "interleaved"}, ConstraintError, "no pipeline schedule interleaved of 2 ranks", "at least two chunks"),
+    ({"dynamic": {"batch": 0}}, ConstraintError, "a pipeline has no sizes that vary yet", "drop dynamic="),
+    ({"constraints": {"nothing": "I"}}, ConstraintError, "the constraint 'nothing' names nothing", "a parameter"),
+    ({"budget": "20KiB"}, BudgetError, "stage 0 of the pipeline: no plan fits", "budget"),
+]
+
+
+@pytest.mark.parametrize("options, kind, what, fix", WRONG, ids=[what for *_, what, _ in WRONG])
+def test_what_is_asked_for_and_cannot_be_is_an_error_with_a_way_out(
+    options: dict[str, Any], kind: type[AutoparError], what: str, fix: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        planned(**options)
+    assert what in caught.value.what
+    assert fix in caught.value.details["fix"]
+
+
+def test_stages_out_of_order_are_refused() -> None:
+    with pytest.raises(ConstraintError, match="are not in the order of the program: encoder"):
+        planned("t5", {"pp": 3}, stages=["decoder.block.1", "encoder.block.1"])
+
+
+def test_interleaved_rounds_are_of_equal_length() -> None:
+    deep = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(6)), Squares())
+    with pytest.raises(ConstraintError, match="no pipeline schedule interleaved of 3 ranks, 10 micro-batches") as caught:
+        autopar.plan(deep, torch.randn(10, 8), {"pp": 3}, device="h100", pipeline="pp", stages=6, microbatches=10)
+    assert caught.value.details["rounds"] == "3 of equal length"
+
+
+def test_a_model_without_one_loss_is_refused() -> None:
+    with pytest.raises(ConstraintError, match="a pipeline needs a loss, and 2 outputs of the model are scalars"):
+        autopar.plan(Two(), torch.randn(4, 8), {"pp": 2}, device="h100", pipeline="pp", microbatches=2)
+
+
+def test_a_sample_with_a_gradient_is_refused() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(ConstraintError, match="a pipeline computes no gradients of inputs"):
+        autopar.plan(Two(), x, {"pp": 2}, device="h100", pipeline="pp", microbatches=2)
+
+
+def damaged(change: str) -> str:
+    data = json.loads(planned().to_json())
+    match change:
+        case "an action twice":
+            data["pipeline"]["ranks"][0] += ",0F0"
+        case "one that lacks":
+            data["pipeline"]["ranks"][1] = data["pipeline"]["ranks"][1].removesuffix(",1B3")
+        case "order that hangs":
+            first, *rest = data["pipeline"]["ranks"][1].split(",")
+            data["pipeline"]["ranks"][1] = ",".join([rest[0], first, *rest[1:]])
+        case "a stage less":
+            data["stages"].pop()
+        case "other axis":
+            data["pipeline"]["axis"] = "tp"
+        case "stage of other micro-batches":
+            data["stages"][0]["microbatches"] = 2
+        case "no pipeline":
+            data["pipeline"] = None
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("an action twice", "repeats 0F0"),
+        ("one that lacks", "lacks 1B3"),
+        ("order that hangs", "hangs"),
+        ("a stage less", "one entry per stage"),
+        ("other axis", "one line per rank of an axis"),
+        ("stage of other micro-batches", "stages.0 is no stage of this plan"),
+        ("no pipeline", "stages are of a pipeline"),
+    ],
+)
+def test_a_damaged_pipeline_is_refused(change: str, said: str) -> None:
+    with pytest.raises(PlanError, match="damaged") as caught:
+        Plan.from_json(damaged(change))
+    assert said in str(caught.value)
+
+
+def test_what_knows_no_stages_says_so() -> None:
+    model, sample = models.make("gpt2")
+    made = planned()
+    with pytest.raises(PlanError, match="the plan has a pipeline, which is run by autopar"):
+        autopar.verify(model, sample, MESH, plan=made)
+    for ask in (autopar.verify, autopar.explain.explain):
+        with pytest.raises(ConstraintError, match="is known to autopar"):
+            ask(model, sample, MESH, pipeline="pp", device="h100")
+    plain = autopar.plan(model, sample, (1,), device="h100")
+    with pytest.raises(PlanError, match="the plan has no pipeline, which was asked for"):
+        autopar.parallelize(model, sample, (1,), plan=plain, pipeline="axis0")
+
+
+def test_a_module_of_one_rank_says_what_it_does_not_do() -> None:
+    """A pipeline axis of one rank needs no processes."""
+    model, sample = models.make("gpt2")
+    parallel = autopar.parallelize(model, sample, {"pp": 1}, device="h100", pipeline="pp", stages=2, microbatches=2)
+    expected = model.eval()(**sample)["loss"]
+    with pytest.raises(InputError, match="a pipeline was called with gradients") as caught:
+        parallel(**sample)
+    assert "parallel.step" in caught.value.details["fix"]
+    parallel.eval()
+    torch.testing.assert_close(parallel.step(**sample), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(**sample)["loss"], expected)
+    with pytest.raises(InputError, match="initialize does not know pipeline stages"):
+        autopar.initialize(parallel, model)
+    with pytest.raises(InputError, match="a module of a pipeline cannot be copied"):
+        copy.deepcopy(parallel)

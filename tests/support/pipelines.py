@@ -1,0 +1,126 @@
+"""What runs on the ranks in the tests of pipelines: a model in stages against the same model whole, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autopar
+from autopar.runtime.storage import full_tensor
+from tests.support import models
+
+Case = dict[str, Any]
+
+
+def made(name: str) -> tuple[nn.Module, models.Sample]:
+    """A model in float64 without dropout, and a batch for it."""
+    model, sample = models.make(name)
+    if name in ("gpt2", "llama"):  # whose own loss is in float32
+        model.loss_function = next_token_loss
+    return model.double().eval(), sample
+
+
+def next_token_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: object) -> torch.Tensor:
+    """The mean loss of every token's prediction by those before it."""
+    return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
+
+
+def whole(model: nn.Module, sample: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss and the gradients of the model as its library runs it."""
+    loss = model(**sample)["loss"]
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss.detach(), found
+
+
+def largest(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the largest entry."""
+    return float((full_tensor(found).detach() - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a rank saw: errors of the loss and of gradients by name, its plan as JSON, and the messages of a step.
+
+    A message is the rank to which it went and its bytes, as the process group was given them.
+    """
+
+    errors: dict[str, float]
+    plan: str
+    sent: list[tuple[int, int]]
+
+
+def trained(case: Case) -> Trained:
+    """Two steps of a model in stages, whose gradients add up, and a forward without gradients."""
+    case = dict(case)
+    model, sample = made(case.pop("model"))
+    loss, gradients = whole(model, sample)
+    parallel = autopar.parallelize(model, sample, case.pop("mesh"), device="h100", pipeline="pp", **case)
+    errors = {"loss": largest(parallel.step(**sample), loss)}
+    with recorded() as sent:
+        parallel.step(**sample)
+    for name, parameter in parallel.named_parameters():
+        assert (parameter.grad is None) == (name not in gradients), name
+        if parameter.grad is not None:
+            errors[name] = largest(parameter.grad, 2 * gradients[name])
+    with torch.no_grad():
+        found = parallel(**sample)
+    errors["loss without gradients"] = largest(found["loss"], loss)
+    if found.get("logits") is not None:
+        errors["logits"] = largest(found["logits"], model(**sample)["logits"].detach())
+    return Trained(errors=errors, plan=parallel.autopar.plan.to_json(), sent=sent)
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[int, int]]]:
+    """The messages that are sent inside."""
+    sent: list[tuple[int, int]] = []
+    send = dist.isend
+
+    def noted(tensor: torch.Tensor, dst: int, group: dist.ProcessGroup | None = None) -> dist.Work | None:
+        sent.append((dst, tensor.nbytes))
+        return send(tensor, dst, group=group)
+
+    dist.isend = noted
+    try:
+        yield sent
+    finally:
+        dist.isend = send
+
+
+def with_dropout(microbatches: int) -> tuple[list[float], float]:
+    """The differences of losses and of the worst gradient, of stages and of the same model on one device, with dropout."""
+    model, sample = models.make("gpt2")
+    model.double()
+
+    def losses(mesh: object, **options: object) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(7)
+        module = autopar.parallelize(model, sample, mesh, device="h100", microbatches=microbatches, **options)
+        found = [float(module.step(**sample)) for _ in range(3)]
+        return found, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+    alone, gradients = losses((1,))
+    staged, own = losses({"pp": dist.get_world_size()}, pipeline="pp", schedule="1f1b")
+    worst = max(largest(gradient, gradients[name]) for name, gradient in own.items())
+    return [abs(a - b) for a, b in zip(alone, staged, strict=True)], worst
+
+
+def copies_of_ties(steps: int) -> torch.Tensor:
+    """The tied embedding of a model in two stages, on every rank, after some steps of AdamW."""
+    model, sample = models.make("gpt2")
+    parallel = autopar.parallelize(
+        model, sample, {"pp": 2, "dp": 2}, device="h100", pipeline="pp", strategy="fsdp", microbatches=2
+    )
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    for _ in range(steps):
+        parallel.step(**sample)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_tensor(parallel.get_parameter("transformer.wte.weight")).detach()
