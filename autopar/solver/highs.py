@@ -17,6 +17,8 @@ from autopar.errors import AutoparError
 from autopar.solver.matrix import SparseBlock
 from autopar.solver.problem import Floats
 
+_CHOOSE, _DEVEX = -1, 1  # how the dual simplex method weighs edges
+
 
 class SolverError(AutoparError):
     """HiGHS stopped without an answer."""
@@ -98,6 +100,19 @@ def run(solver: highspy.Highs) -> Meaning:
     """Solve, and say how that ended."""
     solver.run()
     return STATUS[solver.getModelStatus().name]
+
+
+def run_cold(solver: highspy.Highs, *, steepest: int) -> None:
+    """Solve a program that has no basis yet: by the steepest edge, and by Devex where that has not ended in so many iterations.
+
+    The steepest edge takes fewer iterations; their prices grow with the program, and those of Devex hardly.
+    """
+    solver.setOptionValue("simplex_iteration_limit", steepest)
+    if run(solver) is Meaning.LIMIT:
+        solver.setOptionValue("simplex_dual_edge_weight_strategy", _DEVEX)
+        solver.setOptionValue("simplex_iteration_limit", highspy.kHighsIInf)
+        run(solver)
+        solver.setOptionValue("simplex_dual_edge_weight_strategy", _CHOOSE)
 
 
 def values(solver: highspy.Highs) -> Floats:

@@ -2,7 +2,8 @@
 
 No setting is a number of seconds: limits count simplex iterations and branch-and-bound nodes, so that a plan does not depend on
 how fast the machine is. `planning` and `budgets` are benchmarks/planning.py (CPU seconds of a plan) and benchmarks/budgets.py
-(plans under memory budgets that bind); "relative" is a share of the value that a number is compared with.
+(plans under memory budgets that bind), `overlap` benchmarks/overlap.py; "relative" is a share of the value that a number is
+compared with.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ class SearchSettings:
     presolve_again_rows: int = 20_000
     """Rows from which on later memory rows are added by presolving again: the last basis is far when many columns come with
     them (planning: llama8b; budgets: all)."""
+
+    steepest_edge_iterations: int = 15_000
+    """Simplex iterations by the steepest edge of a program without a basis, after which Devex goes on (overlap: T5-3B on (8, 8)
+    ends after 45,000, which take 119 CPU seconds, and 24 so; T5 on (2, 4) after 13,000, 2.4; by Devex alone GPT-2 on (2, 2, 2)
+    takes 31 instead of 26)."""
 
     improving_iterations: int = 5_000
     """Simplex iterations of a relaxation whose answer can only improve a known solution, the first after new rows; not varied
