@@ -47,10 +47,10 @@ class SearchSettings:
     """Rows from which on later memory rows are added by presolving again: the last basis is far when many columns come with
     them (planning: llama8b; budgets: all)."""
 
-    steepest_edge_iterations: int = 15_000
-    """Simplex iterations by the steepest edge of a program without a basis, after which Devex goes on (overlap: T5-3B on (8, 8)
-    ends after 45,000, which take 119 CPU seconds, and 24 so; T5 on (2, 4) after 13,000, 2.4; by Devex alone GPT-2 on (2, 2, 2)
-    takes 31 instead of 26)."""
+    steepest_edge_iterations: int = 25_000
+    """Simplex iterations by the steepest edge of a program without a basis, after which Devex starts anew (overlap: T5-3B on
+    (8, 8) ends after 45,000, which take 119 CPU seconds, and 30 so, 18 of Devex; on three axes the tests' GPT-2 after 20,000, 8
+    seconds, and 29 by Devex alone)."""
 
     improving_iterations: int = 5_000
     """Simplex iterations of a relaxation whose answer can only improve a known solution, the first after new rows; not varied
