@@ -29,6 +29,7 @@ from autopar.ir.program import Program
 from autopar.plan.plan import Plan
 from autopar.runtime.call_agreement import CallAgreement
 from autopar.runtime.gradient_accumulation import GradientAccumulator
+from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.random import RngState
 from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.storage import to_dtensor
@@ -180,6 +181,21 @@ class ParallelModule(fx.GraphModule):
         serving, tensors = self._agreed("a step", lambda: self._bound(args, kwargs))
         serving._accumulate(tensors, loss, self.autopar.agreement)
         return torch.stack(losses).sum()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; every rank calls it, and gets the norm before.
+
+        Like `torch.nn.utils.clip_grad_norm_`, and over all stages of a pipeline. Raises RuntimeError for a norm that is not
+        finite, if asked to.
+        """
+        norm = self._gradient_norm(norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"the gradients have a norm of {float(norm)} (norm_type={norm_type}), and cannot be clipped")
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        return norm
+
+    def _gradient_norm(self, norm_type: float) -> torch.Tensor:
+        return norm_of(self.parameters(), norm_type)
 
     def _loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The output that a step differentiates."""

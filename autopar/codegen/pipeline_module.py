@@ -19,6 +19,7 @@ from autopar.ir.program import Program, Value
 from autopar.pipeline.schedule import ActionKind, PipelineSchedule
 from autopar.pipeline.transfers import with_messages
 from autopar.plan.pipeline import Pipeline
+from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.pipeline import CrossingPart, PipelineRank, PipelineStep, StageRun, tied_gradients
 from autopar.runtime.rematerialize.recompute import Tensors
 
@@ -118,6 +119,12 @@ class PipelineModule(ParallelModule):
             self._run(order, tensors, loss)
         total = torch.stack(losses).sum() if losses else None
         return self._from_last(total, self.stages.outputs[self.stages.loss].dtype)
+
+    def _gradient_norm(self, norm_type: float) -> torch.Tensor:
+        order, rank = self.stages.pipeline.order, self.stages.rank
+        elsewhere = {name for name, of in self.stages.pipeline.tied.items() if order.rank_of[of[0]] != rank.index}
+        counted = (parameter for name, parameter in self.named_parameters() if name not in elsewhere)
+        return rank.norm(norm_of(counted, norm_type), norm_type)
 
     def _begun(self, kind: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Sequence[torch.Tensor]:
         """The checked inputs of a call, after the ranks have compared theirs."""

@@ -13,6 +13,7 @@ waits forever.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -73,6 +74,15 @@ class PipelineRank:
         if self.group is not None:
             dist.broadcast(tensor, group=self.group, group_src=index)
         return tensor
+
+    def norm(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """The norm of a vector of which the ranks of the axis have a part each, by the norms of the parts."""
+        if self.group is None:
+            return norm
+        largest = math.isinf(norm_type)
+        total = norm.to(self.device, torch.float64) ** (1.0 if largest else norm_type)
+        dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.group)
+        return total if largest else total ** (1.0 / norm_type)
 
 
 class PipelineStep:

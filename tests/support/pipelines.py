@@ -70,6 +70,12 @@ def trained(case: Case) -> Trained:
         assert (parameter.grad is None) == (name not in gradients), name
         if parameter.grad is not None:
             errors[name] = largest(parameter.grad, 2 * gradients[name])
+    norm = nn.utils.get_total_norm([2 * gradient for gradient in gradients.values()])
+    errors["norm"] = largest(parallel.clip_grad_norm_(float(norm) / 4), norm)
+    scale = norm / 4 / (norm + 1e-6)  # as torch has it
+    errors["clipped norm"] = largest(parallel.clip_grad_norm_(float("inf")), scale * norm)
+    steepest = torch.stack([2 * gradient.abs().max() for gradient in gradients.values()]).max()
+    errors["largest entry"] = largest(parallel.clip_grad_norm_(1.0, float("inf")), scale * steepest)
     with torch.no_grad():
         found = parallel(**sample)
     errors["loss without gradients"] = largest(found["loss"], loss)
@@ -121,6 +127,7 @@ def copies_of_ties(steps: int) -> torch.Tensor:
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
     for _ in range(steps):
         parallel.step(**sample)
+        parallel.clip_grad_norm_(0.1)
         optimizer.step()
         optimizer.zero_grad()
     return full_tensor(parallel.get_parameter("transformer.wte.weight")).detach()
