@@ -11,15 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
-from torch.fx.graph import PythonCode
 
 from autopar.capture import Signature
 from autopar.capture.python_state import Settings
 from autopar.codegen.call_checks import aspects_of, check_call, check_gradients
+from autopar.codegen.graph_module import GraphModule
 from autopar.codegen.names import identifiers
 from autopar.codegen.steps import Steps
 from autopar.errors import InputError
@@ -34,8 +33,6 @@ from autopar.runtime.random import RngState
 from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.storage import to_dtensor
 from autopar.runtime.world import Context
-
-HELD = ("_modules", "_parameters", "_buffers")  # the tables in which torch keeps a module's content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,16 +89,14 @@ class ModuleState:
         return copied
 
 
-class ParallelModule(fx.GraphModule):
+class ParallelModule(GraphModule):
     """One rank's part of a parallel model, built by `autopar.parallelize`. The attribute `autopar` has everything of ours."""
 
     autopar: ModuleState
-    emitted: Callable[..., Sequence[torch.Tensor]]  # what this rank runs, on flat tensors
 
     def __init__(self, graph: fx.Graph, program: Program, tensors: Mapping[str, torch.Tensor], state: ModuleState) -> None:
-        super().__init__(nn.Module(), fx.Graph(), "ParallelModule")
+        super().__init__(graph, "ParallelModule")
         self.autopar = state
-        self.graph = graph
         held = (*program.parameters, *program.buffers)
         state.constant = frozenset(
             name for stored in held if stored.used and not stored.value.requires_grad for name in stored.names
@@ -110,42 +105,7 @@ class ParallelModule(fx.GraphModule):
         for name, stored in sorted(
             named, key=lambda pair: pair[0] != pair[1].names[0]
         ):  # other names of tied tensors last, which keeps the order
-            _install(self, name, tensors[stored.value.name], stored.persistent)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> ParallelModule:
-        """A module with its own parameters in the same processes; fx would copy only what the graph refers to."""
-        copied: ParallelModule = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        return copied._holding(copy.deepcopy(self.__dict__, memo))
-
-    def __copy__(self) -> ParallelModule:
-        """A module over the same parameters."""
-        copied: ParallelModule = type(self).__new__(type(self))
-        return copied._holding(dict(self.__dict__))
-
-    def _holding(self, held: dict[str, Any]) -> ParallelModule:
-        """This new module with the attributes of another; a submodule named "graph" must not replace fx's graph."""
-        self.__dict__.update(held | {name: {} for name in HELD})
-        self.graph = held["_graph"]
-        self.__dict__.update({name: held[name] for name in HELD})
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise InputError(
-            "a parallel module cannot be pickled: it holds this rank's part and the groups of running processes",
-            fix="save its state_dict() with torch.distributed.checkpoint, and its plan with parallel.autopar.plan.save(path)",
-        )
-
-    def recompile(self) -> PythonCode:
-        """Compile the emitted code as `emitted`: fx makes it the `forward` of a class that every module has of its own.
-
-        So the module is called as the user's was, and its hooks see what that one's would.
-        """
-        code = super().recompile()
-        own = type(self)
-        own.emitted = own.forward  # type: ignore[assignment]
-        del own.forward
-        return code
+            self.hold(name, tensors[stored.value.name], persistent=stored.persistent)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the forward of a training or evaluation step on the *global* batch; every rank passes the same arguments.
@@ -313,19 +273,3 @@ class ParallelModule(fx.GraphModule):
         """Whether another module still has this one's parameters, which the user may have replaced."""
         own = dict(self.named_parameters())
         return all(own[name] is held for name, held in other.named_parameters())
-
-
-def _install(root: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:
-    """Register a parameter or buffer under its dotted name, with plain modules for its parents.
-
-    torch's own functions would refuse names that `fx.GraphModule` uses, like "graph".
-    """
-    *path, leaf = name.split(".")
-    for part in path:
-        root = root._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
-    if isinstance(tensor, nn.Parameter):
-        root._parameters[leaf] = tensor
-    else:
-        root._buffers[leaf] = tensor
-        if not persistent:
-            root._non_persistent_buffers_set.add(leaf)

@@ -1,0 +1,82 @@
+"""An `fx.GraphModule` that is named, called, copied and saved like the module that it stands for.
+
+fx's own takes over only what its graph refers to, calls the emitted code as its `forward`, and refuses some names.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import fx, nn
+from torch.fx.graph import PythonCode
+
+from autopar.errors import InputError
+
+HELD = ("_modules", "_parameters", "_buffers")  # the tables in which torch keeps a module's content
+
+
+class GraphModule(fx.GraphModule):
+    """A module that runs a graph on flat tensors; what it holds is added by `hold`."""
+
+    emitted: Callable[..., Sequence[torch.Tensor]]  # what this rank runs, on flat tensors
+
+    def __init__(self, graph: fx.Graph, name: str) -> None:
+        super().__init__(nn.Module(), fx.Graph(), name)
+        self.graph = graph
+
+    def hold(self, name: str, tensor: torch.Tensor, *, persistent: bool) -> None:
+        """Register a parameter or buffer under its dotted name, with plain modules for its parents.
+
+        torch's own functions would refuse names that `fx.GraphModule` uses, like "graph".
+        """
+        root: nn.Module = self
+        *path, leaf = name.split(".")
+        for part in path:
+            root = root._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+        if isinstance(tensor, nn.Parameter):
+            root._parameters[leaf] = tensor
+        else:
+            root._buffers[leaf] = tensor
+            if not persistent:
+                root._non_persistent_buffers_set.add(leaf)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """A module with its own parameters in the same processes; fx would copy only what the graph refers to."""
+        copied: Self = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        return copied._holding(copy.deepcopy(self.__dict__, memo))
+
+    def __copy__(self) -> Self:
+        """A module over the same parameters."""
+        copied: Self = type(self).__new__(type(self))
+        return copied._holding(dict(self.__dict__))
+
+    def _holding(self, held: dict[str, Any]) -> Self:
+        """This new module with the attributes of another; a submodule named "graph" must not replace fx's graph."""
+        self.__dict__.update(held | {name: {} for name in HELD})
+        self.graph = held["_graph"]
+        self.__dict__.update({name: held[name] for name in HELD})
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            "a parallel module cannot be pickled: it holds this rank's part and the groups of running processes",
+            fix="save its state_dict() with torch.distributed.checkpoint, and its plan with parallel.autopar.plan.save(path)",
+        )
+
+    def recompile(self) -> PythonCode:
+        """Compile the emitted code as `emitted`: fx makes it the `forward` of a class that every module has of its own.
+
+        So the module is called as the user's was, and its hooks see what that one's would.
+        """
+        code = super().recompile()
+        own = type(self)
+        own.emitted = own.forward
+        del own.forward
+        return code
+
+
+__all__ = ["HELD", "GraphModule"]
