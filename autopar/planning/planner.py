@@ -30,7 +30,7 @@ from autopar.passes.precision import DTYPES, MIXED, mixed, received, stored
 from autopar.plan.assignment_text import describe, paddings
 from autopar.plan.breakdown import BUDGET, CostParameter
 from autopar.plan.budget import parse_bytes
-from autopar.plan.options import Options
+from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Collective, Plan
 from autopar.plan.resolved import ResolvedPlan
 from autopar.planning.optimize import Optimized, Stop
@@ -130,7 +130,7 @@ def connected_mesh(mesh: object, options: Options, plan: Plan | None = None) -> 
     device = catalog.device(wanted, processes=found.size)
     if plan is not None:
         found = planned_mesh(plan, found)
-    elif len(found.sizes) > MOST_AXES and options.pipeline is None and options.strategy == "auto" and not options.constraints:
+    elif len(found.sizes) > MOST_AXES and options.strategy == AUTO and options.pipeline is None and not options.constraints:
         found = merged(found, device)
     return connect(found, device if options.offload else replace(device, host=None))
 

@@ -261,20 +261,15 @@ def tied_gradients(tied: Sequence[tuple[nn.Parameter | None, Sequence[int]]], ra
 
 def _added(gradient: torch.Tensor, places: Sequence[int], rank: PipelineRank) -> None:
     """Make a gradient the sum of those at these places of the axis."""
-    for before, after in itertools.pairwise(places):
-        if rank.index == before:
-            dist.send(gradient.contiguous(), rank.peer(after), group=rank.group)
-        elif rank.index == after:
-            partial = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-            dist.recv(partial, rank.peer(before), group=rank.group)
-            gradient.add_(partial)
-    for after, before in itertools.pairwise(reversed(places)):
-        if rank.index == after:
-            dist.send(gradient.contiguous(), rank.peer(before), group=rank.group)
-        elif rank.index == before:
-            total = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-            dist.recv(total, rank.peer(after), group=rank.group)
-            gradient.copy_(total)
+    there, back = itertools.pairwise(places), itertools.pairwise(reversed(places))
+    for hops, take in ((there, gradient.add_), (back, gradient.copy_)):
+        for source, target in hops:
+            if rank.index == source:
+                dist.send(gradient.contiguous(), rank.peer(target), group=rank.group)
+            elif rank.index == target:
+                received = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+                dist.recv(received, rank.peer(source), group=rank.group)
+                take(received)
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
