@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from torch import fx, nn
@@ -21,6 +22,8 @@ from autopar.planning.planner import make_plan
 from autopar.runtime.initialize import initialize
 from autopar.verify.report import Report
 from autopar.verify.verification import verify as _verify
+
+LOG = logging.getLogger("autopar")
 
 
 def plan(
@@ -103,7 +106,7 @@ def plan(
     )  # fmt: skip
     if pipeline is not None:
         return make_pipeline_plan(model, sample_input, mesh, options)
-    return make_plan(model, sample_input, mesh, options).plan
+    return make_plan(model, sample_input, mesh, options, lambda phase: LOG.info("planning: %s ended", phase)).plan
 
 
 def parallelize(

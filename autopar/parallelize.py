@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from glob import escape
@@ -36,6 +37,8 @@ from autopar.runtime.storage import store, with_dtype
 from autopar.runtime.world import Context, connect
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.candidates import INVARIANT, candidate
+
+LOG = logging.getLogger("autopar")
 
 
 def build(
@@ -104,7 +107,8 @@ class _Source:
 
     def plan(self, captured: Captured, mesh: Mesh, sizes: Sequence[Size]) -> ResolvedPlan:
         """The plan of what was captured, for sizes that vary."""
-        return with_dynamic_sizes(resolve_program(captured.program, mesh, self.options), sizes, self.model, self.sample)
+        found = resolve_program(captured.program, mesh, self.options, lambda phase: LOG.info("planning: %s ended", phase))
+        return with_dynamic_sizes(found, sizes, self.model, self.sample)
 
 
 class _Sized:
