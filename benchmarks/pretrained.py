@@ -3,7 +3,7 @@
     python benchmarks/pretrained.py            # writes benchmarks/results/pretrained.txt
 
 The weights are random, in bfloat16, in files of at most 500 MB as the library writes them. Beside ours each process loads them
-whole, as `from_pretrained` does, and one loads whole and scatters. Memory is what a process allocated of its own (RssAnon,
+whole, as `from_pretrained` does. Memory is what a process allocated of its own (RssAnon,
 sampled every 5 ms) above what it had before; files are mapped, and their pages are the system's cache, in which they lie. Wall
 seconds are of a machine that may have other work; CPU seconds are each process's own.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.files import write
@@ -89,7 +89,8 @@ def own_memory() -> int:
 def hollow(size: str) -> nn.Module:
     """The model without weights."""
     with torch.device("meta"):
-        return LlamaForCausalLM(SIZES[size]).to(torch.bfloat16)
+        made: nn.Module = AutoModelForCausalLM.from_config(SIZES[size], dtype=torch.bfloat16)
+    return made
 
 
 def sample(size: str) -> dict[str, torch.Tensor]:
@@ -139,22 +140,8 @@ def whole(payload: tuple[str, str]) -> tuple[Load, float, int, bool]:
     return peak.found, loss, sum(p.nbytes for p in model.parameters()), True
 
 
-def scattered(payload: tuple[str, str]) -> tuple[Load, float, int, bool]:
-    """Rank 0 loads the whole model, and `parallelize` scatters it."""
-    size, folder = payload
-    batch = sample(size)
-    plan = autopar.plan(hollow(size), batch, (RANKS,), device="h100", strategy="fsdp")
-    dist.barrier()
-    with Peak() as peak:
-        model = hollow(size) if dist.get_rank() else LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train()
-        parallel = autopar.parallelize(model, batch, (RANKS,), plan=plan)
-        del model
-    bytes_of = sum(p.to_local().nbytes for p in parallel.parameters())  # type: ignore[operator]
-    return peak.found, 0.0, bytes_of, True
-
-
 def main() -> None:
-    """Write the checkpoint, load it in three ways, and print a table."""
+    """Write the checkpoint, load it in both ways, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--folder", help="where the checkpoint is written; by default a temporary folder")
@@ -175,7 +162,7 @@ def main() -> None:
         f"{'':34} {'rank':>4} {'peak MiB':>9} {'held MiB':>9} {'weights MiB':>11} {'wall s':>7} {'CPU s':>6}",
     ]
     losses = {}
-    names = {"streamed": "load_pretrained", "whole": "from_pretrained on every rank", "scattered": "from_pretrained on rank 0"}
+    names = {"streamed": "load_pretrained", "whole": "from_pretrained on every rank"}
     with WorkerPool(RANKS, preload=["autopar.verify.verification", "transformers"]) as pool:
         for function, name in names.items():
             found = pool.run(f"benchmarks.pretrained:{function}", (given.size, folder), timeout=1200)

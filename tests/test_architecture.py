@@ -48,7 +48,7 @@ KNOWN_IN = {
     "torch.fx": ("capture/", "codegen/", "api"),  # the api names the type that it returns
     "torch.distributed": ("runtime/", "parallelize", "pipelining", "integrations/"),  # a user's mesh is told by its type
     "safetensors": ("integrations/safetensors",),
-    "transformers": ("integrations/transformers",),
+    "transformers": ("integrations/transformers", "integrations/generation"),
     "accelerate": ("integrations/accelerate", "integrations/transformers"),
     "pulp": ("solver/",),
     "highspy": ("solver/",),
