@@ -50,7 +50,7 @@ MIDDLE := planning
 unit-middle: $(STAMP)
 	$(BIN)/python -m pytest -q $(MIDDLE:%=tests/%)
 
-BACK := verify fuzz
+BACK := verify fuzz integrations
 unit-back: $(STAMP)
 	$(BIN)/python -m pytest -q $(BACK:%=tests/%)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from torch import fx, nn
 
 from autopar.cost_models.cost_model import CATALOG, CostModel
+from autopar.errors import ConstraintError
 from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.mesh import Bytes, Device
 from autopar.operators.checking.discover import discover_rule
@@ -20,6 +22,8 @@ from autopar.planning.planner import make_plan
 from autopar.runtime.initialize import initialize
 from autopar.verify.report import Report
 from autopar.verify.verification import verify as _verify
+
+LOG = logging.getLogger("autopar")
 
 
 def plan(
@@ -102,11 +106,11 @@ def plan(
     )  # fmt: skip
     if pipeline is not None:
         return make_pipeline_plan(model, sample_input, mesh, options)
-    return make_plan(model, sample_input, mesh, options).plan
+    return make_plan(model, sample_input, mesh, options, lambda phase: LOG.info("planning: %s ended", phase)).plan
 
 
 def parallelize(
-    model: nn.Module, sample_input: object, mesh: object, *, plan: Plan | None = None, **options: object
+    model: nn.Module, sample_input: object, mesh: object, *, plan: Plan | None = None, inputs: str = "whole", **options: object
 ) -> fx.GraphModule:
     """Make this rank's part of the model: an `fx.GraphModule` that is called, trained and saved like the original.
 
@@ -119,6 +123,8 @@ def parallelize(
         sample_input: the global batch, the same on every rank: a tensor, a tuple of arguments, or a mapping of keywords.
         mesh: as for `plan`; its size is the world's.
         plan: a plan that was made or loaded before, for this model, sample and mesh; by default rank 0 makes one.
+        inputs: what a rank gives to a call: the "whole" batch, or with "sharded" its own part of each input in the plan's
+            layout, as `parallel.shard(batch)` cuts it and `parallel.sampler(dataset)` loads it; or a DTensor.
         **options: those of `plan`.
 
     Returns:
@@ -136,8 +142,13 @@ def parallelize(
     torch.Size([2, 4])
     """
     asked = Options(**options_of(options))  # type: ignore[arg-type]
-    staged = asked.pipeline is not None or (isinstance(plan, Plan) and plan.pipeline is not None)
-    return (build_pipeline if staged else build)(model, sample_input, mesh, plan, asked)
+    if inputs not in ("whole", "sharded"):
+        raise ConstraintError(f"inputs={inputs!r} is not known", fix='"whole" or "sharded"')
+    if asked.pipeline is None and not (isinstance(plan, Plan) and plan.pipeline):
+        return build(model, sample_input, mesh, plan, asked, sharded_inputs=inputs == "sharded")
+    if inputs == "sharded":
+        raise ConstraintError("a pipeline takes the whole batch", fix='leave inputs="sharded" out')
+    return build_pipeline(model, sample_input, mesh, plan, asked)
 
 
 def verify(model: nn.Module, sample_input: object, mesh: object, *, plan: Plan | None = None, **options: object) -> Report:

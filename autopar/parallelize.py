@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from glob import escape
@@ -29,6 +30,7 @@ from autopar.plan.resolved import ResolvedPlan, read_plan
 from autopar.planning.optimize import sharded
 from autopar.planning.planner import connected_mesh, planned_mesh, read_program, resolve_program, with_dynamic_sizes
 from autopar.planning.respecialize import Respecializer
+from autopar.runtime.input_parts import InputParts
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.rank_consistency import check_program, from_rank_0
 from autopar.runtime.storage import store, with_dtype
@@ -36,8 +38,12 @@ from autopar.runtime.world import Context, connect
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.candidates import INVARIANT, candidate
 
+LOG = logging.getLogger("autopar")
 
-def build(model: nn.Module, sample_input: object, mesh: object, plan: Plan | None, options: Options) -> ParallelModule:
+
+def build(
+    model: nn.Module, sample_input: object, mesh: object, plan: Plan | None, options: Options, *, sharded_inputs: bool = False
+) -> ParallelModule:
     """See `autopar.parallelize`."""
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     priced = connected_mesh(mesh, options, plan)
@@ -52,7 +58,7 @@ def build(model: nn.Module, sample_input: object, mesh: object, plan: Plan | Non
         return read_plan(plan, captured.program, context.mesh) if plan else source.plan(captured, priced, sizes)
 
     resolved = _from_rank_0(planned, captured, context)
-    parallel = assembled(captured, tensors_of(model), resolved, context)
+    parallel = assembled(captured, tensors_of(model), resolved, context, sharded_inputs=sharded_inputs)
     parallel.autopar.mode, parallel.autopar.settings = model.training, Settings.of(model, captured.kept)
     parallel.autopar.vary(_Sized(source, resolved), resolved.plan.dynamic)
     parallel.autopar.other = _Other(source, captured, priced, resolved.plan)
@@ -101,7 +107,8 @@ class _Source:
 
     def plan(self, captured: Captured, mesh: Mesh, sizes: Sequence[Size]) -> ResolvedPlan:
         """The plan of what was captured, for sizes that vary."""
-        return with_dynamic_sizes(resolve_program(captured.program, mesh, self.options), sizes, self.model, self.sample)
+        found = resolve_program(captured.program, mesh, self.options, lambda phase: LOG.info("planning: %s ended", phase))
+        return with_dynamic_sizes(found, sizes, self.model, self.sample)
 
 
 class _Sized:
@@ -115,7 +122,8 @@ class _Sized:
         state, sizes = parallel.autopar, self.resizer.plan.dynamic
         captured = self.source.read(dim_sizes(sizes, numbers))
         resolved = self.resizer.plan_for(captured.program, describe_sizes(sizes, numbers))
-        made = _emitted(captured, _held(parallel, captured.program), resolved, state.context, state.rng_state.seed)
+        held, sharded_inputs = _held(parallel, captured.program), state.inputs.sharded
+        made = _emitted(captured, held, resolved, state.context, state.rng_state.seed, sharded_inputs)
         made.autopar.rng_state = state.rng_state
         return made
 
@@ -135,17 +143,18 @@ class _Other:
             return None
         state, program = parallel.autopar, captured.program
         held = _held(parallel, program)
+        given = [value.name for value in program.inputs] if state.inputs.sharded else []
         options = replace(
             source.options,
             strategy="auto",
             budget=None,
-            constraints={escape(name): self.plan.layouts[name] for name in held},
+            constraints={escape(name): self.plan.layouts[name] for name in (*held, *given)},
             microbatches=self.plan.microbatches,
         )
         source = replace(source, options=options)
         sizes = [replace(size, multiple=1) for size in self.plan.dynamic]
         resolved = _from_rank_0(lambda: source.plan(captured, self.mesh, sizes), captured, state.context)
-        twin = _emitted(captured, held, resolved, state.context, state.rng_state.seed)
+        twin = _emitted(captured, held, resolved, state.context, state.rng_state.seed, state.inputs.sharded)
         twin.autopar.rng_state = state.rng_state  # one count of calls, whichever mode the model was captured in
         twin.autopar.vary(_Sized(source, resolved), resolved.plan.dynamic)
         return twin
@@ -172,18 +181,31 @@ def assemble(captured: Captured, tensors: Mapping[str, torch.Tensor], plan: Plan
 
 
 def assembled(
-    captured: Captured, tensors: Mapping[str, torch.Tensor], resolved: ResolvedPlan, context: Context
+    captured: Captured,
+    tensors: Mapping[str, torch.Tensor],
+    resolved: ResolvedPlan,
+    context: Context,
+    *,
+    sharded_inputs: bool = False,
 ) -> ParallelModule:
-    """The module of a captured program under a resolved plan, with this rank's parts of the whole tensors."""
+    """The module of a captured program under a resolved plan, with this rank's parts of the whole tensors.
+
+    With `sharded_inputs` a call takes this rank's parts of the batch.
+    """
     program = resolved.program
     held = [p.value.name for p in (*program.parameters, *program.buffers)]
     cast = {name: with_dtype(tensors[name], program.values[name].dtype) for name in held}
     stored = store(cast, {name: resolved.assignment.given[name] for name in held}, context)
-    return _emitted(captured, stored, resolved, context, agreed_seed(context))
+    return _emitted(captured, stored, resolved, context, agreed_seed(context), sharded_inputs)
 
 
 def _emitted(
-    captured: Captured, stored: Mapping[str, torch.Tensor], resolved: ResolvedPlan, context: Context, seed: int
+    captured: Captured,
+    stored: Mapping[str, torch.Tensor],
+    resolved: ResolvedPlan,
+    context: Context,
+    seed: int,
+    sharded_inputs: bool,
 ) -> ParallelModule:
     """The module over tensors that are stored as the plan says."""
     plan, step, program, assignment = resolved.plan, resolved.step, resolved.program, resolved.assignment
@@ -193,8 +215,19 @@ def _emitted(
         for o in program.outputs
     ]
     steps = steps_of(step.loop, assignment.given, context) if step.loop else None
-    state = ModuleState(plan=plan, signature=captured.signature, context=context, seed=seed, outputs=outputs, steps=steps)
-    graph = emit(step, assignment, dict(resolved.analysis.fits), context, training=captured.training)
+    given = [value.name for value in program.inputs if value not in step.hoisted]
+    paths = dict(zip((planned.path for planned in captured.signature.tensors), given, strict=True))
+    inputs = InputParts(
+        context=context,
+        shapes={path: step.batch_shape(name) for path, name in paths.items()},
+        layouts={path: assignment.given[name] for path, name in paths.items()},
+        sharded=sharded_inputs,
+    )
+    state = ModuleState(
+        plan=plan, signature=captured.signature, context=context, seed=seed, outputs=outputs, steps=steps, inputs=inputs
+    )
+    fits = dict(resolved.analysis.fits)
+    graph = emit(step, assignment, fits, context, training=captured.training, parts=sharded_inputs)
     return ParallelModule(graph, program, stored, state)
 
 

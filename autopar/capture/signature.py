@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,15 +24,29 @@ _STATIC = (type(None), bool, int, float, complex, str, torch.dtype, torch.device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A tensor argument: its path among the arguments ("input_ids", "batch.0"), shape and dtype, and if it gets a gradient."""
+    """A tensor argument: its path among the arguments ("input_ids", "batch.0"), shape and dtype, and if it gets a gradient.
+
+    `parts` says into how many parts each dim is cut where a rank gives its own part only; it is empty where ranks give all.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    parts: tuple[int, ...] = ()
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The shape of what a rank gives."""
+        return tuple(size // count for size, count in zip(self.shape, self.parts or (1,) * len(self.shape), strict=True))
+
+    def whole(self, given: Sequence[int]) -> tuple[int, ...]:
+        """The shape of all ranks' parts together, for the shape of one."""
+        return tuple(size * count for size, count in zip(given, self.parts or (1,) * len(self.shape), strict=True))
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        part = f", a part of {list(self.shape)}" if self.given != self.shape else ""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.given)}{part}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +92,22 @@ class Signature:
 
     def numbers(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """The values of the dynamic sizes in a call; raises InputError for one that the plan does not allow."""
-        return numbers(self.sizes, {p.path: tuple(t.shape) for p, t in zip(self.tensors, tensors, strict=True)})
+        return numbers(self.sizes, {p.path: p.whole(t.shape) for p, t in zip(self.tensors, tensors, strict=True)})
 
-    def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
-        """The tensors of a call, in the order of `Program.inputs`; raises InputError if it is not the planned call."""
+    def bind(
+        self,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        local: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """The tensors of a call, in the order of `Program.inputs`; raises InputError if it is not the planned call.
+
+        `local` maps the tensor of each path to the one that is taken for it.
+        """
         given = dict(_leaves(named(self.names, self.rest, args, kwargs)))
+        for planned in self.tensors:
+            if local and isinstance(tensor := given.get(planned.path), torch.Tensor):
+                given[planned.path] = local(planned.path, tensor)
         for planned in self.tensors:
             if any(path.startswith(f"{planned.path}.") for path in given):
                 what = f"argument {planned.path} is not a tensor but a container of tensors"
@@ -107,6 +132,24 @@ class Signature:
             if path not in given and not (path in defaults and _same(value, defaults[path])):
                 raise InputError(f"argument {path} is missing", planned=repr(value), fix="call the model as it was planned")
         return tensors
+
+    def mapped(self, sample: object, function: Callable[[str, torch.Tensor], torch.Tensor]) -> object:
+        """A sample, as `autopar.plan` takes it, with `function(path, tensor)` in the place of each planned tensor."""
+        args, kwargs = _split(sample)
+        known(sample)
+        given = named(self.names, self.rest, args, kwargs)
+        paths = iter(_leaves(given))
+
+        def change(leaf: object) -> object:
+            path, _ = next(paths)
+            return function(path, leaf) if isinstance(leaf, torch.Tensor) and path in self.shapes else leaf
+
+        changed = {name: pytree.tree_map(change, value) for name, value in given.items()}
+        if isinstance(sample, Mapping):
+            return changed
+        rest = changed.pop(self.rest, ())
+        flat = (*changed.values(), *(rest if isinstance(rest, tuple) else (rest,)))
+        return flat if isinstance(sample, (tuple, list)) else flat[0]
 
     def rebuild(self, outputs: Sequence[object]) -> object:
         """The return value of the user's model, from the program's outputs in order."""
@@ -327,7 +370,7 @@ def _checked(planned: TensorSpec, given: object, varying: Set[InputDim]) -> torc
         raise InputError(
             f"argument {planned.path} has another dtype than planned", given=_describe(given), planned=planned, fix="convert it"
         )
-    pairs = enumerate(zip(given.shape, planned.shape, strict=False))
+    pairs = enumerate(zip(given.shape, planned.given, strict=False))
     wrong = {d: sizes for d, sizes in pairs if sizes[0] != sizes[1] and (planned.path, d) not in varying}
     if wrong or given.dim() != len(planned.shape):
         raise _other_shape(planned, given, wrong)

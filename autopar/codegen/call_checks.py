@@ -30,6 +30,7 @@ def check_call(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> None:
             fix='parallelize with precision="bf16-mixed", and call the module outside of autocast',
         )
     check_gradients(module, inputs)
+    _check_hooks(module)
     if not module.autopar.filled:
         _check_filled(module)
         module.autopar.filled = True
@@ -53,6 +54,17 @@ def check_gradients(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> N
                 f"{thawed[0]}{more} a gradient, but had requires_grad=False when the model was planned",
                 names=", ".join(thawed[:8]) + (", ..." if len(thawed) > 8 else ""),
                 fix="unfreeze the model and parallelize it again; or parallelize it unfrozen, and freeze afterwards",
+            )
+
+
+def _check_hooks(module: ParallelModule) -> None:
+    """Refuse hooks of submodules: what they compute is in one graph, and they are never called."""
+    for path, inner in module.named_modules():
+        hooks = inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks or inner._backward_pre_hooks
+        if hooks and path:
+            raise InputError(
+                f"the hook on {path} would never run: a parallel module has one graph, and its submodules hold tensors only",
+                fix="hook the parallel module, return the value from forward, or hook the model before autopar.parallelize",
             )
 
 

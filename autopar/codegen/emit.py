@@ -49,8 +49,11 @@ def emit(
     *,
     training: bool = True,
     unsharded: bool | None = None,
+    parts: bool = False,
 ) -> fx.Graph:
     """The graph that one rank runs: its inputs are global tensors, its outputs the local parts of the program's outputs.
+
+    With `parts` the inputs that the user gives are this rank's parts, in the layouts of the plan.
 
     Training flags of ops that were on when the program was captured in `training` mode become the module's `training`; flags
     that are on in evaluation mode stay on. `unsharded` says whether what is stored is plain tensors, by default those of a
@@ -59,7 +62,7 @@ def emit(
     if unsharded is None:
         stored = (p.value.name for p in (*step.program.parameters, *step.program.buffers))
         unsharded = storage.all_unsharded(assignment.given[name] for name in stored)
-    return _Emitter(step, assignment, fits, context, training, unsharded).graph
+    return _Emitter(step, assignment, fits, context, training, unsharded, parts).graph
 
 
 class _Emitter:
@@ -73,6 +76,7 @@ class _Emitter:
         context: Context,
         training: bool,
         unsharded: bool,
+        parts: bool,
     ) -> None:
         program = step.program
         self.step, self.program, self.assignment, self.fits, self.context = step, program, assignment, fits, context
@@ -85,6 +89,8 @@ class _Emitter:
         self.pending: dict[Bucket, fx.Node] = {}
         self.copies, self.recomputed = copies(program), RecomputedValues(program=program, assignment=assignment)
         self.unsharded = unsharded or context.device_mesh is None
+        given = [value.name for value in program.inputs if value not in step.hoisted] if parts else []
+        self.received = {**step.received, **{name: assignment.given[name] for name in given}}  # this rank's parts already
         self.random_ops = step.stage.random_ops if step.stage else 0  # those before this one, which number it
         self._prelude(program, training)
         for section, what in self._sections():
@@ -101,7 +107,7 @@ class _Emitter:
         for value in program.inputs:
             node = self.graph.placeholder(identifier(value.name))
             node.target = node.name  # fx has renamed one that would hide a global of the code, like torch
-            self.values[value.name, self.step.received.get(value.name, (I,) * len(self.sizes))] = node
+            self.values[value.name, self.received.get(value.name, (I,) * len(self.sizes))] = node
         self.axes = [self._state(f"axes.{name}") for name in identifiers(self.context.mesh.axes).values()]
         random_ops = any(is_random(op, self.fits[op.name]) for op in program.ops)
         self.rng_state = self._state("rng_state") if random_ops else None
@@ -128,10 +134,10 @@ class _Emitter:
     def _arrive(self) -> None:
         """Slice every input that the plan splits; from here on it exists in the plan's layout only.
 
-        What another stage sent is this rank's part already.
+        What another stage or the user gives in parts is this rank's already.
         """
         for value in self.program.inputs:
-            if value.name in self.step.received:
+            if value.name in self.received:
                 continue
             for step in arrival(self.assignment.given[value.name]):
                 self._convert(value, step)

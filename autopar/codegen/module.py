@@ -7,7 +7,7 @@ the planned one, and its results have the structure of the original's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from autopar.plan.plan import Plan
 from autopar.runtime.call_agreement import CallAgreement
 from autopar.runtime.gradient_accumulation import GradientAccumulator
 from autopar.runtime.gradient_norm import norm_of
+from autopar.runtime.input_parts import BatchSampler, InputParts
 from autopar.runtime.random import RngState
 from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.storage import to_dtensor
@@ -58,10 +59,15 @@ class ModuleState:
         seed: int,
         outputs: Sequence[OutputLayout],
         steps: Steps | None = None,
+        inputs: InputParts | None = None,
     ) -> None:
         self.plan, self.signature, self.context, self.outputs, self.steps = plan, signature, context, outputs, steps
+        self.inputs = inputs or InputParts(context=context, shapes=signature.shapes, layouts={}, sharded=False)
+        if self.inputs.sharded:
+            tensors = (replace(planned, parts=self.inputs.counts(planned.path)) for planned in signature.tensors)
+            self.signature = replace(signature, tensors=tuple(tensors))
         self.rng_state, self.rematerializer, self.accumulator = RngState(seed), Rematerializer(), GradientAccumulator()
-        self.agreement = CallAgreement(context)
+        self.agreement = CallAgreement(context, {path: self.inputs.owners(path) for path in self.inputs.split})
         self.alike = True  # whether all ranks store the same parameters
         self.filled = False  # whether all tensors are known to have data
         self.constant: frozenset[str] = frozenset()  # the parameters and buffers that get no gradient, under every name
@@ -110,6 +116,7 @@ class ParallelModule(GraphModule):
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the forward of a training or evaluation step on the *global* batch; every rank passes the same arguments.
 
+        A module that was parallelized with `inputs="sharded"` takes this rank's parts, as `shard` gives them, or DTensors.
         Scalars are returned as plain tensors, outputs that the plan leaves split as DTensors.
 
         Raises:
@@ -141,6 +148,42 @@ class ParallelModule(GraphModule):
         serving, tensors = self._agreed("a step", lambda: self._bound(args, kwargs))
         serving._accumulate(tensors, loss, self.autopar.agreement)
         return torch.stack(losses).sum()
+
+    def shard(self, batch: object, *, samples: bool = False) -> object:
+        """What this rank gives to a call, of the whole batch: its parts, or all of it if the module takes inputs whole.
+
+        Args:
+            batch: the whole batch as a call takes it: a tensor, a tuple of arguments, or a mapping of keywords.
+            samples: the batch has this rank's samples only, as `sampler` loads them, and is cut in its other dims.
+
+        Raises:
+            InputError: a tensor cannot be cut as the plan splits it.
+        """
+        state = self.autopar
+        return state.signature.mapped(batch, lambda path, tensor: state.inputs.part(path, tensor, samples=samples))
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the samples of a batch this rank gives, of `data_world`; 0 if the module takes inputs whole."""
+        return self.autopar.inputs.rank
+
+    @property
+    def data_world(self) -> int:
+        """Among how many the samples of a batch are divided; 1 if the module takes inputs whole."""
+        return self.autopar.inputs.world
+
+    def sampler(self, dataset: Sized, *, shuffle: bool = False, seed: int = 0) -> BatchSampler:
+        """The `batch_sampler` of a DataLoader that loads this rank's samples of every batch, of the planned size.
+
+        Args:
+            dataset: the data set, of which only the length counts.
+            shuffle: draw an order for every epoch (`set_epoch`), the same on every rank.
+            seed: of that order.
+
+        Raises:
+            InputError: the data set has fewer samples than a batch.
+        """
+        return BatchSampler(self.autopar.inputs, dataset, shuffle=shuffle, seed=seed)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; every rank calls it, and gets the norm before.
@@ -200,7 +243,7 @@ class ParallelModule(GraphModule):
     def _bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
         """The inputs of a call, in the program's order."""
         self.autopar.settings.check(self)
-        return self.autopar.signature.bind(args, kwargs)
+        return self.autopar.signature.bind(args, kwargs, self.autopar.inputs.local)
 
     def _accumulate(
         self,
@@ -233,7 +276,10 @@ class ParallelModule(GraphModule):
 
     def _parts(self, inputs: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         """The inputs, one sequence for each micro-batch."""
-        return [*self.autopar.steps.parts(self, inputs)] if self.autopar.steps else [inputs]
+        if self.autopar.steps is None:
+            return [inputs]
+        paths = [planned.path for planned in self.autopar.signature.tensors]
+        return [*self.autopar.steps.parts(self, inputs, lambda n, part: self.autopar.inputs.whole(paths[n], part))]
 
     def _once(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The forward of one micro-batch: this rank's part of the outputs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +19,20 @@ class Steps:
     loop: MicrobatchLoop
     hoisted: fx.Graph | None
 
-    def parts(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """The inputs of every micro-batch; `module` has the buffers that `hoisted` reads."""
+    def parts(
+        self, module: nn.Module, inputs: Sequence[torch.Tensor], whole: Callable[[int, torch.Tensor], torch.Tensor]
+    ) -> list[list[torch.Tensor]]:
+        """The inputs of every micro-batch; `module` has buffers that `hoisted` reads, `whole(n, part)` makes input n whole."""
         with torch.no_grad():
-            found = fx.Interpreter(module, graph=self.hoisted).run(*inputs) if self.hoisted else ()
+            found = fx.Interpreter(module, graph=self.hoisted).run(*self._whole(inputs, whole)) if self.hoisted else ()
         given, runs = [*zip((*inputs, *found), self.loop.inputs, strict=True)], self.loop.count
         return [[shard(tensor, (state,), (runs,), (run,)) for tensor, state in given] for run in range(runs)]
+
+    def _whole(self, inputs: Sequence[torch.Tensor], whole: Callable[[int, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        """The inputs as `hoisted` takes them: those that it reads whole."""
+        assert self.hoisted is not None
+        taken = [node for node in self.hoisted.nodes if node.op == "placeholder"]
+        return [whole(n, part) if node.users else part for n, (node, part) in enumerate(zip(taken, inputs, strict=True))]
 
     def join(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """The outputs for the whole batch from those of all micro-batches."""

@@ -7,8 +7,8 @@ Peaks count a multiply and an add as two operations, without structured sparsity
     float16, bfloat16   tensor cores with float32 accumulation
     int8      tensor cores; dp4a on V100
 
-A device that lacks bfloat16 (V100, RTX 2060) computes it at the float32 rate. Memory is what the data sheet names, in units of
-2^30 bytes; the driver keeps about 1% of it, which the default budget of 90% leaves room for.
+A device that lacks bfloat16 (V100, T4, RTX 2060) computes it at the float32 rate. Memory is what the data sheet names, in units
+of 2^30 bytes; the driver keeps about 1% of it, which the default budget of 90% leaves room for.
 """
 
 from __future__ import annotations
@@ -91,6 +91,21 @@ ENTRIES = {
         peaks=(0.47, 30.3, 121, 121, 242), memory=24 * 15 / 16, bandwidth=300, inner="pcie4", outer="ethernet-25g", per_node=8,
         source="L4 data sheet, 2023, half of its figures with sparsity; float64: 1/64 of float32, Ada whitepaper, 2022; "
         "memory: 24 GiB less a sixteenth for inline ECC, as the driver reports it",
+    ),
+    "l40s": _gpu(
+        peaks=(1.43, 91.6, 362.05, 362.05, 733), memory=48 * 15 / 16, bandwidth=864, inner="pcie4", outer="ethernet-25g",
+        per_node=8,
+        source="L40S data sheet, 2023, half of its figures with sparsity; float64: 1/64 of float32, Ada whitepaper, 2022; "
+        "memory: 48 GiB less a sixteenth for inline ECC, as the driver reports it",
+    ),
+    "t4": _gpu(
+        peaks=(0.254, 8.1, 8.1, 65, 130), memory=16 * 15 / 16, bandwidth=320, inner="pcie3", outer="ethernet-25g", per_node=4,
+        source="T4 data sheet, 2019; float64: 1/32 of float32, Turing whitepaper, 2018; memory: 16 GiB less a sixteenth for "
+        "inline ECC, as the driver reports it; node: g4dn.12xlarge of AWS",
+    ),
+    "rtx4090": _gpu(
+        peaks=(1.29, 82.6, 165.2, 165.2, 660.6), memory=24, bandwidth=1008, inner="pcie4", outer="ethernet-25g", per_node=4,
+        source="NVIDIA Ada GPU architecture whitepaper, 2022",
     ),
     "rtx3090": _gpu(
         peaks=(0.556, 35.6, 71.2, 71.2, 284), memory=24, bandwidth=936, inner="pcie4", outer="ethernet-25g", per_node=4,

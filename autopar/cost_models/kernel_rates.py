@@ -20,7 +20,8 @@ TERA = 1e12
 ACHIEVED: Mapping[str, tuple[float, float]] = {"stream": (0.85, 0.85), "norm": (0.52, 0.23), "dropout": (0.36, 0.48)}
 
 # Norms and dropout fall short of a stream by what they compute beside it (reductions, random numbers). L4 has 5.8 times as many
-# float32 operations for each byte of its bandwidth as V100 (data sheets: 101 and 17.4), so that this is hidden: assumed.
+# float32 operations for each byte of its bandwidth as V100 (data sheets: 101 and 17.4), so that this is hidden: assumed. So
+# have L40S and RTX 4090 (106 and 82).
 AS_STREAM: Mapping[str, tuple[float, float]] = dict.fromkeys(ACHIEVED, ACHIEVED["stream"])
 
 # Seconds of a wave of tiles beside their arithmetic: squares of 1024 to 4096 on A100, H100 and V100, "gemm" rows of micro.csv;
@@ -99,6 +100,20 @@ KERNELS: dict[str, Kernels] = {
     "h100": H100,
     "h200": H100,  # the same processors and power; only its memory differs
     "l4": L4,
+    "l40s": Kernels(
+        product=_product(142, 0.786, "assumed, nothing measured: g of A100; L4, its architecture, is held back by its 72 W"),
+        attention=_apart(_scaled(FLASH2_A100, 362.05 / 312), LIKE_A100),
+        achieved=AS_STREAM,
+    ),
+    "t4": Kernels(
+        product=_product(40, 0.42, "assumed, nothing measured: g of L4, which has as little power, 72 W and 70 W"),
+        attention=_apart(_scaled(FLASH1_A100, 65 / 312 * 0.42 / 0.786), f"{LIKE_FLASH1}, at T4's clock"),
+    ),
+    "rtx4090": Kernels(
+        product=_product(128, 0.786, "assumed, nothing measured: g of A100, as for RTX 3090, the board before it"),
+        attention=_apart(_scaled(FLASH2_A100, 165.2 / 312), LIKE_A100),
+        achieved=AS_STREAM,
+    ),
     "rtx3090": Kernels(
         product=_product(
             82, 0.786, "assumed: g of A100, its architecture; squares on an RTX 3090 Ti reach the peak (micro.csv)"

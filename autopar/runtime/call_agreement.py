@@ -2,7 +2,8 @@
 
 A rank describes its call by aspects: mode, gradients, sizes and values of the inputs. Their digest, one number per rank, is
 all-gathered over a group of its own on the host (gloo, whatever carries the model's messages). Equal numbers end it; otherwise
-the aspects themselves are gathered, and every rank raises the same error.
+the aspects themselves are gathered, and every rank raises the same error. An input of which ranks give different parts has a
+number of its own, which is compared between those that give the same one.
 
 On a CPU, where every collective blocks anyway, a rank waits for the digests before it runs the model. On other devices it
 waits after it has issued the forward, unless its own call differs from its last one: what other ranks do differently can make
@@ -25,6 +26,7 @@ from autopar.runtime.world import Context
 SAMPLED = 1024  # elements of each input that a call compares: other ones in every call, and all of them in the first
 ON_HOST = "the comparison of the ranks' calls"  # what a rank waits for when another one has died
 VALUES = "values of "
+PART = "values of the part of "
 FIXES = {
     "call": "make the same calls on every rank, in the same order",
     "random": "load the same random state on every rank",
@@ -33,6 +35,7 @@ FIXES = {
     "trained": "set requires_grad of the same parameters and inputs on every rank",
     "size": "give every rank the whole batch, padded to the same size",
     VALUES: "give every rank the whole batch: seed the data loader alike, and do not shard it (no DistributedSampler)",
+    PART: "load this rank's part, which ranks of one data_rank share: parallel.shard(batch), or parallel.sampler(dataset)",
 }
 
 
@@ -58,8 +61,10 @@ class _Sent:
 class CallAgreement:
     """Compares the calls of one parallel module between ranks; every rank makes the same calls of it."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, owners: Mapping[str, Sequence[int]] | None = None) -> None:
+        """`owners` has the inputs of which ranks give different parts: for every rank the first that gives the same one."""
         self.context = context
+        self.owners = owners or {}
         self.calls = 0
         self._late: tuple[Mapping[str, torch.Tensor], torch.cuda.Event] | None = None  # elements on their way to the host
         self._last: Sequence[Aspect] = ()  # of the call before, without its random state and values
@@ -81,10 +86,12 @@ class CallAgreement:
                 raise refused
             return
         described = (*aspects, *self._values(inputs))
-        digest = hashlib.sha256(repr((described, _first_line(refused))).encode()).digest()
-        mine = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64)
-        found = torch.empty(self.context.mesh.size, dtype=torch.int64)
-        work = dist.all_gather([*found.view(-1, 1).unbind()], mine, group=self.context.control, async_op=True)
+        common = [aspect for aspect in described if aspect.kind != PART]
+        parts = {aspect.name: aspect for aspect in described if aspect.kind == PART}
+        told = [(common, _first_line(refused)), *map(parts.get, self.owners)]
+        mine = torch.frombuffer(bytearray(b"".join(map(_number, told))), dtype=torch.int64)
+        found = torch.empty(self.context.mesh.size, len(told), dtype=torch.int64)
+        work = dist.all_gather([*found.unbind()], mine, group=self.context.control, async_op=True)
         self._sent = _Sent(described=described, refused=refused, digests=found, work=work)
         steady = [aspect for aspect in aspects if aspect.kind != "random"]  # whose count goes on with every call
         changed = self._last != steady
@@ -101,7 +108,8 @@ class CallAgreement:
             sent.work.wait()
         except RuntimeError as error:
             raise lost(error, ON_HOST) from error
-        if bool((sent.digests != sent.digests[0]).any()):
+        firsts = torch.tensor([[0] * self.context.mesh.size, *self.owners.values()]).T
+        if bool((sent.digests != sent.digests.gather(0, firsts)).any()):
             raise self._difference(sent)
         if sent.refused:
             raise sent.refused
@@ -115,17 +123,27 @@ class CallAgreement:
         for rank, (text, _) in enumerate(every):
             if text:
                 return InputError(f"the call was refused on rank {rank}: {text}", fix=f"see the error of rank {rank}")
-        return next(
-            different(alike[0], [aspect.text for aspect in alike])
-            for alike in zip(*(described for _, described in every), strict=True)
-            if len({aspect.text for aspect in alike}) > 1
-        )
+        found = (self._different(alike) for alike in zip(*(described for _, described in every), strict=True))
+        return next(error for error in found if error)
+
+    def _different(self, alike: Sequence[Aspect]) -> InputError | None:
+        """The error of what every rank has of one aspect, if it differs where it must not."""
+        texts = [aspect.text for aspect in alike]
+        if alike[0].kind != PART:
+            return different(alike[0], texts) if len(set(texts)) > 1 else None
+        firsts = self.owners[alike[0].name]
+        wrong = [rank for rank, first in enumerate(firsts) if texts[rank] != texts[first]]
+        if not wrong:
+            return None
+        what = f"ranks that give the same part of {alike[0].name} were given different values"
+        said = "; ".join(f"rank {rank} differs from rank {firsts[rank]}" for rank in wrong[:8])
+        return InputError(what, ranks=said, fix=FIXES[PART])
 
     def _values(self, inputs: Mapping[str, torch.Tensor]) -> list[Aspect]:
         """The digests of elements of the inputs: of this call on a CPU, of the call before on other devices."""
         sampled = {path: _sampled(tensor, self.calls) for path, tensor in inputs.items()}
         if self.context.device.type == "cpu" or not self.calls:
-            return _digests(sampled)
+            return self._digests(sampled)
         late, self._late = self._late, None
         if inputs:
             on_host = {path: tensor.to("cpu", non_blocking=True) for path, tensor in sampled.items()}
@@ -135,7 +153,15 @@ class CallAgreement:
         if late is None:
             return []
         late[1].synchronize()
-        return _digests(late[0])
+        return self._digests(late[0])
+
+    def _digests(self, sampled: Mapping[str, torch.Tensor]) -> list[Aspect]:
+        found = []
+        for path, tensor in sampled.items():
+            raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            kind = PART if path in self.owners else VALUES
+            found.append(Aspect(kind=kind, name=path, text=hashlib.sha256(raw.data).hexdigest()))
+        return found
 
 
 def different(aspect: Aspect, texts: Sequence[str]) -> InputError:
@@ -159,12 +185,8 @@ def _first_line(error: Exception | None) -> str:
     return str(error).partition("\n")[0] or type(error).__name__ if error else ""
 
 
-def _digests(sampled: Mapping[str, torch.Tensor]) -> list[Aspect]:
-    found = []
-    for path, tensor in sampled.items():
-        raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        found.append(Aspect(kind=VALUES, name=path, text=hashlib.sha256(raw.data).hexdigest()))
-    return found
+def _number(told: object) -> bytes:
+    return hashlib.sha256(repr(told).encode()).digest()[:8]
 
 
 def _sampled(tensor: torch.Tensor, call: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -91,23 +91,29 @@ def initialize(parallel: nn.Module, model: nn.Module) -> None:
             f"{foreign[0]} cannot be initialised: {type(model).__name__} has no such parameter or buffer",
             fix="give the model from which the parallel module was made",
         )
-    found = initialized(model, layouts, context) if missing else {}
+    found = initialized(model, layouts, context, needed=missing) if missing else {}
     cast = {id(found[name]): with_dtype(found[name], stored[name].dtype) for name in missing}
     for name in missing:
-        _install(parallel, name, cast[id(found[name])])
+        install(parallel, name, cast[id(found[name])])
 
 
 def initialized(
-    model: nn.Module, layouts: Mapping[str, Layout], context: Context, *, seed: int | None = None
+    model: nn.Module,
+    layouts: Mapping[str, Layout],
+    context: Context,
+    *,
+    seed: int | None = None,
+    needed: Sequence[str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """The model's parameters and buffers, initialised by its own code and stored in these layouts, by name.
 
     Every rank calls it. `model` is not changed; tensors that are not on meta keep rank 0's value; tied names share a tensor.
-    `seed` is by default drawn from rank 0's generator. Raises InputError when the model's code leaves a tensor on meta.
+    `seed` is by default drawn from rank 0's generator. Where only some are `needed`, the code sets the others on meta, which
+    costs nothing. Raises InputError when the model's code leaves a tensor on meta.
     """
     seed = agreed_seed(context) if seed is None else seed
     fresh = copy.deepcopy(model)
-    shards = _Shards(fresh, layouts, context)
+    shards = _Shards(fresh, layouts, context, needed)
     cpu = torch.device("cpu")
     with torch.no_grad(), drawing(seed, cpu), drawing(seed, context.device if context.device.type != "cpu" else META):
         with shards:
@@ -139,7 +145,7 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
 
 
-def _install(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def install(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Replace the parameter or buffer of this name; a buffer keeps its persistence."""
     owner, leaf = dict(root.named_modules(remove_duplicate=False))[_owner(name)], name.rpartition(".")[2]
     held: dict[str, torch.Tensor | None] = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers
@@ -157,10 +163,15 @@ class _Whole:
 class _Shards(TorchFunctionMode):
     """Materialises tensors on meta while the module that owns them is initialised, and keeps this rank's shard of each."""
 
-    def __init__(self, module: nn.Module, layouts: Mapping[str, Layout], context: Context) -> None:
+    def __init__(
+        self, module: nn.Module, layouts: Mapping[str, Layout], context: Context, needed: Sequence[str] | None
+    ) -> None:
         super().__init__()
         self.layouts, self.context = layouts, context
-        self.placeholders = {id(t): (name, t) for name, t in reversed(_tensors(module).items()) if t.is_meta}
+        tensors = _tensors(module)
+        wanted = {id(tensors[name]) for name in (tensors if needed is None else needed)}
+        self.needed = frozenset(name for name, tensor in tensors.items() if id(tensor) in wanted)
+        self.placeholders = {id(t): (name, t) for name, t in reversed(tensors.items()) if t.is_meta and name in self.needed}
         self.live: dict[str, _Whole] = {}
         self.parts: dict[str, torch.Tensor] = {}  # this rank's, of the tensors that were written
 
@@ -214,10 +225,10 @@ class _Shards(TorchFunctionMode):
         return part.to(self.context.device).clone(memory_format=torch.contiguous_format)
 
     def finish(self, module: nn.Module, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Every tensor of the model as stored; ties are those of `model`, values those of its initialised copy."""
+        """Every needed tensor of the model as stored; ties are those of `model`, values those of its initialised copy."""
         for name in list(self.live):
             self.drop(name)
-        now, originals = _tensors(module), _tensors(model)
+        now, originals = _tensors(module), {name: t for name, t in _tensors(model).items() if name in self.needed}
         stored = store({name: tensor for name, tensor in originals.items() if not tensor.is_meta}, self.layouts, self.context)
         made: dict[int, torch.Tensor] = {}
         lost = []

@@ -11,7 +11,10 @@ from autopar.cost_models.links import LINKS
 from autopar.errors import MeshError
 from autopar.ir.mesh import Device
 
-NAMES = ("v100-32gb", "a100-40gb", "a100-80gb", "h100", "h200", "l4", "rtx3090", "rtx3080-10gb", "rtx2060-6gb")
+NAMES = (
+    *("v100-32gb", "a100-40gb", "a100-80gb", "h100", "h200", "l4", "l40s", "t4"),
+    *("rtx4090", "rtx3090", "rtx3080-10gb", "rtx2060-6gb"),
+)
 
 # What the drivers of these boards call them, and the memory that they report.
 DRIVERS = {
@@ -21,6 +24,9 @@ DRIVERS = {
     "NVIDIA H100 80GB HBM3": (79.1, "h100"),
     "NVIDIA H200": (139.8, "h200"),
     "NVIDIA L4": (22.0, "l4"),
+    "NVIDIA L40S": (44.4, "l40s"),
+    "Tesla T4": (14.6, "t4"),
+    "NVIDIA GeForce RTX 4090": (23.6, "rtx4090"),
     "NVIDIA GeForce RTX 3090": (23.7, "rtx3090"),
     "NVIDIA GeForce RTX 3080": (9.8, "rtx3080-10gb"),
     "NVIDIA GeForce RTX 2060": (5.8, "rtx2060-6gb"),

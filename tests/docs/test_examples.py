@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import runpy
@@ -12,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from autopar.runtime.workers import WorkerPool
 from tests.docs.pages import ROOT
+from tests.integrations.launched import launched
 
 EXAMPLES = ROOT / "examples"
 Run = Callable[..., str]
@@ -39,6 +43,15 @@ def launch(*command: str, processes: int = 0) -> str:
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def in_worker(words: list[str]) -> str:
+    """Runs an example in a worker of the pool, which has a process group already; returns what it prints."""
+    launched()
+    sys.argv = words
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(EXAMPLES / words[0]), run_name="__main__")
+    return out.getvalue()
 
 
 def test_the_loss_inside_of_forward_and_outside_train_alike(run: Run) -> None:
@@ -74,3 +87,20 @@ def test_an_operator_of_ones_own_is_found_a_rule_and_verified() -> None:
     printed = launch("own_operator.py")
     assert '"... a, b a -> ... b"' in printed
     assert "equal numbers on two processes: True" in printed
+
+
+def test_a_hugging_face_model_is_loaded_trained_saved_and_generates(pool: WorkerPool) -> None:
+    first, second = pool.run(f"{__name__}:in_worker", ["hugging_face.py"], ranks=2)
+    losses = [float(loss) for loss in re.findall(r"by epoch: (.*)", str(first))[0].split()]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] / 4
+    assert "counted on: 0 1 2 3 4 5 6 7 8 9 10 11" in str(first)
+    assert "counted on" not in str(second)
+
+
+def test_a_loop_of_accelerate_trains(pool: WorkerPool) -> None:
+    first, second = pool.run(f"{__name__}:in_worker", ["accelerate_loop.py"], ranks=2)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", str(first))]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert second == ""

@@ -1,0 +1,161 @@
+"""Hugging Face accelerate: an `Accelerator` whose `prepare` takes parallel modules.
+
+    parallel = autopar.parallelize(model, batch, mesh, inputs="sharded")
+    accelerator = Accelerator()
+    parallel, optimizer, loader = accelerator.prepare(parallel, optimizer, loader)
+
+The library's own would wrap the module in DistributedDataParallel, shard the data by rank whatever the plan says, and save rank
+0's part of the state. Needs the package accelerate.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
+
+import accelerate
+import torch
+from accelerate.data_loader import DataLoaderShard
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
+
+from autopar.codegen import ParallelModule
+from autopar.errors import InputError
+from autopar.integrations.safetensors import full_state_dict
+from autopar.integrations.training_state import load_training_state, save_training_state
+
+STATES = "autopar"  # the folder of a saved state that has weights, the optimizer's and the random state
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """The library's Accelerator over parallel modules.
+
+    A prepared loader gives every rank its part of the planned batch: its `batch_size` times `parallel.data_world` is that
+    batch's size; samples that fill no batch are left out. It shuffles if the loader given does, in an order that `seed` and the
+    number of the epoch fix. `save_state` writes parts; `get_state_dict` and `save_model` gather the weights on rank 0.
+    """
+
+    _models: list[nn.Module]
+    _optimizers: list[AcceleratedOptimizer]
+
+    def __init__(self, *args: object, seed: int = 0, **options: object) -> None:
+        super().__init__(*args, **options)
+        self.seed = seed
+        self.parallel: ParallelModule | None = None
+
+    def prepare(self, *args: object, device_placement: list[bool] | None = None) -> object:
+        """Prepare a parallel module, loaders, optimizers and schedulers, in any order."""
+        self.parallel = next((found for found in args if isinstance(found, ParallelModule)), self.parallel)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+        """A parallel module as it is; any other module as the library does."""
+        if not isinstance(model, ParallelModule):
+            found: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+            return found
+        if self.native_amp:
+            fix = 'parallelize with precision="bf16-mixed", and leave mixed_precision out'
+            raise InputError("a parallel module runs outside of autocast: its casts are part of the plan", fix=fix)
+        self.parallel = model
+        if model not in self._models:
+            self._models.append(model)
+        return model
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[object], device_placement: bool | None = None, slice_fn_for_dispatch: object = None
+    ) -> DataLoader[object]:
+        """A loader of this rank's part of every batch; raises InputError for another batch size than the planned one."""
+        if self.parallel is None:
+            found: DataLoader[object] = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+            return found
+        if data_loader in self._dataloaders:
+            return data_loader
+        batch, shares = self.parallel.autopar.inputs.batch, self.parallel.data_world
+        if not isinstance(data_loader.dataset, Sized) or data_loader.batch_size is None:
+            what = "a loader of samples by number in batches is needed: not of an iterable data set, and without batch_sampler"
+            raise InputError(what, fix="DataLoader(dataset, batch_size=...)")
+        if data_loader.batch_size * shares != batch:
+            raise InputError(
+                f"the loader has batches of {data_loader.batch_size}, but the planned batch is {batch}, in {shares} share(s)",
+                fix=f"batch_size={batch // shares}, or plan with another batch",
+            )
+        loader = PartLoader(
+            data_loader.dataset,
+            device=self.device if device_placement or self.device_placement else None,
+            batch_sampler=self.parallel.sampler(
+                data_loader.dataset, shuffle=isinstance(data_loader.sampler, RandomSampler), seed=self.seed
+            ),
+            collate_fn=data_loader.collate_fn,
+            num_workers=data_loader.num_workers,
+            pin_memory=data_loader.pin_memory,
+            persistent_workers=data_loader.persistent_workers,
+            prefetch_factor=data_loader.prefetch_factor,
+            worker_init_fn=data_loader.worker_init_fn,
+        )
+        loader.parallel = self.parallel
+        self._dataloaders.append(loader)
+        return loader
+
+    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Clip the gradients of all parameters of the parallel module; others as the library does."""
+        given = [*parameters]
+        own = [*self.parallel.parameters()] if self.parallel is not None else []
+        if self.parallel is None or [*map(id, given)] != [*map(id, own)]:
+            norm: torch.Tensor = super().clip_grad_norm_(given, max_norm, norm_type)
+            return norm
+        self.unscale_gradients()
+        return self.parallel.clip_grad_norm_(max_norm, norm_type)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """The whole weights of a parallel module on rank 0, nothing elsewhere; every rank calls it."""
+        if isinstance(model, ParallelModule):
+            return full_state_dict(model)
+        found: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
+        return found
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: object) -> str:
+        """Save all that was prepared: what the ranks have in parts with torch.distributed.checkpoint, the rest as always."""
+        with self._parts_aside():
+            location: str = super().save_state(output_dir, safe_serialization, **options)
+        if self.parallel is not None:
+            save_training_state(self.parallel, self._own_optimizers(), os.path.join(location, STATES))
+        return location
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, object] | None = None, **options: object) -> None:
+        """Load what `save_state` saved, perhaps by another number of ranks; raises InputError without its folder."""
+        if input_dir is None:
+            raise InputError("load_state of parallel modules needs the folder", fix="load_state(folder)")
+        with self._parts_aside():
+            super().load_state(input_dir, load_kwargs, **options)
+        if self.parallel is not None:
+            load_training_state(self.parallel, self._own_optimizers(), os.path.join(input_dir, STATES))
+
+    def _own_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The prepared optimizers themselves, which the library wraps."""
+        return [prepared.optimizer for prepared in self._optimizers]
+
+    @contextmanager
+    def _parts_aside(self) -> Iterator[None]:
+        """Have the library save and load nothing that the ranks have in parts."""
+        models, optimizers = self._models, self._optimizers
+        if self.parallel is not None:
+            self._models, self._optimizers = [model for model in models if model is not self.parallel], []
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+class PartLoader(DataLoaderShard):  # type: ignore[misc]
+    """A loader of this rank's samples that yields its part of every batch."""
+
+    parallel: ParallelModule
+
+    def __iter__(self) -> Iterator[object]:
+        for samples in super().__iter__():
+            yield self.parallel.shard(samples, samples=True)
+
+
+__all__ = ["Accelerator", "PartLoader"]

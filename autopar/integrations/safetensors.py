@@ -1,0 +1,167 @@
+"""Weights in safetensors files, as Hugging Face has them: each rank reads its parts of the tensors, and no tensor whole.
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    parallel = autopar.parallelize(model, batch, mesh)
+    load_pretrained(parallel, model, folder)
+
+Needs the package safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from autopar.errors import InputError
+from autopar.runtime.initialize import Parallel, initialize
+from autopar.runtime.storage import full_tensor
+from autopar.runtime.streamed_load import load
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+LARGEST_INDEX = 1 << 28  # bytes of an index that is read
+
+
+class SafetensorsReader:
+    """A folder of safetensors files, one of which is open at a time: a file is mapped into memory while it is read."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._open: tuple[str, safe_open] | None = None
+        self._files = self._index()
+
+    def names(self) -> Collection[str]:
+        """The tensors in the folder, by file."""
+        return self._files.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole shape of one."""
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def read(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
+        """A range of one; a view of the file's memory."""
+        file = self._file(name)
+        found: torch.Tensor = file.get_slice(name)[where] if where else file.get_tensor(name)
+        return found
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        if self._open:
+            self._open[1].__exit__(None, None, None)
+        self._open = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.close()
+
+    def _index(self) -> dict[str, str]:
+        """The file of every tensor."""
+        if (index := self.folder / INDEX).is_file():
+            files = _weight_map(index)
+        elif (self.folder / SINGLE).is_file():
+            files = [SINGLE]
+        else:
+            what = f"{self.folder} has neither {SINGLE} nor {INDEX}"
+            raise InputError(what, fix="a folder that save_pretrained wrote, or a downloaded one")
+        found: dict[str, str] = {}
+        for file in files:
+            found |= dict.fromkeys(self._opened(file).keys(), file)
+        return found
+
+    def _file(self, name: str) -> safe_open:
+        return self._opened(self._files[name])
+
+    def _opened(self, file: str) -> safe_open:
+        if self._open is None or self._open[0] != file:
+            self.close()
+            try:
+                self._open = file, safe_open(self.folder / file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise InputError(f"{self.folder / file} cannot be read: {error}", fix="copy or download it again") from error
+        return self._open[1]
+
+
+def load_pretrained(parallel: nn.Module, model: nn.Module, folder: str | Path) -> tuple[str, ...]:
+    """Fill a parallel module from the safetensors files of a folder; each rank reads its parts only.
+
+    Every rank calls it, with a folder that it can read. What is on meta and not in a checkpoint (buffers such as rotary
+    frequencies) is initialised by the model's own code. Create the optimizer afterwards: tensors on meta are replaced.
+
+    Args:
+        parallel: the module that `autopar.parallelize` returned.
+        model: the model that was passed to it.
+        folder: what `save_pretrained` wrote, or what was downloaded from the Hub.
+
+    Returns:
+        The tensors in the files that the model does not have.
+
+    Raises:
+        InputError: a file is missing or damaged, or a tensor is missing or has another shape.
+    """
+    with SafetensorsReader(folder) as reader:
+        names = parallel.state_dict().keys()
+        aliases = _aliases(names, _prefix(model))
+        load(parallel, reader, aliases)
+        known = {*names, *(aliases[name] for name in names if name in aliases)}
+        unknown = tuple(sorted(name for name in reader.names() if name not in known))
+    if any(tensor.is_meta for tensor in (*parallel.parameters(), *parallel.buffers())):
+        initialize(parallel, model)
+    return unknown
+
+
+def full_state_dict(parallel: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole tensors of a parallel module's state dict on the host of rank 0; elsewhere, an empty dict.
+
+    Every rank calls it: tensors are gathered one by one, and only rank 0 keeps them. Tied names share a tensor. Raises
+    InputError for a pipeline, whose ranks have different tensors.
+    """
+    if isinstance(parallel, Parallel) and not parallel.autopar.alike:
+        raise InputError("the ranks of a pipeline have different tensors", fix="torch.distributed.checkpoint")
+    kept: dict[int, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    for name, stored in parallel.state_dict(keep_vars=True).items():
+        if id(stored) not in kept:
+            whole = full_tensor(stored.detach())
+            kept[id(stored)] = whole.to("cpu", copy=True).contiguous() if first else whole.new_empty(0)
+        if first:
+            found[name] = kept[id(stored)]
+    return found
+
+
+def _weight_map(index: Path) -> list[str]:
+    """The files that an index names: of this folder, whatever it says."""
+    if index.stat().st_size > LARGEST_INDEX:
+        raise InputError(f"{index} is too large for an index: {index.stat().st_size} bytes")
+    try:
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"{index} is damaged: {type(error).__name__}", fix="copy or download it again") from error
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file:
+            raise InputError(f"{index} names {file!r}, which is not a file of its folder")
+    return files
+
+
+def _prefix(model: nn.Module) -> str:
+    """The attribute under which a Hugging Face model with a head has the model without."""
+    found = next((vars(kind)["base_model_prefix"] for kind in type(model).__mro__ if "base_model_prefix" in vars(kind)), "")
+    return found if isinstance(found, str) else ""
+
+
+def _aliases(names: Collection[str], prefix: str) -> dict[str, str]:
+    """The names that tensors have in the checkpoint of the model without a head."""
+    start = f"{prefix}."
+    return {name: name.removeprefix(start) for name in names if name.startswith(start)} if prefix else {}
+
+
+__all__ = ["SafetensorsReader", "full_state_dict", "load_pretrained"]

@@ -1,0 +1,216 @@
+"""Hugging Face transformers: a `Trainer` for parallel modules, and `save_pretrained`.
+
+    parallel = autopar.parallelize(model, batch, mesh, inputs="sharded")
+    trainer = Trainer(parallel, model, args=args, train_dataset=dataset)
+    trainer.train()
+
+The library's Trainer would wrap the module in DistributedDataParallel, shard the data by rank whatever the plan says, and write
+rank 0's part of the weights and of the optimizer's state. Needs the packages transformers, accelerate and safetensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sized
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset
+from transformers.trainer import SCHEDULER_NAME
+
+from autopar.codegen import ParallelModule
+from autopar.errors import InputError
+from autopar.integrations.safetensors import full_state_dict, load_pretrained
+from autopar.integrations.training_state import load_training_state, load_weights, save_training_state
+
+STATES = "autopar"  # the folder of a checkpoint that has the optimizer's and the random state, and the weights in parts
+
+
+def save_pretrained(parallel: nn.Module, model: nn.Module, folder: str | Path, **options: object) -> None:
+    """Write a parallel module's weights as the library's model: `from_pretrained(folder)` reads them.
+
+    Every rank calls it; the whole weights are gathered on the host of rank 0, which writes. Of a `peft` model adapters are
+    written, as it does.
+
+    Args:
+        parallel: the module that `autopar.parallelize` returned.
+        model: the model that was passed to it, with or without weights: it writes its configuration, and names its tensors.
+        folder: where to write.
+        **options: those of the library's `save_pretrained`, such as `max_shard_size`.
+    """
+    weights = full_state_dict(parallel)
+    if weights:
+        model.save_pretrained(folder, state_dict=weights, **options)  # type: ignore[operator]
+    if dist.is_initialized():
+        dist.barrier()
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]
+    """The library's Trainer over a parallel module.
+
+    A step is one planned batch, of which every rank loads its samples: `per_device_train_batch_size` times
+    `parallel.data_world` is its size. Samples that fill no batch are left out in training, and an error in evaluation.
+    Checkpoints have the weights as `from_pretrained` reads them, and the optimizer's state in parts.
+
+    Args:
+        parallel: what `autopar.parallelize` returned; with `inputs="sharded"` ranks load their own samples only.
+        model: the model that was passed to it.
+        **options: those of the library's Trainer.
+
+    Raises:
+        InputError: the batch size is not the planned one.
+    """
+
+    def __init__(self, parallel: ParallelModule, model: nn.Module, **options: object) -> None:
+        self.source = model
+        super().__init__(model=parallel, **options)
+        self.is_distributed_loading_by_transformers = True  # the library's word for: neither wrap it nor shard it
+        self.model_accepts_loss_kwargs = False
+        paths = [planned.path for planned in parallel.autopar.signature.tensors]
+        if self.args.label_names is None:
+            self.label_names = [path for path in paths if "label" in path]
+        self._signature_columns = [*dict.fromkeys(path.partition(".")[0] for path in paths)]
+        batch, shares = parallel.autopar.inputs.batch, parallel.data_world
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+            if getattr(self.args, name) * shares != batch:
+                raise InputError(
+                    f"{name}={getattr(self.args, name)} is not the planned batch of {batch}, in {shares} share(s)",
+                    fix=f"{name}={batch // shares}, or plan with another batch",
+                )
+
+    def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
+        """The samples of an optimizer step."""
+        return int(self.model.autopar.inputs.batch * args.gradient_accumulation_steps)
+
+    def get_train_dataloader(self) -> DataLoader[object]:
+        """The samples of this rank, in an order that `seed` and the number of the epoch fix."""
+        if self.train_dataset is None:
+            raise ValueError("Trainer: training requires a train_dataset.")
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return self._loader(self.train_dataset, shuffle=self.args.train_sampling_strategy != "sequential", seed=seed)
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset[object] | None = None) -> DataLoader[object]:
+        """The samples of this rank, in order."""
+        found = self.eval_dataset if eval_dataset is None else eval_dataset
+        return self.get_test_dataloader(self.eval_dataset[found] if isinstance(found, str) else found)
+
+    def get_test_dataloader(self, test_dataset: Dataset[object]) -> DataLoader[object]:
+        """The samples of this rank, in order."""
+        batch = self.model.autopar.inputs.batch
+        if isinstance(test_dataset, Sized) and len(test_dataset) % batch and not self.args.dataloader_drop_last:
+            raise InputError(
+                f"the data set has {len(test_dataset)} samples, no multiple of the planned batch of {batch}",
+                fix="pad it, or leave the rest out: dataloader_drop_last=True",
+            )
+        return self._loader(test_dataset, shuffle=False, seed=0)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, object, object]:
+        """The loss, and whole logits and labels on every rank."""
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if labels is not None:
+            parts, names = self.model.autopar.inputs, self.label_names
+            several = labels if isinstance(labels, tuple) else (labels,)
+            whole = tuple(parts.whole(name, label) for name, label in zip(names, several, strict=True))
+            labels = whole if isinstance(labels, tuple) else whole[0]
+        return loss, _whole(logits), labels
+
+    def evaluation_loop(self, *args: object, **options: object) -> object:
+        """The library's loop; what it gathers is whole on every rank."""
+        self.gather_function = lambda tensors: tensors
+        return super().evaluation_loop(*args, **options)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the weights as `from_pretrained` reads them; every rank calls it."""
+        folder = output_dir or self.args.output_dir
+        save_pretrained(self.model, self.source, folder)
+        if self.args.should_save:
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+            torch.save(self.args, os.path.join(folder, "training_args.bin"))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _loader(self, dataset: Dataset[object], *, shuffle: bool, seed: int) -> DataLoader[object]:
+        if not isinstance(dataset, Sized):
+            raise InputError("the data set has no length", fix="a data set of samples by number, not an iterable one")
+        own, args = self.model.sampler(dataset, shuffle=shuffle, seed=seed), self.args
+        collate = self._get_collator_with_removed_columns(self.data_collator, description="autopar")
+        return EpochLoader(
+            dataset,
+            batch_sampler=own,
+            collate_fn=collate,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+
+    def _prepare_inputs(self, inputs: dict[str, torch.Tensor]) -> Mapping[str, object]:
+        found: Mapping[str, object] = self.model.shard(super()._prepare_inputs(inputs), samples=True)
+        return found
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """They are the planned arguments."""
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Nothing: the plan reduces the gradient of every parameter."""
+
+    def _clip_grad_norm(self, model: ParallelModule) -> torch.Tensor:
+        return model.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: ParallelModule, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+        return model.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if os.path.isdir(states := os.path.join(resume_from_checkpoint, STATES)):
+            load_weights(self.model, states)  # of adapters the other files have no more
+        else:
+            load_pretrained(self.model, self.source, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_training_state(self.model, [self._own_optimizer()], os.path.join(output_dir, STATES))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not os.path.isdir(os.path.join(checkpoint, STATES)):
+            return
+        load_training_state(self.model, [self._own_optimizer()], os.path.join(checkpoint, STATES))
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _own_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer itself, which accelerate wraps."""
+        prepared = self.optimizer
+        own: torch.optim.Optimizer = prepared.optimizer if isinstance(prepared, AcceleratedOptimizer) else prepared
+        return own
+
+
+class EpochLoader(DataLoader[object]):
+    """A DataLoader that tells its batch sampler of the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of this epoch from now on."""
+        self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+def _whole(found: object) -> object:
+    if isinstance(found, DTensor):
+        return found.full_tensor()
+    return type(found)(map(_whole, found)) if isinstance(found, (tuple, list)) else found
+
+
+__all__ = ["Trainer", "save_pretrained"]

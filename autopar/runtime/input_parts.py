@@ -1,0 +1,218 @@
+"""Which part of every input of a call a rank gives: the whole batch, or its own part in the plan's layout.
+
+    whole:    every rank gives the same batch, and the emitted code slices it
+    sharded:  a rank gives what the plan has it compute with: a plain tensor, or a DTensor in the planned placements
+
+Micro-batches cut the whole batch before the mesh does, so that a part has samples of every one of them: in the digits of a
+layout that is the layout of a micro-batch, as it stands.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Sampler
+
+from autopar.errors import InputError, LayoutError
+from autopar.ir.layout import I, Layout, Shape, each_split, join, parse, shard, text
+from autopar.runtime.storage import placements
+from autopar.runtime.world import Context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputParts:
+    """How the inputs of a call lie on the ranks that give them.
+
+    `shapes` are those of the whole batch and `layouts` the plan's, by path of the input; unless inputs are `sharded`, ranks
+    give them whole.
+    """
+
+    context: Context
+    shapes: Mapping[str, Shape]
+    layouts: Mapping[str, Layout]
+    sharded: bool
+
+    def layout(self, path: str) -> Layout:
+        """How an input is given: all I where it is whole on every rank."""
+        return self.layouts[path] if self.sharded else (I,) * len(self.context.axes)
+
+    def counts(self, path: str) -> Shape:
+        """Into how many parts each dim of an input is cut between ranks."""
+        ones = [1] * len(self.shapes[path])
+        for axis, state in each_split(self.layout(path)):
+            ones[state.dim] *= self.context.mesh.sizes[axis]
+        return tuple(ones)
+
+    def local(self, path: str, given: torch.Tensor) -> torch.Tensor:
+        """The tensor that the emitted code takes for what a rank gives; raises InputError for a DTensor in another layout."""
+        if not isinstance(given, DTensor):
+            return given
+        own, sizes = self.context.device_mesh, self.context.mesh.sizes
+        if not self.sharded:
+            raise InputError(
+                f"argument {path} is a DTensor, but the module takes the whole batch on every rank",
+                fix='autopar.parallelize(..., inputs="sharded"), or give the whole tensor',
+            )
+        layout = self._at(path, tuple(given.shape))
+        wanted = placements(layout, tuple(given.shape), sizes)
+        if own is None or given.device_mesh != own or tuple(given.placements) != wanted:
+            raise InputError(
+                f"argument {path} is a DTensor in another layout than the planned one",
+                given=f"{given.placements} on {given.device_mesh}",
+                planned=f"{wanted} on {own}: {text(layout, tuple(given.shape), sizes)}",
+                fix=f"{path}.redistribute(...), or parallel.shard(batch)",
+            )
+        part: torch.Tensor = given.to_local(grad_placements=wanted)
+        return part
+
+    def part(self, path: str, tensor: torch.Tensor, *, samples: bool = False) -> torch.Tensor:
+        """This rank's part of a whole input, in memory of its own; with `samples` of its `indices` of the batch alone."""
+        shape = tuple(tensor.shape)
+        samples = samples and self._has_samples(path) and self.world > 1
+        if samples and shape:
+            shape = (shape[0] * self.world, *shape[1:])
+        layout = self._at(path, shape)
+        if all(state == I for state in layout):
+            return tensor
+        sizes, here = self.context.mesh.sizes, self.context.coordinates
+        if samples:
+            first = tuple(state if state.dim == 0 else I for state in layout)
+            layout = tuple(I if state.dim == 0 else state for state in layout)
+            own = shard(torch.arange(shape[0]), first, sizes, here)
+            tensor = tensor[torch.searchsorted(self.indices(shape[0]), own)]
+        return shard(tensor, layout, sizes, here).clone(memory_format=torch.contiguous_format)
+
+    def whole(self, path: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole input from all ranks' parts; all ranks call it, as it all-gathers."""
+        shape = tuple(size * count for size, count in zip(part.shape, self.counts(path), strict=True))
+        if shape == tuple(part.shape):
+            return part
+        own = part.detach().contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.context.mesh.size)]
+        dist.all_gather(parts, own)
+        return join([parts[rank] for rank in self._ranks], shape, self._at(path, shape), self.context.mesh.sizes)
+
+    def indices(self, batch: int | None = None) -> torch.Tensor:
+        """The places in the whole batch of this rank's samples."""
+        size = self.batch if batch is None else batch
+        return shard(torch.arange(size), self._samples(size), self.context.mesh.sizes, self.context.coordinates)
+
+    @property
+    def batch(self) -> int:
+        """The samples of the whole batch: dim 0 of the first input."""
+        shape = next(iter(self.shapes.values()))
+        if not shape:
+            raise InputError(
+                "the first input is a scalar and has no samples", fix="a batch whose first input has them in dim 0"
+            )
+        return shape[0]
+
+    @property
+    def world(self) -> int:
+        """Among how many the samples are divided: ranks that compute with the same ones count once."""
+        return math.prod(self.context.mesh.sizes[axis] for axis, _ in each_split(self._samples()))
+
+    @property
+    def rank(self) -> int:
+        """Which share of the samples this rank has, of `world` many."""
+        firsts = sorted(dict.fromkeys(map(self._first_sample, self._coordinates)))
+        return firsts.index(self._first_sample(self.context.coordinates))
+
+    def owners(self, path: str) -> list[int]:
+        """For every rank, the first one that gives the same part of an input."""
+        axes = [axis for axis, _ in each_split(self.layout(path))]
+        firsts: dict[tuple[int, ...], int] = {}
+        found = [0] * self.context.mesh.size
+        by_rank = dict(zip(self._ranks, self._coordinates, strict=True))
+        for rank in sorted(by_rank):
+            found[rank] = firsts.setdefault(tuple(by_rank[rank][axis] for axis in axes), rank)
+        return found
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """The inputs of which ranks give different parts."""
+        return tuple(path for path in self.shapes if any(count > 1 for count in self.counts(path)))
+
+    @property
+    def _coordinates(self) -> list[tuple[int, ...]]:
+        """The coordinates of all places of the mesh, in row-major order."""
+        return list(itertools.product(*map(range, self.context.mesh.sizes)))
+
+    @property
+    def _ranks(self) -> list[int]:
+        """The rank at every place of the mesh, in row-major order."""
+        grid = self.context.device_mesh
+        return list(range(self.context.mesh.size)) if grid is None else list(map(int, grid.mesh.flatten().tolist()))
+
+    def _has_samples(self, path: str) -> bool:
+        return self.shapes[path][:1] == (self.batch,)
+
+    def _samples(self, batch: int | None = None) -> Layout:
+        """The layout of the samples: the axes that split dim 0 alike in every input that has them."""
+        having = [
+            self._at(path, (self.batch if batch is None else batch, *shape[1:]))
+            for path, shape in self.shapes.items()
+            if self._has_samples(path)
+        ]
+        return tuple(
+            first if first.kind == "S" and first.dim == 0 and all(state == first for state in others) else I
+            for first, *others in zip(*having, strict=True)
+        )
+
+    def _first_sample(self, coordinates: tuple[int, ...]) -> int:
+        return int(shard(torch.arange(self.batch), self._samples(), self.context.mesh.sizes, coordinates)[0])
+
+    def _at(self, path: str, shape: Shape) -> Layout:
+        """How an input of this whole shape is given, where sizes may be others than planned; raises InputError."""
+        layout, planned, sizes = self.layout(path), self.shapes[path], self.context.mesh.sizes
+        if shape == planned or all(state == I for state in layout):
+            return layout
+        words = text(layout, planned, sizes)
+        try:
+            return tuple(state or I for state in parse(words, shape, sizes, path))
+        except LayoutError as error:
+            raise InputError(
+                f"argument {path} cannot be cut as the plan splits it",
+                given=list(shape),
+                planned=f"{list(planned)}, split {words}",
+                fix="give the whole batch, of a size that the mesh divides",
+            ) from error
+
+
+class BatchSampler(Sampler[list[int]]):
+    """The indices of this rank's samples of a data set, batch by batch: the `batch_sampler` of a DataLoader.
+
+    Every rank makes it alike. With `shuffle` an order is drawn for every epoch from `seed` and the number of the epoch, which
+    `set_epoch` sets. Samples that do not fill a whole batch are left out.
+    """
+
+    def __init__(self, parts: InputParts, dataset: Sized, *, shuffle: bool = False, seed: int = 0) -> None:
+        self.size, self.batch, self.own = len(dataset), parts.batch, parts.indices().tolist()
+        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
+        if self.size < self.batch:
+            raise InputError(
+                f"the data set has {self.size} samples, fewer than the batch of {self.batch}", fix="plan with a smaller batch"
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of this epoch from now on."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.size // self.batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order: Sequence[int] = range(self.size)
+        if self.shuffle:
+            order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+        for first in range(0, len(self) * self.batch, self.batch):
+            yield [order[first + place] for place in self.own]
+
+
+__all__ = ["BatchSampler", "InputParts"]

@@ -1,0 +1,155 @@
+"""What training scripts do around a module works on a parallel one, with the numbers of the sequential model."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import fx, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import autopar
+from autopar.errors import InputError
+from autopar.runtime.storage import full_tensor
+from autopar.runtime.workers import WorkerPool
+
+STEPS, PARTS = 4, 2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(self.body(x), x.sin())
+
+
+def batches() -> torch.Tensor:
+    return torch.randn(STEPS, PARTS, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def trained(module: nn.Module) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and norms of a loop with all of it, and the averaged weights."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=STEPS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    seen = []
+    for parts in batches():
+        for part in parts:  # accumulation: a plain loop
+            loss = module(part) / PARTS
+            scaler.scale(loss).backward()
+            seen.append(loss.item())
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+        seen.append(float(full_tensor(norm)))
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        optimizer.zero_grad()
+        average.update_parameters(module)
+    return seen, {name: full_tensor(tensor.detach()) for name, tensor in average.module.named_parameters()}
+
+
+def compared(folder: Path) -> list[str]:
+    """Trains both, and moves the weights about; the messages of warnings."""
+    plain = Net()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallel = autopar.parallelize(Net(), batches()[0, 0], (2,), device="h100", strategy="fsdp")
+        losses, averaged = trained(parallel)
+    expected, weights = trained(plain)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(averaged, weights)
+    there_and_back(parallel, plain, folder)
+    hooks(parallel)
+    return [str(warning.message).splitlines()[0] for warning in caught]
+
+
+def there_and_back(parallel: fx.GraphModule, plain: nn.Module, folder: Path) -> None:
+    """Weights saved in the background, whole on rank 0, and from there on all ranks again."""
+    kept = copy.deepcopy(plain.state_dict())
+    dcp.async_save({"model": parallel.state_dict()}, checkpoint_id=str(folder / "state")).result()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole = get_model_state_dict(parallel, options=options)
+    assert bool(whole) == (dist.get_rank() == 0)
+    if whole:
+        torch.testing.assert_close(whole, kept)
+    for change in ("load", "set"):
+        with torch.no_grad():
+            for parameter in parallel.parameters():
+                parameter.zero_()
+        if change == "load":
+            dcp.load({"model": parallel.state_dict()}, checkpoint_id=str(folder / "state"))
+        else:
+            back = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(parallel, whole, options=back)
+        torch.testing.assert_close({name: full_tensor(p.detach()) for name, p in parallel.named_parameters()}, kept)
+
+
+def hooks(parallel: fx.GraphModule) -> None:
+    x, seen = batches()[0, 0], []
+    own = parallel.register_forward_hook(lambda module, args, result: seen.append(float(result)))
+    loss = float(parallel(x))
+    own.remove()
+    assert seen == [loss]
+    inner = parallel.get_submodule("body.0").register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match=r"the hook on body\.0 would never run"):
+        parallel(x)
+    inner.remove()
+    assert float(parallel(x)) == loss
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        parallel(x).backward()
+    names = {event.key for event in profile.key_averages()}
+    assert {"aten::linear", "aten::tanh"} <= names or {"aten::addmm", "aten::tanh"} <= names
+
+
+def test_a_training_loop_with_every_tool_has_the_sequential_numbers(pool: WorkerPool, tmp_path: Path) -> None:
+    for messages in pool.run(f"{__name__}:compared", tmp_path, ranks=2):
+        assert messages == []  # type: ignore[comparison-overlap]
+
+
+def test_a_parameter_that_is_unfrozen_afterwards_is_refused() -> None:
+    model, x = Net(), batches()[0, 0]
+    model.body[0].requires_grad_(False)
+    parallel = autopar.parallelize(model, x, (1,))
+    parallel(x).backward()
+    parallel.requires_grad_()
+    with pytest.raises(InputError, match=r"body\.0\.weight and 1 more require a gradient, but had requires_grad=False"):
+        parallel(x)
+
+
+def norms(_: None) -> list[str]:
+    """Compares norms of gradients that are split over both axes, over one, or not at all; the messages of warnings."""
+    plain = Net()
+    layouts = {"body.0.weight": "S(0), S(1)", "body.0.bias": "I, S(0)", "body.2.weight": "S(1), I", "body.2.bias": "I, I"}
+    parallel = autopar.parallelize(Net(), batches()[0, 0], (2, 2), device="h100", constraints=layouts)
+    for module in (plain, parallel):
+        module(batches()[0, 0]).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [parallel.clip_grad_norm_(10.0, kind) for kind in (1.0, 2.0, float("inf"))]
+        parallel.clip_grad_norm_(0.01)
+    expected = [nn.utils.get_total_norm([p.grad for p in plain.parameters()], kind) for kind in (1.0, 2.0, float("inf"))]
+    torch.testing.assert_close(found, expected)
+    nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    for one, other in zip(plain.parameters(), parallel.parameters(), strict=True):
+        torch.testing.assert_close(full_tensor(other.grad), one.grad)
+    return [str(warning.message) for warning in caught]
+
+
+def test_the_norm_of_gradients_in_any_layout_is_that_of_the_whole_ones_and_warns_of_nothing(pool: WorkerPool) -> None:
+    assert pool.run(f"{__name__}:norms", ranks=4) == [[]] * 4

@@ -1,0 +1,36 @@
+"""`autopar` and `python -m autopar`: what commands there are, and that each is run."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from autopar.__main__ import COMMANDS, main
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+
+def test_the_commands_are_listed_and_an_unknown_one_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    for asked in ([], ["--help"]):
+        assert main(asked) == 0
+        printed = capsys.readouterr().out
+        assert all(f"autopar {name}" in printed for name in COMMANDS)
+    assert main(["explian"]) == 2
+    assert "no such command: explian" in capsys.readouterr().err
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"autopar {PROJECT['version']}\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_given_what_follows_its_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    assert f"python -m autopar.{name}" in capsys.readouterr().out
+
+
+def test_the_console_script_is_this_one() -> None:
+    script = EntryPoint(name="autopar", value=PROJECT["scripts"]["autopar"], group="console_scripts")
+    assert script.load() is main

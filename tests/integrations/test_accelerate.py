@@ -1,0 +1,97 @@
+"""The library's loop over a parallel module: prepared modules, loaders and optimizers, saved and loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import autopar
+from autopar.errors import InputError
+from autopar.integrations.accelerate import Accelerator
+from autopar.runtime.workers import WorkerPool
+from tests.integrations.launched import launched
+
+BATCH, STEPS = 8, 4
+X = torch.randn(36, 6, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(X, X.sin())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 6))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(self.body(x), y)
+
+
+def made() -> fx.GraphModule:
+    return autopar.parallelize(Net(), DATA[:BATCH], (dist.get_world_size(),), device="h100", strategy="fsdp", inputs="sharded")
+
+
+def expected() -> list[float]:
+    """The losses of a plain loop over whole batches, with two of them in every step."""
+    model, losses = Net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for _ in range(2):
+        for number in range(STEPS):
+            loss = model(*DATA[number * BATCH : (number + 1) * BATCH])
+            (loss / 2).backward()
+            losses.append(loss.item())
+            if number % 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+    return losses
+
+
+def looped(folder: Path) -> tuple[list[float], list[str]]:
+    """The losses of two epochs, the second after a restart, and the names of the weights that this rank has in the end."""
+    launched()
+    losses: list[float] = []
+    for epoch in range(2):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        parallel = made()
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.05)
+        loader = DataLoader(DATA, batch_size=BATCH // parallel.data_world)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        loader, optimizer, parallel, schedule = accelerator.prepare(loader, optimizer, parallel, schedule)
+        if epoch:
+            accelerator.load_state(str(folder))
+        for own in loader:
+            assert len(own[0]) == BATCH // 2
+            with accelerator.accumulate(parallel):
+                loss = parallel(*own)
+                accelerator.backward(loss)
+                losses.append(loss.item())
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(parallel.parameters(), 0.1)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        accelerator.save_state(str(folder))
+    return losses, [*accelerator.get_state_dict(parallel)]
+
+
+def test_a_loop_with_a_restart_has_the_losses_of_one_process(pool: WorkerPool, tmp_path: Path) -> None:
+    found = pool.run(f"{__name__}:looped", tmp_path, ranks=2)
+    for losses, _ in found:  # type: ignore[misc]
+        assert losses == pytest.approx(expected(), rel=1e-4)
+    names = [*Net().state_dict()]
+    assert [kept for _, kept in found] == [names, []]  # type: ignore[misc]
+
+
+def test_other_batches_and_autocast_are_refused() -> None:
+    accelerator, parallel = Accelerator(cpu=True), autopar.parallelize(Net(), DATA[:BATCH], (1,))
+    with pytest.raises(InputError, match=r"batches of 3, but the planned batch is 8, in 1 share\(s\)"):
+        accelerator.prepare(parallel, DataLoader(DATA, batch_size=3))
+    accelerator.native_amp = True
+    with pytest.raises(InputError, match="a parallel module runs outside of autocast"):
+        accelerator.prepare(autopar.parallelize(Net(), DATA[:BATCH], (1,)))

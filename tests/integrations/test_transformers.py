@@ -1,0 +1,123 @@
+"""The library's Trainer over parallel modules: its losses are those of the library's own on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+import autopar
+from autopar.errors import InputError
+from autopar.integrations.transformers import Trainer
+from autopar.runtime.workers import WorkerPool
+from tests.integrations.launched import launched
+
+SIZES = LlamaConfig(
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=48,
+)
+BATCH, STEPS = 8, 6
+WORDS = torch.randint(48, (40, 10), generator=torch.Generator().manual_seed(0))
+DATA = [{"input_ids": words, "labels": words} for words in WORDS]
+SAMPLE = {"input_ids": WORDS[:BATCH], "labels": WORDS[:BATCH]}
+
+
+def arguments(folder: Path, batch: int, **options: object) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        max_steps=STEPS,
+        logging_steps=1,
+        save_steps=3,
+        eval_strategy="steps",
+        eval_steps=3,
+        learning_rate=1e-2,
+        train_sampling_strategy="sequential",
+        gradient_accumulation_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
+
+
+def model(lora: bool) -> nn.Module:
+    torch.manual_seed(0)
+    made = LlamaForCausalLM(SIZES)
+    return peft.get_peft_model(made, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2)) if lora else made
+
+
+def history(trainer: transformers.Trainer) -> list[float]:
+    logs = trainer.state.log_history
+    return [
+        value for log in logs for name, value in sorted(log.items()) if name in ("loss", "eval_loss", "grad_norm", "eval_right")
+    ]
+
+
+def accuracy(found: transformers.EvalPrediction) -> dict[str, float]:
+    return {"right": float((found.predictions.argmax(-1) == found.label_ids).mean())}
+
+
+def alone(payload: tuple[Path, bool]) -> list[float]:
+    folder, lora = payload
+    trainer = transformers.Trainer(
+        model(lora), args=arguments(folder, BATCH), train_dataset=DATA, eval_dataset=DATA, compute_metrics=accuracy
+    )
+    trainer.train()
+    return history(trainer)
+
+
+def together(payload: tuple[Path, bool, str]) -> tuple[list[float], list[float]]:
+    """The history of training at once, and of training that stopped after half of the steps and went on."""
+    folder, lora, strategy = payload
+    launched()
+    found = []
+    for first in (True, False):
+        source = model(lora)
+        mesh = {"dp": 1, "tp": 2} if strategy == "megatron" else (2,)
+        parallel = autopar.parallelize(source, SAMPLE, mesh, device="h100", strategy=strategy, inputs="sharded")
+        args = arguments(folder, BATCH // parallel.data_world)
+        trainer = Trainer(parallel, source, args=args, train_dataset=DATA, eval_dataset=DATA, compute_metrics=accuracy)
+        trainer.train(resume_from_checkpoint=None if first else str(folder / "checkpoint-3"))
+        found.append(history(trainer))
+    if not lora:
+        whole = LlamaForCausalLM.from_pretrained(folder / f"checkpoint-{STEPS}")
+        with torch.no_grad():
+            assert torch.allclose(whole(**SAMPLE).loss, parallel.eval()(**parallel.shard(SAMPLE)).loss)
+    elif dist.get_rank() == 0:
+        again = peft.PeftModel.from_pretrained(LlamaForCausalLM(SIZES), folder / f"checkpoint-{STEPS}")
+        lora_b = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"
+        assert again.state_dict()[lora_b].abs().max() > 0
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("strategy, lora", [("fsdp", False), ("megatron", False), ("ddp", True)])
+def test_training_and_resuming_have_the_losses_of_one_process(
+    pool: WorkerPool, tmp_path: Path, strategy: str, lora: bool
+) -> None:
+    expected = pool.run(f"{__name__}:alone", (tmp_path / "alone", lora), ranks=1)[0]
+    assert len(expected) == 2 * STEPS + 2 * 2  # type: ignore[arg-type]
+    for straight, resumed in pool.run(f"{__name__}:together", (tmp_path / "parts", lora, strategy), ranks=2):  # type: ignore[misc]
+        assert straight == pytest.approx(expected, rel=2e-4)
+        assert resumed == pytest.approx(expected, rel=2e-4)
+
+
+def test_another_batch_than_the_planned_one_is_refused(tmp_path: Path) -> None:
+    source = model(False)
+    parallel = autopar.parallelize(source, SAMPLE, (1,))
+    with pytest.raises(InputError, match="per_device_train_batch_size=4 is not the planned batch of 8, in 1 share"):
+        Trainer(parallel, source, args=arguments(tmp_path, 4), train_dataset=DATA, eval_dataset=DATA)
+    trainer = Trainer(parallel, source, args=arguments(tmp_path, 8), train_dataset=DATA, eval_dataset=DATA[:12])
+    with pytest.raises(InputError, match="the data set has 12 samples, no multiple of the planned batch of 8"):
+        trainer.evaluate()
