@@ -6,8 +6,9 @@
 
 A block is everything under one index of a container ("h.3."). Two siblings are equal if their ops agree one by one in target,
 static arguments, shapes and dtypes. Only blocks with at least two matrix products are folded: in a sequence of linear layers
-each must be free to be either side of a column-row pair. Nothing is approximated: values between classes are grouped by
-producer and by every consumer (`ValueClass`), and each group is priced as often as it occurs.
+each must be free to be either side of a column-row pair. Steps of a loop are folded too (`repeated_steps`), within a block or
+around blocks. Nothing is approximated: values between classes are grouped by producer and by every consumer (`ValueClass`), and
+each group is priced as often as it occurs.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from autopar.ir.program import OUTPUT, Op, Program, Ref, Static, Value, substitute, text
+from autopar.analysis.interchangeable import operand_places, result_places
+from autopar.analysis.repeated_steps import repeated_steps
+from autopar.analysis.signatures import kind_of, signature
+from autopar.ir.program import OUTPUT, Op, Program
 from autopar.operators import row_of
 
 INDEX = re.compile(r"^(.*?(?:^|\.))(\d+)((?:\.|:).*|)$")
@@ -25,7 +29,10 @@ INDEX = re.compile(r"^(.*?(?:^|\.))(\d+)((?:\.|:).*|)$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueClass:
-    """Values with the same producer class and the same consumers; `consumers` are (op class or output, operand position)."""
+    """Values with the same producer class and the same consumers; `consumers` are (op class or output, operand position).
+
+    Of results, and of positions, that no candidate tells apart the first stands for all.
+    """
 
     producer: str
     result: int
@@ -44,6 +51,12 @@ class Classes:
     of: Mapping[str, str]
     members: Mapping[str, tuple[str, ...]]
     values: tuple[ValueClass, ...]
+    places: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of op classes with operands that stand for others
+
+    def end(self, name: str, position: int) -> tuple[str, int]:
+        """The consumer, of a `ValueClass`, that an op or an output is at one of its operands."""
+        name = self.of[name]
+        return name, self.places[name][position] if name in self.places else position
 
 
 def fold(program: Program, *, apart: Callable[[str], str] = lambda value: "", repeated: bool = True) -> Classes:
@@ -51,36 +64,47 @@ def fold(program: Program, *, apart: Callable[[str], str] = lambda value: "", re
 
     Values with different `apart` labels are never in one class; with `repeated=False` every op is a class of its own.
     """
-    folded = _folded_prefixes(program, apart) if repeated else {}
+    folded, step = (_folded_prefixes(program, apart), repeated_steps(program)) if repeated else ({}, {})
     first: dict[tuple[str, str], str] = {}
     of: dict[str, str] = {}
     members: dict[str, list[str]] = defaultdict(list)
 
     def assign(name: str, signature: str) -> None:
-        of[name] = first.setdefault((_wild(name, folded), signature), name)
+        of[name] = first.setdefault((_wild(step.get(name, name), folded), signature), name)
         members[of[name]].append(name)
 
     for given in program.given:
-        assign(given.name, _kind(given) + apart(given.name))
+        assign(given.name, kind_of(given) + apart(given.name))
     for op in program.ops:
         assign(op.name, _row(op, program, apart))
     for output in program.outputs:
         assign(OUTPUT + output.path, "")
-    return Classes(of=of, members={name: tuple(m) for name, m in members.items()}, values=_value_classes(program, of))
+    leaders = [op for op in program.ops if step and of[op.name] == op.name]  # few ops join as many tensors as a loop makes
+    operands = {op.name: places for op in leaders if (places := operand_places(program, op))}
+    results = {op.name: places for op in leaders if (places := result_places(program, op))}
+    classes = Classes(of=of, members={name: tuple(m) for name, m in members.items()}, values=(), places=operands)
+    return replace(classes, values=_value_classes(program, classes, results, once=bool(step)))
 
 
-def _value_classes(program: Program, of: Mapping[str, str]) -> tuple[ValueClass, ...]:
+def _value_classes(
+    program: Program, classes: Classes, places: Mapping[str, tuple[int, ...]], *, once: bool
+) -> tuple[ValueClass, ...]:
+    """The classes of values; `places` are of results that stand for others. Steps that read one value count `once`."""
     consumers: dict[str, list[tuple[str, int]]] = {name: [] for name in program.values}
     for op in program.ops:
         for position, operand in enumerate(op.operands):
-            consumers[operand].append((of[op.name], position))
+            consumers[operand].append(classes.end(op.name, position))
     for output in program.outputs:
-        consumers[output.value].append((of[OUTPUT + output.path], 0))
+        consumers[output.value].append(classes.end(OUTPUT + output.path, 0))
+    produced = {value.name: (classes.of[value.name], 0) for value in program.given}
+    for op in program.ops:
+        leader = classes.of[op.name]
+        stand = places.get(leader, range(len(op.results)))
+        produced |= {result.name: (leader, place) for result, place in zip(op.results, stand, strict=True)}
     groups: dict[tuple[str, int, tuple[tuple[str, int], ...]], list[str]] = defaultdict(list)
     for name in program.values:
-        producer = program.producer.get(name)
-        place = 0 if producer is None else [r.name for r in producer.results].index(name)
-        groups[of[name if producer is None else producer.name], place, tuple(consumers[name])].append(name)
+        uses = dict.fromkeys(consumers[name]) if once else consumers[name]
+        groups[*produced[name], tuple(uses)].append(name)
     return tuple(
         ValueClass(producer=producer, result=result, consumers=uses, members=tuple(names))
         for (producer, result, uses), names in groups.items()
@@ -126,18 +150,3 @@ def _wild(name: str, folded: Mapping[str, str]) -> str:
     if match and match[1] + match[2] in folded:
         return folded[match[1] + match[2]] + match[3]
     return name
-
-
-def signature(op: Op, values: Mapping[str, Value]) -> str:
-    """Everything that decides the candidates of an op and their prices: target, static arguments, operand and result kinds."""
-
-    def describe(leaf: Ref | Static) -> str:
-        return _kind(values[leaf.name]) if isinstance(leaf, Ref) else text(leaf)
-
-    arguments = [text(substitute(a, describe)) for a in op.args]
-    arguments += [f"{name}={text(substitute(a, describe))}" for name, a in op.kwargs]
-    return f"{op.target}({', '.join(arguments)}) -> {', '.join(map(_kind, op.results))}"
-
-
-def _kind(value: Value) -> str:
-    return f"{value.dtype}{list(value.shape)}{'+' if value.requires_grad else ''}"

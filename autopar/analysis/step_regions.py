@@ -80,21 +80,25 @@ class StepRegions:
 
 def step_regions(analysis: Analysis) -> StepRegions:
     """The regions of a program."""
-    of, members = analysis.classes.of, analysis.classes.members
+    of, program = analysis.classes.of, analysis.program
+    spread = {
+        name for name, found in analysis.classes.members.items() if name in program.op and len(set(map(block_of, found))) > 1
+    }
     sequence: list[int] = []
     member: dict[str, int] = {}
     regions: dict[str, int] = {}  # the first block of a class, or the first op of a stretch -> the region's number
     blocks: dict[str, int] = {}  # a repeated block -> its member
     stretch, products, last = -1, 0, ""
-    for op in analysis.program.ops:
+    for op in program.ops:
         block = block_of(op.name)
-        if len(members[of[op.name]]) > 1 and block:
+        if of[op.name] in spread:
             if block not in blocks:
                 blocks[block] = len(sequence)
                 sequence.append(regions.setdefault(block_of(of[op.name]), len(regions)))
             member[op.name], stretch = blocks[block], -1
             continue
-        if stretch < 0 or (block != last and products >= 2):
+        ends = block != last and products >= 2 and of[op.name] == op.name  # the steps of a loop stay together
+        if stretch < 0 or ends:
             stretch, products = len(sequence), 0
             sequence.append(regions.setdefault(op.name, len(regions)))
         member[op.name], last = stretch, block

@@ -122,7 +122,7 @@ class MemoryRows:
         if life.end is None:
             return PRODUCER
         name, position = life.end
-        return self.formulated.edges[self.edge[life.name]].consumers.index((self.of[name], position))
+        return self.formulated.edges[self.edge[life.name]].consumers.index(self.formulated.analysis.classes.end(name, position))
 
     def _layouts(self, edge: int) -> Floats:
         """Bytes of one member of an edge in each of its layouts."""

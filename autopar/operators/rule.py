@@ -147,6 +147,7 @@ class Rule:
     # What it costs.
     flops: Flops | None = None  # the products that it consists of; None: one operation per element
     picks: str = ""  # the argument of which it reads only the elements that its indices pick: the table of an embedding
+    indifferent: tuple[str, ...] = ()  # arguments whose number decides neither layouts nor prices: which row, not how many
     hands_on: tuple[str, ...] = ()  # arguments whose gradient is the result's as it is, where the shapes are equal
     # What it does to memory and state.
     alias: Alias | Callable[[Call], Alias] = Alias.NEVER  # whether the results share the memory of the first operand
@@ -197,6 +198,7 @@ def op(
     distributed: Sequence[ParallelForm] = (),
     flops: Flops | None = None,
     picks: str = "",
+    indifferent: str = "",
     hands_on: str = "",
     alias: Alias | Callable[[Call], Alias] = Alias.NEVER,
     writes: str = "",
@@ -228,6 +230,7 @@ def op(
         distributed=tuple(distributed),
         flops=flops,
         picks=picks,
+        indifferent=tuple(indifferent.split()),
         hands_on=tuple(hands_on.split()),
         alias=alias,
         writes=tuple(writes.split()),

@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 
-from autopar.analysis.repeated_blocks import fold, signature
+from autopar.analysis.repeated_blocks import fold
+from autopar.analysis.signatures import signature
 from autopar.capture import Captured
 from autopar.ir.program import OUTPUT
 from tests.support import planning

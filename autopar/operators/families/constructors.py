@@ -27,7 +27,9 @@ TABLE: dict[str, Rule] = {
     # constants: each rank makes its part
     "aten.zeros.default": op("-> ...", local=result_size("size"), fills=0, index_fact=integers.zeros),
     "aten.ones.default": op("-> ...", local=result_size("size"), fills=1, index_fact=integers.ones),
-    "aten.full.default": op("-> ...", local=result_size("size"), fills="fill_value", index_fact=integers.fill),
+    "aten.full.default": op(
+        "-> ...", local=result_size("size"), fills="fill_value", indifferent="fill_value", index_fact=integers.fill
+    ),
     "aten.zeros_like.default": op("... -> ...", index_fact=integers.zeros),
     "aten.ones_like.default": op("... -> ...", index_fact=integers.ones),
     "aten.full_like.default": op("... -> ...", index_fact=integers.fill),

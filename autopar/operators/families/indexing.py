@@ -168,8 +168,10 @@ TABLE: dict[str, Rule] = {
     # by a mask: elements are taken in their order, so that all stays whole
     "aten.masked_scatter.default": op("...!, ...!, _... -> ...!", linear="self source"),
     # into a slice, a row or a diagonal
-    "aten.slice_scatter.default": op("... _@dim ..., ... _@dim ... -> ... _@dim ...", linear="self src"),
-    "aten.select_scatter.default": op("... _@dim ..., ... -> ... _@dim ...", linear="self src"),
+    "aten.slice_scatter.default": op(
+        "... _@dim ..., ... _@dim ... -> ... _@dim ...", linear="self src", indifferent="start end"
+    ),
+    "aten.select_scatter.default": op("... _@dim ..., ... -> ... _@dim ...", linear="self src", indifferent="index"),
     "aten.diagonal_scatter.default": op("... _@dim1 ... _@dim2 ..., ... _ -> ... _@dim1 ... _@dim2 ...", linear="self src"),
     "aten.diagonal.default": op("... _@dim1 ... _@dim2 ... -> ... _", linear="self", alias=Alias.ALWAYS),
     "aten.diag_embed.default": op("... _ -> ... _@dim1 ... _@dim2 ...", linear="self"),

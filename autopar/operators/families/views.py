@@ -242,11 +242,22 @@ TABLE: dict[str, Rule] = {
     ),
     # parts
     "aten.slice.Tensor": op(
-        slice_, linear="self", alias=Alias.ALWAYS, local=slice_bounds, padding=padding.arranged, index_fact=views.cut
+        slice_,
+        linear="self",
+        indifferent="start end",
+        alias=Alias.ALWAYS,
+        local=slice_bounds,
+        padding=padding.arranged,
+        index_fact=views.cut,
     ),
-    "aten.narrow.default": op("... _@dim ... -> ... _@dim ...", linear="self", alias=Alias.ALWAYS),
+    "aten.narrow.default": op("... _@dim ... -> ... _@dim ...", linear="self", indifferent="start", alias=Alias.ALWAYS),
     "aten.select.int": op(
-        "... _@dim ... -> ...", linear="self", alias=Alias.ALWAYS, padding=padding.arranged, index_fact=views.select
+        "... _@dim ... -> ...",
+        linear="self",
+        indifferent="index",
+        alias=Alias.ALWAYS,
+        padding=padding.arranged,
+        index_fact=views.select,
     ),
     "aten.unbind.int": op(unbind, linear="self", alias=Alias.ALWAYS, padding=padding.arranged),
     "aten.split.Tensor": op(cut, linear="self", alias=Alias.ALWAYS, local=cut_sizes("split_size"), padding=padding.arranged),

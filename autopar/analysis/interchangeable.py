@@ -1,0 +1,52 @@
+"""Operands and results of one op that no candidate tells apart: the tensors that `stack` joins, those that `unbind` returns.
+
+Their rule has the same factors for them, they are of one kind, and they are in the same groups: so they have one layout under
+every candidate, and one price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from autopar.analysis.fits import fit_of
+from autopar.analysis.signatures import kind_of
+from autopar.ir.program import Op, Program, Ref
+from autopar.operators import OpSharding
+
+
+def operand_places(program: Program, op: Op) -> tuple[int, ...]:
+    """For each operand the first position that stands for it; empty where each stands for itself."""
+    several = any(isinstance(argument, tuple) and sum(isinstance(a, Ref) for a in argument) > 1 for argument in op.args)
+    fit = fit_of(program, op.name) if several else None
+    if fit is None or fit.distributed:
+        return ()
+    return _first([(kind_of(program.values[name]), *_operand(fit, place)) for place, name in enumerate(op.operands)])
+
+
+def result_places(program: Program, op: Op) -> tuple[int, ...]:
+    """For each result the first that stands for it; empty where each stands for itself."""
+    fit = fit_of(program, op.name) if len(op.results) > 1 else None
+    if fit is None or fit.distributed:
+        return ()
+    return _first(
+        [(kind_of(result), fit.results[place], _asked(fit, "result", place)) for place, result in enumerate(op.results)]
+    )
+
+
+def _operand(fit: OpSharding, place: int) -> tuple[Hashable, ...]:
+    groups = tuple(place in group for group in fit.linear)
+    return fit.operands[place], place in fit.added, groups, _asked(fit, "operand", place)
+
+
+def _asked(fit: OpSharding, side: str, place: int) -> Hashable:
+    return tuple(ask[2:] for ask in fit.asks if ask[:2] == (side, place))
+
+
+def _first(keys: Sequence[Hashable]) -> tuple[int, ...]:
+    """For each key the place of the first that is equal; empty if no two are."""
+    found: dict[Hashable, int] = {}
+    places = tuple(found.setdefault(key, place) for place, key in enumerate(keys))
+    return places if len(found) < len(keys) else ()
+
+
+__all__ = ["operand_places", "result_places"]
