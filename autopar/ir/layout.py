@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -33,9 +33,11 @@ from autopar.errors import LayoutError
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class State:
-    """The state of a value on one mesh axis; `dim` and `stride` are those of a split, 0 otherwise."""
+class State(NamedTuple):
+    """The state of a value on one mesh axis; `dim` and `stride` are those of a split, 0 otherwise.
+
+    A tuple, whose hash and comparisons are those of C: planning looks up layouts millions of times.
+    """
 
     kind: str  # "I", "R", "P", "S"
     dim: int = 0

@@ -102,17 +102,19 @@ def run(solver: highspy.Highs) -> Meaning:
     return STATUS[solver.getModelStatus().name]
 
 
-def run_cold(solver: highspy.Highs, *, steepest: int) -> None:
-    """Solve a program that has no basis yet: by the steepest edge, and by Devex where that has not ended in so many iterations.
+def run_cold(solver: highspy.Highs, *, steepest: int, devex: int) -> None:
+    """Solve a program that has no basis yet: by the steepest edge, for so many iterations; then by Devex; then by the steepest
+    edge, to the end.
 
-    The steepest edge takes fewer iterations; their prices grow with the program, and those of Devex hardly.
+    The steepest edge takes fewer iterations; their prices grow with the program, and those of Devex hardly. Neither can be told
+    to be the better one before it was tried, and each starts anew: HiGHS keeps no basis of a presolved program that it leaves.
     """
-    solver.setOptionValue("simplex_iteration_limit", steepest)
-    if run(solver) is Meaning.LIMIT:
-        solver.setOptionValue("simplex_dual_edge_weight_strategy", _DEVEX)
-        solver.setOptionValue("simplex_iteration_limit", highspy.kHighsIInf)
-        run(solver)
-        solver.setOptionValue("simplex_dual_edge_weight_strategy", _CHOOSE)
+    for weights, iterations in ((_CHOOSE, steepest), (_DEVEX, devex), (_CHOOSE, highspy.kHighsIInf)):
+        solver.setOptionValue("simplex_dual_edge_weight_strategy", weights)
+        solver.setOptionValue("simplex_iteration_limit", iterations)
+        if run(solver) is not Meaning.LIMIT:
+            break
+    solver.setOptionValue("simplex_dual_edge_weight_strategy", _CHOOSE)
 
 
 def values(solver: highspy.Highs) -> Floats:

@@ -114,27 +114,31 @@ def _follow(problem: Problem, number: int, produced: Ints, results: list[int], e
     """The follower's candidate for each layout its operand may be produced in; None if merging would not be exact."""
     edge = problem.edges[number]
     consumer = edge.consumers[0]
-    if problem.choices[consumer.choice].seconds.any() or len(set(consumer.wants.tolist())) != len(consumer.wants):
+    if problem.choices[consumer.choice].seconds.any() or len(np.unique(consumer.wants)) != len(consumer.wants):
         return None
-    of = {node: c for c, node in enumerate(consumer.wants.tolist())}
-    if not results or any(node not in of for node in produced.tolist()):
+    of = np.full(edge.nodes, -1)
+    of[consumer.wants] = np.arange(len(consumer.wants))
+    if not results or (of[produced] < 0).any():
         return None
-    ends = [(i, s, t) for i, (s, t) in enumerate(_ends(edge)) if s in of and t in of]
+    source, target = of[edge.source], of[edge.target]
+    inside = np.flatnonzero((source >= 0) & (target >= 0))
+    moved = [(w, _arcs_between(problem.edges[w], source[inside], target[inside])) for w in results]
     for load in (None, *(load for region in problem.regions for load in region.loads)):
         if load is not None and not any(_put(load, problem, w) for w in results):
             continue
-        before = _due(problem, number, load)
-        after = [dict(zip(_ends(problem.edges[w]), _due(problem, w, load).tolist(), strict=True)) for w in results]
-        for i, s, t in ends:
-            moved = ((int(r.produced[of[s]]), int(r.produced[of[t]])) for r in (problem.edges[w] for w in results))
-            if sum(arcs.get(end, np.inf) for arcs, end in zip(after, moved, strict=True)) > before[i] * (1 + equal):
-                return None
-    return np.array([of[node] for node in produced.tolist()], dtype=np.int64)
+        before = _due(problem, number, load)[inside]
+        after = np.sum([np.where(arcs < 0, np.inf, _due(problem, w, load)[arcs]) for w, arcs in moved], axis=0)
+        if (after > before * (1 + equal)).any():
+            return None
+    return of[produced]
 
 
-def _ends(edge: Edge) -> list[tuple[int, int]]:
-    """The ends of each arc."""
-    return list(zip(edge.source.tolist(), edge.target.tolist(), strict=True))
+def _arcs_between(edge: Edge, source: Ints, target: Ints) -> Ints:
+    """The arcs of an edge that lead from one layout to another, given as candidates of its producer; -1 where there is none."""
+    ends, wanted = edge.source * edge.nodes + edge.target, edge.produced[source] * edge.nodes + edge.produced[target]
+    order = np.argsort(ends)
+    places = np.append(order, -1)[np.searchsorted(ends, wanted, sorter=order)]
+    return np.where(np.append(ends, -1)[places] == wanted, places, -1)
 
 
 def _put(load: Load, problem: Problem, number: int) -> bool:

@@ -56,7 +56,8 @@ class Relaxation:
 
     def add_fixed_charges(self) -> None:
         """Solve without fixed charges, then add them: the optimum with them is near that one, and far from nothing."""
-        highs.run_cold(self._highs, steepest=self.settings.steepest_edge_iterations)
+        settings = self.settings
+        highs.run_cold(self._highs, steepest=settings.steepest_edge_iterations, devex=settings.devex_iterations)
         self._append(self.program.add_fixed_charges)
 
     def add_regions(self) -> None:

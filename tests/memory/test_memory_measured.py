@@ -25,10 +25,10 @@ HOST = Link(name="host", latency=0.0, bandwidth=1e12, source="made up, so that w
 # Strategies, the best plan in less memory, which makes things again or has the host hold them, seeds of random plans with
 # random treatments, and fsdp with recomputation by name.
 PLANS: dict[str, tuple[str | int, ...]] = {
-    "gpt2": ("ddp", "fsdp", "tight", "zero1", "host", 0, "blocks"),
-    "llama": ("zero2", "megatron", "tight", 2, "selective"),
-    "vit": ("ddp", "fsdp", "zero2", "host", 0),
-    "bert": ("auto", "zero1", "fsdp", "tight", 2, "blocks", "selective"),
+    "gpt2": ("ddp", "fsdp", "tight", 0),
+    "llama": ("zero2", "megatron", "selective"),
+    "vit": ("fsdp", "host"),
+    "bert": ("auto", "zero1", "tight", 2, "blocks"),
 }
 
 

@@ -44,11 +44,12 @@ def cases(model: str, sizes: tuple[int, ...]) -> Iterator[Case]:
 
 
 def sample() -> Iterator[Case]:
-    """Every model on every mesh once, by turns under a named strategy and a random plan."""
-    for row, (model, sizes) in enumerate(rows()):
-        at, on = divmod(row, len(MESHES))
-        named = (at + on) % 2 == 0
-        yield Case(model, sizes, STRATEGIES[(at // 2 + on) % len(STRATEGIES)] if named else SEEDS[row // 2 % len(SEEDS)])
+    """Every model on a mesh of one axis and on one of several, by turns under a named strategy and a random plan."""
+    for at, model in enumerate(MODELS):
+        for on, meshes in enumerate((MESHES[:2], MESHES[2:])):
+            named = (at + on) % 2 == 0
+            plan = STRATEGIES[(at + 3) % len(STRATEGIES)] if named else SEEDS[at % len(SEEDS)]
+            yield Case(model, meshes[at // 2 % len(meshes)], plan)
 
 
 def mesh(sizes: tuple[int, ...]) -> Mesh:
