@@ -21,6 +21,7 @@ from autopar.plan.plan import Plan
 from autopar.planning.pipeline_search import plan_pipeline
 from autopar.planning.planner import connected_mesh, plan_program, planned_mesh, read_program
 from tests.support import models, planning
+from tests.support.pipelines import SLOW
 
 BATCH, LENGTH = 8, 16
 
@@ -49,11 +50,8 @@ def gpt2() -> Program:
 
 
 def device(outer: str = "ethernet-25g", per_node: int = 1, rate: float = 1e12) -> Device:
-    """A made-up device without launches, at a rate at which neither messages nor computing is all that counts."""
-    return replace(
-        catalog.device("h100"), flops={"float32": rate}, launch=0.0, bandwidth=1e11, product=None, attention=None,
-        achieved={}, interference=1.0, per_node=per_node, outer=outer, host=None,
-    )  # fmt: skip
+    """A made-up device, in nodes that are connected so."""
+    return replace(SLOW, flops={"float32": rate}, per_node=per_node, outer=outer)
 
 
 def plan(program: Program, mesh: object, **options: Any) -> Plan:
