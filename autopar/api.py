@@ -15,9 +15,9 @@ from autopar.operators.checking.discover import discover_rule
 from autopar.operators.checking.register import check_rule, register_rule
 from autopar.parallelize import build
 from autopar.pipelining import build_pipeline
-from autopar.plan.options import Options
+from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Plan
-from autopar.planning.pipeline_plan import make_pipeline_plan
+from autopar.planning.pipeline_search import make_pipeline_plan
 from autopar.planning.planner import make_plan
 from autopar.runtime.initialize import initialize
 from autopar.verify.report import Report
@@ -40,7 +40,7 @@ def plan(
     precision: str | None = None,
     reduce: str | None = None,
     strict: bool = False,
-    microbatches: int | str = 1,
+    microbatches: int | str | None = None,
     offload: bool = True,
     recompute: str = "auto",
     dynamic: Mapping[str, DimSizes | Dynamic] | None = None,
@@ -69,7 +69,7 @@ def plan(
         reduce: with "bf16-mixed", the dtype in which gradients are reduced: "bf16", by default float32.
         strict: make an operator without a sharding rule an error; otherwise it is planned whole, with a warning.
         microbatches: how many equal parts of the batch a step takes one after the other (`parallel.step`), so as to hold fewer
-            activations; "auto" plans their number too.
+            activations; "auto" plans their number too. By default 1, and "auto" with a pipeline.
         offload: allow offloading of saved activations to host memory.
         recompute: the activations that the backward recomputes: "auto", what is best within the budget; "none"; "blocks", all
             of each repeated block but its inputs, as `torch.utils.checkpoint` around it; "selective", all of a block but
@@ -79,9 +79,11 @@ def plan(
         cost_model: prices of ops, conversions and collectives (`autopar.cost_models.cost_model.CostModel`); by default those
             of the catalog, or of a measured profile.
         pipeline: the mesh axis whose ranks have one stage of the model each, or several; every stage is planned on the other
-            axes. `parallel.step` runs it, with `microbatches`.
-        stages: their number, a multiple of the axis ("auto": its size); or the module paths at which all but the first begin.
-        schedule: "gpipe", "1f1b", or "interleaved" for several stages a rank; by default one of the latter two.
+            axes. `parallel.step` runs it, with `microbatches`. "auto" cuts the outermost axis for stages, if that is faster.
+        stages: their number, a multiple of the axis; or the module paths at which all but the first begin; "auto": what is
+            fastest of one, two and four a rank.
+        schedule: "gpipe", "1f1b", "1f1b+2" with so many forwards ahead, or "interleaved" for several stages a rank; "auto":
+            the fastest of these.
 
     Returns:
         The fastest plan that fits the budget, or the best found, with the proven gap.
@@ -99,6 +101,8 @@ def plan(
     >>> autopar.plan(model, torch.randn(32, 64), mesh=(2, 4), device="a100-80gb").status
     'optimal'
     """
+    if microbatches is None:
+        microbatches = 1 if pipeline is None else AUTO
     options = Options(
         device=device, budget=budget, strategy=strategy, optimizer=optimizer, constraints=constraints or {}, outputs=outputs,
         precision=precision, reduce=reduce, strict=strict, microbatches=microbatches, offload=offload, recompute=recompute,
@@ -179,12 +183,16 @@ def verify(model: nn.Module, sample_input: object, mesh: object, *, plan: Plan |
     return _verify(model, sample_input, mesh, plan, Options(**options_of(options)))  # type: ignore[arg-type]
 
 
+UNSAID = ("constraints", "dynamic", "microbatches")  # options whose None says nothing
+
+
 def options_of(options: Mapping[str, object]) -> dict[str, object]:
     """Keyword options as `Options` has them; raises TypeError for one that does not exist, as a wrong keyword does."""
     known = set(Options.__dataclass_fields__)
     if wrong := set(options) - known:
         raise TypeError(f"unexpected keyword argument {sorted(wrong)[0]!r}; the options are {', '.join(sorted(known))}")
-    return {name: value for name, value in options.items() if value is not None or name not in ("constraints", "dynamic")}
+    found = {name: value for name, value in options.items() if value is not None or name not in UNSAID}
+    return {"microbatches": AUTO} | found if found.get("pipeline") is not None else found
 
 
 __all__ = ["check_rule", "discover_rule", "initialize", "parallelize", "plan", "register_rule", "verify"]

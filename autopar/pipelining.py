@@ -20,14 +20,14 @@ from autopar.errors import PlanError
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Value
-from autopar.parallelize import quiet, steps_of, tensors_of
+from autopar.parallelize import build, quiet, steps_of, tensors_of
 from autopar.passes.no_dropout import switched
-from autopar.plan.options import Options
+from autopar.plan.options import AUTO, Options
 from autopar.plan.pipeline import Pipeline
 from autopar.plan.plan import Plan
 from autopar.plan.stages import ResolvedPipeline, loss_of, read_pipeline
 from autopar.planning.optimize import sharded
-from autopar.planning.pipeline_plan import plan_pipeline
+from autopar.planning.pipeline_search import plan_pipeline
 from autopar.planning.planner import connected_mesh, read_program
 from autopar.runtime.pipeline import CrossingPart, PipelineRank
 from autopar.runtime.random import agreed_seed
@@ -36,8 +36,33 @@ from autopar.runtime.storage import all_unsharded, store, with_dtype
 from autopar.runtime.world import Context, connect
 
 
-def build_pipeline(model: nn.Module, sample_input: object, mesh: object, plan: Plan | None, options: Options) -> PipelineModule:
-    """See `autopar.parallelize`."""
+def build_pipeline(
+    model: nn.Module, sample_input: object, mesh: object, plan: Plan | None, options: Options
+) -> PipelineModule | ParallelModule:
+    """See `autopar.parallelize`; where it is open whether there are stages, rank 0 plans before anything is built."""
+    if options.pipeline == AUTO:
+        plan = plan or _planned(model, sample_input, mesh, options)
+        options = replace(options, pipeline=plan.pipeline.axis if plan.pipeline else None, microbatches=plan.microbatches)
+        if plan.pipeline is None:
+            return build(model, sample_input, mesh, plan, options)
+    return _built(model, sample_input, mesh, plan, options)
+
+
+def _planned(model: nn.Module, sample_input: object, mesh: object, options: Options) -> Plan:
+    """What rank 0 plans, on every rank."""
+    device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
+    priced = connected_mesh(mesh, options)
+    context = connect(replace(priced, links=(), device=None), device_mesh=device_mesh)
+
+    def text() -> str:
+        captured = read_program(model, sample_input, options.precision, options.reduce)
+        return plan_pipeline(captured.program, priced, options).to_json()
+
+    return Plan.from_json(from_rank_0(text, context))
+
+
+def _built(model: nn.Module, sample_input: object, mesh: object, plan: Plan | None, options: Options) -> PipelineModule:
+    """The module of a plan with a pipeline, which rank 0 makes if there is none."""
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     priced = connected_mesh(mesh, options, plan)
     if plan is not None and plan.pipeline is None:

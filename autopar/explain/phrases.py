@@ -39,6 +39,7 @@ HELD = {
     "converted": "resharded",
     "kept": "saved activation",
     "internal": "saved by",
+    "waiting": "of other micro-batches,",
     "flowing": "gradient of",
     "transient": "workspace of",
     "recompute": "recomputed",

@@ -37,7 +37,7 @@ SAVED, RECOMPUTED, TEMPORARY = "saved activations", "recomputed activations", "t
 # What memory is for, in the order of the report; and that of the memory model's kinds, except what is stored all the time.
 PURPOSES = ("parameters", "gradients", "optimizer state", SAVED, RECOMPUTED, TEMPORARY, "inputs", "buffers")
 PURPOSE = {
-    "gradient": "gradients", "kept": SAVED, "internal": SAVED, "recompute": RECOMPUTED, "produced": TEMPORARY,
+    "gradient": "gradients", "kept": SAVED, "internal": SAVED, "waiting": SAVED, "recompute": RECOMPUTED, "produced": TEMPORARY,
     "converted": TEMPORARY, "flowing": TEMPORARY, "flight": TEMPORARY, "transient": TEMPORARY,
 }  # fmt: skip
 

@@ -7,8 +7,10 @@ conversions are left out.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +24,18 @@ from autopar.memory.liveness import Liveness, Workspace
 from autopar.solver.problem import PRODUCER, Floats, InFlightTerm, RetainedTerm, Row, storages
 
 OF_OPS = ("internal", "forward", "backward")
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class _Held:
+    """Terms of a row: what one micro-batch holds at a moment."""
+
+    picks: tuple[tuple[int, Floats], ...] = ()
+    recompute: tuple[tuple[int, Floats], ...] = ()
+    retained: tuple[RetainedTerm, ...] = ()
+
+
+NOTHING_HELD = _Held()
 
 
 class MemoryRows:
@@ -50,6 +64,8 @@ class MemoryRows:
         self.bytes = [self._layouts(w) for w in range(len(formulated.edges))]
         self.storages = [storages(edge) for edge in formulated.problem.edges]
         self.given = list(_total(self._given(optimizer.states)).items())
+        received = (value for value in self.program.inputs if value.name in analysis.step.received)
+        self.received = list(map(self._stored, received))
         self.stepped = list(_total(self._stepped(optimizer)).items())
         self._own: dict[str, list[Workspace]] = {}
 
@@ -60,18 +76,42 @@ class MemoryRows:
         recompute  minus what autograd keeps inside ops that rerun later
         retained   values that something reads or keeps, or that rerun ops need
         in_flight  values between two layouts, gradients that wait: the smallest of the layouts that are there
+
+        Every other micro-batch in flight holds beside them what it keeps at the turn from its forward to its backward.
         """
         now = [self.lives[i] for i in np.flatnonzero((self.starts <= moment) & (moment <= self.stops)).tolist()]
         known, waiting = self.alias_sets.gradients(now)
         live, between = self.alias_sets.values(now)
-        given = self.given + self.stepped * (moment == 2 * self.liveness.count)
+        last, others = moment == 2 * self.liveness.count, self.formulated.analysis.step.flights - 1
+        given = self.given + (self.stepped if last else self.received)
+        held = self._turn if others and not last else NOTHING_HELD
         return Row(
             name=f"moment {moment}", limit=limit, constant=constant, uses={},
-            picks=_total((*given, *self._of_ops(now), *self._of_gradients(known))),
-            recompute=_total(self._of_ops([x for x in now if moment < x.needed], sign=-1)),
-            retained=tuple(self._kept([x for x in now if x.kind == "rerun" or x.name in live], moment)),
+            picks=_total((*given, *self._of_ops(now), *self._of_gradients(known), *_times(others, held.picks))),
+            recompute=_total((*self._of_ops([x for x in now if moment < x.needed], sign=-1), *_times(others, held.recompute))),
+            retained=(
+                *self._kept([x for x in now if x.kind == "rerun" or x.name in live], moment),
+                *(replace(term, bytes=others * term.bytes) for term in held.retained),
+            ),
             in_flight=tuple(self._least((*between, *waiting))),
         )  # fmt: skip
+
+    @functools.cached_property
+    def _turn(self) -> _Held:
+        """What one micro-batch holds at the turn; weights that are gathered for all of them, or again, are not its own."""
+        turn = self.liveness.count
+        of_all = self.formulated.analysis.weights if self.formulated.dropped or self.formulated.once else frozenset[str]()
+        kept = [
+            life
+            for life in self.lives
+            if life.kind in ("internal", "kept", "rerun") and life.start <= turn <= life.stop and life.name not in of_all
+        ]
+        live, _ = self.alias_sets.values(kept)
+        return _Held(
+            picks=(*self.received, *self._of_ops(kept)),
+            recompute=tuple(self._of_ops([life for life in kept if turn < life.needed], sign=-1)),
+            retained=tuple(self._kept([life for life in kept if life.kind == "rerun" or life.name in live], turn)),
+        )
 
     def _of_ops(self, now: Iterable[SavedLiveRange], sign: int = 1) -> Iterator[tuple[int, Floats]]:
         """Workspace and internal tensors of ops; with `sign` -1, what recomputation saves of them."""
@@ -142,10 +182,9 @@ class MemoryRows:
             trained = parameter.value.name in self.formulated.analysis.backward
             yield self._stored(parameter.value, 1 + states * trained)
         for value in self.program.inputs:  # the caller holds the whole beside the part that is cut on arrival
-            choice, local = self._stored(value)
             if value.name in self.formulated.analysis.step.received:
-                yield choice, local
                 continue
+            choice, local = self._stored(value)
             batch = self.formulated.analysis.step.batch_shape(value.name)  # of all micro-batches
             whole = elements(batch) * value.dtype.itemsize
             yield choice, whole + local * (local < value.bytes)
@@ -166,6 +205,11 @@ class MemoryRows:
         choice = self.choice[self.of[value.name]]
         shapes = (local_shape(value.shape, c.results[0], self.liveness.sizes) for c in self.formulated.candidates[choice])
         return choice, times * np.array([float(elements(shape) * value.dtype.itemsize) for shape in shapes])
+
+
+def _times(count: int, parts: Iterable[tuple[int, Floats]]) -> Iterator[tuple[int, Floats]]:
+    """Bytes for each choice, so many times."""
+    return ((choice, count * bytes_of) for choice, bytes_of in parts)
 
 
 def _total(parts: Iterable[tuple[int, Floats]]) -> dict[int, Floats]:

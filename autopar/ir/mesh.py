@@ -13,6 +13,7 @@ from autopar.ir.kernel_rates import AttentionRate, ProductRate, positive
 
 Seconds = float
 Bytes = int
+STAGES = "_stages"  # what the axis of a pipeline is called that was cut off another one, after that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +194,37 @@ class Mesh:
                 return False
             left = left[run:]
         return not left
+
+    def cut(self, parts: int) -> Mesh:
+        """The mesh whose outermost axis is cut: so many parts along a first axis, what is left of it along the second.
+
+        >>> Mesh.of({"node": 8, "gpu": 4}).cut(2)
+        Mesh(node_stages=2, node=4, gpu=4)
+        >>> Mesh.of({"node": 8, "gpu": 4}).cut(8)
+        Mesh(node_stages=8, gpu=4)
+
+        Raises MeshError if the axis has not so many equal parts.
+        """
+        (axis, *axes), (size, *sizes) = self.axes, self.sizes
+        if size % parts:
+            raise MeshError(f"the {size} devices of mesh axis {axis!r} have not {parts} equal parts", mesh=self)
+        kept = 1 if parts == size else 2
+        return Mesh(
+            axes=(*(f"{axis}{STAGES}", axis)[:kept], *axes),
+            sizes=(*(parts, size // parts)[:kept], *sizes),
+            links=(*(self.links[0], self.links[0])[:kept], *self.links[1:]) if self.links else (),
+            device=self.device,
+        )
+
+    @property
+    def joined(self) -> Mesh:
+        """The mesh of which this one is a `cut`; itself if it is none."""
+        axis = self.axes[0].removesuffix(STAGES)
+        if axis == self.axes[0]:
+            return self
+        split = self.axes[1:2] == (axis,)
+        first = self.sizes[0] * (self.sizes[1] if split else 1)
+        return Mesh(axes=(axis, *self.axes[1 + split :]), sizes=(first, *self.sizes[1 + split :]), device=self.device)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Where a rank stands: one coordinate per axis, row-major."""

@@ -38,13 +38,15 @@ class StageEnds:
 
     Either side has a value in the same layout, on ranks of equal coordinates: its state fixes what each rank's part is of the
     value and of the gradient, so that parts cross a cut as they are. The `batch` is the samples of one micro-batch, and
-    `random_ops` how many random operators are in earlier stages, so that this one draws what the whole program would.
+    `random_ops` how many random operators are in earlier stages, so that this one draws what the whole program would; `flights`
+    the most micro-batches that the schedule has between their forward and their backward here, which all hold what is kept.
     """
 
     received: tuple[tuple[str, Layout], ...]
     sends: bool
     batch: int
     random_ops: int
+    flights: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,11 @@ class TrainingStep:
     def sends(self) -> bool:
         """Whether the outputs go to the next stage of a pipeline, each in any layout."""
         return self.stage is not None and self.stage.sends
+
+    @property
+    def flights(self) -> int:
+        """The most micro-batches that are between their forward and their backward at a time."""
+        return self.stage.flights if self.stage else 1
 
     @property
     def microbatches(self) -> int:

@@ -10,6 +10,7 @@ Times are those of `memory.schedule`. Each storage has one or more live ranges, 
     recompute    a value that is recomputed instead of kept                 from its first to its last use in the backward
     flight       send and receive buffers of a bucket of weights            from when the message is issued until it arrives
     transient    workspace of an op or a conversion                         while it runs
+    waiting      what each other micro-batch in flight holds at the turn    until the last backward of the step
     gradient, flowing: see `memory.gradients`
 
 A view, or the result of a conversion that moves nothing, has no storage of its own: it extends the live range of the storage
@@ -90,6 +91,11 @@ class Liveness:
         """All live ranges of the step."""
         return self._step(chosen).all
 
+    def waiting(self, chosen: Assignment) -> Bytes:
+        """Bytes that one micro-batch holds at the turn from its forward to its backward, and of which each in flight has its
+        own."""
+        return sum(life.bytes for life in self._step(chosen).held)
+
     def schedule(self, chosen: Assignment) -> Schedule:
         """The order and the times of the step's ops and conversions."""
         return self._step(chosen).schedule
@@ -156,7 +162,18 @@ class _Step:
     @functools.cached_property
     def all(self) -> list[LiveRange]:
         """The live ranges of the step as a list, computed once."""
+        return [*self.own, *self._waiting()]
+
+    @functools.cached_property
+    def own(self) -> list[LiveRange]:
+        """What is alive of one micro-batch, in the order of `lives`."""
         return list(self.lives())
+
+    @functools.cached_property
+    def held(self) -> list[LiveRange]:
+        """What a micro-batch holds at the turn from its forward to its backward."""
+        turn = at(self.n, 0)
+        return [one for one in self.own if one.kind in ("kept", "internal") and one.start <= turn <= one.stop]
 
     def lives(self) -> Iterator[LiveRange]:
         """Live ranges of inputs and parameters, values, ops, conversions and gradients, in that order."""
@@ -165,6 +182,12 @@ class _Step:
         yield from self._inside()
         yield from self._converting()
         yield from self.of.gradients.lives(self.chosen, self.schedule)
+
+    def _waiting(self) -> Iterator[LiveRange]:
+        """What the other micro-batches in flight hold between their forward and their backward, while this one runs."""
+        others, end = self.of.analysis.step.flights - 1, self.schedule.end - 1
+        for life in self.held if others else ():
+            yield LiveRange("waiting", life.name, 0, end, others * life.bytes)
 
     def home(self, node: Node) -> Node:
         """The value in a layout whose storage this one aliases; itself where it has storage of its own."""

@@ -50,7 +50,15 @@ class StagePartition:
         return self.bound >= self.seconds
 
 
-def partition(schedule: PipelineSchedule, regions: int, price: Price, *, nodes: int = NODES) -> StagePartition | None:
+def partition(
+    schedule: PipelineSchedule,
+    regions: int,
+    price: Price,
+    *,
+    nodes: int = NODES,
+    simulations: int = NODES,
+    start: Cuts | None = None,
+) -> StagePartition | None:
     """The parts by which a step of the schedule is shortest; None if there are none.
 
     Args:
@@ -59,8 +67,10 @@ def partition(schedule: PipelineSchedule, regions: int, price: Price, *, nodes: 
         price: seconds of a stage made of the regions from `start` to `stop`, exclusive, by (stage, start, stop); None if no
             plan of it fits into the memory. The memory of a rank with several stages is to be shared among them beforehand.
         nodes: of the search, at most; where they do not suffice, the best that was found, with the least bound that is open.
+        simulations: after which the best so far is not improved any more by moving single regions.
+        start: cuts that are known to be good.
     """
-    return _Search(schedule, regions, price).best(nodes)
+    return _Search(schedule, regions, price, simulations).best(nodes, start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -80,8 +90,8 @@ class _Node:
 class _Search:
     """`ways` holds, by stage and first region, the stops and seconds of what fits; the others the completion bounds."""
 
-    def __init__(self, schedule: PipelineSchedule, regions: int, price: Price) -> None:
-        self.schedule, self.regions, self.clock = schedule, regions, Clock(schedule)
+    def __init__(self, schedule: PipelineSchedule, regions: int, price: Price, simulations: int) -> None:
+        self.schedule, self.regions, self.clock, self.simulations = schedule, regions, Clock(schedule), simulations
         self.count, self.m = schedule.stages, schedule.microbatches
         self.halves = any(row.action.kind == ActionKind.BACKWARD_INPUT for row in self.clock.rows)
         self.ways: dict[tuple[int, int], dict[int, StageSeconds]] = {}
@@ -145,11 +155,11 @@ class _Search:
     def _sends(self, stage: int, to: int) -> bool:
         return 0 <= to < self.count and self.schedule.rank_of[stage] != self.schedule.rank_of[to]
 
-    def best(self, nodes: int) -> StagePartition | None:
+    def best(self, nodes: int, start: Cuts | None) -> StagePartition | None:
         if (0, 0) not in self.ways:
             return None
         heap = [_Node(bound=0.0, missing=self.count, cuts=(0,))]
-        best: tuple[float, Cuts] = (math.inf, ())
+        best: tuple[float, Cuts] = self._descend(start) if start and self._feasible(start) else (math.inf, ())
         while heap and nodes and heap[0].bound < best[0]:
             node, nodes = heapq.heappop(heap), nodes - 1
             if node.missing:
@@ -225,7 +235,7 @@ class _Search:
         best = (self._time(cuts), cuts)
         moves = [(first, last, step) for first, last in _pairs(self.count) for step in (-1, 1)]
         tried = 0
-        while tried < len(moves):
+        while tried < len(moves) and len(self.timed) < self.simulations:
             first, last, step = moves[0]
             moves, tried = [*moves[1:], moves[0]], tried + 1
             moved = (*best[1][:first], *(cut + step for cut in best[1][first:last]), *best[1][last:])

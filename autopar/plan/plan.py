@@ -31,7 +31,7 @@ from autopar.plan.pipeline import Pipeline
 from autopar.plan.tables import tables
 from autopar.plan.text import plain
 
-VERSION = 7
+VERSION = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,7 @@ class Plan:
     breakdown: CostBreakdown
     once: bool = False
     dynamic: tuple[Size, ...] = ()  # the sizes that may be others in a call; `step_time` and the like are for the sample's
+    searched: str = ""  # in words, what of pipelines was compared before this plan was chosen
     pipeline: Pipeline | None = None
     stages: tuple[Plan, ...] = ()
 

@@ -39,8 +39,8 @@ class StageSteps:
         hoisted = step.loop.hoisted.ops if step.loop and step.loop.hoisted else ()
         self.hoisting = {name for op in hoisted for name in op.operands}  # buffers among them are of every stage
 
-    def made(self, place: int, layouts: Mapping[str, Layout]) -> TrainingStep:
-        """The step of a stage, by the layouts in which the one before it sends."""
+    def made(self, place: int, layouts: Mapping[str, Layout], flights: int = 1) -> TrainingStep:
+        """The step of a stage, by the layouts in which the one before it sends, and the micro-batches in flight."""
         stage, last = self.stages[place], place == len(self.stages) - 1
         held = {buffer.value.name for buffer in stage.program.buffers}
         more = (b for b in self.step.program.buffers if b.value.name in self.hoisting - held)
@@ -51,6 +51,7 @@ class StageSteps:
             sends=not last,
             batch=batch_of(self.step.program),
             random_ops=sum(name in self._random for name in before),
+            flights=flights,
         )
         return TrainingStep(program=program, loop=self._loop(program), stage=ends)
 
@@ -108,7 +109,7 @@ def read_pipeline(plan: Plan, program: Program) -> ResolvedPipeline:
     found: list[ResolvedPlan] = []
     layouts: Mapping[str, Layout] = {}
     for place, stage in enumerate(plan.stages):
-        analysis = analyse(steps.made(place, layouts), stage.mesh)
+        analysis = analyse(steps.made(place, layouts, plan.pipeline.in_flight(place)), stage.mesh)
         assignment = resolve(stage, analysis.step, analysis.fits)
         found.append(ResolvedPlan(plan=stage, analysis=analysis, assignment=assignment))
         layouts = assignment.outputs

@@ -68,6 +68,8 @@ def totals(plan: Plan) -> Iterator[Part]:
         table.add_row("step", f"{milliseconds(plan.step_time)} ms predicted: {parts}; {proof(plan.gap)}")
         for name, text in simulation(plan.breakdown.simulated, plan.step_time):
             table.add_row(name, text)
+    if plan.searched:
+        table.add_row("searched", plan.searched)
     if plan.microbatches > 1 and not plan.pipeline:
         table.add_row("micro-batches", f"{plan.microbatches} per step, one after another; gradients accumulate")
     for varying in plan.dynamic:

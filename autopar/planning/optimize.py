@@ -38,11 +38,15 @@ Stop = Callable[[str], None]  # called with the name of each phase when it ends
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimized:
-    """A planning problem with its solution; `memory_model` holds the problem and the memory of its solutions."""
+    """A planning problem with its solution; `memory_model` holds the problem and the memory of its solutions.
+
+    The problem is that of a `strategy`, which may be another than was asked for.
+    """
 
     memory_model: MemoryModel
     solution: Solution
     optimizer: Optimizer
+    strategy: str = AUTO
 
     @property
     def formulated(self) -> PlanningProblem:
@@ -75,7 +79,7 @@ def solved(
     solution = loop.within(limit)
     if solution is None:
         raise _impossible(memory_model, limit, options, settings)
-    found = Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer)
+    found = Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer, strategy=options.strategy)
     best = _beside_strategies(found, options, limit, settings, binds=loop.binds)
     stop("solve")
     return best
@@ -95,7 +99,7 @@ def solved_within(
     for limit in limits:
         solution = loop.within(limit)
         if solution is not None:
-            found = Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer)
+            found = Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer, strategy=options.strategy)
             yield limit, _beside_strategies(found, options, limit, settings, binds=loop.binds)
 
 
@@ -134,6 +138,12 @@ def cheaper(best: Optimized, analysis: Analysis, mesh: Mesh, options: Options, s
     if found is None or solution_time(memory_model.formulated, found) >= seconds:
         return best
     return replace(best, memory_model=memory_model, solution=found)
+
+
+def transferred(found: Optimized, analysis: Analysis, mesh: Mesh, options: Options) -> Optimized:
+    """The solution of one program as that of another that differs in names alone, whose problem is the same number by
+    number."""
+    return replace(found, memory_model=_formulated(analysis, mesh, found.optimizer, replace(options, strategy=found.strategy)))
 
 
 def solution_time(formulated: PlanningProblem, solution: Solution) -> Seconds:
@@ -221,10 +231,9 @@ def _best_named(
         seconds = solution_time(best.formulated, best.solution)
         found = within(memory_model.formulated, memory_model, limit, cutoff=seconds, settings=settings)
         if found is not None and solution_time(memory_model.formulated, found) < seconds:
-            best = replace(
-                best, memory_model=memory_model, solution=replace(found, bound=min(bound, found.seconds), status="feasible")
-            )
+            solution = replace(found, bound=min(bound, found.seconds), status="feasible")
+            best = replace(best, memory_model=memory_model, solution=solution, strategy=strategy)
     return best
 
 
-__all__ = ["Optimized", "analysed", "cheaper", "sharded", "solution_time", "solved", "solved_within"]
+__all__ = ["Optimized", "analysed", "cheaper", "sharded", "solution_time", "solved", "solved_within", "transferred"]

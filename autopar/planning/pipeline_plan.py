@@ -1,218 +1,94 @@
 """Plans with a pipeline: the program is cut, each stage planned on the mesh without the pipeline's axis, the step timed.
 
-micro-batches -> cut -> stage 0 planned, as any program; what it sends keeps the layout that its plan leaves it in
-                        stage 1 planned, which receives that; ...                     -> exact clock -> plan
+micro-batches -> cut -> stages planned, one after the other (`stage_plans`) -> exact clock -> plan
+
+What is left to be chosen (the size of the axis, how many micro-batches, by which schedule) `pipeline_search` searches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from glob import escape
 
-from torch import nn
-
-from autopar.errors import BudgetError, ConstraintError
-from autopar.formulation.read_solution import assignment
-from autopar.formulation.step_time import hidden_time, step_events
-from autopar.ir.layout import Layout, local_shape, text
+from autopar.ir.layout import local_shape, text
 from autopar.ir.mesh import Bytes, Link, Mesh, Seconds
-from autopar.ir.program import Program, elements
-from autopar.ir.training_step import TrainingStep
-from autopar.memory.schedule import at
-from autopar.passes.microbatches import microbatches
+from autopar.ir.program import elements
 from autopar.passes.stages import shared_parameters
 from autopar.pipeline.clock import Clock, StageSeconds
 from autopar.plan.breakdown import CostParameter
-from autopar.plan.budget import parse_bytes
-from autopar.plan.options import AUTO, Options
-from autopar.plan.pipeline import Crossing, Pipeline, in_flight
+from autopar.plan.options import Options
+from autopar.plan.pipeline import Crossing, Pipeline
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps, differentiated, loss_of
-from autopar.plan.text import size_text
-from autopar.planning.model_checks import without_rule
-from autopar.planning.optimize import Optimized, analysed, solved
-from autopar.planning.pipeline_stages import Cut, chosen_cut, without_axis
-from autopar.planning.planner import connected_mesh, read_program, to_plan
-from autopar.search_space.strategies import constrained, targets
-
-TRIES = 4  # smaller budgets for a stage of which several micro-batches in flight are too much
+from autopar.planning.pipeline_stages import Cut, without_axis
+from autopar.planning.stage_plans import StagePlan, StagePlanner
 
 
-def make_pipeline_plan(model: nn.Module, sample_input: object, mesh: object, options: Options) -> Plan:
-    """Capture a model and plan it in stages; see `autopar.plan`."""
-    captured = read_program(model, sample_input, options.precision, options.reduce)
-    return plan_pipeline(captured.program, connected_mesh(mesh, options), options)
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class StagedStep:
+    """A step whose stages are planned: what crosses between them, and how long it takes by the exact clock.
 
-
-def plan_pipeline(program: Program, mesh: Mesh, options: Options) -> Plan:
-    """The plan of a captured program in stages, on a mesh with device and links.
-
-    Raises what planning raises, and ConstraintError or MeshError for stages, a schedule or an axis that there are not.
+    `mesh` has the pipeline's `axis`, device and links.
     """
-    axis = _asked(options)
-    spatial = without_axis(mesh, axis)
-    if any(value.requires_grad for value in program.inputs):
-        raise ConstraintError("a pipeline computes no gradients of inputs", fix="a sample whose tensors require none")
-    assert isinstance(options.microbatches, int)
-    step = microbatches(program, options.microbatches)
-    loss = loss_of(step.program)
-    cut = chosen_cut(step.program, mesh, axis, options, options.microbatches)
-    steps = StageSteps(step, cut.starts)
-    found = list(_planned(steps, spatial, cut, options))
-    return _assembled(steps, mesh, axis, cut, found, differentiated(step.program, loss), options)
+
+    steps: StageSteps
+    mesh: Mesh
+    axis: str
+    cut: Cut
+    stages: tuple[StagePlan, ...]
+    crossings: tuple[Crossing, ...]
+    stage_seconds: tuple[StageSeconds, ...]
+    seconds: Seconds
 
 
-def _asked(options: Options) -> str:
-    """The axis of the pipeline; raises ConstraintError for options that a pipeline does not have."""
-    if not isinstance(options.pipeline, str) or options.pipeline == AUTO:
-        what = f"pipeline={options.pipeline!r} is not the name of a mesh axis"
-        raise ConstraintError(what, fix="the axis that has the stages: no axis is chosen by itself yet")
-    if options.dynamic:
-        raise ConstraintError("a pipeline has no sizes that vary yet", fix="drop dynamic= or pipeline=")
-    if isinstance(options.microbatches, bool) or not isinstance(options.microbatches, int):
-        what = f"microbatches={options.microbatches!r} is not a number, and a pipeline chooses none yet"
-        raise ConstraintError(
-            what, fix="how many micro-batches a step has: a multiple of the pipeline's ranks, and more is faster"
-        )
-    return options.pipeline
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stage:
-    """A planned stage: its plan and layouts, what it takes of the step, and bytes that each micro-batch in flight holds."""
-
-    plan: Plan
-    step: TrainingStep
-    outputs: Mapping[str, Layout]
-    seconds: StageSeconds
-    held: Bytes
-
-
-def _planned(steps: StageSteps, mesh: Mesh, cut: Cut, options: Options) -> Iterator[_Stage]:
-    """Plan one stage after the other: what the one before sends it receives, and what they share it stores alike."""
-    constrained(steps.step, mesh, options.constraints)  # which raises for what is in no stage
-    wanted = _by_value(steps.step.program, options.constraints)
-    shared, chunks = shared_parameters(steps.stages), len(steps.stages) // len(cut.schedule.ranks)
-    limit = parse_bytes(options.budget, mesh) // chunks
-    layouts: Mapping[str, Layout] = {}
-    whole = ", ".join(["I"] * len(mesh.sizes))
-    alike = {buffer.value.name: whole for buffer in steps.step.program.buffers if buffer.value.name in steps.hoisting}
-    for place in range(len(steps.stages)):
-        step = steps.made(place, layouts)
-        names = step.program.values.keys() - step.received.keys()
-        of_stage = {escape(name): line for name, line in (wanted | alike).items() if name in names}
-        own = replace(options, pipeline=None, constraints=of_stage, budget=options.budget if chunks == 1 else limit)
-        made = _within(step, mesh, own, limit, in_flight(cut.schedule, place), place)
-        yield made
-        layouts = made.outputs
-        alike |= {name: made.plan.layouts[name] for name, places in shared.items() if place in places}
-
-
-def _by_value(program: Program, constraints: Mapping[str, str]) -> dict[str, str]:
-    """The constraints with the names of values in the place of globs."""
-    known = list(targets(program)) if constraints else []
-    return {value: line for glob, line in constraints.items() for name, value in known if fnmatchcase(name, glob)}
-
-
-def _within(step: TrainingStep, mesh: Mesh, options: Options, limit: Bytes, flights: int, place: int) -> _Stage:
-    """A stage planned so that it fits with all micro-batches that are in flight.
-
-    Raises BudgetError, which names the stage, if there is no such plan.
-    """
-    asked, budget = options, limit
-    for _ in range(TRIES):
-        try:
-            made = _solved(step, mesh, asked, flights)
-        except BudgetError as error:
-            details = {**error.details, "stage": place, "in flight": flights}
-            raise BudgetError(f"stage {place} of the pipeline: {error.what}", **details) from error
-        over = made.plan.peak_memory - limit
-        if over <= 0:
-            return replace(made, plan=replace(made.plan, options=options.text()))
-        budget = max(1, min(budget - over, limit - (flights - 1) * made.held))
-        asked = replace(options, budget=budget)
-    raise BudgetError(
-        f"no plan of stage {place} of the pipeline fits into {size_text(limit)} with {flights} micro-batches in flight",
-        least=size_text(made.plan.peak_memory),
-        fix="more micro-batches of fewer samples, more stages, or the schedule 1f1b in the place of gpipe",
-    )
-
-
-def _solved(step: TrainingStep, mesh: Mesh, options: Options, flights: int) -> _Stage:
-    analysis = analysed(step, mesh, options)
-    without_rule(analysis, strict=options.strict)
-    found = solved(analysis, mesh, options)
-    chosen = assignment(found.formulated, found.solution)
-    plan = to_plan(found, options, chosen)
-    held = _held(found)
-    return _Stage(
-        plan=replace(plan, peak_memory=plan.peak_memory + (flights - 1) * held),
-        step=step,
-        outputs=chosen.outputs,
-        seconds=_seconds(found),
-        held=held,
-    )
-
-
-def _held(found: Optimized) -> Bytes:
-    """Bytes that one micro-batch holds between its forward and its backward."""
-    chosen = assignment(found.formulated, found.solution)
-    liveness, weights = found.memory_model.liveness, found.formulated.analysis.weights
-    turn = at(liveness.count, 0)
-    return sum(
-        life.bytes
-        for life in liveness.lives(chosen)
-        if life.kind in ("kept", "internal") and life.start <= turn <= life.stop and life.name not in weights
-    )
-
-
-def _seconds(found: Optimized) -> StageSeconds:
-    """What a stage takes for one micro-batch, and once a step."""
-    chosen, prices = assignment(found.formulated, found.solution), found.formulated.step_prices
-    events = step_events(found.memory_model.liveness.schedule(chosen), prices)
-    total, runs = sum(event.seconds for event in events), found.formulated.analysis.step.microbatches
-    shown = 1 - hidden_time(events, prices, once=chosen.once) / total if total else 1.0
-    parts: dict[str, Seconds] = {"forward": 0.0, "backward": 0.0, "once": 0.0}
-    for event in events:
-        once = event.kind == "optimizer" or (event.message is not None and event.message.once)
-        parts["once" if once else "forward" if event.phase == "forward" else "backward"] += shown * event.seconds
-    return StageSeconds(forward=parts["forward"] / runs, backward_input=parts["backward"] / runs, once=parts["once"])
-
-
-def _assembled(
-    steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, found: Sequence[_Stage], back: frozenset[str], options: Options
-) -> Plan:
-    """The plan of the whole: the step by the clock, the memory of the fullest rank."""
-    crossings = tuple(_crossings(found, mesh, axis, back))
+def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePlanner) -> StagedStep:
+    """The step of these stages. Raises BudgetError where one of them does not fit."""
+    stages, program = tuple(planner.planned(steps, cut)), steps.step.program
+    crossings = tuple(_crossings(stages, mesh, axis, differentiated(program, loss_of(program))))
     link = mesh.links[mesh.axes.index(axis)]
-    seconds = tuple(_with_messages(place, one, crossings, link) for place, one in enumerate(found))
+    seconds = tuple(_with_messages(place, one, crossings, link) for place, one in enumerate(stages))
+    return StagedStep(
+        steps=steps,
+        mesh=mesh,
+        axis=axis,
+        cut=cut,
+        stages=stages,
+        crossings=crossings,
+        stage_seconds=seconds,
+        seconds=Clock(cut.schedule).seconds(seconds),
+    )
+
+
+def written(made: StagedStep, planner: StagePlanner, options: Options, searched: str) -> Plan:
+    """The plan of a step in stages: the time by the clock, the memory of the fullest rank."""
+    mesh, axis, cut = made.mesh, made.axis, made.cut
+    link, step = mesh.links[mesh.axes.index(axis)], made.steps.step
     pipeline = Pipeline(
         axis=axis,
         schedule=cut.name,
         ranks=tuple(str(cut.schedule).splitlines()),
         starts=cut.starts,
         modules=cut.modules,
-        seconds=seconds,
-        crossings=crossings,
-        tied=shared_parameters(steps.stages),
+        seconds=made.stage_seconds,
+        crossings=made.crossings,
+        tied=shared_parameters(made.steps.stages),
     )
-    slowest = max(found, key=lambda one: one.plan.step_time).plan
+    stages = tuple(planner.written(one) for one in made.stages)
+    slowest = max(stages, key=lambda one: one.step_time)
     ranks: dict[int, Bytes] = {}
     for stage, rank in cut.schedule.rank_of.items():
-        ranks[rank] = ranks.get(rank, 0) + found[stage].plan.peak_memory
+        ranks[rank] = ranks.get(rank, 0) + stages[stage].peak_memory
     return Plan(
-        hash=steps.step.hash,
+        hash=step.hash,
         axes=mesh.axes,
         sizes=mesh.sizes,
         links=tuple(link.name for link in mesh.links),
         device=mesh.device.name if mesh.device else "",
         options=options.text(),
-        microbatches=steps.step.microbatches,
+        microbatches=step.microbatches,
         status="feasible",
         gap=1.0,
-        step_time=Clock(cut.schedule).seconds(seconds),
+        step_time=made.seconds,
         peak_memory=max(ranks.values()),
         choices={},
         layouts={},
@@ -230,12 +106,13 @@ def _assembled(
             runs={},
             stored={},
         ),
+        searched=searched,
         pipeline=pipeline,
-        stages=tuple(one.plan for one in found),
+        stages=stages,
     )
 
 
-def _crossings(found: Sequence[_Stage], mesh: Mesh, axis: str, back: frozenset[str]) -> Iterator[Crossing]:
+def _crossings(found: Sequence[StagePlan], mesh: Mesh, axis: str, back: frozenset[str]) -> Iterator[Crossing]:
     """What each stage sends to the next for one micro-batch."""
     sizes = without_axis(mesh, axis).sizes
     for place, one in enumerate(found[:-1]):
@@ -246,7 +123,7 @@ def _crossings(found: Sequence[_Stage], mesh: Mesh, axis: str, back: frozenset[s
             yield Crossing(value=value.name, stage=place, layout=said, bytes=size, gradient=value.name in back)
 
 
-def _with_messages(place: int, one: _Stage, crossings: Sequence[Crossing], link: Link) -> StageSeconds:
+def _with_messages(place: int, one: StagePlan, crossings: Sequence[Crossing], link: Link) -> StageSeconds:
     """The seconds of a stage with those of its messages: each value is one, over the link of the pipeline's axis."""
 
     def sent(chosen: list[Crossing]) -> Seconds:
@@ -257,4 +134,4 @@ def _with_messages(place: int, one: _Stage, crossings: Sequence[Crossing], link:
     return replace(one.seconds, activations=there, gradients=back)
 
 
-__all__ = ["make_pipeline_plan", "plan_pipeline"]
+__all__ = ["StagedStep", "staged", "written"]

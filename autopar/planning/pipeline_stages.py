@@ -3,11 +3,14 @@
 stages=["h.2", "h.4"]     three stages, the second and third of which begin with these modules
 stages=4                  four stages: regions of one device's prices, put together by `pipeline.stage_search`
 stages="auto"             as many as the pipeline's axis has ranks
+
+schedule="1f1b+2"         1f1b, with two forwards more before the first backward of each rank
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +28,8 @@ from autopar.pipeline.stage_search import partition
 from autopar.plan.options import AUTO, Options
 from autopar.search_space.candidates import INVARIANT, candidate
 
+STEADY = 4  # micro-batches for each rank, after which their actions repeat
+NODES, ACTIONS = 500, 200_000  # of the search for a cut by rough prices, and actions that the clock times for it
 RUN = ("gpipe", "1f1b", "interleaved")  # the schedules that are run: others defer gradients of weights
 
 
@@ -52,25 +57,30 @@ def without_axis(mesh: Mesh, axis: str) -> Mesh:
     return Mesh(axes=axes, sizes=sizes, links=links, device=mesh.device)
 
 
-def chosen_cut(program: Program, mesh: Mesh, axis: str, options: Options, microbatches: int) -> Cut:
-    """The stages that the options ask for of the program of one micro-batch; `mesh` has the pipeline's axis and a device.
+class StageCuts:
+    """The cuts of the program of one micro-batch; `mesh` has the pipeline's axis and a device."""
 
-    Raises ConstraintError for stages that the program or the schedule does not have.
-    """
-    ranks = dict(zip(mesh.axes, mesh.sizes, strict=True))[axis]
-    found = _Regions(program)
-    paths = options.stages if isinstance(options.stages, Sequence) and not isinstance(options.stages, str) else None
-    starts = None if paths is None else found.starts(paths)
-    count = len(starts) if starts else _number(options.stages, ranks)
-    if count % ranks or not count:
-        what = f"{count} stages cannot be shared by the {ranks} ranks of mesh axis {axis!r}"
-        raise ConstraintError(what, fix=f"a multiple of {ranks} stages: more than {ranks} are several chunks a rank")
-    if count > len(found.firsts):
-        fix = f"at most {len(found.firsts)} stages, or a pipeline axis of at most so many ranks"
-        raise ConstraintError(f"the model has {len(found.firsts)} regions, which are fewer than {count} stages", fix=fix)
-    name, schedule = _schedule(options.schedule, ranks, count // ranks, microbatches)
-    starts = starts or found.balanced(schedule, mesh)
-    return Cut(starts=starts, modules=tuple(map(found.module, starts)), name=name, schedule=schedule)
+    def __init__(self, program: Program, mesh: Mesh) -> None:
+        self.mesh, self._regions = mesh, _Regions(program)
+
+    def chosen(self, axis: str, options: Options, microbatches: int) -> Cut:
+        """The stages that the options ask for.
+
+        Raises ConstraintError for stages that the program or the schedule does not have.
+        """
+        ranks, found = dict(zip(self.mesh.axes, self.mesh.sizes, strict=True))[axis], self._regions
+        paths = options.stages if isinstance(options.stages, Sequence) and not isinstance(options.stages, str) else None
+        starts = None if paths is None else found.starts(paths)
+        count = len(starts) if starts else _number(options.stages, ranks)
+        if count % ranks or not count:
+            what = f"{count} stages cannot be shared by the {ranks} ranks of mesh axis {axis!r}"
+            raise ConstraintError(what, fix=f"a multiple of {ranks} stages: more than {ranks} are several chunks a rank")
+        if count > len(found.firsts):
+            fix = f"at most {len(found.firsts)} stages, or a pipeline axis of at most so many ranks"
+            raise ConstraintError(f"the model has {len(found.firsts)} regions, which are fewer than {count} stages", fix=fix)
+        name, schedule = _schedule(options.schedule, ranks, count // ranks, microbatches)
+        starts = starts or found.balanced(ranks, count // ranks, microbatches, self.mesh)
+        return Cut(starts=starts, modules=tuple(map(found.module, starts)), name=name, schedule=schedule)
 
 
 def _number(stages: object, ranks: int) -> int:
@@ -85,8 +95,10 @@ def _number(stages: object, ranks: int) -> int:
 def _schedule(asked: str, ranks: int, chunks: int, microbatches: int) -> tuple[str, PipelineSchedule]:
     """The schedule of this name, by default 1f1b, or interleaved where a rank has several chunks."""
     name = asked if asked != AUTO else "1f1b" if chunks == 1 else "interleaved"
-    made = named(name, ranks, microbatches, chunks=chunks)
-    if name not in RUN:
+    base, plus, ahead = name.partition("+")
+    known = not plus or (base == "1f1b" and re.fullmatch("[0-9]{1,6}", ahead) is not None)
+    made = named(base if known else name, ranks, microbatches, chunks=chunks, ahead=int(ahead) if plus and known else 0)
+    if base not in RUN:
         raise ConstraintError(
             f"the schedule {name} defers gradients of weights, which is not run yet", fix=f"schedule= one of {', '.join(RUN)}"
         )
@@ -97,7 +109,7 @@ class _Regions:
     """The regions of a program; `firsts` has the place of the first op of each, `again` what each stage runs for itself."""
 
     def __init__(self, program: Program) -> None:
-        self.program, self.again = program, made_again(program)
+        self.program, self.again, self._seconds = program, made_again(program), list[tuple[Seconds, Seconds]]()
         self.firsts = [0, *(end + 1 for end in dict.fromkeys(regions(program)))][:-1]
 
     def module(self, region: int) -> str:
@@ -131,20 +143,37 @@ class _Regions:
             fix="a module at which a repeated block begins, as above",
         )
 
-    def balanced(self, schedule: PipelineSchedule, mesh: Mesh) -> tuple[int, ...]:
-        """The starts by which the schedule is fastest, of regions that one device runs whole."""
-        prices, seconds = Prices(mesh=mesh), [(0.0, 0.0)]
-        for first, stop in itertools.pairwise([*self.firsts, len(self.program.ops)]):
-            there, back = self._priced(first, stop, prices)
-            seconds.append((seconds[-1][0] + there, seconds[-1][1] + back))
+    def balanced(self, ranks: int, chunks: int, microbatches: int, mesh: Mesh) -> tuple[int, ...]:
+        """The starts by which 1f1b is fastest, or interleaved, of regions that one device runs whole.
+
+        A steady state of some micro-batches repeats, so that more of them than a few for each rank say nothing new.
+        """
+        few = min(microbatches, STEADY * ranks)
+        schedule = named("1f1b" if chunks == 1 else "interleaved", ranks, few, chunks=chunks)
+        seconds = self._seconds = self._seconds or self._summed(Prices(mesh=mesh))
 
         def price(stage: int, start: int, stop: int) -> StageSeconds:
             (a, b), (c, d) = seconds[start], seconds[stop]
             return StageSeconds(forward=c - a, backward_input=d - b)
 
-        found = partition(schedule, len(self.firsts), price)
+        found = partition(
+            schedule,
+            len(self.firsts),
+            price,
+            nodes=NODES,
+            simulations=max(1, ACTIONS // sum(map(len, schedule.ranks))),
+            start=_even([sum(both) for both in seconds], ranks * chunks),
+        )
         assert found is not None, "there are as many regions as stages, and every stage has a price"
         return found.cuts[:-1]
+
+    def _summed(self, prices: Prices) -> list[tuple[Seconds, Seconds]]:
+        """Seconds of the forward and of the backward of all regions before each one, and of all."""
+        seconds = [(0.0, 0.0)]
+        for first, stop in itertools.pairwise([*self.firsts, len(self.program.ops)]):
+            there, back = self._priced(first, stop, prices)
+            seconds.append((seconds[-1][0] + there, seconds[-1][1] + back))
+        return seconds
 
     def _priced(self, first: int, stop: int, prices: Prices) -> tuple[Seconds, Seconds]:
         """Seconds of the forward and of the backward of some ops, each whole."""
@@ -158,9 +187,26 @@ class _Regions:
         return there, both - there
 
 
+def _even(before: Sequence[Seconds], stages: int) -> tuple[int, ...]:
+    """Cuts into stages of which the squares of the seconds add up to least; `before` has the seconds of all regions before
+    each, and of all."""
+    regions = len(before) - 1
+    cost: dict[int, tuple[float, tuple[int, ...]]] = {
+        stop: (before[stop] ** 2, (0, stop)) for stop in range(1, regions - stages + 2)
+    }
+    for stage in range(1, stages):
+        cost = {
+            stop: min(
+                (cost[k][0] + (before[stop] - before[k]) ** 2, (*cost[k][1], stop)) for k in range(stage, stop) if k in cost
+            )
+            for stop in range(stage + 1, regions - stages + stage + 2)
+        }
+    return cost[regions][1]
+
+
 def _within(name: str, path: str) -> bool:
     module = name.partition(":")[0]
     return module == path or module.startswith(f"{path}.")
 
 
-__all__ = ["Cut", "chosen_cut", "without_axis"]
+__all__ = ["Cut", "StageCuts", "without_axis"]

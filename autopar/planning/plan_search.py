@@ -13,6 +13,7 @@ from autopar.passes.padding import padded, rooms
 from autopar.plan.options import AUTO, Options
 from autopar.planning.model_checks import useless_axes, without_rule
 from autopar.planning.optimize import SMALLEST, Optimized, Stop, analysed, cheaper, solved
+from autopar.solver.highs import SolverError
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
 PADDED = (
@@ -50,6 +51,7 @@ def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop, set
     """The fastest solution over the numbers of micro-batches, each at least twice the last, until one that fits is slower."""
     best: Optimized | None = None
     refused: list[BudgetError] = []
+    unsolved: SolverError | None = None
     last = 0
     for runs in counts(program):
         if runs < 2 * last:
@@ -64,6 +66,8 @@ def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop, set
             if SMALLEST not in error.details:
                 raise
             refused.append(error)
+        except SolverError as error:  # with other numbers it may find an answer
+            unsolved = error
         except (ConstraintError, MeshError):  # a part of the batch cannot be split as it must be
             if runs == 1:
                 raise
@@ -74,7 +78,7 @@ def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop, set
             best = found
         last = runs
     if best is None:
-        raise _nearest(refused)
+        raise _nearest(refused) if refused or unsolved is None else unsolved
     return best
 
 

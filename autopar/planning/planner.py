@@ -130,13 +130,18 @@ def connected_mesh(mesh: object, options: Options, plan: Plan | None = None) -> 
     device = catalog.device(wanted, processes=found.size)
     if plan is not None:
         found = planned_mesh(plan, found)
-    elif len(found.sizes) > MOST_AXES and options.strategy == AUTO and options.pipeline is None and not options.constraints:
+    elif len(found.sizes) > MOST_AXES and options.strategy == AUTO and not (_names_axes(options) or options.constraints):
         found = merged(found, device)
     return connect(found, device if options.offload else replace(device, host=None))
 
 
+def _names_axes(options: Options) -> bool:
+    """Whether an axis has the stages of a pipeline."""
+    return options.pipeline not in (None, AUTO)
+
+
 def planned_mesh(plan: Plan, mesh: Mesh) -> Mesh:
-    """The mesh with the axes of its plan, which may have merged some.
+    """The mesh with the axes of its plan, which may have merged some, or cut the outermost for pipeline stages.
 
     Raises PlanError if it is not a plan, or was made for another mesh.
     """
@@ -146,7 +151,7 @@ def planned_mesh(plan: Plan, mesh: Mesh) -> Mesh:
     if (plan.axes, plan.sizes) == (mesh.axes, mesh.sizes):
         return mesh
     planned = Mesh(axes=plan.axes, sizes=plan.sizes, device=mesh.device)
-    if not planned.merges(mesh):
+    if not (planned.merges(mesh) or planned.joined.merges(mesh)):
         raise PlanError(
             "the plan was made for another mesh",
             plan=plan.mesh,

@@ -92,7 +92,10 @@ def _accepted(analysis: Analysis, name: str, found: list[Candidate], constraints
     results = [name] if name not in program.op else [r.name for r in program.op[name].results]
     if not any(result in constraints.patterns for result in results):
         if constraints.invariant:
-            return [c for c in found if all(state == I for layout in (*c.operands, *c.results) for state in layout)]
+            whole = [c for c in found if all(state == I for layout in (*c.operands, *c.results) for state in layout)]
+            if not whole:  # what comes from another pipeline stage comes as it is
+                raise ConstraintError(f"{name} is split before anything runs", fix="another strategy")
+            return whole
         return _split_preferred(name, found, constraints)
     kept = [c for c in found if all(constraints.allows_layout(r, x) for r, x in zip(results, c.results, strict=True))]
     if not kept:

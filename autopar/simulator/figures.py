@@ -12,7 +12,7 @@ from autopar.cost_models.compute import pricer
 from autopar.formulation.prices import local_shapes
 from autopar.formulation.step_time import StepPrices
 from autopar.ir.mesh import Device, Seconds
-from autopar.ir.program import Op
+from autopar.ir.program import Op, Program
 from autopar.plan.breakdown import SimulatedStep
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.candidates import Candidate
@@ -28,7 +28,7 @@ def figures(timeline: Timeline, prices: StepPrices, chosen: Assignment) -> Simul
     for op in analysis.program.ops:
         kind, candidate = analysis.classes.of[op.name], chosen.ops[op.name]
         if kind not in peaks:
-            peaks[kind] = _at_peak(op, analysis, device)
+            peaks[kind] = _at_peak(op, analysis.program, device)
         if (kind, candidate) not in moving:
             moving[kind, candidate] = _moving(op, candidate, analysis, device)
         at_peak += peaks[kind]
@@ -47,9 +47,14 @@ def figures(timeline: Timeline, prices: StepPrices, chosen: Assignment) -> Simul
     )
 
 
-def _at_peak(op: Op, analysis: Analysis, device: Device) -> Seconds:
+def products_at_peak(program: Program, device: Device) -> Seconds:
+    """Seconds of one device at its peak for all products of a program, forward and backward."""
+    return sum(_at_peak(op, program, device) for op in program.ops)
+
+
+def _at_peak(op: Op, program: Program, device: Device) -> Seconds:
     """Seconds of one device at its peak for the products of an op, at global shapes."""
-    values = analysis.program.values
+    values = program.values
     found = pricer(op, values, device)
     if found.operations is None:
         return 0.0
@@ -79,4 +84,4 @@ def _batch(analysis: Analysis) -> tuple[int, int]:
     return (shape[0] if shape else 0), shape[0] * shape[1] if tokens else 0
 
 
-__all__ = ["figures"]
+__all__ = ["figures", "products_at_peak"]

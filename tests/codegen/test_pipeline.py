@@ -18,7 +18,7 @@ from autopar.pipeline.schedule import ActionKind
 from autopar.pipeline.transfers import replay, with_messages
 from autopar.plan.plan import Plan
 from autopar.runtime.workers import WorkerPool
-from tests.support.pipelines import Trained
+from tests.support.pipelines import SLOW, Trained
 
 ROOT = Path(__file__).parents[2]
 EXACT, SINGLE = 1e-9, 1e-6
@@ -31,6 +31,7 @@ CASES: list[tuple[str, dict[str, int], dict[str, Any], float]] = [
     ("t5", {"pp": 2, "tp": 2}, {"strategy": "megatron", "stages": 4, "microbatches": 4}, SINGLE),
     ("gpt2", {"pp": 2, "dp": 2}, {"strategy": "zero1", "stages": ["transformer.h.1"], "microbatches": 2}, EXACT),
     ("bert", {"pp": 2}, {"microbatches": 1}, EXACT),
+    ("gpt2", {"node": 4}, {"pipeline": "auto", "strategy": "fsdp", "device": SLOW}, EXACT),
 ]
 
 

@@ -22,7 +22,7 @@ CHUNKS = ["encoder.block.1", "encoder.final_layer_norm", "decoder.block.1"]
 
 
 def planned(model: str = "gpt2", mesh: object = None, **options: Any) -> Plan:
-    asked = {"device": "h100", "pipeline": "pp", "strategy": "ddp", "microbatches": 4} | options
+    asked = {"device": "h100", "pipeline": "pp", "strategy": "ddp", "microbatches": 4, "schedule": "1f1b"} | options
     return autopar.plan(*models.make(model), mesh or MESH, **asked)
 
 
@@ -48,7 +48,7 @@ def test_a_value_crosses_in_the_state_in_which_the_strategy_leaves_it(strategy: 
 
 
 def test_chunks_are_interleaved_and_stages_begin_where_the_user_says() -> None:
-    pipeline = planned("t5", {"pp": 2}, stages=CHUNKS).pipeline
+    pipeline = planned("t5", {"pp": 2}, stages=CHUNKS, schedule="auto").pipeline
     assert pipeline is not None
     assert pipeline.schedule == "interleaved"
     assert [module.split(".layer")[0] for module in pipeline.modules[1:]] == CHUNKS
@@ -86,7 +86,15 @@ class Squares(nn.Module):
 
 WRONG: list[tuple[dict[str, Any], type[AutoparError], str, str]] = [
     ({"pipeline": "tp"}, MeshError, "the mesh has no axis 'tp' for the pipeline", "one of pp, dp"),
-    ({"pipeline": "auto"}, ConstraintError, "pipeline='auto' is not the name of a mesh axis", "the axis that has the stages"),
+    ({"pipeline": "auto", "stages": 2}, ConstraintError, "stages=2 are of the ranks of an axis", "the name of the axis"),
+    ({"pipeline": "auto", "stages": ["transformer.h.1"]}, ConstraintError, "are of the ranks of an axis", "no stages="),
+    ({"pipeline": "auto", "dynamic": {"batch": 0}}, ConstraintError, "a pipeline has no sizes that vary yet", "drop dynamic="),
+    (
+        {"pipeline": "auto", "constraints": {"*.weight": "S(0), I"}},
+        ConstraintError,
+        "the constraint '*.weight' names a layout on the outermost axis",
+        "* for that axis",
+    ),
     (
         {"mesh": {"pp": 4, "dp": 2}},
         ConstraintError,
@@ -94,7 +102,9 @@ WRONG: list[tuple[dict[str, Any], type[AutoparError], str, str]] = [
         "at most 3 stages",
     ),
     ({"microbatches": 3}, ConstraintError, "a step cannot run in 3 micro-batches: the batch is 8", "a divisor of 8"),
-    ({"microbatches": "auto"}, ConstraintError, "microbatches='auto' is not a number", "how many micro-batches a step has"),
+    ({"microbatches": "some"}, ConstraintError, "microbatches='some' is not a number", "how many a step has"),
+    ({"schedule": "1f1b+x"}, ConstraintError, "'1f1b+x' is not a pipeline schedule", "interleaved"),
+    ({"schedule": "auto", "budget": "20KiB"}, BudgetError, "stage 0 of the pipeline: no plan fits", "larger budget"),
     ({"stages": 3}, ConstraintError, "3 stages cannot be shared by the 2 ranks", "a multiple of 2 stages"),
     ({"stages": 0}, ConstraintError, "stages=0 is not a number of stages", "their number"),
     ({"stages": "two"}, ConstraintError, "stages='two' is not a number of stages", "their number"),

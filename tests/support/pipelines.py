@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,16 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
+from autopar.cost_models import catalog
 from autopar.runtime.storage import full_tensor
 from tests.support import models
 
 Case = dict[str, Any]
+SLOW = replace(
+    catalog.device("h100"), flops={"float32": 1e12}, launch=0.0, bandwidth=1e11, product=None, attention=None, achieved={},
+    interference=1.0, per_node=1, outer="ethernet-25g", host=None,
+)  # fmt: skip
+"""A made-up device without launches, at a rate at which neither messages nor computing is all that counts."""
 
 
 def made(name: str) -> tuple[nn.Module, models.Sample]:
@@ -62,7 +68,7 @@ def trained(case: Case) -> Trained:
     case = dict(case)
     model, sample = made(case.pop("model"))
     loss, gradients = whole(model, sample)
-    parallel = autopar.parallelize(model, sample, case.pop("mesh"), device="h100", pipeline="pp", **case)
+    parallel = autopar.parallelize(model, sample, case.pop("mesh"), **({"device": "h100", "pipeline": "pp"} | case))
     errors = {"loss": largest(parallel.step(**sample), loss)}
     with recorded() as sent:
         parallel.step(**sample)

@@ -1,0 +1,288 @@
+"""The search for a pipeline: how many ranks it has, how many micro-batches, and by which schedule they pass.
+
+    for each number of ranks that is left open, 1 (no stages) first       `Mesh.cut`: the outermost axis
+        for each number of micro-batches, the fewest first                passed over below its floor
+            for 1f1b, with forwards ahead, gpipe, interleaved             passed over where the clock says that it is no faster
+                plan the stages, time the step
+
+The floor is proven. The products of a step take F seconds on all devices at their peak. With t_s the seconds of stage s for one
+of m micro-batches, each rank with one stage, `stage_search` has T >= sum_{q<s} t_q + m t_s for every s; of stages that together
+take p F / m the least such T has all of these equal:
+
+    T >= p F / (m (1 - (1 - 1/m)^p))              and T >= F with several stages a rank
+
+Large programs are not searched to the end: more micro-batches, or ranks, are left out when the last ones made the step longer,
+and schedules other than 1f1b are tried only with the numbers that were best under that.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError
+from autopar.ir.mesh import Mesh, Seconds
+from autopar.ir.program import Program
+from autopar.ir.training_step import TrainingStep
+from autopar.passes.microbatches import counts, microbatches
+from autopar.passes.padding import rooms
+from autopar.pipeline.clock import Clock
+from autopar.pipeline.schedule import PipelineSchedule
+from autopar.plan.options import AUTO, Options
+from autopar.plan.plan import Plan
+from autopar.plan.stages import StageSteps, loss_of
+from autopar.planning.optimize import Optimized, solution_time
+from autopar.planning.pipeline_plan import StagedStep, staged, written
+from autopar.planning.pipeline_space import PipelineAxis, ScheduledStages, cut_mesh, forms, products_floor
+from autopar.planning.pipeline_stages import StageCuts, without_axis
+from autopar.planning.plan_search import PADDED, best_variant
+from autopar.planning.planner import connected_mesh, read_program, to_plan
+from autopar.planning.stage_plans import StagePlanner
+from autopar.solver.highs import SolverError
+
+LARGE = 1000  # ops of a program that is not searched to the end
+FULL = 2  # micro-batches for each rank from which the search of such a program goes up and down
+REFINED = 2  # pairs of ranks and micro-batches of such a program for which all schedules are tried
+
+
+def make_pipeline_plan(model: nn.Module, sample_input: object, mesh: object, options: Options) -> Plan:
+    """Capture a model and plan it in stages; see `autopar.plan`."""
+    captured = read_program(model, sample_input, options.precision, options.reduce)
+    return plan_pipeline(captured.program, connected_mesh(mesh, options), options)
+
+
+def plan_pipeline(program: Program, mesh: Mesh, options: Options) -> Plan:
+    """The plan of a captured program in stages, or in none where that is open, on a mesh with device and links.
+
+    Raises what planning raises, and ConstraintError or MeshError for stages, a schedule or an axis that there are not.
+    """
+    _check(options)
+    search = _Search(program, options)
+    if options.pipeline == AUTO:
+        search.whole(mesh)
+        search.cuts(mesh)
+    else:
+        assert options.pipeline is not None, "a pipeline is asked for"
+        _pipelined(program)
+        search.over(mesh, options.pipeline)
+    search.refine()
+    return search.plan()
+
+
+def _check(options: Options) -> None:
+    """Raise ConstraintError for options that a pipeline does not have."""
+    if options.dynamic:
+        raise ConstraintError("a pipeline has no sizes that vary yet", fix="drop dynamic= or pipeline=")
+    runs = options.microbatches
+    if runs != AUTO and (isinstance(runs, bool) or not isinstance(runs, int)):
+        raise ConstraintError(f"microbatches={runs!r} is not a number", fix=f"how many a step has, or {AUTO!r}")
+    if options.pipeline != AUTO:
+        return
+    if options.stages != AUTO:
+        what = f"stages={options.stages!r} are of the ranks of an axis, and pipeline={AUTO!r} chooses how many these are"
+        raise ConstraintError(what, fix="pipeline= the name of the axis, or no stages=")
+    for name, line in options.constraints.items():
+        if line.partition(",")[0].strip() != "*":
+            what = f"the constraint {name!r} names a layout on the outermost axis, which pipeline={AUTO!r} may cut"
+            raise ConstraintError(what, layout=line, fix="* for that axis, or pipeline= the name of an axis")
+
+
+def _pipelined(program: Program) -> None:
+    """Raise ConstraintError for a program that has no stages."""
+    if any(value.requires_grad for value in program.inputs):
+        raise ConstraintError("a pipeline computes no gradients of inputs", fix="a sample whose tensors require none")
+    loss_of(program)
+
+
+class _Search:
+    """The best that was found so far, how the others fared, and what is used again."""
+
+    def __init__(self, program: Program, options: Options) -> None:
+        self.program, self.options, self.large = program, options, len(program.ops) > LARGE
+        self.seconds = math.inf
+        self.without: Optimized | None = None  # stages
+        self.found: tuple[StagedStep, StagePlanner, Options] | None = None
+        self.fared: Counter[str] = Counter()
+        self.refused: list[AutoparError] = []
+        self._parts: dict[int, TrainingStep] = {}
+        self._swept: list[tuple[Seconds, PipelineAxis, int]] = []  # of a large program: what 1f1b takes
+
+    def whole(self, mesh: Mesh) -> None:
+        """Plan without stages; in a large program from a micro-batch of a sample for each part of the outermost axis on."""
+        if self.large and self.options.microbatches == AUTO:
+            numbers = list(counts(self.program))
+            self._climb(numbers, numbers[-1] / mesh.sizes[0], lambda runs: self._whole(mesh, runs))
+        else:
+            self._whole(mesh, self.options.microbatches)
+
+    def _whole(self, mesh: Mesh, runs: int | str) -> Seconds:
+        """Plan without stages in so many micro-batches; infinite if there is no plan."""
+        options = replace(self.options, pipeline=None, microbatches=runs)
+        try:
+            found = best_variant(self.program, mesh, options, lambda phase: None)
+        except (BudgetError, ConstraintError, MeshError, SolverError) as error:
+            self.refused.append(error)
+            return math.inf
+        seconds = solution_time(found.formulated, found.solution)
+        if seconds < self.seconds:
+            self.seconds, self.without = seconds, found
+        return seconds
+
+    def cuts(self, mesh: Mesh) -> None:
+        """Search all ways to cut the outermost axis."""
+        try:
+            _pipelined(self.program)
+        except ConstraintError as error:
+            self.refused.append(error)
+            return
+        before = math.inf
+        for ranks in (n for n in range(2, mesh.sizes[0] + 1) if mesh.sizes[0] % n == 0):
+            try:
+                cut = cut_mesh(mesh, ranks)
+                found = self.over(cut, cut.axes[0])
+            except (ConstraintError, MeshError) as error:
+                self.refused.append(error)
+                continue
+            if self.large and found > max(before, self.seconds):
+                self.fared["left out after slower ones"] += 1
+                break
+            before = found
+
+    def over(self, mesh: Mesh, axis: str) -> Seconds:
+        """Search all numbers of micro-batches and schedules over an axis that has stages; the best time there."""
+        over, options = PipelineAxis.of(mesh, axis, self.options), self.options
+        if isinstance(options.microbatches, int):
+            return self._number(over, options.microbatches, 0.0)
+        floor, numbers = products_floor(self.program, mesh, options), list(counts(self.program))
+        if not self.large:
+            return min(self._number(over, runs, floor) for runs in numbers)
+        return self._climb(numbers, FULL * over.ranks, lambda runs: self._number(over, runs, floor))
+
+    def _climb(self, numbers: Sequence[int], near: float, seconds: Callable[[int], Seconds]) -> Seconds:
+        """The best time over numbers of micro-batches, each about twice the last: from one on, up and down, until one is
+        slower."""
+        doubled = list(_doubled(numbers))
+        start = min(range(len(doubled)), key=lambda place: abs(math.log(doubled[place] / near)))
+        best = first = seconds(doubled[start])
+        for side in (doubled[start + 1 :], doubled[:start][::-1]):
+            before = first
+            for place, runs in enumerate(side):
+                found = seconds(runs)
+                best = min(best, found)
+                if found > before:
+                    self.fared["left out after slower ones"] += len(side) - place - 1
+                    break
+                before = found
+        return best
+
+    def _number(self, over: PipelineAxis, runs: int, products: Seconds) -> Seconds:
+        """Search the schedules of so many micro-batches; their best time, infinite if the floor is above what is known."""
+        if over.floor(products, runs) >= self.seconds and (products >= self.seconds or not over.interleaves(runs)):
+            self.fared["slower by their floor"] += 1
+            return math.inf
+        found = self._schedules(over, runs, list(forms(over.options, over.ranks))[: 1 if self.large else None])
+        if self.large and found < math.inf:
+            self._swept.append((found, over, runs))
+        return found
+
+    def refine(self) -> None:
+        """Try all schedules of a large program where 1f1b was fastest."""
+        for _, over, runs in sorted(self._swept, key=lambda one: one[0])[:REFINED]:
+            self._schedules(over, runs, forms(over.options, over.ranks))
+
+    def _schedules(self, over: PipelineAxis, runs: int, ways: Iterable[ScheduledStages]) -> Seconds:
+        """Search schedules of so many micro-batches; the best time of those that were planned."""
+        known: list[StagedStep] = []
+        try:
+            step = self._parts[runs] if runs in self._parts else microbatches(self.program, runs)
+        except ConstraintError as error:
+            self.refused.append(error)
+            return math.inf
+        self._parts[runs] = step
+        cuts, steps = StageCuts(step.program, over.mesh), dict[tuple[int, ...], StageSteps]()
+        for schedule, stages in ways:
+            asked = replace(over.options, schedule=schedule, stages=stages)
+            try:
+                cut = cuts.chosen(over.axis, asked, runs)
+                if self._hopeless(cut.schedule, cut.starts, known):
+                    self.fared["no faster by the time of their schedule"] += 1
+                    continue
+                if cut.starts not in steps:
+                    steps[cut.starts] = StageSteps(step, cut.starts)
+                made = staged(steps[cut.starts], over.mesh, over.axis, cut, over.planner)
+            except AutoparError as error:
+                self.refused.append(error)
+                continue
+            self.fared["planned"] += 1
+            known.append(made)
+            if made.seconds < self.seconds:
+                self.seconds, self.without, self.found = made.seconds, None, (made, over.planner, asked)
+        return min((made.seconds for made in known), default=math.inf)
+
+    def _hopeless(self, schedule: PipelineSchedule, starts: tuple[int, ...], known: Sequence[StagedStep]) -> bool:
+        """Whether stages as they are known are no faster by another schedule than the best: the same ones, or parts of them
+        of which a rank has several, without any bubble, and in a large program each as large as the others."""
+        for one in known:
+            if one.cut.starts == starts:
+                return Clock(schedule).seconds(one.stage_seconds) >= self.seconds
+        if not known or schedule.stages == len(schedule.ranks):
+            return False
+        first, chunks = known[0].stage_seconds, schedule.stages // len(schedule.ranks)
+        if sum(schedule.microbatches * one.busy + one.once for one in first) / len(first) >= self.seconds:
+            return True
+        parts = [
+            replace(
+                first[stage // chunks],
+                forward=first[stage // chunks].forward / chunks,
+                backward_input=first[stage // chunks].backward_input / chunks,
+                once=first[stage // chunks].once / chunks,
+                activations=first[0].activations,
+                gradients=first[-1].gradients,
+            )
+            for stage in range(schedule.stages)
+        ]
+        return self.large and Clock(schedule).seconds(parts) >= self.seconds
+
+    def plan(self) -> Plan:
+        """The plan of the best that was found. Raises the error of what is nearest to one, if nothing was."""
+        fared = f"{self.fared.pop('planned', 0)} pipelines planned"
+        searched = "; ".join([fared, *(f"{count} {how}" for how, count in self.fared.items())])
+        if self.without is not None:
+            return replace(to_plan(self.without, self.options), searched=f"no stages is best: {searched}")
+        if self.found is None:
+            short = [error for error in self.refused if isinstance(error, BudgetError)]
+            raise short[0] if short and self.options.pipeline == AUTO else short[-1] if short else self.refused[0]
+        made, planner, options = self.found
+        self._warn(made)
+        open_ = AUTO in (self.options.pipeline, self.options.microbatches, self.options.schedule)
+        return written(made, planner, replace(options, pipeline=self.options.pipeline), searched if open_ else "")
+
+    def _warn(self, made: StagedStep) -> None:
+        """Warn of parameters that a plan without stages could pad, and that are whole in stages."""
+        if self.options.strategy not in PADDED or self.options.pipeline == AUTO:
+            return
+        odd = rooms(made.steps.step.program, without_axis(made.mesh, made.axis).sizes)
+        if odd:
+            error = ConstraintError(
+                "dims that the mesh does not divide are not padded in pipeline stages: planned whole there",
+                parameters=", ".join(list(odd)[:4]),
+                fix="sizes that the axes divide, or no pipeline",
+            )
+            warnings.warn(str(error), stacklevel=4)
+
+
+def _doubled(numbers: Iterable[int]) -> Iterator[int]:
+    """The numbers of which each is at least twice the one before."""
+    last = 0
+    for number in numbers:
+        if number >= 2 * last:
+            yield number
+            last = number
+
+
+__all__ = ["make_pipeline_plan", "plan_pipeline"]

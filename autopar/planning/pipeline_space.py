@@ -1,0 +1,101 @@
+"""What is left open of a pipeline: parts of an axis, schedules; and the least that a step may take.
+
+See `pipeline_search`, which tries them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cost_models.cost_model import CATALOG
+from autopar.cost_models.links import connect
+from autopar.ir.mesh import Mesh, Seconds
+from autopar.ir.program import Program
+from autopar.plan.options import AUTO, Options
+from autopar.planning.pipeline_stages import without_axis
+from autopar.planning.stage_plans import StagePlanner
+from autopar.simulator.figures import products_at_peak
+
+ScheduledStages = tuple[str, int | str | Sequence[str]]  # a schedule, and the stages that it has
+CHUNKS = (2, 4)  # stages a rank that are tried where their number is open
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class PipelineAxis:
+    """A mesh with the axis of a pipeline, what is asked for on it, and what is known of stages there."""
+
+    mesh: Mesh
+    axis: str
+    options: Options
+    planner: StagePlanner
+
+    @staticmethod
+    def of(mesh: Mesh, axis: str, options: Options) -> PipelineAxis:
+        """This axis of a mesh; where it is cut off another one, constraints are those on what is left."""
+        spatial = without_axis(mesh, axis)
+        if options.pipeline == AUTO:
+            options = replace(options, constraints=_on(spatial, mesh, options.constraints))
+        return PipelineAxis(mesh=mesh, axis=axis, options=options, planner=StagePlanner(spatial, options))
+
+    @property
+    def ranks(self) -> int:
+        """The size of the pipeline's axis."""
+        return self.mesh.sizes[self.mesh.axes.index(self.axis)]
+
+    def floor(self, products: Seconds, runs: int) -> Seconds:
+        """What a step takes at least, of whose ranks each has one stage, if its products take so long without them."""
+        return self.ranks * products / (runs * (1 - (1 - 1 / runs) ** self.ranks))
+
+    def interleaves(self, runs: int) -> bool:
+        """Whether a rank may have several stages with so many micro-batches."""
+        return self.ranks > 1 and runs % max(1, runs // self.ranks) == 0
+
+
+def forms(options: Options, ranks: int) -> Iterator[ScheduledStages]:
+    """The schedules and numbers of stages that options leave open, those first that hold least."""
+    stages, asked = options.stages, options.schedule
+    several = tuple(("interleaved", chunks * ranks) for chunks in CHUNKS) if ranks > 1 else ()
+    if asked != AUTO:
+        yield from several if (asked, options.pipeline, stages) == ("interleaved", AUTO, AUTO) else [(asked, stages)]
+        return
+    count = stages if isinstance(stages, int) else ranks if isinstance(stages, str) else len(stages) + 1
+    if count > ranks and count % ranks == 0:
+        yield "interleaved", stages
+        return
+    yield "1f1b", stages
+    ahead = 1
+    while ahead < ranks:
+        yield f"1f1b+{ahead}", stages
+        ahead = ranks - 1 if ahead < ranks - 1 <= 2 * ahead else 2 * ahead
+    if stages == AUTO:
+        yield from several
+    yield "gpipe", stages
+
+
+def cut_mesh(mesh: Mesh, ranks: int) -> Mesh:
+    """A mesh cut for so many ranks of a pipeline; links are those of the parts, unless they were given with the mesh."""
+    cut, device = mesh.cut(ranks), mesh.device
+    assert device is not None, "a mesh is planned with its device"
+    of_device = connect(replace(mesh, links=()), device).links == mesh.links
+    return connect(replace(cut, links=()), device) if of_device else cut
+
+
+def _on(spatial: Mesh, mesh: Mesh, constraints: Mapping[str, str]) -> dict[str, str]:
+    """Constraints on a mesh as those on what is left of it for a stage, which may lack the outermost axis."""
+    if len(spatial.sizes) == 1 and len(mesh.sizes) == 1:
+        return dict(constraints)
+    whole = mesh.joined.axes == spatial.axes
+    return {name: line if whole else line.partition(",")[2].strip() for name, line in constraints.items()}
+
+
+def products_floor(program: Program, mesh: Mesh, options: Options) -> Seconds:
+    """Seconds in which all devices at their peak do the products of a step; 0 where prices are not the catalog's."""
+    device = mesh.device
+    assert device is not None, "a mesh is planned with its device"
+    if options.cost_model.name != CATALOG.name or device.rates:
+        return 0.0
+    return products_at_peak(program, device) / mesh.size
+
+
+__all__ = ["PipelineAxis", "cut_mesh", "forms", "products_floor"]

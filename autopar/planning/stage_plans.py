@@ -1,0 +1,214 @@
+"""The stages of a pipeline, planned one after the other on the mesh without its axis; those that are alike are solved once.
+
+stage 0 planned, as any program; what it sends keeps the layout in which its plan leaves it
+stage 1 planned, which receives that; ...
+
+A stage is solved for one micro-batch in flight first: if its plan fits with all that its schedule has, it is the best of those
+that do. Else it is solved with what they all hold in the rows of the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from glob import escape
+
+from autopar.analysis.repeated_blocks import block_of
+from autopar.errors import BudgetError
+from autopar.formulation.read_solution import assignment
+from autopar.formulation.step_time import hidden_time, step_events
+from autopar.ir.layout import Layout, text
+from autopar.ir.mesh import Bytes, Mesh, Seconds
+from autopar.ir.program import Argument, Program, Ref, Static, digest, substitute
+from autopar.ir.training_step import TrainingStep
+from autopar.passes.stages import shared_parameters
+from autopar.pipeline.clock import StageSeconds
+from autopar.plan.budget import parse_bytes
+from autopar.plan.options import Options
+from autopar.plan.pipeline import in_flight
+from autopar.plan.plan import Plan
+from autopar.plan.stages import StageSteps
+from autopar.plan.text import size_text
+from autopar.planning.model_checks import without_rule
+from autopar.planning.optimize import SMALLEST, Optimized, analysed, solved, transferred
+from autopar.planning.pipeline_stages import Cut
+from autopar.planning.planner import to_plan
+from autopar.search_space.strategies import constrained, targets
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class _Solved:
+    """The solution of a stage: its seconds, layouts in the order of outputs and of stored tensors, and its memory.
+
+    With k micro-batches in flight it holds max(`running` + (k - 1) `held`, `ending`) bytes.
+    """
+
+    found: Optimized
+    seconds: StageSeconds
+    outputs: tuple[Layout, ...]
+    stored: tuple[Layout, ...]
+    running: Bytes
+    ending: Bytes
+    held: Bytes
+
+    def peak(self, flights: int) -> Bytes:
+        """The most bytes that are alive with so many micro-batches in flight."""
+        return max(self.running + (flights - 1) * self.held, self.ending)
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class StagePlan:
+    """A planned stage: what it takes of a step and holds, and in which layouts it sends its outputs, by path."""
+
+    step: TrainingStep
+    options: Options
+    seconds: StageSeconds
+    peak: Bytes
+    outputs: Mapping[str, Layout]
+    found: Optimized  # its own solution, or that of a stage like it
+
+
+class StagePlanner:
+    """Plans stages on one mesh, which is without the pipeline's axis; what was solved once is known from then on."""
+
+    def __init__(self, mesh: Mesh, options: Options) -> None:
+        self.mesh, self.options = mesh, replace(options, pipeline=None)
+        self._known: dict[str, _Solved | BudgetError] = {}
+
+    def planned(self, steps: StageSteps, cut: Cut) -> Iterator[StagePlan]:
+        """The stages in order: what the one before it sends a stage receives, and what stages share they store alike.
+
+        Raises BudgetError, which names the stage, where one has no plan that fits with its micro-batches in flight.
+        """
+        constrained(steps.step, self.mesh, self.options.constraints)  # which raises for what is in no stage
+        wanted = _by_value(steps.step.program, self.options.constraints)
+        shared, chunks = shared_parameters(steps.stages), len(steps.stages) // len(cut.schedule.ranks)
+        limit = parse_bytes(self.options.budget, self.mesh) // chunks
+        budget = self.options.budget if chunks == 1 else limit
+        layouts: Mapping[str, Layout] = {}
+        whole = ", ".join(["I"] * len(self.mesh.sizes))
+        alike = {buffer.value.name: whole for buffer in steps.step.program.buffers if buffer.value.name in steps.hoisting}
+        for place in range(len(steps.stages)):
+            step = steps.made(place, layouts, in_flight(cut.schedule, place))
+            known, names = wanted | alike, step.program.values.keys() - step.received.keys()
+            of_stage = {escape(name): line for name, line in known.items() if name in names}
+            made = self._within(step, replace(self.options, constraints=of_stage, budget=budget), limit, place)
+            program, ends = step.program, dict(zip(_stored(step.program), made.stored, strict=True))
+            layouts = {output.path: layout for output, layout in zip(program.outputs, made.outputs, strict=True)}
+            alike |= {
+                name: text(ends[name], program.values[name].shape, self.mesh.sizes)
+                for name, places in shared.items()
+                if place in places
+            }
+            yield StagePlan(
+                step=step,
+                options=replace(self.options, constraints=of_stage, budget=budget),
+                seconds=made.seconds,
+                peak=made.peak(step.flights),
+                outputs=layouts,
+                found=made.found,
+            )
+
+    def written(self, stage: StagePlan) -> Plan:
+        """The plan of a stage under its own names."""
+        analysis = analysed(stage.step, self.mesh, stage.options)
+        found = transferred(stage.found, analysis, self.mesh, stage.options)
+        return replace(to_plan(found, stage.options), options=self.options.text())
+
+    def _within(self, step: TrainingStep, options: Options, limit: Bytes, place: int) -> _Solved:
+        """A stage solved so that it fits with all micro-batches that are in flight."""
+        assert step.stage is not None, "it is a stage"
+        try:
+            made = self._solved(replace(step, stage=replace(step.stage, flights=1)), options)
+            return made if made.peak(step.flights) <= limit else self._solved(step, options)
+        except BudgetError as error:
+            least = int(error.details.get(SMALLEST, "budget=0").removeprefix("budget="))
+            raise BudgetError(
+                f"stage {place} of the pipeline: no plan fits into {size_text(limit)} per device with {step.flights} "
+                f"micro-batches in flight; the smallest budget of such a stage is {size_text(least)}",
+                filled=error.details.get("filled", ""),
+                fix="more micro-batches of fewer samples, more stages, 1f1b in the place of gpipe, or a larger budget",
+            ) from error
+
+    def _solved(self, step: TrainingStep, options: Options) -> _Solved:
+        """A stage solved as it is, or as one like it was."""
+        key = _signature(step, options)
+        if key not in self._known:
+            try:
+                self._known[key] = self._solve(step, options)
+            except BudgetError as error:
+                self._known[key] = error
+        known = self._known[key]
+        if isinstance(known, BudgetError):
+            raise known
+        return known
+
+    def _solve(self, step: TrainingStep, options: Options) -> _Solved:
+        analysis = analysed(step, self.mesh, options)
+        without_rule(analysis, strict=options.strict)
+        found = solved(analysis, self.mesh, options)
+        chosen, liveness = assignment(found.formulated, found.solution), found.memory_model.liveness
+        alive, others = liveness.walk(chosen), liveness.waiting(chosen) * (step.flights - 1)
+        return _Solved(
+            found=found,
+            seconds=_seconds(found),
+            outputs=tuple(chosen.outputs[output.path] for output in step.program.outputs),
+            stored=tuple(chosen.given[name] for name in _stored(step.program)),
+            running=round(float(alive[:-1].max())) - others,
+            ending=round(float(alive[-1])),
+            held=liveness.waiting(chosen),
+        )
+
+
+def _stored(program: Program) -> list[str]:
+    return [held.value.name for held in (*program.parameters, *program.buffers)]
+
+
+def _by_value(program: Program, constraints: Mapping[str, str]) -> dict[str, str]:
+    """The constraints with the names of values in the place of globs."""
+    known = list(targets(program)) if constraints else []
+    return {value: line for glob, line in constraints.items() for name, value in known if fnmatchcase(name, glob)}
+
+
+def _seconds(found: Optimized) -> StageSeconds:
+    """What a stage takes for one micro-batch, and once a step."""
+    chosen, prices = assignment(found.formulated, found.solution), found.formulated.step_prices
+    events = step_events(found.memory_model.liveness.schedule(chosen), prices)
+    total, runs = sum(event.seconds for event in events), found.formulated.analysis.step.microbatches
+    shown = 1 - hidden_time(events, prices, once=chosen.once) / total if total else 1.0
+    parts: dict[str, Seconds] = {"forward": 0.0, "backward": 0.0, "once": 0.0}
+    for event in events:
+        once = event.kind == "optimizer" or (event.message is not None and event.message.once)
+        parts["once" if once else "forward" if event.phase == "forward" else "backward"] += shown * event.seconds
+    return StageSeconds(forward=parts["forward"] / runs, backward_input=parts["backward"] / runs, once=parts["once"])
+
+
+def _signature(step: TrainingStep, options: Options) -> str:
+    """What decides the solution of a stage, as text without names: equal for stages that differ in those alone."""
+    program, ends = step.program, step.stage
+    assert ends is not None, "it is a stage"
+    number = {name: str(place) for place, name in enumerate(program.values)}
+    blocks: dict[object, int] = {}
+    lines: list[object] = [(v.shape, v.dtype, v.requires_grad, step.received.get(v.name)) for v in program.inputs]
+    lines += [(p.value.shape, p.value.dtype, p.value.requires_grad, p.used, p.reduce) for p in program.parameters]
+    lines += [(b.value.shape, b.value.dtype, b.used, b.persistent) for b in program.buffers]
+    for op in program.ops:
+        read = substitute((op.args, tuple(value for _, value in op.kwargs)), lambda x: _numbered(x, number))
+        made = [(value.shape, value.dtype, value.requires_grad) for value in op.results]
+        lines.append((op.target, read, [name for name, _ in op.kwargs], made, _place(block_of(op.name), blocks)))
+    lines += [number[output.value] for output in program.outputs]
+    loop = step.loop and (step.loop.count, step.loop.inputs, step.loop.outputs)
+    asked = sorted((number[name], options.constraints[key]) for name in number if (key := escape(name)) in options.constraints)
+    return digest(repr((lines, loop, ends.sends, ends.batch, ends.flights, asked, options.budget)))
+
+
+def _numbered(leaf: Ref | Static, number: Mapping[str, str]) -> Argument:
+    return Ref(number[leaf.name]) if isinstance(leaf, Ref) else leaf
+
+
+def _place(block: object, blocks: dict[object, int]) -> int:
+    return blocks.setdefault(block, len(blocks))
+
+
+__all__ = ["StagePlan", "StagePlanner"]

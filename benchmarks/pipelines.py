@@ -1,0 +1,133 @@
+"""Large models on many devices with pipeline="auto", beside the same without stages and beside published configurations.
+
+    python benchmarks/pipelines.py                      every case, each plan in a process of its own
+    python benchmarks/pipelines.py gpt3                 one case
+    python benchmarks/pipelines.py gpt3 --plan auto     one plan
+
+All are priced alike. Weights are bfloat16 on meta; CPU seconds count all threads of the process, from its start. A published
+configuration is the named strategy "megatron" on the axes that it has, or the best layouts ("free") there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planning import GPT3
+
+LLAMA70B = {
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model on a mesh, and what its plans are asked for: `config` is a transformers configuration class and its arguments."""
+
+    config: str
+    arguments: Mapping[str, int]
+    batch: tuple[int, int]
+    mesh: Mapping[str, int]
+    plans: Mapping[str, Mapping[str, Any]]
+
+
+# Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, table 3: GPT-3 175B with tensor
+# parallel 8, pipeline 8, 3 chunks a rank, micro-batches of one sequence. NVIDIA/NeMo, llama3_70b.py of its recipes: tensor 4,
+# pipeline 4, 5 chunks a rank, micro-batches of one sequence, 512 in a batch; its context parallel 2 is left out here.
+CASES = {
+    "gpt3": Case(
+        config="GPT2Config",
+        arguments=GPT3,
+        batch=(1024, 2048),
+        mesh={"node": 128, "gpu": 8},
+        plans={
+            "auto": {"pipeline": "auto"},
+            "none": {"microbatches": 8},
+            "published": {
+                "mesh": {"pp": 8, "dp": 16, "tp": 8}, "pipeline": "pp", "stages": 24, "schedule": "interleaved",
+                "microbatches": 64, "strategy": "megatron",
+            },
+            "published, free": {
+                "mesh": {"pp": 8, "dp": 16, "tp": 8}, "pipeline": "pp", "stages": 24, "schedule": "interleaved",
+                "microbatches": 64,
+            },
+        },
+    ),
+    "llama70b": Case(
+        config="LlamaConfig",
+        arguments=LLAMA70B,
+        batch=(512, 8192),
+        mesh={"node": 64, "gpu": 8},
+        plans={
+            "auto": {"pipeline": "auto"},
+            "none": {"microbatches": 8},
+            "published": {
+                "mesh": {"pp": 4, "dp": 32, "tp": 4}, "pipeline": "pp", "stages": 20, "schedule": "interleaved",
+                "microbatches": 16, "strategy": "megatron",
+            },
+        },
+    ),
+}  # fmt: skip
+
+
+def run(name: str, which: str) -> None:
+    """Make one plan in this process and print what it is and takes."""
+    import torch
+    import transformers
+
+    import autopar
+
+    case = CASES[name]
+    asked = dict(case.plans[which])
+    mesh = asked.pop("mesh", dict(case.mesh))
+    config = getattr(transformers, case.config)(**case.arguments)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        tokens = torch.empty(case.batch, dtype=torch.long)
+    try:
+        plan = autopar.plan(model, {"input_ids": tokens, "labels": tokens}, mesh, device="h100", **asked)
+    except autopar.AutoparError as error:
+        print(f"{name:<9} {which:<16} {str(error).splitlines()[0]}   {time.process_time():.0f} CPU s", flush=True)
+        return
+    pipeline, memory = plan.pipeline, f"{plan.peak_memory / 2**30:.1f} GiB"
+    how = f"{len(plan.stages)} stages, {pipeline.schedule}" if pipeline else "no stages"
+    print(
+        f"{name:<9} {which:<16} {plan.step_time:8.4f} s  {memory:>9}  {plan.mesh}, {how}, {plan.microbatches} micro-batches   "
+        f"{time.process_time():.0f} CPU s",
+        flush=True,
+    )
+    if plan.searched:
+        print(f"{'':<26} {plan.searched}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; default: all")
+    parser.add_argument("--plan", metavar="PLAN", help="make one plan of one case in this process")
+    options = parser.parse_args()
+    if unknown := [name for name in options.cases if name not in CASES]:
+        parser.error(f"no case is called {', '.join(unknown)}; there are {', '.join(CASES)}")
+    if options.plan:
+        run(options.cases[0], options.plan)
+        return 0
+    for name in options.cases or CASES:
+        case = CASES[name]
+        print(f"{name}: batch {case.batch}, mesh {dict(case.mesh)}, h100", flush=True)
+        for which in case.plans:
+            subprocess.run([sys.executable, __file__, name, "--plan", which], check=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

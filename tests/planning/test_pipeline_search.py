@@ -1,0 +1,118 @@
+"""Pipelines as part of the search: enumeration is the judge, by forcing every one that could have been chosen."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.cost_models import catalog
+from autopar.errors import AutoparError, ConstraintError, PlanError
+from autopar.ir.mesh import Device, Mesh
+from autopar.ir.program import Program
+from autopar.plan.options import Options
+from autopar.plan.plan import Plan
+from autopar.planning.pipeline_search import plan_pipeline
+from autopar.planning.planner import connected_mesh, plan_program, planned_mesh, read_program
+from tests.support import models, planning
+from tests.support.pipelines import SLOW
+
+BATCH, LENGTH = 8, 16
+
+
+class Squares(nn.Module):
+    """The mean of squares."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+def network(count: int = 4, width: int = 128, hidden: int = 1024) -> nn.Sequential:
+    """Blocks of two layers with a loss behind them."""
+    made = (nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)) for _ in range(count))
+    return nn.Sequential(*made, Squares())
+
+
+@functools.cache
+def blocks() -> Program:
+    return read_program(network(), torch.randn(BATCH, LENGTH, 128)).program
+
+
+@functools.cache
+def gpt2() -> Program:
+    return read_program(*models.make("gpt2")).program
+
+
+def device(outer: str = "ethernet-25g", per_node: int = 1, rate: float = 1e12) -> Device:
+    """A made-up device, in nodes that are connected so."""
+    return replace(SLOW, flops={"float32": rate}, per_node=per_node, outer=outer)
+
+
+def plan(program: Program, mesh: object, **options: Any) -> Plan:
+    asked = Options(**{"microbatches": "auto", "device": device(), **options})
+    connected = connected_mesh(mesh, asked)
+    return plan_program(program, connected, asked) if asked.pipeline is None else plan_pipeline(program, connected, asked)
+
+
+def forced(program: Program, mesh: Mesh, runs: tuple[int, ...], **options: Any) -> Iterator[Plan]:
+    """Pipelines over a part of the outermost axis: all numbers of ranks and all schedules."""
+    for ranks, number in itertools.product((2, 4), runs):
+        one = [(name, ranks) for name in ("gpipe", "1f1b", "1f1b+1", "1f1b+3")]
+        for schedule, stages in [*one, ("interleaved", 2 * ranks)]:
+            if mesh.sizes[0] % ranks == 0:
+                cut = mesh.cut(ranks)
+                asked = {"microbatches": number, "schedule": schedule, "stages": stages, "pipeline": cut.axes[0]}
+                try:
+                    yield plan(program, cut, **options, **asked)
+                except AutoparError:  # fewer regions than stages, or nothing that fits
+                    continue
+
+
+@pytest.mark.parametrize(
+    "mesh, runs, options, stages",
+    [
+        pytest.param((4,), (2, 4), {}, True, id="four nodes"),
+        pytest.param((2, 2), (1, 2, 4, 8), {"strategy": "fsdp"}, True, id="by fsdp"),
+        pytest.param((2,), (4, 8), {"budget": "12MiB"}, True, id="in little memory"),
+        pytest.param((2,), (4, 8), {"device": device("nvlink4", per_node=8, rate=2e10)}, False, id="fast links"),
+    ],
+)
+def test_no_pipeline_that_can_be_forced_is_faster(
+    mesh: tuple[int, ...], runs: tuple[int, ...], options: dict[str, Any], stages: bool
+) -> None:
+    found = plan(blocks(), mesh, pipeline="auto", **options)
+    others = [one.step_time for one in forced(blocks(), Mesh.of(mesh), runs, **options)]
+    others.append(plan(blocks(), mesh, **options).step_time)
+    assert found.step_time <= min(others) * (1 + 1e-9)
+    assert (found.pipeline is not None) == stages
+    assert "pipelines planned" in found.searched
+    if found.microbatches in runs:
+        assert found.step_time == pytest.approx(min(others), rel=1e-9)
+    assert planned_mesh(found, Mesh.of(mesh)).sizes == found.sizes
+    with pytest.raises(PlanError, match="made for another mesh"):
+        planned_mesh(found, Mesh.of((2, *mesh)))
+
+
+def test_forwards_ahead_are_of_1f1b_and_hold_more() -> None:
+    first = [
+        plan(blocks(), {"pp": 4}, pipeline="pp", microbatches=8, schedule=schedule).stages[0].peak_memory
+        for schedule in ("1f1b", "1f1b+2", "gpipe")
+    ]
+    assert first == sorted(set(first))
+    with pytest.raises(ConstraintError, match="'gpipe\\+2' is not a pipeline schedule"):
+        plan(blocks(), {"pp": 4}, pipeline="pp", microbatches=8, schedule="gpipe+2")
+
+
+def test_gpt2_on_one_node_has_no_stages_and_a_large_one_over_slow_links_has() -> None:
+    fast = plan(planning.gpt2(16, 1024, 768, depth=2).program, (8,), device="h100", pipeline="auto")
+    assert fast.pipeline is None
+    slow = replace(catalog.device("h100"), per_node=1, outer="ethernet-25g")
+    found = plan(planning.gpt2(16, 1024, 2048, depth=4).program, (4,), device=slow, pipeline="auto", microbatches=8)
+    assert found.pipeline is not None
+    assert found.step_time < plan(planning.gpt2(16, 1024, 2048, depth=4).program, (4,), device=slow).step_time
