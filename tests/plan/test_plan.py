@@ -99,6 +99,7 @@ def test_the_json_has_the_fields_that_others_may_rely_on(tmp_path: Path) -> None
     data = json.loads((tmp_path / "plan.json").read_text())
     assert set(data) == {
         "version",
+        "searched",
         "hash",
         "mesh",
         "device",
