@@ -86,6 +86,7 @@ def search_rows(search: Search, memory: LazyRows, cutoff: float) -> Outcome:
         solution = None if relaxed.result is None else _integral(search, relaxed.result)
         if solution is None:
             break
+        bound = bound if search.tightened else max(bound, solution.bound)
         solution, excess, rows = _with_whole_members(search, memory, solution)
         if not excess:
             best = solution if best is None or solution.seconds < best.seconds else best
@@ -174,8 +175,9 @@ def _near(search: Search, relaxed: SolverResult) -> Solution | None:
     if better is None:
         return solution
     other = rounded(program, better, settings)
-    cheap = solution is None or other.seconds < solution.seconds
-    return other if cheap and (solution is None or search.keeps(other)) else solution
+    if solution is None or (other.seconds < solution.seconds and search.keeps(other)):
+        return other
+    return replace(solution, bound=max(solution.bound, min(better.bound, solution.seconds)))
 
 
 def _branched(search: Search, relaxed: SolverResult) -> Solution | None:
