@@ -30,6 +30,17 @@ class SearchSettings:
     presolve: bool = True
     """Aggregate choices that have no price of their own (`presolve`). Off only in the test that this is exact."""
 
+    # the bound by messages
+
+    ascent_sweeps: int = 30
+    """Sweeps of dual ascent at most: GPT-2 on (2, 2, 2) is 0.4% below the relaxation after 20 and after 40 (planning)."""
+
+    ascent_check: int = 5
+    """Sweeps between looks at the bound, which cost as much as half a sweep (not varied)."""
+
+    ascent_gain: float = 1e-3
+    """Relative gain of these sweeps below which they end: what is left to gain is less than windows are wide (not varied)."""
+
     # the relaxation
 
     integrality: float = 1e-6
@@ -75,6 +86,13 @@ class SearchSettings:
     wanted if it comes soon: the table of strategies."""
 
     # windows of reduced costs
+
+    core_windows: tuple[float, ...] = (0.01, 0.04, 0.16)
+    """By how much a solution without memory rows may cost more than the bound by messages, relative; tried in turn, until a
+    window holds one, whose price says how wide it must be. The first one holds one in every case of planning and overlap."""
+
+    largest_core: float = 0.8
+    """Share of the columns from which on the whole is relaxed instead (not varied; overlap: T5-3B on (8, 8) keeps 53%)."""
 
     windows: tuple[float, ...] = (0.005, 0.01, 0.04, 0.16)
     """By how much a solution within memory rows may cost more than the relaxation without them, relative; tried in turn. Small

@@ -2,8 +2,10 @@
 
     step       function                        afterwards
     presolve   presolve.merge_followers        the aggregated problem has the same optimum
-    relax      Relaxation.relax                every solution costs at least `bound`
-    window     reduced_cost_fixing.window      what is left out costs more than the window is wide, whatever rows are added
+    bound      dual_ascent.dual_ascent         every solution costs at least `bound`, and more by its reduced costs
+    core       core.core                       what is left out costs more than a solution that is known
+    relax      Relaxation.relax                every solution of the core, or of the whole, costs at least its bound
+    window     reduced_cost_fixing.window      what is left out costs more than the window holds, whatever rows are added
     rows       LazyRows, search.search_rows    what a judge finds too large in a rounded relaxation is forbidden everywhere
     dive       dive.dive                       where rows bind or messages overlap: a solution near the relaxation
     rens       branch.rens                     where that is far from its bound: the best one of what relaxation and dive use
@@ -11,14 +13,14 @@
     members    members.WholeMembers            the best whole numbers of members of its layouts, which break no row
     judge      LazyRows.excess                 the solution breaks no row, those included that nobody has asked for yet
     reroute    routes.reroute                  the same layouts for no more, in fewer messages
-    bound      Solver._proven                  how far from the optimum the solution can be; if far, a better one
+    prove      Solver._proven                  how far from the optimum the solution can be; if far, a better one
 
-`Solver.solve` runs presolve and relax, without regions. Where rows bind, narrow windows are searched until one holds a solution
-(`_near`), then a window of everything that could be better (`_proven`). Where messages overlap with computing, the rounded
-relaxation is the solution to start from (0 to 1% above the bound on 15 baselines), and the long rows of regions join in that
-window: 0.2 CPU seconds for GPT-2 on (2, 2, 2) of A100, 11 in the whole. Elsewhere the whole is searched. `search.search_rows`
-is rows to reroute in one of them. The answer is checked, not trusted: its price is summed from its own picks and arcs
-(`problem.price`), and the bound is HiGHS's. No step reads a clock.
+Without rows that bind, only the core is relaxed (`_without_rows`). Where messages overlap with computing, its rounded solution
+is the one to start from (0 to 1% above the bound on 15 baselines), and the long rows of regions join in the window of what
+could be better (`_proven`): 0.2 CPU seconds for GPT-2 on (2, 2, 2) of A100, 11 in the whole. Where rows bind (`_within_rows`),
+the whole is relaxed, for nobody knows what a solution will cost, and narrow windows are searched until one holds a solution
+(`_near`). `search.search_rows` is rows to reroute in one of them. The answer is checked, not trusted: its price is summed from
+its own picks and arcs (`problem.price`). No step reads a clock.
 """
 
 from __future__ import annotations
@@ -27,12 +29,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autopar.solver.highs import SolverResult
+from autopar.solver.core import Core, core, whole
 from autopar.solver.lazy_rows import Judge, LazyRows
 from autopar.solver.presolve import merge_followers
-from autopar.solver.problem import Floats, Problem, Row, Solution
-from autopar.solver.reduced_cost_fixing import whole_problem, window
-from autopar.solver.relaxation import Relaxed, relaxation_of
+from autopar.solver.problem import Problem, Row, Solution
+from autopar.solver.reduced_cost_fixing import window
 from autopar.solver.search import Outcome, Search, rerouted, round_and_judge, search_rows
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
@@ -59,11 +60,8 @@ class Solver:
 
     def __init__(self, problem: Problem, settings: SearchSettings = DEFAULTS) -> None:
         self.settings, self._presolved = settings, merge_followers(problem, settings)
-        problem = self._presolved.problem
-        self._whole = Search(whole_problem(problem), settings, relaxation_of(problem, settings))
-        self._bound = 0.0  # of the last relaxation of the whole
-        self._reduced_costs: tuple[list[Floats], list[Floats]] | None = None  # at that relaxation
-        self._first: SolverResult | None = None  # the first relaxation of the whole
+        self._core: Core | None = None  # where nothing binds
+        self._whole: Core | None = None  # where rows bind
         self._series = False  # whether a limit was searched before
 
     def solve(self, judge: Judge = lambda solution: (), rows: Iterable[Row] = (), *, cutoff: float = math.inf) -> Outcome:
@@ -78,51 +76,63 @@ class Solver:
 
         Raises SolverError where HiGHS fails or a limit of the settings leaves no answer.
         """
-        presolved, whole, start = self._presolved, self._whole, None
+        presolved = self._presolved
         memory = LazyRows(lambda one: judge(presolved.expand(one)), presolved.row, map(presolved.row, rows), self.settings)
-        if self._reduced_costs is None:
-            relaxed = whole.relaxation.relax(cutoff)
-            if relaxed.result is None:
-                return Outcome(solution=None, bound=relaxed.bound)
-            self._keep(relaxed)
-            self._first = relaxed.result
-        if not memory.rows and self._first is not None:
-            start, _ = round_and_judge(whole, memory, self._first)
-        found = Outcome(solution=None, bound=self._bound)
-        if memory.rows:
-            found = self._near(memory, cutoff)
-        elif start is not None and start.seconds < cutoff and whole.window.problem.regions:
-            found = Outcome(solution=rerouted(whole, memory, start), bound=self._bound)
-        if found.solution is not None and not found.complete:
-            found = self._proven(memory, found.solution, found.bound)
-            self._series = bool(memory.rows)
-        if found.solution is None and not found.complete:
-            last = search_rows(self._everything(), memory, cutoff)
-            found = replace(last, bound=max(found.bound, last.bound))
+        found = None if memory.rows else self._without_rows(memory, cutoff)
+        if found is None:
+            found = self._within_rows(memory, cutoff)
         if found.solution is None:
             return found
         return replace(found, solution=presolved.expand(found.solution.bounded(found.bound, self.settings.equal_price)))
 
-    def _everything(self) -> Search:
-        """The search of the whole, with regions: they have long rows, so that few windows must do without."""
-        self._whole.relaxation.add_regions()
-        return self._whole
+    def _without_rows(self, memory: LazyRows, cutoff: float) -> Outcome | None:
+        """The cheapest solution; None if that of the relaxation holds too much, so that there are rows now."""
+        found = self._core or core(self._presolved.problem, self.settings, cutoff)
+        if found is None:
+            return Outcome(solution=None, bound=cutoff)
+        if cutoff == math.inf:
+            self._core = found
+        if found.relaxed.result is None:
+            return Outcome(solution=None, bound=found.bound)
+        start, _ = round_and_judge(found.search, memory, found.relaxed.result)
+        if memory.rows:
+            return None
+        if start is not None:
+            start = found.search.window.expand(rerouted(found.search, memory, start))
+            if start.seconds < cutoff and self._presolved.problem.regions:
+                return self._proven(found, memory, start, found.bound)
+        last = search_rows(found.everything(), memory, cutoff)
+        best, bound = start, max(found.bound, min(found.holds, last.bound))
+        if last.solution is not None and last.seconds < (math.inf if start is None else start.seconds):
+            best = found.search.window.expand(last.solution)
+        return Outcome(solution=best if best is not None and best.seconds < cutoff else None, bound=bound)
 
-    def _keep(self, relaxed: Relaxed) -> None:
-        """Keep what windows are made from: a relaxation of the whole, with the reduced costs there."""
-        self._bound, self._reduced_costs = relaxed.bound, self._whole.relaxation.reduced_costs()
+    def _within_rows(self, memory: LazyRows, cutoff: float) -> Outcome:
+        """The cheapest solution where rows bind: what is known of a core says nothing of solutions that are more expensive."""
+        if self._whole is None:
+            relaxed = whole(self._presolved.problem, self.settings, cutoff)
+            if relaxed.relaxed.result is None:
+                return Outcome(solution=None, bound=relaxed.bound)
+            self._whole = relaxed
+        found = self._near(self._whole, memory, cutoff)
+        if found.solution is not None and not found.complete:
+            found = self._proven(self._whole, memory, found.solution, found.bound)
+            self._series = True
+        if found.solution is None and not found.complete:
+            last = search_rows(self._whole.everything(), memory, cutoff)
+            found = replace(last, bound=max(found.bound, last.bound))
+        return found
 
-    def _near(self, memory: LazyRows, cutoff: float) -> Outcome:
-        """A solution of the first window that holds one; it is best if it costs no more than the window is wide."""
-        settings, bound = self.settings, self._bound
-        assert self._reduced_costs is not None
+    def _near(self, whole: Core, memory: LazyRows, cutoff: float) -> Outcome:
+        """A solution of the first window that holds one; it is best if it costs no more than the window holds."""
+        settings, bound = self.settings, whole.bound
         for share in settings.windows:
-            widest = (1 + share) * self._bound
-            part = window(self._whole.window, *self._reduced_costs, widest - self._bound, settings.largest_window)
+            widest = (1 + share) * whole.bound
+            part = whole.window(widest, settings.largest_window)
             if part is None:
                 break
             search = Search.of(part, settings, quick=share == settings.windows[0])
-            below = min(cutoff, settings.unlikely_price * self._bound)
+            below = min(cutoff, settings.unlikely_price * whole.bound)
             found = search_rows(search, memory, below)
             bound = max(bound, min(widest, found.bound))
             if found.seconds < below:
@@ -132,28 +142,27 @@ class Solver:
                 return Outcome(solution=None, bound=bound, complete=True)
         return Outcome(solution=None, bound=bound)
 
-    def _proven(self, memory: LazyRows, best: Solution, bound: float) -> Outcome:
+    def _proven(self, base: Core, memory: LazyRows, best: Solution, bound: float) -> Outcome:
         """A solution with the bound of all that could be better; where it is far from that, the best that is found there."""
-        settings = self.settings
+        settings, most = self.settings, min(best.seconds, base.holds)
         if best.seconds <= (1 + settings.equal_price) * bound:
             return Outcome(solution=best, bound=min(bound, best.seconds))
-        assert self._reduced_costs is not None
         largest = settings.largest_window if self._series else 1.0  # the whole takes longer, but only once in a series
-        part = window(self._whole.window, *self._reduced_costs, best.seconds - self._bound, largest)
-        search = self._everything() if part is None else Search.of(part, settings)
+        part = base.window(best.seconds, largest)
+        search = base.everything() if part is None else Search.of(part, settings)
         search.add([search.window.row(replace(row, constant=0.0)) for row in memory.rows.values()])
         relaxed = search.relaxation.relax(proving=not memory.rows)
-        bound = max(bound, min(best.seconds, relaxed.bound))
+        bound = max(bound, min(most, relaxed.bound))
         if relaxed.result is None:
             return Outcome(solution=best, bound=bound)
         if part is None:
-            self._keep(relaxed)
+            base.keep(relaxed)
         enough = settings.window_gap if memory.rows else settings.gap
         if best.seconds > (1 + max(enough, settings.equal_price)) * bound:
             better = window(search.window, *search.relaxation.reduced_costs(), best.seconds - bound, 1.0)
             assert better is not None, "no share is too large"
             found = search_rows(Search.of(better, settings), memory, best.seconds)
-            bound = max(bound, min(best.seconds, found.bound))
+            bound = max(bound, min(most, found.bound))
             if found.seconds < best.seconds:
                 assert found.solution is not None
                 best = better.expand(found.solution)

@@ -1,0 +1,302 @@
+"""A lower bound on every solution without a simplex method: dual ascent by messages.
+
+The relaxation without rows splits into small parts: candidates, and for every consumer of an edge the cheapest route from the
+producer's layout to the consumer's. What several consumers pay once (arcs, conditional costs, fixed charges) is divided into
+shares, one per consumer; any shares give a bound. Parts agree by messages: a part gives what it knows of the price of each
+candidate to the next one, in the order of the choices and back, so that the bound never falls:
+
+    reparametrisation    price = sum_o left[o, c] + sum_v,k sent[v, k] + distance(produced, wanted, shares[v, k]) + wanted[v, k]
+    bound                sum_o min_c left[o, c] + sum_v,k min over both ends
+    messages             sent[v, k](l) = weight * min-marginal(l) - message back, distances by Bellman and Ford
+    shares               an arc keeps of its share what the distances at it differ by; what is free goes where it is needed
+
+V. Kolmogorov, "A new look at reweighted message passing", IEEE Transactions on Pattern Analysis and Machine Intelligence 37
+(2015), with pairs for factors: there the sequential tree-reweighted messages of the same author (ibid. 28, 2006). Shares are
+dual variables of (share), (due) and (charge) of `integer_program`, messages those of (route).
+
+The bound of a Llama of two layers on (2, 2, 2) is that of the relaxation after 0.3 CPU seconds, where the simplex method takes
+47; of T5-3B on (8, 8) 0.2% below after 0.6 (16), of GPT-2 on (2, 2, 2) 0.5% below after 0.4 (3).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solver.problem import Edge, FixedCharge, Floats, Ints, Problem
+from autopar.solver.settings import DEFAULTS, SearchSettings
+
+_NEEDED = 0.999  # of a share: what is used nearly wholly could use more
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class DualBound:
+    """Every solution costs at least `bound` seconds, and by its reduced cost more where it uses a candidate (by choice) or an
+    arc (by edge). Infinite where no solution does; without any, `bound` is infinite and reduced costs say nothing."""
+
+    bound: float
+    candidates: list[Floats]
+    arcs: list[Floats]
+
+
+def dual_ascent(problem: Problem, settings: SearchSettings = DEFAULTS) -> DualBound:
+    """A bound on every solution of a problem, without regard to rows and regions, which make solutions only more expensive.
+
+    Sweeps go on while they raise the bound by `ascent_gain`, checked every `ascent_check` sweeps, up to `ascent_sweeps`.
+    """
+    ascent, bound = _Ascent(problem), -np.inf
+    for number in range(1, settings.ascent_sweeps + 1):
+        ascent.sweep()
+        if number % settings.ascent_check == 0:
+            last, bound = bound, ascent.bound().bound
+            if bound <= last + settings.ascent_gain * abs(bound):
+                break
+    return ascent.bound()
+
+
+class _Groups:
+    """Places grouped by a layout."""
+
+    def __init__(self, layouts: Ints) -> None:
+        self.order = np.argsort(layouts, kind="stable")
+        self.layouts, self._first = np.unique(layouts[self.order], return_index=True)
+
+    def least(self, values: Floats) -> Floats:
+        """The least value of each group, which are in order, by row."""
+        found: Floats = np.minimum.reduceat(values, self._first, axis=1)
+        return found
+
+    def spread(self, values: Floats, nodes: int) -> Floats:
+        """The least value of each layout by row, infinite where there is none."""
+        found = np.full((len(values), nodes), np.inf)
+        found[:, self.layouts] = self.least(values[:, self.order])
+        return found
+
+
+class _Shared:
+    """A cost of arcs that is paid once for several consumers of an edge: what each of them pays of it."""
+
+    def __init__(self, seconds: Floats, consumers: Iterable[int], number: int) -> None:
+        self.seconds, self._consumers = seconds, np.array(sorted(consumers))
+        self.shares = np.zeros((number, len(seconds)))
+        self.shares[self._consumers] = seconds / len(self._consumers)
+
+    @property
+    def free(self) -> Floats:
+        """What nobody pays."""
+        unpaid: Floats = np.maximum(0.0, self.seconds - self.shares.sum(axis=0))
+        return unpaid
+
+    def divide(self, needed: Floats) -> None:
+        """Keep what is needed of each share (by consumer and arc, at most 1), and give the rest to those that need all."""
+        if len(self._consumers) == 1:
+            return
+        self.shares *= needed
+        weight = (needed[self._consumers] > _NEEDED) + (1 - _NEEDED)
+        self.shares[self._consumers] += self.free * weight / weight.sum(axis=0)
+
+
+@dataclass(slots=True)
+class _ChargeShare:
+    """What a consumer of an edge pays of a fixed charge where it uses certain arcs."""
+
+    charge: int
+    consumer: int
+    arcs: Floats
+    seconds: float
+
+
+class _Routes:
+    """The routes of one edge to each of its consumers, K in number, with the messages between their ends.
+
+    Attributes:
+        sent, wanted: (K, layouts), what the producer and the consumers gave to the price of a route.
+        to_consumers, to_producer: (K, layouts), the price of the cheapest route that ends, or starts, in each layout.
+    """
+
+    def __init__(self, edge: Edge, charges: list[_ChargeShare]) -> None:
+        self.edge, self._charges, number = edge, charges, len(edge.consumers)
+        self._into, self._out_of = _Groups(edge.target), _Groups(edge.source)
+        self.produced = _Groups(edge.produced)
+        self.wants = [_Groups(consumer.wants) for consumer in edge.consumers]
+        self.shared = [_Shared(edge.seconds, range(number), number)]
+        self.shared += [_Shared(cost.seconds, cost.consumers, number) for cost in edge.conditional_costs if cost.consumers]
+        self.sent = self.produced.spread(np.zeros((number, len(edge.produced))), edge.nodes)
+        self.wanted = np.concatenate([ends.spread(np.zeros((1, len(ends.order))), edge.nodes) for ends in self.wants])
+        self._stale: list[int] = []  # consumers that gave something since the producer asked
+        self._add_shares()
+        self.to_consumers, self.to_producer = self.forward(), self.backward()
+
+    def _add_shares(self) -> None:
+        self.seconds = np.sum([one.shares for one in self.shared], axis=0)
+        for share in self._charges:
+            self.seconds[share.consumer] += share.seconds * share.arcs
+
+    def forward(self, rows: Sequence[int] | slice = slice(None)) -> Floats:
+        """The price of the cheapest route that ends in each layout, for these consumers."""
+        return _distances(self.sent[rows], self.seconds[rows], self._into, self.edge.source)
+
+    def backward(self, rows: Sequence[int] | slice = slice(None)) -> Floats:
+        """The price of the cheapest route that starts in each layout, for these consumers."""
+        return _distances(self.wanted[rows], self.seconds[rows], self._out_of, self.edge.target)
+
+    def give(self, consumer: int, values: Floats, *, ask: bool) -> None:
+        """Take what a consumer gives per candidate; with `ask`, the producer asks for it next."""
+        self.wanted[consumer] = self.wants[consumer].spread(values[None], self.edge.nodes)[0]
+        if ask:
+            self._stale.append(consumer)
+
+    def refresh(self) -> None:
+        """Bring the messages to the producer up to date."""
+        if self._stale:
+            self.to_producer[self._stale] = self.backward(self._stale)
+            self._stale = []
+
+    def send(self, values: Floats, consumers: list[int], free: list[float]) -> None:
+        """Take what the producer gives per candidate, divide shared costs again where all consumers follow, and tell them."""
+        self.sent = self.produced.spread(values, self.edge.nodes)
+        if not consumers:
+            return
+        self.to_consumers[consumers] = self.forward(consumers)
+        if len(consumers) == len(self.wants) and (len(consumers) > 1 or self._charges):
+            self._divide(free)
+            self.to_consumers = self.forward()
+
+    def _divide(self, free: list[float]) -> None:
+        """Divide shared costs again: the price of every route stays at least the least of its consumer.
+
+        Halfway between the two distances of a layout is a potential: an arc needs what its ends differ by.
+        """
+        source, target = self.edge.source, self.edge.target
+        least = (self.to_consumers + self.wanted).min(axis=1, keepdims=True)
+        reached = np.isfinite(self.to_consumers[:, source]) & np.isfinite(self.to_producer[:, target])
+        with np.errstate(invalid="ignore"):
+            potential = (self.to_consumers + least - self.to_producer) / 2
+            difference = np.where(reached, potential[:, target] - potential[:, source], 0.0)
+        paid = self.seconds > 0
+        needed = np.where(paid, np.clip(difference / np.where(paid, self.seconds, 1.0), 0.0, 1.0), 0.0)
+        for one in self.shared:
+            one.divide(needed)
+        for share in self._charges:
+            kept = share.seconds * float((needed[share.consumer] * share.arcs).max(initial=0.0))
+            free[share.charge] += share.seconds - kept
+            more = free[share.charge] / 2 if kept > _NEEDED * share.seconds else 0.0
+            free[share.charge] -= more
+            share.seconds = kept + more
+        self._add_shares()
+
+
+def _distances(start: Floats, seconds: Floats, groups: _Groups, ends: Ints) -> Floats:
+    """Bellman and Ford: the least of `start` and of what lies before, by row, over arcs that lead to or from `groups`."""
+    found, ends = start.copy(), ends[groups.order]
+    if not len(ends):
+        return found
+    seconds = seconds[:, groups.order]
+    while True:
+        before = found[:, groups.layouts]
+        after = np.minimum(before, groups.least(found[:, ends] + seconds))
+        if not (after < before).any():
+            return found
+        found[:, groups.layouts] = after
+
+
+class _Ascent:
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        charges = [charge for charge in problem.fixed_charges if not charge.recomputed]
+        shares = _charge_shares(charges)
+        self._free = [0.0] * len(charges)  # of each charge: what nobody pays
+        self._routes = [_Routes(edge, shares.get(w, [])) if edge.consumers else None for w, edge in enumerate(problem.edges)]
+        self._out: list[list[_Routes]] = [[] for _ in problem.choices]
+        self._in: list[list[tuple[_Routes, int]]] = [[] for _ in problem.choices]
+        for routes in filter(None, self._routes):
+            self._out[routes.edge.producer].append(routes)
+            for place, consumer in enumerate(routes.edge.consumers):
+                self._in[consumer.choice].append((routes, place))
+        self._weight = [1 / max(1, *map(len, self._neighbours(o))) for o in range(len(problem.choices))]
+
+    def _neighbours(self, choice: int) -> tuple[list[int], list[int]]:
+        """The choices before and after one to which a route leads."""
+        ends = [consumer.choice for routes in self._out[choice] for consumer in routes.edge.consumers]
+        ends += [routes.edge.producer for routes, _ in self._in[choice]]
+        return [end for end in ends if end < choice], [end for end in ends if end > choice]
+
+    def sweep(self) -> None:
+        """Send messages in the order of the choices, and back."""
+        order = range(len(self._problem.choices))
+        for choices, later in ((order, int.__lt__), (reversed(order), int.__gt__)):
+            for choice in choices:
+                self._send(choice, later)
+            for routes in filter(None, self._routes):
+                routes.refresh()
+
+    def _send(self, choice: int, later: Callable[[int, int], bool]) -> None:
+        """Collect what all routes know of each candidate, and give it to those that lead to a later choice."""
+        total = self._problem.choices[choice].seconds.copy()
+        for routes, place in self._in[choice]:
+            total += routes.to_consumers[place, routes.edge.consumers[place].wants]
+        for routes in self._out[choice]:
+            routes.refresh()
+            total += routes.to_producer[:, routes.edge.produced].sum(axis=0)
+        possible = np.isfinite(total)
+        given = np.where(possible, total, 0.0) * self._weight[choice]
+        for routes in self._out[choice]:
+            edge = routes.edge
+            follow = [place for place, consumer in enumerate(edge.consumers) if later(choice, consumer.choice)]
+            values = -np.where(possible, routes.to_producer[:, edge.produced], -np.inf)
+            values[follow] += given
+            routes.send(values, follow, self._free)
+        for routes, place in self._in[choice]:
+            follows = later(choice, routes.edge.producer)
+            back = np.where(possible, routes.to_consumers[place, routes.edge.consumers[place].wants], -np.inf)
+            routes.give(place, follows * given - back, ask=follows)
+
+    def bound(self) -> DualBound:
+        """The bound of the messages and shares as they are, and the reduced costs there."""
+        left = [choice.seconds.copy() for choice in self._problem.choices]
+        for o, costs in enumerate(left):
+            for routes, place in self._in[o]:
+                costs += _taken(routes.wanted[place, routes.edge.consumers[place].wants])
+            for routes in self._out[o]:
+                costs += _taken(routes.sent[:, routes.edge.produced]).sum(axis=0)
+        bound = sum(float(costs.min()) for costs in left)
+        candidates = [costs - costs.min() for costs in left]
+        arcs: list[Floats] = []
+        for edge, found in zip(self._problem.edges, self._routes, strict=True):
+            if found is None:
+                arcs.append(edge.seconds)
+                continue
+            routes = found
+            before, after = routes.forward(), routes.backward()
+            least = (before + routes.wanted).min(axis=1)
+            bound += float(least.sum())
+            candidates[edge.producer] += ((routes.sent + after) - least[:, None])[:, edge.produced].sum(axis=0)
+            for place, consumer in enumerate(edge.consumers):
+                candidates[consumer.choice] += (before + routes.wanted)[place, consumer.wants] - least[place]
+            detour = before[:, edge.source] + routes.seconds + after[:, edge.target] - least[:, None]
+            arcs.append(detour.min(axis=0) + np.sum([one.free for one in routes.shared], axis=0))
+        return DualBound(bound=bound, candidates=candidates, arcs=arcs)
+
+
+def _taken(given: Floats) -> Floats:
+    """What a candidate has less for what it gave; one from which no route leads stays infinitely expensive."""
+    return np.where(np.isfinite(given), -given, np.inf)
+
+
+def _charge_shares(charges: Sequence[FixedCharge]) -> dict[int, list[_ChargeShare]]:
+    """Equal shares of each charge, by edge."""
+    found = [
+        (trigger.edge, number, consumer, trigger.arcs.astype(float))
+        for number, charge in enumerate(charges)
+        for trigger in charge.triggers
+        for consumer in sorted(trigger.consumers or ())
+    ]
+    users = Counter(number for _, number, *_ in found)
+    shares: dict[int, list[_ChargeShare]] = {}
+    for edge, number, consumer, arcs in found:
+        seconds = charges[number].seconds / users[number]
+        shares.setdefault(edge, []).append(_ChargeShare(charge=number, consumer=consumer, arcs=arcs, seconds=seconds))
+    return shares
