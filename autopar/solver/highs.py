@@ -72,8 +72,9 @@ class SolverResult:
     bound: float
 
 
-def load(block: SparseBlock) -> highspy.Highs:
-    """A HiGHS object that holds a program: columns from 0 up, rows between their bounds."""
+def load(block: SparseBlock, *, devex: bool = False) -> highspy.Highs:
+    """A HiGHS object that holds a program: columns from 0 up, rows between their bounds. Edges are weighed by the steepest one,
+    or by Devex."""
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(block.cost), len(block.lower)
     lp.col_cost_ = block.cost
@@ -85,6 +86,7 @@ def load(block: SparseBlock) -> highspy.Highs:
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("random_seed", 0)
     solver.setOptionValue("threads", 1)
+    solver.setOptionValue("simplex_dual_edge_weight_strategy", _DEVEX if devex else _CHOOSE)
     solver.passModel(lp)
     return solver
 

@@ -58,7 +58,7 @@ class Window:
 def only(problem: Problem, solution: Solution) -> Window:
     """What a solution uses: one candidate of each choice, and its routes."""
     used = [np.isin(np.arange(len(edge.seconds)), arcs) for edge, arcs in zip(problem.edges, solution.arcs, strict=True)]
-    return _selected(problem, [np.array([pick]) for pick in solution.picks], used)
+    return selected(problem, [np.array([pick]) for pick in solution.picks], used)
 
 
 def whole_problem(problem: Problem) -> Window:
@@ -81,7 +81,7 @@ def window(outer: Window, candidates: Sequence[Floats], arcs: Sequence[Floats], 
     used = [costs <= width for costs in arcs]
     if sum(map(len, picks)) + sum(int(mask.sum()) for mask in used) > largest * total:
         return None
-    inner = _selected(outer.problem, picks, used)
+    inner = selected(outer.problem, picks, used)
     return Window(
         problem=inner.problem,
         picks=[before[left] for before, left in zip(outer.picks, inner.picks, strict=True)],
@@ -90,7 +90,7 @@ def window(outer: Window, candidates: Sequence[Floats], arcs: Sequence[Floats], 
     )
 
 
-def _selected(problem: Problem, picks: Sequence[Ints], used: Sequence[Bools]) -> Window:
+def selected(problem: Problem, picks: Sequence[Ints], used: Sequence[Bools]) -> Window:
     """The part of a problem with these candidates and arcs, and the layouts at their ends."""
     parts = [_part(edge, picks, mask) for edge, mask in zip(problem.edges, used, strict=True)]
     left = [kept for _, kept, _ in parts]

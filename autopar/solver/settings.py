@@ -67,11 +67,15 @@ class SearchSettings:
     """Simplex iterations of Devex, after which the steepest edge goes to the end: T5-3B ends after 40,000, 10 CPU seconds; a
     Llama of two layers on (2, 2, 2) would after 78,000, 148 seconds, where the steepest edge takes 44,000 and 34."""
 
+    devex_rows: int = 60_000
+    """Rows of a program from which on Devex is used from the start where rows of memory join: GPT-3 on (8, 16, 8), 85,000 rows,
+    takes 11 CPU seconds in a window of 1%, over 41 by the steepest edge (planning: gpt3)."""
+
     improving_iterations: int = 5_000
     """Simplex iterations of a relaxation whose answer can only improve a known solution, the first after new rows; not varied
     since it replaced a limit in seconds (budgets)."""
 
-    improving_iterations_per_row: float = 1 / 5
+    improving_iterations_per_row: float = 2 / 5
     """The same limit per row of the program, where that is more: large programs need more (planning: gpt3; not varied)."""
 
     resolving_iterations: int = 1_000
@@ -84,6 +88,18 @@ class SearchSettings:
     relaxation_iterations: int | None = None
     """Simplex iterations after which any relaxation is given up with a SolverError; None: never. Set where an answer is only
     wanted if it comes soon: the table of strategies."""
+
+    # regions as prices
+
+    weights_rounds: int = 12
+    """Rounds of column generation at most: GPT-3 on (8, 16, 8) takes 4, ViT-L on (8, 8) 5 (planning, overlap)."""
+
+    weights_gap: float = 1e-3
+    """Relative gap at which these rounds end; in those cases the next to last one is at 0.1%."""
+
+    weighed_columns: int = 100_000
+    """Candidates and arcs of a problem from which on its regions are prices where rows bind: GPT-3 on (8, 16, 8), 183,000,
+    takes 61 CPU seconds in all, and 1,192 with rows of regions and of memory together (planning: gpt3)."""
 
     # windows of reduced costs
 

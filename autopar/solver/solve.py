@@ -19,8 +19,8 @@ Without rows that bind, only the core is relaxed (`_without_rows`). Where messag
 is the one to start from (0 to 1% above the bound on 15 baselines), and the long rows of regions join in the window of what
 could be better (`_proven`): 0.2 CPU seconds for GPT-2 on (2, 2, 2) of A100, 11 in the whole. Where rows bind (`_within_rows`),
 the whole is relaxed, for nobody knows what a solution will cost, and narrow windows are searched until one holds a solution
-(`_near`). `search.search_rows` is rows to reroute in one of them. The answer is checked, not trusted: its price is summed from
-its own picks and arcs (`problem.price`). No step reads a clock.
+(`_near`); in a large problem with regions as prices (`link_weights`). `search.search_rows` is rows to reroute in one of them.
+The answer is checked, not trusted: its price is summed from its own picks and arcs (`problem.price`). No step reads a clock.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from dataclasses import replace
 
 from autopar.solver.core import Core, core, whole
 from autopar.solver.lazy_rows import Judge, LazyRows
+from autopar.solver.link_weights import Weighed, best_weights
 from autopar.solver.presolve import merge_followers
-from autopar.solver.problem import Problem, Row, Solution
+from autopar.solver.problem import Problem, Row, Solution, price
 from autopar.solver.reduced_cost_fixing import window
 from autopar.solver.search import Outcome, Search, rerouted, round_and_judge, search_rows
 from autopar.solver.settings import DEFAULTS, SearchSettings
@@ -62,6 +63,7 @@ class Solver:
         self.settings, self._presolved = settings, merge_followers(problem, settings)
         self._core: Core | None = None  # where nothing binds
         self._whole: Core | None = None  # where rows bind
+        self._weighed: Weighed | None = None  # where regions are prices there
         self._series = False  # whether a limit was searched before
 
     def solve(self, judge: Judge = lambda solution: (), rows: Iterable[Row] = (), *, cutoff: float = math.inf) -> Outcome:
@@ -110,18 +112,41 @@ class Solver:
     def _within_rows(self, memory: LazyRows, cutoff: float) -> Outcome:
         """The cheapest solution where rows bind: what is known of a core says nothing of solutions that are more expensive."""
         if self._whole is None:
-            relaxed = whole(self._presolved.problem, self.settings, cutoff)
+            relaxed = whole(self._without_regions(), self.settings, cutoff)
             if relaxed.relaxed.result is None:
                 return Outcome(solution=None, bound=relaxed.bound)
             self._whole = relaxed
         found = self._near(self._whole, memory, cutoff)
-        if found.solution is not None and not found.complete:
+        enough = 0.0 if self._weighed is None else self.settings.dive_gap
+        if found.solution is not None and not found.complete and found.seconds > (1 + enough) * found.bound:
             found = self._proven(self._whole, memory, found.solution, found.bound)
             self._series = True
         if found.solution is None and not found.complete:
             last = search_rows(self._whole.everything(), memory, cutoff)
             found = replace(last, bound=max(found.bound, last.bound))
-        return found
+        best = found.solution and self._with_regions(memory, found.solution)
+        return replace(found, solution=None if best is None or best.seconds >= cutoff else best)
+
+    def _without_regions(self) -> Problem:
+        """The problem; a large one with its regions as prices: their long rows and those of memory together take minutes."""
+        problem, settings = self._presolved.problem, self.settings
+        columns = sum(len(choice.seconds) for choice in problem.choices)
+        columns += sum(len(edge.seconds) * len(edge.consumers) for edge in problem.edges)
+        if not problem.regions or columns < settings.weighed_columns:
+            return problem
+        self._weighed = best_weights(problem, settings)
+        return self._weighed.problem
+
+    def _with_regions(self, memory: LazyRows, best: Solution) -> Solution:
+        """A solution with its price in the problem itself. Where it was found with regions as prices: the best of what it and
+        the relaxations use, which are few columns."""
+        problem = self._presolved.problem
+        if self._weighed is None:
+            return best
+        best = replace(best, seconds=price(problem, best.picks, best.arcs, best.recompute))
+        part = self._weighed.around(problem, best)
+        found = search_rows(Search.of(part, self.settings), memory, best.seconds)
+        return best if found.solution is None or found.seconds >= best.seconds else part.expand(found.solution)
 
     def _near(self, whole: Core, memory: LazyRows, cutoff: float) -> Outcome:
         """A solution of the first window that holds one; it is best if it costs no more than the window holds."""
@@ -151,7 +176,7 @@ class Solver:
         part = base.window(best.seconds, largest)
         search = base.everything() if part is None else Search.of(part, settings)
         search.add([search.window.row(replace(row, constant=0.0)) for row in memory.rows.values()])
-        relaxed = search.relaxation.relax(proving=not memory.rows)
+        relaxed = search.relaxation.relax(proving=not memory.rows, improving=bool(self._weighed and memory.rows))
         bound = max(bound, min(most, relaxed.bound))
         if relaxed.result is None:
             return Outcome(solution=best, bound=bound)
