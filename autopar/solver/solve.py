@@ -18,7 +18,8 @@
 relaxation is the solution to start from (0 to 1% above the bound on 15 baselines), and the long rows of regions join in that
 window: 0.2 CPU seconds for GPT-2 on (2, 2, 2) of A100, 11 in the whole. Elsewhere the whole is searched. `search.search_rows`
 is rows to reroute in one of them. The answer is checked, not trusted: its price is summed from its own picks and arcs
-(`problem.price`), and the bound is HiGHS's. No step reads a clock.
+(`problem.price`), and the bound is HiGHS's. No step reads a clock, unless the user sets a deadline: then
+the best solution so far is the answer, with the bound that is known.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autopar.solver.highs import SolverResult
+from autopar.solver.highs import SolverResult, TimeLimitError
 from autopar.solver.lazy_rows import Judge, LazyRows
 from autopar.solver.presolve import merge_followers
 from autopar.solver.problem import Floats, Problem, Row, Solution
@@ -76,7 +77,8 @@ class Solver:
                 higher: a series of limits falls.
             cutoff: only solutions below so many seconds count, and only those that are found soon.
 
-        Raises SolverError where HiGHS fails or a limit of the settings leaves no answer.
+        Raises SolverError where HiGHS fails or a limit of the settings leaves no answer, TimeLimitError where the deadline
+        leaves none.
         """
         presolved, whole, start = self._presolved, self._whole, None
         memory = LazyRows(lambda one: judge(presolved.expand(one)), presolved.row, map(presolved.row, rows), self.settings)
@@ -89,16 +91,22 @@ class Solver:
         if not memory.rows and self._first is not None:
             start, _ = round_and_judge(whole, memory, self._first)
         found = Outcome(solution=None, bound=self._bound)
-        if memory.rows:
-            found = self._near(memory, cutoff)
-        elif start is not None and start.seconds < cutoff and whole.window.problem.regions:
-            found = Outcome(solution=rerouted(whole, memory, start), bound=self._bound)
-        if found.solution is not None and not found.complete:
-            found = self._proven(memory, found.solution, found.bound)
-            self._series = bool(memory.rows)
-        if found.solution is None and not found.complete:
-            last = search_rows(self._everything(), memory, cutoff)
-            found = replace(last, bound=max(found.bound, last.bound))
+        try:
+            if memory.rows:
+                found = self._near(memory, cutoff)
+            elif start is not None and start.seconds < cutoff and whole.window.problem.regions:
+                found = Outcome(solution=rerouted(whole, memory, start), bound=self._bound)
+            if found.solution is not None and not found.complete:
+                found = self._proven(memory, found.solution, found.bound)
+                self._series = bool(memory.rows)
+            if found.solution is None and not found.complete:
+                last = search_rows(self._everything(), memory, cutoff)
+                found = replace(last, bound=max(found.bound, last.bound))
+        except TimeLimitError as error:
+            if found.solution is None and start is not None and start.seconds < cutoff:
+                found = Outcome(solution=rerouted(whole, memory, start), bound=self._bound)
+            if found.solution is None:
+                raise TimeLimitError(self.settings.deadline, self._bound) from error
         if found.solution is None:
             return found
         return replace(found, solution=presolved.expand(found.solution.bounded(found.bound, self.settings.equal_price)))
