@@ -41,7 +41,7 @@ def best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, set
     else:
         best = _best_padded(microbatches(program, _number(options.microbatches)), mesh, options, stop, settings)
     if options.strategy != "replicate":
-        useless_axes(best.formulated.analysis, mesh)
+        useless_axes(best.formulated.analysis, mesh, padding=options.strategy in PADDED)
     return best
 
 
