@@ -48,6 +48,7 @@ def plan(
     pipeline: str | None = None,
     stages: int | str | Sequence[str] = "auto",
     schedule: str = "auto",
+    time_limit: float | None = None,
 ) -> Plan:
     """Plan how a model trains on a mesh; needs neither processes nor weights (the model may be on `meta`).
 
@@ -84,6 +85,8 @@ def plan(
             fastest of one, two and four a rank.
         schedule: "gpipe", "1f1b", "1f1b+2" with so many forwards ahead, or "interleaved" for several stages a rank; "auto":
             the fastest of these.
+        time_limit: seconds after which the search ends with the best plan that it knows; by default none, and no clock
+            decides which plan is chosen.
 
     Returns:
         The fastest plan that fits the budget, or the best found, with the proven gap.
@@ -95,6 +98,7 @@ def plan(
         MeshError: the mesh or device is not known.
         InputError: the optimizer or the sample is not known to autopar.
         RuleError: an operator has no sharding rule (`strict`), or can only run on one device.
+        TimeLimitError: no plan was found in `time_limit`.
 
     >>> import autopar, torch
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
@@ -107,6 +111,7 @@ def plan(
         device=device, budget=budget, strategy=strategy, optimizer=optimizer, constraints=constraints or {}, outputs=outputs,
         precision=precision, reduce=reduce, strict=strict, microbatches=microbatches, offload=offload, recompute=recompute,
         dynamic=dynamic or {}, cost_model=cost_model, pipeline=pipeline, stages=stages, schedule=schedule,
+        time_limit=time_limit,
     )  # fmt: skip
     if pipeline is not None:
         return make_pipeline_plan(model, sample_input, mesh, options)

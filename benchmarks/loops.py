@@ -1,12 +1,29 @@
-"""Models with a loop over time in `forward`, as users write them: capture unrolls it."""
+"""Planning time of models with a loop in `forward`, as users write them, which capture unrolls; and of layers that are all
+different.
+
+    python -m benchmarks.loops                  every case, each in a process of its own
+    python -m benchmarks.loops scan linears     these cases
+
+CPU seconds count all threads of the process, from its start; models are float32 on meta, the device is an H100.
+"""
 
 from __future__ import annotations
+
+import argparse
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.planning import Phases, peak_memory
+
 WORDS = 128
+Made = Callable[[int], tuple[nn.Module, tuple[torch.Tensor, ...]]]  # of so many steps or layers
 
 
 class SelectiveScan(nn.Module):
@@ -101,3 +118,88 @@ def cell(width: int) -> nn.Module:
 def rnn(width: int) -> nn.Module:
     """A recurrent layer written by hand."""
     return Recurrent(Cell(width, by_hand=True), width=width)
+
+
+class Linears(nn.Module):
+    """Linear layers in a loop, no two of the same shape: nothing repeats."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        widths = [512 + 64 * (7 * place % layers) for place in range(layers + 1)]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return x.square().mean()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model with its batch on meta, of so many steps or layers, and a mesh."""
+
+    made: Made
+    steps: int
+    mesh: tuple[int, ...]
+
+
+def words(model: Callable[[int], nn.Module], rows: int = 32, width: int = 256) -> Made:
+    """What makes a recurrent model, and its batch of so many steps."""
+    return lambda steps: (model(width), (torch.empty(rows, steps, dtype=torch.long),) * 2)
+
+
+def linears(layers: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Layers that are all different, and their batch."""
+    return Linears(layers), (torch.empty(1024, 512),)
+
+
+CASES = {
+    "scan": Case(made=words(scan), steps=64, mesh=(2, 4)),
+    "rnn": Case(made=words(rnn), steps=300, mesh=(2, 4)),
+    "cell": Case(made=words(cell), steps=200, mesh=(2, 4)),
+    "rwkv": Case(made=words(rwkv), steps=200, mesh=(2, 4)),
+    "linears-25": Case(made=linears, steps=25, mesh=(2, 2, 2)),
+    "linears-2d": Case(made=linears, steps=100, mesh=(2, 4)),
+    "linears": Case(made=linears, steps=100, mesh=(2, 2, 2)),
+}
+
+
+def run(name: str, limit: float | None = None) -> None:
+    """Plan one case in this process and print where the time went."""
+    from autopar.plan.options import Options
+    from autopar.planning.planner import connected_mesh, plan_program, read_program
+
+    case = CASES[name]
+    print(f"{name}: {case.steps} steps, mesh {case.mesh}" + (f", time_limit={limit:g}" if limit else ""))
+    phases = Phases()
+    with torch.device("meta"):
+        model, batch = case.made(case.steps)
+    phases.done("model")
+    captured = read_program(model, batch)
+    phases.done("capture")
+    options = Options(device="h100", time_limit=limit)
+    plan = plan_program(captured.program, connected_mesh(case.mesh, options), options, phases.done)
+    print(f"  {'whole':<12} {phases.spent:7.2f} CPU s   {peak_memory() / 2**30:5.2f} GiB   {len(captured.program.ops)} ops")
+    print(f"  step {plan.step_time:.6e} s, {plan.status}, gap {plan.gap:.4%}", plan.searched)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; default: all")
+    parser.add_argument("--here", metavar="CASE", help="run one case in this process")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="that of the plan")
+    options = parser.parse_args()
+    unknown = {*options.cases, *filter(None, [options.here])} - CASES.keys()
+    if unknown:
+        parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    if options.here:
+        run(options.here, options.time_limit)
+        return 0
+    limit = ["--time-limit", str(options.time_limit)] if options.time_limit else []
+    for name in options.cases or CASES:
+        subprocess.run([sys.executable, "-m", "benchmarks.loops", "--here", name, *limit], check=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -53,7 +53,7 @@ KNOWN_IN = {
     "pulp": ("solver/",),
     "highspy": ("solver/",),
     "pytest": ("explain/plan_cost",),
-    "time": ("runtime/", "planning/planner"),  # no clock decides a plan; the planner says how long its phases took
+    "time": ("runtime/", "planning/planner", "solver/deadline"),  # no clock decides a plan, but the user's own deadline
 }
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)

@@ -94,5 +94,5 @@ def holds(node: ast.expr, at: Span) -> bool:
     return (first, left) <= (at[0], at[2]) and (at[1], at[3]) <= (last, right)
 
 
-def span(node: ast.expr) -> Span:
+def span(node: ast.expr | ast.stmt) -> Span:
     return node.lineno, node.end_lineno or node.lineno, node.col_offset, node.end_col_offset or node.col_offset

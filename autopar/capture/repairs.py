@@ -6,6 +6,9 @@ condition holds, and the one of before where it does not:
     if torch.isinf(h).any():                      bad = isinf(h).any()
         m = torch.finfo(h.dtype).max - 1000  ->   h = where(bad, clamp(h, -m, m), h)
         h = torch.clamp(h, -m, m)
+
+A last line that writes into the tensor (`h.clamp_(-m, m)`, `h[torch.isnan(h)] = 0`, `h *= 0.5`) is followed by one that writes
+what was there before back into it where the condition does not hold: views of the tensor see that too.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 
@@ -26,11 +29,12 @@ from autopar.errors import CaptureError
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """An `if` whose body assigns a tensor in its last line, and other names that nothing else reads."""
+    """An `if` whose body assigns a tensor, or writes into one, in its last line, and other names that nothing else reads."""
 
     test: ast.expr
     name: str
-    value: Span  # where the new tensor is computed
+    value: Span  # where the new tensor is computed, or the tensor written
+    writes: bool = False
 
 
 @dataclass(slots=True)
@@ -52,16 +56,22 @@ class Repairs:
         self.entered.append((asker, found, condition))
         return said
 
-    def result(self, computed: object, asker: FrameType) -> object:
+    def result(self, call: Callable[[], object], asker: FrameType) -> object:
         """What a call in a frame returns: where it is the last of a repair, the tensor as it is after the `if`."""
-        for place, (frame, repair, condition) in enumerate(self.entered):
-            if frame is asker and _place(asker.f_code, asker.f_lasti) == repair.value:
-                before = asker.f_locals[repair.name]
-                if not isinstance(computed, torch.Tensor) or (computed.shape, computed.dtype) != (before.shape, before.dtype):
-                    break
-                del self.entered[place]
-                return torch.where(condition, computed, before)
-        return computed
+        last = (one for one in self.entered if one[0] is asker and _place(asker.f_code, asker.f_lasti) == one[1].value)
+        entry = next(last, None)
+        if entry is None:
+            return call()
+        _, repair, condition = entry
+        tensor: torch.Tensor = asker.f_locals[repair.name]
+        before = tensor.clone() if repair.writes else tensor
+        computed = call()
+        after = tensor if repair.writes else computed
+        if not isinstance(after, torch.Tensor) or (after.shape, after.dtype) != (before.shape, before.dtype):
+            return computed
+        self.entered = [one for one in self.entered if one is not entry]
+        repaired = torch.where(condition, after, before)
+        return repaired if not repair.writes else (tensor.copy_(repaired), computed)[1]
 
     def refuse(self) -> None:
         """Raise CaptureError for a repair whose tensor was not computed by a function of torch that was seen."""
@@ -95,17 +105,31 @@ def _repairs(file: str) -> tuple[Repair, ...]:
     """The repairs in a file."""
     functions = (node for node in ast.walk(parsed(file)) if isinstance(node, ast.FunctionDef))
     return tuple(
-        Repair(node.test, last.targets[0].id, span(last.value))
+        repair
         for function in functions
         for node in ast.walk(function)
         if isinstance(node, ast.If) and not node.orelse
-        for last in node.body[-1:]
-        if _assigns(last)
-        and isinstance(last, ast.Assign)
-        and isinstance(last.targets[0], ast.Name)
-        and all(_assigns(line) for line in node.body)
-        and not _temporary(node.body[:-1]) & _read_outside(function, node)
+        for repair in _repair(node)
+        if all(_assigns(line) for line in node.body[:-1]) and not _temporary(node.body[:-1]) & _read_outside(function, node)
     )
+
+
+def _repair(branch: ast.If) -> Iterator[Repair]:
+    """The repair that the last line of a branch makes, if it makes one."""
+    match branch.body[-1]:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            yield Repair(branch.test, name, span(value))
+        case ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name)) as target]):  # h[where] = 0
+            yield Repair(branch.test, name, span(target), writes=True)
+        case ast.AugAssign(target=ast.Name(id=name)) as line:  # h *= 0.5
+            yield Repair(branch.test, name, span(line), writes=True)
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) as call) if _in_place(method):
+            yield Repair(branch.test, name, span(call), writes=True)  # h.clamp_(-m, m)
+
+
+def _in_place(method: str) -> bool:
+    """Whether a method of a tensor writes into it, by its name."""
+    return method.endswith("_") and not method.endswith("__")
 
 
 def _assigns(line: ast.stmt) -> bool:

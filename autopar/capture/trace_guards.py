@@ -96,7 +96,8 @@ class Guards(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():  # the body of a torch.cond
             return func(*args, **(kwargs or {}))
         asker = sys._getframe(1)
-        return self.repairs.result(self.call(func, types, args, kwargs or {}, asker), source_location.caller(func, asker))
+        frame = source_location.caller(func, asker)
+        return self.repairs.result(lambda: self.call(func, types, args, kwargs or {}, asker), frame)
 
     def call(
         self,

@@ -36,7 +36,7 @@ from autopar.plan.text import literal_part, plain
 from autopar.planning.planner import Planned, make_plan
 from autopar.search_space.schemes import STRATEGIES
 
-OPTIONS = ("device", "budget", "strategy", "optimizer", "precision", "reduce", "microbatches", "recompute")
+OPTIONS = ("device", "budget", "strategy", "optimizer", "precision", "reduce", "microbatches", "recompute", "time_limit")
 PLANNING = ("mesh", *OPTIONS, "constraint", "dynamic")  # options that make another plan
 MODEL = ("why", "why_not", "budget_sweep", "sensitivity", "code", "trace")  # what a plan without its model cannot answer
 
@@ -94,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--microbatches", type=lambda text: int(text) if text.isdecimal() else text, help=number)
     again = "activations that the backward recomputes; by default auto, what is best within the budget"
     parser.add_argument("--recompute", help=f"{', '.join(POLICIES)}: {again}")
+    end = "end the search after so many seconds with the best plan so far; by default no clock decides which plan is chosen"
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help=end)
     constraint = 'force a layout: "*.wte.weight=I, S(0)"; may be given several times'
     parser.add_argument("--constraint", metavar="NAME=LAYOUT", action="append", default=[], help=constraint)
     varies = "a size that may differ between calls: batch=0, or batch=input_ids:0,labels:0; may be given several times"

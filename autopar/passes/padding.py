@@ -71,16 +71,17 @@ def _seeds(program: Program, parts: bool) -> Iterator[tuple[str, int]]:
 
 
 def longer(size: int, sizes: Sequence[int]) -> int:
-    """The length at which a dim has equal parts on the largest axis that does not divide it, and still on those that do.
+    """The length at which a dim has equal parts on an axis that does not divide it, and still on those that do: the one that
+    needs most room, of those that take no more than `MOST`.
 
-    The dim's own size where that takes much padding.
+    The dim's own size where there is none.
 
-    >>> longer(101, (2, 4)), longer(8, (3, 4)), longer(9, (8,))
-    (104, 8, 9)
+    >>> longer(101, (2, 4)), longer(8, (3, 4)), longer(9, (8,)), longer(97, (13, 1024))
+    (104, 8, 9, 104)
     """
-    room = max((chunk(size, axis) * axis for axis in sizes if size % axis), default=size)
-    apart = any(room % axis for axis in sizes if size % axis == 0)
-    return size if apart or room - size > MOST * size else room
+    rooms = (chunk(size, axis) * axis for axis in sizes if size % axis)
+    kept = [axis for axis in sizes if size % axis == 0]
+    return max((room for room in rooms if room - size <= MOST * size and not any(room % axis for axis in kept)), default=size)
 
 
 def padded(step: TrainingStep, rooms: Rooms) -> TrainingStep:

@@ -20,7 +20,7 @@ class Options:
 
     `microbatches` is their number in a step, or "auto"; `pipeline` is the mesh axis that has `stages`, which run by a
     `schedule`; `recompute` is a name of `analysis.recompute_policy`; `cost_model`
-    prices the step, by default from the catalog.
+    prices the step, by default from the catalog; `time_limit` is in seconds, by default none.
     """
 
     device: str | Device | None = None
@@ -40,6 +40,7 @@ class Options:
     stages: int | str | Sequence[str] = AUTO
     schedule: str = AUTO
     cost_model: CostModel = CATALOG
+    time_limit: float | None = None
 
     def text(self) -> dict[str, str]:
         """The options as a plan keeps them; what was left to default is empty."""
@@ -55,6 +56,7 @@ class Options:
             **({} if self.offload else {"offload": "no"}),
             **({} if self.recompute == AUTO else {"recompute": str(self.recompute)}),
             **({"pipeline": self.pipeline} if self.pipeline else {}),
+            **({} if self.time_limit is None else {"time_limit": f"{self.time_limit:g}"}),
             **({"cost_model": self.cost_model.name} if self.cost_model.name != CATALOG.name else {}),
         }
 

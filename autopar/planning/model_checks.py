@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 
 from autopar.analysis.analysis import Analysis
 from autopar.errors import MeshError, RuleError
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Op, qualified, text
+from autopar.ir.program import Op, Program, qualified, text
 from autopar.operators import rule_of, writes
+from autopar.passes.padding import rooms
+from autopar.solver.settings import DEFAULTS
 
 
-def useless_axes(analysis: Analysis, mesh: Mesh) -> None:
-    """Warn of axes over which nothing of the model can be split: every device along them does the same."""
+def useless_axes(analysis: Analysis, mesh: Mesh, *, padding: bool) -> None:
+    """Warn of axes over which nothing of the model can be split: every device along them does the same.
+
+    With `padding` plans with padded dims were tried.
+    """
     fits = [fitted for fitted in analysis.fits.values() if fitted]
     dims = {factor.size for fitted in fits for factor in fitted.factors if not factor.whole and factor.size > 1}
     dims |= {fitted.factors[f].size for fitted in fits for form in fitted.distributed for f in fitted.factors_of(form)}
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         if size > 1 and all(dim % size for dim in dims):
+            longer = list(_longer(analysis.program, mesh, size))[:6] if padding else []
             error = MeshError(
                 f"no dim of the model can be split over the {size} devices of mesh axis {axis!r}: planned whole there",
                 mesh=mesh,
                 dims=", ".join(map(str, sorted(dims)[:12])),
+                padding=f"{', '.join(longer)}: no plan was found that wins {DEFAULTS.padding_gain:.1%} by it"
+                if longer
+                else None,
                 fix=f"axes whose sizes divide the dims of the model, or a batch that is a multiple of {size}",
             )
             warnings.warn(str(error), stacklevel=4)
+
+
+def _longer(program: Program, mesh: Mesh, size: int) -> Iterator[str]:
+    """The dims that padding makes divisible by the size of an axis: "97 -> 104"."""
+    wider = rooms(program, mesh.sizes, parts=True)
+    dims = {pair for name in wider for pair in zip(program.values[name].shape, wider[name], strict=True)}
+    yield from (f"{before} -> {after}" for before, after in sorted(dims) if before != after and after % size == 0)
 
 
 def without_rule(analysis: Analysis, *, strict: bool) -> None:

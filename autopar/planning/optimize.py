@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autopar.analysis.analysis import Analysis, analyse
@@ -27,6 +28,7 @@ from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.plan.text import size_text
 from autopar.search_space.strategies import constrained, constraints_of
+from autopar.solver.highs import TimeLimitError
 from autopar.solver.problem import Solution
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
@@ -40,13 +42,14 @@ Stop = Callable[[str], None]  # called with the name of each phase when it ends
 class Optimized:
     """A planning problem with its solution; `memory_model` holds the problem and the memory of its solutions.
 
-    The problem is that of a `strategy`, which may be another than was asked for.
+    The problem is that of a `strategy`, which may be another than was asked for; `stopped`: the deadline ended the search.
     """
 
     memory_model: MemoryModel
     solution: Solution
     optimizer: Optimizer
     strategy: str = AUTO
+    stopped: bool = False
 
     @property
     def formulated(self) -> PlanningProblem:
@@ -70,19 +73,29 @@ def solved(
     """The solution for an analysed program.
 
     Raises ConstraintError, MeshError or BudgetError if there is none, SolverError where a limit of the settings leaves no
-    answer.
+    answer, and TimeLimitError where the deadline does: then the best that is known counts, or else the best named strategy
+    that is solved by the deadline.
     """
     optimizer, limit = optimizers.optimizer(options.optimizer), parse_bytes(options.budget, mesh)
     memory_model = _formulated(analysis, mesh, optimizer, options)
     stop("formulate")
-    loop = BudgetLoop(memory_model.formulated, memory_model, settings)
-    solution = loop.within(limit)
-    if solution is None:
-        raise _impossible(memory_model, limit, options, settings)
-    found = Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer, strategy=options.strategy)
-    best = _beside_strategies(found, options, limit, settings, binds=loop.binds)
+    deadline = settings.deadline.earlier(settings.named_share if options.strategy == AUTO else 0.0)
+    loop = BudgetLoop(memory_model.formulated, memory_model, replace(settings, deadline=deadline))
+    try:
+        solution = loop.within(limit)
+    except TimeLimitError as error:
+        best = (
+            None if options.strategy != AUTO else _best_named(None, memory_model, options, limit, NAMED, settings, error.bound)
+        )
+        if best is None:
+            raise
+    else:
+        if solution is None:
+            raise _impossible(memory_model, limit, options, settings)
+        best = Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer, strategy=options.strategy)
+        best = _beside_strategies(best, options, limit, settings, binds=loop.binds)
     stop("solve")
-    return best
+    return replace(best, stopped=deadline.passed and best.solution.status != "optimal")
 
 
 def solved_within(
@@ -109,9 +122,11 @@ def _beside_strategies(best: Optimized, options: Options, limit: Bytes, settings
     if options.strategy != "auto":
         return best
     analysis, gap = best.formulated.analysis, _gap(best)
-    best = _with_free_layouts(best, limit, settings) if binds and gap > settings.free_layouts_gap else best
+    with suppress(TimeLimitError):
+        best = _with_free_layouts(best, limit, settings) if binds and gap > settings.free_layouts_gap else best
     once = (ONCE,) if analysis.step.loop or _waits(best) > settings.once_gap else ()  # a program of its own
-    return _best_named(best, analysis, options, limit, NAMED if gap > settings.strategies_gap else once, settings)
+    named = NAMED if gap > settings.strategies_gap else once
+    return _best_named(best, best.memory_model, options, limit, named, settings, best.solution.bound) or best
 
 
 def _waits(found: Optimized) -> float:
@@ -219,20 +234,37 @@ def _with_free_layouts(best: Optimized, limit: Bytes, settings: SearchSettings) 
 
 
 def _best_named(
-    best: Optimized, analysis: Analysis, options: Options, limit: Bytes, named: Sequence[str], settings: SearchSettings
-) -> Optimized:
-    """The best of a solution and of named strategies, by what they really send."""
-    bound = best.solution.bound
+    best: Optimized | None,
+    posed: MemoryModel,
+    options: Options,
+    limit: Bytes,
+    named: Sequence[str],
+    settings: SearchSettings,
+    bound: Seconds,
+) -> Optimized | None:
+    """The best of a solution, if there is one, and of named strategies, by what they really send.
+
+    Args:
+        best: the solution.
+        posed: the problem of all layouts, of which every solution takes `bound` seconds or more.
+        options, limit, settings: as for `solved`.
+        named: the strategies; at the deadline the others are left out.
+        bound: see `posed`.
+    """
+    analysis, mesh = posed.formulated.analysis, posed.formulated.mesh
+    optimizer = optimizers.optimizer(options.optimizer)
     for strategy in named:
+        seconds = math.inf if best is None else solution_time(best.formulated, best.solution)
         try:
-            memory_model = _formulated(analysis, best.formulated.mesh, best.optimizer, replace(options, strategy=strategy))
+            model = _formulated(analysis, mesh, optimizer, replace(options, strategy=strategy))
+            found = BudgetLoop(model.formulated, model, settings).near(limit, seconds).solution
         except ConstraintError:
             continue
-        seconds = solution_time(best.formulated, best.solution)
-        found = within(memory_model.formulated, memory_model, limit, cutoff=seconds, settings=settings)
-        if found is not None and solution_time(memory_model.formulated, found) < seconds:
+        except TimeLimitError:
+            break
+        if found is not None and solution_time(model.formulated, found) < seconds:
             solution = replace(found, bound=min(bound, found.seconds), status="feasible")
-            best = replace(best, memory_model=memory_model, solution=solution, strategy=strategy)
+            best = Optimized(memory_model=model, solution=solution, optimizer=optimizer, strategy=strategy)
     return best
 
 

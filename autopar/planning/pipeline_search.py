@@ -40,10 +40,11 @@ from autopar.planning.optimize import Optimized, solution_time
 from autopar.planning.pipeline_plan import StagedStep, staged, written
 from autopar.planning.pipeline_space import PipelineAxis, ScheduledStages, cut_mesh, forms, products_floor
 from autopar.planning.pipeline_stages import StageCuts, without_axis
-from autopar.planning.plan_search import PADDED, best_variant
+from autopar.planning.plan_search import PADDED, best_variant, limited
 from autopar.planning.planner import connected_mesh, read_program, to_plan
 from autopar.planning.stage_plans import StagePlanner
-from autopar.solver.highs import SolverError
+from autopar.solver.highs import SolverError, TimeLimitError
+from autopar.solver.settings import DEFAULTS, SearchSettings
 
 LARGE = 1000  # ops of a program that is not searched to the end
 FULL = 2  # micro-batches for each rank from which the search of such a program goes up and down
@@ -52,17 +53,18 @@ REFINED = 2  # pairs of ranks and micro-batches of such a program for which all 
 
 def make_pipeline_plan(model: nn.Module, sample_input: object, mesh: object, options: Options) -> Plan:
     """Capture a model and plan it in stages; see `autopar.plan`."""
+    settings = limited(DEFAULTS, options)
     captured = read_program(model, sample_input, options.precision, options.reduce)
-    return plan_pipeline(captured.program, connected_mesh(mesh, options), options)
+    return plan_pipeline(captured.program, connected_mesh(mesh, options), options, settings)
 
 
-def plan_pipeline(program: Program, mesh: Mesh, options: Options) -> Plan:
+def plan_pipeline(program: Program, mesh: Mesh, options: Options, settings: SearchSettings = DEFAULTS) -> Plan:
     """The plan of a captured program in stages, or in none where that is open, on a mesh with device and links.
 
     Raises what planning raises, and ConstraintError or MeshError for stages, a schedule or an axis that there are not.
     """
     _check(options)
-    search = _Search(program, options)
+    search = _Search(program, options, limited(settings, options))
     if options.pipeline == AUTO:
         search.whole(mesh)
         search.cuts(mesh)
@@ -102,7 +104,8 @@ def _pipelined(program: Program) -> None:
 class _Search:
     """The best that was found so far, how the others fared, and what is used again."""
 
-    def __init__(self, program: Program, options: Options) -> None:
+    def __init__(self, program: Program, options: Options, settings: SearchSettings) -> None:
+        self.settings = settings
         self.program, self.options, self.large = program, options, len(program.ops) > LARGE
         self.seconds = math.inf
         self.without: Optimized | None = None  # stages
@@ -123,8 +126,10 @@ class _Search:
     def _whole(self, mesh: Mesh, runs: int | str) -> Seconds:
         """Plan without stages in so many micro-batches; infinite if there is no plan."""
         options = replace(self.options, pipeline=None, microbatches=runs)
+        if self._ended():
+            return math.inf
         try:
-            found = best_variant(self.program, mesh, options, lambda phase: None)
+            found = best_variant(self.program, mesh, options, lambda phase: None, self.settings)
         except (BudgetError, ConstraintError, MeshError, SolverError) as error:
             self.refused.append(error)
             return math.inf
@@ -155,7 +160,7 @@ class _Search:
 
     def over(self, mesh: Mesh, axis: str) -> Seconds:
         """Search all numbers of micro-batches and schedules over an axis that has stages; the best time there."""
-        over, options = PipelineAxis.of(mesh, axis, self.options), self.options
+        over, options = PipelineAxis.of(mesh, axis, self.options, self.settings), self.options
         if isinstance(options.microbatches, int):
             return self._number(over, options.microbatches, 0.0)
         floor, numbers = products_floor(self.program, mesh, options), list(counts(self.program))
@@ -198,6 +203,8 @@ class _Search:
     def _schedules(self, over: PipelineAxis, runs: int, ways: Iterable[ScheduledStages]) -> Seconds:
         """Search schedules of so many micro-batches; the best time of those that were planned."""
         known: list[StagedStep] = []
+        if self._ended():
+            return math.inf
         try:
             step = self._parts[runs] if runs in self._parts else microbatches(self.program, runs)
         except ConstraintError as error:
@@ -206,6 +213,8 @@ class _Search:
         self._parts[runs] = step
         cuts, steps = StageCuts(step.program, over.mesh), dict[tuple[int, ...], StageSteps]()
         for schedule, stages in ways:
+            if self._ended():
+                break
             asked = replace(over.options, schedule=schedule, stages=stages)
             try:
                 cut = cuts.chosen(over.axis, asked, runs)
@@ -223,6 +232,10 @@ class _Search:
             if made.seconds < self.seconds:
                 self.seconds, self.without, self.found = made.seconds, None, (made, over.planner, asked)
         return min((made.seconds for made in known), default=math.inf)
+
+    def _ended(self) -> bool:
+        """Whether the deadline has come, and something was tried."""
+        return self.settings.deadline.passed and (self.seconds < math.inf or bool(self.refused))
 
     def _hopeless(self, schedule: PipelineSchedule, starts: tuple[int, ...], known: Sequence[StagedStep]) -> bool:
         """Whether stages as they are known are no faster by another schedule than the best: the same ones, or parts of them
@@ -252,9 +265,13 @@ class _Search:
         """The plan of the best that was found. Raises the error of what is nearest to one, if nothing was."""
         fared = f"{self.fared.pop('planned', 0)} pipelines planned"
         searched = "; ".join([fared, *(f"{count} {how}" for how, count in self.fared.items())])
+        if self.settings.deadline.passed:
+            searched += f"; until the time_limit of {self.settings.deadline.seconds:g} s"
         if self.without is not None:
             return replace(to_plan(self.without, self.options), searched=f"no stages is best: {searched}")
         if self.found is None:
+            if self.settings.deadline.passed:
+                raise TimeLimitError(self.settings.deadline)
             short = [error for error in self.refused if isinstance(error, BudgetError)]
             raise short[0] if short and self.options.pipeline == AUTO else short[-1] if short else self.refused[0]
         made, planner, options = self.found

@@ -16,6 +16,7 @@ from autopar.plan.options import AUTO, Options
 from autopar.planning.pipeline_stages import without_axis
 from autopar.planning.stage_plans import StagePlanner
 from autopar.simulator.figures import products_at_peak
+from autopar.solver.settings import SearchSettings
 
 ScheduledStages = tuple[str, int | str | Sequence[str]]  # a schedule, and the stages that it has
 CHUNKS = (2, 4)  # stages a rank that are tried where their number is open
@@ -31,12 +32,13 @@ class PipelineAxis:
     planner: StagePlanner
 
     @staticmethod
-    def of(mesh: Mesh, axis: str, options: Options) -> PipelineAxis:
-        """This axis of a mesh; where it is cut off another one, constraints are those on what is left."""
+    def of(mesh: Mesh, axis: str, options: Options, settings: SearchSettings) -> PipelineAxis:
+        """This axis of a mesh, whose stages are searched by these settings; where it is cut off another one, constraints are
+        those on what is left."""
         spatial = without_axis(mesh, axis)
         if options.pipeline == AUTO:
             options = replace(options, constraints=_on(spatial, mesh, options.constraints))
-        return PipelineAxis(mesh=mesh, axis=axis, options=options, planner=StagePlanner(spatial, options))
+        return PipelineAxis(mesh=mesh, axis=axis, options=options, planner=StagePlanner(spatial, options, settings))
 
     @property
     def ranks(self) -> int:

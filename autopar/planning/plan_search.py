@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError
 from autopar.ir.mesh import Mesh, Seconds
@@ -13,7 +15,8 @@ from autopar.passes.padding import padded, rooms
 from autopar.plan.options import AUTO, Options
 from autopar.planning.model_checks import useless_axes, without_rule
 from autopar.planning.optimize import SMALLEST, Optimized, Stop, analysed, cheaper, solved
-from autopar.solver.highs import SolverError
+from autopar.solver.deadline import NEVER, Deadline
+from autopar.solver.highs import SolverError, TimeLimitError
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
 PADDED = (
@@ -32,13 +35,27 @@ def best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, set
     if options.pipeline is not None:
         what = f"pipeline={options.pipeline!r} is known to autopar.plan and autopar.parallelize only"
         raise ConstraintError(what, fix="ask the plans of its stages: autopar.plan(...).stages")
+    settings = limited(settings, options)
     if options.microbatches == AUTO:
         best = _best_number(program, mesh, options, stop, settings)
     else:
         best = _best_padded(microbatches(program, _number(options.microbatches)), mesh, options, stop, settings)
     if options.strategy != "replicate":
-        useless_axes(best.formulated.analysis, mesh)
+        useless_axes(best.formulated.analysis, mesh, padding=options.strategy in PADDED)
     return best
+
+
+def limited(settings: SearchSettings, options: Options) -> SearchSettings:
+    """The settings with the time limit that is asked for, which begins now; with their own deadline where they have one.
+
+    Raises ConstraintError if that is no number of seconds.
+    """
+    seconds = options.time_limit
+    if seconds is None:
+        return settings
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise ConstraintError(f"time_limit={seconds!r} is no number of seconds", fix="time_limit=60, or None for no limit")
+    return replace(settings, deadline=Deadline.after(seconds)) if settings.deadline is NEVER else settings
 
 
 def _number(asked: int | str) -> int:
@@ -56,6 +73,8 @@ def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop, set
     for runs in counts(program):
         if runs < 2 * last:
             continue
+        if last and settings.deadline.passed:
+            break
         try:
             part = microbatches(program, runs)
         except ConstraintError:  # it cannot be cut
@@ -87,6 +106,8 @@ def _best_padded(step: TrainingStep, mesh: Mesh, options: Options, stop: Stop, s
     best: Optimized | None = None
     refused: list[AutoparError] = []
     for wide in _paddings(step, mesh, options):
+        if best is not None and settings.deadline.passed:
+            break
         try:
             analysis = analysed(wide, mesh, options)
             if best is None:
@@ -96,6 +117,9 @@ def _best_padded(step: TrainingStep, mesh: Mesh, options: Options, stop: Stop, s
             elif _spent(best, wide.program) > settings.padding_gain * best.solution.seconds:
                 best = cheaper(best, analysis, mesh, options, settings)
                 stop("pad")
+        except TimeLimitError:
+            if best is None:
+                raise
         except (BudgetError, ConstraintError) as error:
             refused.append(error)
     if best is None:
@@ -134,4 +158,4 @@ def _nearest(refused: Sequence[BudgetError]) -> BudgetError:
     return min(refused, key=lambda error: int(error.details[SMALLEST].removeprefix("budget=")))
 
 
-__all__ = ["best_variant"]
+__all__ = ["best_variant", "limited"]

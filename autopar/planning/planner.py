@@ -34,12 +34,13 @@ from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Collective, Plan
 from autopar.plan.resolved import ResolvedPlan
 from autopar.planning.optimize import Optimized, Stop
-from autopar.planning.plan_search import best_variant
+from autopar.planning.plan_search import best_variant, limited
 from autopar.planning.respecialize import varied
 from autopar.search_space.assignment import Assignment
 from autopar.simulator.figures import figures
 from autopar.simulator.instructions import simulated
 from autopar.simulator.timeline import Transmission
+from autopar.solver.settings import DEFAULTS
 
 MOST_AXES = 3  # that are planned as they are
 
@@ -78,11 +79,11 @@ def make_plan(
     model: nn.Module, sample_input: object, mesh: object, options: Options, stop: Stop = lambda phase: None
 ) -> Planned:
     """Capture a model and plan it; see `autopar.plan`. `stop` is called at the end of each phase."""
-    clock = _Clock(stop)
+    clock, settings = _Clock(stop), limited(DEFAULTS, options)
     captured = read_program(model, sample_input, options.precision, options.reduce)
     sizes = declared(options.dynamic, captured.signature.shapes)
     clock.stop("capture")
-    found = best_variant(captured.program, connected_mesh(mesh, options), options, clock.stop)
+    found = best_variant(captured.program, connected_mesh(mesh, options), options, clock.stop, settings)
     resolved = with_dynamic_sizes(resolved_plan(found, options), sizes, model, sample_input)
     clock.stop("write")
     return Planned(resolved=resolved, captured=captured, solved=found, phases=clock.phases)
@@ -211,6 +212,7 @@ def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None
         routes=routes,
         recompute=recompute,
         once=chosen.once,
+        searched=f"until the time_limit of {options.time_limit:g} s" if found.stopped and options.time_limit else "",
         padded=paddings(analysis.step),
         breakdown=account(found.memory_model, chosen, events, hidden, limit, figures(timeline, prices, chosen)),
     )

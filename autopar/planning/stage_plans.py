@@ -35,6 +35,7 @@ from autopar.planning.optimize import SMALLEST, Optimized, analysed, solved, tra
 from autopar.planning.pipeline_stages import Cut
 from autopar.planning.planner import to_plan
 from autopar.search_space.strategies import constrained, targets
+from autopar.solver.settings import DEFAULTS, SearchSettings
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -72,8 +73,8 @@ class StagePlan:
 class StagePlanner:
     """Plans stages on one mesh, which is without the pipeline's axis; what was solved once is known from then on."""
 
-    def __init__(self, mesh: Mesh, options: Options) -> None:
-        self.mesh, self.options = mesh, replace(options, pipeline=None)
+    def __init__(self, mesh: Mesh, options: Options, settings: SearchSettings = DEFAULTS) -> None:
+        self.mesh, self.options, self.settings = mesh, replace(options, pipeline=None), settings
         self._known: dict[str, _Solved | BudgetError] = {}
 
     def planned(self, steps: StageSteps, cut: Cut) -> Iterator[StagePlan]:
@@ -147,7 +148,7 @@ class StagePlanner:
     def _solve(self, step: TrainingStep, options: Options) -> _Solved:
         analysis = analysed(step, self.mesh, options)
         without_rule(analysis, strict=options.strict)
-        found = solved(analysis, self.mesh, options)
+        found = solved(analysis, self.mesh, options, settings=self.settings)
         chosen, liveness = assignment(found.formulated, found.solution), found.memory_model.liveness
         alive, others = liveness.walk(chosen), liveness.waiting(chosen) * (step.flights - 1)
         return _Solved(

@@ -1,4 +1,5 @@
-"""Branch and bound, of the whole program or of a neighbourhood of what is known: limited in nodes, never in seconds."""
+"""Branch and bound, of the whole program or of a neighbourhood of what is known: limited in nodes, and in seconds
+only where the user asks for it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import highspy
 import numpy as np
 
 from autopar.solver import highs
-from autopar.solver.highs import Meaning, SolverError, SolverResult
+from autopar.solver.highs import Meaning, SolverError, SolverResult, TimeLimitError
 from autopar.solver.integer_program import IntegerProgram
 from autopar.solver.matrix import MICROSECONDS
 from autopar.solver.problem import Bools, Ints
@@ -39,10 +40,12 @@ def branch(
             whole, so that only edges with several consumers need it.
         start: a solution to start from.
 
-    Raises SolverError if no solution is found in `settings.branch_nodes` nodes.
+    Raises SolverError if no solution is found in `settings.branch_nodes` nodes, TimeLimitError if none is by the deadline.
     """
     found = _branch(program, settings, settings.branch_nodes, program.integers(arcs=integer_arcs), start=start)
     if found.result is None and not found.complete:
+        if settings.deadline.passed:
+            raise TimeLimitError(settings.deadline)
         fix = "a coarser mesh, or fewer constraints"
         raise SolverError(f"no plan was found in {settings.branch_nodes} branch-and-bound nodes", fix=fix)
     return found.result
@@ -110,12 +113,12 @@ def _branch(
     solver.changeColsIntegrality(len(integer), integer, np.full(len(integer), INTEGER))
     solver.setOptionValue("mip_max_nodes", nodes)
     solver.setOptionValue("mip_rel_gap", settings.gap)
-    meaning = highs.run(solver)
+    meaning = highs.run(solver, settings.deadline)
     if meaning is Meaning.INFEASIBLE:
         return Branched(result=None, complete=True)
     info = solver.getInfo()
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        if meaning is not Meaning.LIMIT:
+        if meaning not in (Meaning.LIMIT, Meaning.TIME_UP):
             raise SolverError(f"the integer program was not solved: {meaning}")
         return Branched(result=None, complete=False)
     objective, bound = info.objective_function_value / MICROSECONDS, info.mip_dual_bound / MICROSECONDS

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 from autopar.solver.dual_ascent import DualBound, dual_ascent
+from autopar.solver.highs import TimeLimitError
 from autopar.solver.problem import Floats, Problem
 from autopar.solver.reduced_cost_fixing import Window, whole_problem, window
 from autopar.solver.relaxation import Relaxed, relaxation_of
@@ -65,6 +66,13 @@ def core(problem: Problem, settings: SearchSettings, cutoff: float = math.inf) -
     dual, everything = dual_ascent(problem, settings), whole_problem(problem)
     if dual.bound >= cutoff:
         return None
+    try:
+        return _smallest(problem, dual, everything, settings, cutoff)
+    except TimeLimitError as error:
+        raise TimeLimitError(settings.deadline, dual.bound) from error
+
+
+def _smallest(problem: Problem, dual: DualBound, everything: Window, settings: SearchSettings, cutoff: float) -> Core | None:
     for share in settings.core_windows:
         found = _up_to(min(cutoff, (1 + share) * dual.bound), everything, dual, settings, cutoff)
         price = math.inf if found is None else _price(found, settings)

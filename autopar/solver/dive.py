@@ -6,6 +6,7 @@ import highspy
 import numpy as np
 
 from autopar.solver import highs
+from autopar.solver.deadline import Deadline
 from autopar.solver.highs import Meaning, SolverResult
 from autopar.solver.integer_program import IntegerProgram
 from autopar.solver.matrix import MICROSECONDS
@@ -18,7 +19,7 @@ def dive(program: IntegerProgram, relaxed: SolverResult, settings: SearchSetting
     """A solution near the relaxation with every pick whole; its bound is the relaxation's.
 
     A step that is infeasible is taken back, and only its surest pick made. None if that is infeasible too, or beyond
-    `dive_backtracks` or `dive_iterations`.
+    `dive_backtracks`, `dive_iterations` or the deadline.
     """
     solver, values = highs.load(program.block()), relaxed.values
     made: set[int] = set()
@@ -26,7 +27,7 @@ def dive(program: IntegerProgram, relaxed: SolverResult, settings: SearchSetting
     while undecided := [(first, picks) for first, picks in picks_of(program, values) if first not in made]:
         surest = max(float(picks.max()) for _, picks in undecided)
         step = [(first, picks) for first, picks in undecided if picks.max() >= min(surest, settings.dive_threshold)]
-        while not _fix_to_zero(solver, [first + _others(picks) for first, picks in step], iterations):
+        while not _fix_to_zero(solver, [first + _others(picks) for first, picks in step], iterations, settings.deadline):
             backtracks += 1
             if backtracks > settings.dive_backtracks or len(step) == 1:
                 return None
@@ -37,14 +38,14 @@ def dive(program: IntegerProgram, relaxed: SolverResult, settings: SearchSetting
     return SolverResult(values=values, objective=objective, bound=relaxed.bound)
 
 
-def _fix_to_zero(solver: highspy.Highs, columns: list[Ints], iterations: int) -> bool:
-    """Solve with columns fixed to 0; False, with them as they were, if that is infeasible or takes more iterations."""
+def _fix_to_zero(solver: highspy.Highs, columns: list[Ints], iterations: int, deadline: Deadline) -> bool:
+    """Solve with columns fixed to 0; False, with them as they were, if that is infeasible or takes more iterations or time."""
     fixed = np.concatenate(columns).astype(np.int32)
     zeros = np.zeros(len(fixed))
     *_, upper, _ = solver.getCols(len(fixed), fixed)
     solver.changeColsBounds(len(fixed), fixed, zeros, zeros)
     solver.setOptionValue("simplex_iteration_limit", max(0, iterations))
-    if highs.run(solver) is Meaning.SOLVED:
+    if highs.run(solver, deadline) is Meaning.SOLVED:
         return True
     solver.changeColsBounds(len(fixed), fixed, zeros, np.array(upper))
     return False

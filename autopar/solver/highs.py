@@ -1,12 +1,15 @@
 """HiGHS behind one door: a matrix goes in, a status with one of five meanings comes out.
 
 It runs silently, in one thread, from a fixed seed and without a time limit, so that the same program has the same answer on
-every machine.
+every machine. Only a `Deadline` that the user sets, and Ctrl-C, end it before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -14,14 +17,25 @@ import highspy
 import numpy as np
 
 from autopar.errors import AutoparError
+from autopar.solver.deadline import NEVER, Deadline
 from autopar.solver.matrix import SparseBlock
 from autopar.solver.problem import Floats
 
 _CHOOSE, _DEVEX = -1, 1  # how the dual simplex method weighs edges
+_LOOK_ROWS = 500  # of a program from which on it can be ended: of a smaller one, an iteration takes less than a look at a clock
 
 
 class SolverError(AutoparError):
     """HiGHS stopped without an answer."""
+
+
+class TimeLimitError(SolverError):
+    """The time that the user gave the search is over, and it knows no plan; every plan costs `bound` seconds or more."""
+
+    def __init__(self, deadline: Deadline, bound: float = 0.0) -> None:
+        self.bound = bound
+        fix = "a longer time_limit=, or none; a named strategy, or more constraints, leave less to search"
+        super().__init__(f"no plan was found in the time_limit of {deadline.seconds:g} s", fix=fix)
 
 
 class Meaning(Enum):
@@ -31,6 +45,7 @@ class Meaning(Enum):
     INFEASIBLE = auto()  # there is no solution
     CUT_OFF = auto()  # there is no solution below the cutoff
     LIMIT = auto()  # a limit on iterations or nodes was reached, with or without a solution
+    TIME_UP = auto()  # the user's deadline has passed, with or without a solution
     TROUBLE = auto()  # numerical trouble: another algorithm may do
     FAILED = auto()  # a program that HiGHS rejects, or a limit that is never set
 
@@ -55,10 +70,10 @@ STATUS: Mapping[str, Meaning] = {  # by name of highspy.HighsModelStatus, of eve
     "kPresolveError": Meaning.FAILED,
     "kPostsolveError": Meaning.FAILED,
     "kMemoryLimit": Meaning.FAILED,
-    "kTimeLimit": Meaning.FAILED,  # never set: a plan would depend on the machine's speed
+    "kTimeLimit": Meaning.FAILED,  # never set: deadlines interrupt
     "kObjectiveTarget": Meaning.FAILED,  # never set
-    "kInterrupt": Meaning.FAILED,  # nothing interrupts
-    "kHighsInterrupt": Meaning.FAILED,
+    "kInterrupt": Meaning.TIME_UP,
+    "kHighsInterrupt": Meaning.TIME_UP,
 }
 
 
@@ -98,13 +113,50 @@ def append(solver: highspy.Highs, block: SparseBlock) -> None:
     solver.addRows(len(block.lower), block.lower, block.upper, len(block.value), block.start[:-1], block.column, block.value)
 
 
-def run(solver: highspy.Highs) -> Meaning:
-    """Solve, and say how that ended."""
-    solver.run()
+def run(solver: highspy.Highs, deadline: Deadline = NEVER) -> Meaning:
+    """Solve, and say how that ended.
+
+    Raises what Ctrl-C raises, KeyboardInterrupt as a rule, where it is pressed meanwhile.
+    """
+    if deadline.passed:
+        return Meaning.TIME_UP
+    with _held_interrupts() as pressed:
+
+        def look(event: highspy.highs.HighsCallbackEvent) -> None:
+            event.interrupt(bool(pressed) or deadline.passed)
+
+        asked = (solver.cbSimplexInterrupt, solver.cbIpmInterrupt, solver.cbMipInterrupt)
+        for callback in asked if solver.getNumRow() >= _LOOK_ROWS else ():
+            callback.subscribe(look)
+        try:
+            solver.run()
+        finally:
+            for callback in asked:
+                callback.unsubscribe(look)
     return STATUS[solver.getModelStatus().name]
 
 
-def run_cold(solver: highspy.Highs, *, steepest: int, devex: int) -> None:
+@contextmanager
+def _held_interrupts() -> Iterator[list[int]]:
+    """Hold Ctrl-C back until the end, for an exception must not pass through HiGHS; what is yielded says that it was pressed.
+
+    Only the main thread hears of it, and only where Python handles it.
+    """
+    pressed: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield pressed
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if pressed:
+        handler(signal.SIGINT, None)
+
+
+def run_cold(solver: highspy.Highs, deadline: Deadline = NEVER, *, steepest: int, devex: int) -> None:
     """Solve a program that has no basis yet: by the steepest edge, for so many iterations; then by Devex; then by the steepest
     edge, to the end.
 
@@ -114,7 +166,7 @@ def run_cold(solver: highspy.Highs, *, steepest: int, devex: int) -> None:
     for weights, iterations in ((_CHOOSE, steepest), (_DEVEX, devex), (_CHOOSE, highspy.kHighsIInf)):
         solver.setOptionValue("simplex_dual_edge_weight_strategy", weights)
         solver.setOptionValue("simplex_iteration_limit", iterations)
-        if run(solver) is not Meaning.LIMIT:
+        if run(solver, deadline) is not Meaning.LIMIT:
             break
     solver.setOptionValue("simplex_dual_edge_weight_strategy", _CHOOSE)
 

@@ -10,7 +10,7 @@ import highspy
 import numpy as np
 
 from autopar.solver import highs
-from autopar.solver.highs import Meaning, SolverError, SolverResult
+from autopar.solver.highs import Meaning, SolverError, SolverResult, TimeLimitError
 from autopar.solver.integer_program import IntegerProgram
 from autopar.solver.matrix import MICROSECONDS
 from autopar.solver.problem import Bools, Floats, Problem, Row
@@ -57,7 +57,9 @@ class Relaxation:
     def add_fixed_charges(self) -> None:
         """Solve without fixed charges, then add them: the optimum with them is near that one, and far from nothing."""
         settings = self.settings
-        highs.run_cold(self._highs, steepest=settings.steepest_edge_iterations, devex=settings.devex_iterations)
+        highs.run_cold(
+            self._highs, settings.deadline, steepest=settings.steepest_edge_iterations, devex=settings.devex_iterations
+        )
         self._append(self.program.add_fixed_charges)
 
     def add_regions(self) -> None:
@@ -112,7 +114,7 @@ class Relaxation:
 
         With a finite cutoff, or `improving`, a solution is known already: then iterations are limited, and there may be no
         result although there is a solution; so, more generously, where it is only for `proving`. Raises SolverError where HiGHS
-        fails, and at `relaxation_iterations`.
+        fails, and at `relaxation_iterations`; TimeLimitError at the deadline.
         """
         improving = improving or cutoff < math.inf
         limit = self.settings.proving_iterations if proving and not improving else self._iterations(improving)
@@ -134,6 +136,8 @@ class Relaxation:
                 return Relaxed(result=result, bound=objective)
             case Meaning.INFEASIBLE | Meaning.CUT_OFF:
                 return Relaxed(result=None, bound=cutoff)
+            case Meaning.TIME_UP:
+                raise TimeLimitError(self.settings.deadline)
             case Meaning.LIMIT | Meaning.TROUBLE if improving and limit != self.settings.relaxation_iterations:
                 return Relaxed(result=None, bound=0.0)
             case Meaning.LIMIT:
@@ -141,7 +145,7 @@ class Relaxation:
         raise SolverError(f"the relaxation was not solved: {meaning}")
 
     def _run(self, *, improving: bool) -> Meaning:
-        meaning = highs.run(self._highs)
+        meaning = highs.run(self._highs, self.settings.deadline)
         return self._interior_points() if meaning is Meaning.TROUBLE and not improving else meaning
 
     def _most_broken(self) -> int | None:
@@ -165,7 +169,7 @@ class Relaxation:
         """Solve by interior points where the simplex method is in numerical trouble."""
         self._highs.clearSolver()
         self._highs.setOptionValue("solver", "ipm")
-        meaning = highs.run(self._highs)
+        meaning = highs.run(self._highs, self.settings.deadline)
         self._highs.setOptionValue("solver", "choose")
         return meaning
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.solver.branch import branch, branch_open_choices, rens
 from autopar.solver.dive import dive
-from autopar.solver.highs import SolverResult
+from autopar.solver.highs import SolverResult, TimeLimitError
 from autopar.solver.integer_program import IntegerProgram
 from autopar.solver.lazy_rows import Excess, LazyRows
 from autopar.solver.members import WholeMembers
@@ -81,9 +81,14 @@ def search_rows(search: Search, memory: LazyRows, cutoff: float) -> Outcome:
             return Outcome(solution=None, bound=bound)
     rows, best = memory.take(window, rows), None
     while True:
-        relaxed = _relax_with_rows(search, memory, rows, cutoff)
-        bound = max(bound, relaxed.bound)
-        solution = None if relaxed.result is None else _integral(search, relaxed.result)
+        try:
+            relaxed = _relax_with_rows(search, memory, rows, cutoff)
+            bound = max(bound, relaxed.bound)
+            solution = None if relaxed.result is None else _integral(search, relaxed.result)
+        except TimeLimitError:
+            if best is None:
+                raise
+            break
         if solution is None:
             break
         bound = bound if search.tightened else max(bound, solution.bound)

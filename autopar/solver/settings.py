@@ -1,14 +1,16 @@
 """Every number that steers the search for a plan: its unit, what it means, why this value, and the benchmark that decides it.
 
-No setting is a number of seconds: limits count simplex iterations and branch-and-bound nodes, so that a plan does not depend on
-how fast the machine is. `planning` and `budgets` are benchmarks/planning.py (CPU seconds of a plan) and benchmarks/budgets.py
-(plans under memory budgets that bind), `overlap` benchmarks/overlap.py; "relative" is a share of the value that a number is
-compared with.
+No setting but the user's own deadline is a number of seconds: limits count simplex iterations and branch-and-bound nodes, so
+that a plan does not depend on how fast the machine is. `planning` and `budgets` are benchmarks/planning.py (CPU seconds of a
+plan) and benchmarks/budgets.py (plans under memory budgets that bind), `overlap` benchmarks/overlap.py; "relative" is a share
+of the value that a number is compared with.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+from autopar.solver.deadline import NEVER, Deadline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +238,15 @@ class SearchSettings:
     padding_gain: float = 5e-3
     """Of the step time: the least that padding dims must win. Below, padded weights are not worth their odd shapes (planning:
     gpt2, gpt2-3d)."""
+
+    # the user's own limit
+
+    deadline: Deadline = NEVER
+    """When the search ends with the best solution that it knows, at a moment that the user sets (`time_limit=`)."""
+
+    named_share: float = 1 / 4
+    """Share of the time limit that is kept for the named strategies where the search of all layouts does not end: each has a
+    small part of the candidates, and is solved in a small part of the time."""
 
     def near_relaxation(self) -> SearchSettings:
         """These settings for a search that counts only solutions near a relaxation: found soon, or not at all."""

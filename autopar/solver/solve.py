@@ -20,7 +20,8 @@ is the one to start from (0 to 1% above the bound on 15 baselines), and the long
 could be better (`_proven`): 0.2 CPU seconds for GPT-2 on (2, 2, 2) of A100, 11 in the whole. Where rows bind (`_within_rows`),
 the whole is relaxed, for nobody knows what a solution will cost, and narrow windows are searched until one holds a solution
 (`_near`); in a large problem with regions as prices (`link_weights`). `search.search_rows` is rows to reroute in one of them.
-The answer is checked, not trusted: its price is summed from its own picks and arcs (`problem.price`). No step reads a clock.
+The answer is checked, not trusted: its price is summed from its own picks and arcs (`problem.price`). No step reads a
+clock, unless the user sets a deadline: then the best solution so far is the answer, with the bound that is known.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autopar.solver.core import Core, core, whole
+from autopar.solver.highs import TimeLimitError
 from autopar.solver.lazy_rows import Judge, LazyRows
 from autopar.solver.link_weights import Weighed, best_weights
 from autopar.solver.presolve import merge_followers
@@ -76,7 +78,8 @@ class Solver:
                 higher: a series of limits falls.
             cutoff: only solutions below so many seconds count, and only those that are found soon.
 
-        Raises SolverError where HiGHS fails or a limit of the settings leaves no answer.
+        Raises SolverError where HiGHS fails or a limit of the settings leaves no answer, TimeLimitError where the deadline
+        leaves none.
         """
         presolved = self._presolved
         memory = LazyRows(lambda one: judge(presolved.expand(one)), presolved.row, map(presolved.row, rows), self.settings)
@@ -101,9 +104,14 @@ class Solver:
             return None
         if start is not None:
             start = found.search.window.expand(rerouted(found.search, memory, start))
-            if start.seconds < cutoff and self._presolved.problem.regions:
+        try:
+            if start is not None and start.seconds < cutoff and self._presolved.problem.regions:
                 return self._proven(found, memory, start, found.bound)
-        last = search_rows(found.everything(), memory, cutoff)
+            last = search_rows(found.everything(), memory, cutoff)
+        except TimeLimitError as error:
+            if start is None or start.seconds >= cutoff:
+                raise TimeLimitError(self.settings.deadline, found.bound) from error
+            return Outcome(solution=start, bound=found.bound)
         best, bound = start, max(found.bound, min(found.holds, last.bound))
         if last.solution is not None and last.seconds < (math.inf if start is None else start.seconds):
             best = found.search.window.expand(last.solution)
@@ -116,14 +124,19 @@ class Solver:
             if relaxed.relaxed.result is None:
                 return Outcome(solution=None, bound=relaxed.bound)
             self._whole = relaxed
-        found = self._near(self._whole, memory, cutoff)
+        found = Outcome(solution=None, bound=self._whole.bound)
         enough = 0.0 if self._weighed is None else self.settings.dive_gap
-        if found.solution is not None and not found.complete and found.seconds > (1 + enough) * found.bound:
-            found = self._proven(self._whole, memory, found.solution, found.bound)
-            self._series = True
-        if found.solution is None and not found.complete:
-            last = search_rows(self._whole.everything(), memory, cutoff)
-            found = replace(last, bound=max(found.bound, last.bound))
+        try:
+            found = self._near(self._whole, memory, cutoff)
+            if found.solution is not None and not found.complete and found.seconds > (1 + enough) * found.bound:
+                found = self._proven(self._whole, memory, found.solution, found.bound)
+                self._series = True
+            if found.solution is None and not found.complete:
+                last = search_rows(self._whole.everything(), memory, cutoff)
+                found = replace(last, bound=max(found.bound, last.bound))
+        except TimeLimitError as error:
+            if found.solution is None:
+                raise TimeLimitError(self.settings.deadline, self._whole.bound) from error
         best = found.solution and self._with_regions(memory, found.solution)
         return replace(found, solution=None if best is None or best.seconds >= cutoff else best)
 
@@ -145,7 +158,10 @@ class Solver:
             return best
         best = replace(best, seconds=price(problem, best.picks, best.arcs, best.recompute))
         part = self._weighed.around(problem, best)
-        found = search_rows(Search.of(part, self.settings), memory, best.seconds)
+        try:
+            found = search_rows(Search.of(part, self.settings), memory, best.seconds)
+        except TimeLimitError:
+            return best
         return best if found.solution is None or found.seconds >= best.seconds else part.expand(found.solution)
 
     def _near(self, whole: Core, memory: LazyRows, cutoff: float) -> Outcome:

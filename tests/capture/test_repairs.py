@@ -65,7 +65,39 @@ def scaled(h: torch.Tensor) -> torch.Tensor:
     return h
 
 
-BODIES = (clamped, as_t5_has_it, by_a_function_in_python, scaled)
+def in_place(h: torch.Tensor) -> torch.Tensor:
+    h = h * 1
+    seen = h[1:]
+    if not torch.isfinite(h).all():
+        most = 3.0
+        h.clamp_(-most, most)
+    return torch.cat([h[:1], seen])  # a view of what was written
+
+
+def of_what_is_chosen(h: torch.Tensor) -> torch.Tensor:
+    h = h + 1
+    if torch.isinf(h).any():
+        h[torch.isinf(h)] = 0.5
+    return h * 2
+
+
+def a_column(h: torch.Tensor) -> torch.Tensor:
+    h = h + 1
+    if torch.isinf(h).any():
+        h[:, 2] = h[:, 1]
+    if (h > 100).any():
+        h[0] = 0
+    return h
+
+
+def scaled_in_place(h: torch.Tensor) -> torch.Tensor:
+    h = torch.nan_to_num(h, posinf=40.0)
+    if h.max() > 30:
+        h *= 0.25
+    return h
+
+
+BODIES = (in_place, of_what_is_chosen, a_column, scaled_in_place, clamped, as_t5_has_it, by_a_function_in_python, scaled)
 
 
 @pytest.mark.parametrize("x", [FINITE, BROKEN], ids=["finite", "broken"])
@@ -75,9 +107,9 @@ def test_a_repair_gives_equal_numbers_whether_it_happens_or_not(body: Body, x: t
 
 
 @pytest.mark.parametrize("x", [FINITE, BROKEN], ids=["finite", "broken"])
-@pytest.mark.parametrize("plan", [0, "fsdp"])
-def test_a_repaired_model_has_equal_numbers_on_a_mesh(pool: WorkerPool, plan: int | str, x: torch.Tensor) -> None:
-    model, on = Does(as_t5_has_it), table.mesh((2,))
+@pytest.mark.parametrize("body, plan", [(as_t5_has_it, 0), (as_t5_has_it, "fsdp"), (in_place, 0), (a_column, 1)])
+def test_a_repaired_model_has_equal_numbers_on_a_mesh(pool: WorkerPool, body: Body, plan: int | str, x: torch.Tensor) -> None:
+    model, on = Does(body), table.mesh((2,))
     if isinstance(plan, int):
         made = autopar.testing.random_plan(model, x, on, seed=plan)
     else:
@@ -128,6 +160,21 @@ def returned(h: torch.Tensor) -> torch.Tensor:
     return h
 
 
+def in_place_and_more(h: torch.Tensor) -> torch.Tensor:
+    h = h + 1
+    if h.sum() > 0:
+        h.clamp_(-3, 3)
+        h.mul_(2)
+    return h
+
+
+def of_another_tensor(h: torch.Tensor) -> torch.Tensor:
+    parts = [h + 1, h]
+    if h.sum() > 0:
+        parts[0].clamp_(-3, 3)
+    return parts[0]
+
+
 def decided_by_a_flag_too(h: torch.Tensor, always: bool = True) -> torch.Tensor:
     if h.sum() > 0 or always:
         h = 2 * h
@@ -136,7 +183,17 @@ def decided_by_a_flag_too(h: torch.Tensor, always: bool = True) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "body",
-    [with_an_else, of_two_tensors, by_a_module, to_another_shape, by_a_function_of_its_own, returned, decided_by_a_flag_too],
+    [
+        with_an_else,
+        of_two_tensors,
+        by_a_module,
+        to_another_shape,
+        by_a_function_of_its_own,
+        returned,
+        decided_by_a_flag_too,
+        in_place_and_more,
+        of_another_tensor,
+    ],
 )
 def test_what_does_more_than_repair_one_tensor_is_refused(body: Body) -> None:
     with pytest.raises(CaptureError, match=r"control flow of .* depends on the values") as refusal:

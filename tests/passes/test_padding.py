@@ -210,7 +210,7 @@ def test_nothing_is_padded_by_much_or_where_the_mesh_divides() -> None:
     assert not rooms(program, (1,))
     assert not rooms(program, (101,))
     assert not rooms(program, (80,))
-    assert not rooms(program, (80, 10))
+    assert rooms(program, (80, 10)) == rooms(program, (10,)) == {"table.weight": (110, 10)}  # for one axis where not for both
     assert rooms(program, (3, 4)) == {"table.weight": (104, 8)}
     step = TrainingStep(program=program)
     assert padded(step, {}) is step

@@ -34,7 +34,7 @@ from autopar.solver.settings import DEFAULTS
 from autopar.verify.testing import peak
 from autopar.verify.verification import verify
 from tests.codegen.test_training import double
-from tests.support.planning import Run
+from tests.support.planning import Layers, Run
 
 WORDS, ROWS, LENGTH, WIDTH, HIDDEN = 101, 8, 8, 16, 30
 TABLE = "transformer.wte.weight"
@@ -347,6 +347,30 @@ def test_what_cannot_be_padded_is_refused_as_before() -> None:
     for wrong in ({TABLE: "101 x 16 -> 104 x 20"}, {TABLE: "101 x 16 -> none"}, {"nothing": "1 -> 2"}):
         with pytest.raises(PlanError):
             verify(model, sample, Mesh.of((4,)), Plan.from_json(json.dumps({**data, "padded": wrong})), Options())
+
+
+@pytest.mark.parametrize("sizes", [(13,), (7, 11), (1024,)], ids=str)
+def test_where_no_axis_divides_a_dim_the_plan_pads_if_that_is_faster_and_else_the_warning_says_that_it_was_tried(
+    sizes: tuple[int, ...],
+) -> None:
+    with torch.device("meta"):
+        model, sample = Layers((1000, 4000, 1000)), torch.zeros(1000, 1000)
+    plan, alone = (autopar.plan(model, sample, sizes, device="h100", strategy=name) for name in ("auto", "replicate"))
+    assert set(plan.padded) == {"layers.0.weight", "layers.1.weight"}
+    assert plan.step_time < alone.step_time / 2
+
+    model, batch = gpt2(97, width=64)
+    odd = {name: tensor[:, :7] for name, tensor in batch.items()}
+    with pytest.warns(UserWarning, match="can be split over the") as said:
+        plan = autopar.plan(model, odd, sizes, device="h100")
+    assert not plan.padded
+    last = str(said[-1].message)
+    assert ("97 -> 104" in last) == (sizes == (13,))
+    if sizes == (13,):
+        assert "no plan was found that wins 0.5% by it" in last
+        forced = autopar.plan(model, odd, sizes, device="h100", constraints={TABLE: "S(0)"})
+        assert forced.padded
+        assert forced.step_time > plan.step_time * (1 - DEFAULTS.padding_gain)
 
 
 def test_the_plan_and_its_explanation_say_what_is_padded() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from autopar.solver import highs
+from autopar.solver.deadline import NEVER, Deadline
 from autopar.solver.highs import STATUS, Meaning
 from autopar.solver.problem import Choice, Problem, Row, row_bytes
 from autopar.solver.settings import EXACT, SearchSettings
@@ -68,9 +69,10 @@ def test_a_machine_that_is_ten_times_slower_finds_the_same_plan() -> None:
 def test_highs_runs_in_one_thread_from_a_fixed_seed_without_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, run = [], highs.run
 
-    def watched(solver: highspy.Highs) -> Meaning:
+    def watched(solver: highspy.Highs, deadline: Deadline = NEVER) -> Meaning:
         seen.append([solver.getOptionValue(name)[1] for name in ("time_limit", "threads", "random_seed")])
-        return run(solver)
+        assert deadline is NEVER
+        return run(solver, deadline)
 
     monkeypatch.setattr(highs, "run", watched)
     for seed in range(5):
