@@ -4,7 +4,7 @@ parallel = autopar.parallelize(model, sample_input, mesh=(2, 4))
 """
 
 from autopar import explain
-from autopar.api import check_rule, discover_rule, initialize, parallelize, plan, register_rule, verify
+from autopar.api import check_rule, discover_rule, initialize, launch, parallelize, plan, register_rule, verify
 from autopar.errors import AutoparError
 from autopar.ir.dynamic_dims import Dynamic
 from autopar.ir.mesh import Device, Link, Mesh
@@ -14,5 +14,5 @@ from autopar.verify.report import Report
 
 __all__ = [
     "AutoparError", "Device", "Dynamic", "Link", "Mesh", "Plan", "Report", "check_rule", "discover_rule", "explain",
-    "initialize", "parallelize", "plan", "register_rule", "testing", "verify",
+    "initialize", "launch", "parallelize", "plan", "register_rule", "testing", "verify",
 ]  # fmt: skip

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING
+from pathlib import Path
 
 from torch import fx, nn
 
 from autopar.cost_models.cost_model import CATALOG, CostModel
-from autopar.errors import ConstraintError
+from autopar.errors import ConstraintError, MeshError
 from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.mesh import Bytes, Device
 from autopar.operators.checking.discover import discover_rule
 from autopar.operators.checking.register import check_rule, register_rule
 from autopar.parallelize import build
 from autopar.pipelining import build_pipeline
+from autopar.plan.declaration import read_declaration
+from autopar.plan.declaration_file import load_declaration
 from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Plan
 from autopar.planning.pipeline_search import make_pipeline_plan
 from autopar.planning.planner import make_plan
 from autopar.runtime.initialize import initialize
+from autopar.runtime.launch import launch
+from autopar.runtime.process_environment import world_size
 from autopar.verify.report import Report
 from autopar.verify.verification import verify as _verify
 
@@ -29,8 +35,10 @@ LOG = logging.getLogger("autopar")
 def plan(
     model: nn.Module,
     sample_input: object,
-    mesh: object,
+    mesh: object = None,
     *,
+    config: Mapping[str, object] | str | Path | None = None,
+    devices: int | None = None,
     device: str | Device | None = None,
     budget: Bytes | str | None = None,
     strategy: str = "auto",
@@ -55,12 +63,16 @@ def plan(
     Args:
         model: the module to plan; it is not changed.
         sample_input: the global batch: a tensor, a tuple of arguments, or a mapping of keywords.
-        mesh: a tuple of sizes, a dict name -> size, an `autopar.Mesh` or a `DeviceMesh`; the last axis is the innermost.
+        mesh: a tuple of sizes, a dict name -> size, an `autopar.Mesh` or a `DeviceMesh`; the last axis is the innermost. It may
+            be left out with `config` or `devices`.
+        config: the declaration of all this in one, a mapping or the path of a TOML, JSON or YAML file; see the page
+            "One declaration". What it leaves out is searched.
+        devices: how many devices a declaration is for; by default as many as processes run.
         device: a catalog entry ("h100"), a profile.json, or an `autopar.Device`; by default this machine's accelerator, else
             its CPU.
         budget: bytes per device, or a text like "80GB"; by default 90% of the device's memory.
         strategy: "auto", or a named one: "ddp", "zero1", "zero2", "fsdp" (ZeRO-3), "hsdp", "megatron", "fsdp+tp",
-            "hsdp+tp", "replicate".
+            "hsdp+tp", "replicate"; or a tensor mode, "2d" or "zero1+2d" (docs, "One declaration").
         optimizer: the optimizer whose state and step are counted, by its name in `autopar.cost_models.optimizers`.
         constraints: layouts by name of parameters, inputs, modules or ops (globs): `{"*.weight": "I, S(0)"}`; `*` in a layout
             leaves an axis free.
@@ -105,21 +117,29 @@ def plan(
     >>> autopar.plan(model, torch.randn(32, 64), mesh=(2, 4), device="a100-80gb").status
     'optimal'
     """
-    if microbatches is None:
-        microbatches = 1 if pipeline is None else AUTO
-    options = Options(
-        device=device, budget=budget, strategy=strategy, optimizer=optimizer, constraints=constraints or {}, outputs=outputs,
-        precision=precision, reduce=reduce, strict=strict, microbatches=microbatches, offload=offload, recompute=recompute,
-        dynamic=dynamic or {}, cost_model=cost_model, pipeline=pipeline, stages=stages, schedule=schedule,
-        time_limit=time_limit,
-    )  # fmt: skip
-    if pipeline is not None:
+    asked: dict[str, object] = {
+        "device": device, "budget": budget, "strategy": strategy, "optimizer": optimizer, "constraints": constraints,
+        "outputs": outputs, "precision": precision, "reduce": reduce, "strict": strict, "microbatches": microbatches,
+        "offload": offload, "recompute": recompute, "dynamic": dynamic, "cost_model": cost_model, "pipeline": pipeline,
+        "stages": stages, "schedule": schedule, "time_limit": time_limit,
+    }  # fmt: skip
+    mesh, asked = _declared(mesh, config, devices, asked)
+    options = Options(**options_of(asked))  # type: ignore[arg-type]
+    if options.pipeline is not None:
         return make_pipeline_plan(model, sample_input, mesh, options)
     return make_plan(model, sample_input, mesh, options, lambda phase: LOG.info("planning: %s ended", phase)).plan
 
 
 def parallelize(
-    model: nn.Module, sample_input: object, mesh: object, *, plan: Plan | None = None, inputs: str = "whole", **options: object
+    model: nn.Module,
+    sample_input: object,
+    mesh: object = None,
+    *,
+    config: Mapping[str, object] | str | Path | None = None,
+    devices: int | None = None,
+    plan: Plan | None = None,
+    inputs: str = "whole",
+    **options: object,
 ) -> fx.GraphModule:
     """Make this rank's part of the model: an `fx.GraphModule` that is called, trained and saved like the original.
 
@@ -131,6 +151,8 @@ def parallelize(
         model: the module to run in parallel; it is left as it is.
         sample_input: the global batch, the same on every rank: a tensor, a tuple of arguments, or a mapping of keywords.
         mesh: as for `plan`; its size is the world's.
+        config: as for `plan`: `autopar.parallelize(model, batch, config={"parallel": {"tensor": 4}, "zero": 1})`.
+        devices: as for `plan`.
         plan: a plan that was made or loaded before, for this model, sample and mesh; by default rank 0 makes one.
         inputs: what a rank gives to a call: the "whole" batch, or with "sharded" its own part of each input in the plan's
             layout, as `parallel.shard(batch)` cuts it and `parallel.sampler(dataset)` loads it; or a DTensor.
@@ -150,6 +172,9 @@ def parallelize(
     >>> parallel(torch.randn(2, 8)).shape
     torch.Size([2, 4])
     """
+    if plan is not None and mesh is None and config is None:
+        mesh = dict(zip(plan.axes, plan.sizes, strict=True))
+    mesh, options = _declared(mesh, config, devices, options)
     asked = Options(**options_of(options))  # type: ignore[arg-type]
     if inputs not in ("whole", "sharded"):
         raise ConstraintError(f"inputs={inputs!r} is not known", fix='"whole" or "sharded"')
@@ -188,6 +213,29 @@ def verify(model: nn.Module, sample_input: object, mesh: object, *, plan: Plan |
     return _verify(model, sample_input, mesh, plan, Options(**options_of(options)))  # type: ignore[arg-type]
 
 
+def _declared(
+    mesh: object, config: Mapping[str, object] | str | Path | None, devices: int | None, options: dict[str, object]
+) -> tuple[object, dict[str, object]]:
+    """The mesh and the options, with those of a declaration. Raises ConstraintError for what both say."""
+    if config is None and devices is None:
+        if mesh is None:
+            fix = 'mesh=(2, 4), config={"parallel": {"data": 8}}, or devices=8 to search it all'
+            raise MeshError("neither a mesh nor a declaration says which devices there are", fix=fix)
+        return mesh, options
+    table = load_declaration({} if config is None else config)
+    if devices is not None and "devices" in table:
+        raise ConstraintError("devices= and the declaration's 'devices' are both given", fix="leave one of them out")
+    if devices is not None:
+        table = {**table, "devices": devices}
+    found = read_declaration(table, world_size(table.get("devices")), own_mesh=mesh is not None)
+    for name in found.options:
+        field = Options.__dataclass_fields__[name]
+        plain = field.default if field.default is not MISSING else None
+        if options.get(name) not in (None, plain):
+            raise ConstraintError(f"{name}= and the declaration both say {name}", fix="leave one of them out")
+    return (mesh if found.mesh is None else found.mesh), {**options, **found.options}
+
+
 UNSAID = ("constraints", "dynamic", "microbatches")  # options whose None says nothing
 
 
@@ -200,4 +248,4 @@ def options_of(options: Mapping[str, object]) -> dict[str, object]:
     return {"microbatches": AUTO} | found if found.get("pipeline") is not None else found
 
 
-__all__ = ["check_rule", "discover_rule", "initialize", "parallelize", "plan", "register_rule", "verify"]
+__all__ = ["check_rule", "discover_rule", "initialize", "launch", "parallelize", "plan", "register_rule", "verify"]

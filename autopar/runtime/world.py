@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
 from autopar.runtime.lost_ranks import listen
+from autopar.runtime.process_environment import ProcessEnvironment, join_world, world_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,8 @@ class Context:
 def connect(mesh: Mesh, *, device: str | None = None, device_mesh: DeviceMesh | None = None) -> Context:
     """Create the process groups of a mesh; every rank calls it, with equal meshes.
 
-    The default process group is initialised from torchrun's environment if there is none (gloo on CPU, nccl on CUDA).
+    The default process group is initialised from the environment of torchrun, Slurm or Open MPI if there is none (gloo on
+    CPU, nccl on CUDA).
 
     Args:
         mesh: axis names and sizes.
@@ -72,11 +74,11 @@ def connect(mesh: Mesh, *, device: str | None = None, device_mesh: DeviceMesh | 
         axes = tuple(Axis(name=name, size=1, index=0, group="") for name in mesh.axes)
         return Context(mesh=mesh, device_mesh=None, axes=axes, device=torch.device(kind))
     _check_world(mesh)
-    here = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+    here = torch.device(kind, ProcessEnvironment.of(os.environ).local) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(here)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        join_world("nccl" if kind == "cuda" else "gloo")
     grid = device_mesh or init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.axes)
     if tuple(grid.shape) != mesh.sizes:
         grid = DeviceMesh(kind, grid.mesh.reshape(mesh.sizes), mesh_dim_names=mesh.axes)
@@ -93,8 +95,7 @@ def _axis(mesh: Mesh, grid: DeviceMesh, place: int) -> Axis:
 
 def _check_world(mesh: Mesh) -> None:
     """Raise MeshError if the mesh's size is not the world's, before any process group is created."""
-    environment = os.environ.get("WORLD_SIZE")
-    world = dist.get_world_size() if dist.is_initialized() else int(environment) if environment else 1
+    world = world_size()
     if world != mesh.size:
         raise MeshError(
             f"the mesh {mesh} has {mesh.size} devices, but {world} process{'es run' if world > 1 else ' runs'}",

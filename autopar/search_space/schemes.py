@@ -1,22 +1,42 @@
-"""The schemes that named strategies are: what each mesh axis does to weights, and when gathered weights are dropped."""
+"""The schemes that named strategies are: what each mesh axis does to weights, and when gathered weights are dropped.
+
+A strategy may also be put together of what the axes of data do and what those of a tensor mode do, "zero1+2d", or be a mode
+alone: then the solver decides whether weights are sharded over the axes of data. A mode has the innermost axes:
+
+any        one, as the solver likes
+1d         one: products of weights by columns and rows (M. Shoeybi et al., "Megatron-LM", 2019)
+sequence   one: 1d with the sequence split between blocks (V. Korthikanti et al., 2022)
+2d         row, column: the batch and weights over rows, features and weights over columns. A product gathers its activations
+           along a row of the mesh and its weights along a column, as SUMMA broadcasts them (Q. Xu et al., "An Efficient 2D
+           Method for Training Super-Large Deep Learning Models" (Optimus), 2021)
+2.5d       depth, row, column: 2d with the batch over depth, too, along which weights are whole (B. Wang et al.,
+           "Tesseract: Parallelize the Tensor Parallelism Efficiently", 2021)
+3d         batch, row, column: weights over all three, gathered along the first; products split rows and columns of weights over
+           the other two, so that no axis has whole activations between blocks (Z. Bian et al., "Maximizing Parallelism in
+           Distributed Training for Huge Neural Networks", 2021)
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from autopar.errors import ConstraintError
 from autopar.ir.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
     """How a named strategy uses the axes of a mesh, from the outermost: `copies` of them hold the same shards, the others have
-    one each if weights are `sharded`; with `tensor` the last one splits matrix products, with `sequence` also what lies between
-    blocks."""
+    one each if weights are `sharded`, or what the solver likes if copies are `free`; with `tensor` so many of the last split
+    matrix products, with `between` also what lies between blocks: the sequence, the features, or batch and features over one
+    each. `open` tensor axes may do anything."""
 
     copies: int = 0
     sharded: bool = False
-    tensor: bool = False
-    sequence: bool = False
+    free: bool = False
+    tensor: int = 0
+    open: bool = False
+    between: tuple[int, ...] = ()  # the dim of (batch, sequence, features) that each tensor axis splits
     reshard: bool = False  # gathered weights are dropped after their use, and gathered again for the backward
     keep: bool = False  # they are kept until then
     once: bool = False  # they are gathered once for all micro-batches
@@ -24,7 +44,7 @@ class Scheme:
     @property
     def axes(self) -> int:
         """How many mesh axes it needs."""
-        return max(1, self.copies + self.sharded + (self.tensor and self.sharded))
+        return max(1, self.copies + self.sharded + (self.tensor if self.sharded or self.tensor > 1 else 0))
 
     @property
     def example(self) -> str:
@@ -33,17 +53,72 @@ class Scheme:
         return "mesh={" + ", ".join(f'"{name}": 2' for name in names) + "}"
 
 
+SEQUENCE, FEATURES, BATCH_AND_FEATURES = (1,), (2,), (0, 2)
 SCHEMES = {
     "ddp": Scheme(),
     "zero1": Scheme(sharded=True, keep=True, once=True),
     "zero2": Scheme(sharded=True, keep=True),
     "fsdp": Scheme(sharded=True, reshard=True),
     "hsdp": Scheme(sharded=True, reshard=True, copies=1),
-    "megatron": Scheme(tensor=True),
-    "fsdp+tp": Scheme(sharded=True, reshard=True, tensor=True, sequence=True),
-    "hsdp+tp": Scheme(sharded=True, reshard=True, tensor=True, sequence=True, copies=1),
+    "megatron": Scheme(tensor=1),
+    "fsdp+tp": Scheme(sharded=True, reshard=True, tensor=1, between=SEQUENCE),
+    "hsdp+tp": Scheme(sharded=True, reshard=True, tensor=1, between=SEQUENCE, copies=1),
 }
 STRATEGIES = ("auto", *SCHEMES, "replicate")
+DATA = {
+    "ddp": SCHEMES["ddp"],
+    "zero1": SCHEMES["zero1"],
+    "zero2": SCHEMES["zero2"],
+    "fsdp": SCHEMES["fsdp"],
+}
+MODES = {  # what a tensor mode does, and how many axes beside its tensor axes it has: the last of them shards
+    "any": (Scheme(tensor=1, open=True), 0),
+    "1d": (Scheme(tensor=1), 0),
+    "sequence": (Scheme(tensor=1, between=SEQUENCE), 0),
+    "2d": (Scheme(tensor=1, between=FEATURES, sharded=True), 1),
+    "2.5d": (Scheme(tensor=1, between=FEATURES, sharded=True), 2),
+    "3d": (Scheme(tensor=2, between=BATCH_AND_FEATURES, sharded=True), 1),
+}
+
+
+def scheme_of(strategy: str, mesh: Mesh) -> Scheme:
+    """The scheme of a strategy that is not "auto" or "replicate", on this mesh.
+
+    Raises ConstraintError for a strategy that does not exist, or needs more axes than the mesh has.
+    """
+    if strategy in SCHEMES:
+        found, needed, example = SCHEMES[strategy], SCHEMES[strategy].axes, SCHEMES[strategy].example
+    elif strategy == "data":
+        found, needed, example = Scheme(copies=len(mesh.sizes), free=True), 1, 'mesh={"data": 2}'
+    else:
+        data, _, mode = strategy.rpartition("+")
+        if mode not in MODES or (data and data not in DATA):
+            fix = f"one of {', '.join(STRATEGIES)}, or {', '.join(DATA)} + {', '.join(MODES)}"
+            raise ConstraintError(f"no strategy is called {strategy!r}", fix=fix)
+        scheme, more = MODES[mode]
+        needed = scheme.tensor + more
+        example = "mesh={" + ", ".join(f'"{name}": 2' for name in mode_axes(mode)) + "}"
+        outer = len(mesh.sizes) - scheme.tensor - scheme.sharded  # axes over which weights are not sharded by the mode
+        found = _joined(scheme, data, max(0, outer))
+    if len(mesh.sizes) < needed:
+        what = f"strategy {strategy!r} needs {needed} mesh axes, and the mesh has {len(mesh.sizes)}"
+        raise ConstraintError(what, mesh=mesh, fix=f"from the outermost: {example}")
+    return found
+
+
+def _joined(mode: Scheme, data: str, outer: int) -> Scheme:
+    """A mode with what `outer` axes before its own do to weights: like ZeRO, nothing, or as the solver likes."""
+    own = DATA.get(data)
+    if own is None or not own.sharded:
+        return replace(mode, copies=outer, free=not data)
+    return replace(mode, copies=0, sharded=True, reshard=own.reshard, keep=own.keep, once=own.once)
+
+
+def mode_axes(mode: str) -> tuple[str, ...]:
+    """The names of a tensor mode's own axes, from the outermost."""
+    return {"2d": ("row", "column"), "2.5d": ("depth", "row", "column"), "3d": ("batch", "row", "column")}.get(
+        mode, ("tensor",)
+    )
 
 
 def strategies_for(mesh: Mesh) -> tuple[str, ...]:
@@ -51,4 +126,4 @@ def strategies_for(mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name in STRATEGIES if name not in SCHEMES or SCHEMES[name].axes <= len(mesh.sizes))
 
 
-__all__ = ["SCHEMES", "STRATEGIES", "Scheme", "strategies_for"]
+__all__ = ["MODES", "SCHEMES", "STRATEGIES", "Scheme", "mode_axes", "scheme_of", "strategies_for"]

@@ -10,12 +10,13 @@ megatron   on the last axis no parameter is gathered, those of matrix products a
            on the others
 fsdp+tp    megatron on the last axis with the sequence split between blocks, fsdp on the others; hsdp+tp likewise
 replicate  everything I
+zero1+2d   the tensor modes of `schemes`, alone or with what the axes of data do
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -27,8 +28,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, Value
 from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding, row_of
-from autopar.search_space.schemes import SCHEMES, STRATEGIES, Scheme
-from autopar.search_space.sequence import split_sequence
+from autopar.search_space.between_blocks import split_between_blocks
+from autopar.search_space.schemes import Scheme, scheme_of
 
 OTHER_NAMES = {"zero3": "fsdp"}
 LayoutPattern = tuple[State | None, ...]  # a layout, None where an axis is free
@@ -87,51 +88,49 @@ def constraints_of(
     two that contradict each other.
     """
     strategy, program = OTHER_NAMES.get(strategy, strategy), step.program
-    if strategy not in STRATEGIES:
-        raise ConstraintError(f"no strategy is called {strategy!r}", fix=f"one of {', '.join(STRATEGIES)}")
+    scheme = None if strategy in ("auto", "replicate") else scheme_of(strategy, mesh)
     patterns = constrained(step, mesh, constraints)
     sliced = {v.name: tuple(state or I for state in patterns[v.name]) for v in program.inputs if v.name in patterns}
     if strategy == "auto":
         return StrategyConstraints(patterns=patterns, input_layouts=sliced)
-    if strategy == "replicate":
+    if scheme is None:
         return StrategyConstraints(patterns=patterns, input_layouts=sliced, invariant=True)
-    return _of_scheme(step, mesh, strategy, fits, patterns, sliced)
+    return _of_scheme(step, mesh, strategy, scheme, fits, patterns, sliced)
 
 
 def _of_scheme(
     step: TrainingStep,
     mesh: Mesh,
     strategy: str,
+    scheme: Scheme,
     fits: Mapping[str, OpSharding | None],
     patterns: Mapping[str, LayoutPattern],
     sliced: Mapping[str, Layout],
 ) -> StrategyConstraints:
-    """What a scheme of `SCHEMES` asks for, with the user's `patterns` and `sliced` inputs on top."""
-    scheme, count, program = SCHEMES[strategy], len(mesh.sizes), step.program
-    if count < scheme.axes:
-        what = f"strategy {strategy!r} needs {scheme.axes} mesh axes, and the mesh has {count}"
-        raise ConstraintError(what, mesh=mesh, fix=f"from the outermost: {scheme.example}")
+    """What a scheme asks for, with the user's `patterns` and `sliced` inputs on top."""
+    count, program = len(mesh.sizes), step.program
     weights = {p.value.name: p.value for p in program.parameters if p.used}
     last = count - scheme.tensor
-    data, shards = range(last), range(scheme.copies, last) if scheme.sharded else range(0)
+    data, shards, tensor = range(last), range(scheme.copies, last) if scheme.sharded else range(0), range(last, count)
     taken = _batch(step, mesh, strategy, data)
-    products = _multiplied(program, weights, fits, mesh.sizes[last]) if scheme.tensor else frozenset[str]()
-    between, scattered = split_sequence(program, mesh, strategy) if scheme.sequence else ({}, frozenset[str]())
-    if scheme.sequence and not products:
+    parts = [1] if scheme.open else [mesh.sizes[axis] for axis in tensor]
+    products = _multiplied(program, weights, fits, parts) if scheme.tensor and not scheme.open else frozenset[str]()
+    between, scattered = split_between_blocks(program, mesh, strategy, scheme) if scheme.between else ({}, frozenset[str]())
+    if scheme.between and not products:
         raise ConstraintError(
             f"strategy {strategy!r} finds no matrix product that the {mesh.sizes[last]} devices of its last axis can split",
             mesh=mesh,
             fix="another size of the last axis, or a strategy without tensor parallelism",
         )
-    split_axes = {name: (*([last] if name in products else []), *(shards if scheme.tensor else [])) for name in weights}
-    split_axes |= {op.name: (last,) for op in program.ops if scattered.issuperset(result.name for result in op.results)}
+    split_axes = {name: (*(tensor if name in products else []), *(shards if scheme.tensor else [])) for name in weights}
+    split_axes |= {op.name: tuple(tensor) for op in program.ops if scattered.issuperset(result.name for result in op.results)}
     return StrategyConstraints(
         patterns={**_stored(step, mesh, scheme, weights, shards), **between, **patterns},
         input_layouts={**taken, **sliced},
         weights=frozenset((*weights, *copies(program))),
         may_gather=frozenset(o.value for o in program.outputs) | _wanted_whole(program, fits) | _compared(program, fits, taken),
         data_axes=frozenset(data),
-        no_gather_axes=frozenset(range(last, count)),
+        no_gather_axes=frozenset(() if scheme.open else tensor),
         whole_axes=frozenset(() if strategy == "megatron" else data),
         split_axes=split_axes,
         scattered=scattered,
@@ -145,9 +144,9 @@ def _stored(
     step: TrainingStep, mesh: Mesh, scheme: Scheme, weights: Mapping[str, Value], shards: range
 ) -> dict[str, LayoutPattern]:
     """How weights are stored: whole where they are not sharded. Which dims tensor parallelism splits is left to the solver."""
-    if not scheme.tensor:
+    if not scheme.tensor and not scheme.free:
         return {name: _first_dim(step.unpadded.get(name, value.shape), mesh, shards) for name, value in weights.items()}
-    free = {*shards, len(mesh.sizes) - 1}
+    free = {*shards, *range(len(mesh.sizes) - scheme.tensor, len(mesh.sizes)), *(range(scheme.copies) if scheme.free else ())}
     return dict.fromkeys(weights, tuple(None if axis in free else I for axis in range(len(mesh.sizes))))
 
 
@@ -243,9 +242,9 @@ def _inside(path: str, module: str) -> bool:
 
 
 def _multiplied(
-    program: Program, weights: Mapping[str, Value], fits: Mapping[str, OpSharding | None], parts: int
+    program: Program, weights: Mapping[str, Value], fits: Mapping[str, OpSharding | None], parts: Sequence[int]
 ) -> frozenset[str]:
-    """The matrices that only matrix products read, each of which takes them in so many parts (a grouped one may not)."""
+    """The matrices that only matrix products read, each of which takes them in any of these parts (a grouped one may not)."""
     read: dict[str, list[bool]] = {name: [] for name, value in weights.items() if len(value.shape) > 1}
     of = copies(program)  # a copy is read for its parameter
     for op in program.ops:
@@ -253,7 +252,7 @@ def _multiplied(
         for position, name in enumerate(of.get(operand, operand) for operand in op.operands):
             if name in read and op.results[0].name not in of:
                 factors = [fitted.factors[f] for dim in fitted.operands[position] for f in dim] if fitted else []
-                able = any(not factor.whole and factor.size % parts == 0 for factor in factors)
+                able = any(not factor.whole and not factor.size % max(parts) for factor in factors)
                 read[name].append(able and row_of(op).contracts)
     return frozenset(name for name, able in read.items() if able and all(able))
 

@@ -52,7 +52,7 @@ def dual_ascent(problem: Problem, settings: SearchSettings = DEFAULTS) -> DualBo
         ascent.sweep()
         if number % settings.ascent_check == 0:
             last, bound = bound, ascent.bound().bound
-            if bound <= last + settings.ascent_gain * abs(bound):
+            if not last + settings.ascent_gain * abs(bound) < bound < np.inf:
                 break
     return ascent.bound()
 
@@ -263,6 +263,8 @@ class _Ascent:
             for routes in self._out[o]:
                 costs += _taken(routes.sent[:, routes.edge.produced]).sum(axis=0)
         bound = sum(float(costs.min()) for costs in left)
+        if bound == np.inf:
+            return DualBound(bound=bound, candidates=left, arcs=[edge.seconds for edge in self._problem.edges])
         candidates = [costs - costs.min() for costs in left]
         arcs: list[Floats] = []
         for edge, found in zip(self._problem.edges, self._routes, strict=True):

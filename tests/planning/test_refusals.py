@@ -54,7 +54,7 @@ def check(call: Callable[[], object], kind: type[AutoparError], first: str, fix:
         ((2.0,), "a mesh needs axes of at least one device each, not (2.0,)", "mesh=(2, 4)"),
         ((), "a mesh needs axes of at least one device each, not ()", "mesh=(2, 4)"),
         ("2,4", "cannot make a mesh of '2,4'", "a tuple of sizes"),
-        (None, "cannot make a mesh of None", "a tuple of sizes"),
+        (None, "neither a mesh nor a declaration says which devices there are", "mesh=(2, 4)"),
     ],
 )
 def test_a_mesh_that_is_none_is_refused(mesh: object, first: str, fix: str) -> None:

@@ -53,6 +53,21 @@ def test_whoever_takes_a_candidate_or_an_arc_pays_its_reduced_cost(seed: int) ->
             assert price(problem, picks, used) >= dual.bound + most - 1e-9
 
 
+def test_where_no_route_joins_any_candidates_the_bound_is_infinite() -> None:
+    problem = next(problem for problem in map(random_problem, SEEDS) if problem.edges)
+    edge = problem.edges[0]
+    none, nothing = np.zeros(0, np.int64), np.zeros(0)
+    cut = replace(
+        edge, nodes=2, produced=np.zeros_like(edge.produced), source=none, target=none, seconds=nothing,
+        free=nothing.astype(bool),
+        consumers=tuple(replace(end, wants=np.ones_like(end.wants)) for end in edge.consumers),
+        conditional_costs=(), recompute=None, offload=None,
+    )  # fmt: skip
+    impossible = Problem(choices=problem.choices, edges=(cut, *problem.edges[1:]))
+    assert dual_ascent(impossible).bound == np.inf
+    assert solve(impossible).solution is None
+
+
 def test_it_leaves_something_out() -> None:
     left = []
     for problem in map(random_problem, SEEDS):

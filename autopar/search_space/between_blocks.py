@@ -1,13 +1,15 @@
-"""The sequence split between blocks, as Megatron's sequence parallelism and torchtitan's tensor parallelism have it.
+"""Activations split between blocks: along the sequence as Megatron and torchtitan do, along features, or batch and features.
 
-    h.0 -> x [batch, sequence, features] -> h.1     x is S(1) on the last axis, wherever a block ends
+    h.0 -> x [batch, sequence, features] -> h.1     x is S(1), or S(2), on the last axis, wherever a block ends
     in a block                                      activations are all-gathered and reduce-scattered there, never all-reduced
 
-V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2.2.
+V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2.2; for the others see
+`autopar.search_space.schemes`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from autopar.analysis.repeated_blocks import blocks
@@ -15,33 +17,44 @@ from autopar.errors import ConstraintError
 from autopar.ir.layout import State, split
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, Value
+from autopar.search_space.schemes import Scheme
+
+DIMS = ("batch", "sequence", "width")
 
 
-def split_sequence(program: Program, mesh: Mesh, strategy: str) -> tuple[dict[str, tuple[State | None, ...]], frozenset[str]]:
-    """The layouts of what blocks return, free on all axes but the last, and the values that are not all-reduced on that.
+def split_between_blocks(
+    program: Program, mesh: Mesh, strategy: str, scheme: Scheme
+) -> tuple[dict[str, tuple[State | None, ...]], frozenset[str]]:
+    """The layouts of what blocks return, free on all axes but the tensor axes, and the values that are not all-reduced there.
 
-    Raises ConstraintError for a model whose blocks return no sequence, or one that the last axis does not divide.
+    Raises ConstraintError for a model whose blocks return no (batch, sequence, features), or one that the axes do not divide.
     """
-    parts, free = mesh.sizes[-1], (None,) * (len(mesh.sizes) - 1)
+    outer, sizes = mesh.sizes[: -scheme.tensor], mesh.sizes[-scheme.tensor :]
     ends = list(_returned(program))
     if not ends:
+        what = " and ".join("features" if dim == 2 else DIMS[dim] for dim in scheme.between)
         raise ConstraintError(
-            f"strategy {strategy!r} splits the sequence between blocks, and no block returns (batch, sequence, features)",
+            f"strategy {strategy!r} splits the {what} between blocks, and no block returns (batch, sequence, features)",
             block='modules in a container ("layers.0", "layers.1"), with two matrix products or more each',
             fix="strategy='megatron'",
         )
+    layouts: dict[str, tuple[State | None, ...]] = {}
     for value in ends:
-        if value.shape[1] % parts:
-            raise ConstraintError(
-                f"strategy {strategy!r} cannot split a sequence of {value.shape[1]} over {parts} devices",
-                value=value.name,
-                shape=value.shape,
-                mesh=mesh,
-                fix=f"a sequence that is a multiple of {parts}, or strategy='megatron'",
-            )
-    if parts == 1:
+        states: list[State | None] = [None] * len(outer)
+        for dim, own in zip(scheme.between, sizes, strict=True):
+            parts = own * (math.prod(outer) if dim == 0 else 1)
+            if value.shape[dim] % parts:
+                raise ConstraintError(
+                    f"strategy {strategy!r} cannot split a {DIMS[dim]} of {value.shape[dim]} over {parts} devices",
+                    value=value.name,
+                    shape=value.shape,
+                    mesh=mesh,
+                    fix=f"a {DIMS[dim]} that is a multiple of {parts}, or strategy='megatron'",
+                )
+            states.append(split(dim, value.shape[dim] // parts) if own > 1 else None)
+        layouts[value.name] = tuple(states)
+    if max(sizes) == 1:
         return {}, frozenset()
-    layouts = {value.name: (*free, split(1, value.shape[1] // parts)) for value in ends}
     return layouts, frozenset(value.name for value in _inside(program))
 
 
@@ -69,4 +82,4 @@ def _returned(program: Program) -> Iterator[Value]:
             yield value
 
 
-__all__ = ["split_sequence"]
+__all__ = ["split_between_blocks"]
