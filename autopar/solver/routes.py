@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
@@ -19,46 +19,29 @@ def tree(edge: Edge, picks: Sequence[int], allowed: npt.NDArray[np.int64] | None
 
     With `allowed`, only these arcs are used; None if they do not reach every consumer.
     """
-    following: list[dict[int, int]] = [{} for _ in range(edge.nodes)]  # the arc to each layout that is one conversion away
-    source, target = edge.source.tolist(), edge.target.tolist()
-    for arc in range(len(source)) if allowed is None else allowed.tolist():
-        following[source[arc]][target[arc]] = arc
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    graph.add_nodes_from(range(edge.nodes))
+    for arc in range(len(edge.seconds)) if allowed is None else allowed.tolist():
+        graph.add_edge(int(edge.source[arc]), int(edge.target[arc]), arc=arc)
     reached = {int(edge.produced[picks[edge.producer]]): None}
     chosen: list[int] = []
     for place, consumer in enumerate(edge.consumers):
         due = sum((s.seconds for s in edge.conditional_costs if place in s.consumers), edge.seconds).tolist()
-        path = _shortest(following, list(reached), int(consumer.wants[picks[consumer.choice]]), due)
+        path = _shortest(graph, list(reached), int(consumer.wants[picks[consumer.choice]]), due)
         if path is None:
             return None
-        chosen += [following[before][after] for before, after in itertools.pairwise(path)]
+        chosen += [graph.edges[step]["arc"] for step in itertools.pairwise(path)]
         reached |= dict.fromkeys(path)
     return tuple(chosen)
 
 
-def _shortest(following: list[dict[int, int]], sources: list[int], goal: int, seconds: list[float]) -> list[int] | None:
-    """The nodes of the cheapest path from any source to the goal, by Dijkstra's algorithm; None if there is none.
-
-    Of equal paths the one that is found first counts.
-    """
-    before: dict[int, int | None] = dict.fromkeys(sources)
-    least, done, number = dict.fromkeys(sources, 0.0), set[int](), itertools.count()
-    waiting = [(0.0, next(number), source) for source in sources]
-    while waiting:
-        spent, _, node = heapq.heappop(waiting)
-        if node == goal:
-            path = [node]
-            while (last := before[path[-1]]) is not None:
-                path.append(last)
-            return path[::-1]
-        if node in done:
-            continue
-        done.add(node)
-        for after, arc in following[node].items():
-            due = spent + seconds[arc]
-            if after not in least or due < least[after]:
-                least[after], before[after] = due, node
-                heapq.heappush(waiting, (due, next(number), after))
-    return None
+def _shortest(graph: nx.DiGraph[int], sources: list[int], goal: int, seconds: list[float]) -> list[int] | None:
+    """The nodes of the cheapest path from any source to the goal; None if there is none."""
+    try:
+        _, path = nx.multi_source_dijkstra(graph, sources, goal, weight=lambda u, v, arc: seconds[arc["arc"]])
+    except nx.NetworkXNoPath:
+        return None
+    return list(path)
 
 
 def reroute(problem: Problem, solution: Solution, equal: float) -> Solution:
