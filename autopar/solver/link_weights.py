@@ -27,9 +27,8 @@ Weights = Sequence[Floats]  # by region, per link
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Weighed:
-    """Weights, the problem at these prices, and what the relaxations used on the way to them."""
+    """A problem at the prices of the best weights, and what the relaxations used on the way to them."""
 
-    weights: Weights
     problem: Problem
     picks: list[Bools]
     arcs: list[Bools]
@@ -62,7 +61,7 @@ def best_weights(problem: Problem, settings: SearchSettings) -> Weighed:
         if price <= (1 + settings.weights_gap) * bound:
             break
         weights = small.link_duals()
-    return Weighed(weights=best, problem=weighed(problem, best), picks=picks, arcs=arcs)
+    return Weighed(problem=weighed(problem, best), picks=picks, arcs=arcs)
 
 
 def _note(
@@ -126,27 +125,26 @@ class _Prices:
             self._conditional[w][place] += weight * seconds
         for found, loads in ((self._reruns, load.reruns), (self._reconverts, load.reconverts)):
             for place, seconds in loads.items():
-                before = found[place]
-                if before is not None:
-                    found[place] = before + weight * seconds
+                if (before := found[place]) is not None:
+                    before += weight * seconds
         for t, charge in load.charges.items():
             self._charges[t] += weight * charge
 
     def problem(self) -> Problem:
         """The problem at these prices, without regions; what was weighed away wholly costs nothing, whatever the rounding."""
 
-        def positive(seconds: Floats | None) -> Floats | None:
-            return None if seconds is None else np.maximum(seconds, 0.0)
+        def positive(seconds: Floats) -> Floats:
+            return np.maximum(seconds, 0.0)
 
         choices = tuple(
-            replace(choice, seconds=np.maximum(seconds, 0.0), recompute=positive(rerun))
+            replace(choice, seconds=positive(seconds), recompute=None if rerun is None else positive(rerun))
             for choice, seconds, rerun in zip(self._problem.choices, self._choices, self._reruns, strict=True)
         )
         edges = tuple(
             replace(
-                edge, seconds=np.maximum(seconds, 0.0), recompute=positive(again),
+                edge, seconds=positive(seconds), recompute=None if again is None else positive(again),
                 conditional_costs=tuple(
-                    replace(cost, seconds=np.maximum(due, 0.0)) for cost, due in zip(edge.conditional_costs, dues, strict=True)
+                    replace(cost, seconds=positive(due)) for cost, due in zip(edge.conditional_costs, dues, strict=True)
                 ),
             )
             for edge, seconds, dues, again in zip(

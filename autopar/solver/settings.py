@@ -97,7 +97,7 @@ class SearchSettings:
     """Rounds of column generation at most: GPT-3 on (8, 16, 8) takes 4, ViT-L on (8, 8) 5 (planning, overlap)."""
 
     weights_gap: float = 1e-3
-    """Relative gap at which these rounds end; in those cases the next to last one is at 0.1%."""
+    """Relative gap at which these rounds end; in those cases the next to last one is at 0.1 and 0.3%."""
 
     weighed_columns: int = 100_000
     """Candidates and arcs of a problem from which on its regions are prices where rows bind: GPT-3 on (8, 16, 8), 183,000,

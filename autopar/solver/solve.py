@@ -120,10 +120,10 @@ class Solver:
     def _within_rows(self, memory: LazyRows, cutoff: float) -> Outcome:
         """The cheapest solution where rows bind: what is known of a core says nothing of solutions that are more expensive."""
         if self._whole is None:
-            relaxed = whole(self._without_regions(), self.settings, cutoff)
-            if relaxed.relaxed.result is None:
-                return Outcome(solution=None, bound=relaxed.bound)
-            self._whole = relaxed
+            base = whole(self._without_regions(), self.settings, cutoff)
+            if base.relaxed.result is None:
+                return Outcome(solution=None, bound=base.bound)
+            self._whole = base
         found = Outcome(solution=None, bound=self._whole.bound)
         enough = 0.0 if self._weighed is None else self.settings.dive_gap
         try:
@@ -164,16 +164,16 @@ class Solver:
             return best
         return best if found.solution is None or found.seconds >= best.seconds else part.expand(found.solution)
 
-    def _near(self, whole: Core, memory: LazyRows, cutoff: float) -> Outcome:
+    def _near(self, base: Core, memory: LazyRows, cutoff: float) -> Outcome:
         """A solution of the first window that holds one; it is best if it costs no more than the window holds."""
-        settings, bound = self.settings, whole.bound
+        settings, bound = self.settings, base.bound
         for share in settings.windows:
-            widest = (1 + share) * whole.bound
-            part = whole.window(widest, settings.largest_window)
+            widest = (1 + share) * base.bound
+            part = base.window(widest, settings.largest_window)
             if part is None:
                 break
             search = Search.of(part, settings, quick=share == settings.windows[0])
-            below = min(cutoff, settings.unlikely_price * whole.bound)
+            below = min(cutoff, settings.unlikely_price * base.bound)
             found = search_rows(search, memory, below)
             bound = max(bound, min(widest, found.bound))
             if found.seconds < below:
