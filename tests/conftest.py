@@ -1,5 +1,6 @@
 """One pool of worker processes for the whole test session, and the golden texts."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +25,14 @@ def pool() -> Iterator[WorkerPool]:
     """Eight gloo workers; `pool.run(f"{__name__}:function", payload, ranks=4)` uses fewer."""
     with WorkerPool(8, preload=["autopar.verify.verification", "tests.support.models"]) as workers:
         yield workers
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C as Python handles it, also where a shell started the tests in its background and so has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

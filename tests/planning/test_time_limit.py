@@ -128,6 +128,7 @@ class Interrupted(nn.Module):
         return result
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("place", ["capture", "analyse", "formulate", "solve"])
 def test_ctrl_c_ends_planning_and_torch_is_as_it_was(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def press() -> None:

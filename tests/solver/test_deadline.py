@@ -97,6 +97,7 @@ class Pressed(AfterLooks):
         return False
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_relaxation_soon_and_nothing_stays_behind() -> None:
     solver, pressed, handler = highs.load(dense()), Pressed(looks=20), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
