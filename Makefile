@@ -42,7 +42,7 @@ FRONT := ir capture passes analysis search_space cost_models formulation simulat
 unit-front: $(STAMP)
 	$(BIN)/python -m pytest -q --doctest-modules autopar tests/test_*.py $(FRONT:%=tests/%)
 
-OPERATORS := operators solver memory codegen runtime benchmarks
+OPERATORS := operators solver codegen runtime benchmarks
 unit-operators: $(STAMP)
 	$(BIN)/python -m pytest -q $(OPERATORS:%=tests/%)
 
@@ -50,7 +50,7 @@ MIDDLE := planning
 unit-middle: $(STAMP)
 	$(BIN)/python -m pytest -q $(MIDDLE:%=tests/%)
 
-BACK := verify fuzz integrations
+BACK := verify fuzz integrations memory
 unit-back: $(STAMP)
 	$(BIN)/python -m pytest -q $(BACK:%=tests/%)
 
