@@ -58,17 +58,24 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One operator on half-precision operands, with the arguments after the first of them, and after all."""
+    """One operator on half-precision operands, with the arguments after the first of them, and after all.
+
+    `frozen` are the places of operands of which no gradient is computed.
+    """
 
     target: str
     operands: tuple[Shape, ...]
     result: Shape
     second: tuple[Argument, ...] = ()
     rest: tuple[Argument, ...] = ()
+    frozen: tuple[int, ...] = ()
 
     def seconds(self, device: Device, ways: str) -> Seconds:
         """Seconds of the "forward", the "backward", or of both ("forward+backward")."""
-        values = {f"v{p}": Value(name=f"v{p}", shape=s, dtype=HALF, requires_grad=True) for p, s in enumerate(self.operands)}
+        values = {
+            f"v{p}": Value(name=f"v{p}", shape=s, dtype=HALF, requires_grad=p not in self.frozen)
+            for p, s in enumerate(self.operands)
+        }
         first, *others = map(Ref, values)
         args = first, *self.second, *others, *self.rest
         made = Value(name="made", shape=self.result, dtype=HALF, requires_grad=True)
@@ -92,7 +99,6 @@ def attention(batch: int, heads: int, length: int, dim: int, causal: bool) -> Ke
 def megatron(name: str, batch: int, length: int, hidden: int, heads: int) -> list[Kernel]:
     """The operators that one entry of Aceso's profiler of Megatron runs; empty for those that are told too little of."""
     tokens, scores, dim = (length, batch, hidden), (batch * heads, length, length), hidden // heads
-    add = Kernel(target="aten.add.Tensor", operands=(tokens, tokens), result=tokens)
     wide = (length, batch, 4 * hidden)
     known = {
         "enc-1st-layernorm": [
@@ -103,8 +109,9 @@ def megatron(name: str, batch: int, length: int, hidden: int, heads: int) -> lis
         "enc-attention-softmax": [Kernel(target="aten.softmax.int", operands=(scores,), result=scores, rest=(-1,))],
         "enc-MLP-gelu": [Kernel(target="aten.gelu.default", operands=(wide,), result=wide)],
         "enc-post-MLP-dropout": [
+            Kernel(target="aten.add.Tensor", operands=(tokens, (hidden,)), result=tokens, frozen=(1,)),
             Kernel(target="aten.dropout.default", operands=(tokens,), result=tokens, rest=(0.1, True)),
-            add,
+            Kernel(target="aten.add.Tensor", operands=(tokens, tokens), result=tokens),
         ],
         "enc-attention-score": [
             Kernel(target="aten.bmm.default", operands=((*scores[:2], dim), (scores[0], dim, length)), result=scores)

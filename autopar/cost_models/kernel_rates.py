@@ -15,9 +15,10 @@ from autopar.ir.mesh import Device
 TERA = 1e12
 
 # Shares of the memory bandwidth, forward and backward: medians of the V100's rows of micro.csv that name the operator, 15 each,
-# bytes counted as `compute` counts them: "op enc-1st-layernorm", "op enc-post-MLP-dropout" with the residual that it adds; and
+# bytes counted as `compute` counts them: "op enc-1st-layernorm"; "op enc-post-MLP-dropout" less the bias and the residual that
+# it adds at the rate of a stream (`bias_dropout_add` of Aceso's flex_ops.py, whose profiler wants no gradient of the bias); and
 # for all others "op enc-MLP-gelu" (0.82, 0.66) and "op enc-attention-softmax" (0.98, 1.09) together. No other device has rows.
-ACHIEVED: Mapping[str, tuple[float, float]] = {"stream": (0.85, 0.85), "norm": (0.52, 0.23), "dropout": (0.36, 0.48)}
+ACHIEVED: Mapping[str, tuple[float, float]] = {"stream": (0.85, 0.85), "norm": (0.52, 0.23), "dropout": (0.65, 0.48)}
 
 # Norms and dropout fall short of a stream by what they compute beside it (reductions, random numbers). L4 has 5.8 times as many
 # float32 operations for each byte of its bandwidth as V100 (data sheets: 101 and 17.4), so that this is hidden: assumed. So

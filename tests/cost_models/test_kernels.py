@@ -144,7 +144,7 @@ def test_no_kernel_is_faster_than_the_data_sheet(built: Built, device: Device) -
     assert real.backward_seconds(*built.shapes) >= sheet.backward_seconds(*built.shapes) > 0
 
 
-@pytest.mark.parametrize(("kind", "share"), [("norm", (0.52, 0.23)), ("dropout", (0.36, 0.48)), ("stream", (0.85, 0.85))])
+@pytest.mark.parametrize(("kind", "share"), [("norm", (0.52, 0.23)), ("dropout", (0.65, 0.48)), ("stream", (0.85, 0.85))])
 def test_kernels_bound_by_memory_reach_the_share_of_their_kind(kind: str, share: tuple[float, float]) -> None:
     device, built = DEVICES["v100-32gb"], CALLS[kind]
     real, works = built.pricer(device), built.pricer(device).forward(*built.shapes)
