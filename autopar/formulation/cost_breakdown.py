@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.analysis.analysis import Analysis
 from autopar.cost_models.compute import dtype_of, peak
+from autopar.cost_models.fidelity import fidelity
 from autopar.cost_models.optimizers import Optimizer
 from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.step_time import EventKind, StepEvent
@@ -19,6 +20,7 @@ from autopar.ir.program import OUTPUT, Op, Program
 from autopar.operators import OpSharding, ParallelForm, row_of
 from autopar.operators.dim_labels import LabelSample, role, role_of_dim
 from autopar.plan.breakdown import (
+    ACCURACY,
     ADDENDS,
     DEVICE,
     INPUT,
@@ -106,6 +108,9 @@ def _figures(program: Program, mesh: Mesh, optimizer: Optimizer, offload: bool) 
         yield CostParameter(of=axis, name="bandwidth", value=link.bandwidth, unit="B/s", source=link.source)
         yield CostParameter(of=axis, name="latency", value=link.latency, unit="s", source=link.source)
     yield CostParameter(of=OPTIMIZER, name=optimizer.name, value=optimizer.states, unit="", source=optimizer.source)
+    compared = fidelity(mesh)
+    if compared:
+        yield CostParameter(of=ACCURACY, name=compared.name, value=compared.median, unit="", source=compared.source)
 
 
 def _memory(program: Program, held: list[Allocation], optimizer: Optimizer) -> dict[str, Bytes]:

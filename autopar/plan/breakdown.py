@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from autopar.ir.mesh import Bytes, Seconds
 
 INPUT = "input:"  # before the names of arguments in `stored`
-DEVICE, OPTIMIZER, BUDGET = "device", "optimizer", "budget"
+DEVICE, OPTIMIZER, BUDGET, ACCURACY = "device", "optimizer", "budget", "accuracy"
 WHOLE, REPEATED, ADDENDS = "whole", "repeated", "addends"  # what is not split on an axis: states I, R and P
 
 
@@ -20,7 +20,7 @@ WHOLE, REPEATED, ADDENDS = "whole", "repeated", "addends"  # what is not split o
 class CostParameter:
     """A number that prices rest on, in `unit`: "B", "B/s", "s", "op/s" or none.
 
-    `of` is "device", "optimizer", "budget" or a mesh axis.
+    `of` is "device", "optimizer", "budget", "accuracy" (how far predicted steps were from measured ones) or a mesh axis.
     """
 
     of: str
@@ -44,19 +44,33 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelGroup:
+    """Kernels of one kind on one device: the seconds that they compute in a step, what is recomputed included.
+
+    Of these they would take `at_peak` if their operations ran at the device's peak, and `at_bandwidth` if what they read and
+    write moved at its memory's bandwidth.
+    """
+
+    name: str
+    seconds: Seconds
+    at_peak: Seconds
+    at_bandwidth: Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
     """A step as the simulator runs it, with messages beside what is computed; in seconds on one device.
 
     `seconds` is what is computed, `slowdown` by messages beside it, and `exposed`: waiting for messages. No schedule takes less
     than any of these: `at_peak`, in which all devices at their peaks do the products of the model; `memory`, in which the
-    plan's kernels read and write; `links`, what each axis sends. A step has so many `samples` and `tokens`, 0 where unknown.
+    plan's `kernels` read and write; `links`, what each axis sends. A step has so many `samples` and `tokens`, 0 where unknown.
     """
 
     seconds: Seconds
     exposed: Seconds
     slowdown: Seconds
     at_peak: Seconds
-    memory: Seconds
+    kernels: tuple[KernelGroup, ...]
     links: Mapping[str, Seconds]
     samples: int
     tokens: int
@@ -65,6 +79,11 @@ class SimulatedStep:
     def computing(self) -> Seconds:
         """What is computed, where nothing is sent beside it."""
         return self.seconds - self.exposed - self.slowdown
+
+    @property
+    def memory(self) -> Seconds:
+        """What the memory's bandwidth takes for all that the kernels read and write."""
+        return sum(group.at_bandwidth for group in self.kernels)
 
     @property
     def mfu(self) -> float:

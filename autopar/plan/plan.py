@@ -31,7 +31,7 @@ from autopar.plan.pipeline import Pipeline
 from autopar.plan.tables import tables
 from autopar.plan.text import plain
 
-VERSION = 8
+VERSION = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

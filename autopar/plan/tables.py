@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from autopar.ir.mesh import Bytes, Seconds
-from autopar.plan.breakdown import BUDGET, DEVICE, OPTIMIZER, CostParameter, SimulatedStep
+from autopar.plan.breakdown import ACCURACY, BUDGET, DEVICE, OPTIMIZER, CostParameter, SimulatedStep
 from autopar.plan.budget import RESERVED
 from autopar.plan.pipeline_tables import pipeline_tables, summary
 from autopar.plan.text import Part, alike, by_block, folded, grid, milliseconds, size_text
@@ -84,6 +84,9 @@ def totals(plan: Plan) -> Iterator[Part]:
     for axis, size, link in zip(plan.axes, plan.sizes, plan.links, strict=True):
         table.add_row(f"  {axis}={size}", f"{link}: {_sourced(of[axis])}")
     table.add_row("device", f"{plan.device}: {_sourced(of[DEVICE])}")
+    for known in () if plan.pipeline else of[ACCURACY]:  # the runs that were compared have no stages
+        off = f"{known.value:.1%} {known.name}" if known.value else known.name
+        table.add_row("accuracy", f"{off} of predicted steps ({known.source})")
     state = f"{optimizer.value:g} tensors of state per parameter" if optimizer.value else "no state"
     table.add_row("optimizer", f"{optimizer.name}: {state} ({optimizer.source})")
     yield table
@@ -166,6 +169,19 @@ def time(plan: Plan) -> Iterator[Part]:
     yield table
     if plan.collectives:
         yield "bytes: the larger buffer of each collective on one device; exposed: ms that the device waits for it, simulated"
+    yield from kernels(breakdown.simulated)
+
+
+def kernels(step: SimulatedStep) -> Iterator[Part]:
+    """What each kind of kernels takes of what is computed, and what it achieves of the device's rates."""
+    if not step.kernels:
+        return
+    table = grid("kernels", "ms", "of the FLOPs' peak", "of the memory bandwidth", right=(1, 2, 3))
+    for group in step.kernels:
+        achieved = (f"{seconds / group.seconds:.1%}" for seconds in (group.at_peak, group.at_bandwidth))
+        table.add_row(group.name, milliseconds(group.seconds), *achieved)
+    yield ""
+    yield table
 
 
 def kind_text(kind: str, axis: str, where: str) -> str:

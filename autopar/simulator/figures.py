@@ -7,32 +7,32 @@ A. Chowdhery et al., "PaLM", 2022, appendix B: what is recomputed does not count
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from autopar.analysis.analysis import Analysis
 from autopar.cost_models.compute import pricer
-from autopar.formulation.prices import local_shapes
+from autopar.formulation.prices import local_shapes, work
 from autopar.formulation.step_time import StepPrices
 from autopar.ir.mesh import Device, Seconds
 from autopar.ir.program import Op, Program
-from autopar.plan.breakdown import SimulatedStep
+from autopar.memory.recompute_closure import reruns
+from autopar.plan.breakdown import KernelGroup, SimulatedStep
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.candidates import Candidate
 from autopar.simulator.timeline import Timeline
+
+GROUPS = PRODUCTS, ATTENTION, OTHERS = "matrix products", "fused attention", "other kernels"
 
 
 def figures(timeline: Timeline, prices: StepPrices, chosen: Assignment) -> SimulatedStep:
     """The figures of a step under an assignment, with its bounds."""
     analysis, mesh, device = prices.analysis, prices.prices.mesh, prices.prices.device
     peaks: dict[str, Seconds] = {}
-    moving: dict[tuple[str, Candidate], Seconds] = {}
-    at_peak = memory = 0.0
     for op in analysis.program.ops:
-        kind, candidate = analysis.classes.of[op.name], chosen.ops[op.name]
+        kind = analysis.classes.of[op.name]
         if kind not in peaks:
             peaks[kind] = _at_peak(op, analysis.program, device)
-        if (kind, candidate) not in moving:
-            moving[kind, candidate] = _moving(op, candidate, analysis, device)
-        at_peak += peaks[kind]
-        memory += moving[kind, candidate]
+    at_peak = sum(peaks[analysis.classes.of[op.name]] for op in analysis.program.ops)
     loads = [(axis, sum(s.transfer.seconds for s in timeline.sent if s.transfer.channel == axis)) for axis in mesh.axes]
     samples, tokens = _batch(analysis)
     return SimulatedStep(
@@ -40,10 +40,45 @@ def figures(timeline: Timeline, prices: StepPrices, chosen: Assignment) -> Simul
         exposed=timeline.exposed,
         slowdown=timeline.slowdown,
         at_peak=analysis.step.microbatches * at_peak / mesh.size,
-        memory=analysis.step.microbatches * memory,
+        kernels=tuple(kernel_groups(prices, chosen)),
         links={axis: seconds for axis, seconds in loads if seconds},
         samples=samples,
         tokens=tokens,
+    )
+
+
+def kernel_groups(prices: StepPrices, chosen: Assignment) -> Iterator[KernelGroup]:
+    """What the ops compute under an assignment, by the kind of their kernels; kinds that take no time are left out."""
+    analysis, run = prices.analysis, reruns(prices.analysis, chosen)
+    known: dict[tuple[str, Candidate, bool], KernelGroup] = {}
+    found: dict[str, list[KernelGroup]] = {name: [] for name in GROUPS}
+    for op in analysis.program.ops:
+        key = analysis.classes.of[op.name], chosen.ops[op.name], op.name in run.ops
+        if key not in known:
+            known[key] = _kernels(op, chosen.ops[op.name], prices, forwards=1 + key[-1])
+        found[known[key].name].append(known[key])
+    for name, parts in found.items():
+        if any(part.seconds for part in parts):
+            yield KernelGroup(
+                name=name,
+                seconds=sum(part.seconds for part in parts),
+                at_peak=sum(part.at_peak for part in parts),
+                at_bandwidth=sum(part.at_bandwidth for part in parts),
+            )
+
+
+def _kernels(op: Op, candidate: Candidate, prices: StepPrices, forwards: int) -> KernelGroup:
+    """The kernels of one op on one rank, in all micro-batches."""
+    analysis, device = prices.analysis, prices.prices.device
+    found, (there, back) = pricer(op, analysis.program.values, device), prices.op(op, candidate)
+    shapes = local_shapes(op, candidate, analysis.program.values, analysis.sizes)
+    forward, gradient = found.forward(*shapes), found.gradient(*shapes)
+    times = analysis.step.microbatches * work(analysis.fits[op.name], candidate, analysis.sizes)
+    return KernelGroup(
+        name=ATTENTION if found.attention else PRODUCTS if found.operations is not None else OTHERS,
+        seconds=forwards * there + back,
+        at_peak=times * (forwards * forward.flops + gradient.flops) / found.peak,
+        at_bandwidth=times * (forwards * forward.bytes + gradient.bytes) / device.bandwidth,
     )
 
 
@@ -64,15 +99,6 @@ def _at_peak(op: Op, program: Program, device: Device) -> Seconds:
     return sum(flops * times for flops, times in passes) / found.peak
 
 
-def _moving(op: Op, candidate: Candidate, analysis: Analysis, device: Device) -> Seconds:
-    """Seconds in which the memory's bandwidth moves what an op's kernels read and write on one rank, forward and backward."""
-    found, shapes = (
-        pricer(op, analysis.program.values, device),
-        local_shapes(op, candidate, analysis.program.values, analysis.sizes),
-    )
-    return (found.forward(*shapes).bytes + found.gradient(*shapes).bytes) / device.bandwidth
-
-
 def _batch(analysis: Analysis) -> tuple[int, int]:
     """Samples in a step, dim 0 of the first input; tokens, if that is a matrix of integers, else 0."""
     program = analysis.program
@@ -84,4 +110,4 @@ def _batch(analysis: Analysis) -> tuple[int, int]:
     return (shape[0] if shape else 0), shape[0] * shape[1] if tokens else 0
 
 
-__all__ = ["figures", "products_at_peak"]
+__all__ = ["figures", "kernel_groups", "products_at_peak"]

@@ -62,7 +62,8 @@ def _ranks(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
 GROUPS: Mapping[str, Callable[[Prediction], str]] = {
     "table": lambda one: one.run.table,
     "device": lambda one: one.run.device,
-    "nodes": lambda one: "one node" if one.run.nodes == 1 else "several nodes",
+    "nodes": lambda one: one.run.scale,
+    "device and nodes": lambda one: f"{one.run.device}, {one.run.scale}",
     "recompute": lambda one: f"recompute {one.run.recompute}",
     "length": lambda one: f"{LONG} tokens and more" if one.run.decoder.length >= LONG else f"fewer than {LONG} tokens",
     "width": lambda one: "width 4096 and more" if one.run.decoder.width >= 4096 else "width under 4096",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from autopar.cost_models.fidelity import ONE_NODE, SEVERAL_NODES
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Bytes, Seconds
 from benchmarks.fidelity.models import Decoder, Recompute
@@ -64,6 +65,11 @@ class Run:
     def devices(self) -> int:
         """The number of devices."""
         return math.prod(self.mesh.values())
+
+    @property
+    def scale(self) -> str:
+        """Whether it ran on one node or on several."""
+        return ONE_NODE if self.nodes == 1 else SEVERAL_NODES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +248,7 @@ ACESO_RECOMPUTE: dict[str, Recompute] = {"aceso-v100-gpt-350M": "blocks", "mist-
 
 
 def mist(row: Row) -> Run | str:
-    """Mist's GPT of one stage: float16 over float32 weights, ZeRO-1."""
+    """Mist's GPT of one stage: float16 over float32 weights, ZeRO-1, no dropout (its `benchmark/mist/configs`)."""
     device = row.device()
     if device is None:
         return f"{row.text('hardware')} is not in the catalog"
@@ -253,7 +259,7 @@ def mist(row: Row) -> Run | str:
         return "a mix of sharding flags without a name"
     dp, runs, batch = row.count("stage_dp"), row.count("grad_accum"), row.count("global_batch")
     row.equal("stage_microbatch x grad_accum x dp is not global_batch", row.count("stage_microbatch") * runs * dp, batch)
-    decoder = _sizes(row, flash=row.flag("flash_attention"), dropout=0.1, tied=False, biases=False, compute=torch.float16)
+    decoder = _sizes(row, flash=row.flag("flash_attention"), tied=False, biases=False, compute=torch.float16)
     every = row.text("stage_ckpt_layers") == row.text("n_layers")
     if not every and row.text("stage_ckpt_layers") != "0":
         return "recomputation of some layers"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autopar
+from autopar.cost_models import catalog
+from autopar.cost_models.fidelity import MEASURED
+from benchmarks.fidelity.__main__ import RESULTS
 from benchmarks.fidelity.models import Decoder
 from benchmarks.fidelity.predict import ATTENTION, MESSAGES, OTHERS, PRODUCTS, REST, Prediction, device_of, predict
 from benchmarks.fidelity.refit import fit, folds, refitted
@@ -94,3 +98,29 @@ def test_the_report_names_the_worst_row_and_leaves_out_what_does_not_count() -> 
     assert "not counted: a slow node" in text
     assert f"{'all':<34}{1:>6}" in text
     assert "+200.0%  t:2 small, a100-80gb: products 0%" in "\n".join(report(rows, []))
+
+
+def test_a_plan_says_the_error_that_the_results_have_for_its_device_and_scale() -> None:
+    lines = iter(RESULTS.read_text().splitlines())
+    assert "by device and nodes" in lines
+    written = {}
+    for line in itertools.takewhile(lambda line: line.startswith("  "), lines):
+        kind, numbers = line[2:34].strip(), line[34:].split()
+        device, scale = kind.split(", ")
+        written[device, scale] = int(numbers[0]), *(float(text.rstrip("%")) / 100 for text in numbers[1:3])
+    assert {key: pytest.approx(found) for key, found in written.items()} == dict(MEASURED)
+
+
+@pytest.mark.parametrize(
+    "device, sizes, said",
+    [
+        ("h100", (8,), "published runs on one node of h100"),
+        ("a100-40gb", (2, 8), "published runs on several nodes of a100-40gb"),
+        ("t4", (4,), "unknown error of predicted steps (compared with no published run on one node of t4)"),
+    ],
+)
+def test_a_report_says_how_far_off_prices_are(device: str, sizes: tuple[int, ...], said: str) -> None:
+    x = torch.empty(16, 8, device="meta")
+    assert said in " ".join(str(autopar.plan(torch.nn.Linear(8, 8, device="meta"), x, sizes, device=device)).split())
+    at_peak = catalog.device(device).at_peak()
+    assert "accuracy" not in str(autopar.plan(torch.nn.Linear(8, 8, device="meta"), x, sizes, device=at_peak))

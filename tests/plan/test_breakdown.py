@@ -80,7 +80,7 @@ def test_what_is_held_at_a_moment_is_what_the_walk_finds_there(name: str) -> Non
 
 def test_every_figure_names_its_unit_and_its_source() -> None:
     cost_parameters = plan("gpt2").breakdown.cost_parameters
-    assert {figure.of for figure in cost_parameters} == {"device", "axis0", "axis1", "optimizer", "budget"}
+    assert {figure.of for figure in cost_parameters} == {"device", "axis0", "axis1", "optimizer", "budget", "accuracy"}
     assert all(figure.source and figure.value for figure in cost_parameters)
     assert {figure.unit for figure in cost_parameters} == {"op/s", "B", "B/s", "s", ""}
 

@@ -161,10 +161,17 @@ def test_the_printed_plan_has_totals_layouts_and_communication() -> None:
     assert f"memory      {size_text(made.peak_memory)} of 72.00 GiB per device" in text
     assert "transformer.h.0-1.mlp.c_fc.weight S(0)/2 S(0)/1" in " ".join(text.split())
     assert "all-gather over axis0, forward" in text
+    assert "median error of predicted steps (20 published runs on one node of h100; " in text
     waited = f"{1e3 * sum(entry.exposed for entry in made.collectives):.3f}"
-    assert text.splitlines()[-2].split()[:5] == ["total", f"{whole:.3f}", "100.0%", waited, str(len(made.collectives))]
+    assert next(line for line in text.splitlines() if line.startswith("total")).split()[:5] == [
+        "total",
+        f"{whole:.3f}",
+        "100.0%",
+        waited,
+        str(len(made.collectives)),
+    ]
     assert all(len(line) <= 128 and line == line.rstrip() for line in text.splitlines())
-    assert sum(isinstance(part, Table) for part in made.tables()) == 3
+    assert sum(isinstance(part, Table) for part in made.tables()) == 4
 
 
 def test_blocks_are_folded_by_number_and_only_where_they_are_alike() -> None:

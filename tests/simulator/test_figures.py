@@ -7,17 +7,34 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar.cost_models import catalog
 from autopar.plan.plan import Plan
-from autopar.plan.tables import totals
+from autopar.plan.tables import kernels, totals
 from autopar.plan.text import plain
 from tests.support.planning import Layers
 
 BETA = 0.45
 BATCH, WIDTHS = 4096, (512, 2048, 512, 1024)
+
+
+class Stack(nn.Module):
+    """Three equal blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(*WIDTHS[:2], bias=False), nn.GELU(), nn.Linear(*WIDTHS[1:3], bias=False)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
 
 
 @functools.cache
@@ -49,6 +66,27 @@ def test_the_flops_of_a_model_are_those_that_torch_counts_whatever_its_plan(stra
     step, device = plan(strategy, microbatches).breakdown.simulated, catalog.device("h100", processes=4)
     assert step.at_peak * 4 * device.flops["float32"] == pytest.approx(counter.get_total_flops(), rel=1e-12)
     assert step.mfu == pytest.approx(step.at_peak / step.seconds)
+
+
+@pytest.mark.parametrize("recompute", ["none", "blocks"])
+def test_kernels_compute_what_torch_counts_and_add_up_to_what_is_priced(recompute: str) -> None:
+    with torch.device("meta"):
+        model, x = Stack(), torch.empty(BATCH, WIDTHS[0])
+    made = autopar.plan(model, x, (2, 2), device="h100", strategy="ddp", recompute=recompute)  # type: ignore[arg-type]
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        h = x
+        for block in model.blocks:
+            h = checkpoint(block, h, use_reentrant=False) if recompute == "blocks" else block(h)
+        h.sum().backward()
+    found, breakdown = {group.name: group for group in made.breakdown.simulated.kernels}, made.breakdown
+    products = found["matrix products"]
+    flops = products.at_peak * 4 * catalog.device("h100").flops["float32"]
+    assert flops == pytest.approx(counter.get_total_flops(), rel=1e-12)
+    assert sum(group.seconds for group in found.values()) == pytest.approx(
+        breakdown.forward + breakdown.backward + breakdown.recomputed, rel=1e-12
+    )
+    assert bool(breakdown.recomputed) == (recompute == "blocks")
+    assert f"{products.at_peak / products.seconds:.1%}" in plain(kernels(breakdown.simulated))
 
 
 def test_a_report_says_what_the_simulator_found() -> None:
