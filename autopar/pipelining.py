@@ -77,11 +77,18 @@ def _built(model: nn.Module, sample_input: object, mesh: object, plan: Plan | No
         return (plan or plan_pipeline(captured.program, priced, options)).to_json()
 
     found = read_pipeline(Plan.from_json(from_rank_0(planned, context)), captured.program)
-    module = _Builder(captured, found, context).module(tensors_of(model))
+    module = assembled_stages(captured, tensors_of(model), found, context)
     module.autopar.mode, module.autopar.settings = model.training, Settings.of(model, captured.kept)
     serves = _Modes(skeleton(model).module, on_meta(sample_input), options, captured, model.training)
     module.stages = replace(module.stages, serves=serves)
     return module.train(model.training)
+
+
+def assembled_stages(
+    captured: Captured, tensors: Mapping[str, torch.Tensor], found: ResolvedPipeline, context: Context
+) -> PipelineModule:
+    """The module of a captured program under a plan in stages, with this rank's parts of rank 0's whole tensors."""
+    return _Builder(captured, found, context).module(tensors)
 
 
 class _Modes:
@@ -221,4 +228,4 @@ def _without(context: Context, axis: str) -> Context:
     return replace(context, mesh=mesh, device_mesh=grid[kept], axes=axes)
 
 
-__all__ = ["build_pipeline"]
+__all__ = ["assembled_stages", "build_pipeline"]

@@ -56,6 +56,11 @@ class Pipeline:
         """The most micro-batches between their forward and their backward in a stage."""
         return in_flight(self.order, stage)
 
+    def title(self, stage: int) -> str:
+        """A stage in words."""
+        rank = self.order.rank_of[stage]
+        return f"stage {stage}, {self.axis}={rank}, from {self.modules[stage] or 'the beginning of the model'}"
+
 
 def in_flight(order: PipelineSchedule, stage: int) -> int:
     """The most micro-batches between their forward and their backward in one stage of a schedule."""

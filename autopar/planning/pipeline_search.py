@@ -63,8 +63,13 @@ def plan_pipeline(program: Program, mesh: Mesh, options: Options, settings: Sear
 
     Raises what planning raises, and ConstraintError or MeshError for stages, a schedule or an axis that there are not.
     """
+    return search_pipeline(program, mesh, options, settings).plan()
+
+
+def search_pipeline(program: Program, mesh: Mesh, options: Options, settings: SearchSettings = DEFAULTS) -> PipelineSearch:
+    """The search, run to its end, by which `plan_pipeline` plans."""
     _check(options)
-    search = _Search(program, options, limited(settings, options))
+    search = PipelineSearch(program, options, limited(settings, options))
     if options.pipeline == AUTO:
         search.whole(mesh)
         search.cuts(mesh)
@@ -73,7 +78,7 @@ def plan_pipeline(program: Program, mesh: Mesh, options: Options, settings: Sear
         _pipelined(program)
         search.over(mesh, options.pipeline)
     search.refine()
-    return search.plan()
+    return search
 
 
 def _check(options: Options) -> None:
@@ -101,8 +106,11 @@ def _pipelined(program: Program) -> None:
     loss_of(program)
 
 
-class _Search:
-    """The best that was found so far, how the others fared, and what is used again."""
+class PipelineSearch:
+    """The best that was found so far, how the others fared, and what is used again.
+
+    `found` are the stages of the best plan, with their planner and options; `without` is the best plan if it has none.
+    """
 
     def __init__(self, program: Program, options: Options, settings: SearchSettings) -> None:
         self.settings = settings
@@ -274,10 +282,10 @@ class _Search:
                 raise TimeLimitError(self.settings.deadline)
             short = [error for error in self.refused if isinstance(error, BudgetError)]
             raise short[0] if short and self.options.pipeline == AUTO else short[-1] if short else self.refused[0]
-        made, planner, options = self.found
+        made, planner, _ = self.found
         self._warn(made)
         open_ = AUTO in (self.options.pipeline, self.options.microbatches, self.options.schedule)
-        return written(made, planner, replace(options, pipeline=self.options.pipeline), searched if open_ else "")
+        return written(made, planner, self.options, searched if open_ else "")
 
     def _warn(self, made: StagedStep) -> None:
         """Warn of parameters that a plan without stages could pad, and that are whole in stages."""
@@ -302,4 +310,4 @@ def _doubled(numbers: Iterable[int]) -> Iterator[int]:
             last = number
 
 
-__all__ = ["make_pipeline_plan", "plan_pipeline"]
+__all__ = ["PipelineSearch", "make_pipeline_plan", "plan_pipeline", "search_pipeline"]

@@ -113,9 +113,11 @@ class StagePlanner:
 
     def written(self, stage: StagePlan) -> Plan:
         """The plan of a stage under its own names."""
-        analysis = analysed(stage.step, self.mesh, stage.options)
-        found = transferred(stage.found, analysis, self.mesh, stage.options)
-        return replace(to_plan(found, stage.options), options=self.options.text())
+        return replace(to_plan(self.named(stage), stage.options), options=self.options.text())
+
+    def named(self, stage: StagePlan) -> Optimized:
+        """The solution of a stage under its own names."""
+        return transferred(stage.found, analysed(stage.step, self.mesh, stage.options), self.mesh, stage.options)
 
     def _within(self, step: TrainingStep, options: Options, limit: Bytes, place: int) -> _Solved:
         """A stage solved so that it fits with all micro-batches that are in flight."""
