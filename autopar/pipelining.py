@@ -131,7 +131,7 @@ class _Builder:
         state = ModuleState(
             plan=plan, signature=self.captured.signature, context=self.context, seed=seed, outputs=(), steps=steps
         )
-        state.alike = False
+        state.alike, state.storage = False, self.stage_context
         for stage in stages.values():
             stage.module.autopar.steps = steps
         parts = PipelineParts(

@@ -69,6 +69,7 @@ class ModuleState:
         self.rng_state, self.rematerializer, self.accumulator = RngState(seed), Rematerializer(), GradientAccumulator()
         self.agreement = CallAgreement(context, {path: self.inputs.owners(path) for path in self.inputs.split})
         self.alike = True  # whether all ranks store the same parameters
+        self.storage = context  # the mesh over which these are stored
         self.filled = False  # whether all tensors are known to have data
         self.constant: frozenset[str] = frozenset()  # the parameters and buffers that get no gradient, under every name
         self.settings = Settings(())  # attributes of the modules that were captured
