@@ -52,6 +52,9 @@ class Baseline:
         if unknown := sorted(given - OPTIONS):
             raise BaselineError(f"the baseline of {self} has options that do not exist", options=", ".join(unknown))
         made = Options.read(self.summary.options, device=self.summary.device)
+        if made.schedule.endswith(".csv"):
+            fix = "python -m autopar.explain TARGET --schedule FILE ... --check BASELINE, which names the file"
+            raise BaselineError(f"the baseline of {self} names a file of a pipeline schedule", schedule=made.schedule, fix=fix)
         if made.text() != {**dict.fromkeys(made.text(), ""), **self.summary.options}:
             raise BaselineError(
                 f"the baseline of {self} has damaged options", constraints=self.summary.options.get("constraints")

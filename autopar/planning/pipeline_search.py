@@ -2,7 +2,7 @@
 
     for each number of ranks that is left open, 1 (no stages) first       `Mesh.cut`: the outermost axis
         for each number of micro-batches, the fewest first                passed over below its floor
-            for 1f1b, with forwards ahead, gpipe, interleaved             passed over where the clock says that it is no faster
+            for 1f1b, with forwards ahead, zb-h1, interleaved, zb-v, gpipe    passed over where the clock says: no faster
                 plan the stages, time the step
 
 The floor is proven. The products of a step take F seconds on all devices at their peak. With t_s the seconds of stage s for one
@@ -42,6 +42,7 @@ from autopar.planning.pipeline_space import PipelineAxis, ScheduledStages, cut_m
 from autopar.planning.pipeline_stages import StageCuts, without_axis
 from autopar.planning.plan_search import PADDED, best_variant, limited
 from autopar.planning.planner import connected_mesh, read_program, to_plan
+from autopar.planning.schedule_file import is_file, read_schedule
 from autopar.planning.stage_plans import StagePlanner
 from autopar.solver.highs import SolverError, TimeLimitError
 from autopar.solver.settings import DEFAULTS, SearchSettings
@@ -171,6 +172,8 @@ class PipelineSearch:
         over, options = PipelineAxis.of(mesh, axis, self.options, self.settings), self.options
         if isinstance(options.microbatches, int):
             return self._number(over, options.microbatches, 0.0)
+        if is_file(options.schedule):
+            return self._number(over, read_schedule(options.schedule).microbatches, 0.0)
         floor, numbers = products_floor(self.program, mesh, options), list(counts(self.program))
         if not self.large:
             return min(self._number(over, runs, floor) for runs in numbers)
@@ -261,6 +264,7 @@ class PipelineSearch:
                 first[stage // chunks],
                 forward=first[stage // chunks].forward / chunks,
                 backward_input=first[stage // chunks].backward_input / chunks,
+                backward_weight=first[stage // chunks].backward_weight / chunks,
                 once=first[stage // chunks].once / chunks,
                 activations=first[0].activations,
                 gradients=first[-1].gradients,
