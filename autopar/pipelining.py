@@ -22,6 +22,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Value
 from autopar.parallelize import build, quiet, steps_of, tensors_of
 from autopar.passes.no_dropout import switched
+from autopar.pipeline.schedule import ActionKind
 from autopar.plan.options import AUTO, Options
 from autopar.plan.pipeline import Pipeline
 from autopar.plan.plan import Plan
@@ -196,10 +197,13 @@ class _Builder:
                 for o in program.outputs
             ]
         fits, training = dict(resolved.analysis.fits), self.captured.training
-        graph = emit(step, chosen, fits, self.stage_context, training=training, unsharded=unsharded)
+        deferred = self.pipeline.order.deferred
+        graph = emit(step, chosen, fits, self.stage_context, training=training, unsharded=unsharded, deferred=deferred)
         state = ModuleState(
             plan=resolved.plan, signature=self.captured.signature, context=self.stage_context, seed=seed, outputs=outputs
         )
+        backwards = self.pipeline.order.microbatches_of(number, ActionKind.BACKWARD)
+        state.accumulator.defer_all = deferred or backwards != sorted(backwards)
         back = {crossing.value for crossing in self.pipeline.crossings if crossing.gradient}
         received = [self._part(program.values[name], step.received[name], back) for name in step.received]
         sent = [self._part(program.values[o.value], chosen.outputs[o.path], back) for o in program.outputs if step.sends]

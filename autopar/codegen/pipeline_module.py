@@ -64,6 +64,8 @@ class PipelineModule(ParallelModule):
         first, *_ = parts.stages.values()
         super().__init__(first.module.graph, _stored_by(parts.program, tensors), tensors, state)
         self.stages = parts
+        order, seconds = parts.pipeline.order, parts.pipeline.seconds
+        self.trained, self.forwards = with_messages(order, seconds), with_messages(_forwards(order), seconds)
         for stage in parts.stages.values():
             stage.module.__dict__.update({name: self.__dict__[name] for name in HELD})
 
@@ -84,7 +86,7 @@ class PipelineModule(ParallelModule):
         found: list[Tensors] = []
         tensors = self._begun("a forward", args, kwargs)
         self.autopar.agreement.settle()
-        self._run(_forwards(self.stages.pipeline.order), tensors, lambda outputs: found.append(outputs))
+        self._run(self.forwards, tensors, lambda outputs: found.append(outputs))
         return self.autopar.signature.rebuild(self.joined(found))
 
     def step(self, *args: object, **kwargs: object) -> torch.Tensor:
@@ -131,7 +133,7 @@ class PipelineModule(ParallelModule):
             for name, of in sorted(self.stages.pipeline.tied.items())
         ]
         with tied_gradients([(p, ranks) for p, ranks in tied if len(ranks) > 1], self.stages.rank), torch.enable_grad():
-            self._run(order, inputs, loss)
+            self._run(self.trained, inputs, loss)
 
     def _gradient_norm(self, norm_type: float) -> torch.Tensor:
         order, rank = self.stages.pipeline.order, self.stages.rank
@@ -160,9 +162,9 @@ class PipelineModule(ParallelModule):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run(
-        self, order: PipelineSchedule, tensors: Sequence[torch.Tensor], loss: Callable[[Tensors], torch.Tensor | None]
+        self, schedule: PipelineSchedule, tensors: Sequence[torch.Tensor], loss: Callable[[Tensors], torch.Tensor | None]
     ) -> None:
-        """Run this rank's actions of a schedule on the micro-batches of a batch."""
+        """Run this rank's actions of a schedule, with its messages, on the micro-batches of a batch."""
         parts, state = self.stages, self.autopar
         names = [value.name for value in parts.program.inputs]
         given = [dict(zip(names, part, strict=True)) for part in self._parts(tensors)]
@@ -182,14 +184,17 @@ class PipelineModule(ParallelModule):
 
         stages = {
             number: StageRun(
-                forward=runs(stage), received=stage.received, sent=stage.sent, accumulator=stage.module.autopar.accumulator
+                forward=runs(stage),
+                received=stage.received,
+                sent=stage.sent,
+                accumulator=stage.module.autopar.accumulator,
+                deferred=stage.module.autopar.deferred,
             )
             for number, stage in parts.stages.items()
         }
         for stage in parts.stages.values():
             stage.module.training = self.training
-        lowered = with_messages(order, parts.pipeline.seconds)
-        PipelineStep(lowered, stages, parts.rank, loss).run()
+        PipelineStep(schedule, stages, parts.rank, loss).run()
         state.rng_state.call = first + len(given)
 
     def _from_last(self, tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -50,7 +50,7 @@ class PipelineSummary:
 
     @staticmethod
     def of(plan: Plan) -> PipelineSummary | None:
-        """That of a plan, if it has stages."""
+        """The summary of a plan's pipeline, if it has one."""
         found = plan.pipeline
         if found is None:
             return None

@@ -86,8 +86,8 @@ class StageCuts:
         name, schedule = options.schedule, given
         if schedule is None:
             name, schedule = _schedule(options.schedule, ranks, count // ranks, microbatches)
-        if schedule.deferred:
-            raise ConstraintError(f"the schedule {name} defers gradients of weights, which is not run yet", fix="1f1b")
+        if schedule.deferred and microbatches == 1:
+            raise ConstraintError(f"the schedule {name} defers gradients of weights, of one micro-batch", fix="two, or 1f1b")
         starts = starts or found.balanced(given or _few(name, ranks, count // ranks, microbatches), self.mesh)
         return Cut(starts=starts, modules=tuple(map(found.module, starts)), name=name, schedule=schedule)
 
