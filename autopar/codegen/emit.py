@@ -18,12 +18,12 @@ from torch import fx
 
 from autopar.analysis.deferrable import deferrable
 from autopar.analysis.recomputability import is_random
-from autopar.analysis.weights import copies
+from autopar.analysis.weights import copies, weights
 from autopar.codegen.buckets import BucketCalls, FunctionCall
 from autopar.codegen.names import STATE, SUFFIXES, identifier, identifiers, is_attribute
 from autopar.codegen.recomputed import RecomputedValues
 from autopar.codegen.source import CodeGraph
-from autopar.ir.conversion import Conversion, arrival
+from autopar.ir.conversion import COLLECTIVES, Conversion, arrival
 from autopar.ir.layout import I, Layout, digits, local_shape
 from autopar.ir.program import Argument, Op, Output, Program, Ref, Value, overload
 from autopar.ir.schema import parameters
@@ -31,7 +31,7 @@ from autopar.ir.training_step import TrainingStep
 from autopar.memory.schedule import ConversionEvent, Schedule
 from autopar.operators import OpSharding, localise, row_of, scale, training_flag
 from autopar.runtime import collectives, random, storage
-from autopar.runtime.deferred_products import DEFERRED
+from autopar.runtime.deferred_products import DEFERRED, cut_weights
 from autopar.runtime.gradient_accumulation import accumulate_gradients
 from autopar.runtime.parallel_ops import PARALLEL_OPS
 from autopar.runtime.rematerialize import manager as rematerialize
@@ -228,6 +228,9 @@ class _Emitter:
             node = self._node("call_function", rematerialize.recompute_conversion, recompute, name)
         else:
             node = self._node("call_function", function, arguments, name)
+        if self.deferred and step.primitives[1] in COLLECTIVES and value.name in weights(self.program):
+            cut = self._node("call_function", cut_weights, (self.deferred, [node]), f"{name}_cut")
+            node = self._node("call_function", operator.getitem, (cut, 0), f"{name}_whole")
         self._add(value.name, step.target, node)
 
     def _start(self, bucket: Bucket) -> None:
@@ -245,6 +248,8 @@ class _Emitter:
         if self.accumulator and not bucket.moved and not self.once:
             accumulated = (self.accumulator, number, node)
             node = self._node("call_function", accumulate_gradients, accumulated, f"bucket_{number}_accumulated")
+        if self.deferred and bucket.moved and not self.once:
+            node = self._node("call_function", cut_weights, (self.deferred, node), f"bucket_{number}_cut")
         for index, (name, step) in enumerate(bucket.steps):
             item = f"{identifier(name)}_{SUFFIXES[step.primitives[0]]}"
             self.values[name, step.target] = self._node("call_function", operator.getitem, (node, index), item)

@@ -5,12 +5,17 @@
     W   dw = dy^T x goes on to the weight       `deferred.run(k)`
 
 Nothing is done twice: each saved tensor is asked for once, so what a plan recomputes or gathers again is so once. The weight
-is cut off the graph of the activations, so that I does not come to what made the weight (a view, a gather of its bucket).
+is cut off the graph of the activations, so that I does not come to what made the weight (a view, a cast).
+
+    w, b = cut_weights(deferred, gathered)      weights whose gradients travel in every micro-batch
+
+I makes some of a bucket's gradients (biases, norms), W the others: they are collected, and W sends them on once it has made the
+last of the bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -18,14 +23,44 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 WeightGradient = tuple[GradientEdge, Callable[[], torch.Tensor]]  # where it goes, and what makes it
+Weights = Sequence[torch.Tensor]
+
+
+class _CutBucket:
+    """The weights of a bucket in one micro-batch: where their gradients go, and what has come of these."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.ends = [get_gradient_edge(weight) if weight.requires_grad else None for weight in weights]
+        self.gradients: list[torch.Tensor | None] = [None] * len(weights)
+        self.made_of = frozenset(_buckets(self.ends))
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Add what one use of a weight gives."""
+        before = self.gradients[index]
+        self.gradients[index] = gradient if before is None else before + gradient
+
+    def send(self) -> None:
+        """Pass the gradients on to what made the weights."""
+        pairs = [(end, one) for end, one in zip(self.ends, self.gradients, strict=True) if end and one is not None]
+        if pairs:
+            torch.autograd.backward([end for end, _ in pairs], [one for _, one in pairs])
+        self.gradients = []
 
 
 class DeferredProducts:
-    """The gradients of weights that are still to be made, by micro-batch."""
+    """The gradients of weights that are still to be made, and the buckets that wait for them, by micro-batch."""
 
     def __init__(self) -> None:
         self._pending: dict[int, list[WeightGradient]] = {}
+        self._buckets: dict[int, list[_CutBucket]] = {}
         self._now: list[WeightGradient] | None = None
+        self._forward = 0
+
+    @contextmanager
+    def forward(self, microbatch: int) -> Iterator[None]:
+        """Around the forward of a micro-batch."""
+        self._forward = microbatch
+        yield
 
     @contextmanager
     def collecting(self, microbatch: int) -> Iterator[None]:
@@ -36,6 +71,15 @@ class DeferredProducts:
         finally:
             self._now = None
 
+    def cut(self, weights: Weights) -> list[torch.Tensor]:
+        """The weights of a bucket without what made them, which gets their gradients when all have come."""
+        bucket, root = _CutBucket(weights), torch.zeros((), requires_grad=True)
+        self._buckets.setdefault(self._forward, []).append(bucket)
+        return [
+            _Cut.apply(root, weight.detach(), bucket, index) if weight.requires_grad else weight  # type: ignore[no-untyped-call]
+            for index, weight in enumerate(weights)
+        ]
+
     def add(self, edge: GradientEdge, make: Callable[[], torch.Tensor]) -> None:
         """Defer a gradient; raises RuntimeError outside of `collecting`."""
         if self._now is None:
@@ -44,17 +88,64 @@ class DeferredProducts:
 
     def run(self, microbatch: int) -> None:
         """Make the gradients of a micro-batch, in the order of its backward, and let go of what each needed."""
-        pending = self._pending.pop(microbatch, [])[::-1]
+        pending, buckets = self._pending.pop(microbatch, [])[::-1], self._buckets.pop(microbatch, [])
+        last = {bucket: place for place, (edge, _) in reversed(list(enumerate(pending))) for bucket in _buckets([edge])}
+        ready: dict[int, list[_CutBucket]] = {}
+        for bucket in reversed(buckets):  # one that is made of another comes first
+            ready.setdefault(last.get(bucket, len(pending)), []).append(bucket)
+        for bucket in ready.get(len(pending), ()):
+            bucket.send()
         while pending:
             edge, make = pending.pop()
             torch.autograd.backward([edge], [make()])
+            for bucket in ready.get(len(pending), ()):
+                bucket.send()
 
     def clear(self) -> None:
         """Forget what is pending, after a step that failed."""
         self._pending.clear()
+        self._buckets.clear()
 
     def __deepcopy__(self, memo: dict[int, object]) -> DeferredProducts:
         return DeferredProducts()
+
+
+def _buckets(ends: Iterable[GradientEdge | None]) -> Iterator[_CutBucket]:
+    """The buckets to which gradients come, through what makes weights of weights, and those of which these are made."""
+    nodes = [end.node for end in ends if end]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(found := getattr(node, "bucket", None), _CutBucket):
+            yield from (found, *found.made_of)
+            continue
+        more = {one for one, _ in node.next_functions if one is not None} - seen
+        seen |= more
+        nodes += more
+
+
+class _CutContext(torch.autograd.function.FunctionCtx):
+    bucket: _CutBucket
+    index: int
+
+
+class _Cut(torch.autograd.Function):
+    """A weight, whose gradient is left with its bucket."""
+
+    @staticmethod
+    def forward(ctx: _CutContext, root: torch.Tensor, weight: torch.Tensor, bucket: _CutBucket, index: int) -> torch.Tensor:
+        ctx.bucket, ctx.index = bucket, index
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: _CutContext, gradient: torch.Tensor) -> tuple[None, None, None, None]:
+        ctx.bucket.add(ctx.index, gradient)
+        return None, None, None, None
+
+
+def cut_weights(deferred: DeferredProducts, weights: Weights) -> list[torch.Tensor]:
+    """The weights of a bucket as products use them; see `DeferredProducts.cut`. The target of a node of emitted code."""
+    return deferred.cut(weights) if torch.is_grad_enabled() else list(weights)
 
 
 def deferred_linear(
@@ -141,4 +232,4 @@ DEFERRED = {  # the functions, by the operators in whose place they stand
 }
 
 
-__all__ = ["DEFERRED", "DeferredProducts", "deferred_addmm", "deferred_linear", "deferred_mm"]
+__all__ = ["DEFERRED", "DeferredProducts", "cut_weights", "deferred_addmm", "deferred_linear", "deferred_mm"]

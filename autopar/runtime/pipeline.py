@@ -194,7 +194,7 @@ class PipelineStep:
         given = self._arrived(action)
         for part, tensor in zip(stage.received, given, strict=True):
             tensor.requires_grad_(part.gradient and trains)
-        with self._synchronised(action):
+        with self._synchronised(action), stage.deferred.forward(action.microbatch):
             outputs = stage.forward(action.microbatch, given)
         if action.stage == self.schedule.stages - 1:
             loss = self.loss(outputs)

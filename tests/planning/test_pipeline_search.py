@@ -119,12 +119,15 @@ def test_gpt2_on_one_node_has_no_stages_and_a_large_one_over_slow_links_has() ->
 
 
 def test_gradients_of_weights_are_deferred_where_the_clock_says_that_it_is_faster() -> None:
-    """And not where one rank has nothing to wait for."""
-    found = plan(blocks(), {"pp": 4}, pipeline="pp", microbatches=8)
+    """And not where one rank has nothing to wait for, or where messages take longer than what is deferred."""
+    asked: dict[str, Any] = {"pipeline": "pp", "microbatches": 8}
+    found = plan(blocks(), {"pp": 4}, **asked, device=device(rate=1e10))
     assert found.pipeline is not None
     assert found.pipeline.schedule in ("zb-h1", "zb-v")
-    others = [plan(blocks(), {"pp": 4}, pipeline="pp", microbatches=8, schedule=name) for name in ("1f1b", "gpipe", "1f1b+3")]
+    names = ("1f1b", "gpipe", "1f1b+3")
+    others = [plan(blocks(), {"pp": 4}, **asked, device=device(rate=1e10), schedule=name) for name in names]
     assert found.step_time < min(other.step_time for other in others)
-    alone = plan(blocks(), {"pp": 1}, pipeline="pp", microbatches=8).pipeline
-    assert alone is not None
-    assert alone.schedule == "1f1b"
+    for mesh, expected in (({"pp": 1}, "1f1b"), ({"pp": 4}, "1f1b+3")):
+        pipeline = plan(blocks(), mesh, **asked).pipeline
+        assert pipeline is not None
+        assert pipeline.schedule == expected
