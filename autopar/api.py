@@ -95,8 +95,9 @@ def plan(
             axes. `parallel.step` runs it, with `microbatches`. "auto" cuts the outermost axis for stages, if that is faster.
         stages: their number, a multiple of the axis; or the module paths at which all but the first begin; "auto": what is
             fastest of one, two and four a rank.
-        schedule: "gpipe", "1f1b", "1f1b+2" with so many forwards ahead, or "interleaved" for several stages a rank; "auto":
-            the fastest of these.
+        schedule: "gpipe", "1f1b", "1f1b+2" with so many forwards ahead, "interleaved" for several stages a rank, "zb-h1" or
+            "zb-v" with gradients of weights deferred, or a file in torch's notation, "table.csv"; "auto": the fastest of those
+            with names.
         time_limit: seconds after which the search ends with the best plan that it knows; by default none, and no clock
             decides which plan is chosen.
 

@@ -22,6 +22,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Value
 from autopar.parallelize import build, quiet, steps_of, tensors_of
 from autopar.passes.no_dropout import switched
+from autopar.pipeline.schedule import ActionKind
 from autopar.plan.options import AUTO, Options
 from autopar.plan.pipeline import Pipeline
 from autopar.plan.plan import Plan
@@ -77,11 +78,18 @@ def _built(model: nn.Module, sample_input: object, mesh: object, plan: Plan | No
         return (plan or plan_pipeline(captured.program, priced, options)).to_json()
 
     found = read_pipeline(Plan.from_json(from_rank_0(planned, context)), captured.program)
-    module = _Builder(captured, found, context).module(tensors_of(model))
+    module = assembled_stages(captured, tensors_of(model), found, context)
     module.autopar.mode, module.autopar.settings = model.training, Settings.of(model, captured.kept)
     serves = _Modes(skeleton(model).module, on_meta(sample_input), options, captured, model.training)
     module.stages = replace(module.stages, serves=serves)
     return module.train(model.training)
+
+
+def assembled_stages(
+    captured: Captured, tensors: Mapping[str, torch.Tensor], found: ResolvedPipeline, context: Context
+) -> PipelineModule:
+    """The module of a captured program under a plan in stages, with this rank's parts of rank 0's whole tensors."""
+    return _Builder(captured, found, context).module(tensors)
 
 
 class _Modes:
@@ -124,7 +132,7 @@ class _Builder:
         state = ModuleState(
             plan=plan, signature=self.captured.signature, context=self.context, seed=seed, outputs=(), steps=steps
         )
-        state.alike = False
+        state.alike, state.storage = False, self.stage_context
         for stage in stages.values():
             stage.module.autopar.steps = steps
         parts = PipelineParts(
@@ -189,10 +197,13 @@ class _Builder:
                 for o in program.outputs
             ]
         fits, training = dict(resolved.analysis.fits), self.captured.training
-        graph = emit(step, chosen, fits, self.stage_context, training=training, unsharded=unsharded)
+        deferred = self.pipeline.order.deferred
+        graph = emit(step, chosen, fits, self.stage_context, training=training, unsharded=unsharded, deferred=deferred)
         state = ModuleState(
             plan=resolved.plan, signature=self.captured.signature, context=self.stage_context, seed=seed, outputs=outputs
         )
+        backwards = self.pipeline.order.microbatches_of(number, ActionKind.BACKWARD)
+        state.accumulator.defer_all = deferred or backwards != sorted(backwards)
         back = {crossing.value for crossing in self.pipeline.crossings if crossing.gradient}
         received = [self._part(program.values[name], step.received[name], back) for name in step.received]
         sent = [self._part(program.values[o.value], chosen.outputs[o.path], back) for o in program.outputs if step.sends]
@@ -221,4 +232,4 @@ def _without(context: Context, axis: str) -> Context:
     return replace(context, mesh=mesh, device_mesh=grid[kept], axes=axes)
 
 
-__all__ = ["build_pipeline"]
+__all__ = ["assembled_stages", "build_pipeline"]

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import fx
 
+from autopar.analysis.deferrable import deferrable
 from autopar.analysis.recomputability import is_random
-from autopar.analysis.weights import copies
+from autopar.analysis.weights import copies, weights
 from autopar.codegen.buckets import BucketCalls, FunctionCall
 from autopar.codegen.names import STATE, SUFFIXES, identifier, identifiers, is_attribute
 from autopar.codegen.recomputed import RecomputedValues
 from autopar.codegen.source import CodeGraph
-from autopar.ir.conversion import Conversion, arrival
+from autopar.ir.conversion import COLLECTIVES, Conversion, arrival
 from autopar.ir.layout import I, Layout, digits, local_shape
 from autopar.ir.program import Argument, Op, Output, Program, Ref, Value, overload
 from autopar.ir.schema import parameters
@@ -30,6 +31,7 @@ from autopar.ir.training_step import TrainingStep
 from autopar.memory.schedule import ConversionEvent, Schedule
 from autopar.operators import OpSharding, localise, row_of, scale, training_flag
 from autopar.runtime import collectives, random, storage
+from autopar.runtime.deferred_products import DEFERRED, cut_weights
 from autopar.runtime.gradient_accumulation import accumulate_gradients
 from autopar.runtime.parallel_ops import PARALLEL_OPS
 from autopar.runtime.rematerialize import manager as rematerialize
@@ -50,10 +52,12 @@ def emit(
     training: bool = True,
     unsharded: bool | None = None,
     parts: bool = False,
+    deferred: bool = False,
 ) -> fx.Graph:
     """The graph that one rank runs: its inputs are global tensors, its outputs the local parts of the program's outputs.
 
-    With `parts` the inputs that the user gives are this rank's parts, in the layouts of the plan.
+    With `parts` the inputs that the user gives are this rank's parts, in the layouts of the plan. With `deferred` a backward
+    leaves the gradients of weights in products to `autopar.runtime.deferred_products`.
 
     Training flags of ops that were on when the program was captured in `training` mode become the module's `training`; flags
     that are on in evaluation mode stay on. `unsharded` says whether what is stored is plain tensors, by default those of a
@@ -62,7 +66,7 @@ def emit(
     if unsharded is None:
         stored = (p.value.name for p in (*step.program.parameters, *step.program.buffers))
         unsharded = storage.all_unsharded(assignment.given[name] for name in stored)
-    return _Emitter(step, assignment, fits, context, training, unsharded, parts).graph
+    return _Emitter(step, assignment, fits, context, training, unsharded, parts, deferred).graph
 
 
 class _Emitter:
@@ -77,6 +81,7 @@ class _Emitter:
         training: bool,
         unsharded: bool,
         parts: bool,
+        deferred: bool,
     ) -> None:
         program = step.program
         self.step, self.program, self.assignment, self.fits, self.context = step, program, assignment, fits, context
@@ -92,6 +97,7 @@ class _Emitter:
         given = [value.name for value in program.inputs if value not in step.hoisted] if parts else []
         self.received = {**step.received, **{name: assignment.given[name] for name in given}}  # this rank's parts already
         self.random_ops = step.stage.random_ops if step.stage else 0  # those before this one, which number it
+        self.deferrable = deferrable(program) if deferred else {}
         self._prelude(program, training)
         for section, what in self._sections():
             self.section = section
@@ -99,7 +105,7 @@ class _Emitter:
         self.section = "outputs"
         results = [self._output(output) for output in program.outputs]
         self.graph.output(tuple(results))
-        for node in (*self.axes, self.rng_state, self.training, self.rematerializer, self.accumulator):
+        for node in (*self.axes, self.rng_state, self.training, self.rematerializer, self.accumulator, self.deferred):
             if node is not None and not node.users:
                 self.graph.erase_node(node)
 
@@ -115,6 +121,7 @@ class _Emitter:
         self.training = self._node("get_attr", "training", (), "training") if has_flag else None
         self.rematerializer = self._state("rematerializer") if self.assignment.recompute != RecomputeChoice() else None
         self.accumulator = self._state("accumulator") if self.step.loop else None
+        self.deferred = self._state("deferred") if self.deferrable else None
         self.once = self.assignment.once and self.step.loop is not None
         self.bucket_calls = BucketCalls(program=program, sizes=self.sizes, accumulator=self.accumulator)
 
@@ -221,6 +228,9 @@ class _Emitter:
             node = self._node("call_function", rematerialize.recompute_conversion, recompute, name)
         else:
             node = self._node("call_function", function, arguments, name)
+        if self.deferred and step.primitives[1] in COLLECTIVES and value.name in weights(self.program):
+            cut = self._node("call_function", cut_weights, (self.deferred, [node]), f"{name}_cut")
+            node = self._node("call_function", operator.getitem, (cut, 0), f"{name}_whole")
         self._add(value.name, step.target, node)
 
     def _start(self, bucket: Bucket) -> None:
@@ -238,6 +248,8 @@ class _Emitter:
         if self.accumulator and not bucket.moved and not self.once:
             accumulated = (self.accumulator, number, node)
             node = self._node("call_function", accumulate_gradients, accumulated, f"bucket_{number}_accumulated")
+        if self.deferred and bucket.moved and not self.once:
+            node = self._node("call_function", cut_weights, (self.deferred, node), f"bucket_{number}_cut")
         for index, (name, step) in enumerate(bucket.steps):
             item = f"{identifier(name)}_{SUFFIXES[step.primitives[0]]}"
             self.values[name, step.target] = self._node("call_function", operator.getitem, (node, index), item)
@@ -270,6 +282,8 @@ class _Emitter:
         if own := distributed(self.fits[op.name], candidate):
             axis, form = own
             return self._run(op, form.name, [self.axes[axis], *arguments], identifier(op.name), named)
+        if op.name in self.deferrable:
+            return self._run(op, DEFERRED[op.target], [self.deferred, *arguments], identifier(op.name), named)
         if not is_random(op, self.fits[op.name]):
             return self._run(op, target, arguments, identifier(op.name), named)
         split = [self.axes[a] for a, form in enumerate(candidate.forms) if form[0] == "S"]

@@ -27,6 +27,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.program import Program
 from autopar.plan.plan import Plan
 from autopar.runtime.call_agreement import CallAgreement
+from autopar.runtime.deferred_products import DeferredProducts
 from autopar.runtime.gradient_accumulation import GradientAccumulator
 from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.input_parts import BatchSampler, InputParts
@@ -67,8 +68,10 @@ class ModuleState:
             tensors = (replace(planned, parts=self.inputs.counts(planned.path)) for planned in signature.tensors)
             self.signature = replace(signature, tensors=tuple(tensors))
         self.rng_state, self.rematerializer, self.accumulator = RngState(seed), Rematerializer(), GradientAccumulator()
+        self.deferred = DeferredProducts()
         self.agreement = CallAgreement(context, {path: self.inputs.owners(path) for path in self.inputs.split})
         self.alike = True  # whether all ranks store the same parameters
+        self.storage = context  # the mesh over which these are stored
         self.filled = False  # whether all tensors are known to have data
         self.constant: frozenset[str] = frozenset()  # the parameters and buffers that get no gradient, under every name
         self.settings = Settings(())  # attributes of the modules that were captured
@@ -89,8 +92,8 @@ class ModuleState:
     def __deepcopy__(self, memo: dict[int, object]) -> ModuleState:
         """A state with its own random state, and without what belongs to a forward in progress."""
         copied = copy.copy(self)
-        own = self.rng_state, self.rematerializer, self.accumulator
-        copied.rng_state, copied.rematerializer, copied.accumulator = copy.deepcopy(own, memo)
+        own = self.rng_state, self.rematerializer, self.accumulator, self.deferred
+        copied.rng_state, copied.rematerializer, copied.accumulator, copied.deferred = copy.deepcopy(own, memo)
         copied.variants = {}
         return copied
 

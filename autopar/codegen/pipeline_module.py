@@ -20,6 +20,7 @@ from autopar.ir.program import Program, Value
 from autopar.pipeline.schedule import ActionKind, PipelineSchedule
 from autopar.pipeline.transfers import with_messages
 from autopar.plan.pipeline import Pipeline
+from autopar.runtime.call_agreement import CallAgreement
 from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.pipeline import CrossingPart, PipelineRank, PipelineStep, StageRun, tied_gradients
 from autopar.runtime.rematerialize.recompute import Tensors
@@ -63,6 +64,8 @@ class PipelineModule(ParallelModule):
         first, *_ = parts.stages.values()
         super().__init__(first.module.graph, _stored_by(parts.program, tensors), tensors, state)
         self.stages = parts
+        order, seconds = parts.pipeline.order, parts.pipeline.seconds
+        self.trained, self.forwards = with_messages(order, seconds), with_messages(_forwards(order), seconds)
         for stage in parts.stages.values():
             stage.module.__dict__.update({name: self.__dict__[name] for name in HELD})
 
@@ -82,14 +85,9 @@ class PipelineModule(ParallelModule):
         """
         found: list[Tensors] = []
         tensors = self._begun("a forward", args, kwargs)
-        self._run(_forwards(self.stages.pipeline.order), tensors, lambda outputs: found.append(outputs))
-        parts = self.stages
-        last = parts.stages.get(parts.pipeline.order.stages - 1)
-        joined: list[torch.Tensor | None] = [*last.module.joined(found)] if last else [None] * len(parts.outputs)
-        for place, output in enumerate(parts.outputs):
-            if not output.shape:
-                joined[place] = self._from_last(joined[place], output.dtype)
-        return self.autopar.signature.rebuild(joined)
+        self.autopar.agreement.settle()
+        self._run(self.forwards, tensors, lambda outputs: found.append(outputs))
+        return self.autopar.signature.rebuild(self.joined(found))
 
     def step(self, *args: object, **kwargs: object) -> torch.Tensor:
         """Forward and backward of a training step on the *global* batch, by the plan's schedule; every rank gets the loss.
@@ -110,16 +108,32 @@ class PipelineModule(ParallelModule):
             losses.append(found.detach())
             return found
 
-        tensors = self._begun("a step", args, kwargs)
+        self._accumulate(self._begun("a step", args, kwargs), loss, self.autopar.agreement)
+        total = torch.stack(losses).sum() if losses else None
+        return self._from_last(total, self.stages.outputs[self.stages.loss].dtype)
+
+    def joined(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor | None]:  # type: ignore[override]
+        """The outputs of all micro-batches, which the last stage has, joined as the user gets them."""
+        parts = self.stages
+        last = parts.stages.get(parts.pipeline.order.stages - 1)
+        joined: list[torch.Tensor | None] = [*last.module.joined(outputs)] if last else [None] * len(parts.outputs)
+        for place, output in enumerate(parts.outputs):
+            if not output.shape:
+                joined[place] = self._from_last(joined[place], output.dtype)
+        return joined
+
+    def _accumulate(
+        self, inputs: Sequence[torch.Tensor], loss: Callable[[Tensors], torch.Tensor | None], agreement: CallAgreement
+    ) -> None:
+        """A step by the schedule; `loss` is called on the ranks of the last stage."""
+        agreement.settle()
         order, held = self.stages.pipeline.order, dict(self.named_parameters(remove_duplicate=False))
         tied = [
             (held.get(name), sorted({order.rank_of[stage] for stage in of}, key=[order.rank_of[s] for s in of].index))
             for name, of in sorted(self.stages.pipeline.tied.items())
         ]
         with tied_gradients([(p, ranks) for p, ranks in tied if len(ranks) > 1], self.stages.rank), torch.enable_grad():
-            self._run(order, tensors, loss)
-        total = torch.stack(losses).sum() if losses else None
-        return self._from_last(total, self.stages.outputs[self.stages.loss].dtype)
+            self._run(self.trained, inputs, loss)
 
     def _gradient_norm(self, norm_type: float) -> torch.Tensor:
         order, rank = self.stages.pipeline.order, self.stages.rank
@@ -144,14 +158,13 @@ class PipelineModule(ParallelModule):
             return self._bound(args, kwargs)
 
         tensors: Sequence[torch.Tensor] = self._agreed(kind, bound)[1]
-        self.autopar.agreement.settle()
         return tensors
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run(
-        self, order: PipelineSchedule, tensors: Sequence[torch.Tensor], loss: Callable[[Tensors], torch.Tensor | None]
+        self, schedule: PipelineSchedule, tensors: Sequence[torch.Tensor], loss: Callable[[Tensors], torch.Tensor | None]
     ) -> None:
-        """Run this rank's actions of a schedule on the micro-batches of a batch."""
+        """Run this rank's actions of a schedule, with its messages, on the micro-batches of a batch."""
         parts, state = self.stages, self.autopar
         names = [value.name for value in parts.program.inputs]
         given = [dict(zip(names, part, strict=True)) for part in self._parts(tensors)]
@@ -171,14 +184,17 @@ class PipelineModule(ParallelModule):
 
         stages = {
             number: StageRun(
-                forward=runs(stage), received=stage.received, sent=stage.sent, accumulator=stage.module.autopar.accumulator
+                forward=runs(stage),
+                received=stage.received,
+                sent=stage.sent,
+                accumulator=stage.module.autopar.accumulator,
+                deferred=stage.module.autopar.deferred,
             )
             for number, stage in parts.stages.items()
         }
         for stage in parts.stages.values():
             stage.module.training = self.training
-        lowered = with_messages(order, parts.pipeline.seconds)
-        PipelineStep(lowered, stages, parts.rank, loss).run()
+        PipelineStep(schedule, stages, parts.rank, loss).run()
         state.rng_state.call = first + len(given)
 
     def _from_last(self, tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -21,7 +21,10 @@ from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 
 FORMAT = 2
-OPTIONS = {"strategy", "optimizer", "budget", "outputs", "precision", "reduce", "microbatches", "recompute"}  # given as texts
+OPTIONS = {
+    "strategy", "optimizer", "budget", "outputs", "precision", "reduce", "microbatches", "recompute", "pipeline", "stages",
+    "schedule",
+}  # fmt: skip
 REWRITE = "delete it and write it again: --update with its TARGET, or pytest --update-plan-costs"
 
 
@@ -39,17 +42,19 @@ class Baseline:
     def __str__(self) -> str:
         strategy = self.summary.options.get("strategy", "auto")
         scheme = "" if strategy == "auto" else f" as {strategy}"
-        return f"{self.target} on {self.summary.mesh} of {self.summary.device}{scheme}"
+        stages = f" in {self.summary.pipeline.stages} stages" if self.summary.pipeline else ""
+        return f"{self.target} on {self.summary.mesh} of {self.summary.device}{scheme}{stages}"
 
     @property
     def options(self) -> Options:
         """What was asked for when the plan was made. Raises BaselineError if an option is damaged or unknown."""
-        texts = {name: text for name, text in self.summary.options.items() if text and name != "constraints"}
-        constraints = self.summary.options.get("constraints", "")
-        if unknown := sorted(texts.keys() - OPTIONS):
+        given = {name for name, text in self.summary.options.items() if text and name != "constraints"}
+        if unknown := sorted(given - OPTIONS):
             raise BaselineError(f"the baseline of {self} has options that do not exist", options=", ".join(unknown))
-        pairs = [entry.rpartition(": ") for entry in constraints.split("; ") if entry]
-        made = Options(device=self.summary.device, constraints={name: layout for name, _, layout in pairs}, **texts)  # type: ignore[arg-type]
+        made = Options.read(self.summary.options, device=self.summary.device)
+        if made.schedule.endswith(".csv"):
+            fix = "python -m autopar.explain TARGET --schedule FILE ... --check BASELINE, which names the file"
+            raise BaselineError(f"the baseline of {self} names a file of a pipeline schedule", schedule=made.schedule, fix=fix)
         if made.text() != {**dict.fromkeys(made.text(), ""), **self.summary.options}:
             raise BaselineError(
                 f"the baseline of {self} has damaged options", constraints=self.summary.options.get("constraints")

@@ -22,6 +22,7 @@ from autopar.explain.summary import Summary
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.plan.plan import Plan
+from autopar.planning.pipeline_search import plan_pipeline
 from autopar.planning.planner import connected_mesh, plan_program, read_program
 
 TOLERANCE = 0.01
@@ -166,8 +167,11 @@ def _outcomes(
 def _summary(program: Program | AutoparError, baseline: Baseline) -> Summary:
     if isinstance(program, AutoparError):
         raise program
+    options = baseline.options
     mesh = Mesh(axes=baseline.summary.axes, sizes=baseline.summary.sizes)
-    return Summary.of(plan_program(program, connected_mesh(mesh, baseline.options), baseline.options))
+    if options.pipeline is None:
+        return Summary.of(plan_program(program, connected_mesh(mesh, options), options))
+    return Summary.of(plan_pipeline(program, connected_mesh(mesh.joined, options), options))
 
 
 def _update(held: Sequence[tuple[Path, Baseline]], outcomes: Mapping[int, CheckedCost]) -> None:

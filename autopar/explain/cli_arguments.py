@@ -50,6 +50,15 @@ def parse_constraint(text: str) -> tuple[str, str]:
     return name.strip(), layout.strip()
 
 
+def parse_stages(text: str) -> int | list[str]:
+    """The number of stages, or the modules at which all but the first begin.
+
+    >>> parse_stages("h.2,h.4")
+    ['h.2', 'h.4']
+    """
+    return int(text) if text.isdecimal() else [name.strip() for name in text.split(",")]
+
+
 def parse_dynamic(text: str) -> tuple[str, DimSizes]:
     """The name and the dims of a text such as "batch=0" or "batch=input_ids:0,labels:0"; raises UsageError for any other text.
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import torch
 
 from autopar.codegen import emit
+from autopar.plan.resolved import ResolvedPlan
 from autopar.planning.planner import Planned
 from autopar.runtime.world import Axis, Context
 
 
 def code(planned: Planned) -> str:
     """The emitted module's code on rank 0."""
-    formulated = planned.solved.formulated
-    mesh, analysis = formulated.mesh, formulated.analysis
+    return code_of(planned.resolved)
+
+
+def code_of(resolved: ResolvedPlan) -> str:
+    """The code that the first rank of a plan's mesh runs."""
+    mesh, analysis = resolved.plan.mesh, resolved.analysis
     axes = tuple(Axis(name=name, size=size, index=0, group=name) for name, size in zip(mesh.axes, mesh.sizes, strict=True))
-    device = torch.device("cpu") if planned.plan.device.startswith("cpu") else torch.device("cuda", 0)
+    device = torch.device("cpu") if resolved.plan.device.startswith("cpu") else torch.device("cuda", 0)
     context = Context(mesh=mesh, device_mesh=None, axes=axes, device=device)
-    graph = emit(analysis.step, planned.resolved.assignment, dict(analysis.fits), context)
+    graph = emit(analysis.step, resolved.assignment, dict(analysis.fits), context)
     return graph.python_code("self").src

@@ -5,6 +5,7 @@
     python -m autopar.explain plan.json
     python -m autopar.explain train.py:build --mesh 2,4 --why "*.mlp.c_fc" --why-not "*.mlp.c_fc.weight=*, S(0)"
     python -m autopar.explain train.py:build --mesh 2,4 --trace step.json
+    python -m autopar.explain train.py:build --mesh pp=4,dp=2 --pipeline pp --schedule 1f1b --microbatches 16
     python -m autopar.explain --diff a.json b.json
     python -m autopar.explain --check baselines/
 
@@ -22,21 +23,25 @@ from rich.console import Console
 
 from autopar import files
 from autopar.analysis.recompute_policy import POLICIES
+from autopar.api import options_of
 from autopar.errors import AutoparError
 from autopar.explain import check
-from autopar.explain.cli_arguments import HOW, UsageError, built, parse_constraint, parse_dynamic, parse_mesh
+from autopar.explain.cli_arguments import HOW, UsageError, built, parse_constraint, parse_dynamic, parse_mesh, parse_stages
 from autopar.explain.difference import difference
-from autopar.explain.explanation import Explanation
-from autopar.explain.output import CommandOutput, of_difference, of_model, of_plan
+from autopar.explain.explanation import Explanation, explained
+from autopar.explain.output import CommandOutput, of_difference, of_model, of_plan, of_stages
 from autopar.explain.progress import progress
+from autopar.explain.staged import StagedExplanation, trace_of
 from autopar.passes.precision import PRECISIONS
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import literal_part, plain
-from autopar.planning.planner import Planned, make_plan
 from autopar.search_space.schemes import STRATEGIES
 
-OPTIONS = ("device", "budget", "strategy", "optimizer", "precision", "reduce", "microbatches", "recompute", "time_limit")
+OPTIONS = (
+    "device", "budget", "strategy", "optimizer", "precision", "reduce", "microbatches", "recompute", "pipeline", "stages",
+    "schedule", "time_limit",
+)  # fmt: skip
 PLANNING = ("mesh", *OPTIONS, "constraint", "dynamic")  # options that make another plan
 MODEL = ("why", "why_not", "budget_sweep", "sensitivity", "code", "trace")  # what a plan without its model cannot answer
 
@@ -94,6 +99,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--microbatches", type=lambda text: int(text) if text.isdecimal() else text, help=number)
     again = "activations that the backward recomputes; by default auto, what is best within the budget"
     parser.add_argument("--recompute", help=f"{', '.join(POLICIES)}: {again}")
+    axis = "the mesh axis whose ranks have pipeline stages, or auto: the outermost axis is cut for stages if that is faster"
+    parser.add_argument("--pipeline", metavar="AXIS", help=axis)
+    cuts = "their number, or the modules at which all but the first begin: 4, or transformer.h.2,transformer.h.4"
+    parser.add_argument("--stages", type=parse_stages, help=cuts)
+    order = "gpipe, 1f1b, 1f1b+2 with so many forwards ahead, interleaved, zb-h1, zb-v, or a file.csv; by default the fastest"
+    parser.add_argument("--schedule", help=order)
     end = "end the search after so many seconds with the best plan so far; by default no clock decides which plan is chosen"
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help=end)
     constraint = 'force a layout: "*.wte.weight=I, S(0)"; may be given several times'
@@ -127,9 +138,12 @@ def _answer(options: argparse.Namespace) -> CommandOutput:
     if options.target.endswith(".json"):
         saved = f"{options.target} is a saved plan"
         _refuse(options, PLANNING, saved, "cannot change it", "name the model to plan it again")
-        _refuse(options, MODEL, saved, "need the model", "name the model, and the mesh that it was planned for")
         plan = _loaded(options.target)
+        needed = [name for name in MODEL if not (name == "trace" and plan.pipeline)]  # a clock needs no more than the plan
+        _refuse(options, needed, saved, "need the model", "name the model, and the mesh that it was planned for")
         answer = of_plan(plan)
+        if options.trace:
+            _write(options.trace, trace_of(plan))
     else:
         plan, answer = _explained(options)
     if options.save:
@@ -157,11 +171,13 @@ def _explained(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
     """The plan of a model and the answer to what was asked about it."""
     forced = _constraints(options.why_not)
     with progress("building the model") as tell:
-        planned, asked = _planned(options, tell)
+        found = _planned(options, tell)
         tell(_question(options))
-        found = Explanation(planned=planned, options=asked)
         if options.trace:
             _write(options.trace, found.trace)
+        if isinstance(found, StagedExplanation):
+            _refuse(options, ("budget_sweep", "sensitivity"), "the plan has pipeline stages", "are not answered for these yet")
+            return found.plan, of_stages(found, options.why, forced, code=options.code)
         asked_for = {"code": options.code, "sweep": options.budget_sweep, "sensitivity": options.sensitivity}
         return found.plan, of_model(found, options.why, forced, **asked_for)
 
@@ -185,13 +201,13 @@ def _plan(options: argparse.Namespace) -> Plan:
         _refuse(options, PLANNING, f"{options.target} is a saved plan", "cannot change it", "name the model to plan it again")
         return _loaded(options.target)
     with progress("building the model") as tell:
-        plan = _planned(options, tell)[0].plan
+        plan = _planned(options, tell).plan
     if options.save:
         _save(plan, options.save)
     return plan
 
 
-def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Planned, Options]:
+def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> Explanation | StagedExplanation:
     """The model that the command line names, planned as it asks."""
     if not options.mesh:
         raise UsageError("no mesh given", fix="--mesh 2,4 or --mesh dp=2,tp=4")
@@ -199,10 +215,11 @@ def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[
     named = {name: getattr(options, name) for name in OPTIONS}
     given = {name: value for name, value in named.items() if value is not None}
     dynamic = dict(map(parse_dynamic, options.dynamic))
-    asked = Options(constraints=_constraints(options.constraint), dynamic=dynamic, **given)
+    given |= {"constraints": _constraints(options.constraint), "dynamic": dynamic}
     model, sample = built(options.target)
     tell("capturing the model")
-    return make_plan(model, sample, mesh, asked, lambda phase: tell(NEXT.get(phase, phase))), asked
+    asked = Options(**options_of(given))  # type: ignore[arg-type]
+    return explained(model, sample, mesh, asked, lambda phase: tell(NEXT.get(phase, phase)))
 
 
 def _constraints(texts: Sequence[str]) -> dict[str, str]:

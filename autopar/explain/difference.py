@@ -95,8 +95,10 @@ class Difference:
 
     @property
     def parts(self) -> tuple[Total, ...]:
-        """The step time, split into compute and the communication that it does not hide."""
+        """The step time, split into compute and the communication that it does not hide; of stages it is no such sum."""
         old, new = self.old, self.new
+        if old.pipeline or new.pipeline:
+            return ()
         return (
             Total(name="compute", unit="s", old=old.step_time - old.exposed, new=new.step_time - new.exposed),
             Total(name="communication", unit="s", old=old.exposed, new=new.exposed),
@@ -141,7 +143,9 @@ class Difference:
             yield f"the model or its sample changed: the program is {new.hash}, was {old.hash}"
         pairs = {"mesh": (old.mesh, new.mesh), "links": (", ".join(old.links), ", ".join(new.links))}
         pairs |= {"device": (old.device, new.device)}
-        pairs |= {name: (old.options.get(name, ""), new.options.get(name, "")) for name in {**old.options, **new.options}}
+        pairs |= {"pipeline": (str(old.pipeline or ""), str(new.pipeline or ""))}
+        names = [name for name in {**old.options, **new.options} if name != "pipeline"]
+        pairs |= {name: (old.options.get(name, ""), new.options.get(name, "")) for name in names}
         yield from (f"{name:<12}{now or 'none'}, was {was or 'none'}" for name, (was, now) in pairs.items() if was != now)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -13,12 +13,17 @@ from autopar.explain.code import code
 from autopar.explain.comparison import Compared, compare, comparison
 from autopar.explain.report import report
 from autopar.explain.sensitivity import Sensitivity, sensitivity
+from autopar.explain.staged import StagedExplanation
 from autopar.explain.why import Why, why
 from autopar.explain.whynot import WhyNot, why_not
+from autopar.formulation.read_solution import assignment
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
+from autopar.plan.resolved import ResolvedPlan
 from autopar.plan.text import Part, plain
-from autopar.planning.planner import Planned, make_plan
+from autopar.planning.optimize import Stop
+from autopar.planning.pipeline_search import search_pipeline
+from autopar.planning.planner import Planned, connected_mesh, make_plan, read_program
 from autopar.simulator.instructions import simulated
 from autopar.simulator.timeline import Timeline
 from autopar.simulator.trace import trace
@@ -81,17 +86,39 @@ class Explanation:
         """The report: the sections of the plan, how long planning took, and a comparison with the named strategies."""
         yield from report(self.plan)
         yield ""
-        phases = self.planned.phases
-        each = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in phases.items())
-        yield f"planned in {sum(phases.values()):.2f} s ({each})"
-        yield ""
+        if phases := self.planned.phases:
+            each = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in phases.items())
+            yield f"planned in {sum(phases.values()):.2f} s ({each})"
+            yield ""
         yield from comparison(self.compared, self.plan.options["strategy"])
 
     def __str__(self) -> str:
         return plain(self.parts())
 
 
-def explain(model: nn.Module, sample_input: object, mesh: object, **options: object) -> Explanation:
+def explain(model: nn.Module, sample_input: object, mesh: object, **options: object) -> Explanation | StagedExplanation:
     """Plan a model and explain the plan; arguments and errors are those of `autopar.plan`."""
-    asked = Options(**options_of(options))  # type: ignore[arg-type]
-    return Explanation(planned=make_plan(model, sample_input, mesh, asked), options=asked)
+    return explained(model, sample_input, mesh, Options(**options_of(options)))  # type: ignore[arg-type]
+
+
+def explained(
+    model: nn.Module, sample_input: object, mesh: object, options: Options, stop: Stop = lambda phase: None
+) -> Explanation | StagedExplanation:
+    """The explanation of a model's plan, by what was asked for; `stop` is called at the end of each phase of planning."""
+    if options.pipeline is None:
+        return Explanation(planned=make_plan(model, sample_input, mesh, options, stop), options=options)
+    captured = read_program(model, sample_input, options.precision, options.reduce)
+    stop("capture")
+    priced = connected_mesh(mesh, options)
+    search = search_pipeline(captured.program, priced, options)
+    plan, without = search.plan(), search.without
+    stop("solve")
+    if without is not None:
+        chosen = assignment(without.formulated, without.solution)
+        resolved = ResolvedPlan(plan=plan, analysis=without.formulated.analysis, assignment=chosen)
+        planned = Planned(resolved=resolved, captured=captured, solved=without, phases={})
+        return Explanation(planned=planned, options=replace(options, pipeline=None, microbatches=plan.microbatches))
+    assert search.found is not None, "a plan that was made has stages or none"
+    made, planner, _ = search.found
+    solved = tuple(map(planner.named, made.stages))
+    return StagedExplanation(plan=plan, program=captured.program, mesh=priced, options=options, solved=solved)

@@ -12,6 +12,7 @@ from autopar.explain.difference import Difference
 from autopar.explain.explanation import Explanation
 from autopar.explain.report import report
 from autopar.explain.sensitivity import sensitivity_parts
+from autopar.explain.staged import StagedExplanation, staged_why_parts
 from autopar.explain.why import why_parts
 from autopar.explain.whynot import WhyNot, why_not_parts
 from autopar.plan.plan import Plan
@@ -81,6 +82,26 @@ def of_model(
         data["code"] = found.code
     steps = budget_sweep(found.planned, found.options) if sweep else None
     return CommandOutput(sections=tuple(sections), data=data, sweep=steps)
+
+
+def of_stages(found: StagedExplanation, why: Sequence[str], why_not: Mapping[str, str], *, code: bool) -> CommandOutput:
+    """The answers to what was asked about a model in stages: the report if nothing was."""
+    sections: list[tuple[Part, ...]] = []
+    data: dict[str, object] = {"plan": _plan(found.plan)}
+    if not (why or why_not or code):
+        sections.append(tuple(found.parts()))
+    if why:
+        answers = [answer for name in why for answer in found.why(name)]
+        sections.append(tuple(staged_why_parts(found, answers)))
+        data["why"] = [{"stage": stage, **asdict(answer)} for stage, answer in answers]
+    if why_not:
+        other = found.why_not(why_not)
+        sections.append(tuple(why_not_parts(found.plan, other)))
+        data["why_not"] = _why_not(other)
+    if code:
+        sections.append((found.code.rstrip(),))
+        data["code"] = found.code
+    return CommandOutput(sections=tuple(sections), data=data)
 
 
 def _plan(plan: Plan) -> object:

@@ -18,6 +18,7 @@ from autopar.ir.program import OUTPUT
 from autopar.operators.dim_labels import kind_of
 from autopar.plan.assignment_text import RUN
 from autopar.plan.breakdown import INPUT, WHOLE
+from autopar.plan.pipeline_tables import pipeline_tables
 from autopar.plan.plan import Plan
 from autopar.plan.tables import time, totals
 from autopar.plan.text import Part, alike, by_block, folded, grid, joined, milliseconds, size_text
@@ -26,11 +27,18 @@ Lines = tuple[tuple[str, str], ...]  # (an op or parameters, what is done)
 
 
 def report(plan: Plan) -> Iterator[Part]:
-    """Every section, with an empty line between them."""
+    """Every section, with an empty line between them; of a pipeline its schedule and the sections of each stage."""
     yield from totals(plan)
-    for section in (modules, time, memory):
+    if plan.pipeline:
         yield ""
-        yield from section(plan)
+        yield from pipeline_tables(plan, plan.pipeline)
+    for number, part in enumerate(plan.stages or (plan,)):
+        if plan.pipeline:
+            yield ""
+            yield plan.pipeline.title(number)
+        for section in (modules, time, memory):
+            yield ""
+            yield from section(part)
 
 
 def modules(plan: Plan) -> Iterator[Part]:

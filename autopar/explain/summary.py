@@ -38,10 +38,42 @@ class CommunicationTotal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSummary:
+    """The stages of a plan, the modules in which they begin, and the share of the step for which ranks are idle."""
+
+    axis: str
+    schedule: str
+    stages: int
+    microbatches: int
+    modules: tuple[str, ...]
+    bubble: float
+
+    @staticmethod
+    def of(plan: Plan) -> PipelineSummary | None:
+        """The summary of a plan's pipeline, if it has one."""
+        found = plan.pipeline
+        if found is None:
+            return None
+        return PipelineSummary(
+            axis=found.axis,
+            schedule=found.schedule,
+            stages=len(plan.stages),
+            microbatches=plan.microbatches,
+            modules=found.modules,
+            bubble=found.timeline.bubble,
+        )
+
+    def __str__(self) -> str:
+        found = f"{self.stages} stages over {self.axis}, {self.schedule}, {self.microbatches} micro-batches"
+        return f"{found}, from {', '.join(name or 'the model' for name in self.modules)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """Totals, communication by kind, axis and pass, layouts, and the dims that ops split, in words.
 
-    `stored` has inputs, parameters, buffers and outputs; `runs` the ops that have parameters or are well known.
+    `stored` has inputs, parameters, buffers and outputs; `runs` the ops that have parameters or are well known. With a
+    `pipeline` these are of all stages, and so are the collectives: no rank takes part in all of them.
     """
 
     hash: str
@@ -56,7 +88,8 @@ class Summary:
     stored: Mapping[str, str]
     runs: Mapping[str, str]
     hidden: Seconds  # of the communication, by which the step is shorter
-    simulated: Seconds  # what the step takes by the simulator, which judges its price
+    simulated: Seconds  # what the step takes by the simulator, which judges its price; of stages by their clock
+    pipeline: PipelineSummary | None = None
 
     @property
     def bytes_sent(self) -> Bytes:
@@ -86,11 +119,12 @@ class Summary:
     @staticmethod
     def of(plan: Plan) -> Summary:
         """The summary of a plan."""
+        parts = plan.stages or (plan,)
         sent = tuple(
             CommunicationTotal(
                 kind=kind, axis=axis, where=where, number=len(group), bytes=bytes_of(group), seconds=seconds_of(group)
             )
-            for (kind, axis, where), group in sorted(by_kind(plan.collectives).items())
+            for (kind, axis, where), group in sorted(by_kind(one for part in parts for one in part.collectives).items())
         )
         return Summary(
             hash=plan.hash,
@@ -102,10 +136,11 @@ class Summary:
             step_time=plan.step_time,
             peak_memory=plan.peak_memory,
             collectives=sent,
-            stored=plan.placed,
-            runs={op: ", ".join(words) for op, words in plan.breakdown.runs.items()},
-            hidden=plan.breakdown.hidden,
-            simulated=plan.breakdown.simulated.seconds,
+            stored={name: layout for part in parts for name, layout in part.placed.items()},
+            runs={op: ", ".join(words) for part in parts for op, words in part.breakdown.runs.items()},
+            hidden=sum(part.breakdown.hidden for part in parts),
+            simulated=plan.step_time if plan.pipeline else plan.breakdown.simulated.seconds,
+            pipeline=PipelineSummary.of(plan),
         )
 
     def to_data(self) -> dict[str, object]:
@@ -113,6 +148,8 @@ class Summary:
         data = asdict(self)
         for entry in data["collectives"]:
             entry["pass"] = entry.pop("where")
+        if self.pipeline is None:
+            del data["pipeline"]
         return {**data, "stored": fold(self.stored), "runs": fold(self.runs)}
 
     @staticmethod

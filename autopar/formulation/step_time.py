@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from autopar.analysis.analysis import Analysis
+from autopar.cost_models.compute import Pricer
 from autopar.formulation.overlap import Overlap, Sent
 from autopar.formulation.prices import WHOLE_SUM, Prices, local_shapes, work
 from autopar.formulation.step_collectives import Message, Phase, conversion_messages, input_messages, op_messages
@@ -78,6 +79,19 @@ class StepPrices:
             times = self.analysis.step.microbatches * work(self.analysis.fits[op.name], candidate, self.prices.mesh.sizes)
             self._ops[key] = times * cost.forward_seconds(*shapes), times * cost.backward_seconds(*shapes)
         return self._ops[key]
+
+    def weight(self, op: Op, candidate: Candidate, name: str) -> Seconds:
+        """Seconds of the gradient of one operand of a product, in all micro-batches.
+
+        A half of the backward where the cost model does not tell its parts.
+        """
+        cost = self.prices.op(op, self.analysis.program.values)
+        if not isinstance(cost, Pricer):
+            return self.op(op, candidate)[1] / 2
+        alone = replace(cost, gradients=(op.operands.index(name),))
+        shapes = local_shapes(op, candidate, self.analysis.program.values, self.prices.mesh.sizes)
+        times = self.analysis.step.microbatches * work(self.analysis.fits[op.name], candidate, self.prices.mesh.sizes)
+        return times * alone.backward_seconds(*shapes)
 
     def overlap(self, *, once: bool) -> Overlap | None:
         """Where messages are hidden; None where nothing is gained by that."""

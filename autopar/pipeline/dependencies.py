@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -42,7 +43,8 @@ def needed(action: Action, stages: int) -> StageProduct | None:
 def check(schedule: PipelineSchedule) -> None:
     """Raise ConstraintError unless each action is there once, each stage on one rank, and no rank waits forever.
 
-    A step has for every stage and micro-batch one F, and either one B or one I and one W.
+    A step has for every stage and micro-batch one F, and either one B or one I and one W. The forwards of a stage are in the
+    order of the micro-batches, in which outputs are joined; backwards are in any order.
     """
     for rank, actions in enumerate(schedule.ranks):
         if not actions:
@@ -63,6 +65,12 @@ def check(schedule: PipelineSchedule) -> None:
             schedule=f"{schedule.stages} stages, {schedule.microbatches} micro-batches",
             fix="for every stage and micro-batch one F, and one B, or one I and one W",
         )
+    for stage, rank in schedule.rank_of.items():
+        places = schedule.microbatches_of(stage, ActionKind.FORWARD)
+        if places != sorted(places):
+            k = next(b for a, b in itertools.pairwise(places) if b < a)
+            what = f"stage {stage} of the pipeline schedule runs micro-batch {k} after a later one"
+            raise ConstraintError(what, at=f"rank {rank}", fix="forwards of a stage in the order of the micro-batches")
     runnable(schedule)
 
 

@@ -39,7 +39,7 @@ class ActionKind(StrEnum):
 
 
 COMPUTING = tuple(ActionKind)[:4]
-_ACTION = re.compile(rf"(\d+)({'|'.join(COMPUTING)})(\d+)", re.ASCII)
+_ACTION = re.compile(rf"(\d{{1,6}})({'|'.join(COMPUTING)})(\d{{1,6}})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,15 @@ class PipelineSchedule:
         """The rank that runs each stage."""
         return {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
 
+    @functools.cached_property
+    def deferred(self) -> bool:
+        """Whether backwards are in halves, of which the second, W, comes later."""
+        return any(action.kind == ActionKind.BACKWARD_WEIGHT for actions in self.ranks for action in actions)
+
+    def microbatches_of(self, stage: int, *kinds: ActionKind) -> list[int]:
+        """The micro-batches of a stage's actions of these kinds, in order."""
+        return [one.microbatch for one in self.ranks[self.rank_of[stage]] if one.stage == stage and one.kind in kinds]
+
     def in_flight(self, rank: int, *, deferred: bool = False) -> int:
         """The most micro-batches, over all stages of a rank, between their forward and their B or I.
 
@@ -107,7 +116,10 @@ def parse(text: str, *, source: str = "") -> PipelineSchedule:
 
     Raises ConstraintError for a cell that is no action; see `dependencies.check` for what else a schedule must be.
     """
-    rows = [row for row in csv.reader(text.splitlines()) if row]
+    try:
+        rows = [row for row in csv.reader(text.splitlines()) if row]
+    except csv.Error as error:
+        raise ConstraintError(f"{source or 'the pipeline schedule'} is not CSV", error=error) from error
     cells = ([(cell.strip(), column) for column, cell in enumerate(row)] for row in rows)
     return PipelineSchedule(
         ranks=tuple(
@@ -121,7 +133,7 @@ def _action(cell: str, place: str) -> Action:
     found = _ACTION.fullmatch(cell)
     if found is None:
         raise ConstraintError(
-            f"{cell!r} is not an action of a pipeline schedule",
+            f"{cell[:20]!r} is not an action of a pipeline schedule",
             at=place,
             fix="stage, F, B, I or W, micro-batch, as in 0F3; messages are added by autopar",
         )

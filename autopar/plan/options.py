@@ -56,9 +56,22 @@ class Options:
             **({} if self.offload else {"offload": "no"}),
             **({} if self.recompute == AUTO else {"recompute": str(self.recompute)}),
             **({"pipeline": self.pipeline} if self.pipeline else {}),
+            **({} if self.stages == AUTO else {"stages": _stages(self.stages)}),
+            **({} if self.schedule == AUTO else {"schedule": self.schedule}),
             **({} if self.time_limit is None else {"time_limit": f"{self.time_limit:g}"}),
             **({"cost_model": self.cost_model.name} if self.cost_model.name != CATALOG.name else {}),
         }
+
+    @staticmethod
+    def read(texts: Mapping[str, str], **others: object) -> Options:
+        """The options that texts of `text` say; those without a text, and what is empty, are left to default."""
+        found: dict[str, object] = {name: text for name, text in texts.items() if text and name != "constraints"}
+        pairs = [entry.rpartition(": ") for entry in texts.get("constraints", "").split("; ") if entry]
+        if (runs := texts.get("microbatches", "")).isdecimal():
+            found["microbatches"] = int(runs)
+        if stages := texts.get("stages", ""):
+            found["stages"] = int(stages) if stages.isdecimal() else stages.split(", ")
+        return Options(constraints={name: layout for name, _, layout in pairs}, **found, **others)  # type: ignore[arg-type]
 
     def under(self, plan: Plan | None) -> Options:
         """The options with the precision of a plan that was made before; another one that is asked for will not fit it."""
@@ -68,3 +81,7 @@ class Options:
             precision=self.precision or found.get("precision") or None,
             reduce=self.reduce or found.get("reduce") or None,
         )
+
+
+def _stages(stages: int | str | Sequence[str]) -> str:
+    return str(stages) if isinstance(stages, (int, str)) else ", ".join(map(str, stages))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.mesh import Bytes
@@ -56,12 +56,34 @@ class Pipeline:
         """The most micro-batches between their forward and their backward in a stage."""
         return in_flight(self.order, stage)
 
+    def title(self, stage: int) -> str:
+        """A stage in words."""
+        rank = self.order.rank_of[stage]
+        return f"stage {stage}, {self.axis}={rank}, from {self.modules[stage] or 'the beginning of the model'}"
+
 
 def in_flight(order: PipelineSchedule, stage: int) -> int:
     """The most micro-batches between their forward and their backward in one stage of a schedule."""
-    now = most = 0
+    return max(moment.flights for moment in moments(order, stage))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMoment:
+    """While an action of a stage runs: the micro-batches between their forward and the end of their backward, or of its half
+    I; the others between I and W; and whether the action is an I."""
+
+    flights: int
+    waiting: int
+    halves: bool
+
+
+def moments(order: PipelineSchedule, stage: int) -> Iterator[StageMoment]:
+    """What a stage holds while each of its actions runs."""
+    flights = waiting = 0
     for action in order.ranks[order.rank_of[stage]]:
         if action.stage == stage:
-            now += 1 if action.kind == ActionKind.FORWARD else -1
-            most = max(most, now)
-    return most
+            halves = action.kind == ActionKind.BACKWARD_INPUT
+            flights += action.kind == ActionKind.FORWARD
+            yield StageMoment(flights=flights, waiting=waiting, halves=halves)
+            flights -= halves or action.kind == ActionKind.BACKWARD
+            waiting += halves - (action.kind == ActionKind.BACKWARD_WEIGHT)

@@ -39,7 +39,7 @@ def read_plan(plan: Plan, program: Program, mesh: Mesh) -> ResolvedPlan:
     Raises PlanError if the plan was made for another program, or in stages, or if an entry of it does not fit.
     """
     if plan.pipeline:
-        what = "the plan has a pipeline, which is run by autopar.parallelize alone"
+        what = "the plan has a pipeline, whose stages are read one by one"
         raise PlanError(what, pipeline=plan.pipeline.axis, fix="autopar.parallelize(..., plan=plan)")
     step = as_planned(plan, program)
     analysis = analyse(step, mesh)

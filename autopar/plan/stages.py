@@ -94,25 +94,31 @@ def differentiated(program: Program, loss: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def read_pipeline(plan: Plan, program: Program) -> ResolvedPipeline:
+def read_pipeline(plan: Plan, program: Program, *, alike: bool = False) -> ResolvedPipeline:
     """Read the text of a plan with a pipeline for the captured program of the whole batch.
+
+    With `alike` the program may differ from the planned one in dtypes and constants; the plan that is returned is for it.
 
     Raises PlanError if the plan was made for another program, or if an entry of it does not fit.
     """
-    assert plan.pipeline is not None, "the plan has a pipeline"
+    pipeline = plan.pipeline
+    assert pipeline is not None, "the plan has a pipeline"
     step = microbatches(program, plan.microbatches)
+    plan = replace(plan, hash=step.hash) if alike else plan
     check_step(plan, step)
     try:
-        steps = StageSteps(step, plan.pipeline.starts)
+        steps = StageSteps(step, pipeline.starts)
     except ConstraintError as error:
         raise PlanError("the plan is damaged", error=error.what, fix="make the plan again") from error
     found: list[ResolvedPlan] = []
     layouts: Mapping[str, Layout] = {}
     for place, stage in enumerate(plan.stages):
-        analysis = analyse(steps.made(place, layouts, plan.pipeline.in_flight(place)), stage.mesh)
+        analysis = analyse(steps.made(place, layouts, pipeline.in_flight(place)), stage.mesh)
+        stage = replace(stage, hash=analysis.step.hash) if alike else stage
         assignment = resolve(stage, analysis.step, analysis.fits)
         found.append(ResolvedPlan(plan=stage, analysis=analysis, assignment=assignment))
         layouts = assignment.outputs
+    plan = replace(plan, stages=tuple(one.plan for one in found))
     return ResolvedPipeline(plan=plan, step=step, stages=steps.stages, resolved=tuple(found))
 
 

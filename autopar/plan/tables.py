@@ -49,7 +49,7 @@ def totals(plan: Plan) -> Iterator[Part]:
     for found in plan.breakdown.cost_parameters:
         of[found.of].append(found)
     (limit,), (optimizer,) = of[BUDGET], of[OPTIMIZER]
-    apart = ("strategy", "optimizer", "budget", "microbatches", "pipeline", "time_limit")
+    apart = ("strategy", "optimizer", "budget", "microbatches", "pipeline", "stages", "schedule", "time_limit")
     table = grid("", "")
     table.add_row("plan", f"{plan.hash}, strategy {plan.options['strategy']}")
     for name, text in plan.options.items():

@@ -2,7 +2,7 @@
 
     for each number of ranks that is left open, 1 (no stages) first       `Mesh.cut`: the outermost axis
         for each number of micro-batches, the fewest first                passed over below its floor
-            for 1f1b, with forwards ahead, gpipe, interleaved             passed over where the clock says that it is no faster
+            for 1f1b, with forwards ahead, zb-h1, interleaved, zb-v, gpipe    passed over where the clock says: no faster
                 plan the stages, time the step
 
 The floor is proven. The products of a step take F seconds on all devices at their peak. With t_s the seconds of stage s for one
@@ -42,6 +42,7 @@ from autopar.planning.pipeline_space import PipelineAxis, ScheduledStages, cut_m
 from autopar.planning.pipeline_stages import StageCuts, without_axis
 from autopar.planning.plan_search import PADDED, best_variant, limited
 from autopar.planning.planner import connected_mesh, read_program, to_plan
+from autopar.planning.schedule_file import is_file, read_schedule
 from autopar.planning.stage_plans import StagePlanner
 from autopar.solver.highs import SolverError, TimeLimitError
 from autopar.solver.settings import DEFAULTS, SearchSettings
@@ -63,8 +64,13 @@ def plan_pipeline(program: Program, mesh: Mesh, options: Options, settings: Sear
 
     Raises what planning raises, and ConstraintError or MeshError for stages, a schedule or an axis that there are not.
     """
+    return search_pipeline(program, mesh, options, settings).plan()
+
+
+def search_pipeline(program: Program, mesh: Mesh, options: Options, settings: SearchSettings = DEFAULTS) -> PipelineSearch:
+    """The search, run to its end, by which `plan_pipeline` plans."""
     _check(options)
-    search = _Search(program, options, limited(settings, options))
+    search = PipelineSearch(program, options, limited(settings, options))
     if options.pipeline == AUTO:
         search.whole(mesh)
         search.cuts(mesh)
@@ -73,7 +79,7 @@ def plan_pipeline(program: Program, mesh: Mesh, options: Options, settings: Sear
         _pipelined(program)
         search.over(mesh, options.pipeline)
     search.refine()
-    return search.plan()
+    return search
 
 
 def _check(options: Options) -> None:
@@ -101,8 +107,11 @@ def _pipelined(program: Program) -> None:
     loss_of(program)
 
 
-class _Search:
-    """The best that was found so far, how the others fared, and what is used again."""
+class PipelineSearch:
+    """The best that was found so far, how the others fared, and what is used again.
+
+    `found` are the stages of the best plan, with their planner and options; `without` is the best plan if it has none.
+    """
 
     def __init__(self, program: Program, options: Options, settings: SearchSettings) -> None:
         self.settings = settings
@@ -163,6 +172,8 @@ class _Search:
         over, options = PipelineAxis.of(mesh, axis, self.options, self.settings), self.options
         if isinstance(options.microbatches, int):
             return self._number(over, options.microbatches, 0.0)
+        if is_file(options.schedule):
+            return self._number(over, read_schedule(options.schedule).microbatches, 0.0)
         floor, numbers = products_floor(self.program, mesh, options), list(counts(self.program))
         if not self.large:
             return min(self._number(over, runs, floor) for runs in numbers)
@@ -253,6 +264,7 @@ class _Search:
                 first[stage // chunks],
                 forward=first[stage // chunks].forward / chunks,
                 backward_input=first[stage // chunks].backward_input / chunks,
+                backward_weight=first[stage // chunks].backward_weight / chunks,
                 once=first[stage // chunks].once / chunks,
                 activations=first[0].activations,
                 gradients=first[-1].gradients,
@@ -274,10 +286,10 @@ class _Search:
                 raise TimeLimitError(self.settings.deadline)
             short = [error for error in self.refused if isinstance(error, BudgetError)]
             raise short[0] if short and self.options.pipeline == AUTO else short[-1] if short else self.refused[0]
-        made, planner, options = self.found
+        made, planner, _ = self.found
         self._warn(made)
         open_ = AUTO in (self.options.pipeline, self.options.microbatches, self.options.schedule)
-        return written(made, planner, replace(options, pipeline=self.options.pipeline), searched if open_ else "")
+        return written(made, planner, self.options, searched if open_ else "")
 
     def _warn(self, made: StagedStep) -> None:
         """Warn of parameters that a plan without stages could pad, and that are whole in stages."""
@@ -302,4 +314,4 @@ def _doubled(numbers: Iterable[int]) -> Iterator[int]:
             last = number
 
 
-__all__ = ["make_pipeline_plan", "plan_pipeline"]
+__all__ = ["PipelineSearch", "make_pipeline_plan", "plan_pipeline", "search_pipeline"]

@@ -64,14 +64,19 @@ def forms(options: Options, ranks: int) -> Iterator[ScheduledStages]:
     count = stages if isinstance(stages, int) else ranks if isinstance(stages, str) else len(stages) + 1
     if count > ranks and count % ranks == 0:
         yield "interleaved", stages
+        if count == 2 * ranks:
+            yield "zb-v", stages
         return
     yield "1f1b", stages
     ahead = 1
     while ahead < ranks:
         yield f"1f1b+{ahead}", stages
         ahead = ranks - 1 if ahead < ranks - 1 <= 2 * ahead else 2 * ahead
+    yield "zb-h1", stages
     if stages == AUTO:
         yield from several
+        if several:
+            yield "zb-v", 2 * ranks
     yield "gpipe", stages
 
 

@@ -5,6 +5,7 @@ stages=4                  four stages: regions of one device's prices, put toget
 stages="auto"             as many as the pipeline's axis has ranks
 
 schedule="1f1b+2"         1f1b, with two forwards more before the first backward of each rank
+schedule="table.csv"      what a file says, with its number of stages and of micro-batches
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.passes.stages import made_again
 from autopar.pipeline.clock import StageSeconds
-from autopar.pipeline.named_schedules import named
+from autopar.pipeline.named_schedules import CHUNKS, named
 from autopar.pipeline.schedule import PipelineSchedule
 from autopar.pipeline.stage_search import partition
 from autopar.plan.options import AUTO, Options
+from autopar.planning.schedule_file import fitting, is_file
 from autopar.search_space.candidates import INVARIANT, candidate
 
 STEADY = 4  # micro-batches for each rank, after which their actions repeat
 NODES, ACTIONS = 500, 200_000  # of the search for a cut by rough prices, and actions that the clock times for it
-RUN = ("gpipe", "1f1b", "interleaved")  # the schedules that are run: others defer gradients of weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,21 +72,30 @@ class StageCuts:
         ranks, found = dict(zip(self.mesh.axes, self.mesh.sizes, strict=True))[axis], self._regions
         paths = options.stages if isinstance(options.stages, Sequence) and not isinstance(options.stages, str) else None
         starts = None if paths is None else found.starts(paths)
-        count = len(starts) if starts else _number(options.stages, ranks)
+        given = None
+        if is_file(options.schedule):
+            asked = len(starts) if starts else None if options.stages == AUTO else _number(options, ranks)
+            given = fitting(options.schedule, ranks, asked, microbatches)
+        count = len(starts) if starts else given.stages if given else _number(options, ranks)
         if count % ranks or not count:
             what = f"{count} stages cannot be shared by the {ranks} ranks of mesh axis {axis!r}"
             raise ConstraintError(what, fix=f"a multiple of {ranks} stages: more than {ranks} are several chunks a rank")
         if count > len(found.firsts):
             fix = f"at most {len(found.firsts)} stages, or a pipeline axis of at most so many ranks"
             raise ConstraintError(f"the model has {len(found.firsts)} regions, which are fewer than {count} stages", fix=fix)
-        name, schedule = _schedule(options.schedule, ranks, count // ranks, microbatches)
-        starts = starts or found.balanced(ranks, count // ranks, microbatches, self.mesh)
+        name, schedule = options.schedule, given
+        if schedule is None:
+            name, schedule = _schedule(options.schedule, ranks, count // ranks, microbatches)
+        if schedule.deferred and microbatches == 1:
+            raise ConstraintError(f"the schedule {name} defers gradients of weights, of one micro-batch", fix="two, or 1f1b")
+        starts = starts or found.balanced(given or _few(name, ranks, count // ranks, microbatches), self.mesh)
         return Cut(starts=starts, modules=tuple(map(found.module, starts)), name=name, schedule=schedule)
 
 
-def _number(stages: object, ranks: int) -> int:
+def _number(options: Options, ranks: int) -> int:
+    stages = options.stages
     if stages == AUTO:
-        return ranks
+        return ranks * CHUNKS.get(options.schedule, 1)
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
         fix = f"{AUTO!r}, their number, or a list of the modules at which all but the first begin"
         raise ConstraintError(f"stages={stages!r} is not a number of stages", fix=fix)
@@ -98,11 +108,16 @@ def _schedule(asked: str, ranks: int, chunks: int, microbatches: int) -> tuple[s
     base, plus, ahead = name.partition("+")
     known = not plus or (base == "1f1b" and re.fullmatch("[0-9]{1,6}", ahead) is not None)
     made = named(base if known else name, ranks, microbatches, chunks=chunks, ahead=int(ahead) if plus and known else 0)
-    if base not in RUN:
-        raise ConstraintError(
-            f"the schedule {name} defers gradients of weights, which is not run yet", fix=f"schedule= one of {', '.join(RUN)}"
-        )
     return name, made
+
+
+def _few(name: str, ranks: int, chunks: int, microbatches: int) -> PipelineSchedule:
+    """A schedule of some micro-batches: a steady state repeats, so that more of them than a few a rank say nothing new.
+
+    With one stage a rank it is 1f1b whatever the name, so that schedules differ in nothing else.
+    """
+    few = min(microbatches, STEADY * ranks)
+    return named("1f1b" if chunks == 1 else "zb-v" if name == "zb-v" else "interleaved", ranks, few, chunks=chunks)
 
 
 class _Regions:
@@ -143,18 +158,13 @@ class _Regions:
             fix="a module at which a repeated block begins, as above",
         )
 
-    def balanced(self, ranks: int, chunks: int, microbatches: int, mesh: Mesh) -> tuple[int, ...]:
-        """The starts by which 1f1b is fastest, or interleaved, of regions that one device runs whole.
-
-        A steady state of some micro-batches repeats, so that more of them than a few for each rank say nothing new.
-        """
-        few = min(microbatches, STEADY * ranks)
-        schedule = named("1f1b" if chunks == 1 else "interleaved", ranks, few, chunks=chunks)
+    def balanced(self, schedule: PipelineSchedule, mesh: Mesh) -> tuple[int, ...]:
+        """The starts by which a schedule is fastest, of regions that one device runs whole."""
         seconds = self._seconds = self._seconds or self._summed(Prices(mesh=mesh))
 
         def price(stage: int, start: int, stop: int) -> StageSeconds:
             (a, b), (c, d) = seconds[start], seconds[stop]
-            return StageSeconds(forward=c - a, backward_input=d - b)
+            return StageSeconds(forward=c - a, backward_input=(d - b) / 2, backward_weight=(d - b) / 2)
 
         found = partition(
             schedule,
@@ -162,7 +172,7 @@ class _Regions:
             price,
             nodes=NODES,
             simulations=max(1, ACTIONS // sum(map(len, schedule.ranks))),
-            start=_even([sum(both) for both in seconds], ranks * chunks),
+            start=_even([sum(both) for both in seconds], schedule.stages),
         )
         assert found is not None, "there are as many regions as stages, and every stage has a price"
         return found.cuts[:-1]

@@ -33,7 +33,7 @@ def best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, set
     Raises ConstraintError if a pipeline is asked for: each stage of it is a solution of its own.
     """
     if options.pipeline is not None:
-        what = f"pipeline={options.pipeline!r} is known to autopar.plan and autopar.parallelize only"
+        what = f"pipeline={options.pipeline!r} has to be planned in stages"
         raise ConstraintError(what, fix="ask the plans of its stages: autopar.plan(...).stages")
     settings = limited(settings, options)
     if options.microbatches == AUTO:

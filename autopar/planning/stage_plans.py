@@ -9,11 +9,14 @@ that do. Else it is solved with what they all hold in the rows of the memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import escape
 
+import numpy as np
+
+from autopar.analysis.deferrable import deferrable
 from autopar.analysis.repeated_blocks import block_of
 from autopar.errors import BudgetError
 from autopar.formulation.read_solution import assignment
@@ -26,7 +29,7 @@ from autopar.passes.stages import shared_parameters
 from autopar.pipeline.clock import StageSeconds
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import Options
-from autopar.plan.pipeline import in_flight
+from autopar.plan.pipeline import StageMoment, in_flight, moments
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps
 from autopar.plan.text import size_text
@@ -35,6 +38,7 @@ from autopar.planning.optimize import SMALLEST, Optimized, analysed, solved, tra
 from autopar.planning.pipeline_stages import Cut
 from autopar.planning.planner import to_plan
 from autopar.search_space.strategies import constrained, targets
+from autopar.solver.problem import Floats
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
 
@@ -42,7 +46,9 @@ from autopar.solver.settings import DEFAULTS, SearchSettings
 class _Solved:
     """The solution of a stage: its seconds, layouts in the order of outputs and of stored tensors, and its memory.
 
-    With k micro-batches in flight it holds max(`running` + (k - 1) `held`, `ending`) bytes.
+    With k micro-batches in flight, and w others whose gradients of weights are deferred, it holds
+    max(`running` + (k - 1) `held` + w `deferred`, `ending`) bytes; `halving` stands in the place of `running` while it runs the
+    half I of a backward, which frees less.
     """
 
     found: Optimized
@@ -52,10 +58,16 @@ class _Solved:
     running: Bytes
     ending: Bytes
     held: Bytes
+    halving: Bytes
+    deferred: Bytes
 
-    def peak(self, flights: int) -> Bytes:
-        """The most bytes that are alive with so many micro-batches in flight."""
-        return max(self.running + (flights - 1) * self.held, self.ending)
+    def peak(self, times: Iterable[StageMoment]) -> Bytes:
+        """The most bytes that are alive over the moments of a schedule."""
+        return max(self.ending, *map(self._alive, times))
+
+    def _alive(self, now: StageMoment) -> Bytes:
+        own = self.halving if now.halves else self.running
+        return own + (now.flights - 1) * self.held + now.waiting * self.deferred
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -91,10 +103,10 @@ class StagePlanner:
         whole = ", ".join(["I"] * len(self.mesh.sizes))
         alike = {buffer.value.name: whole for buffer in steps.step.program.buffers if buffer.value.name in steps.hoisting}
         for place in range(len(steps.stages)):
-            step = steps.made(place, layouts, in_flight(cut.schedule, place))
+            step, times = steps.made(place, layouts, in_flight(cut.schedule, place)), tuple(moments(cut.schedule, place))
             known, names = wanted | alike, step.program.values.keys() - step.received.keys()
             of_stage = {escape(name): line for name, line in known.items() if name in names}
-            made = self._within(step, replace(self.options, constraints=of_stage, budget=budget), limit, place)
+            made = self._within(step, times, replace(self.options, constraints=of_stage, budget=budget), limit, place)
             program, ends = step.program, dict(zip(_stored(step.program), made.stored, strict=True))
             layouts = {output.path: layout for output, layout in zip(program.outputs, made.outputs, strict=True)}
             alike |= {
@@ -106,23 +118,36 @@ class StagePlanner:
                 step=step,
                 options=replace(self.options, constraints=of_stage, budget=budget),
                 seconds=made.seconds,
-                peak=made.peak(step.flights),
+                peak=made.peak(times),
                 outputs=layouts,
                 found=made.found,
             )
 
     def written(self, stage: StagePlan) -> Plan:
         """The plan of a stage under its own names."""
-        analysis = analysed(stage.step, self.mesh, stage.options)
-        found = transferred(stage.found, analysis, self.mesh, stage.options)
-        return replace(to_plan(found, stage.options), options=self.options.text())
+        plan = replace(to_plan(self.named(stage), stage.options), options=self.options.text())
+        more = stage.peak - plan.peak_memory
+        if more <= 0:
+            return plan
+        memory = {**plan.breakdown.memory, "deferred gradients of weights": more}
+        return replace(plan, peak_memory=stage.peak, breakdown=replace(plan.breakdown, memory=memory))
 
-    def _within(self, step: TrainingStep, options: Options, limit: Bytes, place: int) -> _Solved:
-        """A stage solved so that it fits with all micro-batches that are in flight."""
+    def named(self, stage: StagePlan) -> Optimized:
+        """The solution of a stage under its own names."""
+        return transferred(stage.found, analysed(stage.step, self.mesh, stage.options), self.mesh, stage.options)
+
+    def _within(self, step: TrainingStep, times: Sequence[StageMoment], options: Options, limit: Bytes, place: int) -> _Solved:
+        """A stage solved so that it fits with all micro-batches that are in flight.
+
+        What is deferred counts like micro-batches in flight in the rows, which is more where I frees what W does not need.
+        """
         assert step.stage is not None, "it is a stage"
         try:
-            made = self._solved(replace(step, stage=replace(step.stage, flights=1)), options)
-            return made if made.peak(step.flights) <= limit else self._solved(step, options)
+            for flights in dict.fromkeys((1, step.flights, max(now.flights + now.waiting for now in times))):
+                made = self._solved(replace(step, stage=replace(step.stage, flights=flights)), options)
+                if made.peak(times) <= limit:
+                    return made
+            raise BudgetError("what is deferred does not fit", **{SMALLEST: f"budget={made.peak(times)}"})
         except BudgetError as error:
             least = int(error.details.get(SMALLEST, "budget=0").removeprefix("budget="))
             raise BudgetError(
@@ -150,10 +175,13 @@ class StagePlanner:
         without_rule(analysis, strict=options.strict)
         found = solved(analysis, self.mesh, options, settings=self.settings)
         chosen, liveness = assignment(found.formulated, found.solution), found.memory_model.liveness
+        deferred = _deferred(found)
         alive, others = liveness.walk(chosen), liveness.waiting(chosen) * (step.flights - 1)
         return _Solved(
             found=found,
             seconds=_seconds(found),
+            halving=round(float((alive[:-1] + deferred[:-1]).max())) - others,
+            deferred=round(float(deferred[-1])),
             outputs=tuple(chosen.outputs[output.path] for output in step.program.outputs),
             stored=tuple(chosen.given[name] for name in _stored(step.program)),
             running=round(float(alive[:-1].max())) - others,
@@ -178,11 +206,37 @@ def _seconds(found: Optimized) -> StageSeconds:
     events = step_events(found.memory_model.liveness.schedule(chosen), prices)
     total, runs = sum(event.seconds for event in events), found.formulated.analysis.step.microbatches
     shown = 1 - hidden_time(events, prices, once=chosen.once) / total if total else 1.0
+    later = deferrable(found.formulated.program)
+    weights = shown * sum(
+        prices.weight(found.formulated.program.op[name], chosen.ops[name], w) for name, (_, w) in later.items()
+    )
     parts: dict[str, Seconds] = {"forward": 0.0, "backward": 0.0, "once": 0.0}
     for event in events:
         once = event.kind == "optimizer" or (event.message is not None and event.message.once)
         parts["once" if once else "forward" if event.phase == "forward" else "backward"] += shown * event.seconds
-    return StageSeconds(forward=parts["forward"] / runs, backward_input=parts["backward"] / runs, once=parts["once"])
+    return StageSeconds(
+        forward=parts["forward"] / runs,
+        backward_input=(parts["backward"] - weights) / runs,
+        backward_weight=weights / runs,
+        once=parts["once"],
+    )
+
+
+def _deferred(found: Optimized) -> Floats:
+    """What is kept for the gradients of weights in products of one micro-batch, in bytes by moment: activations, and gradients
+    of results, from the backward of each product on; at last all of it."""
+    formulated = found.formulated
+    chosen, program, prices = assignment(formulated, found.solution), formulated.program, formulated.step_prices
+    later, kept = deferrable(program), np.zeros(2 * len(program.ops) + 1)
+    known: set[tuple[str, Layout]] = set()
+    for place, op in reversed(list(enumerate(program.ops))):
+        if op.name in later:
+            x, candidate = later[op.name][0], chosen.ops[op.name]
+            node = x, candidate.operands[op.operands.index(x)]
+            activation = 0 if node in known else prices.bytes_of(*node)
+            known.add(node)
+            kept[2 * len(program.ops) - place :] += activation + prices.bytes_of(op.results[0].name, candidate.results[0])
+    return kept
 
 
 def _signature(step: TrainingStep, options: Options) -> str:

@@ -9,16 +9,18 @@
 leaves that share their memory, whose `.grad` accumulates. Plans may also gather a bucket once per step (`start_once`,
 `wait_once`): then all micro-batches use the gathered weights, and their gradients are reduced after the last one.
 
-Outside of `step` every forward and backward communicates.
+Outside of `step` every forward and backward communicates. With `defer_all` all micro-batches use the leaves, and what is
+accumulated is reduced when the step ends: their backwards may come in halves, in any order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopar.runtime import bucket_autograd
 from autopar.runtime.bucket_autograd import PendingBucket, Splits
@@ -35,6 +37,8 @@ class GradientAccumulator:
         self._in_step = False
         self._gathered: dict[int, Tensors] = {}  # buckets gathered once, which all micro-batches use
         self._leaves: dict[int, list[torch.Tensor]] = {}  # leaves over the memory of each bucket's weights
+        self._ends: dict[int, list[GradientEdge | None]] = {}  # where the gradients of these go when the step ends
+        self.defer_all = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -56,9 +60,16 @@ class GradientAccumulator:
             self._in_step = False
             self._leaves.clear()
             self._gathered.clear()
+            self._ends.clear()
 
     def _reduce_gathered(self) -> None:
-        """Run the backward of the buckets that were gathered once, from the accumulated gradients."""
+        """Run the backward of the buckets that were gathered once, or deferred, from the accumulated gradients."""
+        while self._ends:
+            number, ends = self._ends.popitem()
+            pairs = [(end, leaf.grad) for end, leaf in zip(ends, self._leaves.pop(number), strict=True)]
+            edges: Any = [end for end, gradient in pairs if end and gradient is not None]
+            if edges:
+                torch.autograd.backward(edges, [gradient for end, gradient in pairs if end and gradient is not None])
         while self._gathered:
             number, weights = self._gathered.popitem()
             gradients = [leaf.grad for leaf in self._leaves.pop(number)]
@@ -86,9 +97,11 @@ class GradientAccumulator:
         """What one micro-batch uses in place of a bucket's weights, so that their gradients accumulate."""
         if not torch.is_grad_enabled():
             return list(weights)
-        if self._no_sync:
+        if self._no_sync or (self.defer_all and self._in_step):
             if number not in self._leaves:
                 self._leaves[number] = _leaves(weights)
+                if self.defer_all:
+                    self._ends[number] = [get_gradient_edge(w) if w.requires_grad else None for w in weights]
             return self._leaves[number]
         leaves = self._leaves.get(number)
         if not leaves:

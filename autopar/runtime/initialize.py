@@ -9,6 +9,7 @@ ranks run the same code with the same seed, so global tensors are equal on all r
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,9 +50,13 @@ class WholeResettable(Protocol):
 
 
 class InitialValues(Protocol):
-    """The attributes of a parallel module's state that are read here."""
+    """The attributes of a parallel module's state that are read here.
+
+    `storage` is the mesh over which its tensors are stored: with pipeline stages that of the rank's own.
+    """
 
     context: Context
+    storage: Context
     alike: bool
 
 
@@ -66,22 +71,21 @@ def initialize(parallel: nn.Module, model: nn.Module) -> None:
     """Initialise the tensors of a parallel module that are on meta, by the code of the model that it was built from.
 
     Every rank calls it. Tensors that are not on meta (loaded ones) are kept. Create the optimizer afterwards, since parameters
-    on meta are replaced.
+    on meta are replaced. With pipeline stages every rank runs the code of all of them, module by module, and keeps what is its
+    own.
 
     Args:
         parallel: the module that `autopar.parallelize` returned.
         model: the model on meta that was passed to it; its code runs on a copy.
 
     Raises:
-        InputError: the model is a different one, or its code leaves a tensor on meta.
+        InputError: the model is a different one, its code leaves a tensor on meta, or computes a weight from one that another
+            pipeline stage stores.
     """
     stored = _tensors(parallel)
     if not isinstance(parallel, Parallel):
         raise InputError(f"initialize takes a module made by autopar.parallelize, not a {type(parallel).__name__}")
-    if not parallel.autopar.alike:
-        what = "initialize does not know pipeline stages: a rank would run the code of weights that it does not store"
-        raise InputError(what, fix="parallelize a model with weights, or load a checkpoint into the parallel module")
-    context = parallel.autopar.context
+    state, context = parallel.autopar, parallel.autopar.storage
     whole_everywhere: Layout = (I,) * len(context.axes)
     layouts = dict.fromkeys(_tensors(model), whole_everywhere)
     layouts |= {name: layout_of(tensor) for name, tensor in stored.items() if isinstance(tensor, DTensor)}
@@ -91,7 +95,9 @@ def initialize(parallel: nn.Module, model: nn.Module) -> None:
             f"{foreign[0]} cannot be initialised: {type(model).__name__} has no such parameter or buffer",
             fix="give the model from which the parallel module was made",
         )
-    found = initialized(model, layouts, context, needed=missing) if missing else {}
+    if not (missing or not state.alike):
+        return
+    found = initialized(model, layouts, context, seed=agreed_seed(state.context), needed=missing, everything=not state.alike)
     cast = {id(found[name]): with_dtype(found[name], stored[name].dtype) for name in missing}
     for name in missing:
         install(parallel, name, cast[id(found[name])])
@@ -104,16 +110,18 @@ def initialized(
     *,
     seed: int | None = None,
     needed: Sequence[str] | None = None,
+    everything: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The model's parameters and buffers, initialised by its own code and stored in these layouts, by name.
 
     Every rank calls it. `model` is not changed; tensors that are not on meta keep rank 0's value; tied names share a tensor.
     `seed` is by default drawn from rank 0's generator. Where only some are `needed`, the code sets the others on meta, which
-    costs nothing. Raises InputError when the model's code leaves a tensor on meta.
+    costs nothing, or with `everything` in memory that is freed again, so that ranks which need others draw the same numbers.
+    Raises InputError when the model's code leaves a needed tensor on meta, or computes it from one that is not.
     """
     seed = agreed_seed(context) if seed is None else seed
     fresh = copy.deepcopy(model)
-    shards = _Shards(fresh, layouts, context, needed)
+    shards = _Shards(fresh, layouts, context, needed, everything)
     cpu = torch.device("cpu")
     with torch.no_grad(), drawing(seed, cpu), drawing(seed, context.device if context.device.type != "cpu" else META):
         with shards:
@@ -164,14 +172,22 @@ class _Shards(TorchFunctionMode):
     """Materialises tensors on meta while the module that owns them is initialised, and keeps this rank's shard of each."""
 
     def __init__(
-        self, module: nn.Module, layouts: Mapping[str, Layout], context: Context, needed: Sequence[str] | None
+        self,
+        module: nn.Module,
+        layouts: Mapping[str, Layout],
+        context: Context,
+        needed: Sequence[str] | None,
+        everything: bool,
     ) -> None:
         super().__init__()
         self.layouts, self.context = layouts, context
         tensors = _tensors(module)
         wanted = {id(tensors[name]) for name in (tensors if needed is None else needed)}
         self.needed = frozenset(name for name, tensor in tensors.items() if id(tensor) in wanted)
-        self.placeholders = {id(t): (name, t) for name, t in reversed(tensors.items()) if t.is_meta and name in self.needed}
+        made = tensors if everything else self.needed
+        self.placeholders = {id(t): (name, t) for name, t in reversed(tensors.items()) if t.is_meta and name in made}
+        self.freed: set[str] = set()  # which were written, and are not needed
+        self.lost: set[str] = set()  # of these, which were used again
         self.live: dict[str, _Whole] = {}
         self.parts: dict[str, torch.Tensor] = {}  # this rank's, of the tensors that were written
 
@@ -203,7 +219,11 @@ class _Shards(TorchFunctionMode):
     def whole(self, name: str, placeholder: torch.Tensor) -> _Whole:
         """The global tensor: gathered if it was initialised before, else uninitialised memory."""
         if name not in self.parts:
-            return _Whole(tensor=torch.empty_like(placeholder, device=self.context.device, requires_grad=False), blank=0)
+            blank = torch.empty_like(placeholder, device=self.context.device, requires_grad=False)
+            if name in self.freed and blank.is_floating_point():  # what is computed from it shows
+                self.lost.add(name)
+                blank.fill_(math.nan)
+            return _Whole(tensor=blank, blank=blank._version)
         stored = to_dtensor(self.parts[name], tuple(placeholder.shape), self.layouts[name], self.context)
         return _Whole(tensor=full_tensor(stored).clone(), blank=-1)
 
@@ -211,8 +231,10 @@ class _Shards(TorchFunctionMode):
         """Keep this rank's shard of a tensor if it was written; keep the tensor while its storage is in use."""
         found = self.live.pop(name)
         like, storage = found.tensor.detach().to("meta"), weakref.ref(found.tensor.untyped_storage())
-        if found.tensor._version != found.blank:
+        if found.tensor._version != found.blank and name in self.needed:
             self.parts[name] = self.part(name, found.tensor)
+        elif found.tensor._version != found.blank:
+            self.freed.add(name)
         del found
         held = storage()
         if held is not None:
@@ -243,6 +265,12 @@ class _Shards(TorchFunctionMode):
                 made[id(original)] = stored_like(original, part, None if whole else self.layouts[name], self.context)
         if lost:
             raise _left_on_meta(model, lost)
+        if self.lost and (wrong := [name for name, part in self.parts.items() if part.isnan().any()]):
+            raise InputError(
+                f"{wrong[0]} is computed from a weight of another pipeline stage, which this rank does not store",
+                weights=", ".join(sorted(self.lost)),
+                fix="parallelize a model with weights, or load a checkpoint into the parallel module",
+            )
         return {name: stored[name] if name in stored else made[id(original)] for name, original in originals.items()}
 
 

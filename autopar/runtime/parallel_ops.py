@@ -18,6 +18,7 @@ import torch
 
 from autopar.runtime.attention import grouped_query_attention, query_parallel_attention, ring_attention
 from autopar.runtime.collectives import all_reduce_max, all_reduce_sum
+from autopar.runtime.deferred_products import deferred_addmm, deferred_linear, deferred_mm
 from autopar.runtime.losses import local_indices, vocab_parallel_cross_entropy, vocab_parallel_nll_loss
 from autopar.runtime.norms import group_norm, instance_norm, layer_norm, rms_norm, sync_batch_norm
 from autopar.runtime.recurrent import (
@@ -128,7 +129,7 @@ _FUNCTIONS = (
     vocab_parallel_embedding, vocab_parallel_cross_entropy, vocab_parallel_nll_loss, softmax, log_softmax, safe_softmax,
     layer_norm, rms_norm, group_norm, instance_norm, sync_batch_norm, grouped_query_attention, query_parallel_attention,
     ring_attention, all_to_all_rows, expert_parallel_grouped_mm, gate_parallel_lstm, gate_parallel_gru, gate_parallel_rnn_tanh,
-    gate_parallel_rnn_relu,
+    gate_parallel_rnn_relu, deferred_linear, deferred_mm, deferred_addmm,
 )  # fmt: skip
 # By the name of the form; two forms of one function differ in the dim that they split.
 PARALLEL_OPS: dict[str, Callable[..., object]] = {

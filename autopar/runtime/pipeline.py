@@ -4,6 +4,7 @@
     1F3        wait for them, run the stage, keep the edges of the autograd graph at which the gradients will come in
     1SEND_F3   send what was computed; 1WAIT_F3 waits until that is complete, and lets go of the buffer
     1RECV_B3   post the receives of the gradients; 1B3 waits, runs the backward; 1SEND_B3 sends the gradients of what came
+    1I3        1B3 without the gradients of weights in products, which 1W3 makes
 
 Each value travels as each rank's own part, between ranks of equal coordinates on the other axes, and its gradient the same way
 back. A stage on the same rank is handed the tensor. The order of messages is that of `pipeline.transfers`, by which no rank
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import RankError
 from autopar.ir.layout import Shape
 from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
+from autopar.runtime.deferred_products import DeferredProducts
 from autopar.runtime.gradient_accumulation import GradientAccumulator
 from autopar.runtime.rank_failures import announce, failed
 from autopar.runtime.rematerialize.recompute import Tensors
@@ -54,6 +56,7 @@ class StageRun:
     received: tuple[CrossingPart, ...]
     sent: tuple[CrossingPart, ...]
     accumulator: GradientAccumulator
+    deferred: DeferredProducts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,7 @@ class PipelineStep:
         """
         with ExitStack() as stack:
             for stage in self.stages.values():
+                stack.callback(stage.deferred.clear)
                 stack.enter_context(stage.accumulator.step())
             for action in self.schedule.ranks[self.rank.index]:
                 self._run(action)
@@ -131,6 +135,8 @@ class PipelineStep:
                     self._wait(action)
                 case ActionKind.FORWARD:
                     self._forward(action)
+                case ActionKind.BACKWARD_WEIGHT:
+                    self.stages[action.stage].deferred.run(action.microbatch)
                 case _:
                     self._backward(action)
         except RankError:
@@ -188,7 +194,7 @@ class PipelineStep:
         given = self._arrived(action)
         for part, tensor in zip(stage.received, given, strict=True):
             tensor.requires_grad_(part.gradient and trains)
-        with self._synchronised(action):
+        with self._synchronised(action), stage.deferred.forward(action.microbatch):
             outputs = stage.forward(action.microbatch, given)
         if action.stage == self.schedule.stages - 1:
             loss = self.loss(outputs)
@@ -203,18 +209,21 @@ class PipelineStep:
 
     def _backward(self, action: Action) -> None:
         stage, key = self.stages[action.stage], (action.stage, action.microbatch)
-        ends, leaves, gradients = self._ends.pop(key), self._leaves.pop(key), self._arrived(action)
+        ends, leaves = self._ends.pop(key), self._leaves.pop(key)
+        gradients = self._arrived(_at(action, ActionKind.BACKWARD))
         if action.stage == self.schedule.stages - 1:
             gradients = [torch.ones_like(end) for end in ends if isinstance(end, torch.Tensor)]
         pairs = zip(ends, gradients, strict=True)
         trained = [(end, gradient) for end, gradient in pairs if isinstance(end, GradientEdge) or end.requires_grad]
         begins: Any = [end for end, _ in trained]  # edges, or the loss
-        with self._synchronised(action):
+        with self._synchronised(action), stage.deferred.collecting(action.microbatch):
             torch.autograd.backward(begins, [gradient for _, gradient in trained])
         if action.stage:
             parts = zip(stage.received, leaves, strict=True)
             back = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for part, leaf in parts if part.gradient]
             self._pass_on(action, back, action.stage - 1, (ActionKind.BACKWARD, ActionKind.SEND_B))
+        if action.kind == ActionKind.BACKWARD:
+            stage.deferred.run(action.microbatch)
 
     @contextmanager
     def _synchronised(self, action: Action) -> Iterator[None]:

@@ -6,6 +6,8 @@ what the other ranks wait for fails: they then raise the reason that they find.
 
 from __future__ import annotations
 
+import traceback
+
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -20,8 +22,14 @@ def announce(where: str, action: str, error: Exception) -> RankError:
     rank = dist.get_rank() if dist.is_initialized() else 0
     reason = str(error).partition("\n")[0][:200] or type(error).__name__
     mine = f"{where} failed at {action} on rank {rank}"
-    found = told(f"{mine}: {type(error).__name__}: {reason}")
+    found = told(f"{mine}: {type(error).__name__}: {reason} ({_line(error)})")
     return RankError(found.partition(": ")[0], reason=found.partition(": ")[2], fix="see the log of that rank")
+
+
+def _line(error: Exception) -> str:
+    """Where an error was raised: file, line and its text, in emitted code too."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{last.filename}:{last.lineno}: {(last.line or '').strip()[:100]}"
 
 
 def failed(error: RuntimeError, where: str) -> RankError:

@@ -28,11 +28,10 @@ def _events(timeline: Timeline, name: str) -> Iterator[Event]:
     rows = {channel: number for number, channel in enumerate(channels, start=1)}
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": name}}
     for row, text in enumerate((COMPUTING, *(f"messages over {channel}" for channel in channels))):
-        yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": text}}
-        yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
+        yield from row_name(row, text)
     computing: Sequence[Interval] = sorted((*timeline.computing, *timeline.waiting), key=lambda one: (one.start, one.stop))
     for one in computing:
-        yield _slice(0, one.name, one.kind, one.start, one.stop, {})
+        yield slice_of(0, one.name, one.kind, one.start, one.stop, {})
     for sent in timeline.sent:
         transfer = sent.transfer
         said = {
@@ -41,13 +40,27 @@ def _events(timeline: Timeline, name: str) -> Iterator[Event]:
             "exposed us": _microseconds(sent.exposed),
             "hidden us": _microseconds(sent.hidden),
         }
-        yield _slice(rows[transfer.channel], transfer.name, transfer.kind, sent.start, sent.stop, said)
+        yield slice_of(rows[transfer.channel], transfer.name, transfer.kind, sent.start, sent.stop, said)
 
 
-def _slice(row: int, name: str, kind: str, start: Seconds, stop: Seconds, said: Event) -> Event:
+def row_name(row: int, text: str, *, process: int = 0) -> Iterator[Event]:
+    """The name of a row, and its place among those of its process."""
+    yield {"ph": "M", "pid": process, "tid": row, "name": "thread_name", "args": {"name": text}}
+    yield {"ph": "M", "pid": process, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
+
+
+def slice_of(row: int, name: str, kind: str, start: Seconds, stop: Seconds, said: Event, *, process: int = 0) -> Event:
     """What a row does between two times."""
     begun, ended = (round(time * 1e9) for time in (start, stop))
-    found = {"ph": "X", "pid": 0, "tid": row, "name": name, "cat": kind, "ts": begun / 1000, "dur": (ended - begun) / 1000}
+    found = {
+        "ph": "X",
+        "pid": process,
+        "tid": row,
+        "name": name,
+        "cat": kind,
+        "ts": begun / 1000,
+        "dur": (ended - begun) / 1000,
+    }
     return found | ({"args": said} if said else {})
 
 
@@ -55,4 +68,4 @@ def _microseconds(time: Seconds) -> float:
     return round(time * 1e9) / 1000
 
 
-__all__ = ["COMPUTING", "trace"]
+__all__ = ["COMPUTING", "Event", "row_name", "slice_of", "trace"]

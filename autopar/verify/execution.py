@@ -10,6 +10,7 @@ from torch import nn
 from autopar.capture import Captured
 from autopar.capture.signature import Signature
 from autopar.codegen import ModuleState, OutputLayout, ParallelModule, emit
+from autopar.codegen.pipeline_module import PipelineModule
 from autopar.ir.layout import I
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
@@ -20,39 +21,45 @@ from autopar.runtime.storage import with_dtype
 from autopar.runtime.world import connect
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.candidates import INVARIANT, candidate
-from autopar.verify.reference import differentiated_sum
+from autopar.verify.reference import Loss, differentiated_sum
 
 
-def results(module: ParallelModule, program: Program, inputs: Sequence[torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
-    """Outputs, gradients and written buffers of one forward and backward, by kind and name."""
+def results(
+    module: ParallelModule, program: Program, inputs: Sequence[torch.Tensor], loss: Loss = differentiated_sum
+) -> dict[tuple[str, str], torch.Tensor]:
+    """Outputs, gradients and written buffers of one forward and backward, by kind and name: those that this rank has.
+
+    `loss` says what of the outputs is differentiated.
+    """
     given = [one.clone().requires_grad_(value.requires_grad) for one, value in zip(inputs, program.inputs, strict=True)]
-    outputs = _forward_backward(module, given)
-    result = {("output", o.path): tensor for o, tensor in zip(program.outputs, outputs, strict=True)}
+    outputs = _forward_backward(module, given, loss)
+    ends = zip(program.outputs, outputs, strict=True)
+    result = {("output", end.path): tensor for end, tensor in ends if tensor is not None}
     held = dict(module.named_parameters())
     for parameter in program.parameters:
-        tensor = held[parameter.names[0]]
-        gradient = tensor.grad
+        tensor = held.get(parameter.names[0])
+        gradient = None if tensor is None else tensor.grad
         if parameter.value.requires_grad and gradient is not None:
             result["gradient", parameter.names[0]] = gradient
     result |= {("gradient", v.name): x.grad for v, x in zip(program.inputs, given, strict=True) if x.grad is not None}
     stored = dict(module.named_buffers())
     written = dict.fromkeys(name for op in program.ops for name in writes(op))
-    return result | {("buffer", name): stored[name] for name in written}
+    return result | {("buffer", name): stored[name] for name in written if name in stored}
 
 
-def _forward_backward(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The outputs of a step, with gradients in `.grad`; joined over micro-batches."""
-    if module.autopar.steps is None:
+def _forward_backward(module: ParallelModule, inputs: Sequence[torch.Tensor], loss: Loss) -> Sequence[torch.Tensor | None]:
+    """The outputs of a step, with gradients in `.grad`; joined over micro-batches. None are those of another rank."""
+    if module.autopar.steps is None and not isinstance(module, PipelineModule):
         outputs = module.run(inputs)
-        loss = differentiated_sum(outputs)
-        if loss is not None:
-            loss.backward()  # type: ignore[no-untyped-call]
+        total = loss(outputs)
+        if total is not None:
+            total.backward()  # type: ignore[no-untyped-call]
         return outputs
     found: list[list[torch.Tensor]] = []
 
     def differentiated(outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
         found.append([output.detach() for output in outputs])
-        return differentiated_sum(outputs)
+        return loss(outputs)
 
     module.accumulate(inputs, differentiated)
     return module.joined(found)

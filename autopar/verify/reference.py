@@ -126,4 +126,4 @@ class _NoDropout(TorchFunctionMode):
         return found.fill_(HALF) if fixed and isinstance(found, torch.Tensor) else found
 
 
-__all__ = ["arguments", "differentiated_sum", "module_results"]
+__all__ = ["Loss", "arguments", "differentiated_sum", "module_results"]

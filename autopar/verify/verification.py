@@ -17,6 +17,7 @@ from torch import nn
 
 from autopar.analysis.analysis import analyse
 from autopar.capture import Captured, Signature
+from autopar.codegen import ParallelModule
 from autopar.errors import InputError
 from autopar.formulation.prices import Prices
 from autopar.ir.dynamic_dims import declared, describe_sizes, dim_sizes, numbers
@@ -27,10 +28,14 @@ from autopar.ir.training_step import TrainingStep
 from autopar.parallelize import assemble, tensors_of
 from autopar.passes.no_dropout import HALF, drawn, without_dropout
 from autopar.passes.to_float64 import promote, wide
+from autopar.pipelining import assembled_stages
 from autopar.plan.assignment_text import as_planned, resolve
 from autopar.plan.options import Options
 from autopar.plan.plan import Collective, Plan
-from autopar.plan.resolved import read_plan
+from autopar.plan.resolved import ResolvedPlan, read_plan
+from autopar.plan.stages import ResolvedPipeline, loss_of, read_pipeline
+from autopar.planning.pipeline_search import plan_pipeline
+from autopar.planning.pipeline_stages import without_axis
 from autopar.planning.planner import collectives_of, connected_mesh, read_program, resolve_program, with_dynamic_sizes
 from autopar.planning.respecialize import Respecializer
 from autopar.runtime.custom_ops import Operators
@@ -39,7 +44,7 @@ from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
 from autopar.verify.execution import doubled, error, largest, results, sequential
-from autopar.verify.reference import arguments, module_results
+from autopar.verify.reference import Loss, arguments, differentiated_sum, module_results
 from autopar.verify.report import Report, ReportRow
 
 DOUBLE, SINGLE = 1e-9, 1e-4  # largest error that counts as equal
@@ -58,8 +63,9 @@ def verify(
     captured = read_program(model, sample_input, options.precision, options.reduce)
     if plan is None:
         plan = _planned(model, sample_input, captured, place, options)
+        place = connected_mesh(mesh, options, plan)  # of which the plan may have cut an axis
     plan = _at_sample(plan, model, sample_input, captured, options)
-    read_plan(plan, captured.program, place)  # raises before any process is started if the plan is for another program
+    _read(plan, captured.program, place)  # raises before any process is started if the plan is for another program
     inputs = captured.signature.bind(*arguments(sample_input))
     rows, surplus, missing = compare(captured, tensors, inputs, plan, place, pool)
     rows += _against_module(model, sample_input, captured, tensors, inputs)
@@ -71,8 +77,15 @@ def verify(
 
 def _planned(model: nn.Module, sample_input: object, captured: Captured, mesh: Mesh, options: Options) -> Plan:
     """A plan for the captured program and its dynamic sizes."""
+    if options.pipeline is not None:
+        return plan_pipeline(captured.program, mesh, options)
     sizes = declared(options.dynamic, captured.signature.shapes)
     return with_dynamic_sizes(resolve_program(captured.program, mesh, options), sizes, model, sample_input).plan
+
+
+def _read(plan: Plan, program: Program, mesh: Mesh) -> ResolvedPlan | ResolvedPipeline:
+    """A plan read for a program. Raises PlanError if it was made for another one."""
+    return read_pipeline(plan, program) if plan.pipeline else read_plan(plan, program, mesh)
 
 
 def _at_sample(plan: Plan, model: nn.Module, sample_input: object, captured: Captured, options: Options) -> Plan:
@@ -112,17 +125,22 @@ def compare(
 
     Returns a row per tensor, the collectives issued beyond the plan, and those of the plan that were not issued. `captured` is
     the program of the global batch, which the sequential run does not cut into micro-batches.
+
+    A plan in stages differentiates its loss alone, other plans all scalars; a tensor is compared on the ranks that have it.
     """
     program = promote(without_dropout(captured.program))
     wide_tensors = {name: doubled(tensor) for name, tensor in tensors.items()}
     for parameter in program.parameters:  # a gradient that capture lost is told by `_against_module`
         wide_tensors[parameter.value.name].requires_grad_(parameter.value.requires_grad)
     batch = [doubled(tensor.detach()) for tensor in inputs]
-    reference = results(sequential(replace(captured, program=program), wide_tensors), program, batch)
-    step = as_planned(plan, program)
+    reference = results(sequential(replace(captured, program=program), wide_tensors), program, batch, _loss(plan, program))
+    if plan.pipeline:
+        plan = read_pipeline(plan, program, alike=True).plan
+    else:
+        plan = replace(plan, hash=as_planned(plan, program).hash)
     payload = _Payload(
         captured=replace(captured, program=program, signature=wide_signature(captured.signature)),
-        plan=replace(plan, hash=step.hash),
+        plan=plan,
         tensors=wide_tensors,
         inputs=batch,
         operators=Operators.of(op.target for op in program.ops) if plan.mesh.size > 1 else Operators(),
@@ -136,18 +154,54 @@ def compare(
         with WorkerPool(plan.mesh.size, preload=["autopar.verify.verification"]) as own:
             ranks = _on_workers(own, payload, plan.mesh.size)
     rows = [
-        ReportRow(what=what, name=name, error=largest(errors[what, name] for errors, _ in ranks), tolerance=DOUBLE)
-        for what, name in ranks[0][0]
+        ReportRow(what=what, name=name, error=_error(ranks, what, name), tolerance=DOUBLE) for what, name in payload.reference
     ]
-    issued = Counter(f"{c.kind} {c.axis} {c.bytes} {c.where}" for c in ranks[0][1])
-    planned = Counter(f"{c.kind} {c.axis} {c.bytes} {c.where}" for c in _expected(step, payload.plan, mesh))
+    issued = Counter(line for place, log in _logs(plan, ranks) for line in _lines(place, log))
+    planned = Counter(line for place, of_plan in _expected(program, plan, mesh) for line in _lines(place, of_plan))
     return rows, tuple((issued - planned).elements()), tuple((planned - issued).elements())
 
 
-def _expected(step: TrainingStep, plan: Plan, mesh: Mesh) -> Iterable[Collective]:
-    """The plan's collectives for the float64 step on CPUs, where some operators save other tensors."""
+def _error(ranks: Sequence[RankResult], what: str, name: str) -> float:
+    """The largest error of a tensor over the ranks that have it; infinite if none does."""
+    return largest([errors[what, name] for errors, _ in ranks if (what, name) in errors] or [math.inf])
+
+
+def _lines(place: str, collectives: Iterable[Issued | Collective]) -> Iterator[str]:
+    return (f"{place}{one.kind} {one.axis} {one.bytes} {one.where}" for one in collectives)
+
+
+def _logs(plan: Plan, ranks: Sequence[RankResult]) -> Iterator[tuple[str, Sequence[Issued]]]:
+    """What rank 0 issued; with stages the first rank at each place of the pipeline's axis, told by the place."""
+    if plan.pipeline is None:
+        yield "", ranks[0][1]
+        return
+    axis = plan.axes.index(plan.pipeline.axis)
+    for place in range(plan.sizes[axis]):
+        yield f"{plan.pipeline.axis}={place}: ", ranks[place * math.prod(plan.sizes[axis + 1 :])][1]
+
+
+def _expected(program: Program, plan: Plan, mesh: Mesh) -> Iterator[tuple[str, Iterable[Collective]]]:
+    """The plan's collectives for a float64 program, as `_logs` has those that were issued."""
+    if plan.pipeline is None:
+        yield "", _on_cpu(as_planned(plan, program), plan, mesh)
+        return
+    found, on = read_pipeline(plan, program), without_axis(mesh, plan.pipeline.axis)
+    for stage, rank in sorted(plan.pipeline.order.rank_of.items()):
+        yield f"{plan.pipeline.axis}={rank}: ", _on_cpu(found.resolved[stage].step, found.resolved[stage].plan, on)
+
+
+def _on_cpu(step: TrainingStep, plan: Plan, mesh: Mesh) -> Iterable[Collective]:
+    """The collectives of a plan on CPUs, where some operators save other tensors."""
     analysis = replace(analyse(step, mesh), cpu=True)
     return collectives_of(analysis, resolve(plan, step, analysis.fits), Prices(mesh=mesh))
+
+
+def _loss(plan: Plan, program: Program) -> Loss:
+    """What is differentiated of a program's outputs under a plan."""
+    if plan.pipeline is None:
+        return differentiated_sum
+    place = [output.value for output in program.outputs].index(loss_of(program))
+    return lambda outputs: outputs[place]
 
 
 RankResult = tuple[dict[tuple[str, str], float], list[Issued]]  # errors by kind and name, and issued collectives
@@ -172,12 +226,17 @@ def _on_workers(pool: WorkerPool, payload: _Payload, size: int) -> list[RankResu
 def check(payload: _Payload) -> RankResult:
     """Run on one rank: the errors of outputs and gradients, and the collectives that it issued."""
     payload.operators.unpack()
-    context = connect(payload.plan.mesh, device="cpu")
-    module = assemble(payload.captured, payload.tensors, payload.plan, context)
+    plan, program = payload.plan, payload.captured.program
+    context = connect(plan.mesh, device="cpu")
+    if plan.pipeline:
+        stages = read_pipeline(plan, program)
+        module: ParallelModule = assembled_stages(payload.captured, payload.tensors, stages, context)
+    else:
+        module = assemble(payload.captured, payload.tensors, plan, context)
     with recorded(context.axes) as log:
-        found = results(module, payload.captured.program, payload.inputs)
-    errors = {key: error(full_tensor(found[key]).detach(), expected) for key, expected in payload.reference.items()}
-    return errors, list(log)
+        found = results(module, program, payload.inputs, _loss(plan, program))
+    expected = ((key, tensor) for key, tensor in payload.reference.items() if key in found)
+    return {key: error(full_tensor(found[key]).detach(), tensor) for key, tensor in expected}, list(log)
 
 
 def _against_module(

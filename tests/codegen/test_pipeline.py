@@ -22,6 +22,7 @@ from tests.support.pipelines import SLOW, Trained
 
 ROOT = Path(__file__).parents[2]
 EXACT, SINGLE = 1e-9, 1e-6
+REPEATED = {"recompute": "blocks"}
 # The library computes norms of T5 in float32: another order of sums shows there.
 CASES: list[tuple[str, dict[str, int], dict[str, Any], float]] = [
     ("gpt2", {"pp": 2, "dp": 2}, {"strategy": "ddp", "microbatches": 4}, EXACT),
@@ -31,6 +32,10 @@ CASES: list[tuple[str, dict[str, int], dict[str, Any], float]] = [
     ("t5", {"pp": 2, "tp": 2}, {"strategy": "megatron", "stages": 4, "microbatches": 4}, SINGLE),
     ("gpt2", {"pp": 2, "dp": 2}, {"strategy": "zero1", "stages": ["transformer.h.1"], "microbatches": 2}, EXACT),
     ("bert", {"pp": 2}, {"microbatches": 1}, EXACT),
+    ("gpt2", {"pp": 2, "dp": 2}, {"strategy": "fsdp", "microbatches": 4, "schedule": "zb-h1"}, EXACT),
+    ("t5", {"pp": 2}, {"microbatches": 4, "schedule": "zb-v"}, EXACT),
+    ("t5", {"pp": 2}, {"schedule": "tests/support/v_shaped.csv"}, EXACT),
+    ("gpt2", {"pp": 2, "tp": 2}, {"strategy": "megatron", "microbatches": 2, "schedule": "zb-h1", **REPEATED}, EXACT),
     ("gpt2", {"node": 4}, {"pipeline": "auto", "strategy": "fsdp", "device": SLOW}, EXACT),
 ]
 
@@ -59,6 +64,8 @@ def test_stages_have_the_numbers_of_the_whole_model_and_send_what_the_plan_says(
     model: str, mesh: dict[str, int], options: dict[str, Any], tolerance: float, pool: WorkerPool
 ) -> None:
     case = {"model": model, "mesh": mesh, **options}
+    if "csv" in case.get("schedule", ""):
+        case["schedule"] = str(ROOT / case["schedule"])
     ranks = Mesh.of(mesh).size
     found: list[Trained] = pool.run("tests.support.pipelines:trained", case, ranks=ranks, keep=True)  # type: ignore[assignment]
     assert {name: error for one in found for name, error in one.errors.items() if not error <= tolerance} == {}
@@ -67,6 +74,14 @@ def test_stages_have_the_numbers_of_the_whole_model_and_send_what_the_plan_says(
     for rank, one in enumerate(found):
         assert one.sent == messages(plan, rank)
         assert one.sent
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_rank_holds_at_its_peak_what_its_stages_say(schedule: str, pool: WorkerPool) -> None:
+    """Deferred gradients of weights keep activations and gradients: more than 1f1b holds, and as much as was planned."""
+    found: list[tuple[int, int]] = pool.run("tests.support.pipelines:peaks", schedule, ranks=2, keep=True)  # type: ignore[assignment]
+    for measured, planned in found:
+        assert measured == pytest.approx(planned, rel=0.05)
 
 
 def test_dropout_draws_what_the_model_draws_without_stages(pool: WorkerPool) -> None:
@@ -119,5 +134,5 @@ def test_a_stage_that_fails_ends_all_ranks_with_its_name(tmp_path: Path) -> None
     assert all(process.returncode for process in ranks)
     texts = [log.read_text() for log in logs]
     assert all("stage 1 of the pipeline failed at 1F2 on rank 1" in text for text in texts)
-    assert "ValueError: out of luck" in texts[0]
+    assert "ValueError: out of luck (<string>:" in texts[0]
     assert "rank 0 waited in" in texts[0]

@@ -18,6 +18,7 @@ from tests.support import models
 from tests.support.golden import Golden
 
 MESH = {"pp": 2, "dp": 2}
+BY_ROUNDS = {"schedule": "interleaved"}
 CHUNKS = ["encoder.block.1", "encoder.final_layer_norm", "decoder.block.1"]
 
 
@@ -48,7 +49,7 @@ def test_a_value_crosses_in_the_state_in_which_the_strategy_leaves_it(strategy: 
 
 
 def test_chunks_are_interleaved_and_stages_begin_where_the_user_says() -> None:
-    pipeline = planned("t5", {"pp": 2}, stages=CHUNKS, schedule="auto").pipeline
+    pipeline = planned("t5", {"pp": 2}, stages=CHUNKS, schedule="interleaved").pipeline
     assert pipeline is not None
     assert pipeline.schedule == "interleaved"
     assert [module.split(".layer")[0] for module in pipeline.modules[1:]] == CHUNKS
@@ -115,7 +116,7 @@ WRONG: list[tuple[dict[str, Any], type[AutoparError], str, str]] = [
         "repeated block",
     ),
     ({"stages": ["transformer.h.0.mlp"]}, ConstraintError, "no stage of the pipeline can begin at", "repeated block"),
-    ({"schedule": "zb-h1"}, ConstraintError, "the schedule zb-h1 defers gradients of weights", "gpipe, 1f1b, interleaved"),
+    ({"schedule": "zb-h1", "microbatches": 1}, ConstraintError, "of one micro-batch", "two, or 1f1b"),
     ({"schedule": "2f2b"}, ConstraintError, "'2f2b' is not a pipeline schedule", "interleaved"),
     ({"schedule": "interleaved"}, ConstraintError, "no pipeline schedule interleaved of 2 ranks", "at least two chunks"),
     ({"dynamic": {"batch": 0}}, ConstraintError, "a pipeline has no sizes that vary yet", "drop dynamic="),
@@ -142,7 +143,7 @@ def test_stages_out_of_order_are_refused() -> None:
 def test_interleaved_rounds_are_of_equal_length() -> None:
     deep = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(6)), Squares())
     with pytest.raises(ConstraintError, match="no pipeline schedule interleaved of 3 ranks, 10 micro-batches") as caught:
-        autopar.plan(deep, torch.randn(10, 8), {"pp": 3}, device="h100", pipeline="pp", stages=6, microbatches=10)
+        autopar.plan(deep, torch.randn(10, 8), {"pp": 3}, device="h100", pipeline="pp", stages=6, microbatches=10, **BY_ROUNDS)
     assert caught.value.details["rounds"] == "3 of equal length"
 
 
@@ -198,12 +199,6 @@ def test_a_damaged_pipeline_is_refused(change: str, said: str) -> None:
 
 def test_what_knows_no_stages_says_so() -> None:
     model, sample = models.make("gpt2")
-    made = planned()
-    with pytest.raises(PlanError, match="the plan has a pipeline, which is run by autopar"):
-        autopar.verify(model, sample, MESH, plan=made)
-    for ask in (autopar.verify, autopar.explain.explain):
-        with pytest.raises(ConstraintError, match="is known to autopar"):
-            ask(model, sample, MESH, pipeline="pp", device="h100")
     plain = autopar.plan(model, sample, (1,), device="h100")
     with pytest.raises(PlanError, match="the plan has no pipeline, which was asked for"):
         autopar.parallelize(model, sample, (1,), plan=plain, pipeline="axis0")
@@ -221,7 +216,6 @@ def test_a_module_of_one_rank_says_what_it_does_not_do() -> None:
     torch.testing.assert_close(parallel.step(**sample), expected)
     with torch.no_grad():
         torch.testing.assert_close(parallel(**sample)["loss"], expected)
-    with pytest.raises(InputError, match="initialize does not know pipeline stages"):
-        autopar.initialize(parallel, model)
+    autopar.initialize(parallel, model)  # nothing of it is on meta
     with pytest.raises(InputError, match="a module of a pipeline cannot be copied"):
         copy.deepcopy(parallel)

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 
 import autopar
 from autopar.cost_models import catalog
 from autopar.runtime.storage import full_tensor
+from autopar.verify.testing import peak
 from tests.support import models
 
 Case = dict[str, Any]
@@ -137,3 +139,27 @@ def copies_of_ties(steps: int) -> torch.Tensor:
         optimizer.step()
         optimizer.zero_grad()
     return full_tensor(parallel.get_parameter("transformer.wte.weight")).detach()
+
+
+def peaks(schedule: str) -> tuple[int, int]:
+    """The most bytes that were alive on this rank in a step, and those that its stage was planned with."""
+    config = transformers.GPT2Config(
+        n_layer=4, n_embd=64, n_head=2, vocab_size=128, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"
+    tokens = torch.randint(128, (32, 64), generator=torch.Generator().manual_seed(1))
+    sample = {"input_ids": tokens, "labels": tokens}
+    parallel = autopar.parallelize(
+        model, sample, {"pp": dist.get_world_size()}, pipeline="pp", schedule=schedule, microbatches=8, recompute="none"
+    )
+    optimizer = torch.optim.AdamW(parallel.parameters())
+
+    def step() -> None:
+        parallel.step(**sample)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    measured = peak(parallel, optimizer, sample.values(), step).bytes
+    return measured, parallel.autopar.plan.stages[dist.get_rank()].peak_memory

@@ -1,0 +1,44 @@
+"""Products of activations with weights, whose gradients of weights a pipeline schedule may defer.
+
+Of a backward B the half I makes the gradient of what the stage received; the half W makes, later, what nothing waits for:
+
+    y = linear(x, w)       I: dx = dy w         W: dw = dy^T x, for which x and dy are kept from I to W
+
+Gradients of weights in other operators (norms, embeddings, biases, convolutions) are made by I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.analysis.weights import weights
+from autopar.ir.program import Op, Program, Ref, remembered
+
+FACTORS: Mapping[str, tuple[int, int]] = {  # the places of the activation and of the weight among the arguments
+    "aten.linear.default": (0, 1),
+    "aten.mm.default": (0, 1),
+    "aten.addmm.default": (1, 2),
+}
+
+
+@remembered
+def deferrable(program: Program) -> Mapping[str, tuple[str, str]]:
+    """The activation and the weight of each product of the two, by the name of the op, where both need a gradient."""
+    known = weights(program)
+    pairs = ((op.name, _factors(op)) for op in program.ops)
+    return {
+        name: (x, w)
+        for name, (x, w) in ((name, pair) for name, pair in pairs if pair)
+        if w in known and x not in known and program.values[x].requires_grad and program.values[w].requires_grad
+    }
+
+
+def _factors(op: Op) -> tuple[str, str] | None:
+    places = FACTORS.get(op.target)
+    if places is None or op.kwargs or not op.requires_grad:
+        return None
+    x, w = (op.args[place] for place in places)
+    return (x.name, w.name) if isinstance(x, Ref) and isinstance(w, Ref) else None
+
+
+__all__ = ["FACTORS", "deferrable"]

@@ -1,0 +1,59 @@
+"""Pipeline schedules from files in torch's CSV notation: read as data, checked in full, and never more than data.
+
+0F0,0F1,,0B0,0B1        rank 0; empty cells are where it idles
+,1F0,1B0,1F1,1B1        rank 1
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autopar.errors import ConstraintError
+from autopar.pipeline.dependencies import check
+from autopar.pipeline.schedule import PipelineSchedule, parse
+
+SUFFIX = ".csv"
+LARGEST = 16 * 2**20  # bytes of a file: two million actions
+FIX = "a line per rank of the pipeline, such as 0F0,0F1,0B0,0B1"
+
+
+def is_file(schedule: str) -> bool:
+    """Whether a schedule that was asked for is a file rather than a name."""
+    return schedule.endswith(SUFFIX)
+
+
+def read_schedule(path: str) -> PipelineSchedule:
+    """The schedule in a file.
+
+    Raises ConstraintError for what is no such file, and for a schedule that lacks or repeats an action, has a stage on two
+    ranks, or would hang.
+    """
+    try:
+        if (size := Path(path).stat().st_size) > LARGEST:
+            raise ConstraintError(f"{path} is too large for a pipeline schedule: {size} bytes", fix=FIX)
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConstraintError(f"cannot read the pipeline schedule {path}", error=error, fix=FIX) from error
+    found = parse(text, source=path)
+    check(found)
+    return found
+
+
+def fitting(path: str, ranks: int, stages: int | None, microbatches: int) -> PipelineSchedule:
+    """The schedule in a file, of so many ranks, stages (None: as many as it has) and micro-batches.
+
+    Raises ConstraintError where it has others.
+    """
+    found = read_schedule(path)
+    pairs = {
+        "ranks": (len(found.ranks), ranks, "an axis of so many ranks, or a line of actions for each rank of this one"),
+        "stages": (found.stages, found.stages if stages is None else stages, "stages= their number, or leave it out"),
+        "micro-batches": (found.microbatches, microbatches, "microbatches= their number, or leave it out"),
+    }
+    for what, (has, asked, fix) in pairs.items():
+        if has != asked:
+            raise ConstraintError(f"the pipeline schedule {path} has {has} {what}, and {asked} are asked for", fix=fix)
+    return found
+
+
+__all__ = ["fitting", "is_file", "read_schedule"]

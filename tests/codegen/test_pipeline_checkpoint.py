@@ -1,0 +1,50 @@
+"""Checkpoints and initial values of models in stages: equal under other numbers of stages, in none, and on other meshes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.runtime.workers import WorkerPool
+from tests.support.pipeline_checkpoints import Tensors, model
+
+SAVED: dict[str, Any] = {"mesh": {"pp": 2, "dp": 2}, "pipeline": "pp", "strategy": "fsdp", "microbatches": 2}
+LOADED: dict[str, dict[str, Any]] = {
+    "no stages": {"mesh": {"dp": 4}, "strategy": "fsdp"},
+    "tensor parallel": {"mesh": {"tp": 2, "pp": 2}, "pipeline": "pp", "strategy": "megatron", "microbatches": 4},
+    "four stages": {"mesh": {"pp": 4}, "pipeline": "pp", "microbatches": 4},
+}
+EXACT = 1e-9
+
+
+def test_a_checkpoint_of_stages_is_that_of_the_model(pool: WorkerPool, tmp_path: Path) -> None:
+    case = (str(tmp_path / "checkpoint"), SAVED, LOADED)
+    ranks: list[dict[str, tuple[Tensors, float]]] = pool.run(  # type: ignore[assignment]
+        "tests.support.pipeline_checkpoints:saved_and_loaded", case, ranks=4
+    )
+    built = model()
+    trained = {f"{name}/{key}" for name, _ in built.named_parameters() for key in ("exp_avg", "exp_avg_sq", "step")}
+    expected: Tensors = {name: one for rank in ranks for name, one in rank["saved"][0].items()}
+    assert expected.keys() == {*built.state_dict()} | trained
+    losses = {rank["saved"][1] for rank in ranks}
+    assert len(losses) == 1
+    for name in LOADED:
+        assert {key for rank in ranks for key in rank[name][0]} == expected.keys()
+        for rank in ranks:
+            held, loss = rank[name]
+            assert [key for key, tensor in held.items() if not torch.equal(tensor, expected[key])] == []
+            assert abs(loss - losses.copy().pop()) <= EXACT
+
+
+def test_stages_are_initialised_like_the_model_in_none(pool: WorkerPool) -> None:
+    case = {"mesh": {"pp": 2, "dp": 2}, "pipeline": "pp", "strategy": "fsdp", "microbatches": 2}
+    ranks: list[tuple[Tensors, Tensors, str]] = pool.run(  # type: ignore[assignment]
+        "tests.support.pipeline_checkpoints:initialised", case, ranks=4
+    )
+    for alone, staged, _ in ranks:
+        assert [name for name, tensor in staged.items() if not torch.equal(tensor, alone[name])] == []
+    assert {name for _, staged, _ in ranks for name in staged} == set(ranks[0][0])
+    assert [said.partition("\n")[0] for *_, said in ranks[:2]] == ["", ""]
+    assert all("transformer.h.1.mlp.c_fc.weight is computed from a weight of another pipeline stage" in x[2] for x in ranks[2:])

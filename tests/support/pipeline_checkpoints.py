@@ -1,0 +1,116 @@
+"""What runs on the ranks in the tests of checkpoints and initial values of models in stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+import autopar
+from autopar.errors import InputError
+from autopar.runtime.storage import full_tensor
+from tests.support.pipelines import next_token_loss
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # names in the place of groups: ranks have different parameters
+Tensors = dict[str, torch.Tensor]
+
+
+def model() -> nn.Module:
+    """A model of four blocks and a tied embedding."""
+    sizes = {"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    made = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    made.loss_function = next_token_loss  # the library's own is in float32
+    return made
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """The same tokens on every rank."""
+    tokens = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _made(options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+    """A model with dropout off in stages, or in none, and its optimizer."""
+    sample = batch()
+    parallel = autopar.parallelize(model().double().eval(), sample, device="h100", **options)
+    return parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-2), sample
+
+
+def _step(parallel: nn.Module, optimizer: torch.optim.Optimizer, sample: dict[str, torch.Tensor]) -> float:
+    loss = parallel.step(**sample)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss)
+
+
+def _whole(parallel: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Every tensor of the module and of its optimizer that this rank has, whole."""
+    held = {name: full_tensor(tensor).detach().clone() for name, tensor in parallel.state_dict().items()}
+    for name, parameter in parallel.named_parameters():
+        held |= {f"{name}/{key}": full_tensor(one).clone() for key, one in sorted(optimizer.state[parameter].items())}
+    return held
+
+
+def saved_and_loaded(case: tuple[str, dict[str, Any], dict[str, dict[str, Any]]]) -> dict[str, tuple[Tensors, float]]:
+    """Train two steps, save, and go on; load the checkpoint by other options and go on from there.
+
+    Each has what was saved or loaded, and the loss of the third step.
+    """
+    folder, first, others = case
+    found: dict[str, tuple[Tensors, float]] = {}
+    parallel, optimizer, sample = _made(first)
+    for _ in range(2):
+        _step(parallel, optimizer, sample)
+    whole = _whole(parallel, optimizer)
+    state = {"model": parallel.state_dict(), "optimizer": get_optimizer_state_dict(parallel, optimizer, options=FLAT)}
+    dcp.save(state, checkpoint_id=folder)
+    found["saved"] = whole, _step(parallel, optimizer, sample)
+    for name, options in others.items():
+        torch.manual_seed(3)  # other weights than those that were saved
+        parallel, optimizer, sample = _made(options)
+        with torch.no_grad():
+            for parameter in parallel.parameters():
+                parameter.zero_()
+        state = {"model": parallel.state_dict(), "optimizer": get_optimizer_state_dict(parallel, optimizer, options=FLAT)}
+        dcp.load(state, checkpoint_id=folder)
+        parallel.load_state_dict(state["model"], strict=False)
+        set_optimizer_state_dict(parallel, optimizer, state["optimizer"], options=FLAT)
+        found[name] = _whole(parallel, optimizer), _step(parallel, optimizer, sample)
+    return found
+
+
+class Copying(transformers.GPT2LMHeadModel):
+    """A model whose code computes a weight of one block from that of another."""
+
+    def initialize_weights(self) -> None:
+        super().initialize_weights()
+        first, second = (self.transformer.h[place].mlp.c_fc.weight for place in (0, 1))
+        second.data.copy_(2 * first.data)
+
+
+def initialised(case: dict[str, Any]) -> tuple[Tensors, Tensors, str]:
+    """The tensors of a model in stages and of the same in none, after `autopar.initialize`, and what is said of `Copying`."""
+
+    def values(kind: type[nn.Module], options: dict[str, Any]) -> Tensors:
+        config = transformers.GPT2Config(
+            n_layer=2, n_embd=16, n_head=2, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=0
+        )
+        with torch.device("meta"):
+            model = kind(config)
+        model.loss_type = "ForCausalLM"
+        parallel = autopar.parallelize(model, batch(), device="h100", **options)
+        torch.manual_seed(11)
+        autopar.initialize(parallel, model)
+        return {name: full_tensor(tensor).detach() for name, tensor in parallel.state_dict().items()}
+
+    alone = values(transformers.GPT2LMHeadModel, {"mesh": (1,)})
+    staged = values(transformers.GPT2LMHeadModel, case)
+    try:
+        values(Copying, case)
+    except InputError as error:
+        return alone, staged, str(error)
+    return alone, staged, ""

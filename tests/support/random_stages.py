@@ -1,0 +1,44 @@
+"""Random plans of models in stages: each stage any plan that can run, which sends in any layout and state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+
+from torch import nn
+
+import autopar
+from autopar.ir.layout import Layout
+from autopar.passes.microbatches import microbatches
+from autopar.plan.options import Options
+from autopar.plan.plan import Plan
+from autopar.plan.stages import StageSteps, differentiated, loss_of
+from autopar.planning.pipeline_plan import _crossings
+from autopar.planning.pipeline_stages import without_axis
+from autopar.planning.planner import connected_mesh, read_program
+from autopar.verify.testing import RandomPlans
+from tests.support import models
+
+
+def random_stages(
+    model: nn.Module, sample: models.Sample, mesh: Mapping[str, int], axis: str, seed: int, **asked: object
+) -> Plan:
+    """A plan as `autopar.plan` makes it by these options, but for what its stages choose: that is random.
+
+    The model has no parameters that stages share, which must be stored alike.
+    """
+    made = autopar.plan(model, sample, dict(mesh), device="h100", pipeline=axis, **asked)  # type: ignore[arg-type]
+    assert made.pipeline is not None
+    assert not made.pipeline.tied
+    whole = connected_mesh(dict(mesh), Options(device="h100"))
+    step = microbatches(read_program(model, sample).program, made.microbatches)
+    steps, on = StageSteps(step, made.pipeline.starts), without_axis(whole, axis)
+    found, layouts = [], dict[str, Layout]()
+    for place in range(len(made.stages)):
+        of_stage = steps.made(place, layouts, made.pipeline.in_flight(place))
+        drawn = RandomPlans(of_stage, on, Options(device="h100", strategy="random", outputs="sharded")).draw(seed * 101 + place)
+        layouts = dict(drawn.assignment.outputs)
+        found.append(SimpleNamespace(step=of_stage, outputs=layouts, plan=drawn.plan))
+    crossings = tuple(_crossings(found, whole, axis, differentiated(step.program, loss_of(step.program))))  # type: ignore[arg-type]
+    return replace(made, pipeline=replace(made.pipeline, crossings=crossings), stages=tuple(one.plan for one in found))

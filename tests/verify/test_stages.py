@@ -1,0 +1,88 @@
+"""Verification of plans in stages: what each rank has of outputs and gradients, and what each stage communicates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import autopar
+from autopar.errors import PlanError
+from autopar.plan.options import Options
+from autopar.runtime.workers import WorkerPool
+from autopar.verify import verification
+from tests.support import models
+from tests.support.random_stages import random_stages
+
+CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("gpt2", {"pp": 2, "dp": 2}, {"strategy": "fsdp", "schedule": "1f1b", "microbatches": 2}),
+    ("gpt2", {"pp": 2, "dp": 2}, {"strategy": "fsdp", "schedule": "zb-h1", "microbatches": 4}),
+    ("t5", {"pp": 2}, {"stages": 4, "microbatches": 2}),
+    ("bert", {"pp": 2}, {"microbatches": 1}),
+]
+
+
+@pytest.mark.parametrize("name, mesh, options", CASES)
+def test_stages_are_verified_like_whole_models(
+    name: str, mesh: dict[str, int], options: dict[str, Any], pool: WorkerPool
+) -> None:
+    model, sample = models.make(name)
+    plan = autopar.plan(model, sample, mesh, device="h100", pipeline="pp", **options)
+    report = verification.verify(model, sample, mesh, plan, Options(), pool)
+    assert report.ok, report
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    named = {row.name for row in report.rows if row.what == "gradient"}
+    assert named == trained
+    assert {"loss", "logits"} <= {row.name for row in report.rows if row.what == "output"}
+
+
+def test_what_a_stage_issues_beyond_its_plan_is_seen(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample = models.make("gpt2")
+    mesh = {"pp": 2, "dp": 2}
+    plan = autopar.plan(model, sample, mesh, device="h100", pipeline="pp", microbatches=2, strategy="ddp")
+    monkeypatch.setattr(verification, "collectives_of", lambda *of: ())
+    report = verification.verify(model, sample, mesh, plan, Options(), pool)
+    assert not report.ok
+    assert {entry.partition(" dp ")[0] for entry in report.surplus} == {"pp=0: all_reduce", "pp=1: all_reduce"}
+    assert all(row.ok for row in report.rows)
+
+
+def test_a_tensor_that_no_rank_has_is_no_equal_tensor() -> None:
+    assert verification._error([({}, []), ({("output", "loss"): 0.0}, [])], "output", "loss") == 0.0
+    assert verification._error([({}, []), ({}, [])], "output", "loss") == math.inf
+
+
+def test_a_plan_of_another_model_is_refused_before_any_process_is_started() -> None:
+    model, sample = models.make("gpt2")
+    plan = autopar.plan(model, sample, {"pp": 2}, device="h100", pipeline="pp", microbatches=2)
+    with pytest.raises(PlanError, match="another model"):
+        autopar.verify(model, sample, {"pp": 2}, plan=replace(plan, hash="0" * 16))
+
+
+def test_random_plans_of_stages_that_send_in_every_state_have_equal_numbers(pool: WorkerPool) -> None:
+    """A state says what a value and its gradient are, so that sending each rank's part as it lies is exact in all four."""
+    states = set()
+    for seed, schedule in enumerate(("1f1b", "zb-h1", "gpipe")):
+        torch.manual_seed(seed)
+        model, sample = untied()
+        mesh = {"pp": 2, "x": 2, "y": 2}
+        plan = random_stages(model, sample, mesh, "pp", seed, schedule=schedule, microbatches=2, strategy="ddp")
+        assert plan.pipeline is not None
+        states |= {entry.strip()[0] for crossing in plan.pipeline.crossings for entry in crossing.layout.split(",")}
+        report = verification.verify(model, sample, mesh, plan, Options(), pool)
+        assert report.ok, (seed, str(report))
+    assert states == {"I", "R", "S", "P"}
+
+
+def untied() -> tuple[torch.nn.Module, models.Sample]:
+    """A GPT-2 whose head is its own."""
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 4, "vocab_size": 32, "n_positions": 16}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False)
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"
+    tokens = torch.randint(32, (8, 8))
+    return model, {"input_ids": tokens, "labels": tokens}
