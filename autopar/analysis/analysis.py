@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -122,9 +122,18 @@ def analyse(
         sizes=mesh.sizes,
         classes=classes,
         fits=fits,
-        blocks=block_counts(program, fits),
+        blocks=block_counts(program, fits, list(_alike(program, classes))),
         cpu=mesh.device is not None and mesh.device.cpu,
     )
+
+
+def _alike(program: Program, classes: Classes) -> Iterator[tuple[str, ...]]:
+    """The values at each place of the members of every class, which have the layouts of its one decision."""
+    for members in classes.members.values():
+        if len(members) > 1:
+            ops = [program.op.get(name) for name in members]
+            ends = [(*op.operands, *(r.name for r in op.results)) if op else (name,) for op, name in zip(ops, members, strict=True)]
+            yield from (names for names in zip(*ends, strict=True) if len(set(names)) > 1 and names[0] in program.values)
 
 
 def _dense(program: Program) -> None:
