@@ -89,7 +89,9 @@ def family(kind: str) -> str:
     if any(EXPERTS.match(name) and isinstance(number, int) and number > 1 for name, number in names):
         return "mixture of experts"
     found = next((name for name, of_kind in KINDS.items() if set(of) & set(of_kind.split())), None)
-    return found or next((name for name, one in MODALITIES.items() if any(map(one.search, (n for n, _ in names)))), "text, encoder")
+    return found or next(
+        (name for name, one in MODALITIES.items() if any(map(one.search, (n for n, _ in names)))), "text, encoder"
+    )
 
 
 def _names(config: Any) -> Iterator[tuple[str, object]]:
@@ -128,13 +130,15 @@ EXACT: dict[str, int] = {  # by our own values: what is larger becomes this
 }  # fmt: skip
 CAPPED = {  # under every size
     "vocab_size": WORDS, "max_position_embeddings": 128, "n_positions": 128, "max_source_positions": 64, "max_target_positions": 64,
-    "sliding_window": 8, "num_queries": 10, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "sliding_window": 8, "mamba_chunk_size": 8, "chunk_size": 8, "num_queries": 10, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
     "num_experts_per_tok": 2, "max_length": 64, "window_size_text": 8, "vocab_size_per_layer_input": WORDS, "input_vocab_size": WORDS,
     "output_vocab_size": WORDS, "num_denoising": 10, "decoder_vocab_size": WORDS, "text_vocab_size": WORDS,
 }  # fmt: skip
 DEFAULTS = {"pad_token_id": 0, "decoder_start_token_id": 0, "vocab_size": WORDS}  # where the library has None
 SIZES = ("small", "sixteenth", "quarter", "layers")
+DRAWN = re.compile(r"layer_?drop|^mask_(time|feature)_prob$")  # what a branch or numpy's generator would draw
 _PICTURES = re.compile(r"(^|_)image_size$|^img_size$|^input_size$|^pretrain_image_size$")
+INDICES = re.compile(r"layer_(ids|indices|idx)$|_at_layer$")  # which layers are of another kind
 _SPECIAL = re.compile(r"(token_id|token_index|token_ids|_token|_idx|_index|_id)$")
 
 
@@ -164,7 +168,9 @@ class Shrinking:
             if name in changes and not (isinstance(changes[name], dict) and isinstance(value, dict)):
                 found[name] = changes[name]
             elif layers and name in ("out_features", "out_indices", "stage_names"):  # of the stages that there were
-                found[name] = None
+                found[name] = (
+                    [1, 2][: len(value)] if name == "out_indices" and value and not given.get("out_features") else None
+                )
             elif value is None and name in DEFAULTS:
                 found[name] = DEFAULTS[name]
             elif isinstance(changes.get(name), dict) and "model_type" in changes[name]:
@@ -182,12 +188,20 @@ class Shrinking:
     def value(self, name: str, value: Any, given: dict[str, Any]) -> Any:
         """One entry."""
         if isinstance(value, dict):
-            if name == "rope_parameters" and self.size == "small" and self.sections and "mrope_section" not in value:
+            if (
+                name == "rope_parameters"
+                and self.size == "small"
+                and self.sections
+                and "rope_type" in value
+                and "mrope_section" not in value
+            ):
                 value = {**value, "mrope_section": [4, 2, 2]}
-            return {one: self.value(one, held, given) for one, held in value.items()}
+            return {one: self.value(str(one), held, given) for one, held in value.items()}
         if isinstance(value, float):
-            return 0.0 if "layerdrop" in name or "layer_drop" in name else value
+            return 0.0 if DRAWN.search(name) else value
         if isinstance(value, (list, tuple)) and value and all(type(one) is int for one in value):
+            if INDICES.search(name):
+                return [1]
             if _SPECIAL.search(name):
                 return [self.word(one) for one in value]
             return self.several(name, list(value))
@@ -257,10 +271,23 @@ _RESNET = {
 CHANGES: dict[str, dict[str, Any]] = {  # by type: what its configuration needs besides
     name: {"backbone_config": _RESNET, "use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False}
     for name in "detr conditional_detr dab-detr deformable_detr table-transformer".split()
-} | {"deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2}}
+} | {
+    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
+    **dict.fromkeys(
+        "autoformer informer time_series_transformer".split(),
+        {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2, 3], "num_time_features": 1},
+    ),
+}
 LEFT_OUT = {"past_key_values", "inputs_embeds", "cache_params", "use_cache", "return_dict", "output_attentions", "labels"}
-MODAL = "input_ids pixel_values input_features input_values past_values states bbox".split()
+MODAL = (
+    "input_ids pixel_values input_features input_values bbox states actions rewards returns_to_go timesteps "
+    "past_values past_time_features past_observed_mask future_values future_time_features"
+).split()
 CLASSES = re.compile(r"For(Sequence|Image|Audio|Video)Classification|ForAudioFrame")
+
+
+SERIES = "past_values past_time_features past_observed_mask future_values future_time_features".split()
+PLAYED = {"states": "state_dim", "actions": "act_dim", "rewards": "", "returns_to_go": ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,7 +394,8 @@ def tensors(name: str, module: nn.Module, config: Any) -> Iterator[torch.Tensor]
     head = type(module).__name__
     high, wide = pictures(config)
     channels = number(config, "num_channels", "in_channels", "in_chans", otherwise=3)
-    words = torch.randint(TEXT_IDS.start, TEXT_IDS.stop, (BATCH, LENGTH))
+    vocabulary = number(config, "vocab_size", "input_vocab_size", otherwise=WORDS)
+    words = torch.randint(TEXT_IDS.start, min(TEXT_IDS.stop, vocabulary), (BATCH, LENGTH))
     mels = number(
         config, "num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel", "n_mels", "mel_bins", otherwise=80
     )
@@ -391,6 +419,20 @@ def tensors(name: str, module: nn.Module, config: Any) -> Iterator[torch.Tensor]
         length = 2 * number(config, "max_source_positions", otherwise=32)
         yield torch.randn(BATCH, mels, length)
         yield torch.randn(BATCH, length, mels)
+    elif name in SERIES:
+        past, future = getattr(config, "context_length", LENGTH), getattr(config, "prediction_length", None) or 8
+        past += max(getattr(config, "lags_sequence", None) or [0])
+        width = getattr(config, "num_input_channels", 0)
+        length = past if name.startswith("past") else future
+        if "features" in name:
+            yield torch.randn(BATCH, length, getattr(config, "num_time_features", 1))
+        else:
+            shape = (BATCH, length, *([width] if width else []))
+            yield torch.ones(shape) if "mask" in name else torch.randn(shape)
+    elif name in PLAYED:
+        yield torch.randn(BATCH, LENGTH, number(config, PLAYED[name], otherwise=1))
+    elif name == "timesteps":
+        yield torch.arange(LENGTH).expand(BATCH, LENGTH).clone()
     elif name == "bbox":
         low = torch.randint(0, 50, (BATCH, LENGTH, 2))
         yield torch.cat([low, low + torch.randint(1, 50, (BATCH, LENGTH, 2))], dim=-1)

@@ -65,9 +65,7 @@ def returning(node: fx.Node) -> str:
     packet = getattr(torch.ops.aten, plain, None)
     forms = {form: getattr(packet, form)._schema for form in (packet.overloads() if packet else ())}
     taken = [(a.name, str(a.type)) for a in node.target._schema.arguments if not a.is_out]
-    alike = [
-        form for form, s in forms.items() if not s.is_mutable and [(a.name, str(a.type)) for a in s.arguments] == taken
-    ]
+    alike = [form for form, s in forms.items() if not s.is_mutable and [(a.name, str(a.type)) for a in s.arguments] == taken]
     if variant not in forms or "out" in node.kwargs:
         variant = next(iter(alike), "")
     if not variant:
