@@ -168,9 +168,11 @@ class Shrinking:
             if name in changes and not (isinstance(changes[name], dict) and isinstance(value, dict)):
                 found[name] = changes[name]
             elif layers and name in ("out_features", "out_indices", "stage_names"):  # of the stages that there were
-                found[name] = (
-                    [1, 2][: len(value)] if name == "out_indices" and value and not given.get("out_features") else None
-                )
+                if name == "out_indices" and value and not given.get("out_features"):
+                    found[name] = [1, 2][: len(value)]
+            elif isinstance(value, dict) and value and all(str(one).isdigit() for one in value):  # by the number of a layer
+                places = next((places for count, places in kept.items() if count > max(map(int, value))), [])
+                found[name] = {new: value[old] for new, old in enumerate(places) if old in value}
             elif value is None and name in DEFAULTS:
                 found[name] = DEFAULTS[name]
             elif isinstance(changes.get(name), dict) and "model_type" in changes[name]:
@@ -272,10 +274,14 @@ CHANGES: dict[str, dict[str, Any]] = {  # by type: what its configuration needs 
     name: {"backbone_config": _RESNET, "use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False}
     for name in "detr conditional_detr dab-detr deformable_detr table-transformer".split()
 } | {
+    "bamba": {"attn_layer_indices": [1]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "chameleon": {"vocabulary_map": {"<image>": 8}},
+    **dict.fromkeys(["mask2former", "oneformer"], {"feature_size": 64, "mask_feature_size": 64}),
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
     **dict.fromkeys(
         "autoformer informer time_series_transformer".split(),
-        {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2, 3], "num_time_features": 1},
+        {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2, 3], "num_time_features": 1, "feature_size": 6},
     ),
 }
 LEFT_OUT = {"past_key_values", "inputs_embeds", "cache_params", "use_cache", "return_dict", "output_attentions", "labels"}

@@ -131,9 +131,12 @@ def _alike(program: Program, classes: Classes) -> Iterator[tuple[str, ...]]:
     """The values at each place of the members of every class, which have the layouts of its one decision."""
     for members in classes.members.values():
         if len(members) > 1:
-            ops = [program.op.get(name) for name in members]
-            ends = [(*op.operands, *(r.name for r in op.results)) if op else (name,) for op, name in zip(ops, members, strict=True)]
+            ends = [_ends(program.op[name]) if name in program.op else (name,) for name in members]
             yield from (names for names in zip(*ends, strict=True) if len(set(names)) > 1 and names[0] in program.values)
+
+
+def _ends(op: Op) -> tuple[str, ...]:
+    return (*op.operands, *(result.name for result in op.results))
 
 
 def _dense(program: Program) -> None:
