@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -122,9 +122,21 @@ def analyse(
         sizes=mesh.sizes,
         classes=classes,
         fits=fits,
-        blocks=block_counts(program, fits),
+        blocks=block_counts(program, fits, list(_alike(program, classes))),
         cpu=mesh.device is not None and mesh.device.cpu,
     )
+
+
+def _alike(program: Program, classes: Classes) -> Iterator[tuple[str, ...]]:
+    """The values at each place of the members of every class, which have the layouts of its one decision."""
+    for members in classes.members.values():
+        if len(members) > 1:
+            ends = [_ends(program.op[name]) if name in program.op else (name,) for name in members]
+            yield from (names for names in zip(*ends, strict=True) if len(set(names)) > 1 and names[0] in program.values)
+
+
+def _ends(op: Op) -> tuple[str, ...]:
+    return (*op.operands, *(result.name for result in op.results))
 
 
 def _dense(program: Program) -> None:

@@ -5,7 +5,7 @@ c_attn  (768, 2304) -> split in 3 -> (768, 768) x 3          dim 1 of c_attn: 1 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autopar.ir.program import Op, Program
 from autopar.operators import OpSharding
@@ -13,10 +13,13 @@ from autopar.operators import OpSharding
 Blocks = tuple[tuple[int, ...], ...]  # per dim: how many blocks it may be cut into before each is split (1 among them)
 
 
-def block_counts(program: Program, fits: Mapping[str, OpSharding | None]) -> dict[str, Blocks]:
+def block_counts(
+    program: Program, fits: Mapping[str, OpSharding | None], alike: Sequence[Sequence[str]] = ()
+) -> dict[str, Blocks]:
     """The block counts of every dim of every value: 1, and those that a split, chunk or merge of dims needs.
 
-    They are propagated along factors to all values that have them.
+    They are propagated along factors to all values that have them, and within each group of `alike`: values of one shape, of
+    which one decision is made.
     """
     known: dict[str, list[set[int]]] = {name: [{1} for _ in value.shape] for name, value in program.values.items()}
     for op in program.ops:
@@ -28,6 +31,7 @@ def block_counts(program: Program, fits: Mapping[str, OpSharding | None]) -> dic
     changed = True
     while changed:
         changed = sum(_spread(op, fits[op.name], known) for op in (*program.ops, *reversed(program.ops))) > 0
+        changed |= sum(_share([known[name] for name in names]) for names in alike) > 0
     return {name: tuple(tuple(sorted(k)) for k in dims) for name, dims in known.items()}
 
 
@@ -53,6 +57,17 @@ def _spread(op: Op, fitted: OpSharding | None, known: dict[str, list[set[int]]])
             if fresh:
                 have |= fresh
                 changed = True
+    return changed
+
+
+def _share(known: Sequence[list[set[int]]]) -> bool:
+    """Give values the block counts of each other; whether any was added."""
+    changed = False
+    for dim in zip(*known, strict=True):
+        every = set().union(*dim)
+        for counts in dim:
+            changed |= counts != every
+            counts |= every
     return changed
 
 

@@ -24,7 +24,7 @@ class Masks:
         """The first mask that was computed as this one is and not written since; anything else as it is."""
         if isinstance(index, tuple):
             return tuple(map(self.first_alike, index))
-        node = _node(index) if isinstance(index, torch.Tensor) and index.dtype is torch.bool else None
+        node = node_of(index) if isinstance(index, torch.Tensor) and index.dtype is torch.bool else None
         if node is None or not isinstance(index, torch.Tensor):
             return index
         for mask, made, version in self.seen:
@@ -34,7 +34,7 @@ class Masks:
         return index
 
 
-def _node(tensor: torch.Tensor) -> fx.Node | None:
+def node_of(tensor: torch.Tensor) -> fx.Node | None:
     """The node of the traced graph that made a tensor."""
     mode = proxy_tensor.get_proxy_mode()
     slot = proxy_tensor.get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
@@ -58,7 +58,7 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
         if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
             pairs += zip(a, b, strict=True)
         elif isinstance(a, fx.Node) and isinstance(b, fx.Node) and a is not b:
-            if a.op != "call_function" or a.target is not b.target or a.kwargs != b.kwargs or not _pure(a.target):
+            if a.op != "call_function" or a.target is not b.target or a.kwargs != b.kwargs or not pure(a.target):
                 return False
             if (a, b) not in seen:
                 seen.add((a, b))
@@ -68,7 +68,7 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
     return True
 
 
-def _pure(target: object) -> bool:
+def pure(target: object) -> bool:
     """Whether an operator gives the same for the same operands."""
     if not isinstance(target, torch._ops.OpOverload):
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ import torch
 from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
 
-from autopar.capture import autocast, buffers, functionalize, nodes, traced_losses
+from autopar.capture import autocast, buffers, functionalize, nodes, strided, traced_losses
 from autopar.capture.emission import Emission, Region
 from autopar.capture.functionalize import Handle, Held, Storage, View
 from autopar.capture.meta_copy import MetaCopy
@@ -116,6 +117,8 @@ class Lowering:
             return self.rows(node, env, region)
         args = tuple(_leaf(argument, env, node) for argument in node.args)
         kwargs = tuple((name, _leaf(argument, env, node)) for name, argument in node.kwargs.items())
+        if "as_strided" in str(node.target):
+            return self.strided(node, args, region)
         if torch.Tag.inplace_view in node.target.tags:
             return self.turn(node, args, region)
         if nodes.writes(node.target):
@@ -192,6 +195,34 @@ class Lowering:
             )
             for i, handle in enumerate(fresh)
         )
+
+    def strided(self, node: fx.Node, args: tuple[Held, ...], region: Region) -> Held:
+        """Lower a view of memory as an index into its operand."""
+        found, parent = strided.reading(node), args[0]
+        sizes = tuple(node.meta["val"].shape)
+        assert isinstance(parent, Handle)
+
+        def emit(target: str, *arguments: Argument, **kwargs: Argument) -> Ref:
+            return self.emission.emit(node, target, arguments, tuple(kwargs.items()), region)[0][0]
+
+        def take(whole: Ref) -> Ref:
+            kept, selected = ([sizes[dim] for dim in dims] for dims in (found.kept, found.selected))
+            flat = emit("aten.reshape.default", emit("aten.permute.default", whole, found.order), (*kept, found.length))
+            index: Argument = found.first
+            for dim, (size, step) in enumerate(zip(selected, found.steps, strict=True)):
+                line = emit("aten.arange.default", size, dtype=torch.int64, device=torch.device("meta"))
+                column = emit("aten.reshape.default", line, tuple(-1 if at == dim else 1 for at in range(len(selected))))
+                index = emit("aten.add.Tensor", emit("aten.mul.Tensor", column, step), index)
+            if selected:
+                index = emit("aten.reshape.default", index, (math.prod(selected),))
+                flat = emit("aten.index_select.default", flat, len(kept), index)
+            spread = emit("aten.reshape.default", flat, (*kept, *selected))
+            order = (*found.kept, *found.selected)
+            return emit("aten.permute.default", spread, tuple(order.index(dim) for dim in range(len(order))))
+
+        view = View(parent=parent, target=str(node.target), rest=(), index=0, shapes=(sizes,), take=take)
+        ref = take(functionalize.read(parent))
+        return Handle(ref=ref, storage=parent.storage, seen=parent.storage.version, view=view)
 
     def turn(self, node: fx.Node, args: tuple[Held, ...], region: Region) -> Held:
         """Lower a change of a tensor's shape in place: from here on the tensor is a view of what it was.

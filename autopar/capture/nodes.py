@@ -57,23 +57,21 @@ def _acts(node: fx.Node) -> bool:
 
 def returning(node: fx.Node) -> str:
     """The functional variant of a node's in-place operator: add.Tensor for add_.Tensor, and for add.out."""
-    _, name, variant = str(node.target).split(".")
-    target = f"aten.{re.sub(r'^__i', '__', name) if name.endswith('__') else name.removesuffix('_')}.{variant}"
     if str(node.target) in RETURNING:
         return RETURNING[str(node.target)]
     assert isinstance(node.target, torch._ops.OpOverload)
-    if "out" in node.kwargs:
-        taken = [(a.name, str(a.type)) for a in node.target._schema.arguments if not a.is_out]
-        packet = node.target.overloadpacket
-        forms = {o: getattr(packet, o)._schema.arguments for o in packet.overloads()}
-        alike = (o for o, arguments in forms.items() if [(a.name, str(a.type)) for a in arguments] == taken)
-        target = f"aten.{name}.{next(alike, '')}"
-    try:
-        overload(target)
-    except AttributeError:
-        fix = f"use the form of {name} that returns its result"
-        raise CaptureError(f"{node.target} has no functional variant", at=source(node), fix=fix) from None
-    return target
+    _, name, variant = str(node.target).split(".")
+    plain = re.sub(r"^__i", "__", name) if name.endswith("__") else name.removesuffix("_")
+    packet = getattr(torch.ops.aten, plain, None)
+    forms = {form: getattr(packet, form)._schema for form in (packet.overloads() if packet else ())}
+    taken = [(a.name, str(a.type)) for a in node.target._schema.arguments if not a.is_out]
+    alike = [form for form, s in forms.items() if not s.is_mutable and [(a.name, str(a.type)) for a in s.arguments] == taken]
+    if variant not in forms or "out" in node.kwargs:
+        variant = next(iter(alike), "")
+    if not variant:
+        fix = f"use the form of {plain} that returns its result"
+        raise CaptureError(f"{node.target} has no functional variant", at=source(node), fix=fix)
+    return f"aten.{plain}.{variant}"
 
 
 def viewing(node: fx.Node) -> str:

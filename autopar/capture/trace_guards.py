@@ -29,7 +29,7 @@ from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopar.capture import assertions, custom_functions, embedding_bag, source_location, traced_losses
+from autopar.capture import assertions, custom_functions, embedding_bag, known_values, source_location, traced_losses
 from autopar.capture.equal_masks import Masks
 from autopar.capture.python_state import Changes, Generators, attributes, changes
 from autopar.capture.repairs import Repairs
@@ -114,6 +114,8 @@ class Guards(TorchFunctionMode):
             with torch._C.DisableTorchFunction():  # unseen by torch.export: the planner decides what is recomputed
                 torch._C._set_grad_enabled(True)
             return None
+        if func in known_values.ASKING and (found := known_values.number(func, args[0])) is not None:
+            return found
         if _asks(func, args):
             known = assertions.assumed(args[0], asker)
             if (known := self.repairs.answer(args[0], asker) if known is None else known) is not None:

@@ -7,11 +7,18 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
+import autopar
+from autopar.analysis.analysis import analyse
 from autopar.analysis.repeated_blocks import fold
 from autopar.analysis.signatures import signature
-from autopar.capture import Captured
+from autopar.capture import Captured, capture
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import OUTPUT
+from autopar.ir.training_step import TrainingStep
 from tests.support import planning
 
 Model = Callable[[], Captured]
@@ -83,3 +90,25 @@ def test_the_values_between_blocks_are_grouped_by_all_their_consumers() -> None:
         len(v.members) for v in fold(program).values if v.example.startswith("model.layers.0") and "down_proj:" in v.example
     ]
     assert sum(groups) == 4
+
+
+class Gated(nn.Module):
+    """A layer that takes its input in two halves, between norms over which no split passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value, gate = x.chunk(2, dim=-1)
+        return functional.relu(self.norm(x + self.down(self.up(value * gate))))
+
+
+def test_the_last_of_equal_layers_has_the_layouts_of_the_others_though_nobody_halves_its_result() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Gated(), Gated(), nn.Linear(16, 4))
+    captured = capture(model, torch.randn(4, 16))
+    analysis = analyse(TrainingStep(program=captured.program), Mesh.of(2))
+    last = next(op for op in captured.program.ops if op.name == "2:relu#0")
+    assert analysis.classes.of[last.name] == "1:relu#0"
+    assert analysis.blocks[last.results[0].name] == ((1,), (1, 2))
+    assert autopar.plan(model, torch.randn(4, 16), (2,), device="h100").step_time > 0

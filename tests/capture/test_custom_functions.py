@@ -63,6 +63,22 @@ class Swish(Function):
         return gradient * part * (1 + ctx.slope * x * (1 - part)), None
 
 
+class Gelu(Function):
+    """Its derivative is written with constants of ten digits, and has terms that cancel (BLOOM's)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        bent = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
+        slope = 0.5 * x * ((1 - bent * bent) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1 + bent)
+        return slope * gradient
+
+
 class Rounded(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -95,9 +111,20 @@ class Detached(Function):
         return None
 
 
-@pytest.mark.parametrize("function", [Product.apply, lambda x, _: Swish.apply(x, 1.5), lambda x, _: Swish.apply(x.relu(), 2.0)])
+@pytest.mark.parametrize(
+    "function",
+    [
+        Product.apply,
+        lambda x, _: Swish.apply(x, 1.5),
+        lambda x, _: Swish.apply(x.relu(), 2.0),
+    ],
+)
 def test_a_function_whose_gradient_is_autograds_is_captured(function: Callable[..., torch.Tensor]) -> None:
     interpreter.check(Does(function), X)
+
+
+def test_a_gradient_with_rounded_constants_is_autograds() -> None:
+    interpreter.check(Does(lambda x, _: Gelu.apply(x), 128), torch.linspace(-4, 4, 128 * 64).reshape(64, 128))
 
 
 @pytest.mark.parametrize("function", [Rounded, Clamped, Detached])

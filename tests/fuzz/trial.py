@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -95,9 +96,9 @@ def check(model: Callable[[], nn.Module], sample: Sample, setting: Setting, worl
         captured = read_program(module, batch, setting.precision)
     except AutoparError as refusal:
         return Outcome(0, [_line(refusal)] * len(setting.plans))
-    tried = _Tried(module, batch, captured, setting, world)
+    tried = Tried(module, batch, captured, setting, world)
     tried.sequentially()
-    planner, outcome = _Planner(module, batch, captured, setting), Outcome(0, [])
+    planner, outcome = Planner(module, batch, captured, setting), Outcome(0, [])
     for plan in setting.plans:
         try:
             resolved = planner.plan(plan)
@@ -121,7 +122,7 @@ def _batch(sample: Sample, size: int) -> dict[str, torch.Tensor]:
     return sample(size)
 
 
-class _Planner:
+class Planner:
     """Makes plans of seeds and of strategies' names."""
 
     def __init__(self, module: nn.Module, batch: object, captured: Captured, setting: Setting) -> None:
@@ -144,7 +145,7 @@ class _Planner:
 
 def _longer(
     module: nn.Module, batch: dict[str, torch.Tensor], resolved: ResolvedPlan, setting: Setting, world: ThreadedRanks
-) -> tuple[_Tried, ResolvedPlan] | None:
+) -> tuple[Tried, ResolvedPlan] | None:
     """The plan carried over to another batch, if it allows its size."""
     sizes = resolved.plan.dynamic
     try:
@@ -153,10 +154,10 @@ def _longer(
         moved = Respecializer(resolved).plan_for(other.program, called)
     except AutoparError:
         return None
-    return _Tried(module, batch, other, setting, world), moved
+    return Tried(module, batch, other, setting, world), moved
 
 
-class _Tried:
+class Tried:
     """A module and a batch with the numbers that are expected of them, in double precision and in the program's own."""
 
     def __init__(
@@ -166,7 +167,9 @@ class _Tried:
         captured: Captured,
         setting: Setting,
         world: ThreadedRanks,
+        around: AbstractContextManager[object] | None = None,
     ) -> None:
+        """`around` is what the user's module runs in."""
         self.setting, self.world, self.tensors = setting, world, tensors_of(module)
         self.loss = _Loss(scalars=setting.microbatches > 1)
         self.own = replace(captured, program=without_dropout(captured.program))
@@ -178,7 +181,9 @@ class _Tried:
         )
         user = copy.deepcopy(module).double()
         given = {name: doubled(x).requires_grad_(x.requires_grad) for name, x in batch.items()}
-        self.expected = module_results(user, given, captured, self.loss.whole)
+        with around or nullcontext():
+            self.expected = module_results(user, given, captured, self.loss.whole)
+        self.exact = dict.fromkeys(self.expected, EXACT)
         for value, x in zip(captured.program.inputs, self.wide.signature.bind(*arguments(given)), strict=True):
             if value.requires_grad and x.grad is not None:
                 self.expected["gradient", value.name] = x.grad
@@ -187,11 +192,13 @@ class _Tried:
         """Compare the captured program with the module."""
         found = self._results(sequential(self.wide, self.wide_tensors), self.wide.program, self.wide_inputs)
         for key, tensor in self.expected.items():
-            _equal(key, found.get(key, torch.zeros_like(tensor)), tensor, EXACT, "the captured program")
+            _equal(key, found.get(key, torch.zeros_like(tensor)), tensor, self.exact.get(key, EXACT), "the captured program")
 
     def under(self, resolved: ResolvedPlan) -> None:
         """Compare what every rank computes under a plan."""
-        self._compared(self.wide, resolved, self.wide_tensors, self.wide_inputs, dict.fromkeys(self.expected, EXACT))
+        self._compared(
+            self.wide, resolved, self.wide_tensors, self.wide_inputs, {key: self.exact.get(key, EXACT) for key in self.expected}
+        )
         if self.setting.precision:
             program = self.own.program
             found = self._results(sequential(self.own, self.tensors), program, self.inputs)

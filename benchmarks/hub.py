@@ -1,0 +1,278 @@
+"""The architectures of transformers, family by family: which are captured, planned, and equal to the user's own module.
+
+    python benchmarks/hub.py                       every model type that the library has a model of; goes on where it stopped
+    python benchmarks/hub.py --limit 100           a hundred more of them, of every family by turns
+    python benchmarks/hub.py --only llava swin     these again
+    python benchmarks/hub.py --save                the table to benchmarks/results/hub.txt
+
+Each is built small from its configuration (benchmarks/hub_models.py), in train mode, in a process of its own with limits of time
+and memory. It is captured, planned on two devices (the cheapest plan, and one drawn at random), and run on threads as ranks: all
+outputs, gradients and buffers beside the user's module in float64, within 1e-9. Where capture refuses, torch.export is asked for
+the same module and sample. What was found is kept as lines of JSON in the file that `--log` names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import itertools
+import json
+import multiprocessing
+import resource
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch.overrides import TorchFunctionMode
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+from benchmarks import hub_models
+from zoo_models import MODELS as ZOO
+
+from autopar import files
+from autopar.errors import AutoparError
+from autopar.capture import Captured
+from autopar.planning.planner import read_program
+from autopar.runtime.threaded_ranks import ThreadedRanks
+from autopar.verify.execution import doubled, error
+from autopar.verify.reference import module_results
+from tests.fuzz.trial import Planner, Setting, Tried, WrongNumber
+
+SETTING = Setting(sizes=(2,), plans=("auto", 0))
+CPU_SECONDS, WALL_SECONDS, BYTES = 60, 400, 6 << 30  # of one architecture
+RESULTS, LOG = ROOT / "benchmarks" / "results" / "hub.txt", ROOT / "hub.jsonl"
+LAST_DIGIT, TIMES = 1e-15, 8
+STAGES = ("built", "captured", "same", "planned", "equal")
+Record = dict[str, Any]
+
+
+class Wide(TorchFunctionMode):
+    """Double precision where a module asks for single by name, so that it is compared at the precision of the program."""
+
+    def __enter__(self) -> Wide:
+        self.before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *what: Any) -> None:
+        super().__exit__(*what)
+        torch.set_default_dtype(self.before)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        wider = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        change: Callable[[Any], Any] = lambda one: wider.get(one, one) if isinstance(one, torch.dtype) else one  # noqa: E731
+        return func(*map(change, args), **{name: change(one) for name, one in (kwargs or {}).items()})
+
+
+def trial(kind: str, found: Record, tell: Callable[[Record], None]) -> None:
+    """Try one architecture, telling after each stage; what fails is the record's `reason`, at its `stage`."""
+
+    def done(stage: str, **what: Any) -> None:
+        found.update(what, stage=stage, seconds={**found.get("seconds", {}), stage: round(time.process_time(), 1)})
+        tell(found)
+
+    built = hub_models.built(kind)
+    module, sample = built.module, built.sample
+    inputs = {name: list(one.shape) for name, one in sample.items()}
+    done("built", head=built.head, size=built.size, inputs=inputs, parameters=sum(one.numel() for one in module.parameters()))
+    try:
+        captured = read_program(module, sample)
+    except Exception:
+        done("built", exported=exported(module, sample))
+        raise
+    done("captured", ops=len(captured.program.ops))
+    if any("grouped_mm" in op.target for op in captured.program.ops):  # torch has it in no double precision
+        module.set_experts_implementation("eager")
+    with ThreadedRanks() as world:
+        tried = Tried(module, sample, captured, SETTING, world, around=Wide())
+        try:
+            tried.sequentially()
+        except WrongNumber:  # it may have no more digits
+            tried.exact = {key: max(1e-9, digits) for key, digits in own_digits(module, sample, captured, tried).items()}
+            found["digits"] = max(tried.exact.values())
+            tried.sequentially()
+        done("same")
+        planner = Planner(module, sample, captured, SETTING)
+        for plan in SETTING.plans:
+            resolved = planner.plan(plan)
+            done("planned" if found["stage"] == "same" else found["stage"])
+            tried.under(resolved)
+            done("equal" if plan == SETTING.plans[-1] else "planned")
+
+
+def own_digits(module: torch.nn.Module, sample: Record, captured: Captured, tried: Tried) -> dict[tuple[str, str], float]:
+    """How far each result of the user's own module moves, some times over, where its parameters move in the last digit.
+
+    Gradients that are zero but for terms that cancel have fewer digits than double precision.
+    """
+    torch.manual_seed(5)
+    moved = copy.deepcopy(module).double()
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.mul_(1 + LAST_DIGIT * torch.randn_like(parameter))
+    with Wide():
+        found = module_results(moved, {name: doubled(one) for name, one in sample.items()}, captured, tried.loss.whole)
+    return {key: TIMES * error(found[key], expected) for key, expected in tried.expected.items()}
+
+
+def exported(module: torch.nn.Module, sample: dict[str, torch.Tensor]) -> str:
+    """What torch.export says of a module and its sample: "" where it takes them."""
+    caching = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
+    try:
+        torch.export.export(copy.deepcopy(module), (), {**sample, **caching}, strict=False)
+    except Exception as error:
+        return said(error)
+    return ""
+
+
+def said(error: BaseException) -> str:
+    """An error in a line or two."""
+    text = str(error).strip().splitlines()
+    kept = text if isinstance(error, AutoparError) else text[:1]
+    return f"{type(error).__name__}: {' | '.join(map(str.strip, kept))}"[:600]
+
+
+def child(kind: str, pipe: Connection) -> None:
+    """The process of one architecture."""
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
+    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found: Record = {"kind": kind, "stage": ""}
+    try:
+        trial(kind, found, pipe.send)
+    except BaseException as error:  # whatever it is, the trial goes on
+        found |= {"reason": said(error), "wrong": isinstance(error, WrongNumber)}
+        if not isinstance(error, (AutoparError, WrongNumber, hub_models.NotBuilt)):
+            found["where"] = "".join(traceback.format_exception(error)[-4:])
+        pipe.send(found)
+    pipe.send(None)
+
+
+def outcome(kind: str) -> Record:
+    """What is found of one architecture, in a process that is ended at its limits."""
+    context = multiprocessing.get_context("fork")
+    mine, its = context.Pipe(duplex=False)
+    process = context.Process(target=child, args=(kind, its))
+    process.start()
+    its.close()
+    found: Record | None = {"kind": kind, "stage": "", "reason": "ended before it said anything"}
+    end = time.monotonic() + WALL_SECONDS
+    last = found
+    try:
+        while found is not None and mine.poll(max(0.0, end - time.monotonic())):
+            if (found := mine.recv()) is not None:
+                last = found
+        finished = found is None
+    except EOFError:
+        finished = False
+    if not finished:
+        last |= {"reason": f"ended at a limit: {CPU_SECONDS} s of CPU, {WALL_SECONDS} s, {BYTES >> 30} GiB", "limit": True}
+    process.kill()
+    process.join()
+    return last
+
+
+def by_turns(kinds: list[str]) -> Iterator[str]:
+    """The types, of every family by turns."""
+    families = defaultdict(list)
+    for kind in kinds:
+        families[hub_models.family(kind)].append(kind)
+    return (kind for row in itertools.zip_longest(*families.values()) for kind in row if kind)
+
+
+def main() -> int:
+    """Try what is left, and print the table; returns 1 if a number is wrong."""
+    options = arguments()
+    transformers.logging.set_verbosity_error()
+    known = read(options.log)
+    kinds = options.only or [kind for kind in by_turns(hub_models.kinds()) if kind not in known and kind not in ZOO]
+    for kind in kinds[: options.limit]:
+        found = {**outcome(kind), "family": hub_models.family(kind)}
+        known[kind] = found
+        with open(options.log, "a") as log:
+            log.write(json.dumps(found) + "\n")
+        print(kind, found["stage"], found.get("reason", ""), sep="  ", file=sys.stderr, flush=True)
+    text = report(list(known.values()))
+    print(text)
+    if options.save:
+        files.write(RESULTS, text + "\n")
+    return 1 if any(one.get("wrong") for one in known.values()) else 0
+
+
+def read(log: Path) -> dict[str, Record]:
+    """What was found before; of a type that was tried again, the last."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return {record["kind"]: record for record in map(json.loads, lines)}
+
+
+def reached(record: Record, stage: str) -> bool:
+    return record["stage"] in STAGES[STAGES.index(stage) :]
+
+
+def refused_by_torch(record: Record) -> bool:
+    """Whether torch.export refuses it as well."""
+    return bool(record.get("exported"))
+
+
+def report(records: list[Record]) -> str:
+    """The table by family, and below it what was refused, by reason."""
+    columns = ["tried", "torch.export refuses", "left", "captured", "planned", "equal"]
+    table = Table("family", *columns, box=None, title_justify="left")
+    rows = defaultdict(list)
+    for record in records:
+        if reached(record, "built"):
+            rows[record["family"]].append(record)
+    for name, held in [*sorted(rows.items()), ("all", list(itertools.chain(*rows.values())))]:
+        left = [one for one in held if not refused_by_torch(one)]
+        counts = [
+            len(held),
+            len(held) - len(left),
+            len(left),
+            *(sum(reached(o, s) for o in left) for s in STAGES[1::1] if s != "same"),
+        ]
+        table.add_row(name, *map(str, counts))
+    console = Console(width=128, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    for title, chosen in (
+        ("refused or wrong, though torch.export takes it", lambda one: not refused_by_torch(one)),
+        ("refused by torch.export as well", refused_by_torch),
+    ):
+        lines += ["", title]
+        for record in records:
+            if reached(record, "built") and record.get("reason") and chosen(record):
+                lines.append(f"  {record['kind']} ({record['head']}), after {record['stage']}: {record['reason']}")
+    unbuilt = [one["kind"] for one in records if not reached(one, "built")]
+    return "\n".join([*lines, "", f"not run, by the user's own module on our inputs: {len(unbuilt)}", "  " + " ".join(unbuilt)])
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Capture, plan and run the architectures of transformers.")
+    parser.add_argument("--only", nargs="+", metavar="TYPE", help="these model types, again")
+    parser.add_argument("--limit", type=int, help="at most so many more (0: only the table)")
+    parser.add_argument("--log", type=Path, default=LOG, help=f"lines of JSON (default: {LOG.name})")
+    parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results/hub.txt")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Branches on numbers that sizes decide are none; those on what is given, drawn or written are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture import capture
+from autopar.errors import CaptureError
+from tests.capture import interpreter
+
+X = torch.linspace(-1, 1, 24).reshape(4, 6)
+Body = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Does(nn.Module):
+    """A linear layer, and then what a test says."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.layer, self.body = nn.Linear(6, 6), body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.layer(x))
+
+
+def of_a_mask(y: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(y.shape[:1], device=y.device)
+    return y * 2 if (mask > 1).flatten().any().item() else y * 3
+
+
+def of_no_mask(y: torch.Tensor) -> torch.Tensor:
+    return y if torch.zeros_like(y).bool().any() else y.sin()
+
+
+def of_steps(y: torch.Tensor) -> torch.Tensor:
+    steps = torch.arange(0, 6, 2, device=y.device)
+    return y[:, : int(steps.amax())] * float(steps.sum())
+
+
+@pytest.mark.parametrize("body", [of_a_mask, of_no_mask, of_steps])
+def test_a_number_that_sizes_decide_is_known(body: Body) -> None:
+    interpreter.check(Does(body), X)
+
+
+def given(y: torch.Tensor) -> torch.Tensor:
+    return y * 2 if (torch.ones_like(y) > y).any() else y
+
+
+def drawn(y: torch.Tensor) -> torch.Tensor:
+    return y * 2 if torch.rand([], device=y.device) > 2 else y
+
+
+def written(y: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(6, device=y.device)
+    mask[:2].zero_()
+    return y * 2 if mask.sum() > 5 else y
+
+
+def written_under_another_name(y: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(6, device=y.device)
+    view = mask.view(2, 3)
+    view[0] = y[0, :3]
+    return y * 2 if mask.all() else y
+
+
+@pytest.mark.parametrize("body", [given, drawn, written, written_under_another_name])
+def test_a_number_that_values_decide_is_refused(body: Body) -> None:
+    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+        capture(Does(body), X)
