@@ -16,7 +16,7 @@ from torch import nn
 
 from autopar.errors import AutoparError, MeshError
 from autopar.ir.dynamic_dims import DimSizes
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, Seconds
 
 HOW = "file.py:function or package.module:function, a function that returns (model, sample_input), or a saved plan.json"
 
@@ -57,6 +57,41 @@ def parse_stages(text: str) -> int | list[str]:
     ['h.2', 'h.4']
     """
     return int(text) if text.isdecimal() else [name.strip() for name in text.split(",")]
+
+
+MOST_COUNTS = 100  # numbers of devices in one question
+
+
+def parse_devices(text: str) -> list[int]:
+    """Numbers of devices, ascending: those listed, or doubled from the first to the last, which is one of them.
+
+    Raises UsageError for any other text.
+
+    >>> parse_devices("8..64"), parse_devices("6,4")
+    ([8, 16, 32, 64], [4, 6])
+    """
+    span = re.fullmatch(r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*", text)
+    parts = [part.strip() for part in text.split(",")]
+    if span:
+        first, last = int(span[1]), int(span[2])
+        found = [first << shift for shift in range(64) if first << shift < last] + [last] if 0 < first <= last else []
+    else:
+        found = [int(part) if re.fullmatch(r"\d{1,9}", part) else 0 for part in parts]
+    if not found or min(found) < 1 or len(found) > MOST_COUNTS:
+        raise UsageError(f"{text!r} is no number of devices", fix="8..1024, doubled from the first to the last, or 8,12,16")
+    return sorted(set(found))
+
+
+def parse_seconds(text: str) -> Seconds:
+    """Seconds of a text such as "1.5s" or "200ms"; raises UsageError for any other text.
+
+    >>> parse_seconds("200ms")
+    0.2
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us)\s*", text)
+    if not found or float(found[1]) <= 0:
+        raise UsageError(f"{text!r} is no time", fix="a number and its unit: 2s, 150ms")
+    return float(found[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[2]]
 
 
 def parse_dynamic(text: str) -> tuple[str, DimSizes]:

@@ -6,6 +6,7 @@
     python -m autopar.explain train.py:build --mesh 2,4 --why "*.mlp.c_fc" --why-not "*.mlp.c_fc.weight=*, S(0)"
     python -m autopar.explain train.py:build --mesh 2,4 --trace step.json
     python -m autopar.explain train.py:build --mesh pp=4,dp=2 --pipeline pp --schedule 1f1b --microbatches 16
+    python -m autopar.explain train.py:build --devices 8..1024 --device h100 --within 2s
     python -m autopar.explain --diff a.json b.json
     python -m autopar.explain --check baselines/
 
@@ -15,6 +16,7 @@ Exit code 0 for an answer; 1 if there is no plan, no such name, or a cost above 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,16 +28,28 @@ from autopar.analysis.recompute_policy import POLICIES
 from autopar.api import options_of
 from autopar.errors import AutoparError
 from autopar.explain import check
-from autopar.explain.cli_arguments import HOW, UsageError, built, parse_constraint, parse_dynamic, parse_mesh, parse_stages
+from autopar.explain.cli_arguments import (
+    HOW,
+    UsageError,
+    built,
+    parse_constraint,
+    parse_devices,
+    parse_dynamic,
+    parse_mesh,
+    parse_seconds,
+    parse_stages,
+)
 from autopar.explain.difference import difference
 from autopar.explain.explanation import Explanation, explained
-from autopar.explain.output import CommandOutput, of_difference, of_model, of_plan, of_stages
+from autopar.explain.output import CommandOutput, of_difference, of_model, of_plan, of_scaling, of_stages
 from autopar.explain.progress import progress
+from autopar.explain.scaling import scaling
 from autopar.explain.staged import StagedExplanation, trace_of
 from autopar.passes.precision import PRECISIONS
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import literal_part, plain
+from autopar.planning.planner import read_program
 from autopar.search_space.schemes import STRATEGIES
 
 OPTIONS = (
@@ -123,6 +137,11 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("--budget-sweep", action="store_true", help="the step time within smaller and smaller budgets")
     far = "what this plan loses if links or kernels are 20%% faster or slower than their prices say"
     ask.add_argument("--sensitivity", action="store_true", help=far)
+    more = "the step on each of these numbers of devices, instead of on a mesh: 8..1024, doubled from the first on, or 8,12,16"
+    ask.add_argument("--devices", metavar="FIRST..LAST", help=more)
+    ask.add_argument("--within", metavar="TIME", help="with --devices: the fewest that take a step in that time: 2s, 150ms")
+    hour = "with --devices: what a device costs for an hour; prints the price of a million tokens or samples"
+    ask.add_argument("--price", type=float, metavar="PER_HOUR", help=hour)
     ask.add_argument("--code", action="store_true", help="the emitted module, as rank 0 runs it")
     ask.add_argument("--diff", nargs=2, metavar=("OLD.json", "NEW.json"), help="what differs between two saved plans")
     check.add_arguments(parser)
@@ -135,6 +154,9 @@ def _answer(options: argparse.Namespace) -> CommandOutput:
         return of_difference(difference(*map(_loaded, options.diff)))
     if not options.target:
         raise UsageError("no TARGET given", fix=f"TARGET: {HOW}")
+    if options.devices is not None:
+        return _scaled(options)
+    _refuse(options, ("within", "price"), "no numbers of devices", "only with --devices")
     if options.target.endswith(".json"):
         saved = f"{options.target} is a saved plan"
         _refuse(options, PLANNING, saved, "cannot change it", "name the model to plan it again")
@@ -149,6 +171,22 @@ def _answer(options: argparse.Namespace) -> CommandOutput:
     if options.save:
         _save(plan, options.save)
     return answer
+
+
+def _scaled(options: argparse.Namespace) -> CommandOutput:
+    """The plans of a model on several numbers of devices."""
+    alone = "mesh", "constraint", "dynamic", "diff", "save", *MODEL
+    _refuse(options, alone, "--devices plans for several meshes")
+    if options.target.endswith(".json"):
+        raise UsageError(f"{options.target} is a saved plan: --devices plans a model", fix=HOW)
+    counts, within = parse_devices(options.devices), parse_seconds(options.within) if options.within else None
+    if options.price is not None and not (math.isfinite(options.price) and options.price >= 0):
+        raise UsageError(f"--price {options.price} is no price", fix="what a device costs for an hour: 2.5")
+    with progress("capturing the model"):
+        model, sample = built(options.target)
+        asked = _options(options)
+        program = read_program(model, sample, asked.precision, asked.reduce).program
+    return of_scaling(scaling(program, counts, asked), within, options.price)
 
 
 def _refuse(
@@ -211,15 +249,18 @@ def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> Explan
     """The model that the command line names, planned as it asks."""
     if not options.mesh:
         raise UsageError("no mesh given", fix="--mesh 2,4 or --mesh dp=2,tp=4")
-    mesh = parse_mesh(options.mesh)
+    mesh, asked = parse_mesh(options.mesh), _options(options)
+    model, sample = built(options.target)
+    tell("capturing the model")
+    return explained(model, sample, mesh, asked, lambda phase: tell(NEXT.get(phase, phase)))
+
+
+def _options(options: argparse.Namespace) -> Options:
+    """The options of planning that the command line gives."""
     named = {name: getattr(options, name) for name in OPTIONS}
     given = {name: value for name, value in named.items() if value is not None}
     dynamic = dict(map(parse_dynamic, options.dynamic))
-    given |= {"constraints": _constraints(options.constraint), "dynamic": dynamic}
-    model, sample = built(options.target)
-    tell("capturing the model")
-    asked = Options(**options_of(given))  # type: ignore[arg-type]
-    return explained(model, sample, mesh, asked, lambda phase: tell(NEXT.get(phase, phase)))
+    return Options(**options_of(given | {"constraints": _constraints(options.constraint), "dynamic": dynamic}))  # type: ignore[arg-type]
 
 
 def _constraints(texts: Sequence[str]) -> dict[str, str]:

@@ -3,42 +3,51 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
-from autopar.explain.budget_sweep import SweepStep, budget_sweep, improved, sweep_parts
+from autopar.explain.budget_sweep import budget_sweep, improved, sweep_parts
 from autopar.explain.comparison import Compared
 from autopar.explain.difference import Difference
 from autopar.explain.explanation import Explanation
 from autopar.explain.report import report
+from autopar.explain.scaling import ScalingStep, scaling_data, scaling_parts
 from autopar.explain.sensitivity import sensitivity_parts
 from autopar.explain.staged import StagedExplanation, staged_why_parts
 from autopar.explain.why import why_parts
 from autopar.explain.whynot import WhyNot, why_not_parts
+from autopar.ir.mesh import Seconds
 from autopar.plan.plan import Plan
 from autopar.plan.text import Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommandOutput:
-    """Lines and tables for people, data for programs; the steps of a budget sweep are planned as they are asked for."""
+class Stream:
+    """Rows that are planned as they are asked for: as they are printed, or as data."""
 
-    sections: tuple[tuple[Part, ...], ...]
-    data: Mapping[str, object]
-    sweep: Iterable[SweepStep] | None = None
+    parts: Callable[[], Iterator[Part]]
+    data: Callable[[], Mapping[str, object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandOutput:
+    """Lines and tables for people, data for programs; what takes long comes as a stream, row by row."""
+
+    sections: tuple[tuple[Part, ...], ...] = ()
+    data: Mapping[str, object] = field(default_factory=dict)
+    stream: Stream | None = None
 
     def parts(self) -> Iterator[Part]:
-        """What is printed: the sections, and at last the sweep, row by row."""
-        swept = () if self.sweep is None else (sweep_parts(self.sweep),)
-        for number, section in enumerate((*self.sections, *swept)):
+        """What is printed: the sections, and at last the stream."""
+        last = () if self.stream is None else (self.stream.parts(),)
+        for number, section in enumerate((*self.sections, *last)):
             yield from ("",) * (number > 0)
             yield from section
 
     @property
     def json(self) -> str:
         """The data as one JSON object."""
-        swept = {} if self.sweep is None else {"budget_sweep": [asdict(step) for step in improved([*self.sweep])]}
-        return json.dumps({**self.data, **swept}, indent=1)
+        return json.dumps({**self.data, **(self.stream.data() if self.stream else {})}, indent=1)
 
 
 def of_plan(plan: Plan) -> CommandOutput:
@@ -80,8 +89,21 @@ def of_model(
     if code:
         sections.append((found.code.rstrip(),))
         data["code"] = found.code
-    steps = budget_sweep(found.planned, found.options) if sweep else None
-    return CommandOutput(sections=tuple(sections), data=data, sweep=steps)
+    return CommandOutput(sections=tuple(sections), data=data, stream=_sweep(found) if sweep else None)
+
+
+def of_scaling(steps: Iterable[ScalingStep], within: Seconds | None, price: float | None) -> CommandOutput:
+    """How a model scales over numbers of devices; see `scaling.scaling_parts`."""
+    return CommandOutput(
+        stream=Stream(parts=lambda: scaling_parts(steps, within, price), data=lambda: scaling_data(steps, within))
+    )
+
+
+def _sweep(found: Explanation) -> Stream:
+    steps = budget_sweep(found.planned, found.options)
+    return Stream(
+        parts=lambda: sweep_parts(steps), data=lambda: {"budget_sweep": [asdict(step) for step in improved([*steps])]}
+    )
 
 
 def of_stages(found: StagedExplanation, why: Sequence[str], why_not: Mapping[str, str], *, code: bool) -> CommandOutput:

@@ -1,0 +1,152 @@
+"""How a model scales: the fastest plan for each of several numbers of devices, and the fewest that take a step in time.
+
+Every number of devices trains the same global batch, the sample's (strong scaling). The devices of a node are one mesh axis,
+nodes another one outside of it: 64 devices in nodes of 8 are planned on (8, 8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from autopar.cost_models import catalog
+from autopar.errors import AutoparError, BudgetError
+from autopar.ir.mesh import Bytes, Seconds
+from autopar.ir.program import Program
+from autopar.plan.options import Options
+from autopar.plan.plan import Plan
+from autopar.plan.text import Part, milliseconds, size_text
+from autopar.planning.optimize import SMALLEST
+from autopar.planning.pipeline_search import plan_pipeline
+from autopar.planning.planner import connected_mesh, plan_program
+
+HOUR: Seconds = 3600.0
+COLUMNS = ("devices", 9), ("mesh", 10), ("step ms", 12), ("speed-up", 10), ("efficiency", 12), ("MFU", 8), ("memory", 12)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingStep:
+    """The plan for a number of devices: seconds of its step, the share of the devices' peaks (MFU), the peak memory of each.
+
+    Without a plan these are 0, and `refusal` says why. `samples` and `tokens` are those of a step, 0 where unknown.
+    """
+
+    devices: int
+    mesh: tuple[int, ...]
+    step_time: Seconds = 0.0
+    mfu: float = 0.0
+    peak_memory: Bytes = 0
+    samples: int = 0
+    tokens: int = 0
+    refusal: str = ""
+
+
+def node_mesh(devices: int, per_node: int) -> tuple[int, ...]:
+    """The mesh of so many devices: one axis inside a node, else nodes and the devices of each, where nodes are full.
+
+    >>> node_mesh(4, 8), node_mesh(64, 8), node_mesh(12, 8)
+    ((4,), (8, 8), (12,))
+    """
+    return (devices // per_node, per_node) if devices > per_node and devices % per_node == 0 else (devices,)
+
+
+def scaling(program: Program, counts: Iterable[int], options: Options) -> Iterator[ScalingStep]:
+    """The fastest plan of a captured program on each number of devices; each is planned when it is asked for."""
+    per_node = catalog.device(options.device, processes=1).per_node
+    for devices in counts:
+        sizes = node_mesh(devices, per_node)
+        try:
+            mesh = connected_mesh(sizes, options)
+            plan = (plan_pipeline if options.pipeline else plan_program)(program, mesh, options)
+        except BudgetError as error:
+            least = error.details.get(SMALLEST)
+            needs = f": needs {size_text(float(least.removeprefix('budget=')))} per device" if least else ""
+            yield ScalingStep(devices=devices, mesh=sizes, refusal=f"does not fit{needs}")
+        except AutoparError as error:
+            yield ScalingStep(devices=devices, mesh=sizes, refusal=error.what)
+        else:
+            yield _step(devices, sizes, plan)
+
+
+def _step(devices: int, sizes: tuple[int, ...], plan: Plan) -> ScalingStep:
+    step = plan.breakdown.simulated
+    return ScalingStep(
+        devices=devices,
+        mesh=sizes,
+        step_time=plan.step_time,
+        mfu=step.at_peak / plan.step_time if plan.step_time else 0.0,
+        peak_memory=plan.peak_memory,
+        samples=step.samples,
+        tokens=step.tokens,
+    )
+
+
+def fewest(steps: Iterable[ScalingStep], within: Seconds) -> ScalingStep | None:
+    """The step of the fewest devices that takes so long at most; None if none does."""
+    fast = (step for step in steps if not step.refusal and step.step_time <= within)
+    return min(fast, key=lambda step: step.devices, default=None)
+
+
+def scaling_parts(steps: Iterable[ScalingStep], within: Seconds | None, price: float | None) -> Iterator[Part]:
+    """The table as it is printed, a row as soon as its plan is there; then the answer to `within`, in seconds.
+
+    `price` is that of a device for an hour: with it a row has the price of a million tokens, or samples.
+    """
+    known: list[ScalingStep] = []
+    for step in steps:
+        if not known:
+            yield _head(step, price)
+        known.append(step)
+        yield _row(step, next((other for other in known if not other.refusal), step), price)
+    yield "the global batch is the same on all; speed-up and efficiency: relative to the first row that has a plan"
+    if within is not None:
+        yield _answer(known, within)
+
+
+def _head(step: ScalingStep, price: float | None) -> str:
+    kind = "tokens" if step.tokens else "samples"
+    head = "".join(f"{name:>{width}}" for name, width in (*COLUMNS, (f"{kind}/s", 14)))
+    return head + (f"{f'price of 1M {kind}':>22}" if price is not None else "")
+
+
+def _row(step: ScalingStep, first: ScalingStep, price: float | None) -> str:
+    cells: Sequence[str] = (f"{step.devices}", "x".join(map(str, step.mesh)))
+    if step.refusal:
+        return _cells(cells) + f"  {step.refusal}"
+    speed = first.step_time / step.step_time if step.step_time else 1.0
+    rate = (step.tokens or step.samples) / step.step_time if step.step_time else 0.0
+    cells = (
+        *cells, milliseconds(step.step_time), f"{speed:.2f}", f"{speed * first.devices / step.devices:.1%}", f"{step.mfu:.1%}",
+        size_text(step.peak_memory),
+    )  # fmt: skip
+    row = _cells(cells) + f"{rate:>14,.0f}"
+    if price is None:
+        return row
+    return row + (f"{price * step.devices / HOUR / rate * 1e6:>22.4g}" if rate else "")
+
+
+def _cells(cells: Sequence[str]) -> str:
+    return "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=False))
+
+
+def _answer(known: Sequence[ScalingStep], within: Seconds) -> str:
+    found = fewest(known, within)
+    if found is not None:
+        return f"{found.devices} devices are the fewest of these that take a step within {milliseconds(within)} ms"
+    planned = [step for step in known if not step.refusal]
+    if not planned:
+        return "none of these has a plan"
+    best = min(planned, key=lambda step: step.step_time)
+    said = f"the fastest of them, {best.devices} devices, takes {milliseconds(best.step_time)} ms"
+    return f"none of these takes a step within {milliseconds(within)} ms; {said}"
+
+
+def scaling_data(steps: Iterable[ScalingStep], within: Seconds | None) -> dict[str, object]:
+    """The table as data; with `within` the fewest devices that are fast enough, None if none are."""
+    known = list(steps)
+    found = fewest(known, within) if within is not None else None
+    data: dict[str, object] = {"scaling": [asdict(step) for step in known]}
+    return data | ({"fewest": found and found.devices} if within is not None else {})
+
+
+__all__ = ["ScalingStep", "fewest", "node_mesh", "scaling", "scaling_data", "scaling_parts"]
