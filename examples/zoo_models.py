@@ -1,6 +1,6 @@
 """The architectures of the zoo: small, with random weights, in train mode, and with their loss.
 
-Most are built from the configurations of Hugging Face's transformers, nothing is downloaded; three are in plain torch.
+Most are built from the configurations of Hugging Face's transformers, nothing is downloaded; five are in plain torch.
 Batches, heads, widths and vocabularies are multiples of 8. The first six are those of the tests.
 """
 
@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import nn
 
+from examples.science_models import Evoformer, Palm
 from tests.support.models import BATCH, BLOCKS, LENGTHS, VOCABULARY, WORDS, bert, gpt2, images, llama, mask, opt, t5, vit, words
 
 Built = tuple[nn.Module, dict[str, Any]]
@@ -231,6 +232,18 @@ def lstm() -> Built:
     return LanguageModel(), words()
 
 
+def evoformer() -> Built:
+    """AlphaFold's blocks: attention along rows, then along columns, triangles of pairs."""
+    sequences, residues = torch.randint(Evoformer.KINDS, (2, 4, 8, 8))
+    distances = torch.randint(Evoformer.BINS, (4, 8, 8))
+    return Evoformer(), {"sequences": sequences, "residues": residues, "distances": distances}
+
+
+def palm() -> Built:
+    """Attention beside the feed-forward layer, one head of keys and values."""
+    return Palm(VOCABULARY), words()
+
+
 MODELS: dict[str, Callable[[], Built]] = {
     one.__name__: one
     for one in (
@@ -253,6 +266,8 @@ MODELS: dict[str, Callable[[], Built]] = {
         unet,
         lstm,
         recommender,
+        evoformer,
+        palm,
     )
 }
 

@@ -131,7 +131,7 @@ class Timeline:
     @property
     def slowdown(self) -> Seconds:
         """How much longer computing took because of the messages beside it."""
-        return sum(one.seconds for one in self.computing) - self.work
+        return max(0.0, sum(one.seconds for one in self.computing) - self.work)
 
 
 def simulate(program: Iterable[Instruction], interference: float) -> Timeline:

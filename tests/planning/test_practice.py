@@ -1,7 +1,9 @@
 """What practitioners know comes out of the prices: FSDP where batches are long, tensor parallelism with the sequence split
-where there is less than one sequence for a device, and shards, not weights, across the network.
+where there is less than one sequence for a device, shards, not weights, across the network, and splits that move between the
+axes of an alignment.
 
 The tables of `benchmarks/measured` have such runs: 7B models under FSDP on one to sixteen nodes of A100 (mpt.csv, titan.csv).
+The last is dynamic axial parallelism (S. Cheng et al., "FastFold", 2022), which trains AlphaFold with one protein a step.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 import autopar
 from autopar.plan.plan import Plan
 from benchmarks.fidelity.models import Decoder
+from examples.science_models import Evoformer
 
 GPT_7B = Decoder(width=4096, heads=32, key_heads=32, hidden=16384, layers=32, vocabulary=50368, length=2048)
 PRODUCTS = ("attention.qkv", "attention.out", "up", "down")
@@ -56,3 +59,20 @@ def test_less_than_one_sequence_for_a_device_takes_tensor_and_sequence_paralleli
     assert plan.layouts["blocks.16.norm2:layer_norm#0"] == "I, S(1)"  # tokens
     assert plan.layouts["blocks.16.down:linear#0"] == "I, P"
     assert max(block(plan, "gpu", "all_gather", "forward")) < BLOCK / 4, "the products' weights stay where they are"
+
+
+def test_an_evoformer_of_one_protein_takes_dynamic_axial_parallelism() -> None:
+    with torch.device("meta"):
+        model = Evoformer(layers=2, msa=256, pair=128, heads=8, inner=32).bfloat16()
+        msa, distances = torch.empty(1, 128, 256, dtype=torch.long), torch.empty(1, 256, 256, dtype=torch.long)
+    plan, whole = (
+        autopar.plan(model, (msa, msa, distances), (8,), device="a100-40gb", strategy=strategy)
+        for strategy in ("auto", "replicate")
+    )
+    made = {name: plan.layouts[f"blocks.1.{name}:matmul#0"] for name in ("rows", "columns", "starting", "ending")}
+    assert set(made.values()) == {"S(1)"}, "each attention along one dim splits the other, columns and ending edges transposed"
+    moved = [sent for sent in plan.collectives if ":" in sent.value and sent.kind == "all_to_all"]
+    assert len(moved) >= 4, "so that what is split moves from one dim to the other and back"
+    largest = 128 * 256 * 256 * 2
+    assert all(sent.bytes < largest for sent in plan.collectives if sent.value.startswith("blocks.1:")), "and is never whole"
+    assert plan.step_time < whole.step_time / 4

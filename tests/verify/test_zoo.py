@@ -12,7 +12,7 @@ from autopar.verify.verification import verify
 from examples.zoo_models import make
 from tests.support import table
 
-NAMES = "mistral qwen3 roberta clip whisper mixtral_batched resnet unet lstm recommender".split()
+NAMES = "mistral qwen3 roberta clip whisper mixtral_batched resnet unet lstm recommender evoformer palm".split()
 
 
 @pytest.mark.parametrize("name", NAMES)
