@@ -30,20 +30,20 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # some of the models are those of the tests
 
-from zoo_models import MODELS, Built, make
-
 import autopar
 from autopar import files
 from autopar.cost_models import catalog
 from autopar.cost_models.compute import pricer
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Program, writes
+from autopar.ir.program import Program
 from autopar.operators import fit
+from autopar.operators.registry import writes
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.planning.planner import plan_program, read_program
 from autopar.runtime.workers import WorkerPool
 from autopar.verify.verification import verify
+from examples.zoo_models import MODELS, Built, make
 
 STRATEGIES = ("auto", "fsdp", "megatron")
 SEEDS = range(5)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib
+import importlib.util
 import io
 import os
 import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -104,3 +107,31 @@ def test_a_loop_of_accelerate_trains(pool: WorkerPool) -> None:
     assert len(losses) == 3
     assert losses[-1] < losses[0]
     assert second == ""
+
+
+def test_the_zoo_plans_what_it_is_asked_for(run: Run) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run("zoo.py", "--plan-only", "--only", "recommender")
+
+
+def imported(path: Path) -> Iterator[tuple[str, str]]:
+    """What a script imports of the project's own: modules and names."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (
+            "autopar",
+            "benchmarks",
+            "examples",
+            "tests",
+        ):
+            yield from ((str(node.module), name.name) for name in node.names)
+
+
+@pytest.mark.parametrize("folder", ["examples", "benchmarks"])
+def test_what_scripts_import_is_there(folder: str) -> None:
+    found = {pair for path in (ROOT / folder).rglob("*.py") for pair in imported(path)}
+    missing = [
+        (module, name)
+        for module, name in sorted(found)
+        if not hasattr(importlib.import_module(module), name) and not importlib.util.find_spec(f"{module}.{name}")
+    ]
+    assert not missing
