@@ -82,6 +82,7 @@ fidelity: $(STAMP)
 	$(BIN)/python -m benchmarks.fidelity --save
 
 bench: $(STAMP)
+	$(BIN)/python benchmarks/pipeline_step.py --save
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/training.py --memory --save --variants ddp,torch-ddp,torch-ddp-whole,fsdp,torch-fsdp,megatron,torch-tp,auto,random0,random1
 

@@ -76,10 +76,11 @@ def test_stages_have_the_numbers_of_the_whole_model_and_send_what_the_plan_says(
         assert one.sent
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_rank_holds_at_its_peak_what_its_stages_say(schedule: str, pool: WorkerPool) -> None:
+@pytest.mark.parametrize("schedule, data", [("1f1b", 1), ("zb-h1", 1), ("zb-h1", 2)])
+def test_a_rank_holds_at_its_peak_what_its_stages_say(schedule: str, data: int, pool: WorkerPool) -> None:
     """Deferred gradients of weights keep activations and gradients: more than 1f1b holds, and as much as was planned."""
-    found: list[tuple[int, int]] = pool.run("tests.support.pipelines:peaks", schedule, ranks=2, keep=True)  # type: ignore[assignment]
+    case = {"mesh": {"pp": 2, "dp": data}, "schedule": schedule, "strategy": "fsdp" if data > 1 else "auto"}
+    found: list[tuple[int, int]] = pool.run("tests.support.pipelines:peaks", case, ranks=2 * data, keep=True)  # type: ignore[assignment]
     for measured, planned in found:
         assert measured == pytest.approx(planned, rel=0.05)
 

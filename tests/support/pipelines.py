@@ -141,7 +141,7 @@ def copies_of_ties(steps: int) -> torch.Tensor:
     return full_tensor(parallel.get_parameter("transformer.wte.weight")).detach()
 
 
-def peaks(schedule: str) -> tuple[int, int]:
+def peaks(case: Case) -> tuple[int, int]:
     """The most bytes that were alive on this rank in a step, and those that its stage was planned with."""
     config = transformers.GPT2Config(
         n_layer=4, n_embd=64, n_head=2, vocab_size=128, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
@@ -151,9 +151,7 @@ def peaks(schedule: str) -> tuple[int, int]:
     model.loss_type = "ForCausalLM"
     tokens = torch.randint(128, (32, 64), generator=torch.Generator().manual_seed(1))
     sample = {"input_ids": tokens, "labels": tokens}
-    parallel = autopar.parallelize(
-        model, sample, {"pp": dist.get_world_size()}, pipeline="pp", schedule=schedule, microbatches=8, recompute="none"
-    )
+    parallel = autopar.parallelize(model, sample, pipeline="pp", microbatches=8, recompute="none", **case)
     optimizer = torch.optim.AdamW(parallel.parameters())
 
     def step() -> None:
@@ -162,4 +160,5 @@ def peaks(schedule: str) -> tuple[int, int]:
         optimizer.zero_grad()
 
     measured = peak(parallel, optimizer, sample.values(), step).bytes
-    return measured, parallel.autopar.plan.stages[dist.get_rank()].peak_memory
+    (stage,) = parallel.stages.stages
+    return measured, parallel.autopar.plan.stages[stage].peak_memory
