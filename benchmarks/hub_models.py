@@ -476,6 +476,8 @@ def run(module: nn.Module, sample: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("nothing to differentiate")
     if not all(one.isfinite().all() for one in outputs if one.is_floating_point() and not one.ndim):
         raise ValueError("the loss is not finite")
+    torch.stack([one.real.double().sum() for one in outputs if one.requires_grad]).sum().backward()
+    module.zero_grad()
     return sample
 
 

@@ -19,8 +19,8 @@ from autopar.operators.registry import RETURNING
 def refuse_transform(node: fx.Node) -> None:
     """Raise CaptureError for a node that begins or ends a transform of `torch.func`: its levels are not operators."""
     if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
-        fix = "write what the function does for the whole batch, or for the tangent, with tensor operators"
-        raise CaptureError("vmap, jvp and other transforms of torch.func are no operators", at=source(node), fix=fix)
+        fix = "write what the function does, for the tangent, say, with tensor operators"
+        raise CaptureError("jvp and other transforms of torch.func but vmap are no operators", at=source(node), fix=fix)
 
 
 def graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:

@@ -8,7 +8,7 @@ embeddings are spelt out: `autopar.capture.embedding_bag`.
 
 All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for five names
 only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast` and two questions about that: these are replaced meanwhile, and
-other threads do not notice.
+other threads do not notice. `torch.vmap` is no function that modes are asked for either: `autopar.capture.batched_functions`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopar.capture import assertions, custom_functions, embedding_bag, known_values, source_location, traced_losses
+from autopar.capture import (
+    assertions,
+    batched_functions,
+    custom_functions,
+    embedding_bag,
+    known_values,
+    source_location,
+    traced_losses,
+)
 from autopar.capture.equal_masks import Masks
 from autopar.capture.python_state import Changes, Generators, attributes, changes
 from autopar.capture.repairs import Repairs
@@ -65,6 +73,8 @@ def watched(module: nn.Module) -> Iterator[list[Changes]]:
         (torch, "autocast", _Autocast),
         (torch.amp, "autocast", _Autocast),
         (torch, "from_numpy", _from_array(torch.from_numpy)),
+        (torch, "vmap", batched_functions.spelt(torch.vmap)),
+        (torch.func, "vmap", batched_functions.spelt(torch.func.vmap)),
         (torch, "get_autocast_dtype", _of_the_cpu(torch.get_autocast_dtype)),
         (torch, "is_autocast_enabled", _of_the_cpu(torch.is_autocast_enabled)),
     ]
