@@ -5,10 +5,11 @@
     python benchmarks/hub.py --only llava swin     these again
     python benchmarks/hub.py --save                the table to benchmarks/results/hub.txt
 
-Each is built small from its configuration (benchmarks/hub_models.py), in train mode, in a process of its own with limits of time
-and memory. It is captured, planned on two devices (the cheapest plan, and one drawn at random), and run on threads as ranks: all
-outputs, gradients and buffers beside the user's module in float64, within 1e-9. Where capture refuses, torch.export is asked for
-the same module and sample. What was found is kept as lines of JSON in the file that `--log` names.
+Each is built small from its configuration (benchmarks/hub_models.py), in train mode, in a process of its own with limits of
+time and memory. It is captured, planned on two devices (the cheapest plan, and one drawn at random), and run on threads as
+ranks: all outputs, gradients and buffers beside the user's module in float64, within 1e-9, or what the module itself has of
+digits. Where capture refuses, torch.export is asked for the same module and sample. What was found is kept as lines of JSON in
+the file that `--log` names.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,21 +37,22 @@ from rich.console import Console
 from rich.table import Table
 from torch.overrides import TorchFunctionMode
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import hub_models
 from zoo_models import MODELS as ZOO
 
 from autopar import files
-from autopar.errors import AutoparError
 from autopar.capture import Captured
+from autopar.errors import AutoparError
 from autopar.planning.planner import read_program
 from autopar.runtime.threaded_ranks import ThreadedRanks
 from autopar.verify.execution import doubled, error
 from autopar.verify.reference import module_results
+from benchmarks import hub_families, hub_models
 from tests.fuzz.trial import Planner, Setting, Tried, WrongNumber
 
+ROOT = Path(__file__).resolve().parent.parent
 SETTING = Setting(sizes=(2,), plans=("auto", 0))
 CPU_SECONDS, WALL_SECONDS, BYTES = 60, 400, 6 << 30  # of one architecture
 RESULTS, LOG = ROOT / "benchmarks" / "results" / "hub.txt", ROOT / "hub.jsonl"
@@ -61,7 +62,7 @@ Record = dict[str, Any]
 
 
 def ties(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> bool:
-    """Whether values that are equal but for rounding decide which are the k largest, or in which order: any of them is right."""
+    """Whether values that are equal but for rounding decide which are the k largest, or their order: any of them is right."""
     x = x.detach().double().sort(dim=dim, descending=largest).values
     return bool((x.diff(dim=dim).narrow(dim, 0, min(k, x.shape[dim] - 1)).abs() <= 1e-12 * x.abs().max()).any())
 
@@ -207,7 +208,7 @@ def by_turns(kinds: list[str]) -> Iterator[str]:
     """The types, of every family by turns."""
     families = defaultdict(list)
     for kind in kinds:
-        families[hub_models.family(kind)].append(kind)
+        families[hub_families.family(kind)].append(kind)
     return (kind for row in itertools.zip_longest(*families.values()) for kind in row if kind)
 
 
@@ -216,9 +217,9 @@ def main() -> int:
     options = arguments()
     transformers.logging.set_verbosity_error()
     known = read(options.log)
-    kinds = options.only or [kind for kind in by_turns(hub_models.kinds()) if kind not in known and kind not in ZOO]
+    kinds = options.only or [kind for kind in by_turns(hub_families.kinds()) if kind not in known and kind not in ZOO]
     for kind in kinds[: options.limit]:
-        found = {**outcome(kind), "family": hub_models.family(kind)}
+        found = {**outcome(kind), "family": hub_families.family(kind)}
         known[kind] = found
         with open(options.log, "a") as log:
             log.write(json.dumps(found) + "\n")
