@@ -18,14 +18,14 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_isolated_graphmodule
 from torch.utils import _pytree as pytree
 
-Function = Callable[..., Any]
+_Function = Callable[..., Any]
 
 
-def spelt(original: Callable[..., Function]) -> Callable[..., Function]:
+def spelt(original: Callable[..., _Function]) -> Callable[..., _Function]:
     """`torch.vmap` whose outermost calls in this thread are traced apart."""
     tracing, inside = threading.get_ident(), [False]
 
-    def vmap(func: Function, *options: Any, **named: Any) -> Function:
+    def vmap(func: _Function, *options: Any, **named: Any) -> _Function:
         batched = original(func, *options, **named)
 
         @functools.wraps(func)

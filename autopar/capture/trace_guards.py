@@ -257,8 +257,10 @@ def _indexed(original: Callable[..., object]) -> Callable[..., object]:
 
 def _spelt(index: object) -> object:
     """A list in an index as a literal tensor; a flat list of truth values as the places of the true ones."""
-    if not isinstance(index, list) or _numbers(index) is None:
+    if not isinstance(index, list) or (found := _numbers(index)) is None:
         return index
+    if not found[1]:
+        return torch.zeros(found[0], dtype=torch.int64, device="meta")
     if all(isinstance(number, bool) for number in index):
         return _literal(torch.tensor)([place for place, number in enumerate(index) if number])
     return _literal(torch.tensor)(index)

@@ -174,6 +174,7 @@ def literals(y: torch.Tensor) -> torch.Tensor:
 def lists(y: torch.Tensor) -> torch.Tensor:
     z = y * 1
     z[[0, 2]] = 3
+    z[:, []] = 4  # no place at all
     return y[:, [-2, 1]] + z[..., [[0, 1]]].sum((1, 2))[:, None] + y[[True, False, True, True], :1].sum()
 
 
