@@ -6,9 +6,9 @@ and hooks are; the others are made of operators that carry them.
 What only looks at values to refuse them, or to find out what a mask is, looks away: `autopar.capture.assertions`. Bags of
 embeddings are spelt out: `autopar.capture.embedding_bag`.
 
-All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for five names
-only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast` and two questions about that: these are replaced meanwhile, and
-other threads do not notice. `torch.vmap` is no function that modes are asked for either: `autopar.capture.batched_functions`.
+All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for six names
+only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast`, two questions about that, and `torch.vmap`
+(`autopar.capture.batched_functions`): these are replaced meanwhile, and other threads do not notice.
 """
 
 from __future__ import annotations
