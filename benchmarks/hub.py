@@ -33,8 +33,6 @@ from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -50,6 +48,7 @@ from autopar.runtime.threaded_ranks import ThreadedRanks
 from autopar.verify.execution import doubled, error
 from autopar.verify.reference import module_results
 from benchmarks import hub_families, hub_models
+from benchmarks.hub_report import Record, report
 from tests.fuzz.trial import Planner, Setting, Tried, WrongNumber
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,8 +56,6 @@ SETTING = Setting(sizes=(2,), plans=("auto", 0))
 CPU_SECONDS, WALL_SECONDS, BYTES = 60, 400, 6 << 30  # of one architecture
 RESULTS, LOG = ROOT / "benchmarks" / "results" / "hub.txt", ROOT / "hub.jsonl"
 LAST_DIGIT, TIMES = 1e-15, 8
-STAGES = ("built", "captured", "same", "planned", "equal")
-Record = dict[str, Any]
 
 
 def ties(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> bool:
@@ -235,48 +232,6 @@ def read(log: Path) -> dict[str, Record]:
     """What was found before; of a type that was tried again, the last."""
     lines = log.read_text().splitlines() if log.exists() else []
     return {record["kind"]: record for record in map(json.loads, lines)}
-
-
-def reached(record: Record, stage: str) -> bool:
-    return record["stage"] in STAGES[STAGES.index(stage) :]
-
-
-def refused_by_torch(record: Record) -> bool:
-    """Whether torch.export refuses it as well."""
-    return bool(record.get("exported"))
-
-
-def report(records: list[Record]) -> str:
-    """The table by family, and below it what was refused, by reason."""
-    columns = ["tried", "torch.export refuses", "left", "captured", "planned", "equal"]
-    table = Table("family", *columns, box=None, title_justify="left")
-    rows = defaultdict(list)
-    for record in records:
-        if reached(record, "built"):
-            rows[record["family"]].append(record)
-    for name, held in [*sorted(rows.items()), ("all", list(itertools.chain(*rows.values())))]:
-        left = [one for one in held if not refused_by_torch(one)]
-        counts = [
-            len(held),
-            len(held) - len(left),
-            len(left),
-            *(sum(reached(o, s) for o in left) for s in STAGES[1::1] if s != "same"),
-        ]
-        table.add_row(name, *map(str, counts))
-    console = Console(width=128, color_system=None, force_terminal=False)
-    with console.capture() as capture:
-        console.print(table)
-    lines = [line.rstrip() for line in capture.get().splitlines()]
-    for title, chosen in (
-        ("refused or wrong, though torch.export takes it", lambda one: not refused_by_torch(one)),
-        ("refused by torch.export as well", refused_by_torch),
-    ):
-        lines += ["", title]
-        for record in records:
-            if reached(record, "built") and record.get("reason") and chosen(record):
-                lines.append(f"  {record['kind']} ({record['head']}), after {record['stage']}: {record['reason']}")
-    unbuilt = [one["kind"] for one in records if not reached(one, "built")]
-    return "\n".join([*lines, "", f"not run, by the user's own module on our inputs: {len(unbuilt)}", "  " + " ".join(unbuilt)])
 
 
 def arguments() -> argparse.Namespace:
