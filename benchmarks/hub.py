@@ -5,10 +5,11 @@
     python benchmarks/hub.py --only llava swin     these again
     python benchmarks/hub.py --save                the table to benchmarks/results/hub.txt
 
-Each is built small from its configuration (benchmarks/hub_models.py), in train mode, in a process of its own with limits of time
-and memory. It is captured, planned on two devices (the cheapest plan, and one drawn at random), and run on threads as ranks: all
-outputs, gradients and buffers beside the user's module in float64, within 1e-9. Where capture refuses, torch.export is asked for
-the same module and sample. What was found is kept as lines of JSON in the file that `--log` names.
+Each is built small from its configuration (benchmarks/hub_models.py), in train mode, in a process of its own with limits of
+time and memory. It is captured, planned on two devices (the cheapest plan, and one drawn at random), and run on threads as
+ranks: all outputs, gradients and buffers beside the user's module in float64, within 1e-9, or what the module itself has of
+digits. Where capture refuses, torch.export is asked for the same module and sample. What was found is kept as lines of JSON in
+the file that `--log` names.
 """
 
 from __future__ import annotations
@@ -24,44 +25,52 @@ import sys
 import time
 import traceback
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 from torch.overrides import TorchFunctionMode
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import hub_models
 from zoo_models import MODELS as ZOO
 
 from autopar import files
-from autopar.errors import AutoparError
 from autopar.capture import Captured
+from autopar.errors import AutoparError
 from autopar.planning.planner import read_program
 from autopar.runtime.threaded_ranks import ThreadedRanks
 from autopar.verify.execution import doubled, error
 from autopar.verify.reference import module_results
+from benchmarks import hub_families, hub_models
+from benchmarks.hub_report import Record, report
 from tests.fuzz.trial import Planner, Setting, Tried, WrongNumber
 
+ROOT = Path(__file__).resolve().parent.parent
 SETTING = Setting(sizes=(2,), plans=("auto", 0))
 CPU_SECONDS, WALL_SECONDS, BYTES = 60, 400, 6 << 30  # of one architecture
 RESULTS, LOG = ROOT / "benchmarks" / "results" / "hub.txt", ROOT / "hub.jsonl"
 LAST_DIGIT, TIMES = 1e-15, 8
-STAGES = ("built", "captured", "same", "planned", "equal")
-Record = dict[str, Any]
+
+
+def ties(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> bool:
+    """Whether values that are equal but for rounding decide which are the k largest, or their order: any of them is right."""
+    x = x.detach().double().sort(dim=dim, descending=largest).values
+    return bool((x.diff(dim=dim).narrow(dim, 0, min(k, x.shape[dim] - 1)).abs() <= 1e-12 * x.abs().max()).any())
 
 
 class Wide(TorchFunctionMode):
-    """Double precision where a module asks for single by name, so that it is compared at the precision of the program."""
+    """Double precision where a module asks for single by name, so that it is compared at the precision of the program.
+
+    `tied` says whether the result is one of several right ones.
+    """
+
+    tied = False
 
     def __enter__(self) -> Wide:
         self.before = torch.get_default_dtype()
@@ -77,6 +86,7 @@ class Wide(TorchFunctionMode):
     ) -> Any:
         wider = {torch.float32: torch.float64, torch.complex64: torch.complex128}
         func = torch.Tensor.double if func is torch.Tensor.float else func
+        self.tied = self.tied or (getattr(func, "__name__", "") == "topk" and ties(*args, **(kwargs or {})))
         change: Callable[[Any], Any] = lambda one: wider.get(one, one) if isinstance(one, torch.dtype) else one  # noqa: E731
         return func(*map(change, args), **{name: change(one) for name, one in (kwargs or {}).items()})
 
@@ -101,7 +111,8 @@ def trial(kind: str, found: Record, tell: Callable[[Record], None]) -> None:
     if any("grouped_mm" in op.target for op in captured.program.ops):  # torch has it in no double precision
         module.set_experts_implementation("eager")
     with ThreadedRanks() as world:
-        tried = Tried(module, sample, captured, SETTING, world, around=Wide())
+        tried = Tried(module, sample, captured, SETTING, world, around=(wide := Wide()))
+        found["tied"] = wide.tied
         try:
             tried.sequentially()
         except WrongNumber:  # it may have no more digits
@@ -159,7 +170,7 @@ def child(kind: str, pipe: Connection) -> None:
     try:
         trial(kind, found, pipe.send)
     except BaseException as error:  # whatever it is, the trial goes on
-        found |= {"reason": said(error), "wrong": isinstance(error, WrongNumber)}
+        found |= {"reason": said(error), "wrong": isinstance(error, WrongNumber) and not found.get("tied")}
         if not isinstance(error, (AutoparError, WrongNumber, hub_models.NotBuilt)):
             found["where"] = "".join(traceback.format_exception(error)[-4:])
         pipe.send(found)
@@ -194,7 +205,7 @@ def by_turns(kinds: list[str]) -> Iterator[str]:
     """The types, of every family by turns."""
     families = defaultdict(list)
     for kind in kinds:
-        families[hub_models.family(kind)].append(kind)
+        families[hub_families.family(kind)].append(kind)
     return (kind for row in itertools.zip_longest(*families.values()) for kind in row if kind)
 
 
@@ -203,9 +214,9 @@ def main() -> int:
     options = arguments()
     transformers.logging.set_verbosity_error()
     known = read(options.log)
-    kinds = options.only or [kind for kind in by_turns(hub_models.kinds()) if kind not in known and kind not in ZOO]
+    kinds = options.only or [kind for kind in by_turns(hub_families.kinds()) if kind not in known and kind not in ZOO]
     for kind in kinds[: options.limit]:
-        found = {**outcome(kind), "family": hub_models.family(kind)}
+        found = {**outcome(kind), "family": hub_families.family(kind)}
         known[kind] = found
         with open(options.log, "a") as log:
             log.write(json.dumps(found) + "\n")
@@ -221,48 +232,6 @@ def read(log: Path) -> dict[str, Record]:
     """What was found before; of a type that was tried again, the last."""
     lines = log.read_text().splitlines() if log.exists() else []
     return {record["kind"]: record for record in map(json.loads, lines)}
-
-
-def reached(record: Record, stage: str) -> bool:
-    return record["stage"] in STAGES[STAGES.index(stage) :]
-
-
-def refused_by_torch(record: Record) -> bool:
-    """Whether torch.export refuses it as well."""
-    return bool(record.get("exported"))
-
-
-def report(records: list[Record]) -> str:
-    """The table by family, and below it what was refused, by reason."""
-    columns = ["tried", "torch.export refuses", "left", "captured", "planned", "equal"]
-    table = Table("family", *columns, box=None, title_justify="left")
-    rows = defaultdict(list)
-    for record in records:
-        if reached(record, "built"):
-            rows[record["family"]].append(record)
-    for name, held in [*sorted(rows.items()), ("all", list(itertools.chain(*rows.values())))]:
-        left = [one for one in held if not refused_by_torch(one)]
-        counts = [
-            len(held),
-            len(held) - len(left),
-            len(left),
-            *(sum(reached(o, s) for o in left) for s in STAGES[1::1] if s != "same"),
-        ]
-        table.add_row(name, *map(str, counts))
-    console = Console(width=128, color_system=None, force_terminal=False)
-    with console.capture() as capture:
-        console.print(table)
-    lines = [line.rstrip() for line in capture.get().splitlines()]
-    for title, chosen in (
-        ("refused or wrong, though torch.export takes it", lambda one: not refused_by_torch(one)),
-        ("refused by torch.export as well", refused_by_torch),
-    ):
-        lines += ["", title]
-        for record in records:
-            if reached(record, "built") and record.get("reason") and chosen(record):
-                lines.append(f"  {record['kind']} ({record['head']}), after {record['stage']}: {record['reason']}")
-    unbuilt = [one["kind"] for one in records if not reached(one, "built")]
-    return "\n".join([*lines, "", f"not run, by the user's own module on our inputs: {len(unbuilt)}", "  " + " ".join(unbuilt)])
 
 
 def arguments() -> argparse.Namespace:

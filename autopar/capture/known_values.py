@@ -9,6 +9,7 @@ They are the same in every call on inputs of these sizes, so a branch that they 
 from __future__ import annotations
 
 import math
+import operator
 import re
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from autopar.capture.equal_masks import node_of, pure
+from autopar.capture.equal_masks import node_of
 
 ASKING = (torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__)
 LIMIT = 2**22  # elements of a tensor that is computed in order to know a number
@@ -28,30 +29,46 @@ def number(func: Callable[..., object], tensor: object) -> bool | int | float | 
     In a thread of its own, where nothing is traced.
     """
     node = node_of(tensor) if isinstance(tensor, torch.Tensor) else None
-    cone = _cone(node) if node is not None else None
-    if cone is None or _written(cone):
+    if node is None or not _made_of_numbers(node):
         return None
     found: list[bool | int | float] = []
-    thread = threading.Thread(target=lambda: found.append(func(_computed(cone))))  # type: ignore[arg-type]
+
+    def ask() -> None:
+        known = _computed(node.graph)
+        if node in known:
+            found.append(func(known[node]))  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
     return found[0] if found else None
 
 
-def _cone(node: fx.Node) -> list[fx.Node] | None:
-    """The nodes that a value is computed from, in order; None if one is given from outside, drawn, too large or no operator."""
-    found: dict[fx.Node, None] = {}
+def _made_of_numbers(node: fx.Node) -> bool:
+    """Whether nothing that a value is computed from is given from outside, drawn or too large."""
+    return all(_knowable(one) for one in _sources(node))
+
+
+def _sources(node: fx.Node) -> set[fx.Node]:
+    """The nodes that a value is computed from, and itself."""
+    found: set[fx.Node] = set()
     waiting = [node]
     while waiting:
         one = waiting.pop()
-        if one in found:
-            continue
-        shape = getattr(one.meta.get("val"), "shape", ())
-        if one.op != "call_function" or not pure(one.target) or "empty" in str(one.target) or math.prod(shape) > LIMIT:
-            return None
-        found[one] = None
-        waiting += [] if _shaped(one) else one.all_input_nodes
-    return sorted(found)
+        if one not in found:
+            found.add(one)
+            waiting += [] if _shaped(one) else one.all_input_nodes
+    return found
+
+
+def _knowable(node: fx.Node) -> bool:
+    """Whether a node has the same values whenever its operands have."""
+    target, shape = node.target, getattr(node.meta.get("val"), "shape", ())
+    if node.op != "call_function" or math.prod(shape) > LIMIT:
+        return False
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is operator.getitem
+    return torch.Tag.nondeterministic_seeded not in target.tags and "empty" not in str(target)
 
 
 def _shaped(node: fx.Node) -> bool:
@@ -59,43 +76,34 @@ def _shaped(node: fx.Node) -> bool:
     return re.search(r"(ones|zeros|full)_like|new_(ones|zeros|full)\b", str(node.target)) is not None
 
 
-def _written(cone: list[fx.Node]) -> bool:
-    """Whether an operator writes into one of these values, or into what is computed from one, of which it may be a view."""
-    inside = set(cone)
-    return any(_ancestors(one) & inside for one in cone[0].graph.nodes if one.op == "call_function" and _mutable(one.target))
-
-
-def _mutable(target: object) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    waiting = list(node.all_input_nodes)
-    while waiting:
-        one = waiting.pop()
-        if one not in found:
-            found.add(one)
-            waiting += one.all_input_nodes
-    return found
-
-
-def _computed(cone: list[fx.Node]) -> torch.Tensor:
-    """The value of the last node."""
-    values: dict[fx.Node, torch.Tensor] = {}
-
-    def real(leaf: object) -> object:
-        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+def _computed(graph: fx.Graph) -> dict[fx.Node, torch.Tensor]:
+    """The values of all nodes that are made of numbers, after what has been traced so far has written into them."""
+    known: dict[fx.Node, torch.Tensor] = {}
 
     def operand(node: fx.Node) -> torch.Tensor:
         shown = node.meta["val"]
-        return values[node] if node in values else torch.empty(tuple(shown.shape), dtype=shown.dtype)
+        return known[node] if node in known else torch.empty(tuple(shown.shape), dtype=shown.dtype)
 
-    for node in cone:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
-        args, kwargs = torch.utils._pytree.tree_map(real, (args, dict(kwargs)))
-        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return values[cone[-1]]
+    for node in graph.nodes:
+        inputs = () if _shaped(node) else node.all_input_nodes
+        if _knowable(node) and all(one in known for one in inputs):
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), operand)
+            args, kwargs = torch.utils._pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
+            known[node] = node.target(*args, **kwargs)
+        elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            _forget(known, node)
+    return known
+
+
+def _forget(known: dict[fx.Node, torch.Tensor], writer: fx.Node) -> None:
+    """Drop what lies in the same memory as anything from which an operator that writes computes."""
+    written = {_memory(known[one]) for one in _sources(writer) if one in known and isinstance(known[one], torch.Tensor)}
+    for node in [one for one, value in known.items() if isinstance(value, torch.Tensor) and _memory(value) in written]:
+        del known[node]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 __all__ = ["ASKING", "number"]

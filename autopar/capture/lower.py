@@ -123,7 +123,10 @@ class Lowering:
             return self.turn(node, args, region)
         if nodes.writes(node.target):
             return self.mutate(node, args, kwargs, region)
-        return self.plain(node, traced_losses.meant(node.target), args, kwargs, region)
+        target = nodes.without_generator(traced_losses.meant(node.target), node.kwargs)
+        if target != str(node.target):
+            kwargs = tuple((name, held) for name, held in kwargs if name != "generator")
+        return self.plain(node, target, args, kwargs, region)
 
     def selected(self, node: fx.Node, region: Region) -> SelectedOp:
         """A node that makes or takes rows that a mask selects."""

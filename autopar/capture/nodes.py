@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
@@ -19,8 +19,8 @@ from autopar.operators.registry import RETURNING
 def refuse_transform(node: fx.Node) -> None:
     """Raise CaptureError for a node that begins or ends a transform of `torch.func`: its levels are not operators."""
     if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
-        fix = "write what the function does for the whole batch, or for the tangent, with tensor operators"
-        raise CaptureError("vmap, jvp and other transforms of torch.func are no operators", at=source(node), fix=fix)
+        fix = "write what the function does, for the tangent, say, with tensor operators"
+        raise CaptureError("jvp and other transforms of torch.func but vmap are no operators", at=source(node), fix=fix)
 
 
 def graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:
@@ -72,6 +72,14 @@ def returning(node: fx.Node) -> str:
         fix = f"use the form of {plain} that returns its result"
         raise CaptureError(f"{node.target} has no functional variant", at=source(node), fix=fix)
     return f"aten.{plain}.{variant}"
+
+
+def without_generator(target: str, kwargs: Mapping[str, object]) -> str:
+    """The variant of a drawing operator that is not asked for a generator: rand.default for rand.generator with none."""
+    name, _, variant = target.rpartition(".")
+    if "generator" not in variant or kwargs.get("generator") is not None:
+        return target
+    return f"{name}.{variant.replace('_generator', '').replace('generator', 'default')}"
 
 
 def viewing(node: fx.Node) -> str:

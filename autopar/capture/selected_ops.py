@@ -10,7 +10,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
-from autopar.capture import nodes, traced_losses
+from autopar.capture import equal_values, nodes, traced_losses
 from autopar.capture.selection import Rows, Selection, Selections, symbolic
 from autopar.capture.trace import varying
 from autopar.errors import CaptureError
@@ -53,8 +53,12 @@ class SelectedOp:
             return tuple(refs(sized[0]))
         if not symbolic(self.node) and not any(ref.name in self.selections.held for ref in refs(tuple(named.values()))):
             return self.emit(target, *packed(target, named))  # it takes the number of rows, and none of them
+        if target == "aten.masked_scatter.default" and not symbolic(self.node):
+            return (self.put_back(named),)
         if symbolic(self.node):
             return self.by_row(target, named)
+        if target == "aten.ctc_loss.Tensor":
+            return (self.aligned(target, named),)
         if "reduction" in {formal.name for formal in formals}:
             return (self.loss(target, named),)
         return (self.summed(target, named),)
@@ -134,6 +138,37 @@ class SelectedOp:
             return found
         times = math.prod(selection.rows for selection in factors.values())
         return self.divided(self.one("aten.mul.Tensor", found, times), list(factors.values()), [])
+
+    def put_back(self, named: Named) -> Ref:
+        """Rows that a mask selected and an operator changed, back where they were: `x.masked_scatter(mask, f(y[mask]))`."""
+        x, mask, rows = named["self"], named["mask"], named["source"]
+        assert isinstance(x, Ref)
+        assert isinstance(mask, Ref)
+        assert isinstance(rows, Ref)
+        builder, held, shape = self.selections.builder, self.selections.held, self.shape(x)
+        selection = held.get(rows.name, {}).get(0)
+        by_row = selection is not None and len(held[rows.name]) == 1 and not {x.name, mask.name} & held.keys()
+        if not by_row or not equal_values.broadcasts(builder, mask, selection.mask, shape):  # type: ignore[union-attr]
+            raise self.mixing()
+        return self.one("aten.where.self", mask, self.one("aten.reshape.default", rows, shape), x)
+
+    def aligned(self, target: str, named: Named) -> Ref:
+        """CTC with the targets of all sequences one after the other, as a mask selects them: those of each go to its front.
+
+        The lengths must be the numbers that the mask selects of each sequence.
+        """
+        scores, aim, lengths = named["log_probs"], named["targets"], named["target_lengths"]
+        assert isinstance(scores, Ref)
+        assert isinstance(aim, Ref)
+        assert isinstance(lengths, Ref)
+        selection, batch = self.selections.held.get(aim.name, {}).get(0), self.shape(scores)[1]
+        if selection is None or not equal_values.counts(self.selections.builder, lengths, selection.mask, batch):
+            raise self.mixing()
+        shape = (batch, selection.rows // batch)
+        mask = self.one("aten.reshape.default", selection.mask, shape)
+        order = self.emit("aten.sort.stable", (mask,), (("stable", True), ("dim", 1), ("descending", True)))[1]
+        front = self.one("aten.gather.default", self.one("aten.reshape.default", self.zeros(aim), shape), 1, order)
+        return self.emit(target, *packed(target, named | {"targets": front}))[0]
 
     def loss(self, target: str, named: Named) -> Ref:
         """A loss that is reduced: with targets that are ignored, or summed over what is selected of the losses one by one."""

@@ -23,7 +23,7 @@ from autopar.capture.nodes import source
 from autopar.errors import CaptureError
 
 LIMIT = 2**24  # elements of the part of a result that an index selects
-Ints = npt.NDArray[np.int64]
+_Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +112,11 @@ def _alike(shape: Sequence[int], held: Sequence[int], sizes: Sequence[int], stri
     return found
 
 
-def _addresses(sizes: Sequence[int], strides: Sequence[int], start: int) -> Ints | None:
+def _addresses(sizes: Sequence[int], strides: Sequence[int], start: int) -> _Ints | None:
     """start + the sum of places times strides, for every place; None for too many."""
     if math.prod(sizes) > LIMIT or not all(sizes):
         return None
-    found: Ints = np.full([1] * len(sizes), start, dtype=np.int64)
+    found: _Ints = np.full([1] * len(sizes), start, dtype=np.int64)
     for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
         found = found + (np.arange(size, dtype=np.int64) * stride).reshape([-1 if at == dim else 1 for at in range(len(sizes))])
     return found

@@ -6,9 +6,9 @@ and hooks are; the others are made of operators that carry them.
 What only looks at values to refuse them, or to find out what a mask is, looks away: `autopar.capture.assertions`. Bags of
 embeddings are spelt out: `autopar.capture.embedding_bag`.
 
-All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for five names
-only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast` and two questions about that: these are replaced meanwhile, and
-other threads do not notice.
+All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for six names
+only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast`, two questions about that, and `torch.vmap`
+(`autopar.capture.batched_functions`): these are replaced meanwhile, and other threads do not notice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopar.capture import assertions, custom_functions, embedding_bag, known_values, source_location, traced_losses
+from autopar.capture import (
+    assertions,
+    batched_functions,
+    custom_functions,
+    embedding_bag,
+    known_values,
+    source_location,
+    traced_losses,
+)
 from autopar.capture.equal_masks import Masks
 from autopar.capture.python_state import Changes, Generators, attributes, changes
 from autopar.capture.repairs import Repairs
@@ -65,6 +73,8 @@ def watched(module: nn.Module) -> Iterator[list[Changes]]:
         (torch, "autocast", _Autocast),
         (torch.amp, "autocast", _Autocast),
         (torch, "from_numpy", _from_array(torch.from_numpy)),
+        (torch, "vmap", batched_functions.spelt(torch.vmap)),
+        (torch.func, "vmap", batched_functions.spelt(torch.func.vmap)),
         (torch, "get_autocast_dtype", _of_the_cpu(torch.get_autocast_dtype)),
         (torch, "is_autocast_enabled", _of_the_cpu(torch.is_autocast_enabled)),
     ]
@@ -247,8 +257,10 @@ def _indexed(original: Callable[..., object]) -> Callable[..., object]:
 
 def _spelt(index: object) -> object:
     """A list in an index as a literal tensor; a flat list of truth values as the places of the true ones."""
-    if not isinstance(index, list) or _numbers(index) is None:
+    if not isinstance(index, list) or (found := _numbers(index)) is None:
         return index
+    if not found[1]:
+        return torch.zeros(found[0], dtype=torch.int64, device="meta")
     if all(isinstance(number, bool) for number in index):
         return _literal(torch.tensor)([place for place, number in enumerate(index) if number])
     return _literal(torch.tensor)(index)

@@ -41,7 +41,14 @@ def of_steps(y: torch.Tensor) -> torch.Tensor:
     return y[:, : int(steps.amax())] * float(steps.sum())
 
 
-@pytest.mark.parametrize("body", [of_a_mask, of_no_mask, of_steps])
+def of_what_is_written(y: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(6, device=y.device)
+    mask[:2].zero_()
+    mask[mask == 1] = 3
+    return y * 2 if mask.sum() > 11 else y
+
+
+@pytest.mark.parametrize("body", [of_a_mask, of_no_mask, of_steps, of_what_is_written])
 def test_a_number_that_sizes_decide_is_known(body: Body) -> None:
     interpreter.check(Does(body), X)
 
@@ -56,7 +63,7 @@ def drawn(y: torch.Tensor) -> torch.Tensor:
 
 def written(y: torch.Tensor) -> torch.Tensor:
     mask = torch.ones(6, device=y.device)
-    mask[:2].zero_()
+    mask[:2] = y[0, :2]
     return y * 2 if mask.sum() > 5 else y
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import capture
+from autopar.operators import row_of
 from autopar.passes import normalise
 from tests.capture import interpreter
 
@@ -174,6 +175,7 @@ def literals(y: torch.Tensor) -> torch.Tensor:
 def lists(y: torch.Tensor) -> torch.Tensor:
     z = y * 1
     z[[0, 2]] = 3
+    z[:, []] = 4  # no place at all
     return y[:, [-2, 1]] + z[..., [[0, 1]]].sum((1, 2))[:, None] + y[[True, False, True, True], :1].sum()
 
 
@@ -296,3 +298,15 @@ def test_evaluation_is_captured_as_such() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).eval()
     assert capture(model, X).program.ops[1].args[2] is False
     assert capture(model.train(), X).program.ops[1].args[2] is True
+
+
+def test_draws_that_name_no_generator_are_draws() -> None:
+    def drawn(y: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(4, 6, generator=None, device=y.device) + torch.rand(4, 6, generator=None, device=y.device)
+        noise = noise + torch.randint(9, (4, 6), generator=None, device=y.device)
+        return y * noise * torch.randint(2, 9, (4, 6), generator=None, device=y.device)
+
+    program = capture(Does(drawn), X).program
+    targets = [op.target for op in program.ops if "rand" in op.target]
+    assert targets == ["aten.randn.default", "aten.rand.default", "aten.randint.default", "aten.randint.low"]
+    assert all(row_of(op).random for op in program.ops if "rand" in op.target)

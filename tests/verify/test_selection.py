@@ -98,7 +98,25 @@ def products(m: Does, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (rows.t() @ m.head(rows)).square().sum()
 
 
+def put_back(m: Does, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Rows of both kinds go through layers of their own, and back to where they were."""
+    mask = chosen(x)
+    y = y.masked_scatter(mask.unsqueeze(-1), m.layer(y[mask]).sin())
+    return y.masked_scatter(~mask.unsqueeze(-1), F.layer_norm(y[~mask], (6,))).square().mean()
+
+
+def alignments(m: Does, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """CTC as transformers calls it: the targets of all sequences one after the other, and how many each has."""
+    labels = torch.where(x[:, :4, 1] > 0, x[:, :4].argmax(-1).clamp(1, 3), -100)
+    mask = labels >= 0
+    steps = torch.full((4,), 8, device=x.device)
+    scores = m.head(y).log_softmax(-1).transpose(0, 1)
+    return F.ctc_loss(scores, labels.masked_select(mask), steps, mask.sum(-1), zero_infinity=True)
+
+
 BODIES = (
+    put_back,
+    alignments,
     cross_entropy,
     weighted,
     probabilities,
@@ -153,6 +171,13 @@ REFUSED: dict[str, Body] = {
     "zeros for them": lambda m, x, y: y[chosen(x)].sum() + y.new_zeros(y[chosen(x)].shape[0]).cos().sum(),
     "a write": lambda m, x, y: y[chosen(x)].mul_(2).sum(),
     "masks of what is written between": lambda m, x, y: written_between(y),
+    "rows put elsewhere": lambda m, x, y: y.masked_scatter(chosen(-x).unsqueeze(-1), y[chosen(x)]).sum(),
+    "targets of other lengths": lambda m, x, y: F.ctc_loss(
+        m.head(y).log_softmax(-1).transpose(0, 1),
+        x.argmax(-1).clamp(1, 3).masked_select(chosen(x)),
+        torch.full((4,), 8, device=x.device),
+        chosen(-x).sum(-1),
+    ),
     "unique values": lambda m, x, y: y[0][torch.unique(x.argmax(-1))].sum(),
 }
 

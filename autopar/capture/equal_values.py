@@ -1,0 +1,92 @@
+"""Which values of a program under construction are the same: value numbering, by operators and their operands.
+
+a = ne(labels, -100)
+b = ne(labels, -100)      a and b have one number
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.ir.builder import Builder
+from autopar.ir.layout import Shape
+from autopar.ir.program import Argument, Op, Ref, Static, aten, overload, substitute
+from autopar.operators import writes
+
+_SHAPES = {"reshape", "flatten", "view", "alias", "contiguous"}
+
+
+def broadcasts(builder: Builder, mask: Ref, flat: Ref, shape: Shape) -> bool:
+    """Whether a mask, broadcast to a shape, says of each of its leading places what a flat mask says of this row."""
+    values = builder.values
+    if len(values[mask.name].shape) != len(shape):
+        return False
+    root, no = _root(builder, mask)
+    row, not_row = _root(builder, _whole(_made(builder), flat))
+    leading = values[root.name].shape
+    return shape[: len(leading)] == leading == values[row.name].shape and no == not_row and _alike(builder, root, row)
+
+
+def _root(builder: Builder, mask: Ref) -> tuple[Ref, bool]:
+    """The mask that a mask is, with dims of size 1 added at its end and expanded; and whether it is its opposite."""
+    made, values, opposite = _made(builder), builder.values, False
+    while (op := made.get(mask.name)) is not None:
+        before = values[op.operands[0]].shape if op.operands else ()
+        match aten(op.target):
+            case "bitwise_not" | "logical_not" if values[op.operands[0]].dtype is torch.bool:
+                opposite = not opposite
+            case "unsqueeze" if op.args[1] in (-1, len(before)):
+                pass
+            case "expand" if len(before) == len(values[mask.name].shape):
+                pass
+            case _:
+                break
+        mask = Ref(op.operands[0])
+    return mask, opposite
+
+
+def counts(builder: Builder, lengths: Ref, flat: Ref, batch: int) -> bool:
+    """Whether lengths are how many places of each row of a mask are true, of which there is a flat form."""
+    op, values = _made(builder).get(lengths.name), builder.values
+    if op is None or op.target != "aten.sum.dim_IntList":
+        return False
+    mask, (dims, *rest) = op.operands[0], op.args[1:]
+    shape = values[mask].shape
+    alone = len(shape) == 2 and shape[0] == batch and dims in ((-1,), (1,)) and not any(rest)
+    row, opposite = _root(builder, _whole(_made(builder), flat))
+    return alone and not opposite and values[row.name].shape == shape and _alike(builder, Ref(mask), row)
+
+
+def _alike(builder: Builder, one: Ref, other: Ref) -> bool:
+    numbers = _numbers(builder)
+    return numbers[one.name] == numbers[other.name]
+
+
+def _whole(made: dict[str, Op], flat: Ref) -> Ref:
+    """What a value was before its shape was changed."""
+    while (op := made.get(flat.name)) is not None and aten(op.target) in _SHAPES:
+        flat = Ref(op.operands[0])
+    return flat
+
+
+def _made(builder: Builder) -> dict[str, Op]:
+    return {result.name: op for op in builder.ops for result in op.results}
+
+
+def _numbers(builder: Builder) -> dict[str, int]:
+    """A number for each value, the same for values that are computed alike."""
+    known: dict[str, int] = {}
+    found = {name: known.setdefault(name, len(known)) for name in builder.values}
+
+    def number(leaf: Ref | Static) -> Argument:
+        return Ref(str(found[leaf.name])) if isinstance(leaf, Ref) else leaf
+
+    for op in builder.ops:
+        drawn = torch.Tag.nondeterministic_seeded in overload(op.target).tags or bool(writes(op))
+        formula = f"{op.target} {substitute(op.args, number)} {[(name, substitute(one, number)) for name, one in op.kwargs]}"
+        for place, result in enumerate(op.results):
+            found[result.name] = known.setdefault(result.name if drawn else f"{formula} {place}", len(known))
+    return found
+
+
+__all__ = ["broadcasts", "counts"]
