@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup lint types unit unit-front unit-operators unit-middle unit-back cost docs test demo verify-all fuzz zoo fidelity bench clean
+.PHONY: setup lint types unit unit-front unit-operators unit-middle unit-back cost docs test demo verify-all fuzz zoo hub fidelity bench clean
 
 setup: $(STAMP)
 
@@ -77,6 +77,10 @@ fuzz: $(STAMP)
 
 zoo: $(STAMP)
 	$(BIN)/python examples/zoo.py
+
+# The architectures of transformers; goes on where it was stopped (build/hub.jsonl). About an hour.
+hub: $(STAMP)
+	$(BIN)/python benchmarks/hub.py --save
 
 fidelity: $(STAMP)
 	$(BIN)/python -m benchmarks.fidelity --save

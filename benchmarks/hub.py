@@ -54,7 +54,7 @@ from tests.fuzz.trial import Planner, Setting, Tried, WrongNumber
 ROOT = Path(__file__).resolve().parent.parent
 SETTING = Setting(sizes=(2,), plans=("auto", 0))
 CPU_SECONDS, WALL_SECONDS, BYTES = 60, 400, 6 << 30  # of one architecture
-RESULTS, LOG = ROOT / "benchmarks" / "results" / "hub.txt", ROOT / "hub.jsonl"
+RESULTS, LOG = ROOT / "benchmarks" / "results" / "hub.txt", ROOT / "build" / "hub.jsonl"
 LAST_DIGIT, TIMES = 1e-15, 8
 
 
@@ -213,6 +213,7 @@ def main() -> int:
     """Try what is left, and print the table; returns 1 if a number is wrong."""
     options = arguments()
     transformers.logging.set_verbosity_error()
+    options.log.parent.mkdir(exist_ok=True)
     known = read(options.log)
     kinds = options.only or [kind for kind in by_turns(hub_families.kinds()) if kind not in known and kind not in ZOO]
     for kind in kinds[: options.limit]:
@@ -238,7 +239,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Capture, plan and run the architectures of transformers.")
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="these model types, again")
     parser.add_argument("--limit", type=int, help="at most so many more (0: only the table)")
-    parser.add_argument("--log", type=Path, default=LOG, help=f"lines of JSON (default: {LOG.name})")
+    parser.add_argument("--log", type=Path, default=LOG, help="lines of JSON (default: build/hub.jsonl)")
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results/hub.txt")
     return parser.parse_args()
 

@@ -66,7 +66,6 @@ def test_the_report_says_no_folder_of_this_machine_and_counts_what_torch_refuses
     refused = {"kind": "a", "stage": "built", "head": "A", "family": "image", "reason": reason}
     text = hub.report([refused | {"exported": "too"}, refused | {"kind": "b", "exported": ""}])
     assert "refused by torch.export as well: 1" in text
-    assert (
-        "refused, though torch.export takes it: 1\n  b (A): CaptureError: a shape, at   transformers/x.py:3 in forward" in text
-    )
+    assert "refused, though torch.export takes it: 1" in text
+    assert "b (A): CaptureError: a shape, at transformers/x.py:3 in forward" in text
     assert "/home" not in text

@@ -101,6 +101,19 @@ class Clamped(Function):
         return gradient.clamp(-10, 10)
 
 
+class Chosen(Function):
+    """Whose gradient is autograd's where a mask of integers is zero (YOSO's attention)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(mask)
+        return x.sin() * mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.saved_tensors[0], None
+
+
 class Detached(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -133,6 +146,11 @@ def test_a_function_with_another_gradient_is_refused(function: type[Function]) -
         capture(Does(lambda x, _: function.apply(x)), X)
     assert __file__ in refusal.value.details["at"]
     assert "custom_op" in refusal.value.details["fix"]
+
+
+def test_a_gradient_that_only_a_mask_of_zeros_makes_autograds_is_refused() -> None:
+    with pytest.raises(CaptureError, match="the backward of Chosen would be lost"):
+        capture(Does(lambda x, _: Chosen.apply(x, torch.ones(4, 6, dtype=torch.int64, device=x.device))), X)
 
 
 def test_a_function_that_is_too_large_to_be_compared_is_refused() -> None:
