@@ -11,9 +11,8 @@ import torch
 from autopar.ir.builder import Builder
 from autopar.ir.layout import Shape
 from autopar.ir.program import Argument, Op, Ref, Static, aten, overload, substitute
-from autopar.operators import writes
-
-_SHAPES = {"reshape", "flatten", "view", "alias", "contiguous"}
+from autopar.operators import row_of, writes
+from autopar.operators.facts import OpKind
 
 
 def broadcasts(builder: Builder, mask: Ref, flat: Ref, shape: Shape) -> bool:
@@ -64,7 +63,7 @@ def _alike(builder: Builder, one: Ref, other: Ref) -> bool:
 
 def _whole(made: dict[str, Op], flat: Ref) -> Ref:
     """What a value was before its shape was changed."""
-    while (op := made.get(flat.name)) is not None and aten(op.target) in _SHAPES:
+    while (op := made.get(flat.name)) is not None and row_of(op).kind in (OpKind.RESHAPE, OpKind.SAME):
         flat = Ref(op.operands[0])
     return flat
 

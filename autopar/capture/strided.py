@@ -50,9 +50,9 @@ def reading(node: fx.Node) -> Reading:
     given = node.args[0]
     assert isinstance(given, fx.Node)
     tensor: torch.Tensor = given.meta["val"]
-    names = dict(zip(("self", "size", "stride", "storage_offset"), node.args, strict=False)) | dict(node.kwargs)
-    sizes, strides = (list(cast(Sequence[int], names[name])) for name in ("size", "stride"))
-    offset = cast(int | None, names.get("storage_offset"))
+    named = dict(zip((one.name for one in node.target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    sizes, strides = (list(cast(Sequence[int], named[name])) for name in ("size", "stride"))
+    offset = cast(int | None, named.get("storage_offset"))
     start = 0 if offset is None else offset - int(tensor.storage_offset())
     found = _reading(tensor.shape, tensor.stride(), sizes, strides, start)
     if found is None:
