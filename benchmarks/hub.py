@@ -118,7 +118,11 @@ def trial(kind: str, found: Record, tell: Callable[[Record], None]) -> None:
         except WrongNumber:  # it may have no more digits
             tried.exact = {key: max(1e-9, digits) for key, digits in own_digits(module, sample, captured, tried).items()}
             found["digits"] = max(tried.exact.values())
-            tried.sequentially()
+            try:
+                tried.sequentially()
+            except WrongNumber:
+                found["traced"] = exported_differs(module, sample)
+                raise
         done("same")
         planner = Planner(module, sample, captured, SETTING)
         for plan in SETTING.plans:
@@ -153,6 +157,19 @@ def exported(module: torch.nn.Module, sample: dict[str, torch.Tensor]) -> str:
     return ""
 
 
+def exported_differs(module: torch.nn.Module, sample: dict[str, torch.Tensor]) -> bool:
+    """Whether what torch.export makes of a module computes something else too: a library may ask whether it is traced."""
+    results = []
+    for called in (
+        module,
+        torch.export.export(copy.deepcopy(module), (), sample | {"use_cache": False}, strict=False).module(),
+    ):
+        torch.manual_seed(0)
+        found = called(**sample, use_cache=False)
+        results.append([one for one in torch.utils._pytree.tree_leaves(dict(found)) if isinstance(one, torch.Tensor)])
+    return any(error(ours, theirs) > 1e-4 for ours, theirs in zip(*results, strict=True))
+
+
 def said(error: BaseException) -> str:
     """An error in a line or two."""
     text = str(error).strip().splitlines()
@@ -170,7 +187,10 @@ def child(kind: str, pipe: Connection) -> None:
     try:
         trial(kind, found, pipe.send)
     except BaseException as error:  # whatever it is, the trial goes on
-        found |= {"reason": said(error), "wrong": isinstance(error, WrongNumber) and not found.get("tied")}
+        found |= {
+            "reason": said(error),
+            "wrong": isinstance(error, WrongNumber) and not (found.get("tied") or found.get("traced")),
+        }
         if not isinstance(error, (AutoparError, WrongNumber, hub_models.NotBuilt)):
             found["where"] = "".join(traceback.format_exception(error)[-4:])
         pipe.send(found)

@@ -69,8 +69,12 @@ def _tied(record: Record) -> bool:
     return bool(record.get("tied"))
 
 
+def _traced(record: Record) -> bool:
+    return bool(record.get("traced"))
+
+
 def _limit(record: Record) -> bool:
-    return bool(record.get("limit"))
+    return bool(record.get("limit")) or "allocate memory" in record.get("reason", "")
 
 
 def _refused(record: Record) -> bool:
@@ -81,6 +85,7 @@ _SECTIONS: dict[str, Callable[[Record], bool]] = {  # the first that holds
     "refused by torch.export as well": _by_both,
     "a number is WRONG": _wrong,
     "not decided: topk takes one of several that are equal": _tied,
+    "the library computes something else while it is traced, as torch.export's own module does": _traced,
     "ended at a limit": _limit,
     "refused, though torch.export takes it": _refused,
 }
