@@ -6,10 +6,10 @@
                 plan the stages, time the step
 
 The floor is proven. The products of a step take F seconds on all devices at their peak. With t_s the seconds of stage s for one
-of m micro-batches, each rank with one stage, `stage_search` has T >= sum_{q<s} t_q + m t_s for every s; of stages that together
-take p F / m the least such T has all of these equal:
+of m micro-batches, each rank with one stage and backwards in one piece, `stage_search` has T >= sum_{q<s} t_q + m t_s for every
+s; of stages that together take p F / m the least such T has all of these equal:
 
-    T >= p F / (m (1 - (1 - 1/m)^p))              and T >= F with several stages a rank
+    T >= p F / (m (1 - (1 - 1/m)^p))              and T >= F with several stages a rank, or with backwards in halves
 
 Large programs are not searched to the end: more micro-batches, or ranks, are left out when the last ones made the step longer,
 and schedules other than 1f1b are tried only with the numbers that were best under that.
@@ -198,7 +198,7 @@ class PipelineSearch:
 
     def _number(self, over: PipelineAxis, runs: int, products: Seconds) -> Seconds:
         """Search the schedules of so many micro-batches; their best time, infinite if the floor is above what is known."""
-        if over.floor(products, runs) >= self.seconds and (products >= self.seconds or not over.interleaves(runs)):
+        if over.floor(products, runs) >= self.seconds:
             self.fared["slower by their floor"] += 1
             return math.inf
         found = self._schedules(over, runs, list(forms(over.options, over.ranks))[: 1 if self.large else None])

@@ -19,6 +19,7 @@ from autopar.simulator.figures import products_at_peak
 from autopar.solver.settings import SearchSettings
 
 ScheduledStages = tuple[str, int | str | Sequence[str]]  # a schedule, and the stages that it has
+WHOLE = ("gpipe", "1f1b")  # schedules of one stage a rank and of backwards in one piece
 CHUNKS = (2, 4)  # stages a rank that are tried where their number is open
 
 
@@ -46,12 +47,10 @@ class PipelineAxis:
         return self.mesh.sizes[self.mesh.axes.index(self.axis)]
 
     def floor(self, products: Seconds, runs: int) -> Seconds:
-        """What a step takes at least, of whose ranks each has one stage, if its products take so long without them."""
+        """What a step takes at least by the schedules that are open, if its products take so long without stages."""
+        if self.options.schedule.partition("+")[0] not in WHOLE:
+            return products
         return self.ranks * products / (runs * (1 - (1 - 1 / runs) ** self.ranks))
-
-    def interleaves(self, runs: int) -> bool:
-        """Whether a rank may have several stages with so many micro-batches."""
-        return self.ranks > 1 and runs % max(1, runs // self.ranks) == 0
 
 
 def forms(options: Options, ranks: int) -> Iterator[ScheduledStages]:

@@ -15,21 +15,22 @@ last of the bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from autopar.runtime.rematerialize.recompute import Tensors
+
 WeightGradient = tuple[GradientEdge, Callable[[], torch.Tensor]]  # where it goes, and what makes it
-Weights = Sequence[torch.Tensor]
 
 
 class _CutBucket:
     """The weights of a bucket in one micro-batch: where their gradients go, and what has come of these."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Tensors) -> None:
         self.ends = [get_gradient_edge(weight) if weight.requires_grad else None for weight in weights]
         self.gradients: list[torch.Tensor | None] = [None] * len(weights)
         self.made_of = frozenset(_buckets(self.ends))
@@ -71,7 +72,7 @@ class DeferredProducts:
         finally:
             self._now = None
 
-    def cut(self, weights: Weights) -> list[torch.Tensor]:
+    def cut(self, weights: Tensors) -> list[torch.Tensor]:
         """The weights of a bucket without what made them, which gets their gradients when all have come."""
         bucket, root = _CutBucket(weights), torch.zeros((), requires_grad=True)
         self._buckets.setdefault(self._forward, []).append(bucket)
@@ -143,7 +144,7 @@ class _Cut(torch.autograd.Function):
         return None, None, None, None
 
 
-def cut_weights(deferred: DeferredProducts, weights: Weights) -> list[torch.Tensor]:
+def cut_weights(deferred: DeferredProducts, weights: Tensors) -> list[torch.Tensor]:
     """The weights of a bucket as products use them; see `DeferredProducts.cut`. The target of a node of emitted code."""
     return deferred.cut(weights) if torch.is_grad_enabled() else list(weights)
 
