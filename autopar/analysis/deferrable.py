@@ -12,20 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.analysis.weights import weights
-from autopar.ir.program import Op, Program, Ref, remembered
-
-FACTORS: Mapping[str, tuple[int, int]] = {  # the places of the activation and of the weight among the arguments
-    "aten.linear.default": (0, 1),
-    "aten.mm.default": (0, 1),
-    "aten.addmm.default": (1, 2),
-}
+from autopar.ir.program import Op, Program, Value, remembered
+from autopar.operators import row_of
+from autopar.operators.call import Call
 
 
 @remembered
 def deferrable(program: Program) -> Mapping[str, tuple[str, str]]:
     """The activation and the weight of each product of the two, by the name of the op, where both need a gradient."""
     known = weights(program)
-    pairs = ((op.name, _factors(op)) for op in program.ops)
+    pairs = ((op.name, _factors(op, program.values)) for op in program.ops)
     return {
         name: (x, w)
         for name, (x, w) in ((name, pair) for name, pair in pairs if pair)
@@ -33,12 +29,14 @@ def deferrable(program: Program) -> Mapping[str, tuple[str, str]]:
     }
 
 
-def _factors(op: Op) -> tuple[str, str] | None:
-    places = FACTORS.get(op.target)
-    if places is None or op.kwargs or not op.requires_grad:
+def _factors(op: Op, values: Mapping[str, Value]) -> tuple[str, str] | None:
+    """The activation and the weight that the row names; `runtime.deferred_products` takes no other arguments."""
+    row = row_of(op)
+    if not row.defers or op.kwargs or not op.requires_grad:
         return None
-    x, w = (op.args[place] for place in places)
-    return (x.name, w.name) if isinstance(x, Ref) and isinstance(w, Ref) else None
+    call = Call.of(op, values)
+    x, w = (op.operands[position] for name in row.defers for position in call.positions(name))
+    return x, w
 
 
-__all__ = ["FACTORS", "deferrable"]
+__all__ = ["deferrable"]

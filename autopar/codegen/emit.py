@@ -25,13 +25,13 @@ from autopar.codegen.recomputed import RecomputedValues
 from autopar.codegen.source import CodeGraph
 from autopar.ir.conversion import COLLECTIVES, Conversion, arrival
 from autopar.ir.layout import I, Layout, digits, local_shape
-from autopar.ir.program import Argument, Op, Output, Program, Ref, Value, overload
+from autopar.ir.program import Argument, Op, Output, Program, Ref, Value, aten, overload
 from autopar.ir.schema import parameters
 from autopar.ir.training_step import TrainingStep
 from autopar.memory.schedule import ConversionEvent, Schedule
 from autopar.operators import OpSharding, localise, row_of, scale, training_flag
 from autopar.runtime import collectives, random, storage
-from autopar.runtime.deferred_products import DEFERRED, cut_weights
+from autopar.runtime.deferred_products import cut_weights
 from autopar.runtime.gradient_accumulation import accumulate_gradients
 from autopar.runtime.parallel_ops import PARALLEL_OPS
 from autopar.runtime.rematerialize import manager as rematerialize
@@ -283,7 +283,7 @@ class _Emitter:
             axis, form = own
             return self._run(op, form.name, [self.axes[axis], *arguments], identifier(op.name), named)
         if op.name in self.deferrable:
-            return self._run(op, DEFERRED[op.target], [self.deferred, *arguments], identifier(op.name), named)
+            return self._run(op, f"deferred_{aten(op.target)}", [self.deferred, *arguments], identifier(op.name), named)
         if not is_random(op, self.fits[op.name]):
             return self._run(op, target, arguments, identifier(op.name), named)
         split = [self.axes[a] for a, form in enumerate(candidate.forms) if form[0] == "S"]

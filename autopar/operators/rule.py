@@ -148,6 +148,7 @@ class Rule:
     flops: Flops | None = None  # the products that it consists of; None: one operation per element
     picks: str = ""  # the argument of which it reads only the elements that its indices pick: the table of an embedding
     indifferent: tuple[str, ...] = ()  # arguments whose number decides neither layouts nor prices: which row, not how many
+    defers: tuple[str, ...] = ()  # the activation and the weight of a product, if the weight's gradient may be made later
     hands_on: tuple[str, ...] = ()  # arguments whose gradient is the result's as it is, where the shapes are equal
     # What it does to memory and state.
     alias: Alias | Callable[[Call], Alias] = Alias.NEVER  # whether the results share the memory of the first operand
@@ -199,6 +200,7 @@ def op(
     flops: Flops | None = None,
     picks: str = "",
     indifferent: str = "",
+    defers: str = "",
     hands_on: str = "",
     alias: Alias | Callable[[Call], Alias] = Alias.NEVER,
     writes: str = "",
@@ -231,6 +233,7 @@ def op(
         flops=flops,
         picks=picks,
         indifferent=tuple(indifferent.split()),
+        defers=tuple(defers.split()),
         hands_on=tuple(hands_on.split()),
         alias=alias,
         writes=tuple(writes.split()),

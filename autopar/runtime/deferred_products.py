@@ -226,11 +226,4 @@ def _weight_gradient(x: torch.Tensor, dy: torch.Tensor, transposed: bool) -> tor
     return given.t().mm(rows) if transposed else rows.t().mm(given)
 
 
-DEFERRED = {  # the functions, by the operators in whose place they stand
-    "aten.linear.default": deferred_linear.__name__,
-    "aten.mm.default": deferred_mm.__name__,
-    "aten.addmm.default": deferred_addmm.__name__,
-}
-
-
-__all__ = ["DEFERRED", "DeferredProducts", "cut_weights", "deferred_addmm", "deferred_linear", "deferred_mm"]
+__all__ = ["DeferredProducts", "cut_weights", "deferred_addmm", "deferred_linear", "deferred_mm"]

@@ -12,8 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar.analysis.deferrable import deferrable
+from autopar.operators.registry import RULES
 from autopar.plan.plan import Plan
 from autopar.planning.planner import read_program
+from autopar.runtime import deferred_products
 from autopar.runtime.deferred_products import DeferredProducts, deferred_addmm, deferred_linear, deferred_mm
 from tests.support.pipeline_checkpoints import batch, model
 from tests.support.pipelines import SLOW
@@ -103,3 +105,11 @@ def test_w_is_priced_as_what_it_computes_and_the_rest_of_a_backward_is_i(monkeyp
     assert seconds.backward_input + seconds.backward_weight == pytest.approx(
         whole.seconds[0].backward_input + whole.seconds[0].backward_weight
     )
+
+
+def test_every_row_that_defers_has_a_function_that_runs_it() -> None:
+    rows = {target: row for target, row in RULES.items() if row.defers}
+    assert rows
+    for target, row in rows.items():
+        assert row.contracts
+        assert callable(getattr(deferred_products, f"deferred_{target.split('.')[1]}"))

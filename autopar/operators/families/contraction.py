@@ -193,6 +193,7 @@ TABLE: dict[str, Rule] = {
         "... k, [n] k, +[n] -> ... [n]",
         linear="input bias, weight bias",
         flops=contraction,
+        defers="input weight",
         padding=padding.product,
         autocast=Autocast.LOWER,
         says=LINEAR,
@@ -213,7 +214,13 @@ TABLE: dict[str, Rule] = {
         says=MATRIX_PRODUCT,
     ),
     "aten.mm.default": op(
-        "m k, k n -> m n", linear="self, mat2", flops=contraction, padding=padding.product, autocast=Autocast.LOWER, says=LINEAR
+        "m k, k n -> m n",
+        linear="self, mat2",
+        flops=contraction,
+        defers="self mat2",
+        padding=padding.product,
+        autocast=Autocast.LOWER,
+        says=LINEAR,
     ),
     "aten.bmm.default": op(
         "b m k, b k n -> b m n",
@@ -247,6 +254,7 @@ TABLE: dict[str, Rule] = {
         "+[m] [n], m k, k n -> m n",
         linear="self mat1, self mat2",
         flops=contraction,
+        defers="mat1 mat2",
         padding=padding.product,
         autocast=Autocast.LOWER,
         says=LINEAR,
