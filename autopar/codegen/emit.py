@@ -33,7 +33,7 @@ from autopar.operators import OpSharding, localise, row_of, scale, training_flag
 from autopar.runtime import collectives, random, storage
 from autopar.runtime.deferred_products import cut_weights
 from autopar.runtime.gradient_accumulation import accumulate_gradients
-from autopar.runtime.parallel_ops import PARALLEL_OPS
+from autopar.runtime.parallel_ops import OPS
 from autopar.runtime.rematerialize import manager as rematerialize
 from autopar.runtime.world import Context
 from autopar.search_space.assignment import Assignment, RecomputeChoice
@@ -317,7 +317,7 @@ class _Emitter:
         if self.recomputed.repeats(op):
             function = rematerialize.recompute_parallel_op if isinstance(target, str) else rematerialize.recompute_op
             return self._node("call_function", function, (self.rematerializer, target, *arguments), name, named)
-        function = PARALLEL_OPS[target] if isinstance(target, str) else target
+        function = OPS[target] if isinstance(target, str) else target
         return self._node("call_function", function, tuple(arguments), name, named)
 
     def _results(self, op: Op, candidate: Candidate, node: fx.Node) -> None:

@@ -129,7 +129,7 @@ _FUNCTIONS = (
     vocab_parallel_embedding, vocab_parallel_cross_entropy, vocab_parallel_nll_loss, softmax, log_softmax, safe_softmax,
     layer_norm, rms_norm, group_norm, instance_norm, sync_batch_norm, grouped_query_attention, query_parallel_attention,
     ring_attention, all_to_all_rows, expert_parallel_grouped_mm, gate_parallel_lstm, gate_parallel_gru, gate_parallel_rnn_tanh,
-    gate_parallel_rnn_relu, deferred_linear, deferred_mm, deferred_addmm,
+    gate_parallel_rnn_relu,
 )  # fmt: skip
 # By the name of the form; two forms of one function differ in the dim that they split.
 PARALLEL_OPS: dict[str, Callable[..., object]] = {
@@ -137,3 +137,5 @@ PARALLEL_OPS: dict[str, Callable[..., object]] = {
     "sync_batch_norm_spatial": sync_batch_norm,
     "group_norm_channels": group_norm,
 }
+# All functions that emitted code names in the place of an operator, the products of deferred gradients among them.
+OPS = PARALLEL_OPS | {function.__name__: function for function in (deferred_linear, deferred_mm, deferred_addmm)}

@@ -33,7 +33,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.runtime.collectives import FUNCTIONS
-from autopar.runtime.parallel_ops import PARALLEL_OPS
+from autopar.runtime.parallel_ops import OPS
 from autopar.runtime.random import RngState, drawn
 from autopar.runtime.rematerialize.recompute import (
     BucketGather,
@@ -83,7 +83,7 @@ def recompute_parallel_op(rematerializer: Rematerializer, name: str, axis: Axis,
 
     Its communication is repeated too. The target of a `call_function` node.
     """
-    return recompute_op(rematerializer, PARALLEL_OPS[name], axis, *args, **kwargs)
+    return recompute_op(rematerializer, OPS[name], axis, *args, **kwargs)
 
 
 def offload(rematerializer: Rematerializer, x: torch.Tensor) -> torch.Tensor:
