@@ -151,14 +151,3 @@ def alive(name: str) -> dict[str, int]:
     peak = torch.tensor(live.peak().bytes)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return {name: int(peak)}
-
-
-def profiled(name: str) -> str:
-    """torch.profiler's table of three steps of one variant on this rank."""
-    step = VARIANTS[name]()
-    for _ in range(WARM):
-        step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
-        for _ in range(3):
-            step()
-    return str(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=60))
