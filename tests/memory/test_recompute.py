@@ -274,6 +274,7 @@ def dropped_alike(plan: Plan) -> list[torch.Tensor]:
     return [full_tensor(gradient) for gradient in gradients(module, inputs)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(2))
 def test_on_four_devices_dropout_drops_the_same_whether_things_are_made_again_or_not(pool: WorkerPool, seed: int) -> None:
     plan = random_plan_of(captured("gpt2"), connected_mesh((2, 2), OPTIONS), seed, OPTIONS)
@@ -285,6 +286,7 @@ def test_on_four_devices_dropout_drops_the_same_whether_things_are_made_again_or
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recompute", ["blocks", "selective"])
 def test_on_four_devices_recomputation_by_name_changes_no_gradient(pool: WorkerPool, recompute: str) -> None:
     options = replace(OPTIONS, strategy="megatron", recompute=recompute)

@@ -106,6 +106,7 @@ def constraints(name: str, sizes: tuple[int, ...]) -> dict[str, str]:
     return {what: ", ".join([*["*"] * (len(sizes) - 1), layout]) for what, layout in MODELS[name][1].items()}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("strategy", ["auto", "megatron"])
 @pytest.mark.parametrize("sizes", [(4,), (2, 4)], ids=str)
 @pytest.mark.parametrize("name", MODELS)

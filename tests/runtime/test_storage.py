@@ -43,8 +43,9 @@ def stored(sizes: Sizes, chosen: list[Layout], device: str = "cpu") -> tuple[Con
     return context, store(named, {f"p{i}": layout for i, layout in enumerate(chosen)}, context)  # type: ignore[return-value]
 
 
-def every_layout(sizes: Sizes) -> None:
-    chosen = layouts(sizes)
+def every_layout(payload: tuple[Sizes, int]) -> None:
+    sizes, step = payload
+    chosen = layouts(sizes)[::step]
     context, parameters = stored(sizes, chosen)
     gradients = wholes(1, len(chosen))
     for layout, value, gradient, parameter in zip(chosen, wholes(0, len(chosen)), gradients, parameters.values(), strict=True):
@@ -60,9 +61,12 @@ def every_layout(sizes: Sizes) -> None:
         assert parameter.grad.placements == parameter.placements  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (2, 2, 2)])
-def test_every_rank_stores_its_shard_of_rank_0_and_its_gradient_is_that_of_the_whole(pool: WorkerPool, sizes: Sizes) -> None:
-    pool.run(f"{__name__}:every_layout", sizes, ranks=Mesh.of(sizes).size)
+@pytest.mark.parametrize("sizes, step", [((2, 4), 1), ((4, 2), 1), ((2, 2, 2), 5)])
+def test_every_rank_stores_its_shard_of_rank_0_and_its_gradient_is_that_of_the_whole(
+    pool: WorkerPool, sizes: Sizes, step: int
+) -> None:
+    """Of the layouts over three axes every fifth."""
+    pool.run(f"{__name__}:every_layout", (sizes, step), ranks=Mesh.of(sizes).size)
 
 
 def test_placements_are_read_in_mesh_order() -> None:

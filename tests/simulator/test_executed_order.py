@@ -112,12 +112,14 @@ def both(pool: WorkerPool, case: Case) -> tuple[list[Seen], list[Seen]]:
     return found[0], list(simulated(plan, run))  # type: ignore[return-value]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_messages_are_issued_and_awaited_as_simulated(pool: WorkerPool, case: Case) -> None:
     found, expected = both(pool, case)
     assert found == expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", RANDOM, ids=str)
 def test_where_anything_is_recomputed_the_forward_is_as_simulated_and_the_backward_sends_the_same(
     pool: WorkerPool, case: Case
