@@ -51,7 +51,7 @@ def said(plan: Plan, model: nn.Module, batch: models.Sample) -> int:
 @functools.cache
 def range_of(name: str) -> tuple[Plan, int]:
     """The plan with plenty of memory, and the least memory of any."""
-    captured = read_program(*models.make(name))
+    captured = models.captured(name)
     return plan_program(captured.program, ON, OPTIONS), smallest(captured, ON)
 
 

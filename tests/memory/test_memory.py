@@ -52,6 +52,7 @@ def formulated(model: str, on: str, folded: bool = True) -> tuple[PlanningProble
 CASES = [(model, on, folded) for model, on in itertools.product(MODELS, MESHES) for folded in (True, False)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("model, on, folded", CASES)
 def test_a_row_of_the_best_solution_is_nearly_the_walk_and_never_more(model: str, on: str, folded: bool) -> None:
     made, memory_model = formulated(model, on, folded)
@@ -116,7 +117,7 @@ def test_the_walk_never_exceeds_the_budget(model: str, share: float) -> None:
     assert found.seconds == pytest.approx(price(made.problem, found.picks, found.arcs, found.recompute))
 
 
-@pytest.mark.parametrize("model", ["layers", "gpt2"])
+@pytest.mark.parametrize("model", ["layers", pytest.param("gpt2", marks=pytest.mark.thorough)])
 def test_the_smallest_budget_that_is_reported_works_and_one_percent_less_does_not(model: str) -> None:
     captured, on = MODELS[model](), MESHES["8"]
     budget = planning.smallest(captured, on)

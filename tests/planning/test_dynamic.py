@@ -53,7 +53,7 @@ def made(name: str, sizes: tuple[int, ...], strategy: str | int) -> Plan:
 PLANNED = [((4,), "auto"), ((4,), 1), ((2, 4), 0)]  # by turns
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name, sizes, strategy", [(name, *PLANNED[i % 3]) for i, name in enumerate(DYNAMIC)])
 def test_a_plan_carried_to_other_sizes_and_back_is_itself(name: str, sizes: tuple[int, ...], strategy: str | int) -> None:
     model, sample = models.make(name)
@@ -66,7 +66,7 @@ def test_a_plan_carried_to_other_sizes_and_back_is_itself(name: str, sizes: tupl
     assert Respecializer(carried).plan_for(here, "batch=8").plan == plan
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "name, batch, length, strategy",
     [

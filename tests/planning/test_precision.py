@@ -59,7 +59,7 @@ def made(name: str, how: str | int, **options: str) -> Plan:
     return autopar.plan(model, sample, table.mesh(SIZES), strategy=how, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name, how", CASES)
 def test_numbers_are_those_of_the_same_casts_done_sequentially(pool: WorkerPool, name: str, how: str | int) -> None:
     model, sample = models.make(name)

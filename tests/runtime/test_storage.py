@@ -133,7 +133,7 @@ def train(payload: tuple[Sizes, str]) -> None:
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_clipped_optimizer_steps_equal_those_on_whole_parameters(pool: WorkerPool, name: str) -> None:
-    pool.run(f"{__name__}:train", ((2, 4), name))
+    pool.run(f"{__name__}:train", ((2, 2), name), ranks=4)
 
 
 def save(payload: tuple[Sizes, str]) -> None:
@@ -171,6 +171,6 @@ def load(payload: tuple[Sizes, str]) -> None:
 
 
 def test_a_checkpoint_saved_on_one_mesh_loads_on_another(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(f"{__name__}:save", ((2, 4), str(tmp_path)))
-    pool.run(f"{__name__}:load", ((4, 2), str(tmp_path)))
+    pool.run(f"{__name__}:save", ((2, 2), str(tmp_path)), ranks=4)
+    pool.run(f"{__name__}:load", ((4,), str(tmp_path)), ranks=4)
     pool.run(f"{__name__}:load", ((1,), str(tmp_path)), ranks=1)

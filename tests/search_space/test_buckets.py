@@ -22,7 +22,6 @@ from autopar.ir.training_step import TrainingStep
 from autopar.operators import fit
 from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
-from autopar.planning.planner import read_program
 from autopar.search_space.buckets import bucketed
 from autopar.verify.testing import random_plan_of
 from tests.support import models, planning
@@ -117,7 +116,7 @@ def test_blocks_share_a_bundle_unless_their_weights_move() -> None:
 
 
 def test_copies_of_weights_travel_together_apart_from_what_stays_wide() -> None:
-    program = read_program(*models.make("gpt2"), "bf16-mixed").program
+    program = models.captured("gpt2", "bf16-mixed").program
     cast = copies(program)
     apart = weight_buckets(program, moved=True)
     assert {len({name in cast for name in names}) for names in apart} == {1}

@@ -19,7 +19,7 @@ from autopar.parallelize import assemble, tensors_of
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import read_plan
-from autopar.planning.planner import connected_mesh, read_program
+from autopar.planning.planner import connected_mesh
 from autopar.runtime.recorder import timed
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect
@@ -105,7 +105,7 @@ def both(pool: WorkerPool, case: Case) -> tuple[list[Seen], list[Seen]]:
     """What all ranks did, and what was simulated."""
     plan = case.planned()
     model, sample = models.make(case.model)
-    captured = read_program(model, sample)
+    captured = models.captured(case.model)
     run = Run(captured, plan, dict(tensors_of(model)), [captured.signature.bind((), sample)])
     found = pool.run(f"{__name__}:executed", run, ranks=plan.mesh.size)
     assert all(result == found[0] for result in found)
