@@ -4,6 +4,7 @@
 #   make test         lint, types, tests, cost of plans        make verify-all   the whole table of equal numbers
 #   make lint types   the parts of it                          make bench        planning, and training beside torch's own
 #   make docs         the documentation, docs/_build/html      make zoo          capture, plan, run and verify a zoo of architectures
+#   make thorough     further cases of the tests
 #   make fuzz         random graphs under random plans         make fidelity     predictions beside published measurements
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup lint types unit unit-front unit-operators unit-middle unit-back cost docs test demo verify-all fuzz zoo hub fidelity bench clean
+.PHONY: setup lint types unit unit-front unit-operators unit-middle unit-back cost docs test thorough demo verify-all fuzz zoo hub fidelity bench clean
 
 setup: $(STAMP)
 
@@ -62,6 +63,10 @@ docs: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs docs/_build/html
 
 test: lint types unit cost docs
+
+# The cases that `make test` leaves out: of a law, or of a table of models and plans, it runs a sample.
+thorough: $(STAMP)
+	$(BIN)/python -m pytest -q -m thorough
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt2.py

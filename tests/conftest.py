@@ -1,8 +1,10 @@
 """One pool of worker processes for the whole test session, and the golden texts."""
 
 import signal
+from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from autopar.operators.registry import REGISTERED
@@ -14,6 +16,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-goldens", action="store_true", help="write the golden texts anew")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases as thorough that `one_in` leaves out.
+
+    The places of a case in the lists of its parametrizations are added up, and every n-th sum runs: of a table of models and
+    plans the diagonals, so that each model and each plan has a case.
+    """
+    seen: Counter[str] = Counter()
+    for item in items:
+        if sample := item.get_closest_marker("one_in"):
+            test = item.nodeid.partition("[")[0]
+            sizes = [len(mark.args[1]) for mark in item.iter_markers("parametrize")]  # the outermost first
+            if sum(map(int, np.unravel_index(seen[test], sizes))) % sample.args[0]:
+                item.add_marker("thorough")
+            seen[test] += 1
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Golden:
     """`golden.check("name.txt", text)` compares with tests/goldens/name.txt."""
@@ -23,7 +42,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """Eight gloo workers; `pool.run(f"{__name__}:function", payload, ranks=4)` uses fewer."""
-    with WorkerPool(8, preload=["autopar.verify.verification", "tests.support.models"]) as workers:
+    with WorkerPool(8, preload=["autopar.verify.verification", "tests.support.models", "tests.support.preloaded"]) as workers:
         yield workers
 
 

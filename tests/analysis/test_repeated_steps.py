@@ -65,6 +65,7 @@ def repeat(times: int, step: Callable[[torch.Tensor, int], torch.Tensor], x: tor
     return x
 
 
+@pytest.mark.one_in(2)
 @each_loop
 def test_a_longer_loop_is_no_larger_problem(loop: str) -> None:
     def size(length: int) -> tuple[int, int]:
@@ -76,6 +77,7 @@ def test_a_longer_loop_is_no_larger_problem(loop: str) -> None:
     assert size(6) == size(10)
 
 
+@pytest.mark.one_in(2)
 @each_loop
 def test_steps_that_share_their_choices_cost_as_little_as_steps_that_choose_each_for_itself(loop: str) -> None:
     step, on, options = TrainingStep(program=program(loop, 4)), mesh((2,)), Options()
@@ -98,6 +100,7 @@ def test_members_are_alike_and_every_use_is_in_its_class(loop: str) -> None:
             assert uses[member] - {("output:0", 0)} == set(value.consumers) - {("output:0", 0)}
 
 
+@pytest.mark.one_in(2)
 @each_loop
 @pytest.mark.filterwarnings("ignore")
 def test_the_planned_loop_and_random_plans_compute_what_the_module_computes(loop: str) -> None:

@@ -106,6 +106,7 @@ def test_a_repair_gives_equal_numbers_whether_it_happens_or_not(body: Body, x: t
     interpreter.check(Does(body), x)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("x", [FINITE, BROKEN], ids=["finite", "broken"])
 @pytest.mark.parametrize("body, plan", [(as_t5_has_it, 0), (as_t5_has_it, "fsdp"), (in_place, 0), (a_column, 1)])
 def test_a_repaired_model_has_equal_numbers_on_a_mesh(pool: WorkerPool, body: Body, plan: int | str, x: torch.Tensor) -> None:

@@ -10,7 +10,12 @@ from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
 from tests.support import models, table
 
-PLANS: tuple[str | int, ...] = ("ddp", "megatron", 0)
+CASES = [
+    ("gpt2", 0),
+    ("cnn", "fsdp"),
+    pytest.param("gpt2", "ddp", marks=pytest.mark.thorough),
+    pytest.param("gpt2", "megatron", marks=pytest.mark.thorough),
+]
 
 
 def compiled(asked: tuple[str, str | int, str]) -> None:
@@ -28,7 +33,7 @@ def compiled(asked: tuple[str, str | int, str]) -> None:
         parallel = autopar.parallelize(model, sample, on, plan=plan)
         called = torch.compile(parallel, backend=backend) if fast else parallel
         for _ in range(2):
-            loss = called(**sample).loss
+            loss = called(**sample)["loss"]
             loss.backward()
             losses.append(float(full_tensor(loss.detach())))
         gradients.append({key: full_tensor(value.grad) for key, value in parallel.named_parameters() if value.grad is not None})
@@ -40,6 +45,6 @@ def compiled(asked: tuple[str, str | int, str]) -> None:
         )
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_a_compiled_module_has_the_numbers_of_the_eager_one(pool: WorkerPool, plan: str | int) -> None:
-    pool.run(f"{__name__}:compiled", ("gpt2", plan, "aot_eager"), ranks=2)
+@pytest.mark.parametrize("model, plan", CASES)
+def test_a_compiled_module_has_the_numbers_of_the_eager_one(pool: WorkerPool, model: str, plan: str | int) -> None:
+    pool.run(f"{__name__}:compiled", (model, plan, "aot_eager"), ranks=2)

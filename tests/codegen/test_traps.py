@@ -42,6 +42,7 @@ MESHES = {"8": mesh((8,), link(100)), "2x4": mesh((2, 4), NETWORK, NVLINK)}
 STRATEGIES = ["auto", "ddp", "fsdp", "megatron", "replicate"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("on", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -53,6 +54,7 @@ def test_the_price_of_a_plan_is_the_sum_of_its_operators_and_its_list(model: Mod
     assert Counter((planning.names(c), c.axis, c.kind, c.where, c.bytes) for c in plan.collectives) == Counter(own.issued)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("on", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("model", [MODELS["llama"], MODELS["gpt2"]], ids=["llama", "gpt2"])
 def test_folding_repeated_blocks_drops_nothing(model: Model, on: Mesh) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import replace
@@ -21,6 +22,7 @@ PARTS = st.one_of(st.integers(0, 12).map(str), st.sampled_from(["h", "attn", "w"
 NAMES = st.tuples(st.lists(PARTS, min_size=1, max_size=4), st.sampled_from([".", ":"])).map(lambda made: made[1].join(made[0]))
 
 
+@functools.cache
 def plan(strategy: str) -> Plan:
     return planning.plan(planning.gpt2(8, 64, 256), MESH, strategy=strategy)
 

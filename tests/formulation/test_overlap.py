@@ -64,6 +64,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("beta", [0.0, 0.45])
 @pytest.mark.parametrize("name, strategy, runs", CASES)
 def test_the_objective_is_the_step_s_law_but_for_latencies(name: str, strategy: str, runs: int, beta: float) -> None:
@@ -75,6 +76,7 @@ def test_the_objective_is_the_step_s_law_but_for_latencies(name: str, strategy: 
     assert -1e-9 * seconds <= seconds - objective <= latency + 1e-9 * seconds
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name, strategy, runs", CASES)
 def test_a_step_grows_with_interference_between_the_longest_part_and_the_sum(name: str, strategy: str, runs: int) -> None:
     found = optimized(name, strategy, runs, 0.45)

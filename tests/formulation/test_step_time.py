@@ -40,6 +40,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name, strategy, runs", CASES)
 def test_the_events_of_the_schedule_the_plan_and_its_breakdown_have_one_total(name: str, strategy: str, runs: int) -> None:
     found, options = optimized(name, strategy, runs)
@@ -52,6 +53,7 @@ def test_the_events_of_the_schedule_the_plan_and_its_breakdown_have_one_total(na
     assert total == pytest.approx(seconds, rel=1e-9)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name, strategy, runs", CASES)
 def test_the_objective_is_a_bound_on_the_step_that_misses_latencies_only(name: str, strategy: str, runs: int) -> None:
     found, _ = optimized(name, strategy, runs)
@@ -64,6 +66,7 @@ def test_the_objective_is_a_bound_on_the_step_that_misses_latencies_only(name: s
     assert -1e-9 * seconds <= seconds - objective <= latencies(formulated.prices, events) + 1e-9 * seconds
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name, strategy, runs", CASES)
 def test_events_are_in_the_order_of_the_schedule_and_the_optimizer_steps_last(name: str, strategy: str, runs: int) -> None:
     found, _ = optimized(name, strategy, runs)

@@ -102,7 +102,9 @@ def together(payload: tuple[Path, bool, str]) -> tuple[list[float], list[float]]
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("strategy, lora", [("fsdp", False), ("megatron", False), ("ddp", True)])
+@pytest.mark.parametrize(
+    "strategy, lora", [("fsdp", False), pytest.param("megatron", False, marks=pytest.mark.thorough), ("ddp", True)]
+)
 def test_training_and_resuming_have_the_losses_of_one_process(
     pool: WorkerPool, tmp_path: Path, strategy: str, lora: bool
 ) -> None:

@@ -52,6 +52,7 @@ def formulated(model: str, on: str, folded: bool = True) -> tuple[PlanningProble
 CASES = [(model, on, folded) for model, on in itertools.product(MODELS, MESHES) for folded in (True, False)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("model, on, folded", CASES)
 def test_a_row_of_the_best_solution_is_nearly_the_walk_and_never_more(model: str, on: str, folded: bool) -> None:
     made, memory_model = formulated(model, on, folded)
@@ -63,6 +64,7 @@ def test_a_row_of_the_best_solution_is_nearly_the_walk_and_never_more(model: str
     assert rows[walk.argmax()] >= 0.99 * walk.max()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("model, on, folded", CASES)
 def test_at_the_peak_of_any_solution_its_row_says_no_more_than_the_walk(model: str, on: str, folded: bool, seed: int) -> None:
@@ -115,7 +117,7 @@ def test_the_walk_never_exceeds_the_budget(model: str, share: float) -> None:
     assert found.seconds == pytest.approx(price(made.problem, found.picks, found.arcs, found.recompute))
 
 
-@pytest.mark.parametrize("model", ["layers", "gpt2"])
+@pytest.mark.parametrize("model", ["layers", pytest.param("gpt2", marks=pytest.mark.thorough)])
 def test_the_smallest_budget_that_is_reported_works_and_one_percent_less_does_not(model: str) -> None:
     captured, on = MODELS[model](), MESHES["8"]
     budget = planning.smallest(captured, on)
@@ -219,6 +221,7 @@ def test_a_row_said_of_the_merged_problem_is_the_row_of_the_original(seed: int) 
     assert bytes_of(merged.problem, merged.row(row), solution.picks, solution.arcs) == pytest.approx(expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("model, on", [("llama", "8"), ("gpt2", "8"), ("gpt2", "2x4")])
 def test_merging_followers_leaves_the_optimum_of_a_model(model: str, on: str) -> None:
     made, memory_model = formulated(model, on)

@@ -14,7 +14,6 @@ from torch import fx
 
 from autopar.analysis.analysis import Analysis, analyse
 from autopar.analysis.recomputability import is_recomputable, recomputable
-from autopar.capture import Captured
 from autopar.codegen import ParallelModule
 from autopar.codegen.names import identifier
 from autopar.errors import PlanError
@@ -42,9 +41,7 @@ NAMES = ("gpt2", "llama", "vit")
 NOTHING = RecomputeChoice()
 
 
-@functools.cache
-def captured(name: str) -> Captured:
-    return read_program(*models.make(name))
+captured = models.captured
 
 
 @functools.cache
@@ -274,22 +271,28 @@ def dropped_alike(plan: Plan) -> list[torch.Tensor]:
     return [full_tensor(gradient) for gradient in gradients(module, inputs)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(2))
 def test_on_four_devices_dropout_drops_the_same_whether_things_are_made_again_or_not(pool: WorkerPool, seed: int) -> None:
     plan = random_plan_of(captured("gpt2"), connected_mesh((2, 2), OPTIONS), seed, OPTIONS)
     drop = [op.name for op in captured("gpt2").program.ops if op.target == "aten.dropout.default"]
     assert {plan.choices[name].count("/") > 0 for name in drop} == {True, False}, "some are split, some are replicated"
     plan = replace(plan, recompute={**plan.recompute, **{name: ("run", *plan.recompute.get(name, ())) for name in drop}})
-    found, expected = (pool.run(f"{__name__}:dropped_alike", one, ranks=4) for one in (plan, replace(plan, recompute={})))
+    found, expected = (
+        pool.run(f"{__name__}:dropped_alike", one, ranks=4, keep=True) for one in (plan, replace(plan, recompute={}))
+    )
     for one, other in zip(found[0], expected[0], strict=True):  # type: ignore[call-overload]
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recompute", ["blocks", "selective"])
 def test_on_four_devices_recomputation_by_name_changes_no_gradient(pool: WorkerPool, recompute: str) -> None:
     options = replace(OPTIONS, strategy="megatron", recompute=recompute)
     plan = plan_program(captured("gpt2").program, connected_mesh((2, 2), options), options)
     assert plan.breakdown.recompute
-    found, expected = (pool.run(f"{__name__}:dropped_alike", one, ranks=4) for one in (plan, replace(plan, recompute={})))
+    found, expected = (
+        pool.run(f"{__name__}:dropped_alike", one, ranks=4, keep=True) for one in (plan, replace(plan, recompute={}))
+    )
     for one, other in zip(found[0], expected[0], strict=True):  # type: ignore[call-overload]
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)

@@ -111,11 +111,12 @@ def test_what_a_mean_divides_by_is_counted_over_the_whole_batch(loss: str, runs:
     assert bool(made.hoisted) == (loss != "summed")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("runs", [2, 8])
 @pytest.mark.parametrize("name", models.MODELS)
 def test_the_runs_of_a_model_are_its_step(name: str, runs: int) -> None:
     model, sample = models.make(name)
-    captured = read_program(model, sample)
+    captured = models.captured(name)
     whole = promote(without_dropout(captured.program))
     held = {
         name: (tensor.detach().double() if tensor.is_floating_point() else tensor).requires_grad_(tensor.requires_grad)

@@ -41,7 +41,7 @@ def test_products_are_narrow_and_norms_and_losses_are_not() -> None:
 
 def test_a_value_is_cast_to_a_dtype_once() -> None:
     for name in models.MODELS:
-        found = read_program(*models.make(name), "bf16-mixed").program
+        found = models.captured(name, "bf16-mixed").program
         assert max(Counter((op.operands[0], op.args[1]) for op in casts(found)).values()) == 1
         read = {op.operands[0] for op in casts(found)}
         assert all(p.value.dtype == torch.float32 for p in found.parameters)
@@ -49,21 +49,20 @@ def test_a_value_is_cast_to_a_dtype_once() -> None:
 
 
 def test_a_tied_weight_has_one_copy() -> None:
-    found = read_program(*models.make("gpt2"), "bf16-mixed").program
+    found = models.captured("gpt2", "bf16-mixed").program
     copied = [copy for copy, parameter in copies(found).items() if parameter == "transformer.wte.weight"]
     assert [op.name.partition(":")[0] for op in found.ops if copied[0] in op.operands] == ["transformer.wte", "lm_head"]
 
 
 def test_outputs_keep_their_dtypes() -> None:
     for name in models.MODELS:
-        model, sample = models.make(name)
-        single, found = read_program(model, sample).program, read_program(model, sample, "bf16-mixed").program
+        single, found = models.captured(name).program, models.captured(name, "bf16-mixed").program
         for before, after in zip(single.outputs, found.outputs, strict=True):
             assert found.values[after.value].dtype == single.values[before.value].dtype
 
 
 def test_rotary_angles_are_computed_as_they_were() -> None:
-    found = read_program(*models.make("llama"), "bf16-mixed").program
+    found = models.captured("llama", "bf16-mixed").program
     angles = [op for op in found.ops if op.name.startswith("model.rotary_emb:")]
     assert {"cos", "sin"} <= {op.target.split(".")[1] for op in angles}
     assert not any(result.dtype == torch.bfloat16 for op in angles for result in op.results)

@@ -103,6 +103,7 @@ def count_of(made: Program) -> int:
     return len(set(regions(made)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_in_sequence_are_the_program(name: str) -> None:
     made, tensors = example(name)
@@ -118,6 +119,7 @@ def test_stages_in_sequence_are_the_program(name: str) -> None:
         assert [region for stage in stages for region in stage.regions] == list(range(count_of(made)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_program_is_cut_into_itself_by_no_cut(name: str) -> None:
     made, _ = example(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,14 @@ def planned(model: str = "gpt2", mesh: object = None, **options: Any) -> Plan:
     return autopar.plan(*models.make(model), mesh or MESH, **asked)
 
 
+@functools.cache
+def usual() -> Plan:
+    """The plan with nothing else asked for."""
+    return planned()
+
+
 def test_a_plan_has_a_plan_for_every_stage_and_prints_its_schedule(golden: Golden, tmp_path: Path) -> None:
-    made = planned()
+    made = usual()
     assert made.pipeline is not None
     assert [stage.axes for stage in made.stages] == [("dp",)] * 2
     assert made.pipeline.tied == {"transformer.wte.weight": (0, 1)}
@@ -159,7 +166,7 @@ def test_a_sample_with_a_gradient_is_refused() -> None:
 
 
 def damaged(change: str) -> str:
-    data = json.loads(planned().to_json())
+    data = json.loads(usual().to_json())
     match change:
         case "an action twice":
             data["pipeline"]["ranks"][0] += ",0F0"

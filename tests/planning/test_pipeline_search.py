@@ -44,9 +44,8 @@ def blocks() -> Program:
     return read_program(network(), torch.randn(BATCH, LENGTH, 128)).program
 
 
-@functools.cache
 def gpt2() -> Program:
-    return read_program(*models.make("gpt2")).program
+    return models.captured("gpt2").program
 
 
 def device(outer: str = "ethernet-25g", per_node: int = 1, rate: float = 1e12) -> Device:
@@ -78,7 +77,7 @@ def forced(program: Program, mesh: Mesh, runs: tuple[int, ...], **options: Any) 
     "mesh, runs, options, stages",
     [
         pytest.param((4,), (2, 4), {}, True, id="four nodes"),
-        pytest.param((2, 2), (1, 2, 4, 8), {"strategy": "fsdp"}, True, id="by fsdp"),
+        pytest.param((2, 2), (1, 2, 4, 8), {"strategy": "fsdp"}, True, id="by fsdp", marks=pytest.mark.thorough),
         pytest.param((2,), (4, 8), {"budget": "12MiB"}, True, id="in little memory"),
         pytest.param((2,), (4, 8), {"device": device("nvlink4", per_node=8, rate=2e10)}, False, id="fast links"),
     ],

@@ -32,7 +32,7 @@ from tests.support.planning import Run
 
 MIXED = "bf16-mixed"
 ROUNDING = 2**-8  # of one bfloat16
-SIZES = (2, 4)
+SIZES = (2, 2)
 TIGHT = "tight"  # auto, with nine tenths of the memory that it would take
 CASES = [
     ("gpt2", "auto"),
@@ -59,6 +59,7 @@ def made(name: str, how: str | int, **options: str) -> Plan:
     return autopar.plan(model, sample, table.mesh(SIZES), strategy=how, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name, how", CASES)
 def test_numbers_are_those_of_the_same_casts_done_sequentially(pool: WorkerPool, name: str, how: str | int) -> None:
     model, sample = models.make(name)
@@ -147,13 +148,14 @@ OWN = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name, how, reduce", OWN)
 def test_in_its_own_dtypes_a_step_sends_what_its_plan_lists(
     pool: WorkerPool, name: str, how: str | int, reduce: str | None
 ) -> None:
     run = run_of(name, how, reduce=reduce)
     planned = Counter(Issued(kind=c.kind, axis=c.axis, bytes=c.bytes, where=c.where) for c in run.plan.collectives)
-    for found in pool.run(f"{__name__}:train", run):
+    for found in pool.run(f"{__name__}:train", run, ranks=4):
         assert isinstance(found, Found)
         assert Counter(found.issued) == planned
         largest = max(expected.norm() for _, expected in found.gradients.values())
@@ -167,7 +169,7 @@ def test_what_is_made_again_in_its_own_dtypes_is_what_it_was(pool: WorkerPool, n
     run = run_of(name, how)
     kept = replace(run, plan=replace(run.plan, recompute={}))
     assert any(":to#" in entry and "run" in lines for entry, lines in run.plan.recompute.items())
-    pairs = zip(pool.run(f"{__name__}:train", run), pool.run(f"{__name__}:train", kept), strict=True)
+    pairs = zip(pool.run(f"{__name__}:train", run, ranks=4), pool.run(f"{__name__}:train", kept, ranks=4), strict=True)
     for found, expected in pairs:
         assert isinstance(found, Found)
         assert isinstance(expected, Found)
@@ -177,7 +179,7 @@ def test_what_is_made_again_in_its_own_dtypes_is_what_it_was(pool: WorkerPool, n
 
 def test_three_steps_of_adamw_go_the_sequential_way_and_store_float32(pool: WorkerPool) -> None:
     run = run_of("gpt2", "fsdp", steps=3)
-    found = pool.run(f"{__name__}:train", run)[0]
+    found = pool.run(f"{__name__}:train", run, ranks=4)[0]
     assert isinstance(found, Found)
     for loss, expected in found.losses:
         assert loss == pytest.approx(expected, rel=ROUNDING)
@@ -189,6 +191,7 @@ def test_three_steps_of_adamw_go_the_sequential_way_and_store_float32(pool: Work
     assert distance(ours, theirs) < 4 * ROUNDING
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "opt", "t5", "vit", "cnn"])
 def test_loss_and_gradients_are_about_as_exact_as_those_of_autocast(name: str) -> None:
     model, sample = models.make(name)
@@ -224,6 +227,7 @@ def test_where_gathered_weights_are_dropped_they_are_cast_again_which_takes_time
     assert plan.breakdown.recompute.keys() == {entry for entry in casts if plan.breakdown.copies[entry].endswith(SAVED)}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["ddp", "zero2", "fsdp"])
 @pytest.mark.parametrize("reduce", [None, "bf16"])
 def test_a_plan_takes_the_seconds_that_the_solver_paid(how: str, reduce: str | None) -> None:

@@ -253,6 +253,7 @@ MESHES = {
 PAIRS = [pair for pair in itertools.product(MODELS, MESHES) if pair != ("llama", "2 by 2 by 2")]  # a minute of planning
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("model, where", PAIRS)
 def test_auto_is_never_priced_above_a_strategy_that_has_a_name(model: str, where: str) -> None:
     captured, on = MODELS[model](), MESHES[where]
@@ -262,6 +263,7 @@ def test_auto_is_never_priced_above_a_strategy_that_has_a_name(model: str, where
         assert best.step_time <= named.step_time * (1 + 1e-6), strategy
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "model, strategy",
     [("layers", "ddp"), *itertools.product(MODELS, ["fsdp", "megatron", "replicate"])],

@@ -59,6 +59,7 @@ def run(found: Optimized, chosen: Assignment, beta: float) -> Timeline:
     return simulate(instructions(found.memory_model.liveness, found.formulated.step_prices, chosen), beta)
 
 
+@pytest.mark.one_in(2)
 @cases
 def test_a_device_that_gains_nothing_by_overlap_takes_the_step_time(
     name: str, strategy: str, runs: int, seed: int | None
@@ -68,6 +69,7 @@ def test_a_device_that_gains_nothing_by_overlap_takes_the_step_time(
     assert run(found, chosen, 1.0).seconds == pytest.approx(step_time(schedule, found.formulated.step_prices), rel=1e-9)
 
 
+@pytest.mark.one_in(2)
 @cases
 def test_the_messages_and_the_work_are_those_of_the_plan(name: str, strategy: str, runs: int, seed: int | None) -> None:
     found, chosen = optimized(name, strategy, runs, seed)
@@ -83,6 +85,7 @@ def test_the_messages_and_the_work_are_those_of_the_plan(name: str, strategy: st
     assert copies == pytest.approx(sum(event.seconds for event in events if event.kind == "offload"), rel=1e-9)
 
 
+@pytest.mark.one_in(2)
 @cases
 def test_a_step_lies_between_its_busiest_stream_and_the_sum(name: str, strategy: str, runs: int, seed: int | None) -> None:
     found, chosen = optimized(name, strategy, runs, seed)

@@ -15,6 +15,7 @@ from autopar.solver.solve import solve
 from tests.solver.random_problems import bytes_of, enumerate_all, random_problem, random_row, trees, with_regions
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("seed", range(200))
 def test_the_solver_finds_the_optimum_of_small_problems(seed: int) -> None:
     certify(random_problem(seed), seed)
@@ -34,6 +35,7 @@ def certify(problem: Problem, seed: int) -> None:
     assert all(bytes_of(problem, row, solution.picks, solution.arcs) <= row.limit * (1 + 1e-6) for row in rows)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("seed", range(200))
 def test_the_solver_finds_the_optimum_where_messages_overlap_with_computing(seed: int) -> None:
     certify(with_regions(random_problem(seed), seed), seed)
@@ -61,6 +63,7 @@ def test_pulp_states_the_same_program(seed: int) -> None:
     assert pulp.value(program.objective) / MICROSECONDS == pytest.approx(enumerate_all(problem), rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("seed", range(60))
 def test_routes_led_anew_cost_no_more_and_reach_what_is_wanted(seed: int) -> None:
     problem = random_problem(seed)

@@ -28,6 +28,7 @@ def relaxed(problem: Problem) -> float:
     return Relaxation(IntegerProgram(problem), EXACT).relax().bound
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_bound_is_never_above_the_relaxation_nor_the_optimum(seed: int) -> None:
     problem = random_problem(seed)
@@ -42,6 +43,7 @@ def test_the_bound_is_near_the_relaxation() -> None:
     assert np.quantile(shares, 0.1) > 0.9
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("seed", SMALL)
 def test_whoever_takes_a_candidate_or_an_arc_pays_its_reduced_cost(seed: int) -> None:
     problem = random_problem(seed)
@@ -77,6 +79,7 @@ def test_it_leaves_something_out() -> None:
     assert sum(one == 1.0 for one in left) > len(SEEDS) / 4
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("seed", range(60))
 def test_a_core_has_the_optimum_of_the_whole(seed: int) -> None:
     problem = with_regions(random_problem(seed), seed)
@@ -91,6 +94,7 @@ def test_a_core_has_the_optimum_of_the_whole(seed: int) -> None:
     assert found.bound <= best + 1e-9
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("seed", range(60))
 def test_nothing_is_below_a_cutoff_that_is_the_optimum(seed: int) -> None:
     problem = random_problem(seed)

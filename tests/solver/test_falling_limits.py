@@ -42,6 +42,7 @@ def falling(problem: Problem, row: Row) -> list[Row]:
     return [replace(row, limit=share * used(problem, row, free), constant=0.0) for share in SHARES]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_warm_solver_finds_the_optimum_within_every_limit(seed: int) -> None:
     problem = random_problem(seed)
@@ -55,6 +56,7 @@ def test_a_warm_solver_finds_the_optimum_within_every_limit(seed: int) -> None:
             assert used(problem, row, found.solution) <= row.limit * (1 + 1e-6)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("make, seed", CASES[::3])
 def test_bounds_hold_where_members_are_recomputed_or_offloaded_and_answers_keep_to_their_limits(
     make: Callable[[int], Problem], seed: int
@@ -70,6 +72,7 @@ def test_bounds_hold_where_members_are_recomputed_or_offloaded_and_answers_keep_
             assert used(problem, row, found.solution) <= row.limit * (1 + 1e-6)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("make, seed", CASES)
 def test_less_memory_never_makes_a_faster_solution(make: Callable[[int], Problem], seed: int) -> None:
     problem = make(seed)

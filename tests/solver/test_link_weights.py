@@ -40,6 +40,7 @@ def relaxed(problem: Problem) -> float:
     return Relaxation(IntegerProgram(problem), EXACT).relax().bound
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_any_weights_bound_every_solution(seed: int) -> None:
     problem, draw = overlapping(seed), random.Random(seed)
@@ -55,6 +56,7 @@ def test_any_weights_bound_every_solution(seed: int) -> None:
         assert found <= best + 1e-9
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_best_weights_have_the_bound_of_the_rows(seed: int) -> None:
     problem = overlapping(seed)
@@ -66,6 +68,7 @@ def test_the_best_weights_have_the_bound_of_the_rows(seed: int) -> None:
     assert bounded.bound >= relaxed(problem) * (1 - 1e-5)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_within_rows_a_solution_has_its_own_price_and_a_bound(seed: int) -> None:
     problem = overlapping(seed)

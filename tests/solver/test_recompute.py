@@ -153,6 +153,7 @@ def cheapest(problem: Problem, row: Row) -> float | None:
     return best
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("make, seed", CASES)
 def test_no_solution_is_cheaper_than_the_bound_and_the_one_that_is_found_is_dearer_by_parts_of_members_only(
     make: Callable[[int], Problem], seed: int
@@ -170,6 +171,7 @@ def test_no_solution_is_cheaper_than_the_bound_and_the_one_that_is_found_is_dear
         assert found.seconds >= best - 1e-6
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("make, seed", CASES)
 def test_shares_say_what_members_do(make: Callable[[int], Problem], seed: int) -> None:
     problem = make(seed)
@@ -191,6 +193,7 @@ def test_something_is_made_again_and_something_is_not() -> None:
     assert any(one is not None and one.recompute.offload for one in found)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("seed", SMALL[:25])
 def test_a_row_of_the_first_members_never_says_more_than_they_take(seed: int) -> None:
     problem, draw, exact = repeated(seed), random.Random(seed), seed % 2

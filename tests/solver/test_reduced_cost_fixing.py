@@ -35,6 +35,7 @@ def without_dead_ends(edge: Edge, picks: Picks) -> list[tuple[int, ...]]:
     return [used for used in trees(edge, picks) if set(used) == set(leading_to(edge, every, picks, used))]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("seed", SMALL)
 def test_whoever_takes_a_candidate_or_a_conversion_pays_its_reduced_cost(seed: int) -> None:
     problem = random_problem(seed)
@@ -47,6 +48,7 @@ def test_whoever_takes_a_candidate_or_a_conversion_pays_its_reduced_cost(seed: i
             assert price(problem, picks, used) >= bound + dearest - 1e-6
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_solution_of_what_is_left_is_one_of_the_whole_with_the_same_price_and_bytes(seed: int) -> None:
     problem = random_problem(seed)
@@ -64,6 +66,7 @@ def test_a_solution_of_what_is_left_is_one_of_the_whole_with_the_same_price_and_
         assert row_bytes(part.problem, part.row(row), found.picks, found.arcs) == pytest.approx(expected)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_within_rows_the_best_is_found_with_windows_as_without(seed: int) -> None:
     problem = random_problem(seed)

@@ -7,12 +7,16 @@ in the last two rows: a whole shard of the batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+
+from autopar.capture import Captured
+from autopar.planning.planner import read_program
 
 Sample = dict[str, torch.Tensor]
 Built = tuple[nn.Module, Sample]
@@ -143,6 +147,12 @@ MODELS: dict[str, Callable[[], Built]] = {
     "vit": vit,
     "cnn": cnn,
 }
+
+
+@functools.cache
+def captured(name: str, precision: str | None = None) -> Captured:
+    """The program of a model, captured once in a process."""
+    return read_program(*make(name), precision)
 
 
 def make(name: str) -> Built:

@@ -31,6 +31,7 @@ class Aligned(nn.Module):
         return loss.square().sum() if self.reduction == "none" else loss
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("plan", ["fsdp", 0, 1])
 @pytest.mark.parametrize("reduction, numbers", [("mean", False), ("sum", True), ("none", False)])
 def test_a_loss_of_alignments_has_equal_numbers(pool: WorkerPool, reduction: str, numbers: bool, plan: str | int) -> None:

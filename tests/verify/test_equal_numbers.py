@@ -5,8 +5,6 @@ Every model under two plans, each on another mesh; `make verify-all` runs the wh
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
 from autopar.runtime.workers import WorkerPool
@@ -45,7 +43,6 @@ def test_sharded_tensor_parallelism_and_hybrid_sharding_have_the_numbers_of_the_
 def test_the_sample_is_spread_over_models_meshes_and_strategies() -> None:
     cases = list(table.sample())
     assert {case.model for case in cases} == set(MODELS)
-    assert min(Counter(case.sizes for case in cases).values()) >= 3
-    assert {case.sizes for case in cases} == set(table.MESHES)
+    assert {case.sizes for case in cases} == {*table.MESHES, *table.SMALL}
     assert {case.plan for case in cases if isinstance(case.plan, str)} == set(table.STRATEGIES)
     assert sum(isinstance(case.plan, int) for case in cases) == len(cases) // 2

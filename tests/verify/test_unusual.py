@@ -63,6 +63,7 @@ class Through(nn.Module):
         return self.last((USES | COPIED)[self.use](self.first(x).relu(), self.weight)).square().sum()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("use", USES)
 def test_a_weight_is_gathered_again_if_the_backward_needs_a_view_of_it(pool: WorkerPool, use: str, plan: str | int) -> None:
@@ -70,6 +71,7 @@ def test_a_weight_is_gathered_again_if_the_backward_needs_a_view_of_it(pool: Wor
     assert report.ok, str(report)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("plan", ["auto", "fsdp", "megatron"])
 @pytest.mark.parametrize("use", COPIED)
 def test_a_copy_of_a_weight_in_the_model_is_kept_with_equal_numbers(pool: WorkerPool, use: str, plan: str) -> None:
@@ -173,6 +175,7 @@ class Bare(nn.Module):
         return (x * self._parameters[self.names[0]] + self._buffers[self.names[1]]).square().sum()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "model",
     [*(Named(name) for name in HIDDEN), *(Bare(*pair) for pair in zip(HIDDEN, HIDDEN[1:] + HIDDEN[:1], strict=True))],
@@ -200,6 +203,7 @@ NAMES = (
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", NAMES.split())
 def test_an_argument_may_be_named_like_what_emitted_code_uses(pool: WorkerPool, name: str) -> None:
     class Called(nn.Module):
@@ -328,6 +332,7 @@ MODELS: dict[str, Callable[[], Made]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_unusual_model_has_equal_numbers(pool: WorkerPool, name: str, plan: str | int) -> None:

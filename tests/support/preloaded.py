@@ -1,0 +1,24 @@
+"""What workers of tests do at first: done once, before they are forked, it costs each of them nothing.
+
+They import these modules when first needed, and torch fills its tables of operators in the first capture and the first step.
+"""
+
+import torch._dynamo.precompile_context
+import torch._export.non_strict_utils
+import torch._inductor.fx_passes.dedupe_symint_uses
+import torch._subclasses.schema_check_mode
+import torch.distributed.checkpoint.state_dict
+import torch.export._trace
+import torch.fx.experimental.validator
+from transformers import BertForMaskedLM, LlamaForCausalLM, T5ForConditionalGeneration, ViTForImageClassification
+
+import autopar
+from tests.support import models
+
+__all__ = ["BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification"]
+
+with torch.random.fork_rng(devices=()):
+    model, sample = models.make("gpt2")
+    parallel = autopar.parallelize(model, sample, (1,), device="h100")
+    parallel(**sample)["loss"].backward()
+    torch.optim.AdamW(parallel.parameters()).step()
