@@ -49,10 +49,11 @@ def build(
     priced = connected_mesh(mesh, options, plan)
     options = options.under(plan)
     context = connect(replace(priced, links=(), device=None), device_mesh=device_mesh)
-    captured = read_program(model, sample_input, options.precision, options.reduce, dim_sizes(plan.dynamic) if plan else None)
+    source = _Source(model, sample_input, options)
+    captured = source.read(dim_sizes(plan.dynamic) if plan else {})
     sizes = _sizes(plan, options, captured)
     check_program(captured.program.hash, context)
-    source = _Source(skeleton(model).module, on_meta(sample_input), options)
+    source = replace(source, model=skeleton(model).module, sample=on_meta(sample_input, captured.signature))
 
     def planned() -> ResolvedPlan:
         return read_plan(plan, captured.program, context.mesh) if plan else source.plan(captured, priced, sizes)
@@ -103,7 +104,8 @@ class _Source:
 
     def read(self, places: Mapping[InputDim, int]) -> Captured:
         """The model captured with these sizes at dims of its sample."""
-        return read_program(self.model, self.sample, self.options.precision, self.options.reduce, places)
+        asked = self.options
+        return read_program(self.model, self.sample, asked.precision, asked.reduce, places, asked.assumptions)
 
     def plan(self, captured: Captured, mesh: Mesh, sizes: Sequence[Size]) -> ResolvedPlan:
         """The plan of what was captured, for sizes that vary."""

@@ -2,6 +2,8 @@
 
 meta_copy    a copy without weights, on the meta device
 signature    how the model is called and what it returns
+static_inputs inputs that are sizes, as literals
+assumptions  what the user says of values that a graph cannot know
 python_state what Python code keeps between calls, and a graph has once for ever
 trace        torch.export, guarded against what it would drop silently
 repairs      what is assigned under a condition on values, as `where`
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from autopar.capture.assumptions import NOTHING, Assumptions
 from autopar.capture.lower import lower
 from autopar.capture.meta_copy import skeleton
 from autopar.capture.python_state import Changes, kept
@@ -27,7 +30,7 @@ from autopar.errors import CaptureError
 from autopar.ir.dynamic_dims import InputDim
 from autopar.ir.program import OUTPUT, Program
 
-__all__ = ["Captured", "Signature", "capture"]
+__all__ = ["Assumptions", "Captured", "Signature", "capture"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,11 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, sample_input: object, dtype: torch.dtype | None = None, places: Mapping[InputDim, int] | None = None
+    model: nn.Module,
+    sample_input: object,
+    dtype: torch.dtype | None = None,
+    places: Mapping[InputDim, int] | None = None,
+    assumptions: Assumptions = NOTHING,
 ) -> Captured:
     """Trace a model in its present mode on a sample of the global batch (a tensor, a tuple of arguments, or a mapping).
 
@@ -53,12 +60,13 @@ def capture(
     Args:
         dtype: cast floating tensors of the program, as `model.to(dtype)` would; the signature keeps the sample's dtypes.
         places: replace the sizes of these dims of the sample.
+        assumptions: what the user says of values.
 
     Raises:
         CaptureError: something cannot be captured; names the line of the model.
         InputError: the sample does not fit `forward`.
     """
-    call = read_call(model, sample_input).at(places or {})
+    call = read_call(model, sample_input, assumptions.static).at(places or {})
     copied = skeleton(model, dtype)
     held = set(copied.first)
     for path, leaf in call.leaves:

@@ -12,33 +12,73 @@ import math
 import operator
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
-from autopar.capture.equal_masks import node_of
+from autopar.capture.equal_masks import node_of, slot_of
 
 ASKING = (torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__)
+_T = TypeVar("_T")
 LIMIT = 2**22  # elements of a tensor that is computed in order to know a number
 
 
 def number(func: Callable[..., object], tensor: object) -> bool | int | float | None:
-    """What a function in `ASKING` says of a traced tensor whose values are known; None for any other.
+    """What a function in `ASKING` says of a traced tensor whose values are known; None for any other."""
+    known = _value(tensor) if isinstance(tensor, torch.Tensor) else None
+    return None if known is None else _untraced(lambda: func(known))  # type: ignore[return-value]
 
-    In a thread of its own, where nothing is traced.
+
+def reading(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """The result of a function of torch, which may read the numbers of operands whose values are known: torch.zeros(n).
+
+    The tracer hears of them for this call only, since they may be written afterwards.
     """
-    node = node_of(tensor) if isinstance(tensor, torch.Tensor) else None
+    known = [(slot_of(leaf), _value(leaf)) for leaf in _leaves((args, kwargs)) if _number(leaf)]
+    read = [(slot, value) for slot, value in known if slot is not None and value is not None]
+    if not read:
+        return func(*args, **kwargs)
+    for slot, value in read:
+        slot.constant = value
+    try:
+        result = func(*args, **kwargs)
+    finally:
+        for slot, _ in read:
+            slot.constant = None
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, torch.Tensor) and (made := slot_of(leaf)) is not None:
+            made.constant = None
+    return result
+
+
+def _number(leaf: object) -> TypeGuard[torch.Tensor]:
+    """Whether a leaf is one integer or truth value as a tensor."""
+    if not isinstance(leaf, torch.Tensor) or leaf.is_floating_point() or leaf.is_complex():
+        return False
+    return all(isinstance(size, int) and size == 1 for size in leaf.shape)
+
+
+def _leaves(arguments: object) -> Iterator[object]:
+    """The leaves of arguments, in slices too."""
+    for leaf in pytree.tree_leaves(arguments):
+        yield from (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
+
+
+def _value(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a traced tensor, if they are known now."""
+    node = node_of(tensor)
     if node is None or not _made_of_numbers(node):
         return None
-    found: list[bool | int | float] = []
+    return _untraced(lambda: _computed(node.graph).get(node))
 
-    def ask() -> None:
-        known = _computed(node.graph)
-        if node in known:
-            found.append(func(known[node]))  # type: ignore[arg-type]
 
-    thread = threading.Thread(target=ask)
+def _untraced(ask: Callable[[], _T]) -> _T | None:
+    """What a function returns in a thread of its own, where nothing is traced; None if it raises."""
+    found: list[_T] = []
+    thread = threading.Thread(target=lambda: found.append(ask()))
     thread.start()
     thread.join()
     return found[0] if found else None
@@ -106,4 +146,4 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-__all__ = ["ASKING", "number"]
+__all__ = ["ASKING", "number", "reading"]

@@ -34,8 +34,7 @@ def lower(traced: Traced, skeleton: MetaCopy, call: ModelCall) -> Program:
             raise CaptureError(f"forward changes {spec.target}", fix="return the new value instead of storing it")
     inputs = [
         Value(name=path, shape=tuple(leaf.shape), dtype=leaf.dtype, requires_grad=leaf.requires_grad)
-        for path, leaf in call.leaves
-        if isinstance(leaf, torch.Tensor)
+        for path, leaf in call.tensors
     ]
     builder = Builder(inputs, skeleton.parameters, skeleton.buffers)
     lowering = Lowering(builder=builder, mutates=any(map(nodes.writes_in_place, nodes.graphs(exported.graph_module))))
@@ -53,13 +52,12 @@ def lower(traced: Traced, skeleton: MetaCopy, call: ModelCall) -> Program:
 
 def _given(traced: Traced, skeleton: MetaCopy, call: ModelCall) -> Iterator[Held]:
     """The values of the exported graph's placeholders, in order."""
-    leaves = iter(call.leaves)
+    leaves, inputs = iter(call.leaves), dict(call.tensors)
     places = [node for node in traced.exported.graph.nodes if node.op == "placeholder"]
     for spec, place in zip(traced.exported.graph_signature.input_specs, places, strict=True):
         if spec.kind is InputKind.USER_INPUT:
-            path, leaf = next(leaves)
-            tensor = isinstance(leaf, torch.Tensor)
-            yield Handle(ref=Ref(path), storage=Storage(f"the input {path}")) if tensor else None
+            path, _ = next(leaves)
+            yield Handle(ref=Ref(path), storage=Storage(f"the input {path}")) if path in inputs else None
             continue
         name = skeleton.first.get(spec.target or "")
         if name is None:

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,10 +18,13 @@ from torch import nn
 from autopar.capture import source_location
 from autopar.capture.python_state import Changes
 from autopar.capture.signature import ModelCall, ReturnSpec, read_result
+from autopar.capture.static_inputs import as_literals
 from autopar.capture.trace_guards import watched
 from autopar.errors import AutoparError, CaptureError
 
-_BRANCH = "express the choice with torch.where, or decide it outside of forward"
+_BRANCH = (
+    "express the choice with torch.where, or decide it outside of forward; static=[...] makes an input of integers a constant"
+)
 _DEVICE = "make new tensors on the device of an input (device=x.device), or register them as buffers"
 _FAKE = "give it one that makes an empty tensor of the result's shape: @op.register_fake, or torch.library.register_fake"
 _NO_FAKE = re.compile(  # in what torch says of an operator of another library that it cannot trace
@@ -29,7 +33,8 @@ _NO_FAKE = re.compile(  # in what torch says of an operator of another library t
 )
 _SIZE = (
     "keep every size fixed: torch.where, masked_fill or padding instead of selecting a varying number of elements; "
-    "or reduce what one mask selects, x[mask], by a sum, a mean or a loss over its rows"
+    "or reduce what one mask selects, x[mask], by a sum, a mean or a loss over its rows; static=[...] makes an input "
+    "of integers a constant"
 )
 _NUMBER = re.compile(r"Size-like symbols: u")  # in what torch says of a choice by a number of elements
 _SAID = {  # what torch says: what it means, and the way out
@@ -62,7 +67,14 @@ def trace(module: nn.Module, call: ModelCall) -> Traced:
         found.append((returned, lost))
         return tensors
 
-    hook = module.register_forward_hook(flatten)
+    def spelt(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return as_literals(places, args, kwargs)
+
+    places = call.static_places
+    hooks = [
+        module.register_forward_hook(flatten),
+        module.register_forward_pre_hook(spelt, prepend=True, with_kwargs=True),
+    ]
     try:
         with watched(module) as made, _quiet(), torch.device("meta"), torch.enable_grad():
             exported = torch.export.export(module, call.args, call.kwargs, strict=False)
@@ -71,7 +83,8 @@ def trace(module: nn.Module, call: ModelCall) -> Traced:
     except Exception as error:
         raise explained(error, type(module).__name__) from error
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     returned, lost = found[-1]
     if lost:
         warnings.warn(f"{type(module).__name__} returns values that are not tensors; left out: {', '.join(lost)}", stacklevel=4)

@@ -136,10 +136,10 @@ class Guards(TorchFunctionMode):
             raise CaptureError(what.format(shape), at=source_location.of_frame(asker), fix=fix)
         args = (*args[:1], *(self.masks.first_alike(one) for one in args[1:])) if func in _SELECTING else args
         if func in _STAND_INS:
-            return _STAND_INS[func](func)(*args, **given)
+            return known_values.reading(_STAND_INS[func](func), args, given)
         if isinstance(func, FunctionType) and not types and func not in self.inside:
             return self.enter(func, args, given)
-        return func(*args, **given)
+        return known_values.reading(func, args, given)
 
     def refuse_function(self, frame: FrameType | None) -> None:
         """Raise CaptureError inside of an `autograd.Function` whose backward is its own: it calls at least `view_as`."""

@@ -55,7 +55,7 @@ REFINED = 2  # pairs of ranks and micro-batches of such a program for which all 
 def make_pipeline_plan(model: nn.Module, sample_input: object, mesh: object, options: Options) -> Plan:
     """Capture a model and plan it in stages; see `autopar.plan`."""
     settings = limited(DEFAULTS, options)
-    captured = read_program(model, sample_input, options.precision, options.reduce)
+    captured = read_program(model, sample_input, options.precision, options.reduce, assumptions=options.assumptions)
     return plan_pipeline(captured.program, connected_mesh(mesh, options), options, settings)
 
 

@@ -127,6 +127,29 @@ def test_every_rank_says_which_ranks_differ_and_in_what(pool: WorkerPool, name: 
     assert max(pool.run(f"{__name__}:refused", name, ranks=3)) < LIMIT  # type: ignore[type-var, operator]
 
 
+class Cut(Net):
+    """A loss of as many rows as an input says."""
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[: rows.item()])
+
+
+def other_static(_: None) -> str:
+    """What a rank hears of a static input that has another value on rank 1."""
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+    parallel = autopar.parallelize(Cut(), (x, torch.tensor(8)), (2,), device="h100", static=["rows"])
+    parallel(x, torch.tensor(8)).backward()
+    with pytest.raises(InputError) as caught:
+        parallel(x, torch.tensor(8 - dist.get_rank()))
+    parallel(x, torch.tensor(8)).backward()
+    return caught.value.what
+
+
+def test_every_rank_hears_of_a_static_input_that_changed_on_one(pool: WorkerPool) -> None:
+    what = "argument rows is static, and has another value than planned"
+    assert pool.run(f"{__name__}:other_static", ranks=2) == [f"the call was refused on rank 1: {what}", what]
+
+
 class Wide(nn.Module):
     """A product of a larger batch."""
 
