@@ -3,7 +3,7 @@
 meta_copy    a copy without weights, on the meta device
 signature    how the model is called and what it returns
 static_inputs inputs that are sizes, as literals
-assumptions  what the user says of values that a graph cannot know
+assumptions  what the user says of values that a graph cannot know, and what was asked
 python_state what Python code keeps between calls, and a graph has once for ever
 trace        torch.export, guarded against what it would drop silently
 repairs      what is assigned under a condition on values, as `where`
@@ -75,13 +75,13 @@ def capture(
                 f"forward's argument {path} has the name of a parameter or buffer of the model", fix="rename one of them"
             )
     cast = call.to(dtype) if dtype else call
-    traced = trace(copied.module, cast)
+    traced = trace(copied.module, cast, assumptions)
     program, signature = lower(traced, copied, cast), call.signature(traced.returned)
     if clash := [output.path for output in program.outputs if OUTPUT + output.path in program.values]:
         raise CaptureError(f"{OUTPUT}{clash[0]} is a value of the model, and the name of its result", fix="rename one of them")
 
     def again() -> tuple[bool, Changes]:
-        following = trace(copied.module, cast)
+        following = trace(copied.module, cast, assumptions)
         return lower(following, copied, cast).hash == program.hash, following.changes
 
     once = kept(copied.module, traced.changes, again)

@@ -44,9 +44,7 @@ def lower(traced: Traced, skeleton: MetaCopy, call: ModelCall) -> Program:
         raise varying("the shape of a result of forward", nodes.source(varies))
     buffers.keep(builder, [held for held in given if isinstance(held, Handle)])
     values = [functionalize.read(result) for result in results if isinstance(result, Handle)]
-    program = builder.program(
-        Output(value=ref.name, path=path) for ref, path in zip(values, traced.returned.paths, strict=True)
-    )
+    program = builder.program(Output(value=ref.name, path=path) for ref, path in zip(values, traced.returned.ends, strict=True))
     return _marked(lowering.apart(program))
 
 

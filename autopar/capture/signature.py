@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.assumptions import Assumed
 from autopar.capture.static_inputs import StaticInput, read_static
 from autopar.errors import CaptureError, InputError
 from autopar.ir.dynamic_dims import InputDim, Shape, Size, numbers
@@ -52,17 +53,31 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnSpec:
-    """What the model returns: a structure whose leaves are tensors (`paths`, in order) or constants."""
+    """What the model returns: a structure whose leaves are tensors (`paths`, in order) or constants.
+
+    What capture took for granted is computed after these: `assumed`.
+    """
 
     spec: pytree.TreeSpec
     paths: tuple[str, ...]
     leaves: tuple[int | tuple[Static], ...]  # the index of a tensor, or a constant in a tuple of one
+    assumed: tuple[Assumed, ...] = ()
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The paths of all of the program's outputs."""
+        return (*self.paths, *(one.path for one in self.assumed))
+
+    def check(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Raise InputError if something that was assumed does not hold in a call, of which these are the program's outputs."""
+        for one, found in zip(self.assumed, outputs[len(self.paths) :], strict=True):
+            one.check(found)
 
     @property
     def flat(self) -> ReturnSpec:
         """A specification of the same tensors in a plain list, without the user's classes."""
         places = tuple(range(len(self.paths)))
-        return ReturnSpec(spec=pytree.tree_structure(list(places)), paths=self.paths, leaves=places)
+        return replace(self, spec=pytree.tree_structure(list(places)), leaves=places)
 
     def rebuild(self, tensors: Sequence[object]) -> object:
         """The structure with these tensors in it, one per path."""

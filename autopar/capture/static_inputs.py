@@ -78,7 +78,11 @@ def _static(path: str, tensor: torch.Tensor) -> StaticInput:
         fix = "leave it an input; static= is for sizes, counts and flags"
         raise InputError(f"argument {path} cannot be static: it is not made of {LIMIT} integers at most", given=said, fix=fix)
     if tensor.is_meta:
-        raise InputError(f"argument {path} is static, but on the meta device", given=said, fix="give a tensor with values")
+        raise InputError(
+            f"argument {path} is static, but on the meta device",
+            given=said,
+            fix='give a tensor with values: torch.tensor(20, device="cpu")',
+        )
     return StaticInput(path=path, shape=tuple(tensor.shape), dtype=tensor.dtype, numbers=_numbers(tensor))
 
 

@@ -9,13 +9,14 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.capture import source_location
+from autopar.capture.assumptions import NOTHING, Answers, Assumptions
 from autopar.capture.python_state import Changes
 from autopar.capture.signature import ModelCall, ReturnSpec, read_result
 from autopar.capture.static_inputs import as_literals
@@ -23,7 +24,8 @@ from autopar.capture.trace_guards import watched
 from autopar.errors import AutoparError, CaptureError
 
 _BRANCH = (
-    "express the choice with torch.where, or decide it outside of forward; static=[...] makes an input of integers a constant"
+    "express the choice with torch.where, or decide it outside of forward; static=[...] makes an input of integers a constant, "
+    'and assume={"model.py:12": False} a line whose answer is always the same'
 )
 _DEVICE = "make new tensors on the device of an input (device=x.device), or register them as buffers"
 _FAKE = "give it one that makes an empty tensor of the result's shape: @op.register_fake, or torch.library.register_fake"
@@ -58,25 +60,26 @@ class Traced:
     changes: Changes
 
 
-def trace(module: nn.Module, call: ModelCall) -> Traced:
+def trace(module: nn.Module, call: ModelCall, assumptions: Assumptions = NOTHING) -> Traced:
     """Export a module on the meta device; warns once of results that are left out, raises CaptureError with the line."""
     found: list[tuple[ReturnSpec, tuple[str, ...]]] = []
 
     def flatten(_module: nn.Module, _args: object, result: object) -> tuple[torch.Tensor, ...]:
         tensors, returned, lost = read_result(result)
-        found.append((returned, lost))
-        return tensors
+        asked, assumed = answers.taken()
+        found.append((replace(returned, assumed=assumed), lost))
+        return (*tensors, *asked)
 
     def spelt(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return as_literals(places, args, kwargs)
 
-    places = call.static_places
+    places, answers = call.static_places, Answers(assumptions.assume)
     hooks = [
         module.register_forward_hook(flatten),
         module.register_forward_pre_hook(spelt, prepend=True, with_kwargs=True),
     ]
     try:
-        with watched(module) as made, _quiet(), torch.device("meta"), torch.enable_grad():
+        with watched(module, answers) as made, _quiet(), torch.device("meta"), torch.enable_grad():
             exported = torch.export.export(module, call.args, call.kwargs, strict=False)
     except AutoparError:
         raise
@@ -86,6 +89,7 @@ def trace(module: nn.Module, call: ModelCall) -> Traced:
         for hook in hooks:
             hook.remove()
     returned, lost = found[-1]
+    answers.tell_unused()
     if lost:
         warnings.warn(f"{type(module).__name__} returns values that are not tensors; left out: {', '.join(lost)}", stacklevel=4)
     return Traced(exported=exported, returned=returned, changes=made[0])

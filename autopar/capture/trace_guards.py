@@ -38,6 +38,7 @@ from autopar.capture import (
     source_location,
     traced_losses,
 )
+from autopar.capture.assumptions import Answers
 from autopar.capture.equal_masks import Masks
 from autopar.capture.python_state import Changes, Generators, attributes, changes
 from autopar.capture.repairs import Repairs
@@ -49,7 +50,7 @@ _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_funct
 
 
 @contextlib.contextmanager
-def watched(module: nn.Module) -> Iterator[list[Changes]]:
+def watched(module: nn.Module, answers: Answers) -> Iterator[list[Changes]]:
     """While this is open, calls of the module run under `Guards`, and what modes do not see can be traced.
 
     The list gets what each call changes in the attributes of the module.
@@ -61,7 +62,7 @@ def watched(module: nn.Module) -> Iterator[list[Changes]]:
     @functools.wraps(call)
     def guarded(*args: object, **kwargs: object) -> object:
         before = attributes(module)
-        with Guards(generators) as guards:
+        with Guards(generators, answers) as guards:
             result = call(*args, **kwargs)
         guards.repairs.refuse()
         made.append(changes(module, before))
@@ -93,9 +94,9 @@ def watched(module: nn.Module) -> Iterator[list[Changes]]:
 class Guards(TorchFunctionMode):
     """Refuses what is in `_REFUSED` and what has a backward of its own, and replaces what is in `_STAND_INS`."""
 
-    def __init__(self, generators: Generators) -> None:
+    def __init__(self, generators: Generators, answers: Answers) -> None:
         super().__init__()
-        self.generators = generators
+        self.generators, self.answers = generators, answers
         self.inside: set[FunctionType] = set()
         self.masks, self.repairs = Masks(), Repairs()
         self.functions: dict[str, bool] = {}  # whether they may be traced
@@ -126,6 +127,8 @@ class Guards(TorchFunctionMode):
             return None
         if func in known_values.ASKING and (found := known_values.number(func, args[0])) is not None:
             return found
+        if func in known_values.ASKING and (answer := self.answers.answer(func, args[0], asker)) is not None:
+            return answer
         if _asks(func, args):
             known = assertions.assumed(args[0], asker)
             if (known := self.repairs.answer(args[0], asker) if known is None else known) is not None:

@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from autopar.capture import Signature
 from autopar.capture.python_state import Settings
+from autopar.capture.signature import ReturnSpec
 from autopar.codegen.call_checks import aspects_of, check_call, check_gradients
 from autopar.codegen.graph_module import GraphModule
 from autopar.codegen.names import identifiers
@@ -206,7 +207,7 @@ class ParallelModule(GraphModule):
     def _loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The output that a step differentiates."""
         paths = self.autopar.signature.returned.paths
-        scalars = {path: o for path, o in zip(paths, outputs, strict=True) if o.requires_grad and not o.ndim}
+        scalars = {path: o for path, o in zip(paths, outputs, strict=False) if o.requires_grad and not o.ndim}
         if len(scalars) != 1 and "loss" not in scalars:
             fix = "call the module, compute the loss from its outputs, and call backward()"
             raise InputError(
@@ -258,14 +259,14 @@ class ParallelModule(GraphModule):
         with accumulator.step():
             for part in parts:
                 with nullcontext() if part is parts[-1] else accumulator.no_sync():
-                    found = loss(self._once(part))
+                    found = loss(self._checked(part))
                     agreement.settle()
                     if found is not None:
                         found.backward()  # type: ignore[no-untyped-call]
                     del found
 
     def _outputs(self, inputs: Sequence[torch.Tensor], agreement: CallAgreement) -> list[torch.Tensor]:
-        outputs = self.joined([self._once(part) for part in self._parts(inputs)])
+        outputs = self.joined([self._checked(part) for part in self._parts(inputs)])
         agreement.settle()
         return outputs
 
@@ -283,6 +284,13 @@ class ParallelModule(GraphModule):
             return [inputs]
         paths = [planned.path for planned in self.autopar.signature.tensors]
         return [*self.autopar.steps.parts(self, inputs, lambda n, part: self.autopar.inputs.whole(paths[n], part))]
+
+    def _checked(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The forward of one micro-batch, in which what was assumed holds."""
+        outputs = self._once(inputs)
+        if self.autopar.signature.returned.assumed:
+            _check(self.autopar.signature.returned, outputs)
+        return outputs
 
     def _once(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The forward of one micro-batch: this rank's part of the outputs."""
@@ -322,3 +330,9 @@ class ParallelModule(GraphModule):
         """Whether another module still has this one's parameters, which the user may have replaced."""
         own = dict(self.named_parameters())
         return all(own[name] is held for name, held in other.named_parameters())
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _check(returned: ReturnSpec, outputs: Sequence[torch.Tensor]) -> None:
+    """Every rank has these scalars whole, so all of them raise."""
+    returned.check(outputs)

@@ -25,6 +25,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from autopar.capture.assumptions import ASSUMED
 from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError
 from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
@@ -104,6 +105,8 @@ def _pipelined(program: Program) -> None:
     """Raise ConstraintError for a program that has no stages."""
     if any(value.requires_grad for value in program.inputs):
         raise ConstraintError("a pipeline computes no gradients of inputs", fix="a sample whose tensors require none")
+    if any(output.path.startswith(ASSUMED) for output in program.outputs):
+        raise ConstraintError("a pipeline does not compare what was assumed yet", fix="drop assume= or pipeline=")
     loss_of(program)
 
 

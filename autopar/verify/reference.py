@@ -35,7 +35,7 @@ def module_results(
         outputs = _outputs(model(*args, **kwargs), captured)
         leaves = (*model.parameters(), *pytree.tree_leaves((args, kwargs)))
         found = _gradients((loss or differentiated_sum)(outputs), held, leaves)
-    result = {("output", end.path): output.detach() for end, output in zip(program.outputs, outputs, strict=True)}
+    result = {("output", end.path): output.detach() for end, output in zip(program.outputs, outputs, strict=False)}
     result |= {("gradient", name): gradient for name, gradient in found.items()}
     written = {name for op in program.ops for name in writes(op)}
     for name, buffer in model.named_buffers():
