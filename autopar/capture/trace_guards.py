@@ -6,9 +6,9 @@ and hooks are; the others are made of operators that carry them.
 What only looks at values to refuse them, or to find out what a mask is, looks away: `autopar.capture.assertions`. Bags of
 embeddings are spelt out: `autopar.capture.embedding_bag`.
 
-All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for six names
-only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast`, two questions about that, and `torch.vmap`
-(`autopar.capture.batched_functions`): these are replaced meanwhile, and other threads do not notice.
+All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for some names
+only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast`, two questions about that, and the transforms of `torch.func`
+(`autopar.capture.function_transforms`): these are replaced meanwhile, and other threads do not notice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture import (
     assertions,
-    batched_functions,
     custom_functions,
     embedding_bag,
     known_values,
@@ -40,6 +39,7 @@ from autopar.capture import (
 )
 from autopar.capture.assumptions import Answers
 from autopar.capture.equal_masks import Masks
+from autopar.capture.function_transforms import Transforms
 from autopar.capture.python_state import Changes, Generators, attributes, changes
 from autopar.capture.repairs import Repairs
 from autopar.errors import CaptureError
@@ -74,8 +74,7 @@ def watched(module: nn.Module, answers: Answers) -> Iterator[list[Changes]]:
         (torch, "autocast", _Autocast),
         (torch.amp, "autocast", _Autocast),
         (torch, "from_numpy", _from_array(torch.from_numpy)),
-        (torch, "vmap", batched_functions.spelt(torch.vmap)),
-        (torch.func, "vmap", batched_functions.spelt(torch.func.vmap)),
+        *Transforms().replaced(),
         (torch, "get_autocast_dtype", _of_the_cpu(torch.get_autocast_dtype)),
         (torch, "is_autocast_enabled", _of_the_cpu(torch.is_autocast_enabled)),
     ]
