@@ -302,6 +302,10 @@ _REFUSED: dict[object, tuple[str, str]] = dict.fromkeys(  # what would be lost, 
         "write what the hook does as an operator with its own backward (torch.library.custom_op)",
     ),
 ) | {
+    torch.Tensor.data.__set__: (  # type: ignore[attr-defined]
+        "a tensor of shape {} is given other .data, and what shared its memory is not seen",
+        "write into it: x.data.copy_(...), or x.copy_(...) under torch.no_grad()",
+    ),
     torch.autograd.grad: (
         "torch.autograd.grad inside of forward would be lost: only the forward is traced",
         "write the gradient out in forward, or leave its penalty out of the parallel model",
@@ -312,6 +316,7 @@ _REFUSED: dict[object, tuple[str, str]] = dict.fromkeys(  # what would be lost, 
     ),
 }
 _STAND_INS: dict[object, Callable[[Callable[..., Any]], Callable[..., object]]] = {
+    torch.Tensor.data.__get__: lambda _: torch.Tensor.detach,  # type: ignore[attr-defined]
     nn.functional.embedding_bag: embedding_bag.spelt,
     torch._C._nn.cross_entropy_loss: traced_losses.of_rows,
     torch._C._nn.nll_loss_nd: traced_losses.of_rows,

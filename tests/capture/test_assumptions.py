@@ -12,6 +12,9 @@ from torch import nn
 import autopar
 from autopar.capture import Assumptions, capture
 from autopar.errors import AutoparError, CaptureError, ConstraintError, InputError
+from autopar.plan.options import Options
+from autopar.runtime.workers import WorkerPool
+from autopar.verify.verification import verify
 from tests.capture import interpreter
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
@@ -121,11 +124,11 @@ def test_every_answer_of_a_line_is_compared() -> None:
         autopar.parallelize(Does(count), X, (1,), assume={asking(count): 6})(X)
 
 
-def test_a_plan_keeps_what_is_assumed_and_outputs_are_the_users() -> None:
+def test_a_plan_keeps_what_is_assumed_and_outputs_are_the_users(pool: WorkerPool) -> None:
     plan = autopar.plan(Does(large), X, (2,), assume=assumed(large).assume)
     kept = autopar.Plan.from_json(plan.to_json())
     assert kept.options["assume"] == f"{asking(large)}: False"
-    report = autopar.verify(Does(large), X, (2,), plan=kept)
+    report = verify(Does(large), X, (2,), kept, Options(), pool)
     assert report.ok
     assert autopar.parallelize(Does(large), X, (1,), assume=assumed(large).assume)(X).shape == X.shape
 

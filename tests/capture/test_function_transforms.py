@@ -13,6 +13,9 @@ from torch.nn import functional
 import autopar
 from autopar.capture import capture
 from autopar.errors import CaptureError
+from autopar.plan.options import Options
+from autopar.runtime.workers import WorkerPool
+from autopar.verify.verification import verify
 from tests.capture import interpreter
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
@@ -108,8 +111,8 @@ def test_a_transform_is_captured_as_operators(body: Body) -> None:
 
 
 @pytest.mark.parametrize("body", [of_weights, of_an_energy])
-def test_the_parallel_module_has_the_numbers_of_the_users(body: Body) -> None:
-    assert autopar.verify(Does(body), X, (2,), strategy="ddp").ok
+def test_the_parallel_module_has_the_numbers_of_the_users(body: Body, pool: WorkerPool) -> None:
+    assert verify(Does(body), X, (2,), None, Options(strategy="ddp"), pool).ok
 
 
 def test_what_asks_for_numbers_says_what_does_not() -> None:

@@ -12,6 +12,9 @@ from torch.nn import functional
 import autopar
 from autopar.capture import Assumptions, capture
 from autopar.errors import CaptureError, InputError
+from autopar.plan.options import Options
+from autopar.runtime.workers import WorkerPool
+from autopar.verify.verification import verify
 from tests.capture import interpreter
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
@@ -100,12 +103,12 @@ def test_other_modes_and_sizes_are_captured_with_the_same_values() -> None:
     torch.testing.assert_close(parallel.eval()(x, torch.tensor(3)), model.eval()(x, torch.tensor(3)))
 
 
-def test_a_plan_keeps_what_is_static() -> None:
+def test_a_plan_keeps_what_is_static(pool: WorkerPool) -> None:
     model, sample = Sized(BODIES["item"]), (X, torch.tensor(3))
     plan = autopar.plan(model, sample, (2,), static=["n"])
     kept = autopar.Plan.from_json(plan.to_json())
     assert kept.options["static"] == "n"
-    assert autopar.verify(model, sample, (2,), plan=kept).ok
+    assert verify(model, sample, (2,), kept, Options(), pool).ok
 
 
 @pytest.mark.parametrize(
