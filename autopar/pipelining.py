@@ -80,6 +80,7 @@ def _built(model: nn.Module, sample_input: object, mesh: object, plan: Plan | No
     found = read_pipeline(Plan.from_json(from_rank_0(planned, context)), captured.program)
     module = assembled_stages(captured, tensors_of(model), found, context)
     module.autopar.mode, module.autopar.settings = model.training, Settings.of(model, captured.kept)
+    module.autopar.decided = captured.decided.stored(module.local_buffers)
     serves = _Modes(skeleton(model).module, on_meta(sample_input, captured.signature), options, captured, model.training)
     module.stages = replace(module.stages, serves=serves)
     return module.train(model.training)

@@ -4,6 +4,7 @@ meta_copy    a copy without weights, on the meta device
 signature    how the model is called and what it returns
 static_inputs inputs that are sizes, as literals
 assumptions  what the user says of values that a graph cannot know, and what was asked
+decided      buffers of integers that a size or a branch depends on
 python_state what Python code keeps between calls, and a graph has once for ever
 trace        torch.export, guarded against what it would drop silently
 repairs      what is assigned under a condition on values, as `where`
@@ -15,12 +16,13 @@ selection    what a mask selects: rows whose number is not known, and what opera
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from autopar.capture.assumptions import NOTHING, Assumptions
+from autopar.capture.decided import Decided
 from autopar.capture.lower import lower
 from autopar.capture.meta_copy import skeleton
 from autopar.capture.python_state import Changes, kept
@@ -37,13 +39,15 @@ __all__ = ["Assumptions", "Captured", "Signature", "capture"]
 class Captured:
     """A model as a program, and how the user calls it.
 
-    `training` is the mode in which it was captured, `kept` the attributes that forward sets once.
+    `training` is the mode in which it was captured, `kept` the attributes that forward sets once, `decided` the buffers of
+    integers that a size or a branch depends on, with their values.
     """
 
     program: Program
     signature: Signature
     training: bool = True
     kept: frozenset[str] = frozenset()
+    decided: Decided = field(default_factory=Decided)
 
 
 def capture(
@@ -75,14 +79,16 @@ def capture(
                 f"forward's argument {path} has the name of a parameter or buffer of the model", fix="rename one of them"
             )
     cast = call.to(dtype) if dtype else call
-    traced = trace(copied.module, cast, assumptions)
+    values = {**copied.values, **assumptions.buffers}
+    traced = trace(copied.module, cast, assumptions, values)
     program, signature = lower(traced, copied, cast), call.signature(traced.returned)
     if clash := [output.path for output in program.outputs if OUTPUT + output.path in program.values]:
         raise CaptureError(f"{OUTPUT}{clash[0]} is a value of the model, and the name of its result", fix="rename one of them")
 
     def again() -> tuple[bool, Changes]:
-        following = trace(copied.module, cast, assumptions)
+        following = trace(copied.module, cast, assumptions, values)
         return lower(following, copied, cast).hash == program.hash, following.changes
 
     once = kept(copied.module, traced.changes, again)
-    return Captured(program=program, signature=signature, training=model.training, kept=once)
+    decided = Decided.of(traced.decided, {name: values[name] for name in traced.decided}, program)
+    return Captured(program=program, signature=signature, training=model.training, kept=once, decided=decided)

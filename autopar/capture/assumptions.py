@@ -32,10 +32,14 @@ _CONDITIONS = ast.If | ast.While | ast.IfExp | ast.Assert
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
     """What holds in every call: `static` are the names of integer inputs that have the sample's values, and `assume` says what
-    "file.py:12" asks: True or False for a condition, or an integer."""
+    "file.py:12" asks: True or False for a condition, or an integer.
+
+    `buffers` are values of buffers of a model that is on the meta device.
+    """
 
     static: Sequence[str] = ()
     assume: Mapping[str, Answer] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 NOTHING = Assumptions()

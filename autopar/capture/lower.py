@@ -290,7 +290,7 @@ class Lowering:
             return
         if any(self.builder.values[handle.ref.name].requires_grad for handle in written):
             how = "through detach() or .data" if region.grad else "under no_grad"
-            fix = "write it where autograd sees it, or into a copy: clone()"
+            fix = "write it outside of no_grad and not through detach(), or into a copy: clone()"
             raise CaptureError(f"{node.target} writes {how} into a tensor with a gradient", at=nodes.source(node), fix=fix)
 
     def result_in_place(self, node: fx.Node, args: tuple[Argument, ...], kwargs: Keywords, region: Region, old: Value) -> Ref:

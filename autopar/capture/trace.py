@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,8 +41,8 @@ _SIZE = (
 _NUMBER = re.compile(r"Size-like symbols: u")  # in what torch says of a choice by a number of elements
 _SAID = {  # what torch says: what it means, and the way out
     "fake tensor in the exported program constant's list": (
-        "forward uses a tensor that it neither is given nor makes: one kept from elsewhere, or the .data of another",
-        "register it as a buffer, and take x.detach() instead of x.data",
+        "forward uses a tensor that it neither is given nor makes, but has kept from elsewhere",
+        "register it as a buffer",
     ),
     "FlexAttention is only supported on": (
         "flex_attention is not an operator that can be planned",
@@ -53,14 +53,19 @@ _SAID = {  # what torch says: what it means, and the way out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """The exported graph, whose flat outputs are the tensors of `returned`, and what forward changed in attributes."""
+    """The exported graph, whose flat outputs are the tensors of `returned`; what forward changed in attributes, and the buffers
+    whose values decided something, each with a line.
+    """
 
     exported: torch.export.ExportedProgram
     returned: ReturnSpec
     changes: Changes
+    decided: Mapping[str, str]
 
 
-def trace(module: nn.Module, call: ModelCall, assumptions: Assumptions = NOTHING) -> Traced:
+def trace(
+    module: nn.Module, call: ModelCall, assumptions: Assumptions = NOTHING, values: Mapping[str, torch.Tensor] | None = None
+) -> Traced:
     """Export a module on the meta device; warns once of results that are left out, raises CaptureError with the line."""
     found: list[tuple[ReturnSpec, tuple[str, ...]]] = []
 
@@ -79,7 +84,7 @@ def trace(module: nn.Module, call: ModelCall, assumptions: Assumptions = NOTHING
         module.register_forward_pre_hook(spelt, prepend=True, with_kwargs=True),
     ]
     try:
-        with watched(module, answers) as made, _quiet(), torch.device("meta"), torch.enable_grad():
+        with watched(module, answers, values or {}) as made, _quiet(), torch.device("meta"), torch.enable_grad():
             exported = torch.export.export(module, call.args, call.kwargs, strict=False)
     except AutoparError:
         raise
@@ -92,7 +97,7 @@ def trace(module: nn.Module, call: ModelCall, assumptions: Assumptions = NOTHING
     answers.tell_unused()
     if lost:
         warnings.warn(f"{type(module).__name__} returns values that are not tensors; left out: {', '.join(lost)}", stacklevel=4)
-    return Traced(exported=exported, returned=returned, changes=made[0])
+    return Traced(exported=exported, returned=returned, changes=made[0].changes, decided=made[0].decided)
 
 
 def explained(error: Exception, model: str) -> AutoparError:

@@ -17,7 +17,8 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -33,13 +34,14 @@ from autopar.capture import (
     assertions,
     custom_functions,
     embedding_bag,
-    known_values,
     source_location,
     traced_losses,
 )
 from autopar.capture.assumptions import Answers
 from autopar.capture.equal_masks import Masks
 from autopar.capture.function_transforms import Transforms
+from autopar.capture.known_values import ASKING, KnownValues
+from autopar.capture.meta_copy import attributes as tensors
 from autopar.capture.python_state import Changes, Generators, attributes, changes
 from autopar.capture.repairs import Repairs
 from autopar.errors import CaptureError
@@ -49,23 +51,32 @@ _APPLY = vars(Function)["apply"].__func__.__code__
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """What a call changed in the attributes of the module, and the buffers whose values it read, each with a line that did."""
+
+    changes: Changes
+    decided: Mapping[str, str]
+
+
 @contextlib.contextmanager
-def watched(module: nn.Module, answers: Answers) -> Iterator[list[Changes]]:
+def watched(module: nn.Module, answers: Answers, values: Mapping[str, torch.Tensor]) -> Iterator[list[Traces]]:
     """While this is open, calls of the module run under `Guards`, and what modes do not see can be traced.
 
-    The list gets what each call changes in the attributes of the module.
+    The list gets what each call leaves behind. `values` has those of buffers, by name.
     """
-    made: list[Changes] = []
+    made: list[Traces] = []
     call: Callable[..., object] = module._call_impl
     generators = Generators()
 
     @functools.wraps(call)
     def guarded(*args: object, **kwargs: object) -> object:
         before = attributes(module)
-        with Guards(generators, answers) as guards:
+        known = KnownValues(dict(module.named_buffers()) | dict(tensors(module)), values)
+        with Guards(generators, answers, known) as guards:
             result = call(*args, **kwargs)
         guards.repairs.refuse()
-        made.append(changes(module, before))
+        made.append(Traces(changes(module, before), known.decided))
         generators.refuse(f"the end of {type(module).__name__}.forward")
         return result
 
@@ -93,9 +104,9 @@ def watched(module: nn.Module, answers: Answers) -> Iterator[list[Changes]]:
 class Guards(TorchFunctionMode):
     """Refuses what is in `_REFUSED` and what has a backward of its own, and replaces what is in `_STAND_INS`."""
 
-    def __init__(self, generators: Generators, answers: Answers) -> None:
+    def __init__(self, generators: Generators, answers: Answers, known: KnownValues) -> None:
         super().__init__()
-        self.generators, self.answers = generators, answers
+        self.generators, self.answers, self.known = generators, answers, known
         self.inside: set[FunctionType] = set()
         self.masks, self.repairs = Masks(), Repairs()
         self.functions: dict[str, bool] = {}  # whether they may be traced
@@ -124,9 +135,9 @@ class Guards(TorchFunctionMode):
             with torch._C.DisableTorchFunction():  # unseen by torch.export: the planner decides what is recomputed
                 torch._C._set_grad_enabled(True)
             return None
-        if func in known_values.ASKING and (found := known_values.number(func, args[0])) is not None:
+        if func in ASKING and (found := self.known.number(func, args[0], asker)) is not None:
             return found
-        if func in known_values.ASKING and (answer := self.answers.answer(func, args[0], asker)) is not None:
+        if func in ASKING and (answer := self.answers.answer(func, args[0], asker)) is not None:
             return answer
         if _asks(func, args):
             known = assertions.assumed(args[0], asker)
@@ -138,10 +149,10 @@ class Guards(TorchFunctionMode):
             raise CaptureError(what.format(shape), at=source_location.of_frame(asker), fix=fix)
         args = (*args[:1], *(self.masks.first_alike(one) for one in args[1:])) if func in _SELECTING else args
         if func in _STAND_INS:
-            return known_values.reading(_STAND_INS[func](func), args, given)
+            return self.known.reading(_STAND_INS[func](func), args, given, asker)
         if isinstance(func, FunctionType) and not types and func not in self.inside:
             return self.enter(func, args, given)
-        return known_values.reading(func, args, given)
+        return self.known.reading(func, args, given, asker)
 
     def refuse_function(self, frame: FrameType | None) -> None:
         """Raise CaptureError inside of an `autograd.Function` whose backward is its own: it calls at least `view_as`."""

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import Signature
+from autopar.capture.decided import Decided
 from autopar.capture.python_state import Settings
 from autopar.capture.signature import ReturnSpec
 from autopar.codegen.call_checks import aspects_of, check_call, check_gradients
@@ -34,7 +35,7 @@ from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.input_parts import BatchSampler, InputParts
 from autopar.runtime.random import RngState
 from autopar.runtime.rematerialize.manager import Rematerializer
-from autopar.runtime.storage import to_dtensor
+from autopar.runtime.storage import to_dtensor, to_local
 from autopar.runtime.world import Context
 
 
@@ -76,6 +77,7 @@ class ModuleState:
         self.filled = False  # whether all tensors are known to have data
         self.constant: frozenset[str] = frozenset()  # the parameters and buffers that get no gradient, under every name
         self.settings = Settings(())  # attributes of the modules that were captured
+        self.decided = Decided()  # buffers that decided a branch
         self.other: Callable[[ParallelModule], ParallelModule | None] | None = (
             None  # builds the module for the other of training and evaluation
         )
@@ -204,6 +206,11 @@ class ParallelModule(GraphModule):
     def _gradient_norm(self, norm_type: float) -> torch.Tensor:
         return norm_of(self.parameters(), norm_type)
 
+    @property
+    def local_buffers(self) -> dict[str, torch.Tensor]:
+        """What this rank stores of every buffer, under every name."""
+        return {name: to_local(buffer) for name, buffer in self.named_buffers(remove_duplicate=False)}
+
     def _loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The output that a step differentiates."""
         paths = self.autopar.signature.returned.paths
@@ -247,6 +254,8 @@ class ParallelModule(GraphModule):
     def _bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
         """The inputs of a call, in the program's order."""
         self.autopar.settings.check(self)
+        if self.autopar.decided.values:
+            self.autopar.decided.check(self.local_buffers)
         return self.autopar.signature.bind(args, kwargs, self.autopar.inputs.local)
 
     def _accumulate(
