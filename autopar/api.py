@@ -52,6 +52,8 @@ def plan(
     offload: bool = True,
     recompute: str = "auto",
     dynamic: Mapping[str, DimSizes | Dynamic] | None = None,
+    static: Sequence[str] = (),
+    assume: Mapping[str, bool | int] | None = None,
     cost_model: CostModel = CATALOG,
     pipeline: str | None = None,
     stages: int | str | Sequence[str] = "auto",
@@ -89,6 +91,10 @@ def plan(
             products with weights and fused attention.
         dynamic: sizes that may differ from the sample's: `{"batch": 0}` for that dim of every input that is as long there as
             the first, `{"sequence": {"input_ids": 1}}`, or `autopar.Dynamic(dims, least, most)`.
+        static: names of integer inputs that are sizes, counts or flags (a container's name is all in it): their values in the
+            sample are constants of the plan, and a call with others is an error.
+        assume: what lines of forward ask, by file and line as errors have them: `{"model.py:12": False}`. The condition, or the
+            integer, is computed in every call; where it is another one, the call is an error.
         cost_model: prices of ops, conversions and collectives (`autopar.cost_models.cost_model.CostModel`); by default those
             of the catalog, or of a measured profile.
         pipeline: the mesh axis whose ranks have one stage of the model each, or several; every stage is planned on the other
@@ -121,8 +127,8 @@ def plan(
     asked: dict[str, object] = {
         "device": device, "budget": budget, "strategy": strategy, "optimizer": optimizer, "constraints": constraints,
         "outputs": outputs, "precision": precision, "reduce": reduce, "strict": strict, "microbatches": microbatches,
-        "offload": offload, "recompute": recompute, "dynamic": dynamic, "cost_model": cost_model, "pipeline": pipeline,
-        "stages": stages, "schedule": schedule, "time_limit": time_limit,
+        "offload": offload, "recompute": recompute, "dynamic": dynamic, "static": static, "assume": assume,
+        "cost_model": cost_model, "pipeline": pipeline, "stages": stages, "schedule": schedule, "time_limit": time_limit,
     }  # fmt: skip
     mesh, asked = _declared(mesh, config, devices, asked)
     options = Options(**options_of(asked))  # type: ignore[arg-type]
@@ -237,7 +243,7 @@ def _declared(
     return (mesh if found.mesh is None else found.mesh), {**options, **found.options}
 
 
-UNSAID = ("constraints", "dynamic", "microbatches")  # options whose None says nothing
+UNSAID = ("constraints", "dynamic", "microbatches", "assume")  # options whose None says nothing
 
 
 def options_of(options: Mapping[str, object]) -> dict[str, object]:

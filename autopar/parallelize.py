@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from glob import escape
 
 import torch
@@ -28,8 +28,8 @@ from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import ResolvedPlan, read_plan
 from autopar.planning.optimize import sharded
-from autopar.planning.planner import connected_mesh, planned_mesh, read_program, resolve_program, with_dynamic_sizes
-from autopar.planning.respecialize import Respecializer
+from autopar.planning.planner import connected_mesh, planned_mesh, read_program, resolve_program
+from autopar.planning.respecialize import Respecializer, varied
 from autopar.runtime.input_parts import InputParts
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.rank_consistency import check_program, from_rank_0
@@ -49,10 +49,13 @@ def build(
     priced = connected_mesh(mesh, options, plan)
     options = options.under(plan)
     context = connect(replace(priced, links=(), device=None), device_mesh=device_mesh)
-    captured = read_program(model, sample_input, options.precision, options.reduce, dim_sizes(plan.dynamic) if plan else None)
+    source = _Source(model, sample_input, options)
+    captured = source.read(dim_sizes(plan.dynamic) if plan else {})
     sizes = _sizes(plan, options, captured)
     check_program(captured.program.hash, context)
-    source = _Source(skeleton(model).module, on_meta(sample_input), options)
+    hollow = skeleton(model)
+    sample = on_meta(sample_input, captured.signature)
+    source = replace(source, model=hollow.module, sample=sample, buffers=hollow.values)
 
     def planned() -> ResolvedPlan:
         return read_plan(plan, captured.program, context.mesh) if plan else source.plan(captured, priced, sizes)
@@ -60,6 +63,7 @@ def build(
     resolved = _from_rank_0(planned, captured, context)
     parallel = assembled(captured, tensors_of(model), resolved, context, sharded_inputs=sharded_inputs)
     parallel.autopar.mode, parallel.autopar.settings = model.training, Settings.of(model, captured.kept)
+    parallel.autopar.decided = captured.decided.stored(parallel.local_buffers)
     parallel.autopar.vary(_Sized(source, resolved), resolved.plan.dynamic)
     parallel.autopar.other = _Other(source, captured, priced, resolved.plan)
     return parallel.train(model.training)
@@ -100,15 +104,18 @@ class _Source:
     model: nn.Module
     sample: object
     options: Options
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # whose values the model has not
 
     def read(self, places: Mapping[InputDim, int]) -> Captured:
         """The model captured with these sizes at dims of its sample."""
-        return read_program(self.model, self.sample, self.options.precision, self.options.reduce, places)
+        asked = self.options
+        assumptions = replace(asked.assumptions, buffers=self.buffers)
+        return read_program(self.model, self.sample, asked.precision, asked.reduce, places, assumptions)
 
     def plan(self, captured: Captured, mesh: Mesh, sizes: Sequence[Size]) -> ResolvedPlan:
         """The plan of what was captured, for sizes that vary."""
         found = resolve_program(captured.program, mesh, self.options, lambda phase: LOG.info("planning: %s ended", phase))
-        return with_dynamic_sizes(found, sizes, self.model, self.sample)
+        return varied(found, sizes, lambda places: self.read(places).program)
 
 
 class _Sized:

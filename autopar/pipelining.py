@@ -56,7 +56,7 @@ def _planned(model: nn.Module, sample_input: object, mesh: object, options: Opti
     context = connect(replace(priced, links=(), device=None), device_mesh=device_mesh)
 
     def text() -> str:
-        captured = read_program(model, sample_input, options.precision, options.reduce)
+        captured = read_program(model, sample_input, options.precision, options.reduce, assumptions=options.assumptions)
         return plan_pipeline(captured.program, priced, options).to_json()
 
     return Plan.from_json(from_rank_0(text, context))
@@ -71,7 +71,7 @@ def _built(model: nn.Module, sample_input: object, mesh: object, plan: Plan | No
         raise PlanError("the plan has no pipeline, which was asked for", pipeline=options.pipeline, fix=fix)
     options = options.under(plan)
     context = connect(replace(priced, links=(), device=None), device_mesh=device_mesh)
-    captured = read_program(model, sample_input, options.precision, options.reduce)
+    captured = read_program(model, sample_input, options.precision, options.reduce, assumptions=options.assumptions)
     check_program(captured.program.hash, context)
 
     def planned() -> str:
@@ -80,7 +80,8 @@ def _built(model: nn.Module, sample_input: object, mesh: object, plan: Plan | No
     found = read_pipeline(Plan.from_json(from_rank_0(planned, context)), captured.program)
     module = assembled_stages(captured, tensors_of(model), found, context)
     module.autopar.mode, module.autopar.settings = model.training, Settings.of(model, captured.kept)
-    serves = _Modes(skeleton(model).module, on_meta(sample_input), options, captured, model.training)
+    module.autopar.decided = captured.decided.stored(module.local_buffers)
+    serves = _Modes(skeleton(model).module, on_meta(sample_input, captured.signature), options, captured, model.training)
     module.stages = replace(module.stages, serves=serves)
     return module.train(model.training)
 
@@ -102,7 +103,8 @@ class _Modes:
     def __call__(self, training: bool) -> bool:
         if training not in self._known:
             model = skeleton(self.model).module.train(training)
-            other = read_program(model, self.sample, self.options.precision, self.options.reduce).program
+            asked = self.options
+            other = read_program(model, self.sample, asked.precision, asked.reduce, assumptions=asked.assumptions).program
             live = any(map(switched, other.ops))
             self._known[training] = not training and not live and quiet(other) == quiet(self.program)
         return self._known[training]

@@ -2,6 +2,9 @@
 
 meta_copy    a copy without weights, on the meta device
 signature    how the model is called and what it returns
+static_inputs inputs that are sizes, as literals
+assumptions  what the user says of values that a graph cannot know, and what was asked
+decided      buffers of integers that a size or a branch depends on
 python_state what Python code keeps between calls, and a graph has once for ever
 trace        torch.export, guarded against what it would drop silently
 repairs      what is assigned under a condition on values, as `where`
@@ -13,11 +16,13 @@ selection    what a mask selects: rows whose number is not known, and what opera
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from autopar.capture.assumptions import NOTHING, Assumptions
+from autopar.capture.decided import Decided
 from autopar.capture.lower import lower
 from autopar.capture.meta_copy import skeleton
 from autopar.capture.python_state import Changes, kept
@@ -27,24 +32,30 @@ from autopar.errors import CaptureError
 from autopar.ir.dynamic_dims import InputDim
 from autopar.ir.program import OUTPUT, Program
 
-__all__ = ["Captured", "Signature", "capture"]
+__all__ = ["Assumptions", "Captured", "Signature", "capture"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
     """A model as a program, and how the user calls it.
 
-    `training` is the mode in which it was captured, `kept` the attributes that forward sets once.
+    `training` is the mode in which it was captured, `kept` the attributes that forward sets once, `decided` the buffers of
+    integers that a size or a branch depends on, with their values.
     """
 
     program: Program
     signature: Signature
     training: bool = True
     kept: frozenset[str] = frozenset()
+    decided: Decided = field(default_factory=Decided)
 
 
 def capture(
-    model: nn.Module, sample_input: object, dtype: torch.dtype | None = None, places: Mapping[InputDim, int] | None = None
+    model: nn.Module,
+    sample_input: object,
+    dtype: torch.dtype | None = None,
+    places: Mapping[InputDim, int] | None = None,
+    assumptions: Assumptions = NOTHING,
 ) -> Captured:
     """Trace a model in its present mode on a sample of the global batch (a tensor, a tuple of arguments, or a mapping).
 
@@ -53,12 +64,13 @@ def capture(
     Args:
         dtype: cast floating tensors of the program, as `model.to(dtype)` would; the signature keeps the sample's dtypes.
         places: replace the sizes of these dims of the sample.
+        assumptions: what the user says of values.
 
     Raises:
         CaptureError: something cannot be captured; names the line of the model.
         InputError: the sample does not fit `forward`.
     """
-    call = read_call(model, sample_input).at(places or {})
+    call = read_call(model, sample_input, assumptions.static).at(places or {})
     copied = skeleton(model, dtype)
     held = set(copied.first)
     for path, leaf in call.leaves:
@@ -67,14 +79,16 @@ def capture(
                 f"forward's argument {path} has the name of a parameter or buffer of the model", fix="rename one of them"
             )
     cast = call.to(dtype) if dtype else call
-    traced = trace(copied.module, cast)
+    values = {**copied.values, **assumptions.buffers}
+    traced = trace(copied.module, cast, assumptions, values)
     program, signature = lower(traced, copied, cast), call.signature(traced.returned)
     if clash := [output.path for output in program.outputs if OUTPUT + output.path in program.values]:
         raise CaptureError(f"{OUTPUT}{clash[0]} is a value of the model, and the name of its result", fix="rename one of them")
 
     def again() -> tuple[bool, Changes]:
-        following = trace(copied.module, cast)
+        following = trace(copied.module, cast, assumptions, values)
         return lower(following, copied, cast).hash == program.hash, following.changes
 
     once = kept(copied.module, traced.changes, again)
-    return Captured(program=program, signature=signature, training=model.training, kept=once)
+    decided = Decided.of(traced.decided, {name: values[name] for name in traced.decided}, program)
+    return Captured(program=program, signature=signature, training=model.training, kept=once, decided=decided)

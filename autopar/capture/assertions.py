@@ -88,6 +88,26 @@ def outcome(test: ast.expr, wanted: bool, at: Span) -> bool | None:
     return wanted if span(test) == at else None
 
 
+def evaluated(test: ast.expr, frame: FrameType) -> torch.Tensor | bool:
+    """The value of a condition: a tensor where tensors decide it, all of whose parts are asked."""
+    match test:
+        case ast.UnaryOp(op=ast.Not(), operand=inner):
+            found = evaluated(inner, frame)
+            return found.logical_not() if isinstance(found, torch.Tensor) else not found
+        case ast.BoolOp(op=kind, values=parts):
+            values = [evaluated(part, frame) for part in parts]
+            either = isinstance(kind, ast.Or)
+            if either in [value for value in values if isinstance(value, bool)]:
+                return either
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            return functools.reduce(torch.logical_or if either else torch.logical_and, tensors) if tensors else not either
+        case ast.Call(func=ast.Name(id="bool"), args=[inner]) | ast.Call(func=ast.Attribute(value=inner, attr="item"), args=[]):
+            return evaluated(inner, frame)
+    code = compile(ast.Expression(test), frame.f_code.co_filename, "eval")
+    value: object = eval(code, frame.f_globals, frame.f_locals)
+    return value.bool() if isinstance(value, torch.Tensor) else bool(value)
+
+
 def holds(node: ast.expr, at: Span) -> bool:
     """Whether a place lies in a piece of source."""
     first, last, left, right = span(node)

@@ -36,9 +36,14 @@ class Masks:
 
 def node_of(tensor: torch.Tensor) -> fx.Node | None:
     """The node of the traced graph that made a tensor."""
-    mode = proxy_tensor.get_proxy_mode()
-    slot = proxy_tensor.get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
+    slot = slot_of(tensor)
     return slot.proxy.node if slot is not None else None
+
+
+def slot_of(tensor: torch.Tensor) -> proxy_tensor._ProxyTensor | None:
+    """What the tracer knows of a tensor."""
+    mode = proxy_tensor.get_proxy_mode()
+    return proxy_tensor.get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
 
 
 def _writes_after(node: fx.Node) -> Iterator[bool]:

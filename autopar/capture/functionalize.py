@@ -10,7 +10,7 @@ the root of the storage and raises its version; a view that is read later finds 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from autopar.ir.program import Argument, Ref, Value, aten
@@ -59,6 +59,13 @@ def replaced(held: Held, old: Handle, new: Handle) -> Held:
     if isinstance(held, tuple):
         return tuple(replaced(part, old, new) for part in held)
     return new if held is old else held
+
+
+def upwards(handle: Handle) -> Iterator[Handle]:
+    """A tensor, the one that it is a view of, and so on."""
+    yield handle
+    if handle.view is not None:
+        yield from upwards(handle.view.parent)
 
 
 def read(handle: Handle) -> Ref:

@@ -1,9 +1,10 @@
-"""Numbers that are known while a model is traced: those of tensors that are made from sizes and other numbers alone.
+"""Numbers that are known while a model is traced: those of tensors made from sizes, other numbers and buffers of integers.
 
     mask = torch.ones(x.shape[:2], device=x.device)
     if (mask > 0).any():                               ->   True
 
-They are the same in every call on inputs of these sizes, so a branch that they decide is no branch.
+They are the same in every call on inputs of these sizes, so a branch that they decide is no branch; that a buffer which decided
+one still has its value is checked in every call.
 """
 
 from __future__ import annotations
@@ -12,41 +13,135 @@ import math
 import operator
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
-from autopar.capture.equal_masks import node_of
+from autopar.capture import source_location
+from autopar.capture.equal_masks import node_of, slot_of
 
 ASKING = (torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__)
+_T = TypeVar("_T")
 LIMIT = 2**22  # elements of a tensor that is computed in order to know a number
 
 
-def number(func: Callable[..., object], tensor: object) -> bool | int | float | None:
-    """What a function in `ASKING` says of a traced tensor whose values are known; None for any other.
+class KnownValues:
+    """What is known in one tracing: what is made of numbers, and of the buffers among `held`, whose values are given by name.
 
-    In a thread of its own, where nothing is traced.
+    `decided` has the buffers that were read, each with a line that did.
     """
-    node = node_of(tensor) if isinstance(tensor, torch.Tensor) else None
-    if node is None or not _made_of_numbers(node):
-        return None
-    found: list[bool | int | float] = []
 
-    def ask() -> None:
-        known = _computed(node.graph)
-        if node in known:
-            found.append(func(known[node]))  # type: ignore[arg-type]
+    def __init__(self, held: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+        nodes = {name: node_of(held[name]) for name in values if name in held}
+        self._given = {node: (name, values[name]) for name, node in nodes.items() if node is not None}
+        self.decided: dict[str, str] = {}
 
-    thread = threading.Thread(target=ask)
+    def number(self, func: Callable[..., object], tensor: object, frame: FrameType) -> bool | int | float | None:
+        """What a function in `ASKING` says of a traced tensor whose values are known; None for any other."""
+        known = self._value(tensor) if isinstance(tensor, torch.Tensor) else None
+        if known is None or not isinstance(tensor, torch.Tensor):
+            return None
+        self._sources_of(tensor, frame)()
+        return _untraced(lambda: func(known))  # type: ignore[return-value]
+
+    def reading(
+        self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], frame: FrameType
+    ) -> object:
+        """The result of a function of torch, which may read the numbers of operands whose values are known: torch.zeros(n).
+
+        The tracer hears of them for this call only, since they may be written afterwards.
+        """
+        known = [(leaf, slot_of(leaf), self._value(leaf)) for leaf in _leaves((args, kwargs)) if _number(leaf)]
+        read = [(leaf, slot, value) for leaf, slot, value in known if slot is not None and value is not None]
+        if not read:
+            return func(*args, **kwargs)
+        for leaf, slot, value in read:
+            slot.constant = Readable(value, self._sources_of(leaf, frame))
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            for _, slot, _ in read:
+                slot.constant = None
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and (made := slot_of(leaf)) is not None:
+                made.constant = None
+        return result
+
+    def _sources_of(self, tensor: torch.Tensor, frame: FrameType) -> Callable[[], None]:
+        """What notes the buffers that a tensor is computed from, when it is read."""
+        node = node_of(tensor)
+        names = [self._given[one][0] for one in (_sources(node) if node else ()) if one in self._given]
+        return lambda: self.decided.update((name, source_location.of_frame(frame)) for name in names)
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a traced tensor, if they are known now."""
+        node = node_of(tensor)
+        if node is None or not all(one in self._given or _knowable(one) for one in _sources(node)):
+            return None
+        return _untraced(lambda: self._computed(node.graph).get(node))
+
+    def _computed(self, graph: fx.Graph) -> dict[fx.Node, torch.Tensor]:
+        """The values of all nodes that are known, after what has been traced so far has written into them."""
+        known = {node: value.clone() for node, (_, value) in self._given.items()}
+
+        def operand(node: fx.Node) -> torch.Tensor:
+            shown = node.meta["val"]
+            return known[node] if node in known else torch.empty(tuple(shown.shape), dtype=shown.dtype)
+
+        for node in graph.nodes:
+            inputs = () if _shaped(node) else node.all_input_nodes
+            if _knowable(node) and all(one in known for one in inputs):
+                args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), operand)
+                args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
+                known[node] = node.target(*args, **kwargs)
+            elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+                _forget(known, node)
+        return known
+
+
+class Readable(torch.Tensor):
+    """A number that tells when it is read."""
+
+    tell: Callable[[], None]
+
+    @staticmethod
+    def __new__(cls, value: torch.Tensor, tell: Callable[[], None]) -> Readable:
+        made = torch.Tensor._make_subclass(cls, value)
+        made.tell = tell
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if torch.Tag.data_dependent_output in func.tags:
+            args[0].tell()
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **(kwargs or {}))
+
+
+def _number(leaf: object) -> TypeGuard[torch.Tensor]:
+    """Whether a leaf is one integer or truth value as a tensor."""
+    if not isinstance(leaf, torch.Tensor) or leaf.is_floating_point() or leaf.is_complex():
+        return False
+    return all(isinstance(size, int) and size == 1 for size in leaf.shape)
+
+
+def _leaves(arguments: object) -> Iterator[object]:
+    """The leaves of arguments, in slices too."""
+    for leaf in pytree.tree_leaves(arguments):
+        yield from (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
+
+
+def _untraced(ask: Callable[[], _T]) -> _T | None:
+    """What a function returns in a thread of its own, where nothing is traced; None if it raises."""
+    found: list[_T] = []
+    thread = threading.Thread(target=lambda: found.append(ask()))
     thread.start()
     thread.join()
     return found[0] if found else None
-
-
-def _made_of_numbers(node: fx.Node) -> bool:
-    """Whether nothing that a value is computed from is given from outside, drawn or too large."""
-    return all(_knowable(one) for one in _sources(node))
 
 
 def _sources(node: fx.Node) -> set[fx.Node]:
@@ -76,25 +171,6 @@ def _shaped(node: fx.Node) -> bool:
     return re.search(r"(ones|zeros|full)_like|new_(ones|zeros|full)\b", str(node.target)) is not None
 
 
-def _computed(graph: fx.Graph) -> dict[fx.Node, torch.Tensor]:
-    """The values of all nodes that are made of numbers, after what has been traced so far has written into them."""
-    known: dict[fx.Node, torch.Tensor] = {}
-
-    def operand(node: fx.Node) -> torch.Tensor:
-        shown = node.meta["val"]
-        return known[node] if node in known else torch.empty(tuple(shown.shape), dtype=shown.dtype)
-
-    for node in graph.nodes:
-        inputs = () if _shaped(node) else node.all_input_nodes
-        if _knowable(node) and all(one in known for one in inputs):
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), operand)
-            args, kwargs = torch.utils._pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
-            known[node] = node.target(*args, **kwargs)
-        elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            _forget(known, node)
-    return known
-
-
 def _forget(known: dict[fx.Node, torch.Tensor], writer: fx.Node) -> None:
     """Drop what lies in the same memory as anything from which an operator that writes computes."""
     written = {_memory(known[one]) for one in _sources(writer) if one in known and isinstance(known[one], torch.Tensor)}
@@ -106,4 +182,4 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-__all__ = ["ASKING", "number"]
+__all__ = ["ASKING", "KnownValues"]

@@ -22,6 +22,7 @@ from autopar.capture.trace import Traced, varying
 from autopar.errors import CaptureError
 from autopar.ir.builder import Builder, Keywords
 from autopar.ir.program import Argument, Output, Parameter, Program, Ref, Value, aten
+from autopar.operators import writes
 
 _COUNTER = "num_batches_tracked"  # written in place, like the running statistics that batch_norm updates
 
@@ -34,39 +35,36 @@ def lower(traced: Traced, skeleton: MetaCopy, call: ModelCall) -> Program:
             raise CaptureError(f"forward changes {spec.target}", fix="return the new value instead of storing it")
     inputs = [
         Value(name=path, shape=tuple(leaf.shape), dtype=leaf.dtype, requires_grad=leaf.requires_grad)
-        for path, leaf in call.leaves
-        if isinstance(leaf, torch.Tensor)
+        for path, leaf in call.tensors
     ]
     builder = Builder(inputs, skeleton.parameters, skeleton.buffers)
     lowering = Lowering(builder=builder, mutates=any(map(nodes.writes_in_place, nodes.graphs(exported.graph_module))))
-    given = list(_given(traced, skeleton, call))
+    given = list(_given(traced, skeleton, call, builder))
     results = lowering.run(exported.graph_module, given, Region())
     if varies := next(filter(symbolic, exported.graph.output_node().all_input_nodes), None):
         raise varying("the shape of a result of forward", nodes.source(varies))
     buffers.keep(builder, [held for held in given if isinstance(held, Handle)])
     values = [functionalize.read(result) for result in results if isinstance(result, Handle)]
-    program = builder.program(
-        Output(value=ref.name, path=path) for ref, path in zip(values, traced.returned.paths, strict=True)
-    )
-    return _marked(lowering.apart(program))
+    program = builder.program(Output(value=ref.name, path=path) for ref, path in zip(values, traced.returned.ends, strict=True))
+    return _marked(_kept(lowering.apart(program)))
 
 
-def _given(traced: Traced, skeleton: MetaCopy, call: ModelCall) -> Iterator[Held]:
+def _given(traced: Traced, skeleton: MetaCopy, call: ModelCall, builder: Builder) -> Iterator[Held]:
     """The values of the exported graph's placeholders, in order."""
-    leaves = iter(call.leaves)
+    leaves, inputs = iter(call.leaves), dict(call.tensors)
     places = [node for node in traced.exported.graph.nodes if node.op == "placeholder"]
     for spec, place in zip(traced.exported.graph_signature.input_specs, places, strict=True):
         if spec.kind is InputKind.USER_INPUT:
-            path, leaf = next(leaves)
-            tensor = isinstance(leaf, torch.Tensor)
-            yield Handle(ref=Ref(path), storage=Storage(f"the input {path}")) if tensor else None
+            path, _ = next(leaves)
+            yield Handle(ref=Ref(path), storage=Storage(f"the input {path}")) if path in inputs else None
             continue
         name = skeleton.first.get(spec.target or "")
         if name is None:
             at = next((nodes.source(user) for user in place.users), "")
             fix = "register it as a buffer of the module, so that it can be placed on the devices"
             raise CaptureError("forward creates a tensor from numbers that the graph cannot contain", at=at, fix=fix)
-        owner = "the parameter " if spec.kind is InputKind.PARAMETER else buffers.OWNER
+        trained = spec.kind is InputKind.PARAMETER and builder.values[name].requires_grad
+        owner = "the parameter " if trained else buffers.OWNER
         yield Handle(ref=Ref(name), storage=Storage(f"{owner}{name}"))
 
 
@@ -264,14 +262,10 @@ class Lowering:
             return place
         buffer = place.storage.owner.startswith(buffers.OWNER)
         if place.storage.owner and not buffer:
-            fix = "compute a new tensor instead of writing in place"
+            fix = "compute a new tensor instead of writing in place; or freeze the parameter, if no optimizer trains it"
             raise CaptureError(f"{node.target} changes {place.storage.owner}", at=nodes.source(node), fix=fix)
         old = self.builder.values[functionalize.read(place).name]
-        if not region.grad and old.requires_grad:
-            fix = "write it outside of no_grad, or on a detached copy"
-            raise CaptureError(
-                f"{node.target} writes under no_grad into a tensor with a gradient", at=nodes.source(node), fix=fix
-            )
+        self.refuse_unseen(node, place, region)
 
         def emit(target: str, arguments: tuple[Argument, ...]) -> Ref:
             return self.emission.emit(node, target, arguments, (), region)[0][0]
@@ -288,6 +282,16 @@ class Lowering:
             fix = "write into the whole tensor, or build it with torch.where, cat or stack"
             raise CaptureError(f"{node.target} writes through a view by {view}", at=nodes.source(node), fix=fix) from None
         return place
+
+    def refuse_unseen(self, node: fx.Node, place: Handle, region: Region) -> None:
+        """Raise CaptureError for a write into a tensor with a gradient of which autograd does not hear."""
+        written = list(functionalize.upwards(place))
+        if region.grad and self.builder.values[place.ref.name].requires_grad:
+            return
+        if any(self.builder.values[handle.ref.name].requires_grad for handle in written):
+            how = "through detach() or .data" if region.grad else "under no_grad"
+            fix = "write it outside of no_grad and not through detach(), or into a copy: clone()"
+            raise CaptureError(f"{node.target} writes {how} into a tensor with a gradient", at=nodes.source(node), fix=fix)
 
     def result_in_place(self, node: fx.Node, args: tuple[Argument, ...], kwargs: Keywords, region: Region, old: Value) -> Ref:
         """The value of a tensor after an in-place write, in its shape and dtype."""
@@ -331,6 +335,14 @@ class Lowering:
                 output = replace(output, value=ref.name)
             outputs.append(output)
         return self.builder.program(outputs)
+
+
+def _kept(program: Program) -> Program:
+    """The program with frozen parameters that it writes among its buffers."""
+    written = {name for op in program.ops for name in writes(op)}
+    parameters = tuple(one for one in program.parameters if one.value.name not in written)
+    moved = tuple(one for one in program.parameters if one.value.name in written)
+    return replace(program, parameters=parameters, buffers=(*program.buffers, *moved))
 
 
 def _marked(program: Program) -> Program:

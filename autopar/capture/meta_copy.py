@@ -17,15 +17,18 @@ from torch import nn
 from autopar.errors import CaptureError
 from autopar.ir.program import Parameter, Value
 
+READABLE = 1024  # elements of a buffer of integers whose values are looked at
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaCopy:
-    """A model on the meta device, what it holds, and the first name of each name."""
+    """A model on the meta device, what it holds, the first name of each name, and the values of small buffers of integers."""
 
     module: nn.Module
     parameters: tuple[Parameter, ...]
     buffers: tuple[Parameter, ...]
     first: dict[str, str]
+    values: dict[str, torch.Tensor]
 
 
 def skeleton(model: nn.Module, dtype: torch.dtype | None = None) -> MetaCopy:
@@ -66,7 +69,13 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None) -> MetaCopy:
     persistent = set(model.state_dict(keep_vars=True))
     known = _grouped(parameters, memo, persistent), _grouped(buffers, memo, persistent)
     first = {name: held.value.name for held in (*known[0], *known[1]) for name in held.names}
-    return MetaCopy(module=hollow, parameters=known[0], buffers=known[1], first=first)
+    values = {name: tensor.detach() for name, tensor in buffers if _readable(tensor)}
+    return MetaCopy(module=hollow, parameters=known[0], buffers=known[1], first=first, values=values)
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    """Whether a buffer holds few integers, which may decide a size or a branch."""
+    return not (tensor.is_meta or tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= READABLE
 
 
 def _forget_caches(hollow: nn.Module) -> None:

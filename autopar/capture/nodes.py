@@ -17,10 +17,10 @@ from autopar.operators.registry import RETURNING
 
 
 def refuse_transform(node: fx.Node) -> None:
-    """Raise CaptureError for a node that begins or ends a transform of `torch.func`: its levels are not operators."""
+    """Raise CaptureError for a node that begins or ends a level of differentiation, outside of transforms of `torch.func`."""
     if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
-        fix = "write what the function does, for the tangent, say, with tensor operators"
-        raise CaptureError("jvp and other transforms of torch.func but vmap are no operators", at=source(node), fix=fix)
+        fix = "torch.func.jvp, grad, vjp and others of torch.func, which are captured, or the formula written out"
+        raise CaptureError("levels of forward-mode differentiation are no operators", at=source(node), fix=fix)
 
 
 def graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:

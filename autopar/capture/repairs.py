@@ -23,7 +23,7 @@ from types import CodeType, FrameType
 import torch
 
 from autopar.capture import source_location
-from autopar.capture.assertions import Span, asked, holds, outcome, parsed, span
+from autopar.capture.assertions import Span, asked, evaluated, holds, outcome, parsed, span
 from autopar.errors import CaptureError
 
 
@@ -49,7 +49,7 @@ class Repairs:
         found = next((one for one in _repairs(asker.f_code.co_filename) if at and holds(one.test, at)), None)
         if found is None or at is None or (said := outcome(found.test, True, at)) is None:
             return None
-        condition = _condition(found.test, asker)
+        condition = evaluated(found.test, asker)
         if isinstance(condition, bool) or not isinstance(asker.f_locals.get(found.name), torch.Tensor):
             return None
         self.entered = [one for one in self.entered if one[0] is not asker or one[1] is not found]
@@ -78,26 +78,6 @@ class Repairs:
         for frame, _, _ in self.entered:
             what = "the control flow of forward depends on the values of a tensor, and more than one tensor on it"
             raise CaptureError(what, at=source_location.of_frame(frame), fix="express the choice with torch.where")
-
-
-def _condition(test: ast.expr, frame: FrameType) -> torch.Tensor | bool:
-    """The value of a condition: a tensor where tensors decide it, all of whose parts are asked."""
-    match test:
-        case ast.UnaryOp(op=ast.Not(), operand=inner):
-            found = _condition(inner, frame)
-            return found.logical_not() if isinstance(found, torch.Tensor) else not found
-        case ast.BoolOp(op=kind, values=parts):
-            values = [_condition(part, frame) for part in parts]
-            either = isinstance(kind, ast.Or)
-            if either in [value for value in values if isinstance(value, bool)]:
-                return either
-            tensors = [value for value in values if isinstance(value, torch.Tensor)]
-            return functools.reduce(torch.logical_or if either else torch.logical_and, tensors) if tensors else not either
-        case ast.Call(func=ast.Name(id="bool"), args=[inner]) | ast.Call(func=ast.Attribute(value=inner, attr="item"), args=[]):
-            return _condition(inner, frame)
-    code = compile(ast.Expression(test), frame.f_code.co_filename, "eval")
-    value: object = eval(code, frame.f_globals, frame.f_locals)
-    return value.bool() if isinstance(value, torch.Tensor) else bool(value)
 
 
 @functools.lru_cache(maxsize=64)

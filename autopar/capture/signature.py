@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.assumptions import Assumed
+from autopar.capture.static_inputs import StaticInput, read_static
 from autopar.errors import CaptureError, InputError
 from autopar.ir.dynamic_dims import InputDim, Shape, Size, numbers
 from autopar.ir.program import Static
@@ -51,17 +53,31 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnSpec:
-    """What the model returns: a structure whose leaves are tensors (`paths`, in order) or constants."""
+    """What the model returns: a structure whose leaves are tensors (`paths`, in order) or constants.
+
+    What capture took for granted is computed after these: `assumed`.
+    """
 
     spec: pytree.TreeSpec
     paths: tuple[str, ...]
     leaves: tuple[int | tuple[Static], ...]  # the index of a tensor, or a constant in a tuple of one
+    assumed: tuple[Assumed, ...] = ()
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The paths of all of the program's outputs."""
+        return (*self.paths, *(one.path for one in self.assumed))
+
+    def check(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Raise InputError if something that was assumed does not hold in a call, of which these are the program's outputs."""
+        for one, found in zip(self.assumed, outputs[len(self.paths) :], strict=True):
+            one.check(found)
 
     @property
     def flat(self) -> ReturnSpec:
         """A specification of the same tensors in a plain list, without the user's classes."""
         places = tuple(range(len(self.paths)))
-        return ReturnSpec(spec=pytree.tree_structure(list(places)), paths=self.paths, leaves=places)
+        return replace(self, spec=pytree.tree_structure(list(places)), leaves=places)
 
     def rebuild(self, tensors: Sequence[object]) -> object:
         """The structure with these tensors in it, one per path."""
@@ -74,7 +90,8 @@ class Signature:
     """The planned call of a model.
 
     `names` are the parameters of `forward` that may be given by position, `rest` the name of its `*args`; `tensors` are in the
-    order of `Program.inputs`; other arguments must equal `constants`, or, where the sample left them out, `defaults`.
+    order of `Program.inputs`, and `static` the tensors that are none of these; other arguments must equal `constants`, or,
+    where the sample left them out, `defaults`.
     """
 
     names: tuple[str, ...]
@@ -84,6 +101,7 @@ class Signature:
     defaults: tuple[tuple[str, Static], ...]
     returned: ReturnSpec
     sizes: tuple[Size, ...] = ()  # sizes that may differ from the planned ones
+    static: tuple[StaticInput, ...] = ()
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -115,6 +133,9 @@ class Signature:
         varying = {place for size in self.sizes for place in size.places}
         tensors = [_checked(planned, given.pop(planned.path, None), varying) for planned in self.tensors]
         self.numbers(tensors)
+        for fixed in self.static:
+            spec = TensorSpec(path=fixed.path, shape=fixed.shape, dtype=fixed.dtype)
+            fixed.check(_checked(spec, given.pop(fixed.path, None), frozenset()))
         expected = dict(self.defaults) | dict(self.constants)
         for path, value in given.items():
             if path not in expected:
@@ -169,6 +190,20 @@ class ModelCall:
     names: tuple[str, ...]
     rest: str
     defaults: tuple[tuple[str, Static], ...]
+    static: tuple[StaticInput, ...] = ()
+
+    @property
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors that are inputs of the program, by path."""
+        fixed = {one.path for one in self.static}
+        return [(path, leaf) for path, leaf in self.leaves if isinstance(leaf, torch.Tensor) and path not in fixed]
+
+    @property
+    def static_places(self) -> dict[int, StaticInput]:
+        """The static inputs by their place among the leaves of `args` and `kwargs`."""
+        fixed, held = {one.path: one for one in self.static}, dict(self.leaves)
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return {place: one for place, leaf in enumerate(leaves) for path, one in fixed.items() if held[path] is leaf}
 
     def to(self, dtype: torch.dtype) -> ModelCall:
         """This call with its floating tensors cast to a dtype."""
@@ -181,7 +216,7 @@ class ModelCall:
 
     def at(self, places: Mapping[InputDim, int]) -> ModelCall:
         """This call with the sizes of some dims of its tensors replaced."""
-        tensors = {path: leaf for path, leaf in self.leaves if isinstance(leaf, torch.Tensor)}
+        tensors = dict(self.tensors)
         other: dict[int, torch.Tensor] = {}
         for path, leaf in tensors.items():
             shape = [places.get((path, dim), size) for dim, size in enumerate(leaf.shape)]
@@ -201,20 +236,20 @@ class ModelCall:
             rest=self.rest,
             tensors=tuple(
                 TensorSpec(path=path, shape=tuple(leaf.shape), dtype=leaf.dtype, requires_grad=leaf.requires_grad)
-                for path, leaf in self.leaves
-                if isinstance(leaf, torch.Tensor)
+                for path, leaf in self.tensors
             ),
             constants=tuple((path, leaf) for path, leaf in self.leaves if isinstance(leaf, _STATIC)),
             defaults=self.defaults,
             returned=returned,
+            static=self.static,
         )
 
 
-def read_call(model: nn.Module, sample_input: object) -> ModelCall:
+def read_call(model: nn.Module, sample_input: object, static: Sequence[str] = ()) -> ModelCall:
     """A sample (a tensor, a tuple or list of positional arguments, or a mapping of keywords) as a call on the meta device.
 
-    `use_cache=False` is added where `forward` takes it and the sample does not say. Raises InputError for arguments that are
-    neither tensors nor constants, and for those that `forward` does not take.
+    `use_cache=False` is added where `forward` takes it and the sample does not say. `static` names inputs that are constants.
+    Raises InputError for arguments that are neither tensors nor constants, and for those that `forward` does not take.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}", fix="give a torch.nn.Module")
@@ -225,20 +260,18 @@ def read_call(model: nn.Module, sample_input: object) -> ModelCall:
     if "use_cache" in taken.parameters:
         kwargs.setdefault("use_cache", False)
         defaults["use_cache"] = False
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
     try:
-        bound = taken.bind(*args, **kwargs)
+        own = _arguments(taken, args, kwargs)[2]
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
+        bound, extra, leaves = _arguments(taken, args, kwargs)
     except TypeError as error:
         raise InputError(f"the sample does not fit {type(model).__name__}.forward: {error}", takes=f"forward{taken}") from error
-    extras = next((p.name for p in taken.parameters.values() if p.kind is p.VAR_KEYWORD), "")
-    arguments = {name: value for name, value in bound.arguments.items() if name != extras}
-    extra = dict(sorted(bound.arguments.get(extras, {}).items()))
-    leaves = tuple(_leaves(arguments | extra))
     for path, leaf in leaves:
         if not isinstance(leaf, (torch.Tensor, *_STATIC)):
             fix = "pass tensors, constants, or containers of them"
             raise InputError(f"argument {path} is a {type(leaf).__name__}", fix=fix)
-    if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
+    fixed = read_static(static, dict(own))
+    if sum(isinstance(leaf, torch.Tensor) for _, leaf in leaves) == len(fixed):
         raise InputError(
             f"the sample contains no tensor: it is {_describe(sample_input)}",
             fix="the global batch: a tensor, a tuple of arguments, or a mapping of keywords",
@@ -251,7 +284,19 @@ def read_call(model: nn.Module, sample_input: object) -> ModelCall:
         names=tuple(p.name for p in taken.parameters.values() if p.kind in by_position),
         rest=next((p.name for p in taken.parameters.values() if p.kind is p.VAR_POSITIONAL), ""),
         defaults=tuple(defaults.items()),
+        static=fixed,
     )
+
+
+def _arguments(
+    taken: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]
+) -> tuple[inspect.BoundArguments, dict[str, object], tuple[tuple[str, object], ...]]:
+    """The arguments of a call as `forward` takes them, those among them that it takes by any name, and all leaves."""
+    bound = taken.bind(*args, **kwargs)
+    extras = next((p.name for p in taken.parameters.values() if p.kind is p.VAR_KEYWORD), "")
+    arguments = {name: value for name, value in bound.arguments.items() if name != extras}
+    extra = dict(sorted(bound.arguments.get(extras, {}).items()))
+    return bound, extra, tuple(_leaves(arguments | extra))
 
 
 def read_result(result: object) -> tuple[tuple[torch.Tensor, ...], ReturnSpec, tuple[str, ...]]:
@@ -303,11 +348,9 @@ def known(value: object) -> None:
         known(value)
 
 
-def on_meta(sample: object) -> object:
-    """The sample with its tensors on the meta device."""
-    if isinstance(sample, Mapping):
-        sample = dict(sample)
-    return pytree.tree_map_only(torch.Tensor, _to_meta, sample)
+def on_meta(sample: object, signature: Signature) -> object:
+    """The sample with its tensors on the meta device, but for those that are static."""
+    return signature.mapped(sample, lambda _, tensor: _to_meta(tensor))
 
 
 def _split(sample: object) -> tuple[tuple[object, ...], dict[str, object]]:

@@ -8,19 +8,25 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.capture import source_location
+from autopar.capture.assumptions import NOTHING, Answers, Assumptions
 from autopar.capture.python_state import Changes
 from autopar.capture.signature import ModelCall, ReturnSpec, read_result
+from autopar.capture.static_inputs import as_literals
 from autopar.capture.trace_guards import watched
 from autopar.errors import AutoparError, CaptureError
 
-_BRANCH = "express the choice with torch.where, or decide it outside of forward"
+_BRANCH = (
+    "express the choice with torch.where, or decide it outside of forward; static=[...] makes an input of integers a constant, "
+    'and assume={"model.py:12": False} a line whose answer is always the same'
+)
 _DEVICE = "make new tensors on the device of an input (device=x.device), or register them as buffers"
 _FAKE = "give it one that makes an empty tensor of the result's shape: @op.register_fake, or torch.library.register_fake"
 _NO_FAKE = re.compile(  # in what torch says of an operator of another library that it cannot trace
@@ -29,13 +35,14 @@ _NO_FAKE = re.compile(  # in what torch says of an operator of another library t
 )
 _SIZE = (
     "keep every size fixed: torch.where, masked_fill or padding instead of selecting a varying number of elements; "
-    "or reduce what one mask selects, x[mask], by a sum, a mean or a loss over its rows"
+    "or reduce what one mask selects, x[mask], by a sum, a mean or a loss over its rows; static=[...] makes an input "
+    "of integers a constant"
 )
 _NUMBER = re.compile(r"Size-like symbols: u")  # in what torch says of a choice by a number of elements
 _SAID = {  # what torch says: what it means, and the way out
     "fake tensor in the exported program constant's list": (
-        "forward uses a tensor that it neither is given nor makes: one kept from elsewhere, or the .data of another",
-        "register it as a buffer, and take x.detach() instead of x.data",
+        "forward uses a tensor that it neither is given nor makes, but has kept from elsewhere",
+        "register it as a buffer",
     ),
     "FlexAttention is only supported on": (
         "flex_attention is not an operator that can be planned",
@@ -46,36 +53,51 @@ _SAID = {  # what torch says: what it means, and the way out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """The exported graph, whose flat outputs are the tensors of `returned`, and what forward changed in attributes."""
+    """The exported graph, whose flat outputs are the tensors of `returned`; what forward changed in attributes, and the buffers
+    whose values decided something, each with a line.
+    """
 
     exported: torch.export.ExportedProgram
     returned: ReturnSpec
     changes: Changes
+    decided: Mapping[str, str]
 
 
-def trace(module: nn.Module, call: ModelCall) -> Traced:
+def trace(
+    module: nn.Module, call: ModelCall, assumptions: Assumptions = NOTHING, values: Mapping[str, torch.Tensor] | None = None
+) -> Traced:
     """Export a module on the meta device; warns once of results that are left out, raises CaptureError with the line."""
     found: list[tuple[ReturnSpec, tuple[str, ...]]] = []
 
     def flatten(_module: nn.Module, _args: object, result: object) -> tuple[torch.Tensor, ...]:
         tensors, returned, lost = read_result(result)
-        found.append((returned, lost))
-        return tensors
+        asked, assumed = answers.taken()
+        found.append((replace(returned, assumed=assumed), lost))
+        return (*tensors, *asked)
 
-    hook = module.register_forward_hook(flatten)
+    def spelt(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return as_literals(places, args, kwargs)
+
+    places, answers = call.static_places, Answers(assumptions.assume)
+    hooks = [
+        module.register_forward_hook(flatten),
+        module.register_forward_pre_hook(spelt, prepend=True, with_kwargs=True),
+    ]
     try:
-        with watched(module) as made, _quiet(), torch.device("meta"), torch.enable_grad():
+        with watched(module, answers, values or {}) as made, _quiet(), torch.device("meta"), torch.enable_grad():
             exported = torch.export.export(module, call.args, call.kwargs, strict=False)
     except AutoparError:
         raise
     except Exception as error:
         raise explained(error, type(module).__name__) from error
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     returned, lost = found[-1]
+    answers.tell_unused()
     if lost:
         warnings.warn(f"{type(module).__name__} returns values that are not tensors; left out: {', '.join(lost)}", stacklevel=4)
-    return Traced(exported=exported, returned=returned, changes=made[0])
+    return Traced(exported=exported, returned=returned, changes=made[0].changes, decided=made[0].decided)
 
 
 def explained(error: Exception, model: str) -> AutoparError:

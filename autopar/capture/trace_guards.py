@@ -6,9 +6,9 @@ and hooks are; the others are made of operators that carry them.
 What only looks at values to refuse them, or to find out what a mask is, looks away: `autopar.capture.assertions`. Bags of
 embeddings are spelt out: `autopar.capture.embedding_bag`.
 
-All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for six names
-only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast`, two questions about that, and `torch.vmap`
-(`autopar.capture.batched_functions`): these are replaced meanwhile, and other threads do not notice.
+All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for some names
+only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast`, two questions about that, and the transforms of `torch.func`
+(`autopar.capture.function_transforms`): these are replaced meanwhile, and other threads do not notice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -31,14 +32,16 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture import (
     assertions,
-    batched_functions,
     custom_functions,
     embedding_bag,
-    known_values,
     source_location,
     traced_losses,
 )
+from autopar.capture.assumptions import Answers
 from autopar.capture.equal_masks import Masks
+from autopar.capture.function_transforms import Transforms
+from autopar.capture.known_values import ASKING, KnownValues
+from autopar.capture.meta_copy import attributes as tensors
 from autopar.capture.python_state import Changes, Generators, attributes, changes
 from autopar.capture.repairs import Repairs
 from autopar.errors import CaptureError
@@ -48,23 +51,32 @@ _APPLY = vars(Function)["apply"].__func__.__code__
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """What a call changed in the attributes of the module, and the buffers whose values it read, each with a line that did."""
+
+    changes: Changes
+    decided: Mapping[str, str]
+
+
 @contextlib.contextmanager
-def watched(module: nn.Module) -> Iterator[list[Changes]]:
+def watched(module: nn.Module, answers: Answers, values: Mapping[str, torch.Tensor]) -> Iterator[list[Traces]]:
     """While this is open, calls of the module run under `Guards`, and what modes do not see can be traced.
 
-    The list gets what each call changes in the attributes of the module.
+    The list gets what each call leaves behind. `values` has those of buffers, by name.
     """
-    made: list[Changes] = []
+    made: list[Traces] = []
     call: Callable[..., object] = module._call_impl
     generators = Generators()
 
     @functools.wraps(call)
     def guarded(*args: object, **kwargs: object) -> object:
         before = attributes(module)
-        with Guards(generators) as guards:
+        known = KnownValues(dict(module.named_buffers()) | dict(tensors(module)), values)
+        with Guards(generators, answers, known) as guards:
             result = call(*args, **kwargs)
         guards.repairs.refuse()
-        made.append(changes(module, before))
+        made.append(Traces(changes(module, before), known.decided))
         generators.refuse(f"the end of {type(module).__name__}.forward")
         return result
 
@@ -73,8 +85,7 @@ def watched(module: nn.Module) -> Iterator[list[Changes]]:
         (torch, "autocast", _Autocast),
         (torch.amp, "autocast", _Autocast),
         (torch, "from_numpy", _from_array(torch.from_numpy)),
-        (torch, "vmap", batched_functions.spelt(torch.vmap)),
-        (torch.func, "vmap", batched_functions.spelt(torch.func.vmap)),
+        *Transforms().replaced(),
         (torch, "get_autocast_dtype", _of_the_cpu(torch.get_autocast_dtype)),
         (torch, "is_autocast_enabled", _of_the_cpu(torch.is_autocast_enabled)),
     ]
@@ -93,9 +104,9 @@ def watched(module: nn.Module) -> Iterator[list[Changes]]:
 class Guards(TorchFunctionMode):
     """Refuses what is in `_REFUSED` and what has a backward of its own, and replaces what is in `_STAND_INS`."""
 
-    def __init__(self, generators: Generators) -> None:
+    def __init__(self, generators: Generators, answers: Answers, known: KnownValues) -> None:
         super().__init__()
-        self.generators = generators
+        self.generators, self.answers, self.known = generators, answers, known
         self.inside: set[FunctionType] = set()
         self.masks, self.repairs = Masks(), Repairs()
         self.functions: dict[str, bool] = {}  # whether they may be traced
@@ -124,8 +135,10 @@ class Guards(TorchFunctionMode):
             with torch._C.DisableTorchFunction():  # unseen by torch.export: the planner decides what is recomputed
                 torch._C._set_grad_enabled(True)
             return None
-        if func in known_values.ASKING and (found := known_values.number(func, args[0])) is not None:
+        if func in ASKING and (found := self.known.number(func, args[0], asker)) is not None:
             return found
+        if func in ASKING and (answer := self.answers.answer(func, args[0], asker)) is not None:
+            return answer
         if _asks(func, args):
             known = assertions.assumed(args[0], asker)
             if (known := self.repairs.answer(args[0], asker) if known is None else known) is not None:
@@ -136,10 +149,10 @@ class Guards(TorchFunctionMode):
             raise CaptureError(what.format(shape), at=source_location.of_frame(asker), fix=fix)
         args = (*args[:1], *(self.masks.first_alike(one) for one in args[1:])) if func in _SELECTING else args
         if func in _STAND_INS:
-            return _STAND_INS[func](func)(*args, **given)
+            return self.known.reading(_STAND_INS[func](func), args, given, asker)
         if isinstance(func, FunctionType) and not types and func not in self.inside:
             return self.enter(func, args, given)
-        return func(*args, **given)
+        return self.known.reading(func, args, given, asker)
 
     def refuse_function(self, frame: FrameType | None) -> None:
         """Raise CaptureError inside of an `autograd.Function` whose backward is its own: it calls at least `view_as`."""
@@ -300,6 +313,10 @@ _REFUSED: dict[object, tuple[str, str]] = dict.fromkeys(  # what would be lost, 
         "write what the hook does as an operator with its own backward (torch.library.custom_op)",
     ),
 ) | {
+    torch.Tensor.data.__set__: (  # type: ignore[attr-defined]
+        "a tensor of shape {} is given other .data, and what shared its memory is not seen",
+        "write into it: x.data.copy_(...), or x.copy_(...) under torch.no_grad()",
+    ),
     torch.autograd.grad: (
         "torch.autograd.grad inside of forward would be lost: only the forward is traced",
         "write the gradient out in forward, or leave its penalty out of the parallel model",
@@ -310,6 +327,7 @@ _REFUSED: dict[object, tuple[str, str]] = dict.fromkeys(  # what would be lost, 
     ),
 }
 _STAND_INS: dict[object, Callable[[Callable[..., Any]], Callable[..., object]]] = {
+    torch.Tensor.data.__get__: lambda _: torch.Tensor.detach,  # type: ignore[attr-defined]
     nn.functional.embedding_bag: embedding_bag.spelt,
     torch._C._nn.cross_entropy_loss: traced_losses.of_rows,
     torch._C._nn.nll_loss_nd: traced_losses.of_rows,

@@ -16,7 +16,9 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import Signature
+from autopar.capture.decided import Decided
 from autopar.capture.python_state import Settings
+from autopar.capture.signature import ReturnSpec
 from autopar.codegen.call_checks import aspects_of, check_call, check_gradients
 from autopar.codegen.graph_module import GraphModule
 from autopar.codegen.names import identifiers
@@ -33,7 +35,7 @@ from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.input_parts import BatchSampler, InputParts
 from autopar.runtime.random import RngState
 from autopar.runtime.rematerialize.manager import Rematerializer
-from autopar.runtime.storage import to_dtensor
+from autopar.runtime.storage import to_dtensor, to_local
 from autopar.runtime.world import Context
 
 
@@ -75,6 +77,7 @@ class ModuleState:
         self.filled = False  # whether all tensors are known to have data
         self.constant: frozenset[str] = frozenset()  # the parameters and buffers that get no gradient, under every name
         self.settings = Settings(())  # attributes of the modules that were captured
+        self.decided = Decided()  # buffers that decided a branch
         self.other: Callable[[ParallelModule], ParallelModule | None] | None = (
             None  # builds the module for the other of training and evaluation
         )
@@ -203,10 +206,15 @@ class ParallelModule(GraphModule):
     def _gradient_norm(self, norm_type: float) -> torch.Tensor:
         return norm_of(self.parameters(), norm_type)
 
+    @property
+    def local_buffers(self) -> dict[str, torch.Tensor]:
+        """What this rank stores of every buffer, under every name."""
+        return {name: to_local(buffer) for name, buffer in self.named_buffers(remove_duplicate=False)}
+
     def _loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The output that a step differentiates."""
         paths = self.autopar.signature.returned.paths
-        scalars = {path: o for path, o in zip(paths, outputs, strict=True) if o.requires_grad and not o.ndim}
+        scalars = {path: o for path, o in zip(paths, outputs, strict=False) if o.requires_grad and not o.ndim}
         if len(scalars) != 1 and "loss" not in scalars:
             fix = "call the module, compute the loss from its outputs, and call backward()"
             raise InputError(
@@ -246,6 +254,8 @@ class ParallelModule(GraphModule):
     def _bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
         """The inputs of a call, in the program's order."""
         self.autopar.settings.check(self)
+        if self.autopar.decided.values:
+            self.autopar.decided.check(self.local_buffers)
         return self.autopar.signature.bind(args, kwargs, self.autopar.inputs.local)
 
     def _accumulate(
@@ -258,14 +268,14 @@ class ParallelModule(GraphModule):
         with accumulator.step():
             for part in parts:
                 with nullcontext() if part is parts[-1] else accumulator.no_sync():
-                    found = loss(self._once(part))
+                    found = loss(self._checked(part))
                     agreement.settle()
                     if found is not None:
                         found.backward()  # type: ignore[no-untyped-call]
                     del found
 
     def _outputs(self, inputs: Sequence[torch.Tensor], agreement: CallAgreement) -> list[torch.Tensor]:
-        outputs = self.joined([self._once(part) for part in self._parts(inputs)])
+        outputs = self.joined([self._checked(part) for part in self._parts(inputs)])
         agreement.settle()
         return outputs
 
@@ -283,6 +293,13 @@ class ParallelModule(GraphModule):
             return [inputs]
         paths = [planned.path for planned in self.autopar.signature.tensors]
         return [*self.autopar.steps.parts(self, inputs, lambda n, part: self.autopar.inputs.whole(paths[n], part))]
+
+    def _checked(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The forward of one micro-batch, in which what was assumed holds."""
+        outputs = self._once(inputs)
+        if self.autopar.signature.returned.assumed:
+            _check(self.autopar.signature.returned, outputs)
+        return outputs
 
     def _once(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The forward of one micro-batch: this rank's part of the outputs."""
@@ -322,3 +339,9 @@ class ParallelModule(GraphModule):
         """Whether another module still has this one's parameters, which the user may have replaced."""
         own = dict(self.named_parameters())
         return all(own[name] is held for name, held in other.named_parameters())
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _check(returned: ReturnSpec, outputs: Sequence[torch.Tensor]) -> None:
+    """Every rank has these scalars whole, so all of them raise."""
+    returned.check(outputs)

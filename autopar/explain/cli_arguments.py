@@ -94,6 +94,19 @@ def parse_seconds(text: str) -> Seconds:
     return float(found[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[2]]
 
 
+def parse_answer(text: str) -> tuple[str, bool | int]:
+    """A line of forward and what it asks.
+
+    >>> parse_answer("model.py:12=False")
+    ('model.py:12', False)
+    """
+    line, _, answer = text.rpartition("=")
+    known: dict[str, bool | int] = {"True": True, "False": False} | ({answer: int(answer)} if answer.isdecimal() else {})
+    if not line or answer not in known:
+        raise UsageError(f"{text!r} does not answer a line", fix="FILE:LINE=ANSWER: --assume model.py:12=False")
+    return line, known[answer]
+
+
 def parse_dynamic(text: str) -> tuple[str, DimSizes]:
     """The name and the dims of a text such as "batch=0" or "batch=input_ids:0,labels:0"; raises UsageError for any other text.
 

@@ -32,6 +32,7 @@ from autopar.explain.cli_arguments import (
     HOW,
     UsageError,
     built,
+    parse_answer,
     parse_constraint,
     parse_devices,
     parse_dynamic,
@@ -56,7 +57,7 @@ OPTIONS = (
     "device", "budget", "strategy", "optimizer", "precision", "reduce", "microbatches", "recompute", "pipeline", "stages",
     "schedule", "time_limit",
 )  # fmt: skip
-PLANNING = ("mesh", *OPTIONS, "constraint", "dynamic")  # options that make another plan
+PLANNING = ("mesh", *OPTIONS, "constraint", "dynamic", "static", "assume")  # options that make another plan
 MODEL = ("why", "why_not", "budget_sweep", "sensitivity", "code", "trace")  # what a plan without its model cannot answer
 
 NEXT = {  # what follows a phase of planning
@@ -124,6 +125,10 @@ def _parser() -> argparse.ArgumentParser:
     constraint = 'force a layout: "*.wte.weight=I, S(0)"; may be given several times'
     parser.add_argument("--constraint", metavar="NAME=LAYOUT", action="append", default=[], help=constraint)
     varies = "a size that may differ between calls: batch=0, or batch=input_ids:0,labels:0; may be given several times"
+    constant = "an integer input that is a size or a flag, as a constant of the plan; may be repeated"
+    parser.add_argument("--static", metavar="NAME", action="append", default=[], help=constant)
+    answer = "what a line of forward asks: True, False or an integer, compared in every call; may be repeated"
+    parser.add_argument("--assume", metavar="FILE:LINE=ANSWER", action="append", default=[], help=answer)
     parser.add_argument("--dynamic", metavar="NAME=DIM", action="append", default=[], help=varies)
     parser.add_argument("--save", metavar="PLAN.json", help="write the plan to a file")
     trace = "write the simulated step, which https://ui.perfetto.dev draws: what a device computes and sends, and when it waits"
@@ -185,7 +190,7 @@ def _scaled(options: argparse.Namespace) -> CommandOutput:
     with progress("capturing the model"):
         model, sample = built(options.target)
         asked = _options(options)
-        program = read_program(model, sample, asked.precision, asked.reduce).program
+        program = read_program(model, sample, asked.precision, asked.reduce, assumptions=asked.assumptions).program
     return of_scaling(scaling(program, counts, asked), within, options.price)
 
 
@@ -260,7 +265,9 @@ def _options(options: argparse.Namespace) -> Options:
     named = {name: getattr(options, name) for name in OPTIONS}
     given = {name: value for name, value in named.items() if value is not None}
     dynamic = dict(map(parse_dynamic, options.dynamic))
-    return Options(**options_of(given | {"constraints": _constraints(options.constraint), "dynamic": dynamic}))  # type: ignore[arg-type]
+    given |= {"constraints": _constraints(options.constraint), "dynamic": dynamic, "static": options.static}
+    given |= {"assume": dict(map(parse_answer, options.assume))}
+    return Options(**options_of(given))  # type: ignore[arg-type]
 
 
 def _constraints(texts: Sequence[str]) -> dict[str, str]:

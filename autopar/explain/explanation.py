@@ -107,7 +107,7 @@ def explained(
     """The explanation of a model's plan, by what was asked for; `stop` is called at the end of each phase of planning."""
     if options.pipeline is None:
         return Explanation(planned=make_plan(model, sample_input, mesh, options, stop), options=options)
-    captured = read_program(model, sample_input, options.precision, options.reduce)
+    captured = read_program(model, sample_input, options.precision, options.reduce, assumptions=options.assumptions)
     stop("capture")
     priced = connected_mesh(mesh, options)
     search = search_pipeline(captured.program, priced, options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.capture import Assumptions
 from autopar.cost_models.cost_model import CATALOG, CostModel
 from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.mesh import Bytes, Device
@@ -20,7 +21,8 @@ class Options:
 
     `microbatches` is their number in a step, or "auto"; `pipeline` is the mesh axis that has `stages`, which run by a
     `schedule`; `recompute` is a name of `analysis.recompute_policy`; `cost_model`
-    prices the step, by default from the catalog; `time_limit` is in seconds, by default none.
+    prices the step, by default from the catalog; `time_limit` is in seconds, by default none; `static` names inputs that are
+    constants, `assume` says what lines of forward ask.
     """
 
     device: str | Device | None = None
@@ -36,11 +38,18 @@ class Options:
     offload: bool = True
     recompute: str = "auto"
     dynamic: Mapping[str, DimSizes | Dynamic] = field(default_factory=dict)
+    static: Sequence[str] = ()
+    assume: Mapping[str, bool | int] = field(default_factory=dict)
     pipeline: str | None = None
     stages: int | str | Sequence[str] = AUTO
     schedule: str = AUTO
     cost_model: CostModel = CATALOG
     time_limit: float | None = None
+
+    @property
+    def assumptions(self) -> Assumptions:
+        """What capture may take for granted."""
+        return Assumptions(static=self.static, assume=self.assume)
 
     def text(self) -> dict[str, str]:
         """The options as a plan keeps them; what was left to default is empty."""
@@ -58,6 +67,8 @@ class Options:
             **({"pipeline": self.pipeline} if self.pipeline else {}),
             **({} if self.stages == AUTO else {"stages": _stages(self.stages)}),
             **({} if self.schedule == AUTO else {"schedule": self.schedule}),
+            **({"static": ", ".join(self.static)} if self.static else {}),
+            **({"assume": "; ".join(f"{line}: {answer}" for line, answer in self.assume.items())} if self.assume else {}),
             **({} if self.time_limit is None else {"time_limit": f"{self.time_limit:g}"}),
             **({"cost_model": self.cost_model.name} if self.cost_model.name != CATALOG.name else {}),
         }
@@ -71,15 +82,25 @@ class Options:
             found["microbatches"] = int(runs)
         if stages := texts.get("stages", ""):
             found["stages"] = int(stages) if stages.isdecimal() else stages.split(", ")
+        if static := texts.get("static", ""):
+            found["static"] = static.split(", ")
+        if assume := texts.get("assume", ""):
+            answers = (entry.rpartition(": ") for entry in assume.split("; "))
+            found["assume"] = {
+                line: answer == "True" if answer in ("True", "False") else int(answer) for line, _, answer in answers
+            }
         return Options(constraints={name: layout for name, _, layout in pairs}, **found, **others)  # type: ignore[arg-type]
 
     def under(self, plan: Plan | None) -> Options:
-        """The options with the precision of a plan that was made before; another one that is asked for will not fit it."""
+        """The options with the precision of a plan that was made before, and what it assumes; others will not fit it."""
         found = plan.options if plan else {}
+        kept = Options.read({name: found.get(name, "") for name in ("static", "assume")})
         return replace(
             self,
             precision=self.precision or found.get("precision") or None,
             reduce=self.reduce or found.get("reduce") or None,
+            static=self.static or kept.static,
+            assume=self.assume or kept.assume,
         )
 
 

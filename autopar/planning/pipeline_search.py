@@ -25,6 +25,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from autopar.capture.assumptions import ASSUMED
 from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError
 from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
@@ -55,7 +56,7 @@ REFINED = 2  # pairs of ranks and micro-batches of such a program for which all 
 def make_pipeline_plan(model: nn.Module, sample_input: object, mesh: object, options: Options) -> Plan:
     """Capture a model and plan it in stages; see `autopar.plan`."""
     settings = limited(DEFAULTS, options)
-    captured = read_program(model, sample_input, options.precision, options.reduce)
+    captured = read_program(model, sample_input, options.precision, options.reduce, assumptions=options.assumptions)
     return plan_pipeline(captured.program, connected_mesh(mesh, options), options, settings)
 
 
@@ -104,6 +105,8 @@ def _pipelined(program: Program) -> None:
     """Raise ConstraintError for a program that has no stages."""
     if any(value.requires_grad for value in program.inputs):
         raise ConstraintError("a pipeline computes no gradients of inputs", fix="a sample whose tensors require none")
+    if any(output.path.startswith(ASSUMED) for output in program.outputs):
+        raise ConstraintError("a pipeline does not compare what was assumed yet", fix="drop assume= or pipeline=")
     loss_of(program)
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from autopar.analysis.analysis import Analysis
-from autopar.capture import Captured, capture
+from autopar.capture import Assumptions, Captured, capture
+from autopar.capture.assumptions import NOTHING
 from autopar.cost_models import catalog
 from autopar.cost_models.links import connect, merged
 from autopar.errors import PlanError
@@ -80,7 +81,7 @@ def make_plan(
 ) -> Planned:
     """Capture a model and plan it; see `autopar.plan`. `stop` is called at the end of each phase."""
     clock, settings = _Clock(stop), limited(DEFAULTS, options)
-    captured = read_program(model, sample_input, options.precision, options.reduce)
+    captured = read_program(model, sample_input, options.precision, options.reduce, assumptions=options.assumptions)
     sizes = declared(options.dynamic, captured.signature.shapes)
     clock.stop("capture")
     found = best_variant(captured.program, connected_mesh(mesh, options), options, clock.stop, settings)
@@ -95,13 +96,14 @@ def read_program(
     precision: str | None = None,
     reduce: str | None = None,
     places: Mapping[InputDim, int] | None = None,
+    assumptions: Assumptions = NOTHING,
 ) -> Captured:
     """Capture a model and bring its program into the form in which it is planned, and into the precision in which it runs.
 
-    `places` are dims of the sample that get another size.
+    `places` are dims of the sample that get another size; `assumptions` are what capture may take for granted.
     """
     dtype = stored(precision, reduce)
-    captured = capture(model, sample_input, dtype, places)
+    captured = capture(model, sample_input, dtype, places, assumptions)
     program = normalise(captured.program)
     if dtype is not None:
         program = received(program, {planned.path: planned.dtype for planned in captured.signature.tensors})
@@ -115,9 +117,12 @@ def with_dynamic_sizes(resolved: ResolvedPlan, sizes: Sequence[Size], model: nn.
 
     Raises CaptureError if the model computes something else at other sizes.
     """
-    asked = resolved.plan.options
-    precision, reduce = asked["precision"] or None, asked["reduce"] or None
-    return varied(resolved, sizes, lambda places: read_program(model, sample_input, precision, reduce, places).program)
+    asked = Options().under(resolved.plan)
+
+    def at(places: dict[InputDim, int]) -> Program:
+        return read_program(model, sample_input, asked.precision, asked.reduce, places, asked.assumptions).program
+
+    return varied(resolved, sizes, at)
 
 
 def connected_mesh(mesh: object, options: Options, plan: Plan | None = None) -> Mesh:

@@ -42,7 +42,7 @@ def results(
         if parameter.value.requires_grad and gradient is not None:
             result["gradient", parameter.names[0]] = gradient
     result |= {("gradient", v.name): x.grad for v, x in zip(program.inputs, given, strict=True) if x.grad is not None}
-    stored = dict(module.named_buffers())
+    stored = dict(module.named_buffers()) | held
     written = dict.fromkeys(name for op in program.ops for name in writes(op))
     return result | {("buffer", name): stored[name] for name in written if name in stored}
 

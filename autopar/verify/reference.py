@@ -29,18 +29,20 @@ def module_results(
     """
     program, (args, kwargs) = captured.program, arguments(sample)
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
-    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    written = {name for op in program.ops for name in writes(op)}
+    buffers |= {name: parameters[name] for name in written & parameters.keys()}  # frozen ones
+    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     held = {p.names[0]: parameters[p.names[0]] for p in program.parameters if p.used and parameters[p.names[0]].requires_grad}
     with torch.enable_grad(), torch.compiler.set_stance("force_eager"), _NoDropout():
         outputs = _outputs(model(*args, **kwargs), captured)
         leaves = (*model.parameters(), *pytree.tree_leaves((args, kwargs)))
         found = _gradients((loss or differentiated_sum)(outputs), held, leaves)
-    result = {("output", end.path): output.detach() for end, output in zip(program.outputs, outputs, strict=True)}
+    result = {("output", end.path): output.detach() for end, output in zip(program.outputs, outputs, strict=False)}
     result |= {("gradient", name): gradient for name, gradient in found.items()}
-    written = {name for op in program.ops for name in writes(op)}
-    for name, buffer in model.named_buffers():
+    now = dict(model.named_buffers()) | {name: buffer for name, buffer in buffers.items() if name in parameters}
+    for name, buffer in now.items():
         if name in written or not torch.equal(buffer, before[name]):
-            result["buffer", name] = buffer.clone()
+            result["buffer", name] = buffer.detach().clone()
     with torch.no_grad():
         for name, buffer in buffers.items():
             owner, _, last = name.rpartition(".")

@@ -60,7 +60,7 @@ def verify(
         raise InputError(f"{empty[0]} is on the meta device and has no data to compare", fix="build the model with weights")
     place = connected_mesh(mesh, options, plan)
     options = options.under(plan)
-    captured = read_program(model, sample_input, options.precision, options.reduce)
+    captured = read_program(model, sample_input, options.precision, options.reduce, assumptions=options.assumptions)
     if plan is None:
         plan = _planned(model, sample_input, captured, place, options)
         place = connected_mesh(mesh, options, plan)  # of which the plan may have cut an axis
@@ -93,7 +93,8 @@ def _at_sample(plan: Plan, model: nn.Module, sample_input: object, captured: Cap
     found = numbers(plan.dynamic, captured.signature.shapes)
     if found == tuple(size.sample for size in plan.dynamic):
         return plan
-    planned = read_program(model, sample_input, options.precision, options.reduce, dim_sizes(plan.dynamic))
+    places = dim_sizes(plan.dynamic)
+    planned = read_program(model, sample_input, options.precision, options.reduce, places, options.assumptions)
     resizer = Respecializer(read_plan(plan, planned.program, plan.mesh))
     return resizer.plan_for(captured.program, describe_sizes(plan.dynamic, found)).plan
 

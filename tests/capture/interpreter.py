@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from autopar.capture import Captured, capture
+from autopar.capture import Assumptions, Captured, capture
+from autopar.capture.assumptions import NOTHING
 from autopar.ir.program import Argument, Program, Ref, overload
 from autopar.passes import normalise
 
@@ -52,9 +53,9 @@ def outputs(program: Program, model: nn.Module, inputs: Sequence[torch.Tensor]) 
     return run(program, held(program, model) | named)
 
 
-def check(model: nn.Module, *inputs: torch.Tensor) -> Captured:
+def check(model: nn.Module, *inputs: torch.Tensor, assumptions: Assumptions = NOTHING) -> Captured:
     """Capture a model that returns tensors; the program and its normal form give the module's outputs and gradients."""
-    captured = capture(model, inputs)
+    captured = capture(model, inputs, assumptions=assumptions)
     expected = _flat(model(*inputs))
     weights = [p for p in model.parameters() if p.requires_grad]
     gradients = _gradients(expected, weights)

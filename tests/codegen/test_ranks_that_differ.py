@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 
@@ -125,6 +126,58 @@ def refused(name: str) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_says_which_ranks_differ_and_in_what(pool: WorkerPool, name: str) -> None:
     assert max(pool.run(f"{__name__}:refused", name, ranks=3)) < LIMIT  # type: ignore[type-var, operator]
+
+
+class Cut(Net):
+    """A loss of as many rows as an input says."""
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[: rows.item()])
+
+
+def other_static(_: None) -> str:
+    """What a rank hears of a static input that has another value on rank 1."""
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+    parallel = autopar.parallelize(Cut(), (x, torch.tensor(8)), (2,), device="h100", static=["rows"])
+    parallel(x, torch.tensor(8)).backward()
+    with pytest.raises(InputError) as caught:
+        parallel(x, torch.tensor(8 - dist.get_rank()))
+    parallel(x, torch.tensor(8)).backward()
+    return caught.value.what
+
+
+def test_every_rank_hears_of_a_static_input_that_changed_on_one(pool: WorkerPool) -> None:
+    what = "argument rows is static, and has another value than planned"
+    assert pool.run(f"{__name__}:other_static", ranks=2) == [f"the call was refused on rank 1: {what}", what]
+
+
+class Guarded(Net):
+    """A loss whose layers a branch on values chooses."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * 0.1 if x.sum() > 1000 else x)
+
+
+def against_an_assumption(options: dict[str, object]) -> tuple[str, str]:
+    """What a rank hears of a batch in which an assumption does not hold, in a call and in a step."""
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+    _, first = inspect.getsourcelines(Guarded)
+    assume = {f"codegen/test_ranks_that_differ.py:{first + 4}": False}
+    parallel = autopar.parallelize(Guarded(), x, (2,), device="h100", assume=assume, **options)
+    parallel.step(x)
+    found = []
+    for call in (parallel, parallel.step):
+        with pytest.raises(InputError) as caught:
+            call(x + 100)
+        found.append(caught.value.what.partition(":")[2])
+    parallel.step(x)
+    return tuple(found)
+
+
+@pytest.mark.parametrize("options", [{"strategy": "ddp"}, {"strategy": "fsdp"}], ids=["ddp", "fsdp"])
+def test_every_rank_hears_of_an_assumption_that_does_not_hold(pool: WorkerPool, options: dict[str, object]) -> None:
+    for found in pool.run(f"{__name__}:against_an_assumption", options, ranks=2):
+        assert all("is assumed to be False in every call, and is True in this one" in text for text in found)
 
 
 class Wide(nn.Module):

@@ -141,7 +141,7 @@ class Growing:
 @st.composite
 def graphs(draw: DrawFn, most: int = 12) -> Graph:
     """A graph of up to so many operators, with one or several outputs."""
-    from tests.fuzz.operators import FAMILIES, losses
+    from tests.fuzz.operators import losses, operator
 
     growing = Growing(draw)
     rank = draw(st.integers(2, 4))
@@ -149,11 +149,11 @@ def graphs(draw: DrawFn, most: int = 12) -> Graph:
     if growing.chance(3):
         name, text = growing.inputs[0]
         growing.inputs[0] = name, text + ".requires_grad_()"
-    for _ in range(draw(st.integers(1, most))):
+    turn = draw(st.integers(0, 9999))
+    for place in range(1, 1 + draw(st.integers(1, most))):
         x = growing.pick(*growing.floats()[:4])
         tensor = growing.values[str(x)]
-        family = growing.pick(*(make for fits, make in FAMILIES if fits(tensor)))
-        text = family(growing, str(x), tensor)  # type: ignore[operator]
+        text = operator(growing, tensor, place * turn)(growing, str(x), tensor)
         if text and _small(growing, text):
             growing.line(text)
     ends = [*losses(growing), *_others(growing)]

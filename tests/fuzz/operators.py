@@ -1,14 +1,21 @@
-"""What a random graph is made of: families of operators, each a condition on its first operand and an expression of it."""
+"""What a random graph is made of: operators, each a condition on its first operand and an expression of it.
+
+Every operator is drawn about as often as any other that fits, but those in CONTRACTIONS, which leave sums over ranks for the
+others to meet, more often.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
 from tests.fuzz.graphs import Growing
 
-Family = Callable[[Growing, str, torch.Tensor], str]
+Fits = Callable[[torch.Tensor], bool]
+Make = Callable[[Growing, str, torch.Tensor], str]
+Operator = tuple[Fits, Make]
 POINTWISE = (
     "torch.relu({x})", "F.gelu({x})", "F.silu({x})", "torch.tanh({x})", "torch.sigmoid({x})", "F.softplus({x})", "{x}.abs()",
     "{x} * {x}", "1 - {x}", "torch.where({x} > 0, {x}, 0.1 * {x})", "{x}.clamp(-1.0, 1.5)", "{x}.masked_fill({x} > 1, 0.5)",
@@ -26,13 +33,18 @@ ALONG = (
     "{x} / (1 + {x}.abs().amax({d}, keepdim=True))", "torch.cumsum({x}, {d}).flip({d})", "{x}.gather({d}, {x}.argsort({d}))",
 )  # fmt: skip
 REDUCTIONS = ("sum", "mean", "amax", "logsumexp", "norm", "var", "prod", "amin")
+CUTS = (
+    "{x}.narrow({d}, {start}, {length})", "{x}.select({d}, {start})", "{x}.chunk(2, {d})", "{x}.split({length}, {d})",
+    "{x}[..., ::2]", "{x}.unbind({d})", "{x}.topk({length}, {d})[0]", "F.pad({x}, (1, {pad}))", "{x}.unfold({d}, {length}, 1)",
+    "{x}.index_select({d}, torch.tensor([0, {start}]))",
+)  # fmt: skip
 
 
-def _pointwise(g: Growing, x: str, t: torch.Tensor) -> str:
-    return str(g.pick(*POINTWISE)).format(x=x)
+def _pointwise(form: str, g: Growing, x: str, t: torch.Tensor) -> str:
+    return form.format(x=x)
 
 
-def _binary(g: Growing, x: str, t: torch.Tensor) -> str:
+def _binary(form: str, g: Growing, x: str, t: torch.Tensor) -> str:
     """With a value, a parameter or a buffer that broadcasts against it; residuals among them."""
     others = g.floats(lambda y: _broadcasts(y, t))
     own = tuple(1 if g.chance(4) else size for size in t.shape[g.draw_start(t) :])
@@ -44,19 +56,19 @@ def _binary(g: Growing, x: str, t: torch.Tensor) -> str:
         if kind == "parameter"
         else g.buffer(own)
     )
-    return str(g.pick(*BINARY)).format(x=x, y=y)
+    return form.format(x=x, y=y)
 
 
 def _broadcasts(y: torch.Tensor, x: torch.Tensor) -> bool:
     return all(a == b or 1 in (a, b) for a, b in zip(reversed(y.shape), reversed(x.shape), strict=False))
 
 
-def _along(g: Growing, x: str, t: torch.Tensor) -> str:
-    return str(g.pick(*ALONG)).format(x=x, d=g.dim(t))
+def _along(form: str, g: Growing, x: str, t: torch.Tensor) -> str:
+    return form.format(x=x, d=g.dim(t))
 
 
-def _reduced(g: Growing, x: str, t: torch.Tensor) -> str:
-    name, keep = g.pick(*REDUCTIONS), g.pick(True, False)
+def _reduced(name: str, g: Growing, x: str, t: torch.Tensor) -> str:
+    keep = g.pick(True, False)
     dim = g.dim(t, least=2) if name == "var" and max(t.shape) > 1 else g.dim(t)
     if name == "var" and t.shape[dim] == 1:
         return ""
@@ -72,8 +84,7 @@ def _linear(g: Growing, x: str, t: torch.Tensor) -> str:
     return f"{g.member(f'nn.Linear({t.shape[-1]}, {g.size()}, bias={g.pick(False, True)})')}({x})"
 
 
-def _norm(g: Growing, x: str, t: torch.Tensor) -> str:
-    kind = g.pick("LayerNorm", "RMSNorm")
+def _norm(kind: str, g: Growing, x: str, t: torch.Tensor) -> str:
     dims = tuple(t.shape[-2:]) if t.ndim > 2 and g.chance(4) else (t.shape[-1],)
     return f"{g.member(f'nn.{kind}({dims})')}({x})"
 
@@ -117,8 +128,7 @@ def _multihead(g: Growing, x: str, t: torch.Tensor) -> str:
     return f"{layer}({x}, {x}, {x}, need_weights={g.pick(False, True)})[0]"
 
 
-def _recurrent(g: Growing, x: str, t: torch.Tensor) -> str:
-    kind = g.pick("GRU", "LSTM", "RNN")
+def _recurrent(kind: str, g: Growing, x: str, t: torch.Tensor) -> str:
     return f"{g.member(f'nn.{kind}({t.shape[-1]}, {g.size()}, batch_first=True)')}({x})[0]"
 
 
@@ -146,30 +156,25 @@ def _viewed(g: Growing, x: str, t: torch.Tensor) -> str:
     return f"{x}.flatten(1)" if t.ndim > 2 else f"{x}.unsqueeze({at})"
 
 
-def _moved(g: Growing, x: str, t: torch.Tensor) -> str:
-    return f"{x}.transpose({g.dim(t)}, {g.dim(t)})" if g.pick(True, False) else f"{x}.movedim({g.dim(t)}, {g.dim(t)})"
+def _moved(name: str, g: Growing, x: str, t: torch.Tensor) -> str:
+    return f"{x}.{name}({g.dim(t)}, {g.dim(t)})"
 
 
-def _cut(g: Growing, x: str, t: torch.Tensor) -> str:
+def _cut(form: str, g: Growing, x: str, t: torch.Tensor) -> str:
     """A part of a dim, or all of its parts."""
     dim = g.dim(t, least=2)
     size = t.shape[dim]
     start = g.draw_int(0, size - 1)
     length = g.draw_int(1, size - start)
-    options = [f"{x}.narrow({dim}, {start}, {length})", f"{x}.select({dim}, {start})", f"{x}.chunk(2, {dim})"]
-    options += [f"{x}.split({length}, {dim})", f"{x}[..., ::2]", f"{x}.unbind({dim})", f"{x}.topk({length}, {dim})[0]"]
-    options += [f"F.pad({x}, (1, {g.draw_int(-1, 2)}))", f"{x}.unfold({dim}, {length}, 1)"]
-    options += [f"{x}.index_select({dim}, torch.tensor([0, {start}]))"]
-    return str(g.pick(*options))
+    return form.format(x=x, d=dim, start=start, length=length, pad=g.draw_int(-1, 2))
 
 
-def _triangle(g: Growing, x: str, t: torch.Tensor) -> str:
-    return f"{x}.{g.pick('tril', 'triu')}({g.draw_int(-1, 1)})"
+def _triangle(name: str, g: Growing, x: str, t: torch.Tensor) -> str:
+    return f"{x}.{name}({g.draw_int(-1, 1)})"
 
 
 def _repeated(g: Growing, x: str, t: torch.Tensor) -> str:
-    same = ", ".join(["-1"] * t.ndim)
-    return str(g.pick(f"{x}.unsqueeze(0).expand(2, {same})", f"torch.cat([{x}, {x}], {g.dim(t)})"))
+    return f"{x}.unsqueeze(0).expand(2, {', '.join(['-1'] * t.ndim)})"
 
 
 def of_rank(*ranks: int) -> Callable[[torch.Tensor], bool]:
@@ -180,28 +185,41 @@ def _any(x: torch.Tensor) -> bool:
     return x.ndim > 0
 
 
-FAMILIES: tuple[tuple[Callable[[torch.Tensor], bool], Family], ...] = (
-    (lambda x: True, _pointwise),
-    (lambda x: True, _binary),
-    (_any, _linear),
-    (_any, _along),
-    (_any, _reduced),
-    (_any, _norm),
-    (_any, _viewed),
-    (of_rank(2, 3, 4), _moved),
-    (of_rank(2, 3, 4), _matmul),
-    (of_rank(2, 3, 4), _einsum),
-    (lambda x: x.ndim > 0 and max(x.shape) > 1, _cut),
+def _each(fits: Fits, make: Callable[[str, Growing, str, torch.Tensor], str], *kinds: str) -> tuple[Operator, ...]:
+    return tuple((fits, partial(make, kind)) for kind in kinds)
+
+
+_MATRIX = of_rank(2, 3, 4)
+CONTRACTIONS: tuple[Operator, ...] = ((_any, _linear), (_MATRIX, _matmul), (_MATRIX, _einsum), (of_rank(3, 4), _convolution))
+OPERATORS: tuple[Operator, ...] = (
+    *_each(lambda x: True, _pointwise, *POINTWISE),
+    *_each(lambda x: True, _binary, *BINARY),
+    *_each(_any, _along, *ALONG),
+    *_each(_any, _reduced, *REDUCTIONS),
+    *_each(_any, _norm, "LayerNorm", "RMSNorm"),
+    *[(_any, _viewed)] * 4,
+    *_each(_MATRIX, _moved, "transpose", "movedim"),
+    *_each(lambda x: x.ndim > 0 and max(x.shape) > 1, _cut, *CUTS),
     (lambda x: x.ndim in (2, 3, 4) and x[:, 0].numel() > 1, _batch_norm),
     (lambda x: x.ndim in (2, 3, 4) and x[0].numel() > x.shape[1], _group_norm),
-    (of_rank(3, 4), _convolution),
-    (of_rank(3, 4), _attention),
-    (of_rank(3), _multihead),
-    (of_rank(3), _recurrent),
-    (of_rank(1, 2, 3), _embedded),
-    (of_rank(2, 3, 4), _triangle),
+    *[(of_rank(3, 4), _attention)] * 2,
+    *[(of_rank(3), _multihead)] * 2,
+    *_each(of_rank(3), _recurrent, "GRU", "LSTM", "RNN"),
+    *[(of_rank(1, 2, 3), _embedded)] * 2,
+    *_each(_MATRIX, _triangle, "tril", "triu"),
     (of_rank(1, 2, 3), _repeated),
 )
+
+
+def operator(g: Growing, t: torch.Tensor, turn: int) -> Make:
+    """One that takes a tensor; in a third of the draws a contraction.
+
+    Hypothesis draws the first of several far more often than the others: which is the first, `turn` decides.
+    """
+    kinds = CONTRACTIONS if t.ndim and g.chance(3) else OPERATORS
+    fit = [make for fits, make in kinds if fits(t)]
+    first = turn % len(fit)
+    return g.pick(*fit[first:], *fit[:first])  # type: ignore[return-value]
 
 
 def losses(g: Growing) -> Iterator[tuple[str, str]]:
@@ -221,4 +239,4 @@ def losses(g: Growing) -> Iterator[tuple[str, str]]:
         yield f"loss{place}", str(g.pick(*options))
 
 
-__all__ = ["FAMILIES", "losses"]
+__all__ = ["CONTRACTIONS", "OPERATORS", "losses", "operator"]

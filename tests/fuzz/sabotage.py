@@ -58,6 +58,8 @@ def deaf() -> Iterator[None]:
 
 SABOTAGE: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "a power is called linear": lambda: wrong("aten.pow.Tensor_Scalar", linear),
+    "a ReLU is called linear": lambda: wrong("aten.relu.default", linear),
+    "a cumulative sum may be split along its dim": lambda: wrong("aten.cumsum.default", separable),
     "a log-softmax may be split along its dim": lambda: wrong("aten.log_softmax.int", separable),
     "an all-reduce that sends nothing": deaf,
 }

@@ -1,0 +1,131 @@
+"""What the user says of values that a graph cannot know: which inputs are sizes, and what a line of forward asks.
+
+    if x.abs().max() > 100:            plan(..., assume={"model.py:12": False})
+        x = x.clamp(-100, 100)
+    return x                    ->     return x, x.abs().max() > 100         the latter is compared in every call
+
+What was asked becomes an output of the program that the user does not see.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+import torch
+
+from autopar.capture import source_location
+from autopar.capture.assertions import asked, evaluated, holds, outcome, parsed, span
+from autopar.errors import CaptureError, ConstraintError, InputError
+
+Answer = bool | int
+ASSUMED = "assumed "  # before the place, in the path of an output that is compared
+_CONDITIONS = ast.If | ast.While | ast.IfExp | ast.Assert
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumptions:
+    """What holds in every call: `static` are the names of integer inputs that have the sample's values, and `assume` says what
+    "file.py:12" asks: True or False for a condition, or an integer.
+
+    `buffers` are values of buffers of a model that is on the meta device.
+    """
+
+    static: Sequence[str] = ()
+    assume: Mapping[str, Answer] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+NOTHING = Assumptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumed:
+    """An answer that was taken for granted, the line that asked, and the path of the output with what it is in a call."""
+
+    path: str
+    at: str
+    answer: Answer
+
+    def check(self, found: torch.Tensor) -> None:
+        """Raise InputError for a call in which it is another."""
+        if (here := found.item()) != self.answer:
+            line = self.path.removeprefix(ASSUMED).partition("#")[0]
+            raise InputError(
+                f"{line} is assumed to be {self.answer} in every call, and is {here} in this one",
+                at=self.at,
+                fix="plan without the assumption (torch.where, say); or for each answer, and call the module that fits",
+            )
+
+
+class Answers:
+    """The answers for one tracing, and the tensors that were asked."""
+
+    def __init__(self, lines: Mapping[str, Answer]) -> None:
+        for line, answer in lines.items():
+            if not re.fullmatch(r".+:\d+", str(line)) or not isinstance(answer, (bool, int)):
+                fix = 'a line as errors have it, and what it asks: assume={"model.py:12": False}'
+                raise ConstraintError(f"assume={{{line!r}: {answer!r}}} is no line with True, False or an integer", fix=fix)
+        self.lines = lines
+        self.places: dict[str, set[str]] = defaultdict(set)  # where each has been asked
+        self.asked: list[tuple[str, Answer, torch.Tensor]] = []
+
+    def answer(self, func: Callable[..., object], tensor: object, asker: FrameType) -> object:
+        """What a function that asks a tensor for a number should say; None where nothing is assumed."""
+        if not self.lines or not isinstance(tensor, torch.Tensor):
+            return None
+        at = source_location.of_frame(asker)
+        place = at.rpartition(" in ")[0]
+        line = next((line for line in self.lines if f"/{place}".endswith(f"/{line.removeprefix('/')}")), None)
+        if line is None:
+            return None
+        self.places[line].add(place)
+        if len(self.places[line]) > 1:
+            raise CaptureError(f"assume names {line}, which several files have", lines=", ".join(sorted(self.places[line])))
+        answer = self.lines[line]
+        condition, said = _condition(tensor, answer, asker) if isinstance(answer, bool) else (tensor, answer)
+        if isinstance(answer, bool) and func is not torch.Tensor.__bool__ and tensor.dtype is not torch.bool:
+            fix = "assume the integer; or compare tensors: `if x.max() > 0`, without item() or int()"
+            raise CaptureError(f"{line} asks for a number, and is assumed to be {answer}", at=at, fix=fix)
+        self.asked.append((at, answer, condition.detach().reshape(())))
+        return bool(said) if func is torch.Tensor.__bool__ else float(said) if func is torch.Tensor.__float__ else said
+
+    def taken(self) -> tuple[list[torch.Tensor], tuple[Assumed, ...]]:
+        """What was asked, with the answers that were given."""
+        found, counts = [], dict[str, int]()
+        for at, answer, _ in self.asked:
+            short = ASSUMED + at.rpartition(" in ")[0].rpartition("/")[2]
+            counts[short] = counts.get(short, -1) + 1
+            found.append(Assumed(path=f"{short}#{counts[short]}" if counts[short] else short, at=at, answer=answer))
+        return [tensor for *_, tensor in self.asked], tuple(found)
+
+    def tell_unused(self) -> None:
+        """Warn of lines that asked for nothing."""
+        if unused := [line for line in self.lines if line not in self.places]:
+            what = "forward asks for no value there that a graph does not know"
+            warnings.warn(f"assume names {', '.join(unused)}, but {what}", stacklevel=6)
+
+
+def _condition(tensor: torch.Tensor, answer: bool, asker: FrameType) -> tuple[torch.Tensor, bool]:
+    """The condition of which a frame asks a part, as a tensor, and what this part must be so that it is as assumed."""
+    at = asked(asker.f_code, asker.f_lasti)
+    test = next((one.test for one in _conditions(asker.f_code.co_filename) if at and holds(one.test, at)), None)
+    if test is None or at is None or (said := outcome(test, answer, at)) is None:
+        return tensor.bool(), answer
+    whole = evaluated(test, asker) if span(test) != at else tensor
+    return (whole.bool() if isinstance(whole, torch.Tensor) else tensor.bool()), said
+
+
+@functools.lru_cache(maxsize=64)
+def _conditions(file: str) -> tuple[_CONDITIONS, ...]:
+    """The conditions in a file, the innermost first."""
+    return tuple(reversed([node for node in ast.walk(parsed(file)) if isinstance(node, _CONDITIONS)]))
+
+
+__all__ = ["ASSUMED", "NOTHING", "Answers", "Assumed", "Assumptions"]
