@@ -64,7 +64,7 @@ STATUS: Mapping[str, Meaning] = {  # by name of highspy.HighsModelStatus, of eve
     "kUnknown": Meaning.TROUBLE,
     "kSolveError": Meaning.TROUBLE,
     "kUnbounded": Meaning.FAILED,
-    "kNotset": Meaning.FAILED,
+    "kNotset": Meaning.TROUBLE,  # where the dual simplex method ends with bad bases only
     "kLoadError": Meaning.FAILED,
     "kModelError": Meaning.FAILED,
     "kPresolveError": Meaning.FAILED,
