@@ -42,7 +42,8 @@ Stop = Callable[[str], None]  # called with the name of each phase when it ends
 class Optimized:
     """A planning problem with its solution; `memory_model` holds the problem and the memory of its solutions.
 
-    The problem is that of a `strategy`, which may be another than was asked for; `stopped`: the deadline ended the search.
+    The problem is that of a `strategy`, which may be another than was asked for; `stopped`: the deadline ended the search;
+    `shapes`: the seconds on each mesh that was tried, infinite without a plan.
     """
 
     memory_model: MemoryModel
@@ -50,6 +51,7 @@ class Optimized:
     optimizer: Optimizer
     strategy: str = AUTO
     stopped: bool = False
+    shapes: tuple[tuple[tuple[int, ...], Seconds], ...] = ()
 
     @property
     def formulated(self) -> PlanningProblem:
