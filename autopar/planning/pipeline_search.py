@@ -45,7 +45,7 @@ from autopar.planning.plan_search import PADDED, best_shape, best_variant, limit
 from autopar.planning.planner import connected_meshes, read_program, to_plan
 from autopar.planning.schedule_file import is_file, read_schedule
 from autopar.planning.stage_plans import StagePlanner
-from autopar.solver.highs import SolverError, TimeLimitError
+from autopar.solver.highs import SlowerError, SolverError, TimeLimitError
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
 FULL = 2  # micro-batches for each rank from which the search of such a program goes up and down
@@ -82,8 +82,7 @@ def search_pipeline(
     search = PipelineSearch(program, options, limited(settings, options))
     for mesh in meshes:
         if options.pipeline == AUTO:
-            search.whole(mesh)
-            search.cuts(mesh)
+            search.both(mesh)
         else:
             assert options.pipeline is not None, "a pipeline is asked for"
             _pipelined(program)
@@ -135,6 +134,12 @@ class PipelineSearch:
         self._parts: dict[int, TrainingStep] = {}
         self._swept: list[tuple[Seconds, PipelineAxis, int]] = []  # of a large program: what 1f1b takes
 
+    def both(self, mesh: Mesh) -> None:
+        """Plan without stages and with them; in a large program with them first, for most plans without are proven slower by
+        their relaxation then, which is soon solved."""
+        for search in (self.cuts, self.whole) if self.large else (self.whole, self.cuts):
+            search(mesh)
+
     def whole(self, mesh: Mesh) -> None:
         """Plan without stages; in a large program from a micro-batch of a sample for each part of the outermost axis on."""
         if self.large and self.options.microbatches == AUTO:
@@ -144,12 +149,16 @@ class PipelineSearch:
             self._whole(mesh, self.options.microbatches)
 
     def _whole(self, mesh: Mesh, runs: int | str) -> Seconds:
-        """Plan without stages in so many micro-batches; infinite if there is no plan."""
+        """Plan without stages in so many micro-batches: seconds, or those that are known where it is slower; infinite if there
+        is no plan."""
         options = replace(self.options, pipeline=None, microbatches=runs)
         if self._ended():
             return math.inf
         try:
-            found = best_variant(self.program, mesh, options, lambda phase: None, self.settings)
+            found = best_variant(self.program, mesh, options, lambda phase: None, replace(self.settings, below=self.seconds))
+        except SlowerError:
+            self.fared["slower without stages, by their bound"] += 1
+            return self.seconds
         except (BudgetError, ConstraintError, MeshError, SolverError) as error:
             self.refused.append(error)
             return math.inf
@@ -203,7 +212,7 @@ class PipelineSearch:
                     break
                 found = seconds(runs)
                 best = min(best, found)
-                if found > before:
+                if found > before or found == before < math.inf:
                     self.fared["left out after slower ones"] += len(side) - place - 1
                     break
                 before = found

@@ -17,7 +17,7 @@ from autopar.plan.options import AUTO, Options
 from autopar.planning.model_checks import useless_axes, without_rule
 from autopar.planning.optimize import SMALLEST, Optimized, Stop, analysed, cheaper, solution_time, solved
 from autopar.solver.deadline import NEVER, Deadline
-from autopar.solver.highs import SolverError, TimeLimitError
+from autopar.solver.highs import SlowerError, SolverError, TimeLimitError
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
 PADDED = (
@@ -37,24 +37,24 @@ def best_shape(
     """
     if len(meshes) == 1:
         return best_variant(program, meshes[0], options, stop, settings)
-    found: list[tuple[Seconds, Optimized, list[warnings.WarningMessage]]] = []
-    shapes: list[tuple[tuple[int, ...], Seconds]] = []
-    refused: list[AutoparError] = []
+    best: Optimized | None = None
+    seconds, shapes, refused = math.inf, list[str](), list[AutoparError]()
     for mesh in meshes:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
-                one = best_variant(program, mesh, options, stop, settings)
+                one = best_variant(program, mesh, options, stop, replace(settings, below=seconds))
             except (BudgetError, ConstraintError, MeshError, SolverError) as error:
                 refused.append(error)
-                shapes.append((mesh.sizes, math.inf))
+                shapes.append(f"{mesh.sizes} {'slower' if isinstance(error, SlowerError) else 'no plan'}")
                 continue
-        found.append((solution_time(one.formulated, one.solution), one, said))
-        shapes.append((mesh.sizes, found[-1][0]))
-    if not found:
+        took = solution_time(one.formulated, one.solution)
+        shapes.append(f"{mesh.sizes} {1e3 * took:.3f} ms")
+        if took < seconds:
+            best, seconds, warned = one, took, said
+    if best is None:
         raise _nearest_error(refused)
-    _, best, said = min(found, key=lambda one: one[0])
-    for warning in said:
+    for warning in warned:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     return replace(best, shapes=tuple(shapes))
 
@@ -117,6 +117,9 @@ def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop, set
             if SMALLEST not in error.details:
                 raise
             refused.append(error)
+        except SlowerError as error:  # and so are more of them, as a rule
+            unsolved = error
+            break
         except SolverError as error:  # with other numbers it may find an answer
             unsolved = error
         except (ConstraintError, MeshError):  # a part of the batch cannot be split as it must be
@@ -152,7 +155,7 @@ def _best_padded(step: TrainingStep, mesh: Mesh, options: Options, stop: Stop, s
         except TimeLimitError:
             if best is None:
                 raise
-        except (BudgetError, ConstraintError) as error:
+        except (BudgetError, ConstraintError, SlowerError) as error:
             refused.append(error)
     if best is None:
         raise _nearest_error(refused)

@@ -38,6 +38,10 @@ class TimeLimitError(SolverError):
         super().__init__(f"no plan was found in the time_limit of {deadline.seconds:g} s", fix=fix)
 
 
+class SlowerError(SolverError):
+    """Every solution takes as long as one that is known elsewhere, or longer, whatever memory there is: that is proven."""
+
+
 class Meaning(Enum):
     """What a status of HiGHS means to the search."""
 

@@ -81,6 +81,10 @@ def test_the_shapes_differ() -> None:
     asked: dict[str, Any] = {"strategy": "megatron", "device": device("ib-hdr", 4)}
     known = {sizes: autopar.plan(model, sample, mesh=sizes, **asked).step_time for sizes in ((8,), (2, 4), (4, 2))}
     assert max(known.values()) > 1.05 * min(known.values())
+    searched = autopar.plan(model, sample, mesh="auto", devices=8, **asked).searched
+    for sizes in known:
+        assert f"{sizes} slower" in searched or f"{sizes} {1e3 * known[sizes]:.3f} ms" in searched
+    assert " slower" in searched
 
 
 def test_stages_are_searched_over_every_shape() -> None:
