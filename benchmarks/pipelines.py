@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 from planning import GPT3
 
 RESULTS = Path(__file__).parent / "results" / "pipelines.txt"
+GPT13B = {"n_layer": 40, "n_embd": 5120, "n_head": 40, "n_positions": 2048}
 LLAMA70B = {
     "num_hidden_layers": 80,
     "hidden_size": 8192,
@@ -45,6 +46,7 @@ class Case:
     batch: tuple[int, int]
     mesh: Mapping[str, int]
     plans: Mapping[str, Mapping[str, Any]]
+    network: str = "ib-ndr"  # between nodes of H100s
 
 
 # Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, table 3: GPT-3 175B with tensor
@@ -83,6 +85,14 @@ CASES = {
             },
         },
     ),
+    "gpt13b": Case(
+        config="GPT2Config",
+        arguments=GPT13B,
+        batch=(256, 2048),
+        mesh={"node": 16, "gpu": 8},
+        network="ethernet-25g",
+        plans={"auto": {"pipeline": "auto", "microbatches": 16}, "none": {"microbatches": 16}},
+    ),
 }  # fmt: skip
 
 
@@ -92,16 +102,18 @@ def run(name: str, which: str) -> None:
     import transformers
 
     import autopar
+    from autopar.cost_models import catalog
 
     case = CASES[name]
     asked = dict(case.plans[which])
+    device = replace(catalog.device("h100"), outer=case.network)
     mesh = asked.pop("mesh", dict(case.mesh))
     config = getattr(transformers, case.config)(**case.arguments)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
         tokens = torch.empty(case.batch, dtype=torch.long)
     try:
-        plan = autopar.plan(model, {"input_ids": tokens, "labels": tokens}, mesh, device="h100", **asked)
+        plan = autopar.plan(model, {"input_ids": tokens, "labels": tokens}, mesh, device=device, **asked)
     except autopar.AutoparError as error:
         print(f"{name:<9} {which:<16} {str(error).splitlines()[0]}   {time.process_time():.0f} CPU s", flush=True)
         return
@@ -130,7 +142,7 @@ def main() -> int:
     lines = [head()]
     for name in options.cases or CASES:
         case = CASES[name]
-        lines.append(f"{name}: batch {case.batch}, mesh {dict(case.mesh)}, h100")
+        lines.append(f"{name}: batch {case.batch}, mesh {dict(case.mesh)}, h100 over {case.network}")
         print(lines[-1], flush=True)
         for which in case.plans:
             command = [sys.executable, __file__, name, "--plan", which]
