@@ -12,11 +12,11 @@ from torch import fx, nn
 from autopar.cost_models.cost_model import CATALOG, CostModel
 from autopar.errors import ConstraintError, MeshError
 from autopar.ir.dynamic_dims import DimSizes, Dynamic
-from autopar.ir.mesh import Bytes, Device
+from autopar.ir.mesh import AutoMesh, Bytes, Device
 from autopar.operators.checking.discover import discover_rule
 from autopar.operators.checking.register import check_rule, register_rule
 from autopar.parallelize import build
-from autopar.pipelining import build_pipeline
+from autopar.pipelining import build_pipeline, planned_by_rank_0
 from autopar.plan.declaration import read_declaration
 from autopar.plan.declaration_file import load_declaration
 from autopar.plan.options import AUTO, Options
@@ -25,7 +25,7 @@ from autopar.planning.pipeline_search import make_pipeline_plan
 from autopar.planning.planner import make_plan
 from autopar.runtime.initialize import initialize
 from autopar.runtime.launch import launch
-from autopar.runtime.process_environment import world_size
+from autopar.runtime.process_environment import started, world_size
 from autopar.verify.report import Report
 from autopar.verify.verification import verify as _verify
 
@@ -66,10 +66,11 @@ def plan(
         model: the module to plan; it is not changed.
         sample_input: the global batch: a tensor, a tuple of arguments, or a mapping of keywords.
         mesh: a tuple of sizes, a dict name -> size, an `autopar.Mesh` or a `DeviceMesh`; the last axis is the innermost. It may
-            be left out with `config` or `devices`.
+            be left out with `config` or `devices`. "auto": of `devices`, in the shape in which a step is fastest, by the nodes
+            of the device.
         config: the declaration of all this in one, a mapping or the path of a TOML, JSON or YAML file; see the page
             "One declaration". What it leaves out is searched.
-        devices: how many devices a declaration is for; by default as many as processes run.
+        devices: how many devices a declaration or mesh="auto" is for; by default as many as processes run.
         device: a catalog entry ("h100"), a profile.json, or an `autopar.Device`; by default this machine's accelerator, else
             its CPU.
         budget: bytes per device, or a text like "80GB"; by default 90% of the device's memory.
@@ -130,7 +131,7 @@ def plan(
         "offload": offload, "recompute": recompute, "dynamic": dynamic, "static": static, "assume": assume,
         "cost_model": cost_model, "pipeline": pipeline, "stages": stages, "schedule": schedule, "time_limit": time_limit,
     }  # fmt: skip
-    mesh, asked = _declared(mesh, config, devices, asked)
+    mesh, asked = declared(mesh, config, devices, asked)
     options = Options(**options_of(asked))  # type: ignore[arg-type]
     if options.pipeline is not None:
         return make_pipeline_plan(model, sample_input, mesh, options)
@@ -157,7 +158,7 @@ def parallelize(
     Args:
         model: the module to run in parallel; it is left as it is.
         sample_input: the global batch, the same on every rank: a tensor, a tuple of arguments, or a mapping of keywords.
-        mesh: as for `plan`; its size is the world's.
+        mesh: as for `plan`; its size is the world's, as is that of "auto".
         config: as for `plan`: `autopar.parallelize(model, batch, config={"parallel": {"tensor": 4}, "zero": 1})`.
         devices: as for `plan`.
         plan: a plan that was made or loaded before, for this model, sample and mesh; by default rank 0 makes one.
@@ -183,6 +184,9 @@ def parallelize(
         mesh = dict(zip(plan.axes, plan.sizes, strict=True))
     mesh, options = _declared(mesh, config, devices, options)
     asked = Options(**options_of(options))  # type: ignore[arg-type]
+    if isinstance(mesh, AutoMesh):
+        plan = plan or planned_by_rank_0(model, sample_input, mesh, asked)
+        mesh = dict(zip(plan.axes, plan.sizes, strict=True))
     if inputs not in ("whole", "sharded"):
         raise ConstraintError(f"inputs={inputs!r} is not known", fix='"whole" or "sharded"')
     if asked.pipeline is None and not (isinstance(plan, Plan) and plan.pipeline):
@@ -220,10 +224,25 @@ def verify(model: nn.Module, sample_input: object, mesh: object, *, plan: Plan |
     return _verify(model, sample_input, mesh, plan, Options(**options_of(options)))  # type: ignore[arg-type]
 
 
+def declared(
+    mesh: object, config: Mapping[str, object] | str | Path | None, devices: int | None, options: dict[str, object]
+) -> tuple[object, dict[str, object]]:
+    """The mesh that is planned for and the options, with those of a declaration.
+
+    Raises ConstraintError for what both say, and MeshError where nothing says how many devices there are.
+    """
+    found, asked = _declared(mesh, config, devices, options)
+    if isinstance(mesh, str) and found == AutoMesh(1) and devices is None and not started():
+        raise MeshError(f"mesh={AUTO!r} does not say how many devices there are", fix="devices=8, or start the processes")
+    return found, asked
+
+
 def _declared(
     mesh: object, config: Mapping[str, object] | str | Path | None, devices: int | None, options: dict[str, object]
 ) -> tuple[object, dict[str, object]]:
     """The mesh and the options, with those of a declaration. Raises ConstraintError for what both say."""
+    if isinstance(mesh, str) and mesh == AUTO:
+        config, mesh = {"mesh": AUTO, **load_declaration({} if config is None else config)}, None
     if config is None and devices is None:
         if mesh is None:
             fix = 'mesh=(2, 4), config={"parallel": {"data": 8}}, or devices=8 to search it all'
@@ -255,4 +274,4 @@ def options_of(options: Mapping[str, object]) -> dict[str, object]:
     return {"microbatches": AUTO} | found if found.get("pipeline") is not None else found
 
 
-__all__ = ["check_rule", "discover_rule", "initialize", "launch", "parallelize", "plan", "register_rule", "verify"]
+__all__ = ["check_rule", "declared", "discover_rule", "initialize", "launch", "parallelize", "plan", "register_rule", "verify"]

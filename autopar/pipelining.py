@@ -18,7 +18,7 @@ from autopar.codegen import ModuleState, OutputLayout, ParallelModule, emit
 from autopar.codegen.pipeline_module import PipelineModule, PipelineParts, StageModule
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout, local_shape
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import AutoMesh, Mesh
 from autopar.ir.program import Value
 from autopar.parallelize import build, quiet, steps_of, tensors_of
 from autopar.passes.no_dropout import switched
@@ -28,8 +28,8 @@ from autopar.plan.pipeline import Pipeline
 from autopar.plan.plan import Plan
 from autopar.plan.stages import ResolvedPipeline, loss_of, read_pipeline
 from autopar.planning.optimize import sharded
-from autopar.planning.pipeline_search import plan_pipeline
-from autopar.planning.planner import connected_mesh, read_program
+from autopar.planning.pipeline_search import make_pipeline_plan, plan_pipeline
+from autopar.planning.planner import connected_mesh, make_plan, read_program
 from autopar.runtime.pipeline import CrossingPart, PipelineRank
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.rank_consistency import check_program, from_rank_0
@@ -42,22 +42,25 @@ def build_pipeline(
 ) -> PipelineModule | ParallelModule:
     """See `autopar.parallelize`; where it is open whether there are stages, rank 0 plans before anything is built."""
     if options.pipeline == AUTO:
-        plan = plan or _planned(model, sample_input, mesh, options)
+        plan = plan or planned_by_rank_0(model, sample_input, mesh, options)
         options = replace(options, pipeline=plan.pipeline.axis if plan.pipeline else None, microbatches=plan.microbatches)
         if plan.pipeline is None:
             return build(model, sample_input, mesh, plan, options)
     return _built(model, sample_input, mesh, plan, options)
 
 
-def _planned(model: nn.Module, sample_input: object, mesh: object, options: Options) -> Plan:
-    """What rank 0 plans, on every rank."""
-    device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
-    priced = connected_mesh(mesh, options)
-    context = connect(replace(priced, links=(), device=None), device_mesh=device_mesh)
+def planned_by_rank_0(model: nn.Module, sample_input: object, mesh: object, options: Options) -> Plan:
+    """What rank 0 plans, on every rank, before anything is built."""
+    if isinstance(mesh, AutoMesh):
+        context = connect(Mesh.of((mesh.devices,)))
+    else:
+        device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
+        context = connect(replace(connected_mesh(mesh, options), links=(), device=None), device_mesh=device_mesh)
 
     def text() -> str:
-        captured = read_program(model, sample_input, options.precision, options.reduce, assumptions=options.assumptions)
-        return plan_pipeline(captured.program, priced, options).to_json()
+        if options.pipeline is None:
+            return make_plan(model, sample_input, mesh, options).plan.to_json()
+        return make_pipeline_plan(model, sample_input, mesh, options).to_json()
 
     return Plan.from_json(from_rank_0(text, context))
 

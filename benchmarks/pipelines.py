@@ -3,6 +3,7 @@
     python benchmarks/pipelines.py                      every case, each plan in a process of its own
     python benchmarks/pipelines.py gpt3                 one case
     python benchmarks/pipelines.py gpt3 --plan auto     one plan
+    python benchmarks/pipelines.py --save               every case, and the table of the results
 
 All are priced alike. Weights are bfloat16 on meta; CPU seconds count all threads of the process, from its start. A published
 configuration is the named strategy "megatron" on the axes that it has, or the best layouts ("free") there.
@@ -11,15 +12,20 @@ configuration is the named strategy "megatron" on the axes that it has, or the b
 from __future__ import annotations
 
 import argparse
+import platform
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from planning import GPT3
 
+RESULTS = Path(__file__).parent / "results" / "pipelines.txt"
+GPT13B = {"n_layer": 40, "n_embd": 5120, "n_head": 40, "n_positions": 2048}
 LLAMA70B = {
     "num_hidden_layers": 80,
     "hidden_size": 8192,
@@ -40,6 +46,7 @@ class Case:
     batch: tuple[int, int]
     mesh: Mapping[str, int]
     plans: Mapping[str, Mapping[str, Any]]
+    network: str = "ib-ndr"  # between nodes of H100s
 
 
 # Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, table 3: GPT-3 175B with tensor
@@ -53,7 +60,7 @@ CASES = {
         mesh={"node": 128, "gpu": 8},
         plans={
             "auto": {"pipeline": "auto"},
-            "none": {"microbatches": 8},
+            "none": {"microbatches": "auto"},
             "published": {
                 "mesh": {"pp": 8, "dp": 16, "tp": 8}, "pipeline": "pp", "stages": 24, "schedule": "interleaved",
                 "microbatches": 64, "strategy": "megatron",
@@ -71,12 +78,20 @@ CASES = {
         mesh={"node": 64, "gpu": 8},
         plans={
             "auto": {"pipeline": "auto"},
-            "none": {"microbatches": 8},
+            "none": {"microbatches": "auto"},
             "published": {
                 "mesh": {"pp": 4, "dp": 32, "tp": 4}, "pipeline": "pp", "stages": 20, "schedule": "interleaved",
                 "microbatches": 16, "strategy": "megatron",
             },
         },
+    ),
+    "gpt13b": Case(
+        config="GPT2Config",
+        arguments=GPT13B,
+        batch=(256, 2048),
+        mesh={"node": 16, "gpu": 8},
+        network="ethernet-25g",
+        plans={"auto": {"pipeline": "auto", "microbatches": 16}, "none": {"microbatches": 16}},
     ),
 }  # fmt: skip
 
@@ -87,16 +102,18 @@ def run(name: str, which: str) -> None:
     import transformers
 
     import autopar
+    from autopar.cost_models import catalog
 
     case = CASES[name]
     asked = dict(case.plans[which])
+    device = replace(catalog.device("h100"), outer=case.network)
     mesh = asked.pop("mesh", dict(case.mesh))
     config = getattr(transformers, case.config)(**case.arguments)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
         tokens = torch.empty(case.batch, dtype=torch.long)
     try:
-        plan = autopar.plan(model, {"input_ids": tokens, "labels": tokens}, mesh, device="h100", **asked)
+        plan = autopar.plan(model, {"input_ids": tokens, "labels": tokens}, mesh, device=device, **asked)
     except autopar.AutoparError as error:
         print(f"{name:<9} {which:<16} {str(error).splitlines()[0]}   {time.process_time():.0f} CPU s", flush=True)
         return
@@ -115,18 +132,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; default: all")
     parser.add_argument("--plan", metavar="PLAN", help="make one plan of one case in this process")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.parent.name}/{RESULTS.name}, a line as it comes")
     options = parser.parse_args()
     if unknown := [name for name in options.cases if name not in CASES]:
         parser.error(f"no case is called {', '.join(unknown)}; there are {', '.join(CASES)}")
     if options.plan:
         run(options.cases[0], options.plan)
         return 0
+    lines = [head()]
     for name in options.cases or CASES:
         case = CASES[name]
-        print(f"{name}: batch {case.batch}, mesh {dict(case.mesh)}, h100", flush=True)
+        lines.append(f"{name}: batch {case.batch}, mesh {dict(case.mesh)}, h100 over {case.network}")
+        print(lines[-1], flush=True)
         for which in case.plans:
-            subprocess.run([sys.executable, __file__, name, "--plan", which], check=True)
+            command = [sys.executable, __file__, name, "--plan", which]
+            lines.append(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.rstrip())
+            print(lines[-1], flush=True)
+            if options.save:
+                RESULTS.write_text("\n".join(lines) + "\n")
     return 0
+
+
+def head() -> str:
+    """When and with what the plans were made."""
+    import highspy
+    import torch
+    import transformers
+
+    libraries = f"torch {torch.__version__}, transformers {transformers.__version__}, highspy {highspy.Highs().version()}"  # type: ignore[no-untyped-call]
+    return f"{datetime.now(tz=UTC):%Y-%m-%d}, Python {platform.python_version()}, {libraries}"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
     python -m autopar.explain train.py:build --mesh 2,4 --why "*.mlp.c_fc" --why-not "*.mlp.c_fc.weight=*, S(0)"
     python -m autopar.explain train.py:build --mesh 2,4 --trace step.json
     python -m autopar.explain train.py:build --mesh pp=4,dp=2 --pipeline pp --schedule 1f1b --microbatches 16
+    python -m autopar.explain train.py:build --mesh auto --devices 64 --device h100
     python -m autopar.explain train.py:build --devices 8..1024 --device h100 --within 2s
     python -m autopar.explain --diff a.json b.json
     python -m autopar.explain --check baselines/
@@ -46,8 +47,9 @@ from autopar.explain.output import CommandOutput, of_difference, of_model, of_pl
 from autopar.explain.progress import progress
 from autopar.explain.scaling import scaling
 from autopar.explain.staged import StagedExplanation, trace_of
+from autopar.ir.mesh import AutoMesh
 from autopar.passes.precision import PRECISIONS
-from autopar.plan.options import Options
+from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import literal_part, plain
 from autopar.planning.planner import read_program
@@ -102,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m autopar.explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("target", metavar="TARGET", nargs="?", help=HOW)
-    parser.add_argument("--mesh", help="sizes of the mesh axes, the last one innermost: 2,4 or dp=2,tp=4")
+    parser.add_argument("--mesh", help="sizes of the axes, the last one innermost: 2,4 or dp=2,tp=4; or auto")
     parser.add_argument("--device", help="a device of the catalog, such as h100; by default that of this machine")
     parser.add_argument("--budget", help="memory per device, such as 24GiB; by default 90%% of the device")
     parser.add_argument("--strategy", help=", ".join(STRATEGIES))
@@ -142,7 +144,10 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("--budget-sweep", action="store_true", help="the step time within smaller and smaller budgets")
     far = "what this plan loses if links or kernels are 20%% faster or slower than their prices say"
     ask.add_argument("--sensitivity", action="store_true", help=far)
-    more = "the step on each of these numbers of devices, instead of on a mesh: 8..1024, doubled from the first on, or 8,12,16"
+    more = (
+        "the step on each of these numbers of devices, instead of on a mesh: 8..1024, doubled from the first on, or 8,12,16; "
+        "with --mesh auto the shape of the mesh is searched, and a single number is answered like a mesh"
+    )
     ask.add_argument("--devices", metavar="FIRST..LAST", help=more)
     ask.add_argument("--within", metavar="TIME", help="with --devices: the fewest that take a step in that time: 2s, 150ms")
     hour = "with --devices: what a device costs for an hour; prints the price of a million tokens or samples"
@@ -159,7 +164,7 @@ def _answer(options: argparse.Namespace) -> CommandOutput:
         return of_difference(difference(*map(_loaded, options.diff)))
     if not options.target:
         raise UsageError("no TARGET given", fix=f"TARGET: {HOW}")
-    if options.devices is not None:
+    if options.devices is not None and not _open_mesh(options):
         return _scaled(options)
     _refuse(options, ("within", "price"), "no numbers of devices", "only with --devices")
     if options.target.endswith(".json"):
@@ -180,7 +185,8 @@ def _answer(options: argparse.Namespace) -> CommandOutput:
 
 def _scaled(options: argparse.Namespace) -> CommandOutput:
     """The plans of a model on several numbers of devices."""
-    alone = "mesh", "constraint", "dynamic", "diff", "save", *MODEL
+    shapes = options.mesh == AUTO
+    alone = *(() if shapes else ("mesh",)), "constraint", "dynamic", "diff", "save", *MODEL
     _refuse(options, alone, "--devices plans for several meshes")
     if options.target.endswith(".json"):
         raise UsageError(f"{options.target} is a saved plan: --devices plans a model", fix=HOW)
@@ -191,7 +197,17 @@ def _scaled(options: argparse.Namespace) -> CommandOutput:
         model, sample = built(options.target)
         asked = _options(options)
         program = read_program(model, sample, asked.precision, asked.reduce, assumptions=asked.assumptions).program
-    return of_scaling(scaling(program, counts, asked), within, options.price)
+    return of_scaling(scaling(program, counts, asked, shapes=shapes), within, options.price)
+
+
+def _open_mesh(options: argparse.Namespace) -> AutoMesh | None:
+    """The devices whose mesh is searched for one plan: one number of them, which nothing is asked of that needs several."""
+    if options.mesh != AUTO:
+        return None
+    if options.devices is None:
+        raise UsageError("--mesh auto does not say how many devices there are", fix="--mesh auto --devices 64")
+    counts = parse_devices(options.devices)
+    return AutoMesh(counts[0]) if len(counts) == 1 and options.within is None and options.price is None else None
 
 
 def _refuse(
@@ -254,7 +270,8 @@ def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> Explan
     """The model that the command line names, planned as it asks."""
     if not options.mesh:
         raise UsageError("no mesh given", fix="--mesh 2,4 or --mesh dp=2,tp=4")
-    mesh, asked = parse_mesh(options.mesh), _options(options)
+    mesh = _open_mesh(options) or parse_mesh(options.mesh)
+    asked = _options(options)
     model, sample = built(options.target)
     tell("capturing the model")
     return explained(model, sample, mesh, asked, lambda phase: tell(NEXT.get(phase, phase)))

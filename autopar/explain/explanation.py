@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torch import nn
 
-from autopar.api import options_of
+from autopar.api import declared, options_of
 from autopar.explain.code import code
 from autopar.explain.comparison import Compared, compare, comparison
 from autopar.explain.report import report
@@ -17,13 +18,13 @@ from autopar.explain.staged import StagedExplanation
 from autopar.explain.why import Why, why
 from autopar.explain.whynot import WhyNot, why_not
 from autopar.formulation.read_solution import assignment
-from autopar.plan.options import Options
+from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import ResolvedPlan
 from autopar.plan.text import Part, plain
 from autopar.planning.optimize import Stop
 from autopar.planning.pipeline_search import search_pipeline
-from autopar.planning.planner import Planned, connected_mesh, make_plan, read_program
+from autopar.planning.planner import Planned, connected_meshes, make_plan, read_program
 from autopar.simulator.instructions import simulated
 from autopar.simulator.timeline import Timeline
 from autopar.simulator.trace import trace
@@ -96,8 +97,17 @@ class Explanation:
         return plain(self.parts())
 
 
-def explain(model: nn.Module, sample_input: object, mesh: object, **options: object) -> Explanation | StagedExplanation:
+def explain(
+    model: nn.Module,
+    sample_input: object,
+    mesh: object = None,
+    *,
+    config: Mapping[str, object] | str | Path | None = None,
+    devices: int | None = None,
+    **options: object,
+) -> Explanation | StagedExplanation:
     """Plan a model and explain the plan; arguments and errors are those of `autopar.plan`."""
+    mesh, options = declared(mesh, config, devices, options)
     return explained(model, sample_input, mesh, Options(**options_of(options)))  # type: ignore[arg-type]
 
 
@@ -109,8 +119,8 @@ def explained(
         return Explanation(planned=make_plan(model, sample_input, mesh, options, stop), options=options)
     captured = read_program(model, sample_input, options.precision, options.reduce, assumptions=options.assumptions)
     stop("capture")
-    priced = connected_mesh(mesh, options)
-    search = search_pipeline(captured.program, priced, options)
+    meshes = connected_meshes(mesh, options, captured.program)
+    search = search_pipeline(captured.program, meshes, options)
     plan, without = search.plan(), search.without
     stop("solve")
     if without is not None:
@@ -121,4 +131,6 @@ def explained(
     assert search.found is not None, "a plan that was made has stages or none"
     made, planner, _ = search.found
     solved = tuple(map(planner.named, made.stages))
-    return StagedExplanation(plan=plan, program=captured.program, mesh=priced, options=options, solved=solved)
+    whole = made.mesh.joined if options.pipeline == AUTO else made.mesh
+    uncut = next(one for one in meshes if (one.axes, one.sizes) == (whole.axes, whole.sizes))
+    return StagedExplanation(plan=plan, program=captured.program, mesh=uncut, options=options, solved=solved)

@@ -1,7 +1,7 @@
 """How a model scales: the fastest plan for each of several numbers of devices, and the fewest that take a step in time.
 
 Every number of devices trains the same global batch, the sample's (strong scaling). The devices of a node are one mesh axis,
-nodes another one outside of it: 64 devices in nodes of 8 are planned on (8, 8).
+nodes another one outside of it: 64 devices in nodes of 8 are planned on (8, 8), or in the fastest shape.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass
 
 from autopar.cost_models import catalog
 from autopar.errors import AutoparError, BudgetError
-from autopar.ir.mesh import Bytes, Seconds
+from autopar.ir.mesh import AutoMesh, Bytes, Seconds
 from autopar.ir.program import Program
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import Part, milliseconds, size_text
 from autopar.planning.optimize import SMALLEST
-from autopar.planning.pipeline_search import plan_pipeline
-from autopar.planning.planner import connected_mesh, plan_program
+from autopar.planning.pipeline_search import plan_on
+from autopar.planning.planner import connected_meshes
 
 HOUR: Seconds = 3600.0
 COLUMNS = ("devices", 9), ("mesh", 10), ("step ms", 12), ("speed-up", 10), ("efficiency", 12), ("MFU", 8), ("memory", 12)
@@ -50,14 +50,18 @@ def node_mesh(devices: int, per_node: int) -> tuple[int, ...]:
     return (devices // per_node, per_node) if devices > per_node and devices % per_node == 0 else (devices,)
 
 
-def scaling(program: Program, counts: Iterable[int], options: Options) -> Iterator[ScalingStep]:
-    """The fastest plan of a captured program on each number of devices; each is planned when it is asked for."""
+def scaling(program: Program, counts: Iterable[int], options: Options, *, shapes: bool = False) -> Iterator[ScalingStep]:
+    """The fastest plan of a captured program on each number of devices; each is planned when it is asked for.
+
+    With `shapes` those of the mesh are searched too (`autopar.planning.mesh_shapes`).
+    """
     per_node = catalog.device(options.device, processes=1).per_node
     for devices in counts:
         sizes = node_mesh(devices, per_node)
         try:
-            mesh = connected_mesh(sizes, options)
-            plan = (plan_pipeline if options.pipeline else plan_program)(program, mesh, options)
+            meshes = connected_meshes(AutoMesh(devices) if shapes else sizes, options, program)
+            plan = plan_on(program, meshes, options)
+            sizes = plan.sizes if shapes else sizes
         except BudgetError as error:
             least = error.details.get(SMALLEST)
             needs = f": needs {size_text(float(least.removeprefix('budget=')))} per device" if least else ""

@@ -58,6 +58,11 @@ class BudgetLoop:
         """Whether a limit has bound: whether what is cheapest without one holds too much."""
         return bool(self._rows)
 
+    @property
+    def bound(self) -> float:
+        """Seconds that every solution takes, within any limit."""
+        return self._solver.bound
+
     def within(self, limit: Bytes, *, cutoff: float = math.inf) -> Solution | None:
         """The cheapest solution whose walk stays within `limit` bytes per device; None if there is none below `cutoff` seconds.
 

@@ -116,6 +116,13 @@ def cpu_named(device: str) -> bool:
     return re.match(r"cpu\b", device) is not None
 
 
+@dataclass(frozen=True, slots=True)
+class AutoMesh:
+    """So many devices as the axes on which a step is fastest, which are searched (`autopar.planning.mesh_shapes`)."""
+
+    devices: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
     """Named axes, outermost first; the last axis is the innermost: its devices stand next to each other.

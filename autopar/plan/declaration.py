@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.errors import ConstraintError, MeshError
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import AutoMesh, Mesh
 from autopar.plan.options import AUTO
 from autopar.search_space.schemes import MODES, mode_axes
 
 KEYS: Mapping[str, tuple[type, ...]] = {
-    "parallel": (Mapping,), "zero": (int, str), "offload": (bool, str), "precision": (str,), "reduce": (str,),
+    "mesh": (str,), "parallel": (Mapping,), "zero": (int, str), "offload": (bool, str), "precision": (str,), "reduce": (str,),
     "gradient_accumulation": (int, str), "devices": (int,), "device": (str,), "budget": (int, str), "optimizer": (str,),
     "constraints": (Mapping,), "outputs": (str,), "strict": (bool,), "recompute": (str,), "dynamic": (Mapping,),
     "static": (list, tuple), "assume": (Mapping,), "time_limit": (int, float),
@@ -28,7 +28,7 @@ KEYS: Mapping[str, tuple[type, ...]] = {
 PARALLEL: Mapping[str, tuple[type, ...]] = {"data": (int, str), "pipeline": (int, str, Mapping), "tensor": (int, str, Mapping)}
 PIPELINE: Mapping[str, tuple[type, ...]] = {"size": (int, str), "stages": (int, str, list, tuple), "schedule": (str,)}
 TENSOR: Mapping[str, tuple[type, ...]] = {"size": (int,), "mode": (str,), "depth": (int,)}
-PASSED = tuple(key for key in KEYS if key not in ("parallel", "zero", "offload", "gradient_accumulation", "devices"))
+PASSED = tuple(key for key in KEYS if key not in ("mesh", "parallel", "zero", "offload", "gradient_accumulation", "devices"))
 WORDS = {int: "a number", float: "a number", str: "text", bool: "true or false", Mapping: "a table", list: "a list"}
 ZERO: Mapping[int | str, object] = {AUTO: "", 0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
 OFFLOAD: Mapping[int | str, object] = {AUTO: True, True: True, False: False}
@@ -40,7 +40,7 @@ NOUNS = {"2d": "a square", "2.5d": "depth x a square", "3d": "a cube"}
 class Declaration:
     """A declaration in the words of `autopar.plan`: the mesh, unless only options were declared, and options by name."""
 
-    mesh: Mesh | None
+    mesh: Mesh | AutoMesh | None
     options: Mapping[str, object]
 
 
@@ -58,12 +58,15 @@ def read_declaration(config: Mapping[str, object], world: int, *, own_mesh: bool
     if "gradient_accumulation" in config:
         options["microbatches"] = _count("gradient_accumulation", config["gradient_accumulation"])
     if own_mesh:
-        if said := sorted({"parallel", "zero", "devices"} & config.keys()):
+        if said := sorted({"mesh", "parallel", "zero", "devices"} & config.keys()):
             what = f"mesh= and the declaration's {said[0]!r} both say how the devices are used"
             raise ConstraintError(what, fix="leave mesh= out, or the key")
         return Declaration(mesh=None, options=options)
     parallel = _table("parallel", config.get("parallel", {}))
     _check("parallel", parallel, PARALLEL)
+    if "mesh" in config:
+        named = {"strategy": zero} if zero else {}
+        return Declaration(mesh=_open_mesh(config["mesh"], parallel, world), options=options | _stages_of(parallel) | named)
     pipeline, staged = _pipeline(parallel.get("pipeline", 1), world)
     data = _count("parallel.data", parallel.get("data", AUTO))
     sizes, strategy = _axes(
@@ -74,6 +77,27 @@ def read_declaration(config: Mapping[str, object], world: int, *, own_mesh: bool
         what = "pipeline='auto' cuts the axis of data, and tensor takes all devices"
         raise MeshError(what, fix="pipeline= a number, or a smaller size of tensor")
     return Declaration(mesh=Mesh.of(axes), options=options | staged | ({"strategy": strategy} if strategy != AUTO else {}))
+
+
+def _open_mesh(said: object, parallel: Mapping[str, object], world: int) -> AutoMesh:
+    """The mesh whose shape is searched. Raises ConstraintError for another word, and for sizes beside it."""
+    if said != AUTO:
+        what = f"mesh is {said!r} in the declaration"
+        raise ConstraintError(what, fix=f'{AUTO!r}, which searches its shape; sizes are those of parallel: {{"tensor": 4}}')
+    if sizes := [key for key in ("data", "tensor") if parallel.get(key, AUTO) != AUTO]:
+        what = f"mesh={AUTO!r} searches the sizes of all axes, and parallel.{sizes[0]} is given"
+        raise ConstraintError(what, fix=f"leave mesh={AUTO!r} out, or the key")
+    return AutoMesh(world)
+
+
+def _stages_of(parallel: Mapping[str, object]) -> dict[str, object]:
+    """The options of the stages on a mesh whose shape is searched."""
+    said = parallel.get("pipeline", 1)
+    table = said if isinstance(said, Mapping) else {"size": said}
+    if table.get("size") not in (1, AUTO):
+        what = f"mesh={AUTO!r} searches the sizes of all axes, and that of parallel.pipeline is {table.get('size')!r}"
+        raise ConstraintError(what, fix=f"pipeline={AUTO!r}, or leave mesh={AUTO!r} out")
+    return _pipeline(said, 1)[1]
 
 
 def _pipeline(said: object, world: int) -> tuple[int, dict[str, object]]:

@@ -28,7 +28,7 @@ from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.plan.text import size_text
 from autopar.search_space.strategies import constrained, constraints_of
-from autopar.solver.highs import TimeLimitError
+from autopar.solver.highs import SlowerError, TimeLimitError
 from autopar.solver.problem import Solution
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
@@ -42,7 +42,8 @@ Stop = Callable[[str], None]  # called with the name of each phase when it ends
 class Optimized:
     """A planning problem with its solution; `memory_model` holds the problem and the memory of its solutions.
 
-    The problem is that of a `strategy`, which may be another than was asked for; `stopped`: the deadline ended the search.
+    The problem is that of a `strategy`, which may be another than was asked for; `stopped`: the deadline ended the search;
+    `shapes`: the sizes of each mesh that was tried, and how it fared.
     """
 
     memory_model: MemoryModel
@@ -50,6 +51,7 @@ class Optimized:
     optimizer: Optimizer
     strategy: str = AUTO
     stopped: bool = False
+    shapes: tuple[str, ...] = ()
 
     @property
     def formulated(self) -> PlanningProblem:
@@ -74,7 +76,7 @@ def solved(
 
     Raises ConstraintError, MeshError or BudgetError if there is none, SolverError where a limit of the settings leaves no
     answer, and TimeLimitError where the deadline does: then the best that is known counts, or else the best named strategy
-    that is solved by the deadline.
+    that is solved by the deadline. Raises SlowerError if no solution is faster than the settings ask for.
     """
     optimizer, limit = optimizers.optimizer(options.optimizer), parse_bytes(options.budget, mesh)
     memory_model = _formulated(analysis, mesh, optimizer, options)
@@ -82,6 +84,8 @@ def solved(
     deadline = settings.deadline.earlier(settings.named_share if options.strategy == AUTO else 0.0)
     loop = BudgetLoop(memory_model.formulated, memory_model, replace(settings, deadline=deadline))
     try:
+        if settings.below < math.inf and loop.bound >= settings.below:
+            raise SlowerError("no plan is faster than one that is known")
         solution = loop.within(limit)
     except TimeLimitError as error:
         best = (

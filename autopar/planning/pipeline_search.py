@@ -37,18 +37,18 @@ from autopar.pipeline.schedule import PipelineSchedule
 from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps, loss_of
+from autopar.planning.mesh_shapes import LARGE
 from autopar.planning.optimize import Optimized, solution_time
 from autopar.planning.pipeline_plan import StagedStep, staged, written
 from autopar.planning.pipeline_space import PipelineAxis, ScheduledStages, cut_mesh, forms, products_floor
 from autopar.planning.pipeline_stages import StageCuts, without_axis
-from autopar.planning.plan_search import PADDED, best_variant, limited
-from autopar.planning.planner import connected_mesh, read_program, to_plan
+from autopar.planning.plan_search import PADDED, best_shape, best_variant, limited
+from autopar.planning.planner import connected_meshes, read_program, to_plan
 from autopar.planning.schedule_file import is_file, read_schedule
 from autopar.planning.stage_plans import StagePlanner
-from autopar.solver.highs import SolverError, TimeLimitError
+from autopar.solver.highs import SlowerError, SolverError, TimeLimitError
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
-LARGE = 1000  # ops of a program that is not searched to the end
 FULL = 2  # micro-batches for each rank from which the search of such a program goes up and down
 REFINED = 2  # pairs of ranks and micro-batches of such a program for which all schedules are tried
 
@@ -57,7 +57,14 @@ def make_pipeline_plan(model: nn.Module, sample_input: object, mesh: object, opt
     """Capture a model and plan it in stages; see `autopar.plan`."""
     settings = limited(DEFAULTS, options)
     captured = read_program(model, sample_input, options.precision, options.reduce, assumptions=options.assumptions)
-    return plan_pipeline(captured.program, connected_mesh(mesh, options), options, settings)
+    return search_pipeline(captured.program, connected_meshes(mesh, options, captured.program), options, settings).plan()
+
+
+def plan_on(program: Program, meshes: Sequence[Mesh], options: Options) -> Plan:
+    """The fastest plan of a captured program on any of some meshes, with stages if they are asked for."""
+    if options.pipeline is not None:
+        return search_pipeline(program, meshes, options).plan()
+    return to_plan(best_shape(program, meshes, options, lambda phase: None), options)
 
 
 def plan_pipeline(program: Program, mesh: Mesh, options: Options, settings: SearchSettings = DEFAULTS) -> Plan:
@@ -65,21 +72,24 @@ def plan_pipeline(program: Program, mesh: Mesh, options: Options, settings: Sear
 
     Raises what planning raises, and ConstraintError or MeshError for stages, a schedule or an axis that there are not.
     """
-    return search_pipeline(program, mesh, options, settings).plan()
+    return search_pipeline(program, (mesh,), options, settings).plan()
 
 
-def search_pipeline(program: Program, mesh: Mesh, options: Options, settings: SearchSettings = DEFAULTS) -> PipelineSearch:
-    """The search, run to its end, by which `plan_pipeline` plans."""
+def search_pipeline(
+    program: Program, meshes: Sequence[Mesh], options: Options, settings: SearchSettings = DEFAULTS
+) -> PipelineSearch:
+    """The search over one mesh, or several shapes of one, run to its end."""
     _check(options)
     search = PipelineSearch(program, options, limited(settings, options))
-    if options.pipeline == AUTO:
-        search.whole(mesh)
-        search.cuts(mesh)
-    else:
-        assert options.pipeline is not None, "a pipeline is asked for"
-        _pipelined(program)
-        search.over(mesh, options.pipeline)
+    for mesh in meshes:
+        if options.pipeline == AUTO:
+            search.both(mesh)
+        else:
+            assert options.pipeline is not None, "a pipeline is asked for"
+            _pipelined(program)
+            search.over(mesh, options.pipeline)
     search.refine()
+    search.fared["shapes of the mesh"] += len(meshes) if len(meshes) > 1 else 0
     return search
 
 
@@ -127,6 +137,12 @@ class PipelineSearch:
         self._parts: dict[int, TrainingStep] = {}
         self._swept: list[tuple[Seconds, PipelineAxis, int]] = []  # of a large program: what 1f1b takes
 
+    def both(self, mesh: Mesh) -> None:
+        """Plan without stages and with them; in a large program with them first, for most plans without are proven slower by
+        their relaxation then, which is soon solved."""
+        for search in (self.cuts, self.whole) if self.large else (self.whole, self.cuts):
+            search(mesh)
+
     def whole(self, mesh: Mesh) -> None:
         """Plan without stages; in a large program from a micro-batch of a sample for each part of the outermost axis on."""
         if self.large and self.options.microbatches == AUTO:
@@ -136,12 +152,16 @@ class PipelineSearch:
             self._whole(mesh, self.options.microbatches)
 
     def _whole(self, mesh: Mesh, runs: int | str) -> Seconds:
-        """Plan without stages in so many micro-batches; infinite if there is no plan."""
+        """Plan without stages in so many micro-batches: seconds, or those that are known where it is slower; infinite if there
+        is no plan."""
         options = replace(self.options, pipeline=None, microbatches=runs)
         if self._ended():
             return math.inf
         try:
-            found = best_variant(self.program, mesh, options, lambda phase: None, self.settings)
+            found = best_variant(self.program, mesh, options, lambda phase: None, replace(self.settings, below=self.seconds))
+        except SlowerError:
+            self.fared["slower without stages, by their bound"] += 1
+            return self.seconds
         except (BudgetError, ConstraintError, MeshError, SolverError) as error:
             self.refused.append(error)
             return math.inf
@@ -183,17 +203,19 @@ class PipelineSearch:
         return self._climb(numbers, FULL * over.ranks, lambda runs: self._number(over, runs, floor))
 
     def _climb(self, numbers: Sequence[int], near: float, seconds: Callable[[int], Seconds]) -> Seconds:
-        """The best time over numbers of micro-batches, each about twice the last: from one on, up and down, until one is
-        slower."""
+        """The best time over numbers of micro-batches, each about twice the last: from one on, up and down, until one is slower
+        or, downwards, does not fit: fewer hold more."""
         doubled = list(_doubled(numbers))
         start = min(range(len(doubled)), key=lambda place: abs(math.log(doubled[place] / near)))
         best = first = seconds(doubled[start])
-        for side in (doubled[start + 1 :], doubled[:start][::-1]):
+        for side, fewer in ((doubled[start + 1 :], False), (doubled[:start][::-1], True)):
             before = first
             for place, runs in enumerate(side):
+                if fewer and before == math.inf and self.refused and isinstance(self.refused[-1], BudgetError):
+                    break
                 found = seconds(runs)
                 best = min(best, found)
-                if found > before:
+                if found > before or found == before < math.inf:
                     self.fared["left out after slower ones"] += len(side) - place - 1
                     break
                 before = found
@@ -279,7 +301,7 @@ class PipelineSearch:
     def plan(self) -> Plan:
         """The plan of the best that was found. Raises the error of what is nearest to one, if nothing was."""
         fared = f"{self.fared.pop('planned', 0)} pipelines planned"
-        searched = "; ".join([fared, *(f"{count} {how}" for how, count in self.fared.items())])
+        searched = "; ".join([fared, *(f"{count} {how}" for how, count in self.fared.items() if count)])
         if self.settings.deadline.passed:
             searched += f"; until the time_limit of {self.settings.deadline.seconds:g} s"
         if self.without is not None:
@@ -317,4 +339,4 @@ def _doubled(numbers: Iterable[int]) -> Iterator[int]:
             last = number
 
 
-__all__ = ["PipelineSearch", "make_pipeline_plan", "plan_pipeline", "search_pipeline"]
+__all__ = ["PipelineSearch", "make_pipeline_plan", "plan_on", "plan_pipeline", "search_pipeline"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -14,9 +15,9 @@ from autopar.passes.microbatches import counts, microbatches
 from autopar.passes.padding import padded, rooms
 from autopar.plan.options import AUTO, Options
 from autopar.planning.model_checks import useless_axes, without_rule
-from autopar.planning.optimize import SMALLEST, Optimized, Stop, analysed, cheaper, solved
+from autopar.planning.optimize import SMALLEST, Optimized, Stop, analysed, cheaper, solution_time, solved
 from autopar.solver.deadline import NEVER, Deadline
-from autopar.solver.highs import SolverError, TimeLimitError
+from autopar.solver.highs import SlowerError, SolverError, TimeLimitError
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
 PADDED = (
@@ -25,6 +26,37 @@ PADDED = (
     "fsdp+tp",
     "hsdp+tp",
 )  # the strategies that try to pad dims: the others split the batch, and parameters as they are
+
+
+def best_shape(
+    program: Program, meshes: Sequence[Mesh], options: Options, stop: Stop, settings: SearchSettings = DEFAULTS
+) -> Optimized:
+    """The best solution on any of some meshes; of those that are as fast, on the first.
+
+    Raises what `best_variant` raises where no mesh has a solution: what is nearest to one, or the first error.
+    """
+    if len(meshes) == 1:
+        return best_variant(program, meshes[0], options, stop, settings)
+    best: Optimized | None = None
+    seconds, shapes, refused = math.inf, list[str](), list[AutoparError]()
+    for mesh in meshes:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                one = best_variant(program, mesh, options, stop, replace(settings, below=seconds))
+            except (BudgetError, ConstraintError, MeshError, SolverError) as error:
+                refused.append(error)
+                shapes.append(f"{mesh.sizes} {'slower' if isinstance(error, SlowerError) else 'no plan'}")
+                continue
+        took = solution_time(one.formulated, one.solution)
+        shapes.append(f"{mesh.sizes} {1e3 * took:.3f} ms")
+        if took < seconds:
+            best, seconds, warned = one, took, said
+    if best is None:
+        raise _nearest_error(refused)
+    for warning in warned:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return replace(best, shapes=tuple(shapes))
 
 
 def best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings = DEFAULTS) -> Optimized:
@@ -85,6 +117,9 @@ def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop, set
             if SMALLEST not in error.details:
                 raise
             refused.append(error)
+        except SlowerError as error:  # and so are more of them, as a rule
+            unsolved = error
+            break
         except SolverError as error:  # with other numbers it may find an answer
             unsolved = error
         except (ConstraintError, MeshError):  # a part of the batch cannot be split as it must be
@@ -120,11 +155,10 @@ def _best_padded(step: TrainingStep, mesh: Mesh, options: Options, stop: Stop, s
         except TimeLimitError:
             if best is None:
                 raise
-        except (BudgetError, ConstraintError) as error:
+        except (BudgetError, ConstraintError, SlowerError) as error:
             refused.append(error)
     if best is None:
-        short = [error for error in refused if isinstance(error, BudgetError) and SMALLEST in error.details]
-        raise _nearest(short) if short else refused[0]
+        raise _nearest_error(refused)
     return best
 
 
@@ -153,9 +187,15 @@ def _spent(best: Optimized, wide: Program) -> Seconds:
     return sum(computed) + sum(sent)
 
 
+def _nearest_error(refused: Sequence[AutoparError]) -> AutoparError:
+    """The error of what is nearest to a plan: of what fits into the smallest budget, or the first."""
+    short = [error for error in refused if isinstance(error, BudgetError) and SMALLEST in error.details]
+    return _nearest(short) if short else refused[0]
+
+
 def _nearest(refused: Sequence[BudgetError]) -> BudgetError:
     """The one that asks for the smallest budget."""
     return min(refused, key=lambda error: int(error.details[SMALLEST].removeprefix("budget=")))
 
 
-__all__ = ["best_variant", "limited"]
+__all__ = ["best_shape", "best_variant", "limited"]

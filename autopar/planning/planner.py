@@ -24,7 +24,7 @@ from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_collectives import messages
 from autopar.formulation.step_time import hidden_time, step_events
 from autopar.ir.dynamic_dims import InputDim, Size, declared
-from autopar.ir.mesh import Mesh, Seconds
+from autopar.ir.mesh import AutoMesh, Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.passes import normalise
 from autopar.passes.precision import DTYPES, MIXED, mixed, received, stored
@@ -34,8 +34,9 @@ from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Collective, Plan
 from autopar.plan.resolved import ResolvedPlan
+from autopar.planning.mesh_shapes import connected_shapes
 from autopar.planning.optimize import Optimized, Stop
-from autopar.planning.plan_search import best_variant, limited
+from autopar.planning.plan_search import best_shape, best_variant, limited
 from autopar.planning.respecialize import varied
 from autopar.search_space.assignment import Assignment
 from autopar.simulator.figures import figures
@@ -84,7 +85,7 @@ def make_plan(
     captured = read_program(model, sample_input, options.precision, options.reduce, assumptions=options.assumptions)
     sizes = declared(options.dynamic, captured.signature.shapes)
     clock.stop("capture")
-    found = best_variant(captured.program, connected_mesh(mesh, options), options, clock.stop, settings)
+    found = best_shape(captured.program, connected_meshes(mesh, options, captured.program), options, clock.stop, settings)
     resolved = with_dynamic_sizes(resolved_plan(found, options), sizes, model, sample_input)
     clock.stop("write")
     return Planned(resolved=resolved, captured=captured, solved=found, phases=clock.phases)
@@ -123,6 +124,13 @@ def with_dynamic_sizes(resolved: ResolvedPlan, sizes: Sequence[Size], model: nn.
         return read_program(model, sample_input, asked.precision, asked.reduce, places, asked.assumptions).program
 
     return varied(resolved, sizes, at)
+
+
+def connected_meshes(mesh: object, options: Options, program: Program) -> tuple[Mesh, ...]:
+    """The mesh with its device and links, or all shapes of one that is left open."""
+    if isinstance(mesh, AutoMesh):
+        return connected_shapes(mesh, options, len(program.ops))
+    return (connected_mesh(mesh, options),)
 
 
 def connected_mesh(mesh: object, options: Options, plan: Plan | None = None) -> Mesh:
@@ -217,10 +225,18 @@ def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None
         routes=routes,
         recompute=recompute,
         once=chosen.once,
-        searched=f"until the time_limit of {options.time_limit:g} s" if found.stopped and options.time_limit else "",
+        searched="; ".join(_searched(found, options)),
         padded=paddings(analysis.step),
         breakdown=account(found.memory_model, chosen, events, hidden, limit, figures(timeline, prices, chosen)),
     )
+
+
+def _searched(found: Optimized, options: Options) -> Iterator[str]:
+    """What a plan says of how it was searched."""
+    if len(found.shapes) > 1:
+        yield f"the fastest of {len(found.shapes)} shapes of the mesh: {', '.join(found.shapes)}"
+    if found.stopped and options.time_limit:
+        yield f"until the time_limit of {options.time_limit:g} s"
 
 
 def collectives_of(

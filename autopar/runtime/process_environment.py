@@ -68,6 +68,11 @@ def world_size(declared: object = None) -> int:
     return dist.get_world_size() if dist.is_initialized() else ProcessEnvironment.of(os.environ).world
 
 
+def started() -> bool:
+    """Whether this process is one of a world: it has joined a group, or was started as one of several."""
+    return dist.is_initialized() or ProcessEnvironment.of(os.environ).launcher != ""
+
+
 def rendezvous(found: ProcessEnvironment, environment: Mapping[str, str]) -> str:
     """Where the processes meet, as torch's `init_method`.
 
@@ -111,4 +116,4 @@ def join_world(backend: str) -> None:
         dist.init_process_group(backend, init_method=meet, rank=found.rank, world_size=found.world)
 
 
-__all__ = ["ProcessEnvironment", "first_node", "join_world", "rendezvous", "world_size"]
+__all__ = ["ProcessEnvironment", "first_node", "join_world", "rendezvous", "started", "world_size"]

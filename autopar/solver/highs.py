@@ -38,6 +38,10 @@ class TimeLimitError(SolverError):
         super().__init__(f"no plan was found in the time_limit of {deadline.seconds:g} s", fix=fix)
 
 
+class SlowerError(SolverError):
+    """Every solution takes as long as one that is known elsewhere, or longer, whatever memory there is: that is proven."""
+
+
 class Meaning(Enum):
     """What a status of HiGHS means to the search."""
 
@@ -64,7 +68,7 @@ STATUS: Mapping[str, Meaning] = {  # by name of highspy.HighsModelStatus, of eve
     "kUnknown": Meaning.TROUBLE,
     "kSolveError": Meaning.TROUBLE,
     "kUnbounded": Meaning.FAILED,
-    "kNotset": Meaning.FAILED,
+    "kNotset": Meaning.TROUBLE,  # where the dual simplex method ends with bad bases only
     "kLoadError": Meaning.FAILED,
     "kModelError": Meaning.FAILED,
     "kPresolveError": Meaning.FAILED,

@@ -8,6 +8,7 @@ of the value that a number is compared with.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from autopar.solver.deadline import NEVER, Deadline
@@ -245,6 +246,9 @@ class SearchSettings:
 
     deadline: Deadline = NEVER
     """When the search ends with the best solution that it knows, at a moment that the user sets (`time_limit=`)."""
+
+    below: float = math.inf
+    """Seconds of a step that is known on another mesh, say: only faster ones are of use."""
 
     named_share: float = 1 / 4
     """Share of the time limit that is kept for the named strategies where the search of all layouts does not end: each has a

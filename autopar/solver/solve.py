@@ -90,6 +90,12 @@ class Solver:
             return found
         return replace(found, solution=presolved.expand(found.solution.bounded(found.bound, self.settings.equal_price)))
 
+    @property
+    def bound(self) -> float:
+        """Seconds that every solution takes, whatever rows there are: by the relaxation from which `solve` starts."""
+        self._core = self._core or core(self._presolved.problem, self.settings)
+        return math.inf if self._core is None else self._core.bound
+
     def _without_rows(self, memory: LazyRows, cutoff: float) -> Outcome | None:
         """The cheapest solution; None if that of the relaxation holds too much, so that there are rows now."""
         found = self._core or core(self._presolved.problem, self.settings, cutoff)

@@ -3,11 +3,13 @@
     step(L) = step(2) + (L - 2) (step(3) - step(2))
 
 A block in the middle costs what every other in the middle costs, and the first and the last are in step(2), so that this is
-what the whole model is priced at (`tests/benchmarks/test_fidelity.py` compares it with a plan of all layers).
+what the whole model is priced at (`tests/benchmarks/test_fidelity.py` compares it with a plan of all layers). A run in pipeline
+stages is planned with all of its blocks.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -67,18 +69,26 @@ class Prediction:
 
 def predict(run: Run) -> Prediction:
     """The prediction for a run, from plans of two and three of its blocks."""
+    if run.stages:
+        return _of(run, _step(run, run.decoder))
     few, more = (_step(run, replace(run.decoder, layers=layers)) for layers in (2, 3))
 
     def whole(two: float, three: float) -> float:
         return two + (run.decoder.layers - 2) * (three - two)
 
     parts = {part: whole(few.parts[part], more.parts[part]) for part in PARTS}
+    seconds, memory = whole(few.seconds, more.seconds), round(whole(few.memory, more.memory))
+    return _of(run, _Step(seconds=seconds, memory=memory, parts=parts))
+
+
+def _of(run: Run, step: _Step) -> Prediction:
+    """The prediction of a step with what its nodes and its harness add."""
     late = STRAGGLERS * math.log2(run.nodes)
     return Prediction(
         run=run,
-        seconds=whole(few.seconds, more.seconds) * (1 + late) + run.host,
-        memory=round(whole(few.memory, more.memory)),
-        parts=parts | {REST: parts[REST] + late * sum(parts.values()) + run.host},
+        seconds=step.seconds * (1 + late) + run.host,
+        memory=step.memory,
+        parts={**step.parts, REST: step.parts[REST] + late * sum(step.parts.values()) + run.host},
     )
 
 
@@ -105,11 +115,16 @@ def _step(run: Run, decoder: Decoder) -> _Step:
 
 def _planned(run: Run, decoder: Decoder, recompute: Recompute) -> _Step:
     tokens = torch.empty(run.sequences, decoder.length, dtype=torch.long, device="meta")
+    begins = list(itertools.accumulate(run.stages))[:-1]
+    staged = {"pipeline": "pp", "schedule": "1f1b", "stages": [f"blocks.{first}" for first in begins]} if run.stages else {}
     plan = autopar.plan(
         decoder.module(), (tokens, tokens), run.mesh, device=device_of(run), strategy=run.strategy,
-        microbatches=run.microbatches, budget=PLENTY, offload=False, recompute=recompute,
+        microbatches=run.microbatches, budget=PLENTY, offload=False, recompute=recompute, **staged,
     )  # fmt: skip
-    return _Step(seconds=plan.step_time, memory=plan.peak_memory, parts=_parts(plan))
+    slowest = max(plan.stages, key=lambda stage: stage.step_time, default=plan)
+    parts = _parts(slowest)
+    parts[REST] += plan.step_time - slowest.step_time  # ranks wait for each other, and for messages between them
+    return _Step(seconds=plan.step_time, memory=plan.peak_memory, parts=parts)
 
 
 def device_of(run: Run) -> Device:

@@ -56,6 +56,7 @@ class Run:
     microbatches: int
     seconds: Seconds  # measured, of one optimizer step
     recompute: Recompute = "none"
+    stages: tuple[int, ...] = ()  # blocks of each pipeline stage, by 1f1b over the mesh's axis "pp"
     host: Seconds = 0.0  # of its harness, beside the step
     memory: Bytes | None = None  # measured, the largest that is allocated on one device
     excluded: str = ""  # why it does not count
@@ -248,32 +249,63 @@ ACESO_RECOMPUTE: dict[str, Recompute] = {"aceso-v100-gpt-350M": "blocks", "mist-
 
 
 def mist(row: Row) -> Run | str:
-    """Mist's GPT of one stage: float16 over float32 weights, ZeRO-1, no dropout (its `benchmark/mist/configs`)."""
+    """Mist's GPT and Llama: float16 over float32 weights, ZeRO-1, no dropout, 1f1b (its `benchmark/mist/configs`)."""
     device = row.device()
     if device is None:
         return f"{row.text('hardware')} is not in the catalog"
-    if row.count("pp") != 1:
-        return "pipeline stages"
-    flags = tuple(row.text(f"stage_{what}_sharding") for what in ("weight", "grad", "opt"))
-    if flags != ("0", "0", "1") or row.count("stage_tp") != 1:
+    stages = row.count("pp")
+    sharded = [_of_stages(row, f"stage_{what}_sharding", stages) for what in ("weight", "grad", "opt")]
+    if sharded != [0, 0, 1] or _of_stages(row, "stage_tp", stages) != 1:
         return "a mix of sharding flags without a name"
-    dp, runs, batch = row.count("stage_dp"), row.count("grad_accum"), row.count("global_batch")
-    row.equal("stage_microbatch x grad_accum x dp is not global_batch", row.count("stage_microbatch") * runs * dp, batch)
-    decoder = _sizes(row, flash=row.flag("flash_attention"), tied=False, biases=False, compute=torch.float16)
-    every = row.text("stage_ckpt_layers") == row.text("n_layers")
-    if not every and row.text("stage_ckpt_layers") != "0":
+    dp, part = _of_stages(row, "stage_dp", stages), _of_stages(row, "stage_microbatch", stages)
+    runs, batch = row.count("grad_accum"), row.count("global_batch")
+    row.equal("stage_microbatch x grad_accum x dp is not global_batch", part * runs * dp, batch)
+    blocks = tuple(int(text) for text in row.text("stage_layers").split(";"))
+    row.equal("stage_layers are not n_layers", sum(blocks), row.count("n_layers"))
+    gated = row.text("mlp") == "gated_mlp"
+    decoder = _sizes(row, flash=row.flag("flash_attention"), gated=gated, tied=False, biases=False, compute=torch.float16)
+    again = row.text("stage_ckpt_layers").split(";")
+    if again not in (["0"] * stages, list(map(str, blocks))):
         return "recomputation of some layers"
+    peaks = map(float, row.text("measured_stage_peak_allocated_mb").split(";"))
     return Run(
-        table=row.table, line=row.line, device=device, nodes=row.count("n_nodes"), mesh={"dp": dp}, strategy="zero1",
-        name=f"{row.text('model')} one stage", decoder=decoder, sequences=batch, microbatches=runs,
-        recompute="blocks" if every else "none", seconds=row.number("measured_step_time_s"),
-        memory=round(row.number("measured_stage_peak_allocated_mb") * MIB),
+        table=row.table, line=row.line, device=device, nodes=row.count("n_nodes"), strategy="zero1",
+        mesh={"pp": stages, "dp": dp} if stages > 1 else {"dp": dp}, stages=blocks if stages > 1 else (),
+        name=f"{row.text('model')} {'one stage' if stages == 1 else f'{stages} stages'}", decoder=decoder, sequences=batch,
+        microbatches=runs, recompute="none" if again[0] == "0" else "blocks", seconds=row.number("measured_step_time_s"),
+        memory=round(max(peaks) * MIB),
     )  # fmt: skip
 
 
+def _of_stages(row: Row, column: str, stages: int) -> int:
+    """A whole number that all stages have; -1 where they differ. Raises TableError for anything else."""
+    texts = row.text(column).split(";")
+    if len(texts) != stages or not all(text.isdecimal() for text in texts):
+        raise row.error(f"has {row.text(column)!r} as {column}", fix=f"{stages} whole numbers")
+    return int(texts[0]) if len(set(texts)) == 1 else -1
+
+
+ALPA = (  # of a line that says all that is to be known
+    "gpt-2.6B (hidden 2560, layers 32, heads 32, vocab 51200)",
+    "dp2 op2 pp2, 4 microbatches, remat on, reduce-scatter preferred",
+)
+
+
 def misc(row: Row) -> Run | str:
-    """Single lines: each has its reason."""
-    return "pipeline stages" if "pp" in row.text("parallelism") else "its device and model are ambiguous"
+    """Single lines: Alpa's GPT in float16 over two equal stages; the other's device and model are not known."""
+    if (row.text("model"), row.text("parallelism")) != ALPA:
+        return "its device and model are ambiguous"
+    layers, heads, length = 32, 32, row.count("seq_len")
+    decoder = Decoder(
+        width=2560, heads=heads, key_heads=heads, hidden=4 * 2560, layers=layers, vocabulary=51200, length=length, flash=False,
+        compute=torch.float16,
+    )  # fmt: skip
+    return Run(
+        table=row.table, line=row.line, device="v100-32gb", nodes=1, mesh={"pp": 2, "dp": 2, "tp": 2}, strategy="megatron",
+        name="Alpa gpt-2.6B dp2 op2 pp2", decoder=decoder, sequences=row.count("global_batch"), microbatches=4,
+        recompute="blocks", stages=(layers // 2, layers // 2), seconds=row.number("step_time_s"),
+        memory=round(row.number("peak_memory_mib") * MIB),
+    )  # fmt: skip
 
 
 READERS: dict[str, Callable[[Row], Run | str]] = {
