@@ -100,13 +100,24 @@ class Prices:
                 seconds += self.op(op, loop.hoisted.values).forward_seconds(*shapes)
         return seconds
 
+    def sending(self, step: TrainingStep, value: Value, layout: Layout) -> Seconds:
+        """Seconds of sending an output to the next pipeline stage in every micro-batch, and of its gradient, as if each waited.
+
+        What the messages add to a step the clock of the schedule says: less, if at all, where they go beside the computing.
+        """
+        if step.stage is None or step.stage.link is None or not step.sends:
+            return 0.0
+        size = elements(local_shape(value.shape, layout, self.mesh.sizes)) * value.dtype.itemsize
+        return step.microbatches * (1 + value.requires_grad) * step.stage.link.send(size)
+
 
 def end_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices) -> Floats:
     """Seconds of each candidate of a given tensor or an output, all members together."""
     program, sizes = analysis.program, analysis.sizes
     count = len(analysis.classes.members[name])
     if name not in program.values:  # an output
-        return np.zeros(len(found))
+        sent = program.values[name.removeprefix(OUTPUT)] if analysis.step.sends else None
+        return np.array([prices.sending(analysis.step, sent, c.operands[0]) if sent else 0.0 for c in found])
     value = program.values[name]
     if name in {v.name for v in program.inputs}:
         return np.array([prices.arrival(analysis.step, value, c.results[0]) for c in found])

@@ -44,6 +44,10 @@ class Link:
     lines: Mapping[str, tuple[Seconds, Seconds]] = field(default_factory=dict)
     bus: Bus | None = None  # what NCCL reaches over it, from which `autopar.cost_models.links.connect` makes such lines
 
+    def send(self, size: float) -> Seconds:
+        """Seconds in which a rank's message of so many bytes is with another."""
+        return self.latency + size / self.bandwidth
+
     @staticmethod
     def of_lines(name: str, ranks: int, lines: Mapping[str, tuple[Seconds, Seconds]], source: str) -> Link:
         """A link with a line per kind of collective; its latency and bandwidth, for people, are those of the all-gather."""

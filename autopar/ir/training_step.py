@@ -11,9 +11,10 @@ A step with a loop has the program of one micro-batch and runs it several times,
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.ir.layout import I, Layout, Shape, State
+from autopar.ir.mesh import Link
 from autopar.ir.program import Program, Value, digest
 
 
@@ -40,6 +41,7 @@ class StageEnds:
     value and of the gradient, so that parts cross a cut as they are. The `batch` is the samples of one micro-batch, and
     `random_ops` how many random operators are in earlier stages, so that this one draws what the whole program would; `flights`
     the most micro-batches that the schedule has between their forward and their backward here, which all hold what is kept.
+    What is sent goes over the `link`, where the stage is priced.
     """
 
     received: tuple[tuple[str, Layout], ...]
@@ -47,6 +49,7 @@ class StageEnds:
     batch: int
     random_ops: int
     flights: int = 1
+    link: Link | None = field(default=None, repr=False, compare=False)  # of no part in what the step is
 
 
 @dataclass(frozen=True, kw_only=True)

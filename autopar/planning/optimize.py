@@ -27,6 +27,7 @@ from autopar.memory.schedule import Schedule
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.plan.text import size_text
+from autopar.search_space.assignment import Assignment
 from autopar.search_space.strategies import constrained, constraints_of
 from autopar.solver.highs import SlowerError, TimeLimitError
 from autopar.solver.problem import Solution
@@ -166,8 +167,16 @@ def transferred(found: Optimized, analysis: Analysis, mesh: Mesh, options: Optio
 
 
 def solution_time(formulated: PlanningProblem, solution: Solution) -> Seconds:
-    """Seconds of the step that a solution stands for, with its messages as they are sent."""
-    return step_time(Schedule(formulated.program, assignment(formulated, solution)), formulated.step_prices)
+    """Seconds of the step that a solution stands for, with its messages as they are sent; see `Prices.sending` for what a
+    stage sends to the next."""
+    chosen = assignment(formulated, solution)
+    return step_time(Schedule(formulated.program, chosen), formulated.step_prices) + sent_seconds(formulated, chosen)
+
+
+def sent_seconds(formulated: PlanningProblem, chosen: Assignment) -> Seconds:
+    """Seconds in which a pipeline stage sends its outputs, as the integer program has them; 0 without stages."""
+    program, step, prices = formulated.program, formulated.analysis.step, formulated.prices
+    return sum(prices.sending(step, program.values[o.value], chosen.outputs[o.path]) for o in program.outputs)
 
 
 def sharded(program: Program, outputs: str | None) -> Callable[[Output], bool]:
@@ -272,4 +281,14 @@ def _best_named(
     return best
 
 
-__all__ = ["Optimized", "analysed", "cheaper", "sharded", "solution_time", "solved", "solved_within", "transferred"]
+__all__ = [
+    "Optimized",
+    "analysed",
+    "cheaper",
+    "sent_seconds",
+    "sharded",
+    "solution_time",
+    "solved",
+    "solved_within",
+    "transferred",
+]

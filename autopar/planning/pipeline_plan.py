@@ -127,7 +127,7 @@ def _with_messages(place: int, one: StagePlan, crossings: Sequence[Crossing], li
     """The seconds of a stage with those of its messages: each value is one, over the link of the pipeline's axis."""
 
     def sent(chosen: list[Crossing]) -> Seconds:
-        return sum(link.latency + crossing.bytes / link.bandwidth for crossing in chosen)
+        return sum(link.send(crossing.bytes) for crossing in chosen)
 
     there = sent([crossing for crossing in crossings if crossing.stage == place])
     back = sent([crossing for crossing in crossings if crossing.stage == place - 1 and crossing.gradient])

@@ -39,7 +39,8 @@ class PipelineAxis:
         spatial = without_axis(mesh, axis)
         if options.pipeline == AUTO:
             options = replace(options, constraints=_on(spatial, mesh, options.constraints))
-        return PipelineAxis(mesh=mesh, axis=axis, options=options, planner=StagePlanner(spatial, options, settings))
+        planner = StagePlanner(spatial, mesh.links[mesh.axes.index(axis)], options, settings)
+        return PipelineAxis(mesh=mesh, axis=axis, options=options, planner=planner)
 
     @property
     def ranks(self) -> int:

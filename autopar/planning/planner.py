@@ -35,7 +35,7 @@ from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Collective, Plan
 from autopar.plan.resolved import ResolvedPlan
 from autopar.planning.mesh_shapes import connected_shapes
-from autopar.planning.optimize import Optimized, Stop
+from autopar.planning.optimize import Optimized, Stop, sent_seconds
 from autopar.planning.plan_search import best_shape, best_variant, limited
 from autopar.planning.respecialize import varied
 from autopar.search_space.assignment import Assignment
@@ -206,6 +206,7 @@ def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None
     limit = CostParameter(of=BUDGET, name="memory", value=parse_bytes(options.budget, mesh), unit="B", source=said)
     hidden = hidden_time(events, prices, once=chosen.once)
     seconds = sum(event.seconds for event in events) - hidden
+    counted = seconds + sent_seconds(formulated, chosen)
     timeline = simulated(found.memory_model.liveness, prices, chosen)
     return Plan(
         hash=analysis.step.hash,
@@ -216,7 +217,7 @@ def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None
         options=options.text(),
         microbatches=analysis.step.microbatches,
         status=solution.status,
-        gap=max(0.0, seconds - solution.bound) / seconds if seconds else 0.0,
+        gap=max(0.0, counted - solution.bound) / counted if counted else 0.0,
         step_time=seconds,
         peak_memory=round(float(found.memory_model.liveness.walk(chosen).max())),
         collectives=tuple(collectives_of(analysis, chosen, prices.prices, timeline.sent)),

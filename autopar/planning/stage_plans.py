@@ -22,7 +22,7 @@ from autopar.errors import BudgetError
 from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_time import hidden_time, step_events
 from autopar.ir.layout import Layout, text
-from autopar.ir.mesh import Bytes, Mesh, Seconds
+from autopar.ir.mesh import Bytes, Link, Mesh, Seconds
 from autopar.ir.program import Argument, Program, Ref, Static, digest, substitute
 from autopar.ir.training_step import TrainingStep
 from autopar.passes.stages import shared_parameters
@@ -83,10 +83,11 @@ class StagePlan:
 
 
 class StagePlanner:
-    """Plans stages on one mesh, which is without the pipeline's axis; what was solved once is known from then on."""
+    """Plans stages on one mesh, which is without the pipeline's axis, whose link joins them; what was solved once is known from
+    then on."""
 
-    def __init__(self, mesh: Mesh, options: Options, settings: SearchSettings = DEFAULTS) -> None:
-        self.mesh, self.options, self.settings = mesh, replace(options, pipeline=None), settings
+    def __init__(self, mesh: Mesh, link: Link, options: Options, settings: SearchSettings = DEFAULTS) -> None:
+        self.mesh, self.link, self.options, self.settings = mesh, link, replace(options, pipeline=None), settings
         self._known: dict[str, _Solved | BudgetError] = {}
 
     def planned(self, steps: StageSteps, cut: Cut) -> Iterator[StagePlan]:
@@ -144,7 +145,7 @@ class StagePlanner:
         assert step.stage is not None, "it is a stage"
         try:
             for flights in dict.fromkeys((1, step.flights, max(now.flights + now.waiting for now in times))):
-                made = self._solved(replace(step, stage=replace(step.stage, flights=flights)), options)
+                made = self._solved(replace(step, stage=replace(step.stage, flights=flights, link=self.link)), options)
                 if made.peak(times) <= limit:
                     return made
             raise BudgetError("what is deferred does not fit", **{SMALLEST: f"budget={made.peak(times)}"})
