@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from autopar.runtime.workers import WorkerPool
@@ -19,8 +20,9 @@ LOADED: dict[str, dict[str, Any]] = {
 EXACT = 1e-9
 
 
-def test_a_checkpoint_of_stages_is_that_of_the_model(pool: WorkerPool, tmp_path: Path) -> None:
-    case = (str(tmp_path / "checkpoint"), SAVED, LOADED)
+@pytest.mark.parametrize("into", [["no stages"], pytest.param(["tensor parallel", "four stages"], marks=pytest.mark.thorough)])
+def test_a_checkpoint_of_stages_is_that_of_the_model(pool: WorkerPool, tmp_path: Path, into: list[str]) -> None:
+    case = (str(tmp_path / "checkpoint"), SAVED, {name: LOADED[name] for name in into})
     ranks: list[dict[str, tuple[Tensors, float]]] = pool.run(  # type: ignore[assignment]
         "tests.support.pipeline_checkpoints:saved_and_loaded", case, ranks=4
     )
@@ -30,7 +32,7 @@ def test_a_checkpoint_of_stages_is_that_of_the_model(pool: WorkerPool, tmp_path:
     assert expected.keys() == {*built.state_dict()} | trained
     losses = {rank["saved"][1] for rank in ranks}
     assert len(losses) == 1
-    for name in LOADED:
+    for name in into:
         assert {key for rank in ranks for key in rank[name][0]} == expected.keys()
         for rank in ranks:
             held, loss = rank[name]

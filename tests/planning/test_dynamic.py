@@ -203,9 +203,7 @@ def three_steps(run: Run) -> tuple[float, list[tuple[int, ...]]]:
     return max(errors), list(parallel.autopar.variants)
 
 
-@pytest.mark.parametrize(
-    "strategy, microbatches", [("auto", 1), pytest.param("fsdp", 1, marks=pytest.mark.thorough), (3, 1), ("fsdp", 2)]
-)
+@pytest.mark.parametrize("strategy, microbatches", [pytest.param("auto", 1, marks=pytest.mark.thorough), (3, 1), ("fsdp", 2)])
 def test_three_steps_of_adamw_with_a_smaller_last_batch_equal_the_sequential_ones(
     pool: WorkerPool, strategy: str | int, microbatches: int
 ) -> None:

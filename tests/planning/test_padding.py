@@ -106,7 +106,7 @@ def constraints(name: str, sizes: tuple[int, ...]) -> dict[str, str]:
     return {what: ", ".join([*["*"] * (len(sizes) - 1), layout]) for what, layout in MODELS[name][1].items()}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("strategy", ["auto", "megatron"])
 @pytest.mark.parametrize("sizes", [(4,), (2, 4)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
@@ -127,6 +127,7 @@ def test_a_dim_that_does_not_divide_is_split_with_equal_numbers(
     assert report.ok, report
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_with_clipping_equal_the_sequential_ones(pool: WorkerPool, name: str) -> None:
     model, sample = MODELS[name][0]()
@@ -239,6 +240,7 @@ def test_more_memory_never_makes_a_slower_plan_where_dims_may_be_padded() -> Non
 VARIANTS = [{"microbatches": 2}, {"precision": "bf16-mixed"}, {"outputs": "whole"}, {"budget": 76_000}]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: " ".join(options))
 def test_padding_goes_with_the_other_options(pool: WorkerPool, options: dict[str, Any]) -> None:
     model, sample = gpt2()
@@ -317,6 +319,7 @@ def both_sizes(asked: tuple[str, Plan]) -> float:
     return max(errors)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", VARYING)
 def test_sizes_may_vary_beside_padding(pool: WorkerPool, name: str) -> None:
     build, asked = VARYING[name]

@@ -31,6 +31,7 @@ SHARDED = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", SHARDED, ids=str)
 def test_sharded_tensor_parallelism_and_hybrid_sharding_have_the_numbers_of_the_sequential_model(
     pool: WorkerPool, case: Case

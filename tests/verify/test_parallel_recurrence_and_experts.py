@@ -29,6 +29,7 @@ class Told(nn.Module):
         return self.down(self.cells(x)[0]).square().sum()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("made, gates", [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
 def test_the_gates_of_a_recurrent_network_are_split(pool: WorkerPool, made: type[nn.RNNBase], gates: int, ranks: int) -> None:
@@ -52,6 +53,7 @@ def test_the_gates_of_a_recurrent_network_are_split(pool: WorkerPool, made: type
     assert report.ok, report
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("made, ranks", [(nn.LSTM, 8), (nn.GRU, 6), (nn.RNN, 2)])
 def test_gates_may_be_split_over_more_ranks_than_there_are_units(pool: WorkerPool, made: type[nn.RNNBase], ranks: int) -> None:
     torch.manual_seed(0)
@@ -127,6 +129,7 @@ def mixture() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 PRODUCTS = {torch.float32: "grouped_mm_fallback", torch.bfloat16: "grouped_mm"}  # what transformers takes
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ranks, dtype", [(4, torch.float32), (8, torch.float32), (4, torch.bfloat16)])
 def test_experts_are_split_and_tokens_sent_to_them(pool: WorkerPool, ranks: int, dtype: torch.dtype) -> None:
     """Two all-to-alls of tokens, there and back; what random choices misplace goes to the neighbours; no weight is sent."""

@@ -63,7 +63,7 @@ class Through(nn.Module):
         return self.last((USES | COPIED)[self.use](self.first(x).relu(), self.weight)).square().sum()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("use", USES)
 def test_a_weight_is_gathered_again_if_the_backward_needs_a_view_of_it(pool: WorkerPool, use: str, plan: str | int) -> None:
@@ -332,7 +332,7 @@ MODELS: dict[str, Callable[[], Made]] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_unusual_model_has_equal_numbers(pool: WorkerPool, name: str, plan: str | int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -54,8 +55,8 @@ def unwritten(program: Program) -> Program:
 def test_what_capture_loses_is_seen_beside_the_module(
     monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Program], Program], name: str
 ) -> None:
-    def read(*asked: object) -> Captured:
-        captured = read_program(*asked)  # type: ignore[arg-type]
+    def read(*asked: Any, **options: Any) -> Captured:
+        captured = read_program(*asked, **options)
         return replace(captured, program=wrong(captured.program))
 
     monkeypatch.setattr(verification, "read_program", read)
