@@ -99,8 +99,8 @@ def nccl(group: RankGroup, inner: Link, outer: Link) -> dict[str, tuple[Seconds,
     share = (n - 1) / n
     card = outer.bandwidth * max(1 - LOSS * math.log2(m), WORST) if m > 1 else math.inf
     ring = BASE + (n - m) * hop + (m - 1) * net, share / min(_rate(bus.ring, r), r * card)
-    switch = r > 1 and bool(bus.all_reduce)
-    summed = _rate(bus.all_reduce, r) if switch else _rate(bus.ring, r) * (TREE if m > 1 else 1)
+    switch = r > 1 and bus.switch
+    summed = _rate(bus.all_reduce or bus.ring, r) * (TREE if m > 1 and not switch else 1)
     inside = 1 if switch else r - 1
     latency = BASE + 2 * (inside * hop + (m - 1).bit_length() * net)
     direct = _rate(bus.all_to_all or bus.ring, r)

@@ -26,13 +26,13 @@ class Fidelity:
 
 # By device and scale: how many runs were compared, the median error and the mean error.
 MEASURED: Mapping[tuple[str, str], tuple[int, float, float]] = {
-    ("h100", ONE_NODE): (20, 0.006, 0.008),
-    ("a100-80gb", ONE_NODE): (57, 0.010, 0.019),
-    ("a100-80gb", SEVERAL_NODES): (8, 0.067, 0.074),
-    ("a100-40gb", ONE_NODE): (46, 0.028, 0.047),
-    ("a100-40gb", SEVERAL_NODES): (29, 0.023, 0.028),
-    ("v100-32gb", ONE_NODE): (17, 0.078, 0.095),
-    ("l4", ONE_NODE): (2, 0.171, 0.171),
+    ("h100", ONE_NODE): (20, 0.006, 0.009),
+    ("a100-80gb", ONE_NODE): (57, 0.010, 0.018),
+    ("a100-80gb", SEVERAL_NODES): (8, 0.070, 0.078),
+    ("a100-40gb", ONE_NODE): (46, 0.022, 0.040),
+    ("a100-40gb", SEVERAL_NODES): (29, 0.025, 0.024),
+    ("v100-32gb", ONE_NODE): (18, 0.080, 0.077),
+    ("l4", ONE_NODE): (5, 0.055, 0.081),
 }
 
 

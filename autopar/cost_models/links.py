@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from autopar.cost_models.collectives import RankGroup, nccl
 from autopar.errors import MeshError
@@ -40,51 +40,59 @@ TABLE: dict[str, tuple[Seconds, float, str]] = {
 }
 
 # One step of a ring: NCCL 2.19, src/graph/tuning.cc, hwLat of rings, protocol LL128. Without peer access a piece goes through
-# the host's memory, which takes longer: 0.1, 0.4 and 0.3 ms for an empty message among 2, 4 and 8 L4 (Mist, see below).
+# the host's memory, which takes longer: an empty all-reduce among 2, 4 and 8 L4 takes 57, 58 and 115 microseconds (lines
+# through the 412 sizes of each of Mist's prim_gpt_*_all_reduce_*gpus.csv, see below).
 NVLINK_HOP: Seconds = 1.9e-6
-HOST_HOP: Seconds = 50e-6
+HOST_HOP: Seconds = 7e-6
 NETWORK_HOP: Seconds = 4e-6
 
-# Bus bandwidths in 10^9 bytes per second by the devices of a group in a node: of a ring, of an all-reduce that the switch adds
-# up (NVLink SHARP), of an all-to-all. Where a PCIe bus was not measured, L4's share of the data sheet's rate is taken.
-NO_PEERS = "L4 without peer access, fitted by Mist (EuroSys 2025), gpu_gpu_comm_params of its benchmark/mist/tuned_configs"
-RATES: dict[str, tuple[Seconds, dict[str, dict[int, float]], str]] = {
-    "nvlink2": (
+
+def _bus(hop: Seconds, source: str, *, switch: bool = False, **rates: Mapping[int, float]) -> Bus:
+    """What collectives reach, by kind and devices of a group in a node, in 10^9 bytes per second."""
+    scaled = {kind: {size: rate * 1e9 for size, rate in by_size.items()} for kind, by_size in rates.items()}
+    return Bus(hop=hop, source=source, switch=switch, **scaled)
+
+
+# Where a PCIe bus was not measured, L4's share of the data sheet's rate is taken.
+NO_PEERS = (
+    "L4 without peer access: gather and scatter as fitted by Mist (EuroSys 2025, gpu_gpu_comm_params of its tuned_configs), "
+    "all_reduce as in its benchmark/superscaler/results-ref/profiled-time-mist-all-l4"
+)
+
+
+def _without_peers(share: float, source: str) -> Bus:
+    """A PCIe bus that reaches a share of L4's."""
+    ring, summed = ({2: 3.2, 4: 4.5, 8: 5.0}, {2: 4.1, 4: 4.7, 8: 5.1})
+    ring, summed = ({size: share * rate for size, rate in rates.items()} for rates in (ring, summed))
+    return _bus(HOST_HOP, source, ring=ring, all_reduce=summed)
+
+
+BUSES: dict[str, Bus] = {
+    "nvlink2": _bus(
         NVLINK_HOP,
-        {"ring": {2: 41, 4: 76, 8: 130}, "all_to_all": {2: 33, 4: 48, 8: 44}},
         "DGX-1 cube mesh: all_reduce and all_to_all of microsoft/SuperScaler, branch Aceso, prim_gpt_13B_*.csv",
+        ring={2: 41, 4: 76, 8: 130}, all_to_all={2: 33, 4: 48, 8: 44},
     ),
-    "nvlink3": (
-        NVLINK_HOP,
-        {"ring": {8: 235}},
-        "nccl-tests on 8 A100, stas00/ml-engineering network/README.md; NCCL's own limit",
+    "nvlink3": _bus(
+        NVLINK_HOP, "nccl-tests on 8 A100, stas00/ml-engineering network/README.md; NCCL's own limit", ring={8: 235}
     ),
-    "nvlink4": (
+    "nvlink4": _bus(
         NVLINK_HOP,
-        {"ring": {8: 360}, "all_reduce": {2: 360, 3: 480}},
         "nccl-tests on 8 H100: NVIDIA/nccl issue 1047 (ring), NVIDIA/nccl-tests issue 212 (all_reduce with NVLink SHARP)",
+        ring={8: 360}, all_reduce={2: 360, 3: 480}, switch=True,
     ),
-    "pcie3": (HOST_HOP, {"ring": {2: 1.6, 4: 2.25, 8: 2.5}}, f"half of PCIe 4: {NO_PEERS}"),
-    "pcie4": (HOST_HOP, {"ring": {2: 3.2, 4: 4.5, 8: 5.0}}, NO_PEERS),
-    "pcie5": (HOST_HOP, {"ring": {2: 6.4, 4: 9.0, 8: 10.0}}, f"twice PCIe 4: {NO_PEERS}"),
+    "pcie3": _without_peers(1 / 2, f"half of PCIe 4: {NO_PEERS}"),
+    "pcie4": _without_peers(1, NO_PEERS),
+    "pcie5": _without_peers(2, f"twice PCIe 4: {NO_PEERS}"),
     **{
-        name: (NETWORK_HOP, {}, "hop: NCCL 2.19, src/graph/tuning.cc")
+        name: _bus(NETWORK_HOP, "hop: NCCL 2.19, src/graph/tuning.cc")
         for name in TABLE
         if name.startswith(("ib-", "ethernet-"))
     },
-}
-
-
-def _bus(name: str) -> Bus | None:
-    if name not in RATES:
-        return None
-    hop, rates, source = RATES[name]
-    scaled = {kind: {size: rate * 1e9 for size, rate in by_size.items()} for kind, by_size in rates.items()}
-    return Bus(hop=hop, source=source, **scaled)
-
+}  # fmt: skip
 
 LINKS: dict[str, Link] = {
-    name: Link(name=name, latency=latency, bandwidth=bandwidth * 1e9, source=source, bus=_bus(name))
+    name: Link(name=name, latency=latency, bandwidth=bandwidth * 1e9, source=source, bus=BUSES.get(name))
     for name, (latency, bandwidth, source) in TABLE.items()
 }
 

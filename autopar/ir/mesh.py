@@ -26,7 +26,8 @@ class Bus:
 
     hop: Seconds  # from one device of a ring to the next
     ring: Mapping[int, float] = field(default_factory=dict)
-    all_reduce: Mapping[int, float] = field(default_factory=dict)  # where the switch adds up; empty: as in a ring
+    all_reduce: Mapping[int, float] = field(default_factory=dict)  # empty: as in a ring
+    switch: bool = False  # whether a switch adds up what is reduced (NVLink SHARP)
     all_to_all: Mapping[int, float] = field(default_factory=dict)  # empty: as in a ring
     source: str
 
@@ -76,7 +77,7 @@ class Device:
     product: ProductRate | None = None  # matrix products
     attention: AttentionRate | None = None  # fused attention
     # Shares of the memory bandwidth that kernels reach, forward and backward: "stream", and by the kind of operator "norm",
-    # "dropout"; 1 where none is given.
+    # "softmax", "dropout", as a stream where there is none; 1 where none is given.
     achieved: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     power: float = 1.0  # share of the products' rate that is left under a power limit below the board's own
     # Where it was measured: operator -> what its forward and its backward do in a second, operations of matrix products and

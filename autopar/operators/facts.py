@@ -41,6 +41,7 @@ class OpKind(Enum):
     DROPOUT = "the operand with some elements zeroed by a mask of its size"
     AND = "true where both operands are"
     OR = "true where one of the operands is"
+    SOFTMAX = "exponentials over their sum along a dim"
     NORM = "elements normalised by the statistics of some of them"
     ATTENTION = "fused attention: query, key, value, mask"
     RECURRENT = "a recurrent layer: sequence, states, parameters"

@@ -20,7 +20,7 @@ import torch
 
 import autopar
 from autopar.cost_models import catalog
-from autopar.cost_models.kernel_rates import MPT_TRITON
+from autopar.cost_models.kernel_rates import MEGATRON_SOFTMAX, MPT_TRITON
 from autopar.ir.mesh import Bytes, Device, Seconds
 from benchmarks.fidelity.models import Decoder, Recompute
 from benchmarks.fidelity.tables import Run
@@ -88,7 +88,8 @@ def _of(run: Run, step: _Step) -> Prediction:
         run=run,
         seconds=step.seconds * (1 + late) + run.host,
         memory=step.memory,
-        parts={**step.parts, REST: step.parts[REST] + late * sum(step.parts.values()) + run.host},
+        parts={part: step.parts[part] for part in PARTS}
+        | {REST: step.parts[REST] + late * sum(step.parts.values()) + run.host},
     )
 
 
@@ -114,23 +115,40 @@ def _step(run: Run, decoder: Decoder) -> _Step:
 
 
 def _planned(run: Run, decoder: Decoder, recompute: Recompute) -> _Step:
+    """The step of a decoder. Megatron's weights are in half precision, the optimizer's in single: it casts once a step.
+
+    The parts are those of the slowest stage; that ranks wait for each other, and for messages between them, is the rest.
+    """
+    plan = _plan(run, replace(decoder, stored=decoder.compute) if run.megatron else decoder, recompute)
+    held = _plan(run, decoder, recompute) if run.megatron and run.memory else plan
+    slowest = max(plan.stages, key=lambda stage: stage.step_time, default=plan)
+    made = slowest.breakdown.recompute.items()
+    spared = {op: seconds for op, seconds in made if run.recomputed and not op.endswith(run.recomputed)}
+    parts = _parts(slowest)
+    parts[REST] += plan.step_time - slowest.step_time
+    for op, seconds in spared.items():
+        parts[_kind(op)] -= seconds
+    return _Step(seconds=plan.step_time - sum(spared.values()), memory=held.peak_memory, parts=parts)
+
+
+def _plan(run: Run, decoder: Decoder, recompute: Recompute) -> autopar.Plan:
     tokens = torch.empty(run.sequences, decoder.length, dtype=torch.long, device="meta")
     begins = list(itertools.accumulate(run.stages))[:-1]
     staged = {"pipeline": "pp", "schedule": "1f1b", "stages": [f"blocks.{first}" for first in begins]} if run.stages else {}
-    plan = autopar.plan(
+    return autopar.plan(
         decoder.module(), (tokens, tokens), run.mesh, device=device_of(run), strategy=run.strategy,
         microbatches=run.microbatches, budget=PLENTY, offload=False, recompute=recompute, **staged,
     )  # fmt: skip
-    slowest = max(plan.stages, key=lambda stage: stage.step_time, default=plan)
-    parts = _parts(slowest)
-    parts[REST] += plan.step_time - slowest.step_time  # ranks wait for each other, and for messages between them
-    return _Step(seconds=plan.step_time, memory=plan.peak_memory, parts=parts)
 
 
 def device_of(run: Run) -> Device:
-    """The device, with the attention kernel of the run's program."""
+    """The device, with the attention kernel or the softmax of the run's program."""
     device = catalog.device(run.device)
-    return replace(device, attention=MPT_TRITON[run.device]) if run.table == "mpt" else device
+    if run.table == "mpt":
+        return replace(device, attention=MPT_TRITON[run.device])
+    if run.megatron:
+        return replace(device, achieved={**device.achieved, "softmax": MEGATRON_SOFTMAX[run.device]})
+    return device
 
 
 def _parts(plan: autopar.Plan) -> Counter[str]:

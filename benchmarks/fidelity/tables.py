@@ -56,8 +56,10 @@ class Run:
     microbatches: int
     seconds: Seconds  # measured, of one optimizer step
     recompute: Recompute = "none"
+    recomputed: tuple[str, ...] = ()  # what alone of that the run recomputes, ends of operators' names
     stages: tuple[int, ...] = ()  # blocks of each pipeline stage, by 1f1b over the mesh's axis "pp"
     host: Seconds = 0.0  # of its harness, beside the step
+    megatron: bool = False  # whether it runs Megatron's kernels, weights in half precision beside the optimizer's own
     memory: Bytes | None = None  # measured, the largest that is allocated on one device
     excluded: str = ""  # why it does not count
     tags: tuple[str, ...] = field(default=())
@@ -233,19 +235,23 @@ def aceso(row: Row) -> Run | str:
         return f"{row.text('hardware')} is not in the catalog"
     if row.text("row_id") not in ACESO_RECOMPUTE:
         return "recomputation chosen for every operator by itself"
+    recompute, alone = ACESO_RECOMPUTE[row.text("row_id")]
     tp, dp = (int(row.text(column).split("*")[0]) for column in ("stage_tp", "stage_dp"))
     batch, runs = row.count("global_batch"), row.count("n_microbatches")
     row.equal("microbatch x n_microbatches x dp is not global_batch", row.count("microbatch") * runs * dp, batch)
     return Run(
         table=row.table, line=row.line, device=device, nodes=row.count("n_nodes"), mesh={"dp": dp, "tp": tp},
         strategy="megatron", name=row.text("row_id"), sequences=batch, microbatches=runs,
-        decoder=_sizes(row, flash=False, dropout=0.1, compute=torch.float16), recompute=ACESO_RECOMPUTE[row.text("row_id")],
-        seconds=row.number("measured_step_time_s"), memory=round(row.number("measured_peak_mb") * MIB),
+        decoder=_sizes(row, flash=False, dropout=0.1, compute=torch.float16), recompute=recompute, recomputed=alone,
+        megatron=True, seconds=row.number("measured_step_time_s"), memory=round(row.number("measured_peak_mb") * MIB),
     )  # fmt: skip
 
 
 # Rows that recompute by a rule: "recompute enabled" in the note, or dropout and context of attention in all layers.
-ACESO_RECOMPUTE: dict[str, Recompute] = {"aceso-v100-gpt-350M": "blocks", "mist-l4-gpt_1_3B_1stages": "selective"}
+ACESO_RECOMPUTE: dict[str, tuple[Recompute, tuple[str, ...]]] = {
+    "aceso-v100-gpt-350M": ("blocks", ()),
+    "mist-l4-gpt_1_3B_1stages": ("selective", ("attention:dropout#0", "attention:matmul#1")),
+}
 
 
 def mist(row: Row) -> Run | str:

@@ -144,7 +144,7 @@ def test_no_kernel_is_faster_than_the_data_sheet(built: Built, device: Device) -
     assert real.backward_seconds(*built.shapes) >= sheet.backward_seconds(*built.shapes) > 0
 
 
-@pytest.mark.parametrize(("kind", "share"), [("norm", (0.52, 0.23)), ("dropout", (0.65, 0.48)), ("stream", (0.85, 0.85))])
+@pytest.mark.parametrize(("kind", "share"), [("norm", (0.52, 0.23)), ("dropout", (0.77, 0.90)), ("stream", (0.85, 0.85))])
 def test_kernels_bound_by_memory_reach_the_share_of_their_kind(kind: str, share: tuple[float, float]) -> None:
     device, built = DEVICES["v100-32gb"], CALLS[kind]
     real, works = built.pricer(device), built.pricer(device).forward(*built.shapes)
@@ -174,26 +174,33 @@ def test_rates_that_no_device_has_are_refused(bad: float) -> None:
         dataclasses.replace(DEVICES["h100"], flops={"bfloat16": bad})
 
 
-# The largest median error, of those rows that the law is fitted to or should predict. Products within training steps are slower
-# than isolated ones, up to 40% (L4), as docs/prices.md says.
+# The largest median error on any device, of those rows that the law is fitted to or should predict. Products within training
+# steps are slower than isolated ones, up to 40% (L4), as docs/prices.md says.
 BOUNDS = {
     "attention": 0.05,
     "op enc-1st-layernorm, backward": 0.1,
     "op enc-1st-layernorm, forward": 0.25,
-    "op enc-MLP-gelu, backward": 0.25,
-    "op enc-MLP-gelu, forward": 0.05,
-    "op enc-attention": 0.3,
-    "op enc-post-MLP-dropout": 0.1,
-    "product": 0.4,
+    "op enc-MLP-gelu, backward": 0.3,
+    "op enc-MLP-gelu, forward": 0.15,
+    "op enc-attention-dropout": 0.02,
+    "op enc-attention-softmax": 0.02,
+    "op enc-attention-score": 0.25,
+    "op enc-attention-context": 0.35,
+    "op enc-post-attention-dropout, forward": 0.15,
+    "op enc-post-MLP-dropout, forward": 0.15,
+    "op enc-post-attention-dropout, backward": 0.5,  # several kernels of TorchScript, where one would do
+    "op enc-post-MLP-dropout, backward": 0.5,
+    "product, forward, Megatron": 0.2,
+    "product": 0.45,
 }
 
 
 def test_prices_are_near_published_microbenchmarks() -> None:
-    errors: dict[str, list[float]] = defaultdict(list)
+    errors: dict[tuple[str, str], list[float]] = defaultdict(list)
     for row in kernels.rows():
         kind = next(kind for kind in BOUNDS if row.kind.startswith(kind))
-        errors[kind].append(row.error)
-    assert set(errors) == set(BOUNDS)
-    assert sum(map(len, errors.values())) == 390
-    for kind, found in errors.items():
-        assert statistics.median(map(abs, found)) < BOUNDS[kind], kind
+        errors[kind, row.device].append(row.error)
+    assert {kind for kind, _ in errors} == set(BOUNDS)
+    assert sum(map(len, errors.values())) == 1476
+    for (kind, device), found in errors.items():
+        assert statistics.median(map(abs, found)) < BOUNDS[kind], (kind, device)

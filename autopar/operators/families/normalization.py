@@ -185,12 +185,19 @@ TABLE: dict[str, Rule] = {
         distributed=[SOFTMAX],
         padding=padding.distribution(padding.ZERO),
         autocast=Autocast.FP32,
+        kind=OpKind.SOFTMAX,
     ),
     "aten.special_softmax.default": op(
-        "... n@dim! ... -> ... n@dim! ...", distributed=[SOFTMAX], padding=padding.distribution(padding.ZERO)
+        "... n@dim! ... -> ... n@dim! ...",
+        distributed=[SOFTMAX],
+        padding=padding.distribution(padding.ZERO),
+        kind=OpKind.SOFTMAX,
     ),
     "aten._softmax.default": op(
-        "... n@dim! ... -> ... n@dim! ...", distributed=[SOFTMAX], padding=padding.distribution(padding.ZERO)
+        "... n@dim! ... -> ... n@dim! ...",
+        distributed=[SOFTMAX],
+        padding=padding.distribution(padding.ZERO),
+        kind=OpKind.SOFTMAX,
     ),
     "aten.log_softmax.int": op(
         "... n@dim! ... -> ... n@dim! ...",
@@ -204,7 +211,7 @@ TABLE: dict[str, Rule] = {
     "aten._log_softmax.default": op(
         "... n@dim! ... -> ... n@dim! ...", distributed=[LOG_SOFTMAX], padding=padding.distribution(padding.LOWEST)
     ),
-    "aten._safe_softmax.default": op("... n@dim! ... -> ... n@dim! ...", distributed=[SAFE_SOFTMAX]),
+    "aten._safe_softmax.default": op("... n@dim! ... -> ... n@dim! ...", distributed=[SAFE_SOFTMAX], kind=OpKind.SOFTMAX),
     # over the last dims
     "aten.layer_norm.default": op(
         normalised,
