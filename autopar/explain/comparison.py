@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError, BudgetError
+from autopar.ir.mesh import Seconds
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
-from autopar.plan.tables import bytes_of, seconds_of
+from autopar.plan.tables import bytes_of, exposed
 from autopar.plan.text import Part, grid, milliseconds, size_text
 from autopar.planning.optimize import solved
 from autopar.planning.planner import Planned, to_plan
@@ -27,6 +28,20 @@ class Compared:
     strategy: str
     plan: Plan | None
     refusal: str = ""
+
+    @property
+    def exposed(self) -> Seconds:
+        """What the step takes of its collectives' time: the rest is hidden behind compute."""
+        return exposed(self.plan) if self.plan else 0.0
+
+    def relative(self, auto: Plan | None) -> str:
+        """How the step compares with that of auto, in words; empty for auto itself."""
+        if auto is None or self.plan is None or self.strategy == AUTO or not auto.step_time:
+            return ""
+        more = self.plan.step_time / auto.step_time - 1
+        if abs(more) < 5e-4:
+            return "as fast as auto"
+        return f"{more:.1%} slower than auto" if 0 < more < 1 else f"{1 + more:.2f} times the step time of auto"
 
 
 def compare(planned: Planned, options: Options, *, iterations: int = ITERATIONS) -> list[Compared]:
@@ -55,9 +70,13 @@ def _compared(planned: Planned, options: Options, settings: SearchSettings) -> C
     return Compared(strategy=options.strategy, plan=plan)
 
 
+def auto_of(found: Sequence[Compared]) -> Plan | None:
+    """The plan without a named strategy, if it is among those compared."""
+    return next((entry.plan for entry in found if entry.strategy == AUTO), None)
+
+
 def comparison(found: Sequence[Compared], chosen: str) -> Iterator[Part]:
     """The table: totals of each strategy, and by how much auto beats it."""
-    auto = next((entry.plan for entry in found if entry.strategy == AUTO), None)
     table = grid(
         "strategy", "step ms", "compute", "communication", "bytes", "memory", "relative to auto", right=(1, 2, 3, 4, 5)
     )
@@ -67,19 +86,7 @@ def comparison(found: Sequence[Compared], chosen: str) -> Iterator[Part]:
             table.add_row(name, "", "", "", "", "", entry.refusal)
             continue
         plan = entry.plan
-        sent = seconds_of(plan.collectives)
-        exposed = sent - plan.breakdown.hidden
-        times = map(milliseconds, (plan.step_time, plan.step_time - exposed, exposed))
-        size = size_text(bytes_of(plan.collectives))
-        table.add_row(name, *times, size, size_text(plan.peak_memory), _relative(plan, auto) if entry.strategy != AUTO else "")
+        times = map(milliseconds, (plan.step_time, plan.step_time - entry.exposed, entry.exposed))
+        sizes = size_text(bytes_of(plan.collectives)), size_text(plan.peak_memory)
+        table.add_row(name, *times, *sizes, entry.relative(auto_of(found)))
     yield table
-
-
-def _relative(plan: Plan, auto: Plan | None) -> str:
-    """How two step times compare, in words."""
-    if auto is None or not auto.step_time:
-        return ""
-    more = plan.step_time / auto.step_time - 1
-    if abs(more) < 5e-4:
-        return "as fast as auto"
-    return f"{more:.1%} slower than auto" if 0 < more < 1 else f"{1 + more:.2f} times the step time of auto"

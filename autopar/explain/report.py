@@ -1,5 +1,6 @@
 """The report of a plan: alike for a plan just made and for one read from its file.
 
+headline  what the plan does, and what it wastes, in the words of its users
 totals    what was planned for, the step time and the memory, and the cost parameters with their sources
 modules   how every module runs and how its parameters are stored, repeated blocks as one
 time      the step, split into compute and each kind of communication
@@ -12,6 +13,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from autopar.explain.headline import headline, waste
 from autopar.explain.phrases import held, runs, stored, use
 from autopar.ir.mesh import Seconds
 from autopar.ir.program import OUTPUT
@@ -28,6 +30,9 @@ Lines = tuple[tuple[str, str], ...]  # (an op or parameters, what is done)
 
 def report(plan: Plan) -> Iterator[Part]:
     """Every section, with an empty line between them; of a pipeline its schedule and the sections of each stage."""
+    yield headline(plan)
+    yield from waste(plan)
+    yield ""
     yield from totals(plan)
     if plan.pipeline:
         yield ""

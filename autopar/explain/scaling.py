@@ -40,6 +40,16 @@ class ScalingStep:
     tokens: int = 0
     refusal: str = ""
 
+    @property
+    def rate(self) -> float:
+        """Tokens per second, or samples where these are no tokens."""
+        return (self.tokens or self.samples) / self.step_time if self.step_time else 0.0
+
+    @property
+    def per_million(self) -> Seconds:
+        """Seconds of all devices together for a million tokens, or samples."""
+        return 1e6 * self.devices / self.rate if self.rate else 0.0
+
 
 def node_mesh(devices: int, per_node: int) -> tuple[int, ...]:
     """The mesh of so many devices: one axis inside a node, else nodes and the devices of each, where nodes are full.
@@ -118,15 +128,14 @@ def _row(step: ScalingStep, first: ScalingStep, price: float | None) -> str:
     if step.refusal:
         return _cells(cells) + f"  {step.refusal}"
     speed = first.step_time / step.step_time if step.step_time else 1.0
-    rate = (step.tokens or step.samples) / step.step_time if step.step_time else 0.0
     cells = (
         *cells, milliseconds(step.step_time), f"{speed:.2f}", f"{speed * first.devices / step.devices:.1%}", f"{step.mfu:.1%}",
         size_text(step.peak_memory),
     )  # fmt: skip
-    row = _cells(cells) + f"{rate:>14,.0f}"
+    row = _cells(cells) + f"{step.rate:>14,.0f}"
     if price is None:
         return row
-    return row + (f"{price * step.devices / HOUR / rate * 1e6:>22.4g}" if rate else "")
+    return row + (f"{price * step.per_million / HOUR:>22.4g}" if step.rate else "")
 
 
 def _cells(cells: Sequence[str]) -> str:

@@ -11,9 +11,10 @@ from autopar.explain.report import report
 from autopar.explain.why import Why, why, why_parts
 from autopar.explain.whynot import WhyNot
 from autopar.formulation.read_solution import assignment
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.plan.options import Options
+from autopar.plan.pipeline import Pipeline
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import ResolvedPlan
 from autopar.plan.text import Part, plain
@@ -97,10 +98,15 @@ def trace_of(plan: Plan) -> str:
     """The schedule of a plan in stages, in time, as JSON."""
     found = plan.pipeline
     assert found is not None, "the plan has stages"
-    once = [0.0] * len(found.order.ranks)
-    for stage, rank in found.order.rank_of.items():
-        once[rank] += found.seconds[stage].once
-    return schedule_trace(found.timeline, once, found.axis)
+    return schedule_trace(found.timeline, once_of(found), found.axis)
+
+
+def once_of(pipeline: Pipeline) -> list[Seconds]:
+    """What each rank of a pipeline takes at the end of a step, once: the optimizer, sums of gradients."""
+    once = [0.0] * len(pipeline.order.ranks)
+    for stage, rank in pipeline.order.rank_of.items():
+        once[rank] += pipeline.seconds[stage].once
+    return once
 
 
 def staged_why_parts(found: StagedExplanation, answers: Sequence[StageWhy]) -> Iterator[Part]:
@@ -111,4 +117,4 @@ def staged_why_parts(found: StagedExplanation, answers: Sequence[StageWhy]) -> I
         yield from why_parts(found.solved[place], [answer for stage, answer in answers if stage == place])
 
 
-__all__ = ["StageWhy", "StagedExplanation", "staged_why_parts", "trace_of"]
+__all__ = ["StageWhy", "StagedExplanation", "once_of", "staged_why_parts", "trace_of"]

@@ -38,7 +38,7 @@ MOST = 8  # candidates shown, and operators if a name matches many
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """One candidate: its own time, that of the conversions around it, and the peak memory of the plan with it.
+    """One candidate: its own time, that of the conversions around it, and the peak memory of the plan with it, if known.
 
     `words` say what is split on each axis, `layout` is that of the first result (or of the stored tensor) as a constraint
     says it.
@@ -48,7 +48,7 @@ class Alternative:
     layout: str
     seconds: Seconds
     conversions: Seconds
-    peak: Bytes
+    peak: Bytes | None
     chosen: bool
 
     @property
@@ -71,10 +71,11 @@ class Why:
 def why(solved: Optimized, glob: str, most: int = MOST) -> list[Why]:
     """The candidates of every operator and tensor that a name matches; raises InputError if it matches nothing."""
     names = choices_of(solved.formulated.analysis, glob)
-    return [_why(solved, name, most) for name in names]
+    return [why_choice(solved, name, most) for name in names]
 
 
-def _why(solved: Optimized, name: str, most: int) -> Why:
+def why_choice(solved: Optimized, name: str, most: int = MOST, *, peaks: bool = True) -> Why:
+    """The candidates of one class of operators or tensors, by the name of that class; without peaks it walks no memory."""
     formulated = solved.formulated
     program = formulated.program
     choice = formulated.names.index(name)
@@ -97,7 +98,7 @@ def _why(solved: Optimized, name: str, most: int) -> Why:
                 layout=text(found[pick].results[0], _shape(solved, name), formulated.mesh.sizes),
                 seconds=prices[pick][0],
                 conversions=prices[pick][1],
-                peak=_peak(solved, choice, pick),
+                peak=_peak(solved, choice, pick) if peaks else None,
                 chosen=pick == picked,
             )
             for pick in shown
@@ -215,7 +216,7 @@ def _peak(solved: Optimized, choice: int, pick: int) -> Bytes:
 def why_parts(solved: Optimized, found: Sequence[Why]) -> Iterator[Part]:
     """The answer as it is printed."""
     for answer in found[:MOST]:
-        yield from _answer(solved, answer)
+        yield from answer_parts(solved.formulated.mesh.axes, answer)
         yield ""
     if len(found) > MOST:
         yield f"and {len(found) - MOST} more: {', '.join(answer.name for answer in found[MOST:])}"
@@ -225,26 +226,20 @@ def why_parts(solved: Optimized, found: Sequence[Why]) -> Iterator[Part]:
     yield "the rest of the plan stays as chosen here; --why-not NAME=LAYOUT plans again, so that the rest may follow"
 
 
-def _answer(solved: Optimized, answer: Why) -> Iterator[Part]:
-    axes = solved.formulated.mesh.axes
+def answer_parts(axes: Sequence[str], answer: Why) -> Iterator[Part]:
+    """The candidates of one choice as they are printed."""
     count = f", {len(answer.members)} repeated blocks, times are totals" if len(answer.members) > 1 else ""
     yield f"{folded(answer.members)} ({answer.kind}{count}): {_shown(answer)}"
-    columns = ("", "total\nms", "slower\nby", "own\ntime", "conversions", "peak", "layout", "what it does")
-    table = grid(*columns, right=(1, 2, 3, 4, 5))
+    known = all(entry.peak is not None for entry in answer.alternatives)
+    columns = ("", "total\nms", "slower\nby", "own\ntime", "conversions", *["peak"] * known, "layout", "what it does")
+    table = grid(*columns, right=range(1, 5 + known))
     chosen = next(entry for entry in answer.alternatives if entry.chosen)
     for entry in answer.alternatives:
-        more = entry.total - chosen.total
         said = stored(entry.words, axes) if answer.kind == "stored" else runs(entry.words, axes)
         total, *parts = map(milliseconds, (entry.total, entry.seconds, entry.conversions))
-        table.add_row(
-            "chosen" if entry.chosen else "",
-            total,
-            "" if entry.chosen else f"{more * 1e3:+.3f}",
-            *parts,
-            size_text(entry.peak),
-            entry.layout,
-            said,
-        )
+        more = "" if entry.chosen else f"{(entry.total - chosen.total) * 1e3:+.3f}"
+        peak = [] if entry.peak is None else [size_text(entry.peak)]
+        table.add_row("chosen" if entry.chosen else "", total, more, *parts, *peak, entry.layout, said)
     yield table
 
 

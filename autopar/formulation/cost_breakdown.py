@@ -65,7 +65,7 @@ def account(
         conversions=sum(event.seconds for event in events if event.kind == "conversion"),
         optimizer=sum(event.seconds for event in events if event.kind == "optimizer"),
         memory=_memory(analysis.program, held, prices.optimizer),
-        moment=_moment(analysis.program, moment),
+        moment=moment_text(analysis.program, moment),
         fullest=tuple(held[:5]),
         runs=dict(_runs(analysis, chosen)),
         stored=dict(_stored(analysis, chosen)),
@@ -115,22 +115,35 @@ def _figures(program: Program, mesh: Mesh, optimizer: Optimizer, offload: bool) 
 
 def _memory(program: Program, held: list[Allocation], optimizer: Optimizer) -> dict[str, Bytes]:
     """Bytes by what they are for."""
-    trained = {p.value.name for p in program.parameters if p.value.requires_grad}
-    parameters = {p.value.name for p in program.parameters}
-    found = dict.fromkeys(PURPOSES, 0)
+    of, found = Purposes(program, optimizer), dict.fromkeys(PURPOSES, 0)
     for entry in held:
-        if entry.kind != "stored":
-            found[PURPOSE[entry.kind]] += entry.bytes
-        elif entry.name in parameters:
-            own = entry.bytes // (1 + optimizer.states) if entry.name in trained else entry.bytes
-            found["parameters"] += own
-            found["optimizer state"] += entry.bytes - own
-        else:
-            found["inputs" if program.values[entry.name] in program.inputs else "buffers"] += entry.bytes
+        for purpose, size in of(entry.kind, entry.name, entry.bytes):
+            found[purpose] += size
     return {kind: size for kind, size in found.items() if size}
 
 
-def _moment(program: Program, moment: int) -> str:
+class Purposes:
+    """What allocations of a program are for, of those in `PURPOSES`."""
+
+    def __init__(self, program: Program, optimizer: Optimizer) -> None:
+        self._trained = {p.value.name for p in program.parameters if p.value.requires_grad}
+        self._parameters = {p.value.name for p in program.parameters}
+        self._inputs = {value.name for value in program.inputs}
+        self._tensors = 1 + optimizer.states
+
+    def __call__(self, kind: str, name: str, size: Bytes) -> Iterator[tuple[str, Bytes]]:
+        """The bytes of an allocation by purpose: a trained parameter is stored with its optimizer state."""
+        if kind != "stored":
+            yield PURPOSE[kind], size
+        elif name in self._parameters:
+            own = size // self._tensors if name in self._trained else size
+            yield "parameters", own
+            yield "optimizer state", size - own
+        else:
+            yield "inputs" if name in self._inputs else "buffers", size
+
+
+def moment_text(program: Program, moment: int) -> str:
     """When a moment of the walk is."""
     count = len(program.ops)
     if moment == 2 * count:
@@ -210,4 +223,4 @@ def stored_words(analysis: Analysis, name: str, layout: Layout) -> tuple[str, ..
     return tuple(map(word, range(len(layout))))
 
 
-__all__ = ["account", "stored_words", "told", "words"]
+__all__ = ["PURPOSES", "Purposes", "account", "moment_text", "stored_words", "told", "words"]

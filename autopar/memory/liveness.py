@@ -81,11 +81,16 @@ class Liveness:
 
     def alive(self, chosen: Assignment, moment: int) -> list[LiveRange]:
         """The live ranges at the fullest time within a moment."""
-        lives = self.lives(chosen)
-        times, alive = _memory_curve(lives)
-        within = times // SPAN == moment
-        now = int(times[within][alive[within].argmax()])
-        return [life for life in lives if life.start <= now <= life.stop]
+        now = int(self.fullest(chosen)[moment])
+        return [life for life in self.lives(chosen) if life.start <= now <= life.stop]
+
+    def fullest(self, chosen: Assignment) -> Ints:
+        """The time within each moment of the step at which most bytes are alive."""
+        times, alive = _memory_curve(self.lives(chosen))
+        order = np.lexsort((-times, alive, times // SPAN))
+        last = np.append(np.diff(times[order] // SPAN) > 0, True)
+        found: Ints = times[order][last]
+        return found
 
     def lives(self, chosen: Assignment) -> list[LiveRange]:
         """All live ranges of the step."""

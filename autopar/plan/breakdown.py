@@ -86,6 +86,16 @@ class SimulatedStep:
         return sum(group.at_bandwidth for group in self.kernels)
 
     @property
+    def rates(self) -> dict[str, float]:
+        """Samples and tokens per second, of those that are known."""
+        return self.rates_in(self.seconds)
+
+    def rates_in(self, seconds: Seconds) -> dict[str, float]:
+        """Samples and tokens per second of a step that takes so long."""
+        counts = {"samples/s": self.samples, "tokens/s": self.tokens}
+        return {unit: count / seconds for unit, count in counts.items() if count and seconds}
+
+    @property
     def mfu(self) -> float:
         """Model FLOPs utilization: the share of the devices' peaks that the model's products take of the step."""
         return self.at_peak / self.seconds if self.seconds else 0.0

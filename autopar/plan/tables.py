@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autopar.ir.mesh import Bytes, Seconds
@@ -97,12 +98,27 @@ def simulation(step: SimulatedStep, predicted: Seconds) -> Iterator[tuple[str, s
     change = f" ({step.seconds / predicted - 1:+.1%})" if predicted else ""
     parts = f"{milliseconds(step.computing)} computing, {milliseconds(step.slowdown)} slowed down by messages beside it"
     yield "simulated", f"{milliseconds(step.seconds)} ms{change}: {parts}, {milliseconds(step.exposed)} waiting for messages"
-    counts = [(step.samples, "samples/s"), (step.tokens, "tokens/s")]
-    rates = [f"{count / step.seconds:,.0f} {unit}" for count, unit in counts if count and step.seconds]
+    rates = [f"{rate:,.0f} {unit}" for unit, rate in step.rates.items()]
     yield "throughput", ", ".join([*rates, f"{step.mfu:.1%} of the devices' peak (MFU)"])
     bounds = [f"{milliseconds(step.at_peak)} ms by FLOPs at the peak", f"{milliseconds(step.memory)} by bytes of memory"]
     bounds += [f"{milliseconds(seconds)} by messages over {axis}" for axis, seconds in step.links.items()]
     yield "bounds", ", ".join(bounds)
+
+
+def throughput(plan: Plan) -> dict[str, float]:
+    """Samples and tokens per second, of those that are known: by the simulator, or of stages by their clock."""
+    return plan.breakdown.simulated.rates if not plan.pipeline else plan.breakdown.simulated.rates_in(plan.step_time)
+
+
+def exposed(plan: Plan) -> Seconds:
+    """What the predicted step takes of its collectives' time: the rest is hidden behind compute."""
+    return seconds_of(plan.collectives) - plan.breakdown.hidden
+
+
+def mfu(plan: Plan) -> float:
+    """The share of the devices' peaks that the model's products take of a step of that length."""
+    step = plan.breakdown.simulated
+    return step.mfu if not plan.pipeline else step.at_peak / plan.step_time if plan.step_time else 0.0
 
 
 def proof(gap: float) -> str:
@@ -139,15 +155,24 @@ def layouts(plan: Plan) -> Iterator[Part]:
     yield LEGEND
 
 
-def time(plan: Plan) -> Iterator[Part]:
-    """Where the predicted step goes, the most expensive communication first."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeRow:
+    """A part of a step: what it takes, and of collectives how long the device waits for them, their number and their bytes.
+
+    `largest` names what takes most of them. What is `hidden` counts negative.
+    """
+
+    name: str
+    seconds: Seconds
+    exposed: Seconds = 0.0
+    number: int = 0
+    bytes: Bytes = 0
+    largest: str = ""
+
+
+def time_rows(plan: Plan) -> Iterator[TimeRow]:
+    """Where the predicted step goes, the most expensive communication first; they add up to the step."""
     breakdown = plan.breakdown
-    table = grid("step", "ms", "share", "exposed", "number", "bytes", "largest contributors", right=(1, 2, 3, 4, 5))
-
-    def row(name: str, seconds: Seconds, *more: str) -> None:
-        share = seconds / plan.step_time if plan.step_time else 0.0
-        table.add_row(name, milliseconds(seconds), f"{share:.1%}", *more)
-
     parts = {
         "compute, forward": breakdown.forward,
         "compute, backward": breakdown.backward,
@@ -156,20 +181,33 @@ def time(plan: Plan) -> Iterator[Part]:
         "optimizer": breakdown.optimizer,
         "slicing and padding": breakdown.conversions,
     }
-    for name, seconds in parts.items():
-        if seconds:
-            row(name, seconds)
+    yield from (TimeRow(name=name, seconds=seconds) for name, seconds in parts.items() if seconds)
     for key, found in by_kind(plan.collectives).items():
-        exposed = milliseconds(sum(entry.exposed for entry in found))
-        row(kind_text(*key), seconds_of(found), exposed, str(len(found)), size_text(bytes_of(found)), _largest(found))
+        yield TimeRow(
+            name=kind_text(*key),
+            seconds=seconds_of(found),
+            exposed=sum(entry.exposed for entry in found),
+            number=len(found),
+            bytes=bytes_of(found),
+            largest=_largest(found),
+        )
     if breakdown.hidden:
-        row("hidden behind compute", -breakdown.hidden)
-    exposed = milliseconds(sum(entry.exposed for entry in plan.collectives))
-    row("total", plan.step_time, exposed, str(len(plan.collectives)), size_text(bytes_of(plan.collectives)))
+        yield TimeRow(name="hidden behind compute", seconds=-breakdown.hidden)
+
+
+def time(plan: Plan) -> Iterator[Part]:
+    """Where the predicted step goes, the most expensive communication first."""
+    table = grid("step", "ms", "share", "exposed", "number", "bytes", "largest contributors", right=(1, 2, 3, 4, 5))
+    rows = [*time_rows(plan)]
+    sums = {name: sum(getattr(row, name) for row in rows) for name in ("exposed", "number", "bytes")}
+    for row in (*rows, TimeRow(name="total", seconds=plan.step_time, **sums)):
+        share = row.seconds / plan.step_time if plan.step_time else 0.0
+        sent = (milliseconds(row.exposed), str(row.number), size_text(row.bytes)) if row.number or row.name == "total" else ()
+        table.add_row(row.name, milliseconds(row.seconds), f"{share:.1%}", *sent, row.largest)
     yield table
     if plan.collectives:
         yield "bytes: the larger buffer of each collective on one device; exposed: ms that the device waits for it, simulated"
-    yield from kernels(breakdown.simulated)
+    yield from kernels(plan.breakdown.simulated)
 
 
 def kernels(step: SimulatedStep) -> Iterator[Part]:
