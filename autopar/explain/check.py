@@ -27,7 +27,6 @@ from autopar.planning.planner import connected_mesh, plan_program, read_program
 
 TOLERANCE = 0.01
 OK, BETTER, WORSE, FAILED = "ok", "better", "WORSE", "FAILED"
-OF_TARGET = ("mesh", "device", "budget", "strategy", "optimizer", "constraint", "save")  # options that belong to a TARGET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +95,6 @@ def run(options: argparse.Namespace, planned: Callable[[], Plan]) -> int:
     tolerance = TOLERANCE if options.tolerance is None else options.tolerance
     if options.target:
         return _one(path, options.target, planned, tolerance, update=options.update)
-    if given := [f"--{name}" for name in OF_TARGET if getattr(options, name)]:
-        raise UsageError(
-            f"{', '.join(given)} only with a TARGET: baselines name their own", fix="add TARGET, or leave these options out"
-        )
     return _all(path, tolerance, update=options.update)
 
 

@@ -1,0 +1,162 @@
+"""The options of the command line: what they are, what they denote, and which cannot be given together."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+
+from autopar.analysis.recompute_policy import POLICIES
+from autopar.api import options_of
+from autopar.explain import check
+from autopar.explain.cli_arguments import (
+    HOW,
+    UsageError,
+    parse_answer,
+    parse_constraint,
+    parse_devices,
+    parse_dynamic,
+    parse_mesh,
+    parse_stages,
+)
+from autopar.ir.mesh import AutoMesh, Mesh
+from autopar.passes.precision import PRECISIONS
+from autopar.plan.options import AUTO, Options
+from autopar.search_space.schemes import STRATEGIES
+
+OPTIONS = (
+    "device", "budget", "strategy", "optimizer", "precision", "reduce", "microbatches", "recompute", "pipeline", "stages",
+    "schedule", "time_limit",
+)  # fmt: skip
+PLANNING = ("mesh", *OPTIONS, "constraint", "dynamic", "static", "assume")  # options that make another plan
+MODEL = ("why", "why_not", "budget_sweep", "sensitivity", "code", "trace")  # what a plan without its model cannot answer
+COUNTS = ("devices", "within", "price")  # what asks for plans on several numbers of devices
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options of `python -m autopar.explain`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m autopar.explain", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", metavar="TARGET", nargs="?", help=HOW)
+    parser.add_argument("--mesh", help="sizes of the axes, the last one innermost: 2,4 or dp=2,tp=4; or auto")
+    parser.add_argument("--device", help="a device of the catalog, such as h100; by default that of this machine")
+    parser.add_argument("--budget", help="memory per device, such as 24GiB; by default 90%% of the device")
+    parser.add_argument("--strategy", help=", ".join(STRATEGIES))
+    parser.add_argument("--optimizer", help="adamw, sgd, ...: for the time of its step and the memory of its state")
+    precision = "by default that of the model; bf16-mixed computes and all-gathers in bf16 over fp32 shards"
+    parser.add_argument("--precision", help=f"{', '.join(PRECISIONS)}: {precision}")
+    parser.add_argument("--reduce", help="bf16: reduce gradients in that dtype, with --precision bf16-mixed")
+    number = "micro-batches per step, run one after another: a number, or auto"
+    parser.add_argument("--microbatches", type=lambda text: int(text) if text.isdecimal() else text, help=number)
+    again = "activations that the backward recomputes; by default auto, what is best within the budget"
+    parser.add_argument("--recompute", help=f"{', '.join(POLICIES)}: {again}")
+    axis = "the mesh axis whose ranks have pipeline stages, or auto: the outermost axis is cut for stages if that is faster"
+    parser.add_argument("--pipeline", metavar="AXIS", help=axis)
+    cuts = "their number, or the modules at which all but the first begin: 4, or transformer.h.2,transformer.h.4"
+    parser.add_argument("--stages", type=parse_stages, help=cuts)
+    order = "gpipe, 1f1b, 1f1b+2 with so many forwards ahead, interleaved, zb-h1, zb-v, or a file.csv; by default the fastest"
+    parser.add_argument("--schedule", help=order)
+    end = "end the search after so many seconds with the best plan so far; by default no clock decides which plan is chosen"
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help=end)
+    constraint = 'force a layout: "*.wte.weight=I, S(0)"; may be given several times'
+    parser.add_argument("--constraint", metavar="NAME=LAYOUT", action="append", default=[], help=constraint)
+    varies = "a size that may differ between calls: batch=0, or batch=input_ids:0,labels:0; may be given several times"
+    parser.add_argument("--dynamic", metavar="NAME=DIM", action="append", default=[], help=varies)
+    constant = "an integer input that is a size or a flag, as a constant of the plan; may be repeated"
+    parser.add_argument("--static", metavar="NAME", action="append", default=[], help=constant)
+    answer = "what a line of forward asks: True, False or an integer, compared in every call; may be repeated"
+    parser.add_argument("--assume", metavar="FILE:LINE=ANSWER", action="append", default=[], help=answer)
+    parser.add_argument("--save", metavar="PLAN.json", help="write the plan to a file")
+    trace = "write the simulated step, which https://ui.perfetto.dev draws: what a device computes and sends, and when it waits"
+    parser.add_argument("--trace", metavar="STEP.json", help=trace)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    ask = parser.add_argument_group("questions, answered instead of the report")
+    why = "the candidates of an operator or a parameter, with their prices; * matches any part of the name"
+    ask.add_argument("--why", metavar="NAME", action="append", default=[], help=why)
+    why_not = "plan again with this layout forced, and say what changes and what it costs; may be given several times"
+    ask.add_argument("--why-not", metavar="NAME=LAYOUT", action="append", default=[], help=why_not)
+    ask.add_argument("--budget-sweep", action="store_true", help="the step time within smaller and smaller budgets")
+    far = "what this plan loses if links or kernels are 20%% faster or slower than their prices say"
+    ask.add_argument("--sensitivity", action="store_true", help=far)
+    more = (
+        "the step on each of these numbers of devices, instead of on a mesh: 8..1024, doubled from the first on, or 8,12,16; "
+        "with --mesh auto the shape of the mesh is searched, and a single number is answered like a mesh"
+    )
+    ask.add_argument("--devices", metavar="FIRST..LAST", help=more)
+    ask.add_argument("--within", metavar="TIME", help="with --devices: the fewest that take a step in that time: 2s, 150ms")
+    hour = "with --devices: what a device costs for an hour; prints the price of a million tokens or samples"
+    ask.add_argument("--price", type=float, metavar="PER_HOUR", help=hour)
+    ask.add_argument("--code", action="store_true", help="the emitted module, as rank 0 runs it")
+    ask.add_argument("--diff", nargs=2, metavar=("OLD.json", "NEW.json"), help="what differs between two saved plans")
+    check.add_arguments(parser)
+    return parser
+
+
+def refuse(
+    options: argparse.Namespace, names: Sequence[str], what: str, why: str = "cannot be combined with it", fix: str = ""
+) -> None:
+    """Raise UsageError if one of these options was given."""
+    given = [name if name == "target" else f"--{name.replace('_', '-')}" for name in names if _given(getattr(options, name))]
+    if given:
+        raise UsageError(f"{what}: {', '.join(given)} {why}", fix=fix)
+
+
+def _given(value: object) -> bool:
+    return value is not None and value is not False and value != []
+
+
+def several_meshes(options: argparse.Namespace) -> bool:
+    """Whether a table of plans is asked for, instead of one plan: `--mesh auto` has one for a single number of devices."""
+    if options.devices is None:
+        return False
+    return options.mesh != AUTO or len(counts(options)) > 1 or options.within is not None or options.price is not None
+
+
+def mesh_of(options: argparse.Namespace) -> Mesh | AutoMesh:
+    """The mesh of one plan; of an open one the number of devices."""
+    if not options.mesh:
+        raise UsageError("no mesh given", fix="--mesh 2,4 or --mesh dp=2,tp=4")
+    if options.mesh != AUTO:
+        return parse_mesh(options.mesh)
+    if options.devices is None:
+        raise UsageError("--mesh auto does not say how many devices there are", fix="--mesh auto --devices 64")
+    first, *others = counts(options)
+    if others:
+        raise UsageError(f"--devices {options.devices} is several meshes: one plan is compared", fix=f"--devices {first}")
+    return AutoMesh(first)
+
+
+def counts(options: argparse.Namespace) -> list[int]:
+    """The numbers of devices that are asked for, if any."""
+    return parse_devices(options.devices) if options.devices is not None else []
+
+
+def price_of(options: argparse.Namespace) -> float | None:
+    """What a device costs for an hour, if that is given."""
+    price: float | None = options.price
+    if price is not None and not (math.isfinite(price) and price >= 0):
+        raise UsageError(f"--price {price} is no price", fix="what a device costs for an hour: 2.5")
+    return price
+
+
+def planning_options(options: argparse.Namespace) -> Options:
+    """The options of planning that the command line gives."""
+    named = {name: getattr(options, name) for name in OPTIONS}
+    given = {name: value for name, value in named.items() if value is not None}
+    given |= {"constraints": constraints(options.constraint), "dynamic": dict(map(parse_dynamic, options.dynamic))}
+    given |= {"static": options.static, "assume": dict(map(parse_answer, options.assume))}
+    return Options(**options_of(given))  # type: ignore[arg-type]
+
+
+def constraints(texts: Sequence[str]) -> dict[str, str]:
+    found = dict(map(parse_constraint, texts))
+    if len(found) < len(texts):
+        raise UsageError("two constraints for one name", given="; ".join(texts))
+    return found
+
+
+__all__ = [
+    "COUNTS", "MODEL", "PLANNING", "constraints", "counts", "mesh_of", "parser", "planning_options", "price_of", "refuse",
+    "several_meshes",
+]  # fmt: skip

@@ -1,0 +1,45 @@
+"""Options of the command line that say nothing together are refused; none is left out in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopar.explain import main
+
+DIFF, CHECK = "--diff a.json b.json", "--check baselines"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (f"{DIFF} --devices 8 --within 2s --price 3", "two saved plans: --devices, --within, --price cannot be combined"),
+        (f"{DIFF} --price 0", "--price cannot be combined"),
+        (f"{CHECK} --within 2s --price 0", "--within, --price cannot be combined"),
+        (f"{CHECK} --devices 8", "--check compares one plan: --devices cannot be combined"),
+        (f"{CHECK} --mesh auto --devices 8", "baselines name their own: --mesh, --devices only with a TARGET"),
+        (f"{CHECK} --precision bf16 --microbatches 2", "--precision, --microbatches only with a TARGET"),
+        ("model.py:build --mesh 2 --devices 8 --check a.json", "--check compares one plan: --devices cannot be combined"),
+        ("model.py:build --mesh 2 --price 0", "no numbers of devices: --price only with --devices"),
+        ("model.py:build --mesh 2 --tolerance 0", "nothing is checked: --tolerance only with --check"),
+        ("model.py:build --mesh auto", "--mesh auto does not say how many devices there are"),
+    ],
+)
+def test_options_that_say_nothing_together_are_refused(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_plan_on_an_open_mesh_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For one number of devices: several have no one plan."""
+    (tmp_path / "one_linear.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Linear(64, 64), torch.empty(32, 64)\n"
+    )
+    target, baseline = f"{tmp_path}/one_linear.py:build", f"{tmp_path}/open.json"
+    asked = [target, "--mesh", "auto", "--device", "h100", "--check", baseline, "--devices"]
+    assert main([*asked, "2", "--update"]) == 0
+    assert main([*asked, "2"]) == 0
+    assert "ok" in capsys.readouterr().out
+    assert main([*asked, "2,4"]) == 2
+    assert "--devices 2,4 is several meshes: one plan is compared" in capsys.readouterr().err
