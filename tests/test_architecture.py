@@ -52,6 +52,8 @@ KNOWN_IN = {
     "accelerate": ("integrations/accelerate", "integrations/transformers"),
     "pulp": ("solver/",),
     "highspy": ("solver/",),
+    "bokeh": ("explain/html/",),
+    "jinja2": ("explain/html/",),
     "pytest": ("explain/plan_cost",),
     "time": ("runtime/", "planning/planner", "solver/deadline"),  # no clock decides a plan, but the user's own deadline
 }

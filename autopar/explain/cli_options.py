@@ -70,6 +70,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--save", metavar="PLAN.json", help="write the plan to a file")
     trace = "write the simulated step, which https://ui.perfetto.dev draws: what a device computes and sends, and when it waits"
     parser.add_argument("--trace", metavar="STEP.json", help=trace)
+    page = "write the report as a page for a browser, one file, with what --budget-sweep, --devices and --why-not ask"
+    parser.add_argument("--html", metavar="REPORT.html", help=page)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     ask = parser.add_argument_group("questions, answered instead of the report")
     why = "the candidates of an operator or a parameter, with their prices; * matches any part of the name"
@@ -108,13 +110,13 @@ def _given(value: object) -> bool:
 
 def several_meshes(options: argparse.Namespace) -> bool:
     """Whether a table of plans is asked for, instead of one plan: `--mesh auto` has one for a single number of devices."""
-    if options.devices is None:
+    if options.devices is None or options.html:
         return False
     return options.mesh != AUTO or len(counts(options)) > 1 or options.within is not None or options.price is not None
 
 
 def mesh_of(options: argparse.Namespace) -> Mesh | AutoMesh:
-    """The mesh of one plan; of an open one the number of devices."""
+    """The mesh of one plan; of an open one the devices, on a page those of the first number that is asked for."""
     if not options.mesh:
         raise UsageError("no mesh given", fix="--mesh 2,4 or --mesh dp=2,tp=4")
     if options.mesh != AUTO:
@@ -122,7 +124,7 @@ def mesh_of(options: argparse.Namespace) -> Mesh | AutoMesh:
     if options.devices is None:
         raise UsageError("--mesh auto does not say how many devices there are", fix="--mesh auto --devices 64")
     first, *others = counts(options)
-    if others:
+    if others and not options.html:
         raise UsageError(f"--devices {options.devices} is several meshes: one plan is compared", fix=f"--devices {first}")
     return AutoMesh(first)
 

@@ -8,6 +8,7 @@
     python -m autopar.explain train.py:build --mesh pp=4,dp=2 --pipeline pp --schedule 1f1b --microbatches 16
     python -m autopar.explain train.py:build --mesh auto --devices 64 --device h100
     python -m autopar.explain train.py:build --devices 8..1024 --device h100 --within 2s
+    python -m autopar.explain train.py:build --mesh 2,4 --html report.html --devices 8..64 --budget-sweep
     python -m autopar.explain --diff a.json b.json
     python -m autopar.explain --check baselines/
 
@@ -42,7 +43,8 @@ from autopar.explain.cli_options import (
 )
 from autopar.explain.difference import difference
 from autopar.explain.explanation import Explanation, explained
-from autopar.explain.output import CommandOutput, of_difference, of_model, of_plan, of_scaling, of_stages
+from autopar.explain.html_report import Questions, html_report, require
+from autopar.explain.output import CommandOutput, of_difference, of_model, of_page, of_plan, of_scaling, of_stages
 from autopar.explain.progress import progress
 from autopar.explain.scaling import scaling
 from autopar.explain.staged import StagedExplanation, trace_of
@@ -76,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _checked(options: argparse.Namespace) -> int:
     """Compare plans with their baselines; returns the exit code."""
-    refuse(options, (*MODEL, "within", "price", "diff", "json"), "--check prints no report")
+    refuse(options, (*MODEL, "html", "within", "price", "diff", "json"), "--check prints no report")
     if options.mesh != AUTO:
         refuse(options, ("devices",), "--check compares one plan", fix="--mesh, or --mesh auto --devices 64")
     if not options.target:
@@ -100,10 +102,13 @@ def _print(answer: CommandOutput, *, json: bool) -> None:
 
 def _answer(options: argparse.Namespace) -> CommandOutput:
     if options.diff:
-        refuse(options, (*PLANNING, *MODEL, *COUNTS, "target", "save"), "--diff compares two saved plans")
+        refuse(options, (*PLANNING, *MODEL, *COUNTS, "target", "save", "html"), "--diff compares two saved plans")
         return of_difference(difference(*map(_loaded, options.diff)))
     if not options.target:
         raise UsageError("no TARGET given", fix=f"TARGET: {HOW}")
+    if options.html:
+        refuse(options, ("why", "sensitivity", "code", "within", "json"), "--html writes a page")
+        require()
     if several_meshes(options):
         return _scaled(options)
     if options.devices is None:
@@ -119,11 +124,14 @@ def _saved(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
     saved = f"{options.target} is a saved plan"
     refuse(options, PLANNING, saved, "cannot change it", "name the model to plan it again")
     plan = _loaded(options.target)
-    needed = [name for name in MODEL if not (name == "trace" and plan.pipeline)]  # a clock needs only the plan
+    needed = [name for name in (*MODEL, "devices") if not (name == "trace" and plan.pipeline)]  # a clock needs only the plan
     refuse(options, needed, saved, "need the model", "name the model, and the mesh that it was planned for")
     if options.trace:
         _write(options.trace, trace_of(plan))
-    return plan, of_plan(plan)
+    if not options.html:
+        return plan, of_plan(plan)
+    _write(options.html, html_report(plan))
+    return plan, of_page(plan, options.html)
 
 
 def _scaled(options: argparse.Namespace) -> CommandOutput:
@@ -150,7 +158,7 @@ def _loaded(path: str) -> Plan:
 
 def _explained(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
     """The plan of a model and the answer to what was asked about it."""
-    forced = constraints(options.why_not)
+    forced, questions = constraints(options.why_not), _questions(options)
     with progress("building the model") as tell:
         found = _planned(options, tell)
         tell(_question(options))
@@ -158,14 +166,33 @@ def _explained(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
             _write(options.trace, found.trace)
         if isinstance(found, StagedExplanation):
             refuse(options, ("budget_sweep", "sensitivity"), "the plan has pipeline stages", "are not answered for these yet")
+        if options.html:
+            _write(options.html, questions.page(found, planning_options(options)))
+            return found.plan, of_page(found.plan, options.html)
         if isinstance(found, StagedExplanation):
             return found.plan, of_stages(found, options.why, forced, code=options.code)
         asked_for = {"code": options.code, "sweep": options.budget_sweep, "sensitivity": options.sensitivity}
         return found.plan, of_model(found, options.why, forced, **asked_for)
 
 
+def _questions(options: argparse.Namespace) -> Questions:
+    """What a page answers beside the report; the one number of an open mesh is that of the plan, and no other."""
+    numbers, shapes = counts(options), options.mesh == AUTO
+    if shapes and len(numbers) == 1 and options.price is None:
+        numbers = []
+    return Questions(
+        budgets=options.budget_sweep,
+        devices=numbers,
+        shapes=shapes,
+        price=price_of(options),
+        why_not=constraints(options.why_not),
+    )
+
+
 def _question(options: argparse.Namespace) -> str:
     """What is done once the plan is there, as the line of progress says it."""
+    if options.html:
+        return "planning strategies, and what else the page shows"
     if options.why_not:
         return "planning with the layouts forced"
     if options.why:

@@ -10,6 +10,7 @@ from autopar.explain.budget_sweep import budget_sweep, improved, sweep_parts
 from autopar.explain.comparison import Compared
 from autopar.explain.difference import Difference
 from autopar.explain.explanation import Explanation
+from autopar.explain.headline import headline, waste
 from autopar.explain.report import report
 from autopar.explain.scaling import ScalingStep, scaling_data, scaling_parts
 from autopar.explain.sensitivity import sensitivity_parts
@@ -53,6 +54,11 @@ class CommandOutput:
 def of_plan(plan: Plan) -> CommandOutput:
     """What a plan says by itself."""
     return CommandOutput(sections=(tuple(report(plan)),), data={"plan": _plan(plan)})
+
+
+def of_page(plan: Plan, path: str) -> CommandOutput:
+    """What is printed of a plan whose report is a page."""
+    return CommandOutput(sections=((headline(plan), *waste(plan), f"the report is in {path}"),), data={"plan": _plan(plan)})
 
 
 def of_difference(found: Difference) -> CommandOutput:

@@ -8,14 +8,16 @@ import pytest
 
 from autopar.explain import main
 
-DIFF, CHECK = "--diff a.json b.json", "--check baselines"
+DIFF, CHECK, PAGE = "--diff a.json b.json", "--check baselines", "model.py:build --mesh 2 --html page.html"
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        (f"{DIFF} --html page.html", "--diff compares two saved plans: --html cannot be combined"),
         (f"{DIFF} --devices 8 --within 2s --price 3", "two saved plans: --devices, --within, --price cannot be combined"),
         (f"{DIFF} --price 0", "--price cannot be combined"),
+        (f"{CHECK} --html page.html", "--check prints no report: --html cannot be combined"),
         (f"{CHECK} --within 2s --price 0", "--within, --price cannot be combined"),
         (f"{CHECK} --devices 8", "--check compares one plan: --devices cannot be combined"),
         (f"{CHECK} --mesh auto --devices 8", "baselines name their own: --mesh, --devices only with a TARGET"),
@@ -24,6 +26,11 @@ DIFF, CHECK = "--diff a.json b.json", "--check baselines"
         ("model.py:build --mesh 2 --price 0", "no numbers of devices: --price only with --devices"),
         ("model.py:build --mesh 2 --tolerance 0", "nothing is checked: --tolerance only with --check"),
         ("model.py:build --mesh auto", "--mesh auto does not say how many devices there are"),
+        (f"{PAGE} --json", "--html writes a page: --json cannot be combined"),
+        (f"{PAGE} --why x --code --sensitivity", "--html writes a page: --why, --sensitivity, --code cannot be combined"),
+        (f"{PAGE} --devices 8 --within 2s", "--html writes a page: --within cannot be combined"),
+        (f"{PAGE} --price 3", "no numbers of devices: --price only with --devices"),
+        (f"{PAGE} --devices 8 --price -1", "is no price"),
     ],
 )
 def test_options_that_say_nothing_together_are_refused(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,48 @@
+"""Lines and tables of the text report as HTML has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from autopar.plan.text import Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HtmlTable:
+    """A printed table as HTML has it: its head, its rows, and the places of what is aligned right."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: frozenset[int]
+
+
+HtmlPart = str | HtmlTable
+
+
+def converted(parts: Iterable[Part]) -> Iterator[HtmlPart]:
+    """Parts of the text report as HTML has them: lines as they are, neighbours of them together."""
+    lines: list[str] = []
+    for part in parts:
+        if isinstance(part, Table):
+            yield from ("\n".join(lines),) * bool(lines)
+            lines = []
+            yield _table(part)
+        elif part:
+            lines.append(part)
+    yield from ("\n".join(lines),) * bool(lines)
+
+
+def _table(part: Table) -> HtmlTable:
+    columns = part.columns
+    rows = zip(*([str(cell) for cell in column.cells] for column in columns), strict=True)
+    return HtmlTable(
+        head=tuple(str(column.header) for column in columns) if part.show_header else (),
+        rows=tuple(rows),
+        right=frozenset(place for place, column in enumerate(columns) if column.justify == "right"),
+    )
+
+
+__all__ = ["HtmlPart", "HtmlTable", "converted"]
