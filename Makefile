@@ -39,7 +39,7 @@ PARTS := unit-front unit-operators unit-middle unit-back
 unit: $(STAMP)
 	$(MAKE) --jobs=4 --output-sync=target $(PARTS)
 
-FRONT := ir capture passes analysis search_space cost_models formulation simulator pipeline plan explain docs
+FRONT := ir capture passes analysis search_space cost_models formulation simulator pipeline plan explain allocate docs
 unit-front: $(STAMP)
 	$(BIN)/python -m pytest -q --doctest-modules autopar tests/test_*.py $(FRONT:%=tests/%)
 

@@ -4,6 +4,7 @@ parallel = autopar.parallelize(model, sample_input, mesh=(2, 4))
 """
 
 from autopar import explain
+from autopar.allocate import Cluster, ClusterAllocation, TrainingJob, allocate
 from autopar.api import check_rule, discover_rule, initialize, launch, parallelize, plan, register_rule, verify
 from autopar.errors import AutoparError
 from autopar.ir.dynamic_dims import Dynamic
@@ -13,6 +14,7 @@ from autopar.verify import testing
 from autopar.verify.report import Report
 
 __all__ = [
-    "AutoparError", "Device", "Dynamic", "Link", "Mesh", "Plan", "Report", "check_rule", "discover_rule", "explain",
-    "initialize", "launch", "parallelize", "plan", "register_rule", "testing", "verify",
+    "AutoparError", "Cluster", "ClusterAllocation", "Device", "Dynamic", "Link", "Mesh", "Plan", "Report", "TrainingJob",
+    "allocate", "check_rule", "discover_rule", "explain", "initialize", "launch", "parallelize", "plan", "register_rule",
+    "testing", "verify",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """`python -m autopar`, or `autopar`: the commands of the command line.
 
 autopar explain TARGET --mesh 2,4 --device h100     plan a model and explain the plan
+autopar allocate CLUSTER.toml                       give the devices of a cluster to several jobs
 autopar profile TARGET --save machine.json          measure this machine, for prices in the place of data sheets
 autopar --version
 """
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-COMMANDS = {"explain": "autopar.explain", "profile": "autopar.profile"}  # each has a `main`
+COMMANDS = {"explain": "autopar.explain", "allocate": "autopar.allocate", "profile": "autopar.profile"}  # each has a `main`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -64,6 +64,10 @@ class DerivativeError(AutoparError):
     """A second derivative (`create_graph=True`) of what has none."""
 
 
+class AllocationError(AutoparError):
+    """Jobs cannot share a cluster as they are described."""
+
+
 class InputError(AutoparError):
     """A call does not have the planned arguments, or not those of the other ranks."""
 

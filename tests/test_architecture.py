@@ -36,6 +36,7 @@ ROWS = (
     ("api",),
     ("integrations",),
     ("explain",),
+    ("allocate",),
     ("profile",),
     ("__init__",),
     ("__main__",),

@@ -33,7 +33,7 @@ class Block:
     @property
     def file(self) -> str:
         """The name of the file that the block is: "train.py" where its first line is `# train.py`; else empty."""
-        found = re.match(r"# (\w+\.py)\n", self.text)
+        found = re.match(r"# (\w+\.(?:py|toml))\n", self.text)
         return found[1] if found else ""
 
 

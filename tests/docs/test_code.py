@@ -21,10 +21,11 @@ from pathlib import Path
 
 import pytest
 
+from autopar.allocate import main as allocate
 from autopar.explain import main as explain
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 
-EXPLAIN = "python -m autopar.explain "
+COMMANDS = {"python -m autopar.explain ": explain, "python -m autopar.allocate ": allocate}
 ANYTHING = "..."
 WITH_CODE = [page for page in PAGES if any(block.language in ("python", "console") for block in blocks(page))]
 
@@ -46,6 +47,8 @@ class Page:
                 Path(block.file).write_text(block.text)
             elif not block.not_run:
                 self.printed = printed(lambda: exec(code, self.names))
+        elif block.language == "toml" and block.file:
+            Path(block.file).write_text(block.text)
         elif block.language == "console" and not block.not_run:
             self._commands(block, where)
         elif block.language == "output" and not block.not_run:
@@ -80,9 +83,10 @@ def printed(call: object) -> str:
 
 
 def run(command: str) -> str:
-    """What a command prints; `autopar.explain` runs in this process, which has imported torch already."""
-    if command.startswith(EXPLAIN):
-        return printed(lambda: explain(shlex.split(command.removeprefix(EXPLAIN))))
+    """What a command prints; those of autopar run in this process, which has imported torch already."""
+    for start, main in COMMANDS.items():
+        if command.startswith(start):
+            return printed(lambda: main(shlex.split(command.removeprefix(start))))  # noqa: B023
     paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = os.environ | {"PATH": os.pathsep.join(paths), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(shlex.split(command), env=environment, capture_output=True, text=True, check=False)

@@ -1,0 +1,70 @@
+"""Allocate a cluster from the command line; needs neither processes nor weights.
+
+    python -m autopar.allocate cluster.toml
+    python -m autopar.allocate cluster.toml --goal completion --json
+
+cluster.toml:
+
+    devices = 16
+    device = "h100"
+    goal = "completion"                       # or throughput, samples, deadlines
+
+    [[jobs]]
+    name = "large"
+    target = "train.py:large"                 # a function that returns (model, sample_input)
+    steps = 20_000
+    options = { precision = "bf16-mixed" }
+    present = 4                               # devices that it has now
+    migration = 60                            # seconds that a change costs
+
+    [[jobs]]
+    name = "measured"
+    steps = 5_000
+    curve = { 1 = 0.9, 2 = 0.5, 4 = 0.3 }     # seconds of a step on so many devices
+
+Exit code 0 for an allocation; 1 if there is none; 2 if the command line or the file is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from autopar.allocate.allocation import ClusterAllocation, allocate
+from autopar.allocate.cluster_file import read
+from autopar.allocate.goals import GOALS
+from autopar.errors import AutoparError
+from autopar.explain.cli_arguments import UsageError
+from autopar.explain.progress import progress
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        found = _allocated(options.file, options.goal)
+    except AutoparError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    print(found.to_json() if options.json else found)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m autopar.allocate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", metavar="CLUSTER.toml", help="the devices and the jobs")
+    parser.add_argument("--goal", help=f"{', '.join(GOALS)}; by default that of the file, else throughput")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    return parser
+
+
+def _allocated(path: str, goal: str | None) -> ClusterAllocation:
+    found = read(path)
+    cluster = found.cluster
+    with progress("building the models") as tell:
+        jobs = [entry.job() for entry in found.jobs]
+        tell("planning the jobs")
+        return allocate(jobs, cluster, goal=goal or found.goal)
