@@ -17,11 +17,6 @@ from autopar.solver.problem import Bools, Ints
 from autopar.solver.relaxation import fractional, picks_of
 from autopar.solver.settings import SearchSettings
 
-INTEGER = np.uint8(1)  # highspy.HighsVarType.kInteger, as changeColsIntegrality takes it
-# The bit of kPresolveRuleDoubletonEquation. With it HiGHS 1.15 never ends on some programs of a few thousand columns (two
-# Evoformer blocks on eight A100-40GB: 0.7 s without), in presolve, where neither node limits nor callbacks reach.
-DOUBLETON_EQUATIONS = 1 << 9
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branched:
@@ -112,9 +107,7 @@ def _branch(
         solution = highspy.HighsSolution()
         solution.col_value = start.values.tolist()
         solver.setSolution(solution)
-    integer = np.flatnonzero(integers).astype(np.int32)
-    solver.changeColsIntegrality(len(integer), integer, np.full(len(integer), INTEGER))
-    solver.setOptionValue("presolve_rule_off", DOUBLETON_EQUATIONS)
+    highs.require_integers(solver, np.flatnonzero(integers))
     solver.setOptionValue("mip_max_nodes", nodes)
     solver.setOptionValue("mip_rel_gap", settings.gap)
     meaning = highs.run(solver, settings.deadline)

@@ -19,10 +19,14 @@ import numpy as np
 from autopar.errors import AutoparError
 from autopar.solver.deadline import NEVER, Deadline
 from autopar.solver.matrix import SparseBlock
-from autopar.solver.problem import Floats
+from autopar.solver.problem import Floats, Ints
 
 _CHOOSE, _DEVEX = -1, 1  # how the dual simplex method weighs edges
 _LOOK_ROWS = 500  # of a program from which on it can be ended: of a smaller one, an iteration takes less than a look at a clock
+_INTEGER = np.uint8(1)  # highspy.HighsVarType.kInteger, as changeColsIntegrality takes it
+# The bit of kPresolveRuleDoubletonEquation. With it HiGHS 1.15 never ends on some programs of a few thousand columns (two
+# Evoformer blocks on eight A100-40GB: 0.7 s without), in presolve, where neither node limits nor callbacks reach.
+_DOUBLETON_EQUATIONS = 1 << 9
 
 
 class SolverError(AutoparError):
@@ -115,6 +119,12 @@ def append(solver: highspy.Highs, block: SparseBlock) -> None:
     number, none = len(block.cost), np.zeros(0, np.int32)
     solver.addCols(number, block.cost, np.zeros(number), np.full(number, highspy.kHighsInf), 0, none, none, np.zeros(0))
     solver.addRows(len(block.lower), block.lower, block.upper, len(block.value), block.start[:-1], block.column, block.value)
+
+
+def require_integers(solver: highspy.Highs, columns: Ints) -> None:
+    """Let these columns take whole numbers only, from which on HiGHS branches."""
+    solver.changeColsIntegrality(len(columns), columns.astype(np.int32), np.full(len(columns), _INTEGER))
+    solver.setOptionValue("presolve_rule_off", _DOUBLETON_EQUATIONS)
 
 
 def run(solver: highspy.Highs, deadline: Deadline = NEVER) -> Meaning:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.solver import highs
-from autopar.solver.branch import INTEGER
 from autopar.solver.highs import Meaning, SolverError
 from autopar.solver.matrix import Matrix
 from autopar.solver.problem import Floats, Ints
@@ -72,8 +71,7 @@ def _scaled(cost: Sequence[Floats]) -> Floats:
 def _solved(matrix: Matrix, cost: Floats, columns: Sequence[Ints]) -> list[int] | None:
     """The place of the size that each taker gets; None if there is no solution."""
     solver = highs.load(matrix.block(cost))
-    every = np.arange(matrix.columns, dtype=np.int32)
-    solver.changeColsIntegrality(len(every), every, np.full(len(every), INTEGER))
+    highs.require_integers(solver, np.arange(matrix.columns))
     for gap in ("mip_rel_gap", "mip_abs_gap"):
         solver.setOptionValue(gap, 0.0)
     for kind in ("mip", "primal", "dual"):
