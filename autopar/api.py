@@ -9,8 +9,9 @@ from pathlib import Path
 
 from torch import fx, nn
 
+from autopar.codegen import ParallelModule
 from autopar.cost_models.cost_model import CATALOG, CostModel
-from autopar.errors import ConstraintError, MeshError
+from autopar.errors import ConstraintError, MeshError, PlanError
 from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.mesh import AutoMesh, Bytes, Device
 from autopar.operators.checking.discover import discover_rule
@@ -19,13 +20,14 @@ from autopar.parallelize import build
 from autopar.pipelining import build_pipeline, planned_by_rank_0
 from autopar.plan.declaration import read_declaration
 from autopar.plan.declaration_file import load_declaration
-from autopar.plan.options import AUTO, Options
+from autopar.plan.options import AUTO, MODES, TRAINING, Options
 from autopar.plan.plan import Plan
 from autopar.planning.pipeline_search import make_pipeline_plan
 from autopar.planning.planner import make_plan
 from autopar.runtime.initialize import initialize
 from autopar.runtime.launch import launch
 from autopar.runtime.process_environment import started, world_size
+from autopar.search_space import schemes
 from autopar.verify.report import Report
 from autopar.verify.verification import verify as _verify
 
@@ -41,8 +43,9 @@ def plan(
     devices: int | None = None,
     device: str | Device | None = None,
     budget: Bytes | str | None = None,
+    mode: str = "training",
     strategy: str = "auto",
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
     constraints: Mapping[str, str] | None = None,
     outputs: str | None = None,
     precision: str | None = None,
@@ -74,9 +77,12 @@ def plan(
         device: a catalog entry ("h100"), a profile.json, or an `autopar.Device`; by default this machine's accelerator, else
             its CPU.
         budget: bytes per device, or a text like "80GB"; by default 90% of the device's memory.
+        mode: "training", a step of forward, backward and optimizer; or "inference", a forward of a model in `eval()`, in which
+            nothing has a gradient.
         strategy: "auto", or a named one: "ddp", "zero1", "zero2", "fsdp" (ZeRO-3), "hsdp", "megatron", "fsdp+tp",
             "hsdp+tp", "replicate"; or a tensor mode, "2d" or "zero1+2d" (docs, "One declaration").
-        optimizer: the optimizer whose state and step are counted, by its name in `autopar.cost_models.optimizers`.
+        optimizer: the optimizer whose state and step are counted, by its name in `autopar.cost_models.optimizers`; by default
+            "adamw".
         constraints: layouts by name of parameters, inputs, modules or ops (globs): `{"*.weight": "I, S(0)"}`; `*` in a layout
             leaves an axis free.
         outputs: "whole" or "sharded" for results that are not scalars; by default sharded beside a scalar loss, else whole.
@@ -126,10 +132,11 @@ def plan(
     'optimal'
     """
     asked: dict[str, object] = {
-        "device": device, "budget": budget, "strategy": strategy, "optimizer": optimizer, "constraints": constraints,
-        "outputs": outputs, "precision": precision, "reduce": reduce, "strict": strict, "microbatches": microbatches,
-        "offload": offload, "recompute": recompute, "dynamic": dynamic, "static": static, "assume": assume,
-        "cost_model": cost_model, "pipeline": pipeline, "stages": stages, "schedule": schedule, "time_limit": time_limit,
+        "device": device, "budget": budget, "mode": mode, "strategy": strategy, "optimizer": optimizer,
+        "constraints": constraints, "outputs": outputs, "precision": precision, "reduce": reduce, "strict": strict,
+        "microbatches": microbatches, "offload": offload, "recompute": recompute, "dynamic": dynamic, "static": static,
+        "assume": assume, "cost_model": cost_model, "pipeline": pipeline, "stages": stages, "schedule": schedule,
+        "time_limit": time_limit,
     }  # fmt: skip
     mesh, asked = declared(mesh, config, devices, asked)
     options = Options(**options_of(asked))  # type: ignore[arg-type]
@@ -147,6 +154,7 @@ def parallelize(
     devices: int | None = None,
     plan: Plan | None = None,
     inputs: str = "whole",
+    over: fx.GraphModule | None = None,
     **options: object,
 ) -> fx.GraphModule:
     """Make this rank's part of the model: an `fx.GraphModule` that is called, trained and saved like the original.
@@ -164,6 +172,8 @@ def parallelize(
         plan: a plan that was made or loaded before, for this model, sample and mesh; by default rank 0 makes one.
         inputs: what a rank gives to a call: the "whole" batch, or with "sharded" its own part of each input in the plan's
             layout, as `parallel.shard(batch)` cuts it and `parallel.sampler(dataset)` loads it; or a DTensor.
+        over: a module of another program of the model, by `parallelize`: this one is planned in its layouts, and has its
+            parameters and buffers, not copies (prefill and decode).
         **options: those of `plan`.
 
     Returns:
@@ -190,7 +200,11 @@ def parallelize(
     if inputs not in ("whole", "sharded"):
         raise ConstraintError(f"inputs={inputs!r} is not known", fix='"whole" or "sharded"')
     if asked.pipeline is None and not (isinstance(plan, Plan) and plan.pipeline):
-        return build(model, sample_input, mesh, plan, asked, sharded_inputs=inputs == "sharded")
+        if over is not None and not isinstance(over, ParallelModule):
+            raise PlanError(f"over is a {type(over).__name__}", fix="what autopar.parallelize returned")
+        return build(model, sample_input, mesh, plan, asked, sharded_inputs=inputs == "sharded", over=over)
+    if over is not None:
+        raise ConstraintError("a pipeline has no second program", fix="leave over= out, or pipeline=")
     if inputs == "sharded":
         raise ConstraintError("a pipeline takes the whole batch", fix='leave inputs="sharded" out')
     return build_pipeline(model, sample_input, mesh, plan, asked)
@@ -262,7 +276,15 @@ def _declared(
     return (mesh if found.mesh is None else found.mesh), {**options, **found.options}
 
 
-UNSAID = ("constraints", "dynamic", "microbatches", "assume")  # options whose None says nothing
+OF_TRAINING = {
+    "optimizer": None,
+    "microbatches": 1,
+    "pipeline": None,
+    "recompute": AUTO,
+    "reduce": None,
+}  # and what says nothing
+OF_GRADIENTS = 'strategy="fsdp" shards weights; zero1 and zero2 shard the optimizer\'s state and gradients'
+UNSAID = ("constraints", "dynamic", "microbatches", "assume", "optimizer")  # options whose None says nothing
 
 
 def options_of(options: Mapping[str, object]) -> dict[str, object]:
@@ -271,7 +293,25 @@ def options_of(options: Mapping[str, object]) -> dict[str, object]:
     if wrong := set(options) - known:
         raise TypeError(f"unexpected keyword argument {sorted(wrong)[0]!r}; the options are {', '.join(sorted(known))}")
     found = {name: value for name, value in options.items() if value is not None or name not in UNSAID}
+    _check_mode(found)
     return {"microbatches": AUTO} | found if found.get("pipeline") is not None else found
+
+
+def _check_mode(options: Mapping[str, object]) -> None:
+    """Raise ConstraintError for a mode that is not known, and for what is of training beside inference."""
+    mode = options.get("mode", TRAINING)
+    if mode not in MODES:
+        raise ConstraintError(f"mode={mode!r} is not known", fix=" or ".join(map(repr, MODES)))
+    if mode == TRAINING:
+        return
+    wrong = [name for name, plain in OF_TRAINING.items() if options.get(name, plain) not in (None, plain)]
+    strategy = options.get("strategy")
+    wrong += ["strategy"] if str(strategy).partition("+")[0] in schemes.OF_TRAINING else []
+    if wrong:
+        raise ConstraintError(
+            f"{wrong[0]}={options[wrong[0]]!r} is of training, and mode={mode!r} computes no gradients",
+            fix=OF_GRADIENTS if wrong[0] == "strategy" else f"leave {wrong[0]}= out",
+        )
 
 
 __all__ = ["check_rule", "declared", "discover_rule", "initialize", "launch", "parallelize", "plan", "register_rule", "verify"]

@@ -16,7 +16,7 @@ from autopar.capture.meta_copy import attributes, skeleton
 from autopar.capture.python_state import Settings
 from autopar.capture.signature import on_meta
 from autopar.codegen import ModuleState, OutputLayout, ParallelModule, Steps, emit
-from autopar.errors import PlanError
+from autopar.errors import ConstraintError, InputError, PlanError
 from autopar.ir.dynamic_dims import InputDim, Size, declared, describe_sizes, dim_sizes
 from autopar.ir.layout import I, Layout
 from autopar.ir.mesh import Mesh
@@ -28,8 +28,9 @@ from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import ResolvedPlan, read_plan
 from autopar.planning.optimize import sharded
-from autopar.planning.planner import connected_mesh, planned_mesh, read_program, resolve_program
+from autopar.planning.planner import connected_mesh, planned_mesh, read_program, resolve_program, stored_layouts
 from autopar.planning.respecialize import Respecializer, varied
+from autopar.planning.shared_storage import stored_as
 from autopar.runtime.input_parts import InputParts
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.rank_consistency import check_program, from_rank_0
@@ -42,17 +43,26 @@ LOG = logging.getLogger("autopar")
 
 
 def build(
-    model: nn.Module, sample_input: object, mesh: object, plan: Plan | None, options: Options, *, sharded_inputs: bool = False
+    model: nn.Module,
+    sample_input: object,
+    mesh: object,
+    plan: Plan | None,
+    options: Options,
+    *,
+    sharded_inputs: bool = False,
+    over: ParallelModule | None = None,
 ) -> ParallelModule:
     """See `autopar.parallelize`."""
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     priced = connected_mesh(mesh, options, plan)
     options = options.under(plan)
-    context = connect(replace(priced, links=(), device=None), device_mesh=device_mesh)
+    bare = replace(priced, links=(), device=None)
+    context = _context_of(over, bare) if over else connect(bare, device_mesh=device_mesh)
     source = _Source(model, sample_input, options)
     captured = source.read(dim_sizes(plan.dynamic) if plan else {})
     sizes = _sizes(plan, options, captured)
     check_program(captured.program.hash, context)
+    source = replace(source, options=_as_stored(over, captured.program, options)) if over else source
     hollow = skeleton(model)
     sample = on_meta(sample_input, captured.signature)
     source = replace(source, model=hollow.module, sample=sample, buffers=hollow.values)
@@ -61,11 +71,14 @@ def build(
         return read_plan(plan, captured.program, context.mesh) if plan else source.plan(captured, priced, sizes)
 
     resolved = _from_rank_0(planned, captured, context)
-    parallel = assembled(captured, tensors_of(model), resolved, context, sharded_inputs=sharded_inputs)
+    if over:
+        parallel = _assembled_over(over, captured, resolved, sharded_inputs=sharded_inputs)
+    else:
+        parallel = assembled(captured, tensors_of(model), resolved, context, sharded_inputs=sharded_inputs)
     parallel.autopar.mode, parallel.autopar.settings = model.training, Settings.of(model, captured.kept)
     parallel.autopar.decided = captured.decided.stored(parallel.local_buffers)
     parallel.autopar.vary(_Sized(source, resolved), resolved.plan.dynamic)
-    parallel.autopar.other = _Other(source, captured, priced, resolved.plan)
+    parallel.autopar.other = _refuse_training if resolved.plan.inference else _Other(source, captured, priced, resolved.plan)
     return parallel.train(model.training)
 
 
@@ -167,10 +180,60 @@ class _Other:
         return twin
 
 
+def _refuse_training(parallel: ParallelModule) -> ParallelModule:
+    """A module of inference has no other mode."""
+    raise InputError("the module was planned for inference, and is in training mode", fix='eval(), or mode="training"')
+
+
 def _held(parallel: ParallelModule, program: Program) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a program as a module has them."""
     tensors = tensors_of(parallel)
     return {p.value.name: tensors[p.value.name] for p in (*program.parameters, *program.buffers)}
+
+
+def _context_of(over: ParallelModule, mesh: Mesh) -> Context:
+    """The mesh on which a module's tensors lie. Raises PlanError if it is another one than was asked for."""
+    context = over.autopar.context
+    if (context.mesh.axes, context.mesh.sizes) != (mesh.axes, mesh.sizes):
+        raise PlanError("over= is a module on another mesh", over=context.mesh, mesh=mesh)
+    return context
+
+
+def _as_stored(over: ParallelModule, program: Program, options: Options) -> Options:
+    """The options with the layouts in which a module of another program stores what this one uses.
+
+    Raises PlanError where it has not all of it, and ConstraintError where something else was asked for.
+    """
+    tensors, plan = tensors_of(over), over.autopar.plan
+    assert plan is not None, "it was built from a plan"
+    for stored in (*program.parameters, *program.buffers):
+        name, shape, dtype = stored.value.name, stored.value.shape, stored.value.dtype
+        other = tensors.get(name)
+        if other is None or (tuple(other.shape), other.dtype) != (shape, dtype):
+            has = "nothing of that name" if other is None else f"{other.dtype} of {list(other.shape)}"
+            fix = "two programs of one model, which differ in the sample and in attributes only"
+            raise PlanError(f"{name} is {dtype} of {list(shape)}, and over= has {has}", fix=fix)
+    for name, layout in stored_layouts(plan, program).items():
+        asked = options.constraints.get(name, layout)
+        if any(one not in ("*", other) for one, other in zip(asked.split(", "), layout.split(", "), strict=False)):
+            what = f"{name} is asked for as {asked}, and over= has it as {layout}"
+            raise ConstraintError(what, fix="leave the constraint out")
+    return stored_as(plan, program, options)
+
+
+def _assembled_over(
+    over: ParallelModule, captured: Captured, resolved: ResolvedPlan, *, sharded_inputs: bool
+) -> ParallelModule:
+    """The module over the tensors of another one. Raises PlanError for a plan that has them in other layouts."""
+    state, program = over.autopar, resolved.program
+    assert state.plan is not None, "it was built from a plan"
+    for name, layout in stored_layouts(state.plan, program).items():
+        if (own := resolved.plan.layouts[name]) != layout:
+            fix = f"plan with the constraint {{{name!r}: {layout!r}}}, or leave plan= out"
+            raise PlanError(f"the plan stores {name} as {own}, and over= has it as {layout}", fix=fix)
+    made = _emitted(captured, _held(over, program), resolved, state.context, state.rng_state.seed, sharded_inputs)
+    made.autopar.rng_state = state.rng_state
+    return made
 
 
 def quiet(program: Program) -> str:
@@ -203,6 +266,8 @@ def assembled(
     held = [p.value.name for p in (*program.parameters, *program.buffers)]
     cast = {name: with_dtype(tensors[name], program.values[name].dtype) for name in held}
     stored = store(cast, {name: resolved.assignment.given[name] for name in held}, context)
+    for tensor in stored.values() if resolved.plan.inference else ():
+        tensor.requires_grad_(False)
     return _emitted(captured, stored, resolved, context, agreed_seed(context), sharded_inputs)
 
 

@@ -26,7 +26,7 @@ from autopar.capture.decided import Decided
 from autopar.capture.lower import lower
 from autopar.capture.meta_copy import skeleton
 from autopar.capture.python_state import Changes, kept
-from autopar.capture.signature import Signature, read_call
+from autopar.capture.signature import ModelCall, Signature, read_call
 from autopar.capture.trace import trace
 from autopar.errors import CaptureError
 from autopar.ir.dynamic_dims import InputDim
@@ -71,7 +71,9 @@ def capture(
         InputError: the sample does not fit `forward`.
     """
     call = read_call(model, sample_input, assumptions.static).at(places or {})
-    copied = skeleton(model, dtype)
+    if assumptions.inference:
+        _refuse_training(model, call)
+    copied = skeleton(model, dtype, frozen=assumptions.inference)
     held = set(copied.first)
     for path, leaf in call.leaves:
         if path in held and isinstance(leaf, torch.Tensor):
@@ -92,3 +94,14 @@ def capture(
     once = kept(copied.module, traced.changes, again)
     decided = Decided.of(traced.decided, {name: values[name] for name in traced.decided}, program)
     return Captured(program=program, signature=signature, training=model.training, kept=once, decided=decided)
+
+
+def _refuse_training(model: nn.Module, call: ModelCall) -> None:
+    """Raise CaptureError for a model and a sample of training."""
+    if trained := [path or type(model).__name__ for path, module in model.named_modules() if module.training]:
+        raise CaptureError(
+            f"{trained[0]} is in training mode, which inference has not", fix="model.eval() before it is planned"
+        )
+    for path, leaf in call.leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            raise CaptureError(f"the sample's {path} requires a gradient, and inference computes none", fix="detach it")

@@ -34,12 +34,13 @@ class Assumptions:
     """What holds in every call: `static` are the names of integer inputs that have the sample's values, and `assume` says what
     "file.py:12" asks: True or False for a condition, or an integer.
 
-    `buffers` are values of buffers of a model that is on the meta device.
+    `buffers` are values of buffers of a model that is on the meta device; with `inference` nothing has a gradient.
     """
 
     static: Sequence[str] = ()
     assume: Mapping[str, Answer] = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    inference: bool = False
 
 
 NOTHING = Assumptions()

@@ -31,11 +31,12 @@ class MetaCopy:
     values: dict[str, torch.Tensor]
 
 
-def skeleton(model: nn.Module, dtype: torch.dtype | None = None) -> MetaCopy:
+def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool = False) -> MetaCopy:
     """Copy `model` without its weights, and list its parameters and buffers in the order in which it names them.
 
     Tensors that are plain attributes count as buffers outside the state dict. What is floating is copied in `dtype`, if one is
-    given. Raises CaptureError if the module cannot be copied or a parameter has a hook.
+    given; with `frozen` nothing in it has a gradient. Raises CaptureError if the module cannot be copied or a parameter has a
+    hook.
     """
     parameters: list[tuple[str, torch.Tensor]] = list(model.named_parameters(remove_duplicate=False))
     buffers = [*model.named_buffers(remove_duplicate=False), *attributes(model)]
@@ -57,7 +58,7 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None) -> MetaCopy:
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             fix = "add the hook to the parallel model's parameter instead"
             raise CaptureError(f"the hook on {name} would be lost", fix=fix)
-        memo.setdefault(id(tensor), _hollow(tensor, dtype))
+        memo.setdefault(id(tensor), _hollow(tensor, dtype, trained=tensor.requires_grad and not frozen))
     _refuse_shared(parameters)
     try:
         hollow = copy.deepcopy(model, dict[int, object](memo))
@@ -100,11 +101,11 @@ def _refuse_shared(parameters: list[tuple[str, torch.Tensor]]) -> None:
             raise CaptureError(f"{first} and {second} are parameters that share memory without being the same", fix=fix)
 
 
-def _hollow(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def _hollow(tensor: torch.Tensor, dtype: torch.dtype | None, *, trained: bool) -> torch.Tensor:
     empty = tensor.detach().to("meta", dtype if dtype and tensor.is_floating_point() else tensor.dtype)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty.requires_grad_(tensor.requires_grad)
+        return nn.Parameter(empty, requires_grad=trained)
+    return empty.requires_grad_(trained)
 
 
 def attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -53,7 +53,9 @@ def check_gradients(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> N
             raise InputError(
                 f"{thawed[0]}{more} a gradient, but had requires_grad=False when the model was planned",
                 names=", ".join(thawed[:8]) + (", ..." if len(thawed) > 8 else ""),
-                fix="unfreeze the model and parallelize it again; or parallelize it unfrozen, and freeze afterwards",
+                fix='mode="training"'
+                if module.autopar.plan is not None and module.autopar.plan.inference
+                else "unfreeze the model and parallelize it again; or parallelize it unfrozen, and freeze afterwards",
             )
 
 

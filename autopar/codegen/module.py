@@ -145,6 +145,10 @@ class ParallelModule(GraphModule):
             InputError: the arguments do not match the planned call, or no output is clearly the loss.
         """
         losses: list[torch.Tensor] = []
+        if self.autopar.plan is not None and self.autopar.plan.inference:
+            raise InputError(
+                "a module that was planned for inference takes no step", fix='call it; or plan with mode="training"'
+            )
 
         def loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
             found = self._loss(outputs)

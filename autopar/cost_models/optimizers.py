@@ -53,6 +53,7 @@ def _optimizer(
     )
 
 
+NONE = _optimizer("none", 0, "nothing is trained")  # of inference
 OPTIMIZERS: dict[str, Optimizer] = {
     entry.name: entry
     for entry in (

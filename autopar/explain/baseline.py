@@ -22,8 +22,8 @@ from autopar.plan.plan import Plan
 
 FORMAT = 2
 OPTIONS = {
-    "strategy", "optimizer", "budget", "outputs", "precision", "reduce", "microbatches", "recompute", "pipeline", "stages",
-    "schedule",
+    "mode", "strategy", "optimizer", "budget", "outputs", "precision", "reduce", "microbatches", "recompute", "pipeline",
+    "stages", "schedule",
 }  # fmt: skip
 REWRITE = "delete it and write it again: --update with its TARGET, or pytest --update-plan-costs"
 

@@ -25,8 +25,8 @@ from autopar.plan.options import AUTO, Options
 from autopar.search_space.schemes import STRATEGIES
 
 OPTIONS = (
-    "device", "budget", "strategy", "optimizer", "precision", "reduce", "microbatches", "recompute", "pipeline", "stages",
-    "schedule", "time_limit",
+    "device", "budget", "mode", "strategy", "optimizer", "precision", "reduce", "microbatches", "recompute", "pipeline",
+    "stages", "schedule", "time_limit",
 )  # fmt: skip
 PLANNING = ("mesh", *OPTIONS, "constraint", "dynamic", "static", "assume")  # options that make another plan
 MODEL = ("why", "why_not", "budget_sweep", "sensitivity", "code", "trace")  # what a plan without its model cannot answer
@@ -42,6 +42,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--mesh", help="sizes of the axes, the last one innermost: 2,4 or dp=2,tp=4; or auto")
     parser.add_argument("--device", help="a device of the catalog, such as h100; by default that of this machine")
     parser.add_argument("--budget", help="memory per device, such as 24GiB; by default 90%% of the device")
+    parser.add_argument("--mode", help="training, by default; or inference: a forward alone, of a model in eval()")
     parser.add_argument("--strategy", help=", ".join(STRATEGIES))
     parser.add_argument("--optimizer", help="adamw, sgd, ...: for the time of its step and the memory of its state")
     precision = "by default that of the model; bf16-mixed computes and all-gathers in bf16 over fp32 shards"

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError, BudgetError
 from autopar.ir.mesh import Seconds
-from autopar.plan.options import Options
+from autopar.plan.options import INFERENCE, Options
 from autopar.plan.plan import Plan
 from autopar.plan.tables import bytes_of, exposed
 from autopar.plan.text import Part, grid, milliseconds, size_text
 from autopar.planning.optimize import solved
 from autopar.planning.planner import Planned, to_plan
-from autopar.search_space.schemes import STRATEGIES, strategies_for
+from autopar.search_space.schemes import OF_TRAINING, STRATEGIES, strategies_for
 from autopar.solver.highs import SolverError
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
@@ -50,7 +50,8 @@ def compare(planned: Planned, options: Options, *, iterations: int = ITERATIONS)
     One of which a relaxation takes more simplex iterations is given up, and says so.
     """
     settings = replace(DEFAULTS, relaxation_iterations=iterations)
-    named = strategies_for(planned.solved.formulated.mesh)
+    apart = OF_TRAINING if options.mode == INFERENCE else ()
+    named = [name for name in strategies_for(planned.solved.formulated.mesh) if name not in apart]
     return [_compared(planned, replace(options, strategy=strategy), settings) for strategy in named]
 
 

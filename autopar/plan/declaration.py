@@ -21,9 +21,9 @@ from autopar.search_space.schemes import MODES, mode_axes
 
 KEYS: Mapping[str, tuple[type, ...]] = {
     "mesh": (str,), "parallel": (Mapping,), "zero": (int, str), "offload": (bool, str), "precision": (str,), "reduce": (str,),
-    "gradient_accumulation": (int, str), "devices": (int,), "device": (str,), "budget": (int, str), "optimizer": (str,),
-    "constraints": (Mapping,), "outputs": (str,), "strict": (bool,), "recompute": (str,), "dynamic": (Mapping,),
-    "static": (list, tuple), "assume": (Mapping,), "time_limit": (int, float),
+    "gradient_accumulation": (int, str), "mode": (str,), "devices": (int,), "device": (str,), "budget": (int, str),
+    "optimizer": (str,), "constraints": (Mapping,), "outputs": (str,), "strict": (bool,), "recompute": (str,),
+    "dynamic": (Mapping,), "static": (list, tuple), "assume": (Mapping,), "time_limit": (int, float),
 }  # fmt: skip
 PARALLEL: Mapping[str, tuple[type, ...]] = {"data": (int, str), "pipeline": (int, str, Mapping), "tensor": (int, str, Mapping)}
 PIPELINE: Mapping[str, tuple[type, ...]] = {"size": (int, str), "stages": (int, str, list, tuple), "schedule": (str,)}

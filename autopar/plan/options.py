@@ -6,27 +6,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.capture import Assumptions
+from autopar.cost_models import optimizers
 from autopar.cost_models.cost_model import CATALOG, CostModel
+from autopar.cost_models.optimizers import NONE, Optimizer
 from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.mesh import Bytes, Device
 from autopar.plan.plan import Plan
 
 AUTO = "auto"  # as many micro-batches as are best, as much recomputed as is best
 PLENTY: Bytes = 1 << 60  # a budget that never binds
+TRAINING, INFERENCE = MODES = "training", "inference"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What the user may ask of a plan; `budget` is bytes per device, a text like "80GB", or None for 90% of the device.
 
-    `microbatches` is their number in a step, or "auto"; `pipeline` is the mesh axis that has `stages`, which run by a
-    `schedule`; `recompute` is a name of `analysis.recompute_policy`; `cost_model`
-    prices the step, by default from the catalog; `time_limit` is in seconds, by default none; `static` names inputs that are
-    constants, `assume` says what lines of forward ask.
+    `mode` is "training" or "inference", which computes no gradients; `microbatches` is their number in a step, or "auto";
+    `pipeline` is the mesh axis that has `stages`, which run by a `schedule`; `recompute` is a name of
+    `analysis.recompute_policy`; `cost_model` prices the step, by default from the catalog; `time_limit` is in seconds, by
+    default none; `static` names inputs that are constants, `assume` says what lines of forward ask.
     """
 
     device: str | Device | None = None
     budget: Bytes | str | None = None
+    mode: str = TRAINING
     strategy: str = "auto"
     optimizer: str = "adamw"
     constraints: Mapping[str, str] = field(default_factory=dict)
@@ -49,19 +53,25 @@ class Options:
     @property
     def assumptions(self) -> Assumptions:
         """What capture may take for granted."""
-        return Assumptions(static=self.static, assume=self.assume)
+        return Assumptions(static=self.static, assume=self.assume, inference=self.mode == INFERENCE)
+
+    @property
+    def stepped(self) -> Optimizer:
+        """The optimizer that steps; in inference one that keeps nothing. Raises InputError for a name that is not known."""
+        return NONE if self.mode == INFERENCE else optimizers.optimizer(self.optimizer)
 
     def text(self) -> dict[str, str]:
         """The options as a plan keeps them; what was left to default is empty."""
         return {
             "strategy": self.strategy,
-            "optimizer": self.optimizer,
+            "optimizer": "" if self.mode == INFERENCE else self.optimizer,
             "budget": "" if self.budget is None else str(self.budget),
             "outputs": self.outputs or "",
             "precision": self.precision or "",
             "reduce": self.reduce or "",
             "constraints": "; ".join(f"{name}: {layout}" for name, layout in self.constraints.items()),
             "microbatches": "" if self.microbatches == 1 else str(self.microbatches),
+            **({} if self.mode == TRAINING else {"mode": self.mode}),
             **({} if self.offload else {"offload": "no"}),
             **({} if self.recompute == AUTO else {"recompute": str(self.recompute)}),
             **({"pipeline": self.pipeline} if self.pipeline else {}),
@@ -92,11 +102,15 @@ class Options:
         return Options(constraints={name: layout for name, _, layout in pairs}, **found, **others)  # type: ignore[arg-type]
 
     def under(self, plan: Plan | None) -> Options:
-        """The options with the precision of a plan that was made before, and what it assumes; others will not fit it."""
+        """The options with the mode and precision of a plan that was made before, and what it assumes.
+
+        Others will not fit it.
+        """
         found = plan.options if plan else {}
         kept = Options.read({name: found.get(name, "") for name in ("static", "assume")})
         return replace(
             self,
+            mode=found.get("mode") or self.mode,
             precision=self.precision or found.get("precision") or None,
             reduce=self.reduce or found.get("reduce") or None,
             static=self.static or kept.static,

@@ -93,6 +93,11 @@ class Plan:
         return Mesh(axes=self.axes, sizes=self.sizes)
 
     @property
+    def inference(self) -> bool:
+        """Whether it is of a forward alone, in which nothing has a gradient."""
+        return self.options.get("mode") == "inference"
+
+    @property
     def placed(self) -> dict[str, str]:
         """The layouts of what no op computes or what is returned: inputs, parameters, buffers and outputs."""
         ops = self.choices

@@ -69,6 +69,8 @@ def totals(plan: Plan) -> Iterator[Part]:
         table.add_row("step", f"{milliseconds(plan.step_time)} ms predicted: {parts}; {proof(plan.gap)}")
         for name, text in simulation(plan.breakdown.simulated, plan.step_time):
             table.add_row(name, text)
+        if plan.inference and (tokens := plan.breakdown.simulated.tokens):
+            table.add_row("per token", f"{plan.step_time / tokens * 1e6:,.3f} us of a forward of {tokens:,} tokens")
     if plan.searched:
         table.add_row("searched", plan.searched)
     if plan.microbatches > 1 and not plan.pipeline:
@@ -89,7 +91,8 @@ def totals(plan: Plan) -> Iterator[Part]:
         off = f"{known.value:.1%} {known.name}" if known.value else known.name
         table.add_row("accuracy", f"{off} of predicted steps ({known.source})")
     state = f"{optimizer.value:g} tensors of state per parameter" if optimizer.value else "no state"
-    table.add_row("optimizer", f"{optimizer.name}: {state} ({optimizer.source})")
+    if not plan.inference:
+        table.add_row("optimizer", f"{optimizer.name}: {state} ({optimizer.source})")
     yield table
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from autopar.analysis.analysis import Analysis, analyse
 from autopar.analysis.recompute_policy import policy_of
-from autopar.cost_models import optimizers
 from autopar.cost_models.optimizers import Optimizer
 from autopar.errors import AutoparError, BudgetError, ConstraintError
 from autopar.formulation.budget_loop import BudgetLoop, smallest, within
@@ -79,7 +78,7 @@ def solved(
     answer, and TimeLimitError where the deadline does: then the best that is known counts, or else the best named strategy
     that is solved by the deadline. Raises SlowerError if no solution is faster than the settings ask for.
     """
-    optimizer, limit = optimizers.optimizer(options.optimizer), parse_bytes(options.budget, mesh)
+    optimizer, limit = options.stepped, parse_bytes(options.budget, mesh)
     memory_model = _formulated(analysis, mesh, optimizer, options)
     stop("formulate")
     deadline = settings.deadline.earlier(settings.named_share if options.strategy == AUTO else 0.0)
@@ -111,7 +110,7 @@ def solved_within(
 
     The limits fall. Raises as `solved` does, but for limits that nothing fits into.
     """
-    optimizer = optimizers.optimizer(options.optimizer)
+    optimizer = options.stepped
     memory_model = _formulated(analysis, mesh, optimizer, options)
     loop = BudgetLoop(memory_model.formulated, memory_model, settings)
     for limit in limits:
@@ -265,7 +264,7 @@ def _best_named(
         bound: see `posed`.
     """
     analysis, mesh = posed.formulated.analysis, posed.formulated.mesh
-    optimizer = optimizers.optimizer(options.optimizer)
+    optimizer = options.stepped
     for strategy in named:
         seconds = math.inf if best is None else solution_time(best.formulated, best.solution)
         try:

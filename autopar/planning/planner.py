@@ -175,6 +175,12 @@ def planned_mesh(plan: Plan, mesh: Mesh) -> Mesh:
     return planned
 
 
+def stored_layouts(plan: Plan, program: Program) -> dict[str, str]:
+    """The layouts in which a plan stores what another program uses, by name."""
+    names = (stored.value.name for stored in (*program.parameters, *program.buffers) if stored.used)
+    return {name: plan.layouts[name] for name in names}
+
+
 def plan_program(program: Program, mesh: Mesh, options: Options, stop: Stop = lambda phase: None) -> Plan:
     """The plan of a captured program on a mesh with device and links."""
     return resolve_program(program, mesh, options, stop).plan

@@ -65,6 +65,10 @@ SCHEMES = {
     "hsdp+tp": Scheme(sharded=True, reshard=True, tensor=1, between=SEQUENCE, copies=1),
 }
 STRATEGIES = ("auto", *SCHEMES, "replicate")
+OF_TRAINING = (
+    "zero1",
+    "zero2",
+)  # those that shard gradients or the optimizer's state, beside another scheme's shards of weights
 DATA = {
     "ddp": SCHEMES["ddp"],
     "zero1": SCHEMES["zero1"],

@@ -24,8 +24,8 @@ def module_results(
 ) -> dict[tuple[str, str], torch.Tensor]:
     """Outputs, gradients and written buffers of the user's module, whose buffers are restored afterwards.
 
-    What is compiled inside of it runs eagerly: compiled random numbers are not seen by `_NoDropout`. `loss` says what is
-    differentiated, by default `differentiated_sum`.
+    There are no gradients under `torch.no_grad()`. What is compiled inside of it runs eagerly: compiled random numbers are not
+    seen by `_NoDropout`. `loss` says what is differentiated, by default `differentiated_sum`.
     """
     program, (args, kwargs) = captured.program, arguments(sample)
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
@@ -33,7 +33,8 @@ def module_results(
     buffers |= {name: parameters[name] for name in written & parameters.keys()}  # frozen ones
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     held = {p.names[0]: parameters[p.names[0]] for p in program.parameters if p.used and parameters[p.names[0]].requires_grad}
-    with torch.enable_grad(), torch.compiler.set_stance("force_eager"), _NoDropout():
+    held = held if torch.is_grad_enabled() else {}
+    with torch.compiler.set_stance("force_eager"), _NoDropout():
         outputs = _outputs(model(*args, **kwargs), captured)
         leaves = (*model.parameters(), *pytree.tree_leaves((args, kwargs)))
         found = _gradients((loss or differentiated_sum)(outputs), held, leaves)

@@ -35,12 +35,13 @@ from autopar.solver.routes import tree
 
 
 def peak(
-    module: nn.Module, optimizer: torch.optim.Optimizer, batch: Iterable[torch.Tensor], step: Callable[[], object]
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Iterable[torch.Tensor], step: Callable[[], object]
 ) -> Peak:
-    """The measured peak memory of tensors on this rank in a training step, after a first step that creates optimizer state."""
+    """The measured peak memory of tensors on this rank in a step, after a first one, which creates the optimizer's state."""
     step()
     gc.collect()
-    states = [tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, torch.Tensor)]
+    kept = optimizer.state.values() if optimizer else ()
+    states = [tensor for state in kept for tensor in state.values() if isinstance(tensor, torch.Tensor)]
     held = [to_local(tensor.detach()) for tensor in (*module.parameters(), *module.buffers(), *states)]
     with MemoryTracker([*held, *batch], held[0].device.type) as live:
         step()

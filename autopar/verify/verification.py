@@ -68,7 +68,8 @@ def verify(
     _read(plan, captured.program, place)  # raises before any process is started if the plan is for another program
     inputs = captured.signature.bind(*arguments(sample_input))
     rows, surplus, missing = compare(captured, tensors, inputs, plan, place, pool)
-    rows += _against_module(model, sample_input, captured, tensors, inputs)
+    with torch.set_grad_enabled(not plan.inference):
+        rows += _against_module(model, sample_input, captured, tensors, inputs)
     notes = [*_notes(captured.program), *(f"may vary: {size}" for size in plan.dynamic)]
     if ("use_cache", False) in captured.signature.defaults and "use_cache" not in arguments(sample_input)[1]:
         notes.append("the module ran without use_cache, as the sample has it; the parallel one with use_cache=False")

@@ -325,8 +325,8 @@ def test_what_cannot_be_planned_captured_or_pickled_says_so() -> None:
     counted = "0 has momentum=None: what it averages depends on the number of calls before"
     check(lambda: autopar.plan(norm, X, (2,), **DEVICE), CaptureError, counted, "give it a momentum")
     autopar.plan(norm.eval(), X, (2,), **DEVICE)
-    wrong: Any = None
-    check(lambda: plan(optimizer=wrong), InputError, "no optimizer is called None", "give one of these names")
+    wrong: Any = 3
+    check(lambda: plan(optimizer=wrong), InputError, "no optimizer is called 3", "give one of these names")
     whole = "a parallel module cannot be pickled: it holds this rank's part and the groups of running processes"
     parallel = single()
     for save in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
