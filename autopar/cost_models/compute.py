@@ -30,7 +30,7 @@ from autopar.cost_models.kernels import attention_seconds, products_seconds
 from autopar.ir.layout import Shape
 from autopar.ir.mesh import Device, Seconds
 from autopar.ir.program import Op, Value, aten, filled, overload
-from autopar.operators import Rule, fit, row_of, view_of
+from autopar.operators import Rule, fit, row_of, view_of, writes
 from autopar.operators.call import Call, Local
 from autopar.operators.facts import OpKind
 from autopar.operators.flops import Product
@@ -75,6 +75,7 @@ class Pricer:
     operands: tuple[int, ...]  # bytes per element
     results: tuple[int, ...]
     free: bool  # no kernel in the forward
+    writes: bool  # into its first operand, of which it reads nothing
     operations: Operations | None  # None: one per element
     fused: bool  # one kernel runs all of its products, and one their backward
     attention: bool
@@ -127,6 +128,9 @@ class Pricer:
         """Operations, bytes and kernels of one forward."""
         if self.free:
             return Work()
+        if self.writes:  # as many elements of the first operand as the largest of the others has, which it reads
+            given = [math.prod(s) * size for s, size in zip(operands[1:], self.operands[1:], strict=True)]
+            return Work(flops=0, bytes=sum(given) + max(given), kernels=1)
         read = sum(math.prod(s) * size for s, size in zip(operands, self.operands, strict=True))
         written = sum(math.prod(s) * size for s, size in zip(results, self.results, strict=True))
         if self.picks is not None:
@@ -202,7 +206,8 @@ def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
         peak=peak(dtype, device),
         operands=tuple(value.dtype.itemsize for value in call.operands),
         results=tuple(value.dtype.itemsize for value in op.results),
-        free=view_of(op, values),
+        free=view_of(op, values) and not writes(op),
+        writes=view_of(op, values) and bool(writes(op)),
         operations=_operations(op, row, call, values),
         fused=row.flops is None or row.kind is OpKind.ATTENTION,
         attention=row.kind is OpKind.ATTENTION,

@@ -8,14 +8,17 @@ from autopar.ir.program import Program
 from autopar.passes.broadcast_attention import expanded
 from autopar.passes.causal_masks import causal
 from autopar.passes.dead_code_elimination import dead
+from autopar.passes.in_place import in_place
 from autopar.passes.mean_losses import means
 from autopar.passes.simplify import simplify
 
-PASSES: tuple[Callable[[Program], Program], ...] = (simplify, causal, expanded, means, dead)
+PASSES: tuple[Callable[[Program], Program], ...] = (simplify, causal, expanded, means, dead, in_place)
 
 
 def normalise(program: Program) -> Program:
-    """The program in normal form: canonical ops, known causal masks, plain attention, means as quotients, no dead code."""
+    """The program in normal form: canonical ops, known causal masks, plain attention, means as quotients, no dead code, and
+    caches that are written in place.
+    """
     for rewrite in PASSES:
         program = rewrite(program)
     return program

@@ -153,6 +153,7 @@ TABLE: dict[str, Rule] = {
     "aten.index_add.default": op("+... _@dim ..., [n], ... n@dim ... -> ... _@dim ...", linear="self source"),
     "aten.index_copy.default": op("... _@dim ..., _..., ... _@dim ... -> ... _@dim ...", linear="self source"),
     "aten.index_reduce.default": op("... _@dim ..., _..., ... _@dim ... -> ... _@dim ..."),
+    "aten.index_copy_.default": op("... _@dim ..., _..., ... _@dim ... -> ... _@dim ...", alias=Alias.ALWAYS),
     "aten.index_fill.int_Scalar": op("... _@dim ..., _... -> ... _@dim ...", linear="self value"),
     "aten.index_fill.int_Tensor": op("... _@dim ..., _..., () -> ... _@dim ...", linear="self value"),
     # by an index for each element

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.operators import padding
 from autopar.operators.call import Call
-from autopar.operators.facts import Autocast, Mixed, OpKind
+from autopar.operators.facts import Alias, Autocast, Mixed, OpKind
 from autopar.operators.index_facts import integers, predicates
 from autopar.operators.rule import OpSharding, Rule, op
 
@@ -46,6 +46,7 @@ TABLE: dict[str, Rule] = {
     "aten.addcmul.default": op("..., ..., ... -> ...", linear="self tensor1, self tensor2", autocast=Autocast.WIDEST),
     "aten.addcdiv.default": op("..., ..., ... -> ...", linear="self tensor1", autocast=Autocast.WIDEST),
     "aten.copy.default": op("..., ... -> ...", linear="self src, src"),
+    "aten.copy_.default": op("..., ... -> ...", alias=Alias.ALWAYS),  # of a buffer, whose layout it then has
     "aten.fill.Tensor": op("..., ... -> ...", linear="value"),
     # arithmetic that is not linear
     "aten.div.Tensor_mode": op("..., ... -> ..."),
