@@ -1,27 +1,59 @@
-"""Hugging Face's `generate` over a parallel module, whose weights no device needs to hold whole.
+"""Hugging Face's `generate` over parallel modules, whose weights no device needs to hold whole.
 
-    Generator(parallel, model).generate(words, max_new_tokens=20)
+    generator = parallel_generator(model, prompts, mesh, length=128)
+    generator.generate(prompts, max_new_tokens=20)
 
-There is no key-value cache: every new token is a forward of the planned length. Where the model fits one device,
-`save_pretrained` and `from_pretrained` generate faster. Needs the package transformers.
+The cache of keys and values is in buffers of the prefill's module and of the decode's, laid out by the plan. A `Generator` over
+a module that was planned for something else has none: every new token is a forward of the planned length. Needs the package
+transformers.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput, CausalLMOutputWithPast
 
+from autopar.api import parallelize
 from autopar.codegen import ParallelModule
 from autopar.errors import InputError
+from autopar.integrations.generation_plan import (
+    GenerationPlan,
+    cached_model,
+    generation_options,
+    plan_generation,
+    samples_of,
+)
+from autopar.planning.planner import connected_mesh
+from autopar.runtime.rank_consistency import from_rank_0
+from autopar.runtime.world import connect
 
 
-class Generator(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class Generating(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """What the library takes for a model that generates, on the device of a parallel module."""
+
+    main_input_name = "input_ids"
+    base_model_prefix = ""
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True  # it has none of its own
+
+    def __init__(self, parallel: ParallelModule, model: nn.Module) -> None:
+        super().__init__(copy.deepcopy(model.config))
+        self.parallel, self.generation_config = parallel, model.generation_config
+
+    @property
+    def device(self) -> torch.device:
+        """Where prompts are."""
+        return self.parallel.autopar.context.device
+
+
+class Generator(Generating):
     """A causal language model that generates by the forwards of a parallel module.
 
     Every rank calls `generate` with the same prompts, and with the same seed where it draws. Prompts are padded on the right up
@@ -36,10 +68,6 @@ class Generator(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         InputError: the module was planned with other arguments.
     """
 
-    main_input_name = "input_ids"
-    base_model_prefix = ""
-    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True  # it has none of its own
-
     def __init__(self, parallel: ParallelModule, model: nn.Module) -> None:
         shapes = parallel.autopar.signature.shapes
         if not {"input_ids"} <= shapes.keys() <= {"input_ids", "labels"}:
@@ -48,14 +76,8 @@ class Generator(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 planned=", ".join(shapes),
                 fix="parallelize with a sample of input_ids alone",
             )
-        super().__init__(copy.deepcopy(model.config))
-        self.parallel, self.generation_config = parallel, model.generation_config
+        super().__init__(parallel, model)
         self.batch, self.length = shapes["input_ids"]
-
-    @property
-    def device(self) -> torch.device:
-        """Where prompts are."""
-        return self.parallel.autopar.context.device
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **unused: object) -> CausalLMOutput:
         """The logits of these prompts; raises InputError for more or longer ones than planned, or padded ones."""
@@ -86,4 +108,162 @@ class Generator(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             self.parallel.train(mode)
 
 
-__all__ = ["Generator"]
+class SeenPositions(Cache):  # type: ignore[misc]
+    """What the library is told of the cache, which lies in the buffers of the modules: how many positions are written."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.seen = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The number of positions that are written."""
+        return self.seen
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Refuse beams, which would move the cache from sequence to sequence."""
+        raise InputError("beams are not supported with a planned cache", fix="num_beams=1, or a Generator, which has no cache")
+
+
+class CachedGenerator(Generating):
+    """A Hugging Face model that generates by two parallel modules, which share their weights and a cache of keys and values.
+
+    Every rank calls `generate` with the same prompts, and with the same seed where it draws. `parallel_generator` makes it.
+
+    Args:
+        prefill: the module of a prompt.
+        decode: the module of one token, over the tensors of `prefill`.
+        model: the model, for its configuration.
+        plan: how both were planned.
+    """
+
+    def __init__(self, prefill: ParallelModule, decode: ParallelModule, model: nn.Module, plan: GenerationPlan) -> None:
+        super().__init__(prefill, model)
+        self.prefill, self.decode, self.plan = prefill, decode, plan
+        self.source: torch.Tensor | None = None  # what an encoder is about to read
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: SeenPositions | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        encoder_outputs: object = None,
+        **unused: object,
+    ) -> CausalLMOutputWithPast:
+        """The logits after the last of these tokens, which follow those that the cache has seen.
+
+        Raises InputError for more sequences or positions than were planned.
+        """
+        cache, tokens = past_key_values, input_ids if decoder_input_ids is None else decoder_input_ids
+        if not isinstance(cache, SeenPositions) or tokens is None:
+            raise InputError("a planned cache is that of one generate()", fix="leave past_key_values and use_cache out")
+        rows, number = tokens.shape
+        if rows > self.plan.batch or cache.seen + number > self.plan.length:
+            raise InputError(
+                f"{rows} sequences of {cache.seen + number} tokens, but {self.plan.batch} of {self.plan.length} were planned",
+                fix="fewer prompts or new tokens, or plan with more prompts or a larger length",
+            )
+        while number:
+            used, logits = self._next(tokens[:, -number:], cache.seen, attention_mask, position_ids)
+            number, cache.seen = number - used, cache.seen + used
+        return CausalLMOutputWithPast(logits=logits[:rows], past_key_values=cache)
+
+    def _next(
+        self, tokens: torch.Tensor, seen: int, mask: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> tuple[int, torch.Tensor]:
+        """Store the first of these tokens, as many as a module takes: their number, and the logits after the last of them."""
+        (rows, number), encodes = tokens.shape, bool(self.config.is_encoder_decoder)
+        whole = not encodes and number > 1 and seen + self.plan.prompt <= self.plan.length
+        module = self.prefill if whole or self.source is not None else self.decode
+        shapes = module.autopar.signature.shapes
+        width = shapes["tokens"][1]
+        used = min(number, width)
+        given = {
+            "tokens": _padded(tokens[:, :used], shapes["tokens"], 0),
+            "position": torch.tensor(seen, device=tokens.device),
+            "last": torch.tensor([used - 1], device=tokens.device),
+            "mask": _padded(tokens.new_ones(rows, 0) if mask is None else mask, shapes["mask"], 1),
+        }
+        if "positions" in shapes:
+            own = torch.arange(seen, seen + used, device=tokens.device).expand(rows, used)
+            own = own if positions is None else positions[:, -number:][:, :used]
+            given["positions"] = _padded(own, shapes["positions"], 0)
+        if self.source is not None:
+            given["source"], self.source = _padded(self.source, shapes["source"], 0), None
+        logits = module(**given)
+        return used, logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+    @torch.no_grad()
+    def generate(self, inputs: torch.Tensor, **options: object) -> object:
+        """The library's `generate`, by the planned cache.
+
+        Args:
+            inputs: prompts, `[sequences, tokens]`, no more than were planned; what an encoder reads is not longer either.
+            **options: those of the library's `generate`.
+
+        Raises:
+            InputError: more was asked for than was planned, beams, or no cache.
+        """
+        if options.get("use_cache", True) is not True or "past_key_values" in options:
+            raise InputError("the cache is planned, and always used", fix="leave use_cache and past_key_values out")
+        if self.config.is_encoder_decoder:
+            rows, width = inputs.shape
+            if rows > self.plan.batch or width > self.plan.prompt:
+                raise InputError(
+                    f"the encoder reads {rows} sequences of {width}, but {self.plan.batch} of {self.plan.prompt} were planned",
+                    fix="fewer or shorter ones, or plan with a larger sample",
+                )
+            self.source = inputs
+            mask = options.setdefault("attention_mask", torch.ones_like(inputs))
+            assert isinstance(mask, torch.Tensor)
+            hidden = torch.zeros(rows, width, 1, device=inputs.device)
+            options = {
+                **options,
+                "attention_mask": nn.functional.pad(mask, (0, self.plan.prompt - width)),
+                "encoder_outputs": BaseModelOutput(last_hidden_state=hidden),
+            }
+        return super().generate(inputs, **{**options, "past_key_values": SeenPositions()})
+
+
+def parallel_generator(
+    model: PreTrainedModel,
+    prompts: torch.Tensor,
+    mesh: object,
+    *,
+    length: int,
+    plan: GenerationPlan | None = None,
+    **options: object,
+) -> CachedGenerator:
+    """Make this rank's part of a model that generates: `generate` gives the tokens of the whole model.
+
+    Run it under torchrun with as many processes as the mesh has devices; rank 0 plans, and its weights are the ones that count.
+
+    Args:
+        model, prompts, mesh, length, options: as for `plan_generation`.
+        plan: what `plan_generation` returned for them; by default rank 0 makes one.
+
+    Raises:
+        AutoparError: what `plan_generation` and `autopar.parallelize` raise.
+    """
+    asked = generation_options(options)
+    if plan is None:
+        context = connect(replace(connected_mesh(mesh, asked), links=(), device=None))
+        line = from_rank_0(lambda: plan_generation(model, prompts, mesh, length=length, **options).to_json(), context)
+        plan = GenerationPlan.from_json(line)
+    cached = cached_model(model, prompts, length)
+    first, following = samples_of(cached, prompts)
+    prefill = parallelize(cached, first, mesh, plan=plan.prefill)
+    decode = parallelize(cached, following, mesh, plan=plan.decode, over=prefill)
+    assert isinstance(prefill, ParallelModule)
+    assert isinstance(decode, ParallelModule)
+    return CachedGenerator(prefill, decode, model, plan)
+
+
+def _padded(tensor: torch.Tensor, shape: tuple[int, ...], filled: int) -> torch.Tensor:
+    """A matrix with rows below and columns to the right, up to a shape."""
+    rows, columns = (size - have for size, have in zip(shape, tensor.shape, strict=True))
+    return nn.functional.pad(tensor, (0, columns, 0, rows), value=filled)
+
+
+__all__ = ["CachedGenerator", "Generator", "parallel_generator", "plan_generation"]

@@ -135,3 +135,10 @@ def test_what_scripts_import_is_there(folder: str) -> None:
         if not hasattr(importlib.import_module(module), name) and not importlib.util.find_spec(f"{module}.{name}")
     ]
     assert not missing
+
+
+def test_a_language_model_generates_over_a_planned_cache(pool: WorkerPool) -> None:
+    first, second = pool.run(f"{__name__}:in_worker", ["generate.py", "--model", "gpt2"], ranks=2)
+    assert "the tokens are those of the whole model: True" in str(first)
+    assert len(re.findall("stored once", str(first))) == 2
+    assert second == ""
