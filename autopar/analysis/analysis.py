@@ -13,7 +13,7 @@ from autopar.analysis.block_counts import Blocks, block_counts
 from autopar.analysis.fits import fit_of
 from autopar.analysis.recomputability import recomputable
 from autopar.analysis.repeated_blocks import Classes, fold
-from autopar.analysis.saved_tensors import SavedTensors, saved
+from autopar.analysis.saved_tensors import SavedTensors, saved, workspace
 from autopar.analysis.weight_buckets import weight_buckets
 from autopar.analysis.weights import copies, reduce_dtypes, views, weights
 from autopar.errors import RuleError
@@ -42,8 +42,10 @@ class Analysis:
 
     @functools.cached_property
     def saved(self) -> dict[str, SavedTensors]:
-        """What autograd saves for each op class."""
+        """What autograd saves for each op class; of a program without gradients what it needs while it runs."""
         ops = representatives(self.program, self.classes).items()
+        if not any(op.requires_grad for op in self.program.ops):
+            return {name: workspace(op, self.program.values, cpu=self.cpu) for name, op in ops}
         return {name: saved(op, self.program.values, cpu=self.cpu) for name, op in ops if op.requires_grad}
 
     @functools.cached_property

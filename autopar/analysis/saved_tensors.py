@@ -95,6 +95,16 @@ def saved(op: Op, values: Mapping[str, Value], *, cpu: bool = False) -> SavedTen
     return _formula(op, operands, cpu) or _copied(op, _ran(op, tensors)[0], tensors, cpu)
 
 
+def workspace(op: Op, values: Mapping[str, Value], *, cpu: bool = False) -> SavedTensors:
+    """What an op of which nothing is saved needs while it runs: its workspace, and what it would else save inside."""
+    operands = tuple(values[name] for name in op.operands)
+    fused = _formula(op, operands, cpu)
+    if fused is None:
+        return SavedTensors(forward=_ran(op, [_empty(value.shape, value) for value in operands])[0].forward)
+    size = elements(op.results[0].shape)
+    return SavedTensors(forward=Share(bytes=fused.internal_bytes, follows=len(operands), elements=size))
+
+
 def saved_here(
     op: Op,
     values: Mapping[str, Value],

@@ -63,7 +63,8 @@ class Liveness:
         self.program, self.sizes, self.count = program, analysis.sizes, len(program.ops)
         self.copied = copied(analysis)
         self.views = frozenset(op.name for op in program.ops if view_of(op, program.values)) - self.copied
-        runs = (op for op in program.ops if any(result.name in analysis.backward for result in op.results))
+        served = not any(op.requires_grad for op in program.ops)
+        runs = (op for op in program.ops if served or any(result.name in analysis.backward for result in op.results))
         self.saved: dict[str, SavedTensors] = {
             op.name: analysis.saved[of[op.name]] for op in runs if of[op.name] in analysis.saved
         }
