@@ -121,9 +121,7 @@ class _Source:
 
     def read(self, places: Mapping[InputDim, int]) -> Captured:
         """The model captured with these sizes at dims of its sample."""
-        asked = self.options
-        assumptions = replace(asked.assumptions, buffers=self.buffers)
-        return read_program(self.model, self.sample, asked.precision, asked.reduce, places, assumptions)
+        return read_program(self.model, self.sample, self.options, places, self.buffers)
 
     def plan(self, captured: Captured, mesh: Mesh, sizes: Sequence[Size]) -> ResolvedPlan:
         """The plan of what was captured, for sizes that vary."""

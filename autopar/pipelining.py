@@ -74,7 +74,7 @@ def _built(model: nn.Module, sample_input: object, mesh: object, plan: Plan | No
         raise PlanError("the plan has no pipeline, which was asked for", pipeline=options.pipeline, fix=fix)
     options = options.under(plan)
     context = connect(replace(priced, links=(), device=None), device_mesh=device_mesh)
-    captured = read_program(model, sample_input, options.precision, options.reduce, assumptions=options.assumptions)
+    captured = read_program(model, sample_input, options)
     check_program(captured.program.hash, context)
 
     def planned() -> str:
@@ -107,7 +107,7 @@ class _Modes:
         if training not in self._known:
             model = skeleton(self.model).module.train(training)
             asked = self.options
-            other = read_program(model, self.sample, asked.precision, asked.reduce, assumptions=asked.assumptions).program
+            other = read_program(model, self.sample, asked).program
             live = any(map(switched, other.ops))
             self._known[training] = not training and not live and quiet(other) == quiet(self.program)
         return self._known[training]

@@ -30,7 +30,7 @@ def captured(job: TrainingJob) -> TrainingJob:
         return job
     asked = _options(job)
     try:
-        read = read_program(job.model, job.sample, asked.precision, asked.reduce, assumptions=asked.assumptions)
+        read = read_program(job.model, job.sample, asked)
     except AutoparError as error:
         raise AllocationError(f"job {job.name!r}: {error.what}", **error.details) from error
     return replace(job, model=None, sample=None, program=read.program)

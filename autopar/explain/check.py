@@ -21,11 +21,13 @@ from autopar.explain.difference import Difference, Total
 from autopar.explain.summary import Summary
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
+from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.planning.pipeline_search import plan_pipeline
 from autopar.planning.planner import connected_mesh, plan_program, read_program
 
 TOLERANCE = 0.01
+OF_CAPTURE = ("mode", "precision", "reduce")  # the options of a baseline by which its TARGET is captured
 OK, BETTER, WORSE, FAILED = "ok", "better", "WORSE", "FAILED"
 
 
@@ -123,17 +125,16 @@ def _one(path: Path, target: str, planned: Callable[[], Plan], tolerance: float,
 def _all(path: Path, tolerance: float, *, update: bool) -> int:
     """Every baseline of a folder or file, each target captured once."""
     held = [(file, baseline) for file in files(path) for baseline in read(file)]
-    targets: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    targets: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for place, (file, baseline) in enumerate(held):
         if not baseline.target:
             fix = "a saved plan needs its TARGET before --check, a baseline of the fixture plan_cost its test"
             raise UsageError(f"{file} does not name a TARGET", fix=fix)
         asked = baseline.summary.options
-        key = found_from(baseline.target, file.parent), asked.get("precision", ""), asked.get("reduce", "")
-        targets[key].append(place)
+        targets[found_from(baseline.target, file.parent), *(asked.get(name, "") for name in OF_CAPTURE)].append(place)
     outcomes: dict[int, CheckedCost] = {}
-    for (target, precision, reduce), places in targets.items():
-        found = _outcomes(target, precision, reduce, [held[place][1] for place in places], tolerance)
+    for (target, *_), places in targets.items():
+        found = _outcomes(target, [held[place][1] for place in places], tolerance)
         for place, outcome in zip(places, found, strict=True):
             outcomes[place] = outcome
             print("\n".join(map(printable, outcome.lines())), flush=True)
@@ -142,13 +143,12 @@ def _all(path: Path, tolerance: float, *, update: bool) -> int:
     return _verdict([outcome.status for outcome in outcomes.values()], update=update)
 
 
-def _outcomes(
-    target: str, precision: str, reduce: str, baselines: Sequence[Baseline], tolerance: float
-) -> Iterator[CheckedCost]:
-    """The baselines of one target compared with what its plans cost now."""
+def _outcomes(target: str, baselines: Sequence[Baseline], tolerance: float) -> Iterator[CheckedCost]:
+    """The baselines of one target, captured alike, compared with what its plans cost now."""
     program: Program | AutoparError
     try:
-        program = read_program(*built(target), precision or None, reduce or None).program
+        asked = {name: baselines[0].summary.options.get(name, "") for name in OF_CAPTURE}
+        program = read_program(*built(target), Options.read(asked)).program
     except AutoparError as error:
         program = error
     for baseline in baselines:

@@ -145,7 +145,7 @@ def _scaled(options: argparse.Namespace) -> CommandOutput:
     with progress("capturing the model"):
         model, sample = built(options.target)
         asked = planning_options(options)
-        program = read_program(model, sample, asked.precision, asked.reduce, assumptions=asked.assumptions).program
+        program = read_program(model, sample, asked).program
     return of_scaling(scaling(program, numbers, asked, shapes=shapes), within, price)
 
 

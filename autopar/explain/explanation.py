@@ -117,7 +117,7 @@ def explained(
     """The explanation of a model's plan, by what was asked for; `stop` is called at the end of each phase of planning."""
     if options.pipeline is None:
         return Explanation(planned=make_plan(model, sample_input, mesh, options, stop), options=options)
-    captured = read_program(model, sample_input, options.precision, options.reduce, assumptions=options.assumptions)
+    captured = read_program(model, sample_input, options)
     stop("capture")
     meshes = connected_meshes(mesh, options, captured.program)
     search = search_pipeline(captured.program, meshes, options)

@@ -93,7 +93,7 @@ def plan_generation(
     """
     cached, asked = cached_model(model, prompts, length), generation_options(options)
     samples = samples_of(cached, prompts)
-    programs = [read_program(cached, sample, asked.precision, assumptions=asked.assumptions).program for sample in samples]
+    programs = [read_program(cached, sample, asked).program for sample in samples]
     runs = 1, length - (0 if cached.cross else prompts.shape[1])
     prefill, decode = plan_both(programs, runs, connected_mesh(mesh, asked), asked)
     return GenerationPlan(prefill=prefill, decode=decode, batch=prompts.shape[0], prompt=prompts.shape[1], length=length)

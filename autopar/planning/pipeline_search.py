@@ -56,7 +56,7 @@ REFINED = 2  # pairs of ranks and micro-batches of such a program for which all 
 def make_pipeline_plan(model: nn.Module, sample_input: object, mesh: object, options: Options) -> Plan:
     """Capture a model and plan it in stages; see `autopar.plan`."""
     settings = limited(DEFAULTS, options)
-    captured = read_program(model, sample_input, options.precision, options.reduce, assumptions=options.assumptions)
+    captured = read_program(model, sample_input, options)
     return search_pipeline(captured.program, connected_meshes(mesh, options, captured.program), options, settings).plan()
 
 

@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from autopar.analysis.analysis import Analysis
-from autopar.capture import Assumptions, Captured, capture
-from autopar.capture.assumptions import NOTHING
+from autopar.capture import Captured, capture
 from autopar.cost_models import catalog
 from autopar.cost_models.links import connect, merged
 from autopar.errors import PlanError
@@ -45,6 +45,7 @@ from autopar.simulator.timeline import Transmission
 from autopar.solver.settings import DEFAULTS
 
 MOST_AXES = 3  # that are planned as they are
+UNASKED = Options()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ def make_plan(
 ) -> Planned:
     """Capture a model and plan it; see `autopar.plan`. `stop` is called at the end of each phase."""
     clock, settings = _Clock(stop), limited(DEFAULTS, options)
-    captured = read_program(model, sample_input, options.precision, options.reduce, assumptions=options.assumptions)
+    captured = read_program(model, sample_input, options)
     sizes = declared(options.dynamic, captured.signature.shapes)
     clock.stop("capture")
     found = best_shape(captured.program, connected_meshes(mesh, options, captured.program), options, clock.stop, settings)
@@ -94,22 +95,22 @@ def make_plan(
 def read_program(
     model: nn.Module,
     sample_input: object,
-    precision: str | None = None,
-    reduce: str | None = None,
+    options: Options = UNASKED,
     places: Mapping[InputDim, int] | None = None,
-    assumptions: Assumptions = NOTHING,
+    buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> Captured:
     """Capture a model and bring its program into the form in which it is planned, and into the precision in which it runs.
 
-    `places` are dims of the sample that get another size; `assumptions` are what capture may take for granted.
+    The options say how: `mode`, `precision`, `reduce`, `static` and `assume`. `places` are dims of the sample that get another
+    size, `buffers` the values of those of a model on the meta device.
     """
-    dtype = stored(precision, reduce)
-    captured = capture(model, sample_input, dtype, places, assumptions)
+    dtype = stored(options.precision, options.reduce)
+    captured = capture(model, sample_input, dtype, places, replace(options.assumptions, buffers=buffers or {}))
     program = normalise(captured.program)
     if dtype is not None:
         program = received(program, {planned.path: planned.dtype for planned in captured.signature.tensors})
-    if precision == MIXED:
-        program = mixed(program, DTYPES[reduce] if reduce else None)
+    if options.precision == MIXED:
+        program = mixed(program, DTYPES[options.reduce] if options.reduce else None)
     return replace(captured, program=program)
 
 
@@ -121,7 +122,7 @@ def with_dynamic_sizes(resolved: ResolvedPlan, sizes: Sequence[Size], model: nn.
     asked = Options().under(resolved.plan)
 
     def at(places: dict[InputDim, int]) -> Program:
-        return read_program(model, sample_input, asked.precision, asked.reduce, places, asked.assumptions).program
+        return read_program(model, sample_input, asked, places).program
 
     return varied(resolved, sizes, at)
 

@@ -67,7 +67,7 @@ def random_plan(
     options = Options(
         device=None if priced else "h100", strategy="random", outputs="sharded", precision=precision, microbatches=microbatches
     )
-    captured = read_program(model, sample_input, precision)
+    captured = read_program(model, sample_input, options)
     drawn = _random(parts(captured.program, microbatches), connected_mesh(mesh, options), seed, options)
     return with_dynamic_sizes(drawn, declared(dynamic or {}, captured.signature.shapes), model, sample_input).plan
 

@@ -60,7 +60,7 @@ def verify(
         raise InputError(f"{empty[0]} is on the meta device and has no data to compare", fix="build the model with weights")
     place = connected_mesh(mesh, options, plan)
     options = options.under(plan)
-    captured = read_program(model, sample_input, options.precision, options.reduce, assumptions=options.assumptions)
+    captured = read_program(model, sample_input, options)
     if plan is None:
         plan = _planned(model, sample_input, captured, place, options)
         place = connected_mesh(mesh, options, plan)  # of which the plan may have cut an axis
@@ -95,7 +95,7 @@ def _at_sample(plan: Plan, model: nn.Module, sample_input: object, captured: Cap
     if found == tuple(size.sample for size in plan.dynamic):
         return plan
     places = dim_sizes(plan.dynamic)
-    planned = read_program(model, sample_input, options.precision, options.reduce, places, options.assumptions)
+    planned = read_program(model, sample_input, options, places)
     resizer = Respecializer(read_plan(plan, planned.program, plan.mesh))
     return resizer.plan_for(captured.program, describe_sizes(plan.dynamic, found)).plan
 

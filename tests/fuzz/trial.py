@@ -93,7 +93,7 @@ def check(model: Callable[[], nn.Module], sample: Sample, setting: Setting, worl
     torch.manual_seed(0)
     module, batch = model(), _batch(sample, BATCH)
     try:
-        captured = read_program(module, batch, setting.precision)
+        captured = read_program(module, batch, setting.options)
     except AutoparError as refusal:
         return Outcome(0, [_line(refusal)] * len(setting.plans))
     tried = Tried(module, batch, captured, setting, world)
@@ -149,7 +149,7 @@ def _longer(
     """The plan carried over to another batch, if it allows its size."""
     sizes = resolved.plan.dynamic
     try:
-        other = read_program(module, batch, setting.precision)
+        other = read_program(module, batch, setting.options)
         called = describe_sizes(sizes, numbers(sizes, other.signature.shapes))
         moved = Respecializer(resolved).plan_for(other.program, called)
     except AutoparError:

@@ -146,8 +146,8 @@ def test_the_prices_are_those_of_the_faster_pair() -> None:
     model, sample, mesh = whole_model("gpt2"), prompts(BATCH, PROMPT), table.mesh((2,))
     found = plan_generation(model, sample, mesh, length=LENGTH)
     cached = cached_model(model, sample, LENGTH)
-    first, following = (read_program(cached, one, assumptions=SERVED).program for one in samples_of(cached, sample))
     options = Options(mode="inference")
+    first, following = (read_program(cached, one, options).program for one in samples_of(cached, sample))
     priced = connected_mesh(mesh, options)
     alone = [plan_program(program, priced, options) for program in (first, following)]
     forced = (

@@ -13,6 +13,7 @@ from autopar.analysis.weights import copies, reduce_dtypes, weights
 from autopar.ir.program import Op, Program
 from autopar.passes import normalise
 from autopar.passes.precision import mixed, received
+from autopar.plan.options import Options
 from autopar.planning.planner import read_program
 from tests.capture import interpreter
 from tests.passes.programs import program
@@ -114,7 +115,7 @@ class Tower(nn.Module):
 def test_copies_and_their_views_are_weights_whose_gradients_are_added_in_float32() -> None:
     model, sample = Tower(), torch.ones(2, 4)
     for reduce, expected in ((None, torch.float32), ("fp32", torch.float32), ("bf16", None)):
-        found = read_program(model, sample, "bf16-mixed", reduce).program
+        found = read_program(model, sample, Options(precision="bf16-mixed", reduce=reduce)).program
         (copy,) = copies(found)
         derived = weights(found) - {"w", "scale"}
         assert copy in derived
@@ -124,5 +125,6 @@ def test_copies_and_their_views_are_weights_whose_gradients_are_added_in_float32
 
 def test_programs_of_different_precision_have_different_hashes() -> None:
     asked = [(None, None), ("bf16", None), ("bf16-mixed", None), ("bf16-mixed", "bf16")]
-    hashes = [read_program(*models.make("gpt2"), *precision).program.hash for precision in asked]
+    options = [Options(precision=precision, reduce=reduce) for precision, reduce in asked]
+    hashes = [read_program(*models.make("gpt2"), one).program.hash for one in options]
     assert all(a != b for a, b in itertools.combinations(hashes, 2))

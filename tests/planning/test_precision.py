@@ -71,7 +71,7 @@ def run_of(name: str, how: str | int, *, reduce: str | None = None, steps: int =
     """A model in mixed precision, without dropout, under a plan, with one batch for all steps."""
     options = {"precision": MIXED} | ({"reduce": reduce} if reduce else {})
     model, sample = models.make(name)
-    captured = read_program(model, sample, **options)
+    captured = read_program(model, sample, Options(**options))
     program = without_dropout(captured.program)
     plan = replace(made(name, how, **options), hash=program.hash)
     return Run(replace(captured, program=program), plan, tensors_of(model), [captured.signature.bind((), sample)] * steps)
@@ -195,7 +195,7 @@ def test_three_steps_of_adamw_go_the_sequential_way_and_store_float32(pool: Work
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "opt", "t5", "vit", "cnn"])
 def test_loss_and_gradients_are_about_as_exact_as_those_of_autocast(name: str) -> None:
     model, sample = models.make(name)
-    captured = read_program(model.eval(), sample, MIXED)
+    captured = read_program(model.eval(), sample, Options(precision=MIXED))
     ours = sequential(captured, tensors_of(model))
     loss = step(ours, captured.signature.bind((), sample))
     exact, exact_gradient = plain(model, sample, autocast=False)
@@ -261,14 +261,14 @@ def test_a_large_model_is_planned_faster_and_smaller() -> None:
 def large(precision: str | None) -> Captured:
     """Linear layers on meta, wide enough that products and gathers take the time."""
     with torch.device("meta"):
-        return read_program(planning.Layers((8192,) * 5), torch.zeros(8192, 8192), precision)
+        return read_program(planning.Layers((8192,) * 5), torch.zeros(8192, 8192), Options(precision=precision))
 
 
 @pytest.mark.parametrize("name, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_a_whole_model_in_a_dtype_is_what_the_model_in_that_dtype_is(name: str, dtype: torch.dtype) -> None:
     model, sample = models.make("gpt2")
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
-    asked, plain = read_program(model.to(other), sample, name), read_program(model.to(dtype), sample)
+    asked, plain = read_program(model.to(other), sample, Options(precision=name)), read_program(model.to(dtype), sample)
     assert asked.program == plain.program
 
 

@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 
 from autopar.capture import Captured
+from autopar.plan.options import Options
 from autopar.planning.planner import read_program
 
 Sample = dict[str, torch.Tensor]
@@ -152,7 +153,7 @@ MODELS: dict[str, Callable[[], Built]] = {
 @functools.cache
 def captured(name: str, precision: str | None = None) -> Captured:
     """The program of a model, captured once in a process."""
-    return read_program(*make(name), precision)
+    return read_program(*make(name), Options(precision=precision))
 
 
 def make(name: str) -> Built:
