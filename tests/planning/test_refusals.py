@@ -118,7 +118,7 @@ def test_an_option_that_does_not_exist_is_refused(
 
 
 def test_an_unknown_keyword_is_a_type_error_as_everywhere_in_python() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'stratgy'; the options are budget, "):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stratgy'; the options are assume, budget, "):
         single(stratgy="auto")
     with pytest.raises(TypeError, match="unexpected keyword argument 'stratgy'"):
         autopar.verify(model(), X, (1,), stratgy="auto")
