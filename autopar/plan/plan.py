@@ -12,6 +12,7 @@ padded    value or parameter -> its true shape, and the one in which the program
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -142,6 +143,10 @@ class Plan:
 
     def __str__(self) -> str:
         return plain(self.tables())
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: what is printed, in lines that are not broken."""
+        return f'<pre style="white-space: pre; overflow-x: auto">{html.escape(str(self))}</pre>'
 
     def tables(self) -> Iterator[str | Table]:
         """What is printed: totals with their sources, layouts of what is stored and returned, and where the step time goes."""

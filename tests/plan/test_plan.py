@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import fields, replace
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,32 @@ def test_replicate_keeps_everything_whole_and_sends_nothing() -> None:
     assert made.collectives == ()
     assert ", 0.000 communication; " in str(made)
     assert " over axis" not in str(made)
+
+
+class Page(HTMLParser):
+    """The tags of a page, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_notebook_shows_what_is_printed_whatever_names_are() -> None:
+    made = plan("gpt2", "ddp")
+    made = replace(made, layouts={"</pre><script>&amp;": "I, I", **made.layouts})
+    assert "<script>" in str(made)
+    page = Page(made._repr_html_())
+    assert page.tags == ["pre"]
+    assert page.text == str(made)
 
 
 def test_the_printed_plan_has_totals_layouts_and_communication() -> None:
