@@ -276,13 +276,8 @@ def _declared(
     return (mesh if found.mesh is None else found.mesh), {**options, **found.options}
 
 
-OF_TRAINING = {
-    "optimizer": None,
-    "microbatches": 1,
-    "pipeline": None,
-    "recompute": AUTO,
-    "reduce": None,
-}  # and what says nothing
+# Options of training, each with the value that says nothing.
+OF_TRAINING = {"optimizer": None, "microbatches": 1, "pipeline": None, "recompute": AUTO, "reduce": None}
 OF_GRADIENTS = 'strategy="fsdp" shards weights; zero1 and zero2 shard the optimizer\'s state and gradients'
 UNSAID = ("constraints", "dynamic", "microbatches", "assume", "optimizer")  # options whose None says nothing
 

@@ -106,8 +106,7 @@ class _Modes:
     def __call__(self, training: bool) -> bool:
         if training not in self._known:
             model = skeleton(self.model).module.train(training)
-            asked = self.options
-            other = read_program(model, self.sample, asked).program
+            other = read_program(model, self.sample, self.options).program
             live = any(map(switched, other.ops))
             self._known[training] = not training and not live and quiet(other) == quiet(self.program)
         return self._known[training]

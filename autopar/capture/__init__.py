@@ -1,7 +1,9 @@
 """Capture: an ordinary module becomes a Program, and its call a Signature.
 
 meta_copy    a copy without weights, on the meta device
-signature    how the model is called and what it returns
+nested       the paths of leaves in what users pass and get
+signature    how the model is called
+returned     what it returns
 static_inputs inputs that are sizes, as literals
 assumptions  what the user says of values that a graph cannot know, and what was asked
 decided      buffers of integers that a size or a branch depends on

@@ -1,27 +1,21 @@
-"""How a model is called and what it returns: the program has flat tensors, the user has nested structures.
-
-This is the one place that knows pytrees.
-"""
+"""How a model is called: the program has flat tensors, the user has nested structures."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.assumptions import Assumed
+from autopar.capture.nested import STATIC, distinct, known, walk
+from autopar.capture.returned import ReturnSpec
 from autopar.capture.static_inputs import StaticInput, read_static
-from autopar.errors import CaptureError, InputError
+from autopar.errors import InputError
 from autopar.ir.dynamic_dims import InputDim, Shape, Size, numbers
 from autopar.ir.program import Static
-
-_STATIC = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,40 +43,6 @@ class TensorSpec:
     def __str__(self) -> str:
         part = f", a part of {list(self.shape)}" if self.given != self.shape else ""
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.given)}{part}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReturnSpec:
-    """What the model returns: a structure whose leaves are tensors (`paths`, in order) or constants.
-
-    What capture took for granted is computed after these: `assumed`.
-    """
-
-    spec: pytree.TreeSpec
-    paths: tuple[str, ...]
-    leaves: tuple[int | tuple[Static], ...]  # the index of a tensor, or a constant in a tuple of one
-    assumed: tuple[Assumed, ...] = ()
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """The paths of all of the program's outputs."""
-        return (*self.paths, *(one.path for one in self.assumed))
-
-    def check(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Raise InputError if something that was assumed does not hold in a call, of which these are the program's outputs."""
-        for one, found in zip(self.assumed, outputs[len(self.paths) :], strict=True):
-            one.check(found)
-
-    @property
-    def flat(self) -> ReturnSpec:
-        """A specification of the same tensors in a plain list, without the user's classes."""
-        places = tuple(range(len(self.paths)))
-        return replace(self, spec=pytree.tree_structure(list(places)), leaves=places)
-
-    def rebuild(self, tensors: Sequence[object]) -> object:
-        """The structure with these tensors in it, one per path."""
-        filled = [tensors[leaf] if isinstance(leaf, int) else leaf[0] for leaf in self.leaves]
-        return pytree.tree_unflatten(filled, self.spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +198,7 @@ class ModelCall:
                 TensorSpec(path=path, shape=tuple(leaf.shape), dtype=leaf.dtype, requires_grad=leaf.requires_grad)
                 for path, leaf in self.tensors
             ),
-            constants=tuple((path, leaf) for path, leaf in self.leaves if isinstance(leaf, _STATIC)),
+            constants=tuple((path, leaf) for path, leaf in self.leaves if isinstance(leaf, STATIC)),
             defaults=self.defaults,
             returned=returned,
             static=self.static,
@@ -256,7 +216,7 @@ def read_call(model: nn.Module, sample_input: object, static: Sequence[str] = ()
     known(sample_input)
     args, kwargs = _split(sample_input)
     taken = inspect.signature(model.forward)
-    defaults = {p.name: p.default for p in taken.parameters.values() if isinstance(p.default, _STATIC)}
+    defaults = {p.name: p.default for p in taken.parameters.values() if isinstance(p.default, STATIC)}
     if "use_cache" in taken.parameters:
         kwargs.setdefault("use_cache", False)
         defaults["use_cache"] = False
@@ -267,7 +227,7 @@ def read_call(model: nn.Module, sample_input: object, static: Sequence[str] = ()
     except TypeError as error:
         raise InputError(f"the sample does not fit {type(model).__name__}.forward: {error}", takes=f"forward{taken}") from error
     for path, leaf in leaves:
-        if not isinstance(leaf, (torch.Tensor, *_STATIC)):
+        if not isinstance(leaf, (torch.Tensor, *STATIC)):
             fix = "pass tensors, constants, or containers of them"
             raise InputError(f"argument {path} is a {type(leaf).__name__}", fix=fix)
     fixed = read_static(static, dict(own))
@@ -299,31 +259,6 @@ def _arguments(
     return bound, extra, tuple(_leaves(arguments | extra))
 
 
-def read_result(result: object) -> tuple[tuple[torch.Tensor, ...], ReturnSpec, tuple[str, ...]]:
-    """The tensors in a model's return value, the structure around them, and the paths of leaves that are lost."""
-    known(result)
-    spec = pytree.tree_structure(result)
-    tensors: list[torch.Tensor] = []
-    paths: list[str] = []
-    leaves: list[int | tuple[Static]] = []
-    lost = []
-    for path, leaf in _distinct(_walk("", result)):
-        if isinstance(leaf, torch.Tensor):
-            leaves.append(len(tensors))
-            tensors.append(leaf)
-            paths.append(path or "0")
-        else:
-            leaves.append((leaf if isinstance(leaf, _STATIC) else None,))
-            if not isinstance(leaf, _STATIC):
-                lost.append(path)
-    if not tensors:
-        raise CaptureError(
-            f"forward returns a {type(result).__name__} without tensors",
-            fix="return tensors, containers or a dataclass of them",
-        )
-    return tuple(tensors), ReturnSpec(spec=spec, paths=tuple(paths), leaves=tuple(leaves)), tuple(lost)
-
-
 def named(names: Sequence[str], rest: str, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
     """The arguments of a call by name; raises InputError if there are too many or one is given twice."""
     if len(args) > len(names) and not rest:
@@ -333,19 +268,6 @@ def named(names: Sequence[str], rest: str, args: Sequence[object], kwargs: Mappi
         if name in arguments:
             raise InputError(f"argument {name} is given twice", fix="give it by position or by name")
     return arguments | ({rest: tuple(args[len(names) :])} if len(args) > len(names) else {}) | dict(kwargs)
-
-
-def known(value: object) -> None:
-    """Register the dataclasses in a model's arguments or return value as pytree nodes.
-
-    Dataclasses with fields that their constructor does not take remain leaves.
-    """
-    leaves = [leaf for leaf in pytree.tree_leaves(value) if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)]
-    made_of_fields = [leaf for leaf in leaves if all(one.init for one in dataclasses.fields(leaf))]
-    for kind in dict.fromkeys(map(type, made_of_fields)):
-        pytree.register_dataclass(kind)
-    if made_of_fields:
-        known(value)
 
 
 def on_meta(sample: object, signature: Signature) -> object:
@@ -364,32 +286,7 @@ def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _leaves(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    return _distinct(leaf for name, value in arguments.items() for leaf in _walk(name, value))
-
-
-def _distinct(leaves: Iterable[tuple[str, object]]) -> Iterator[tuple[str, object]]:
-    """The leaves with unique paths: repeated ones are numbered, so {"a.b": x, "a": {"b": y}} has "a.b" and "a.b#1"."""
-    seen: Counter[str] = Counter()
-    for path, leaf in leaves:
-        yield f"{path}#{seen[path]}" if seen[path] else path, leaf
-        seen[path] += 1
-
-
-def _walk(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """The leaves of a pytree, in its order, each with a dotted path: {"past": (a, b)} has "past.0" and "past.1"."""
-    children, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
-    if spec.is_leaf():
-        yield path, value
-        return
-    names: Iterable[object] = range(len(children))
-    if isinstance(value, Mapping):
-        names = value.keys()
-    elif isinstance(value, tuple):
-        names = getattr(type(value), "_fields", names)  # a named tuple
-    elif dataclasses.is_dataclass(value):
-        names = [one.name for one in dataclasses.fields(value) if getattr(value, one.name) is not None]  # as pytree does
-    for name, child in zip(names, children, strict=True):
-        yield from _walk(f"{path}.{name}" if path else str(name), child)
+    return distinct(leaf for name, value in arguments.items() for leaf in walk(name, value))
 
 
 def _same(value: object, planned: Static) -> bool:

@@ -18,7 +18,8 @@ from torch import nn
 from autopar.capture import source_location
 from autopar.capture.assumptions import NOTHING, Answers, Assumptions
 from autopar.capture.python_state import Changes
-from autopar.capture.signature import ModelCall, ReturnSpec, read_result
+from autopar.capture.returned import ReturnSpec, read_result
+from autopar.capture.signature import ModelCall
 from autopar.capture.static_inputs import as_literals
 from autopar.capture.trace_guards import watched
 from autopar.errors import AutoparError, CaptureError

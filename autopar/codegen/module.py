@@ -18,7 +18,7 @@ from torch import fx, nn
 from autopar.capture import Signature
 from autopar.capture.decided import Decided
 from autopar.capture.python_state import Settings
-from autopar.capture.signature import ReturnSpec
+from autopar.capture.returned import ReturnSpec
 from autopar.codegen.call_checks import aspects_of, check_call, check_gradients
 from autopar.codegen.graph_module import GraphModule
 from autopar.codegen.names import identifiers

@@ -39,6 +39,16 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         prog="python -m autopar.explain", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("target", metavar="TARGET", nargs="?", help=HOW)
+    _add_planning(parser)
+    _add_inputs(parser)
+    _add_results(parser)
+    _add_questions(parser.add_argument_group("questions, answered instead of the report"))
+    check.add_arguments(parser)
+    return parser
+
+
+def _add_planning(parser: argparse.ArgumentParser) -> None:
+    """What plan is made."""
     parser.add_argument("--mesh", help="sizes of the axes, the last one innermost: 2,4 or dp=2,tp=4; or auto")
     parser.add_argument("--device", help="a device of the catalog, such as h100; by default that of this machine")
     parser.add_argument("--budget", help="memory per device, such as 24GiB; by default 90%% of the device")
@@ -60,6 +70,10 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--schedule", help=order)
     end = "end the search after so many seconds with the best plan so far; by default no clock decides which plan is chosen"
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help=end)
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
+    """What is said of layouts, inputs and lines by name, each perhaps several times."""
     constraint = 'force a layout: "*.wte.weight=I, S(0)"; may be given several times'
     parser.add_argument("--constraint", metavar="NAME=LAYOUT", action="append", default=[], help=constraint)
     varies = "a size that may differ between calls: batch=0, or batch=input_ids:0,labels:0; may be given several times"
@@ -68,13 +82,20 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--static", metavar="NAME", action="append", default=[], help=constant)
     answer = "what a line of forward asks: True, False or an integer, compared in every call; may be repeated"
     parser.add_argument("--assume", metavar="FILE:LINE=ANSWER", action="append", default=[], help=answer)
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    """What is written, and how the answer is printed."""
     parser.add_argument("--save", metavar="PLAN.json", help="write the plan to a file")
     trace = "write the simulated step, which https://ui.perfetto.dev draws: what a device computes and sends, and when it waits"
     parser.add_argument("--trace", metavar="STEP.json", help=trace)
     page = "write the report as a page for a browser, one file, with what --budget-sweep, --devices and --why-not ask"
     parser.add_argument("--html", metavar="REPORT.html", help=page)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    ask = parser.add_argument_group("questions, answered instead of the report")
+
+
+def _add_questions(ask: argparse._ArgumentGroup) -> None:
+    """What is answered instead of the report."""
     why = "the candidates of an operator or a parameter, with their prices; * matches any part of the name"
     ask.add_argument("--why", metavar="NAME", action="append", default=[], help=why)
     why_not = "plan again with this layout forced, and say what changes and what it costs; may be given several times"
@@ -92,8 +113,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     ask.add_argument("--price", type=float, metavar="PER_HOUR", help=hour)
     ask.add_argument("--code", action="store_true", help="the emitted module, as rank 0 runs it")
     ask.add_argument("--diff", nargs=2, metavar=("OLD.json", "NEW.json"), help="what differs between two saved plans")
-    check.add_arguments(parser)
-    return parser
 
 
 def refuse(

@@ -16,7 +16,6 @@ import numpy as np
 
 from autopar.cost_models.optimizers import Optimizer
 from autopar.formulation.formulate import PlanningProblem
-from autopar.ir.layout import local_shape
 from autopar.ir.program import Value, elements
 from autopar.memory.alias_sets import AliasSets
 from autopar.memory.live_ranges import LivenessInputs, SavedLiveRange, lifetimes
@@ -203,8 +202,8 @@ class MemoryRows:
     def _stored(self, value: Value, times: int = 1) -> tuple[int, Floats]:
         """The choice of a parameter, buffer or input, and its bytes by candidate, `times` over."""
         choice = self.choice[self.of[value.name]]
-        shapes = (local_shape(value.shape, c.results[0], self.liveness.sizes) for c in self.formulated.candidates[choice])
-        return choice, times * np.array([float(elements(shape) * value.dtype.itemsize) for shape in shapes])
+        found = self.formulated.candidates[choice]
+        return choice, times * np.array([float(value.local_bytes(c.results[0], self.liveness.sizes)) for c in found])
 
 
 def _times(count: int, parts: Iterable[tuple[int, Floats]]) -> Iterator[tuple[int, Floats]]:

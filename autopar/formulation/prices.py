@@ -21,7 +21,7 @@ from autopar.cost_models.optimizers import OPTIMIZERS, Optimizer
 from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, SUMS
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Device, Mesh, Seconds
-from autopar.ir.program import OUTPUT, Op, Value, elements
+from autopar.ir.program import OUTPUT, Op, Value
 from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding
 from autopar.search_space.buckets import TOGETHER
@@ -107,7 +107,7 @@ class Prices:
         """
         if step.stage is None or step.stage.link is None or not step.sends:
             return 0.0
-        size = elements(local_shape(value.shape, layout, self.mesh.sizes)) * value.dtype.itemsize
+        size = value.local_bytes(layout, self.mesh.sizes)
         return step.microbatches * (1 + value.requires_grad) * step.stage.link.send(size)
 
 
@@ -123,8 +123,7 @@ def end_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], price
         return np.array([prices.arrival(analysis.step, value, c.results[0]) for c in found])
     if not value.requires_grad or name not in {p.value.name for p in program.parameters}:
         return np.zeros(len(found))
-    local = [elements(local_shape(value.shape, c.results[0], sizes)) * value.dtype.itemsize for c in found]
-    return np.array([count * prices.optimizer_step(size) for size in local])
+    return np.array([count * prices.optimizer_step(value.local_bytes(c.results[0], sizes)) for c in found])
 
 
 def op_class_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices) -> tuple[Floats, Floats]:
@@ -162,8 +161,7 @@ def _result_bytes(analysis: Analysis, name: str, found: Sequence[Candidate]) -> 
     values: Sequence[Value] = ()
     if analysis.step.sends and name.startswith(OUTPUT):  # what is sent
         value = program.values[name.removeprefix(OUTPUT)]
-        shapes = [local_shape(value.shape, candidate.operands[0], analysis.sizes) for candidate in found]
-        return np.array([float(elements(shape) * value.dtype.itemsize) for shape in shapes])
+        return np.array([float(value.local_bytes(candidate.operands[0], analysis.sizes)) for candidate in found])
     if name in program.op:
         values = program.op[name].results
     elif name in program.values:
@@ -171,7 +169,7 @@ def _result_bytes(analysis: Analysis, name: str, found: Sequence[Candidate]) -> 
 
     def left(candidate: Candidate) -> float:
         pairs = zip(values, candidate.results, strict=True) if values else ()
-        return float(sum(elements(local_shape(v.shape, x, analysis.sizes)) * v.dtype.itemsize for v, x in pairs))
+        return float(sum(v.local_bytes(x, analysis.sizes) for v, x in pairs))
 
     return np.array([left(candidate) for candidate in found])
 

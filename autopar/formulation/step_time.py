@@ -24,9 +24,9 @@ from autopar.formulation.overlap import Overlap, Sent
 from autopar.formulation.prices import WHOLE_SUM, Prices, local_shapes, work
 from autopar.formulation.step_collectives import Message, Phase, conversion_messages, input_messages, op_messages
 from autopar.ir.conversion import COLLECTIVES
-from autopar.ir.layout import Layout, local_shape
+from autopar.ir.layout import Layout
 from autopar.ir.mesh import Bytes, Seconds
-from autopar.ir.program import Op, elements
+from autopar.ir.program import Op
 from autopar.memory.prefetch import Node
 from autopar.memory.recompute_closure import reruns
 from autopar.memory.schedule import Schedule, Step
@@ -101,8 +101,7 @@ class StepPrices:
 
     def bytes_of(self, name: str, layout: Layout) -> Bytes:
         """The size of one rank's part of a value."""
-        value = self.analysis.program.values[name]
-        return elements(local_shape(value.shape, layout, self.prices.mesh.sizes)) * value.dtype.itemsize
+        return self.analysis.program.values[name].local_bytes(layout, self.prices.mesh.sizes)
 
 
 def step_time(schedule: Schedule, prices: StepPrices) -> Seconds:

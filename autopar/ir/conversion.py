@@ -72,7 +72,7 @@ def beside(step: Conversion, value: Value, sizes: tuple[int, ...], *, back: bool
     joined. `back` asks for the gradient's primitive.
     """
     ends = (step.target, step.source) if back else (step.source, step.target)
-    sizes_of = [elements(local_shape(value.shape, layout, sizes)) * value.dtype.itemsize for layout in ends]
+    sizes_of = [value.local_bytes(layout, sizes) for layout in ends]
     copied = [
         layout[step.axis].kind == "S" and step.place(layout[step.axis], layout, value.shape, sizes) != (0, 1) for layout in ends
     ]

@@ -20,6 +20,8 @@ from typing import Concatenate, ParamSpec, TypeVar, Union
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autopar.ir.layout import Layout, local_shape
+
 Result = TypeVar("Result")
 Params = ParamSpec("Params")
 Static = Union[None, bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format]
@@ -47,6 +49,10 @@ class Value:
     def bytes(self) -> int:
         """Size of the whole tensor."""
         return elements(self.shape) * self.dtype.itemsize
+
+    def local_bytes(self, layout: Layout, sizes: tuple[int, ...]) -> int:
+        """Size of one rank's part on a mesh of these sizes."""
+        return elements(local_shape(self.shape, layout, sizes)) * self.dtype.itemsize
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")

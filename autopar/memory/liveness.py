@@ -118,8 +118,7 @@ class Liveness:
     def bytes(self, node: Node) -> Bytes:
         """Bytes of one rank's part of a value in a layout."""
         if node not in self._bytes:
-            value = self.program.values[node[0]]
-            self._bytes[node] = elements(local_shape(value.shape, node[1], self.sizes)) * value.dtype.itemsize
+            self._bytes[node] = self.program.values[node[0]].local_bytes(node[1], self.sizes)
         return self._bytes[node]
 
     def own(self, op: Op, candidate: Candidate) -> Workspace:

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.layout import local_shape, text
+from autopar.ir.layout import text
 from autopar.ir.mesh import Bytes, Link, Mesh, Seconds
-from autopar.ir.program import elements
 from autopar.passes.stages import shared_parameters
 from autopar.pipeline.clock import Clock, StageSeconds
 from autopar.plan.breakdown import CostParameter
@@ -118,8 +117,7 @@ def _crossings(found: Sequence[StagePlan], mesh: Mesh, axis: str, back: frozense
     for place, one in enumerate(found[:-1]):
         for output in one.step.program.outputs:
             value, layout = one.step.program.values[output.value], one.outputs[output.path]
-            size = elements(local_shape(value.shape, layout, sizes)) * value.dtype.itemsize
-            said = text(layout, value.shape, sizes)
+            said, size = text(layout, value.shape, sizes), value.local_bytes(layout, sizes)
             yield Crossing(value=value.name, stage=place, layout=said, bytes=size, gradient=value.name in back)
 
 

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
-from autopar.capture.signature import read_result
+from autopar.capture.returned import read_result
 from autopar.operators import row_named, writes
 from autopar.operators.facts import OpKind
 from autopar.passes.no_dropout import HALF

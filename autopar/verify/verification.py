@@ -94,8 +94,7 @@ def _at_sample(plan: Plan, model: nn.Module, sample_input: object, captured: Cap
     found = numbers(plan.dynamic, captured.signature.shapes)
     if found == tuple(size.sample for size in plan.dynamic):
         return plan
-    places = dim_sizes(plan.dynamic)
-    planned = read_program(model, sample_input, options, places)
+    planned = read_program(model, sample_input, options, dim_sizes(plan.dynamic))
     resizer = Respecializer(read_plan(plan, planned.program, plan.mesh))
     return resizer.plan_for(captured.program, describe_sizes(plan.dynamic, found)).plan
 

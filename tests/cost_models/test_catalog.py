@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from autopar.cost_models.board_power import BOARD_POWER
 from autopar.cost_models.catalog import DEVICES, DTYPES, GIB, LAUNCH_SOURCE, cpu, device, recognise
 from autopar.cost_models.links import LINKS
 from autopar.errors import MeshError
@@ -31,6 +32,11 @@ DRIVERS = {
     "NVIDIA GeForce RTX 3080": (9.8, "rtx3080-10gb"),
     "NVIDIA GeForce RTX 2060": (5.8, "rtx2060-6gb"),
 }
+
+
+def test_every_board_of_the_catalog_has_its_power_in_watts() -> None:
+    assert BOARD_POWER.keys() == DEVICES.keys()
+    assert all(50 <= watts <= 1500 for watts in BOARD_POWER.values())
 
 
 def test_the_catalog_has_the_promised_devices() -> None:
