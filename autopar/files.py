@@ -143,7 +143,13 @@ def _mapping(name: Any, kind: Any, data: Any, at: str) -> dict[object, object]:
 
 
 def _refuse(data: object, at: str, wanted: str) -> NoReturn:
-    kind = "an object" if isinstance(data, dict) else "a list" if isinstance(data, list) else json.dumps(data, default=str)[:80]
+    match data:
+        case dict():
+            kind = "an object"
+        case list():
+            kind = "a list"
+        case _:
+            kind = json.dumps(data, default=str)[:80]
     raise ValueError(f"{_place(at)} is {kind}, not {wanted}")
 
 

@@ -95,7 +95,9 @@ class Answers:
             fix = "assume the integer; or compare tensors: `if x.max() > 0`, without item() or int()"
             raise CaptureError(f"{line} asks for a number, and is assumed to be {answer}", at=at, fix=fix)
         self.asked.append((at, answer, condition.detach().reshape(())))
-        return bool(said) if func is torch.Tensor.__bool__ else float(said) if func is torch.Tensor.__float__ else said
+        if func is torch.Tensor.__bool__:
+            return bool(said)
+        return float(said) if func is torch.Tensor.__float__ else said
 
     def taken(self) -> tuple[list[torch.Tensor], tuple[Assumed, ...]]:
         """What was asked, with the answers that were given."""

@@ -69,5 +69,7 @@ class BucketCalls:
             return []
         shapes = [(step, self.program.values[name].shape) for name, step in bucket.steps]
         positions = [split_position(step, shape, self.sizes) for step, shape in shapes]
-        count = 4 if kinds == ("S", "S") else 2 if any(position.blocks > 1 for position in positions) else 1
+        if kinds == ("S", "S"):
+            return [tuple(position) for position in positions]
+        count = 2 if any(position.blocks > 1 for position in positions) else 1
         return [tuple(position)[:count] for position in positions]

@@ -208,8 +208,9 @@ class _Emitter:
         """A parameter or buffer of the module, by a function call where Python or fx has another use for its name."""
         if is_attribute(path):
             return self._node("get_attr", path, (), name)
-        parameters = {p.value.name for p in self.program.parameters}
-        table = "_modules" if "." in path else "_parameters" if path in parameters else "_buffers"
+        table = "_modules"
+        if "." not in path:
+            table = "_parameters" if path in {p.value.name for p in self.program.parameters} else "_buffers"
         entries = self._node("get_attr", table, (), table)
         return self._node("call_function", storage.tensor_by_name, (entries, path), name)
 

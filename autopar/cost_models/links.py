@@ -138,8 +138,9 @@ def _of_groups(group: RankGroup, inner: Link, outer: Link) -> Link:
     """The link of an axis whose groups stand so."""
     within = group.nodes == 1
     if inner.bus is None or outer.bus is None:
-        slower = max(inner, outer, key=lambda link: (1 / link.bandwidth, link.latency))
-        return inner if within else slower if group.nodes < group.ranks else outer
+        if group.nodes < group.ranks and not within:
+            return max(inner, outer, key=lambda link: (1 / link.bandwidth, link.latency))
+        return inner if within else outer
     if group.ranks == 1:
         return inner if within else outer
     used = {inner.name: inner.bus.source} if group.local > 1 else {}

@@ -57,7 +57,9 @@ class CheckedCost:
         """One of OK, BETTER, WORSE (if any figure is) and FAILED."""
         if self.new is None:
             return FAILED
-        return (BETTER if self.totals[0].growth < 0 else WORSE) if self.totals else OK
+        if not self.totals:
+            return OK
+        return BETTER if self.totals[0].growth < 0 else WORSE
 
     def lines(self) -> Iterator[str]:
         """One line, and below it the reason if it is worse or failed, or what was planned for if that changed."""

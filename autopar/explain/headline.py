@@ -91,8 +91,9 @@ def _sharded(parts: Sequence[Plan], plan: Plan) -> Iterator[str]:
     if not axes:
         return
     over, count = axes.most_common(1)[0]
-    again = any(name in part.recompute for found, each, part in gathered if found == over for name in _copies(part, each))
-    stage = 3 if again else 1 if plan.once else 2
+    stage = 1 if plan.once else 2
+    if any(name in part.recompute for found, each, part in gathered if found == over for name in _copies(part, each)):
+        stage = 3
     some = "" if 2 * count >= len(gathered) else "some "
     devices = math.prod(size for axis, size in zip(plan.axes, plan.sizes, strict=True) if axis in over)
     where = f"all {devices}" if devices == plan.mesh.size and len(over) > 1 else joined(over)

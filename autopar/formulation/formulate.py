@@ -179,12 +179,13 @@ def _choice(
             sent |= {(True, axis): sent[True, axis] + seconds for (back, axis), seconds in sent.items() if not back}
         loads.op(number, name, {False: forward, True: both - forward + again}, sent, forward if chosen else None)
     seconds = both + _inside(analysis, name, found, prices, "forward", "backward") + again
+    recompute = np.zeros_like(forward) if rerun else None
     return Choice(
         name=name,
         seconds=seconds + sent_again if name in policy.asked else seconds,
         tie=tie,
         count=count,
-        recompute=forward + sent_again if chosen else np.zeros_like(forward) if rerun else None,
+        recompute=forward + sent_again if chosen else recompute,
     )
 
 

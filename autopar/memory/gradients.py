@@ -58,8 +58,8 @@ class Gradients:
         yield from step.run()
         for buffer in buffers:
             for name, size in buffer.parts:
-                kind = "gradient" if buffer.stored else "flowing" if name in self.program.producer else "transient"
-                yield LiveRange(kind, name, buffer.start, buffer.stop, size)
+                passing = "flowing" if name in self.program.producer else "transient"
+                yield LiveRange("gradient" if buffer.stored else passing, name, buffer.start, buffer.stop, size)
 
 
 class _Step:

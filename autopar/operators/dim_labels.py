@@ -47,7 +47,9 @@ class LabelSample:
         shape = value.shape
         inner, rest = divmod(shape[dim], self.batch)
         if dim == 0 and self.batch > 1 and not rest and (inner in (1, self.length) or len(shape) == 2):
-            return "batch" if stride >= inner else "sequence" if inner == self.length else "rows"
+            if stride >= inner:
+                return "batch"
+            return "sequence" if inner == self.length else "rows"
         if len(shape) == 3 and shape[0] == self.batch and dim:
             return "sequence" if dim == 1 else "features"
         return f"dim {dim} (size {shape[dim]})"

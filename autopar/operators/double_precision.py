@@ -48,8 +48,10 @@ def _(
 
 def _shape(a: Tensor, b: Tensor, offs: Tensor | None) -> tuple[int, ...]:
     """The shape of the product: with the groups in front where both have them, or neither."""
-    groups = a.shape[:1] if offs is None else offs.shape if a.dim() == b.dim() else ()
-    return *groups, a.shape[-2], b.shape[-1]
+    product = a.shape[-2], b.shape[-1]
+    if offs is None:
+        return *a.shape[:1], *product
+    return (*offs.shape, *product) if a.dim() == b.dim() else product
 
 
 class _Context(Protocol):

@@ -71,7 +71,9 @@ class Dim:
 
     def __str__(self) -> str:
         text = " ".join(map(str, self.words))
-        return f"[{text}]" if self.optional else text if len(self.words) == 1 else f"({text})"
+        if self.optional:
+            return f"[{text}]"
+        return text if len(self.words) == 1 else f"({text})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,9 @@ def scaled(padded: Padded) -> PaddingValue | None:
     first, second = (*padded.op.args, None)[:2]
     if isinstance(first, Ref) and isinstance(second, (int, float)):
         return padded.inside[0] if second > 0 or padded.inside[0] != LOWEST else None
-    return None if LOWEST in padded.held else ZERO if ZERO in padded.held else SOME
+    if LOWEST in padded.held:
+        return None
+    return ZERO if ZERO in padded.held else SOME
 
 
 @elementwise

@@ -126,8 +126,8 @@ class OpSharding:
 
     def _text(self, dims: Dims) -> str:
         def word(dim: tuple[int, ...]) -> str:
-            words = [str(self.factors[f]) for f in dim]
-            return words[0] if len(words) == 1 else f"({' '.join(words)})" if words else "_"
+            words = " ".join(str(self.factors[f]) for f in dim) or "_"
+            return f"({words})" if len(dim) > 1 else words
 
         return " ".join(map(word, dims)) or "()"
 

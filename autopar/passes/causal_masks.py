@@ -6,7 +6,7 @@ import torch
 
 from autopar.ir.builder import Rewriter
 from autopar.ir.layout import Shape
-from autopar.ir.program import Argument, Op, Program, Ref, aten, elements
+from autopar.ir.program import Op, Program, Ref, aten, elements
 from autopar.ir.schema import bound, packed
 from autopar.operators import row_of
 from autopar.operators.facts import OpKind
@@ -90,8 +90,9 @@ def _passed(op: Op, known: dict[str, Fact]) -> Ref | None:
     if aten(op.target) == "where" and len(op.args) == 3:
         when, yes, no = op.args
         truth = known.get(when.name) if isinstance(when, Ref) else None
-        chosen: Argument = (yes if truth else no) if isinstance(truth, bool) else None
-        return chosen if isinstance(chosen, Ref) else None
+        if isinstance(truth, bool):
+            chosen = yes if truth else no
+            return chosen if isinstance(chosen, Ref) else None
     return None
 
 

@@ -40,13 +40,13 @@ def _certain(op: Op) -> Op:
         dtype = {"dtype": op.results[0].dtype, "device": named.get("device")}
         args, kwargs = packed(target, shape | {"fill_value": HALF} | dtype)
         return replace(op, target=target, args=args, kwargs=kwargs)
-    return _with(op, {row.rate: 0.0} if row.rate else {row.training: False} if row.random and row.training else {})
+    if row.rate:
+        return _with(op, {row.rate: 0.0})
+    return _with(op, {row.training: False}) if row.random and row.training else op
 
 
 def _with(op: Op, changes: dict[str, Argument]) -> Op:
     """The op with some of its arguments changed, by name."""
-    if not changes:
-        return op
     args, kwargs = packed(op.target, bound(op) | changes)
     return replace(op, args=args, kwargs=kwargs)
 
@@ -68,4 +68,6 @@ def switched(op: Op) -> bool:
 
 def _quiet(op: Op) -> Op:
     flag, rate = training_flag(op), row_of(op).rate
-    return _with(op, {flag: False} if flag else {rate: 0.0} if rate else {})
+    if flag:
+        return _with(op, {flag: False})
+    return _with(op, {rate: 0.0}) if rate else op

@@ -150,8 +150,8 @@ class Clock:
         free, link = [0.0] * len(self.schedule.ranks), [0.0] * self.links
         takes = [{kind: one.of(kind) for kind in ActionKind} for one in stages]
         for n, row in enumerate(self.rows):
-            ready = 0.0 if row.need < 0 else arrived[row.need] if row.arrives else stop[row.need]
-            start[n] = max(free[row.rank], ready)
+            ready = arrived if row.arrives else stop
+            start[n] = max(free[row.rank], ready[row.need]) if row.need >= 0 else free[row.rank]
             stop[n] = free[row.rank] = start[n] + takes[row.action.stage][row.action.kind]
             if row.link >= 0:
                 one = stages[row.action.stage]

@@ -121,8 +121,9 @@ def _axes(
     parallel: Mapping[str, object], data: int | str, zero: str, sharding: bool, world: int, pipeline: int
 ) -> tuple[dict[str, int], str]:
     """The axes of data and tensor that a pipeline leaves, and the strategy over them."""
-    rest, said = world // pipeline, parallel.get("tensor", AUTO)
-    table = said if isinstance(said, Mapping) else {} if said == AUTO else {"size": said}
+    rest, table = world // pipeline, parallel.get("tensor", {})
+    if not isinstance(table, Mapping):
+        table = {} if table == AUTO else {"size": table}
     _check("parallel.tensor", table, TENSOR)
     if isinstance(data, int) and rest % data:
         raise _unfit(f"data of {data}", rest, _divisors(rest))
@@ -135,7 +136,9 @@ def _axes(
         raise ConstraintError(f"parallel.tensor.depth is of mode '2.5d', not {mode!r}", fix="leave depth out")
     if not table and data == AUTO and not sharding:
         return _searched(rest), AUTO
-    left = rest // data if isinstance(data, int) else rest if table else 1
+    left = rest if table else 1
+    if isinstance(data, int):
+        left = rest // data
     size = _count("parallel.tensor.size", table.get("size", left))
     assert isinstance(size, int), "text is no size of tensor"
     if rest % size:

@@ -121,7 +121,9 @@ def exposed(plan: Plan) -> Seconds:
 def mfu(plan: Plan) -> float:
     """The share of the devices' peaks that the model's products take of a step of that length."""
     step = plan.breakdown.simulated
-    return step.mfu if not plan.pipeline else step.at_peak / plan.step_time if plan.step_time else 0.0
+    if not plan.pipeline:
+        return step.mfu
+    return step.at_peak / plan.step_time if plan.step_time else 0.0
 
 
 def proof(gap: float) -> str:

@@ -310,7 +310,9 @@ class PipelineSearch:
             if self.settings.deadline.passed:
                 raise TimeLimitError(self.settings.deadline)
             short = [error for error in self.refused if isinstance(error, BudgetError)]
-            raise short[0] if short and self.options.pipeline == AUTO else short[-1] if short else self.refused[0]
+            if not short:
+                raise self.refused[0]
+            raise short[0] if self.options.pipeline == AUTO else short[-1]
         made, planner, _ = self.found
         self._warn(made)
         open_ = AUTO in (self.options.pipeline, self.options.microbatches, self.options.schedule)

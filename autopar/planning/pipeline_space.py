@@ -61,7 +61,13 @@ def forms(options: Options, ranks: int) -> Iterator[ScheduledStages]:
     if asked != AUTO:
         yield from several if (asked, options.pipeline, stages) == ("interleaved", AUTO, AUTO) else [(asked, stages)]
         return
-    count = stages if isinstance(stages, int) else ranks if isinstance(stages, str) else len(stages) + 1
+    match stages:
+        case int():
+            count = stages
+        case str():
+            count = ranks
+        case _:
+            count = len(stages) + 1
     if count > ranks and count % ranks == 0:
         yield "interleaved", stages
         if count == 2 * ranks:

@@ -74,9 +74,9 @@ class StageCuts:
         starts = None if paths is None else found.starts(paths)
         given = None
         if is_file(options.schedule):
-            asked = len(starts) if starts else None if options.stages == AUTO else _number(options, ranks)
+            asked = None if options.stages == AUTO else _number(options, ranks, starts)
             given = fitting(options.schedule, ranks, asked, microbatches)
-        count = len(starts) if starts else given.stages if given else _number(options, ranks)
+        count = given.stages if given and not starts else _number(options, ranks, starts)
         if count % ranks or not count:
             what = f"{count} stages cannot be shared by the {ranks} ranks of mesh axis {axis!r}"
             raise ConstraintError(what, fix=f"a multiple of {ranks} stages: more than {ranks} are several chunks a rank")
@@ -92,7 +92,9 @@ class StageCuts:
         return Cut(starts=starts, modules=tuple(map(found.module, starts)), name=name, schedule=schedule)
 
 
-def _number(options: Options, ranks: int) -> int:
+def _number(options: Options, ranks: int, starts: Sequence[int] | None) -> int:
+    if starts:
+        return len(starts)
     stages = options.stages
     if stages == AUTO:
         return ranks * CHUNKS.get(options.schedule, 1)
@@ -104,7 +106,8 @@ def _number(options: Options, ranks: int) -> int:
 
 def _schedule(asked: str, ranks: int, chunks: int, microbatches: int) -> tuple[str, PipelineSchedule]:
     """The schedule of this name, by default 1f1b, or interleaved where a rank has several chunks."""
-    name = asked if asked != AUTO else "1f1b" if chunks == 1 else "interleaved"
+    usual = "1f1b" if chunks == 1 else "interleaved"
+    name = usual if asked == AUTO else asked
     base, plus, ahead = name.partition("+")
     known = not plus or (base == "1f1b" and re.fullmatch("[0-9]{1,6}", ahead) is not None)
     made = named(base if known else name, ranks, microbatches, chunks=chunks, ahead=int(ahead) if plus and known else 0)
@@ -117,7 +120,8 @@ def _few(name: str, ranks: int, chunks: int, microbatches: int) -> PipelineSched
     With one stage a rank it is 1f1b whatever the name, so that schedules differ in nothing else.
     """
     few = min(microbatches, STEADY * ranks)
-    return named("1f1b" if chunks == 1 else "zb-v" if name == "zb-v" else "interleaved", ranks, few, chunks=chunks)
+    several = "zb-v" if name == "zb-v" else "interleaved"
+    return named("1f1b" if chunks == 1 else several, ranks, few, chunks=chunks)
 
 
 class _Regions:

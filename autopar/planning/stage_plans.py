@@ -213,8 +213,9 @@ def _seconds(found: Optimized) -> StageSeconds:
     )
     parts: dict[str, Seconds] = {"forward": 0.0, "backward": 0.0, "once": 0.0}
     for event in events:
+        phase = "forward" if event.phase == "forward" else "backward"
         once = event.kind == "optimizer" or (event.message is not None and event.message.once)
-        parts["once" if once else "forward" if event.phase == "forward" else "backward"] += shown * event.seconds
+        parts["once" if once else phase] += shown * event.seconds
     return StageSeconds(
         forward=parts["forward"] / runs,
         backward_input=(parts["backward"] - weights) / runs,

@@ -355,4 +355,6 @@ def conversion_call(
     dim, blocks, to_dim, to_blocks = split_position(conversion, shape, sizes)
     if kinds == ("S", "S"):
         return FUNCTIONS[kinds], (dim, to_dim) if blocks == to_blocks == 1 else (dim, to_dim, blocks, to_blocks)
-    return FUNCTIONS[kinds], () if "S" not in kinds else (dim,) if blocks == 1 else (dim, blocks)
+    if "S" not in kinds:
+        return FUNCTIONS[kinds], ()
+    return FUNCTIONS[kinds], (dim,) if blocks == 1 else (dim, blocks)

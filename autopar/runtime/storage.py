@@ -38,10 +38,13 @@ def placements(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -
     found: list[Placement] = []
     for axis, state in enumerate(layout):
         later = range(axis + 1, len(sizes))
-        left = blocks(layout, axis, shape, sizes, present=later) if state.kind == "S" else 0
-        found.append(
-            Replicate() if not left else Shard(state.dim) if left == 1 else _StridedShard(state.dim, split_factor=left)
-        )
+        match blocks(layout, axis, shape, sizes, present=later) if state.kind == "S" else 0:
+            case 0:
+                found.append(Replicate())
+            case 1:
+                found.append(Shard(state.dim))
+            case left:
+                found.append(_StridedShard(state.dim, split_factor=left))
     return tuple(found)
 
 

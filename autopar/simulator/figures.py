@@ -74,8 +74,9 @@ def _kernels(op: Op, candidate: Candidate, prices: StepPrices, forwards: int) ->
     shapes = local_shapes(op, candidate, analysis.program.values, analysis.sizes)
     forward, gradient = found.forward(*shapes), found.gradient(*shapes)
     times = analysis.step.microbatches * work(analysis.fits[op.name], candidate, analysis.sizes)
+    name = PRODUCTS if found.operations is not None else OTHERS
     return KernelGroup(
-        name=ATTENTION if found.attention else PRODUCTS if found.operations is not None else OTHERS,
+        name=ATTENTION if found.attention else name,
         seconds=forwards * there + back,
         at_peak=times * (forwards * forward.flops + gradient.flops) / found.peak,
         at_bandwidth=times * (forwards * forward.bytes + gradient.bytes) / device.bandwidth,

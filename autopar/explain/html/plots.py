@@ -60,11 +60,11 @@ def blank(
         tips: what is said of a glyph under the pointer: pairs of a name and a field.
     """
     ranges = {"x_range": Range1d(0, to, bounds="auto")} if to is not None else {}
+    scale = "log" if log else "linear"
     made = figure(
         height=height, sizing_mode="stretch_width", tools=TOOLS, active_drag=None, active_scroll=None, toolbar_location="above",
         x_axis_label=x, y_axis_label=y, output_backend="canvas", background_fill_color=None, border_fill_color=None,
-        outline_line_color=None, x_axis_type="log" if log else "linear",
-        y_axis_type="log" if log else "linear" if rows is None else "auto",
+        outline_line_color=None, x_axis_type=scale, y_axis_type=scale if rows is None else "auto",
         **ranges, **({"y_range": FactorRange(factors=rows[::-1])} if rows else {}),
     )  # fmt: skip
     made.toolbar.logo = None

@@ -14,6 +14,7 @@ from autopar.explain.memory_curve import MemoryCurve
 from autopar.plan.text import joined, milliseconds, size_text
 
 TIPS = [("", "@name"), ("what", "@kind"), ("from", "@start{0.000} ms"), ("takes", "@took"), ("", "@more")]
+UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def timeline_plot(found: Sequence[StreamInterval]) -> PlotItem:
@@ -58,7 +59,7 @@ def memory_plot(curve: MemoryCurve) -> PlotItem:
     """What a device holds, by purpose, at the moments of a step."""
     total = curve.total
     top, place = float(total.max()), int(total.argmax())
-    scale, unit = (2**30, "GiB") if top >= 2**30 else (2**20, "MiB") if top >= 2**20 else (2**10, "KiB")
+    scale, unit = next(((size, name) for size, name in UNITS if top >= size), UNITS[-1])
     names = [*curve.purposes]
     made = blank(380, "operators of the step, in order", unit, to=curve.count - 1)
     data = {f"p{number}": curve.purposes[name] / scale for number, name in enumerate(names)}

@@ -176,7 +176,13 @@ def _reads_all(form: InferredRule, call: Call, zeros: tuple[str, ...]) -> bool:
 
 
 def _another(number: Argument) -> Argument:
-    return number + 0.625 if isinstance(number, float) else number + 1 if isinstance(number, int) else number
+    match number:
+        case float():
+            return number + 0.625
+        case int():
+            return number + 1
+        case _:
+            return number
 
 
 def shortened(form: InferredRule) -> Iterator[tuple[str, list[int]]]:

@@ -22,10 +22,10 @@ def einsum(call: Call) -> OpSharding:
     letters = [c for c in string.ascii_uppercase + string.ascii_lowercase if sources.count(c) == 1]
     result = result if "->" in equation else ("*" if "*" in sources else "") + "".join(letters)
 
-    whole = {c for term in sources.split(",") for c in term if term.count(c) > 1}
+    written = {c: "_" for term in sources.split(",") for c in term if term.count(c) > 1} | {"*": "..."}
 
     def dims(term: str) -> str:
-        return " ".join("..." if c == "*" else "_" if c in whole else c for c in term) or "()"
+        return " ".join(written.get(c, c) for c in term) or "()"
 
     fitted = call.fit(f"{', '.join(map(dims, sources.split(',')))} -> {dims(result)}")
     each = tuple(frozenset({position}) for position in call.positions("tensors"))  # linear in each tensor
