@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 from autopar.operators.registry import REGISTERED
+from autopar.planning import planner
+from autopar.runtime.threaded_ranks import ThreadedRanks
 from autopar.runtime.workers import WorkerPool
+from tests.support.captures import Captures
 from tests.support.golden import Golden
+from tests.support.threads import Threads
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,6 +48,26 @@ def pool() -> Iterator[WorkerPool]:
     """Eight gloo workers; `pool.run(f"{__name__}:function", payload, ranks=4)` uses fewer."""
     with WorkerPool(8, preload=["autopar.verify.verification", "tests.support.models", "tests.support.preloaded"]) as workers:
         yield workers
+
+
+@pytest.fixture(scope="session")
+def threads() -> Iterator[Threads]:
+    """Ranks as threads, in place of `pool` where `verify` runs a plan whose processes are not the point."""
+    with ThreadedRanks() as world:
+        yield Threads(world)
+
+
+@pytest.fixture(scope="session")
+def captures() -> Captures:
+    """What the tests have captured."""
+    return Captures()
+
+
+@pytest.fixture(autouse=True)
+def captured_once(request: pytest.FixtureRequest, captures: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of equal models share a capture; tests/capture makes its own."""
+    if request.path.parent.name != "capture":
+        monkeypatch.setattr(planner, "capture", captures.capture)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -96,10 +97,15 @@ def differentiated_sum(outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 def _weighed(output: torch.Tensor, factor: int) -> torch.Tensor:
     """A fixed weighted sum of an output; of a DTensor, this rank's part of the sum."""
-    count = torch.arange(factor, factor + output.numel(), dtype=torch.float64).reshape(output.shape)
-    weights = torch.complex(count.cos(), count.sin()) if output.is_complex() else count.cos()
-    total = (to_local(output) * local_part_like(weights, output)).sum()
+    weights = local_part_like(loss_weights(output.shape, factor, output.dtype), output)
+    total = (to_local(output) * weights).sum()
     return total.real if total.is_complex() else total
+
+
+def loss_weights(shape: Sequence[int], factor: int, dtype: torch.dtype) -> torch.Tensor:
+    """What the elements of an output count for in `differentiated_sum`: all of them differently."""
+    count = torch.arange(factor, factor + math.prod(shape), dtype=torch.float64).reshape(tuple(shape))
+    return torch.complex(count.cos(), count.sin()) if dtype.is_complex else count.cos()
 
 
 class _NoDropout(TorchFunctionMode):

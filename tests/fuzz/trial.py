@@ -40,6 +40,7 @@ from autopar.verify.reference import arguments, module_results
 from autopar.verify.testing import RandomPlans
 from autopar.verify.verification import wide_signature
 from tests.support.table import mesh as slow_mesh
+from tests.support.threads import layout
 
 EXACT = 1e-9  # the largest error in double precision
 COARSE = 8  # how many times the error of the sequential run in bfloat16, or its rounding, that of the parallel run may be
@@ -223,14 +224,14 @@ class Tried:
         def rank(context: Context) -> dict[tuple[str, str], tuple[torch.Tensor, Layout]]:
             module = assembled(captured, tensors, resolved, context)
             found = self._results(module, program, inputs)
-            return {key: (tensor, _layout(key, module, resolved)) for key, tensor in found.items()}
+            return {key: (tensor, layout(key, module, resolved)) for key, tensor in found.items()}
 
         plain = Mesh(axes=mesh.axes, sizes=mesh.sizes)
         for place, results in enumerate(self.world.run(plain, rank)):
             where = np.unravel_index(place, mesh.sizes)
             for key, tensor in self.expected.items():
-                found, layout = results.get(key, (None, ()))
-                part = shard(tensor, layout, mesh.sizes, tuple(map(int, where))) if layout else tensor
+                found, split = results.get(key, (None, ()))
+                part = shard(tensor, split, mesh.sizes, tuple(map(int, where))) if split else tensor
                 found = torch.zeros_like(part) if found is None else found
                 _equal(key, found, part, tolerances[key], f"rank {place}")
 
@@ -264,16 +265,6 @@ class Tried:
         result |= {("gradient", v.name): x.grad for v, x in zip(program.inputs, given, strict=True) if x.grad is not None}
         buffers = dict(module.named_buffers())
         return result | {("buffer", name): buffers[name] for op in program.ops for name in writes(op)}
-
-
-def _layout(key: tuple[str, str], module: ParallelModule, resolved: ResolvedPlan) -> Layout:
-    """How a result of a rank is split; () where every rank has the whole."""
-    what, name = key
-    if what == "output":
-        ends = zip(resolved.program.outputs, module.autopar.outputs, strict=True)
-        return next((end.layout for output, end in ends if output.path == name and end.split), ())
-    stored = {n: p.value.name for p in (*resolved.program.parameters, *resolved.program.buffers) for n in p.names}
-    return resolved.assignment.given[stored[name]] if name in stored else ()
 
 
 @dataclass(frozen=True, slots=True)

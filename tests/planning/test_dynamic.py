@@ -27,6 +27,7 @@ from autopar.runtime.workers import WorkerPool
 from autopar.verify.verification import verify
 from tests.support import models, planning, table
 from tests.support.planning import form
+from tests.support.threads import Threads
 from tests.verify.test_parallel_attention import Looking
 from tests.verify.test_parallel_recurrence_and_experts import mixture
 
@@ -82,11 +83,11 @@ def test_a_plan_carried_to_other_sizes_and_back_is_itself(name: str, sizes: tupl
     ],
 )
 def test_loss_and_gradients_at_another_size_are_those_of_the_sequential_model(
-    pool: WorkerPool, name: str, batch: int, length: int, strategy: str | int
+    threads: Threads, name: str, batch: int, length: int, strategy: str | int
 ) -> None:
     model, sample = models.make(name)
     plan = made(name, (4,), strategy)
-    found = verify(model, at(sample, batch, length), table.mesh((4,)), plan, Options(), pool)
+    found = verify(model, at(sample, batch, length), table.mesh((4,)), plan, Options(), threads)
     assert found.ok, str(found)
     assert found.max_error <= 1e-9
     assert any(note.startswith("may vary: batch (dim 0 of") for note in found.notes)
@@ -103,32 +104,32 @@ def test_loss_and_gradients_at_another_size_are_those_of_the_sequential_model(
     ids=["accumulated", "many parts", "bf16", "vocabulary"],
 )
 def test_other_sizes_in_micro_batches_mixed_precision_and_a_split_vocabulary_have_the_sequential_numbers(
-    pool: WorkerPool, name: str, strategy: str, options: dict[str, object]
+    threads: Threads, name: str, strategy: str, options: dict[str, object]
 ) -> None:
     model, sample = models.make(name)
     on = table.mesh((2, 2))
     plan = autopar.plan(model, sample, on, strategy=strategy, dynamic=DYNAMIC[name], **options)  # type: ignore[arg-type]
     assert "constraints" not in options or form(plan, "wte:embedding") == "vocab_parallel_embedding"
-    found = verify(model, at(sample, 16, 24), on, plan, Options(), pool)
+    found = verify(model, at(sample, 16, 24), on, plan, Options(), threads)
     assert found.ok, str(found)
 
 
-def test_other_sizes_under_ring_attention_have_the_sequential_numbers(pool: WorkerPool) -> None:
+def test_other_sizes_under_ring_attention_have_the_sequential_numbers(threads: Threads) -> None:
     torch.manual_seed(0)
     model, x, on = Looking(8, causal=True), torch.randn(1, 256, 8), table.mesh((4,))
     budget = planning.smallest(read_program(model, x), on)
     plan = autopar.plan(model, x, on, budget=budget, dynamic={"sequence": {"x": 1}})
     assert form(plan, "attention") == "ring_attention"
     assert plan.dynamic[0].multiple == 4
-    found = verify(model, torch.randn(1, 100, 8), on, plan, Options(), pool)
+    found = verify(model, torch.randn(1, 100, 8), on, plan, Options(), threads)
     assert found.ok, str(found)
 
 
-def test_other_sizes_of_a_mixture_of_experts_have_the_sequential_numbers(pool: WorkerPool) -> None:
+def test_other_sizes_of_a_mixture_of_experts_have_the_sequential_numbers(threads: Threads) -> None:
     (model, sample), on = mixture(), table.mesh((4,))
     plan = autopar.plan(model, sample, on, dynamic={"batch": 0})
     assert form(plan, "grouped_mm_fallback#0") == "expert_parallel_grouped_mm"
-    found = verify(model, at(sample, 16), on, plan, Options(), pool)
+    found = verify(model, at(sample, 16), on, plan, Options(), threads)
     assert found.ok, str(found)
 
 

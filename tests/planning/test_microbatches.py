@@ -26,6 +26,7 @@ from autopar.verify.verification import verify
 from tests.support import models, planning, table
 from tests.support.planning import counted, link, mesh
 from tests.support.prices import bill
+from tests.support.threads import Threads
 
 BATCH = 8
 
@@ -73,7 +74,7 @@ CASES: list[tuple[str, tuple[int, ...], str | int, int]] = [
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name, sizes, strategy, runs", CASES)
 def test_loss_and_gradients_are_those_of_the_whole_batch_and_the_messages_those_of_the_plan(
-    pool: WorkerPool, name: str, sizes: tuple[int, ...], strategy: str | int, runs: int
+    threads: Threads, name: str, sizes: tuple[int, ...], strategy: str | int, runs: int
 ) -> None:
     """A number stands for a random plan, in which random parts are made again for the backward."""
     model, sample = models.make(name)
@@ -82,14 +83,14 @@ def test_loss_and_gradients_are_those_of_the_whole_batch_and_the_messages_those_
         plan = autopar.testing.random_plan(model, sample, on, seed=strategy, microbatches=runs)
     else:
         plan = autopar.plan(model, sample, on, strategy=strategy, microbatches=runs)
-    judge(verify(model, sample, on, plan, Options(), pool), runs)
+    judge(verify(model, sample, on, plan, Options(), threads), runs)
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("loss", ["sum", "mse", "weighted"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", 3])
 def test_micro_batches_of_sum_mean_and_weighted_losses_have_the_numbers_of_the_whole_batch(
-    pool: WorkerPool, loss: str, strategy: str | int
+    threads: Threads, loss: str, strategy: str | int
 ) -> None:
     model, sample = regressed(loss)
     on = table.mesh((2, 2))
@@ -97,7 +98,7 @@ def test_micro_batches_of_sum_mean_and_weighted_losses_have_the_numbers_of_the_w
         plan = autopar.testing.random_plan(model, sample, on, seed=strategy, microbatches=2)
     else:
         plan = autopar.plan(model, sample, on, strategy=strategy, microbatches=2)
-    judge(verify(model, sample, on, plan, Options(), pool), 2)
+    judge(verify(model, sample, on, plan, Options(), threads), 2)
 
 
 def judge(report: autopar.Report, runs: int) -> None:

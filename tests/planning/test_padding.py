@@ -35,6 +35,7 @@ from autopar.verify.testing import peak
 from autopar.verify.verification import verify
 from tests.codegen.test_training import double
 from tests.support.planning import Layers, Run
+from tests.support.threads import Threads
 
 WORDS, ROWS, LENGTH, WIDTH, HIDDEN = 101, 8, 8, 16, 30
 TABLE = "transformer.wte.weight"
@@ -111,7 +112,7 @@ def constraints(name: str, sizes: tuple[int, ...]) -> dict[str, str]:
 @pytest.mark.parametrize("sizes", [(4,), (2, 4)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_dim_that_does_not_divide_is_split_with_equal_numbers(
-    pool: WorkerPool, name: str, sizes: tuple[int, ...], strategy: str
+    threads: Threads, name: str, sizes: tuple[int, ...], strategy: str
 ) -> None:
     model, sample = MODELS[name][0]()
     plan = autopar.plan(model, sample, sizes, device="h100", strategy=strategy, constraints=constraints(name, sizes))
@@ -123,7 +124,7 @@ def test_a_dim_that_does_not_divide_is_split_with_equal_numbers(
         }[name]
     )
     assert Plan.from_json(plan.to_json()) == plan
-    report = verify(model, sample, Mesh.of(sizes), plan, Options(), pool)
+    report = verify(model, sample, Mesh.of(sizes), plan, Options(), threads)
     assert report.ok, report
 
 
@@ -242,11 +243,11 @@ VARIANTS = [{"microbatches": 2}, {"precision": "bf16-mixed"}, {"outputs": "whole
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: " ".join(options))
-def test_padding_goes_with_the_other_options(pool: WorkerPool, options: dict[str, Any]) -> None:
+def test_padding_goes_with_the_other_options(threads: Threads, options: dict[str, Any]) -> None:
     model, sample = gpt2()
     plan = autopar.plan(model, sample, (2, 4), device="h100", constraints=constraints("gpt2", (2, 4)), **options)
     assert plan.padded
-    report = verify(model, sample, Mesh.of((2, 4)), plan, Options(), pool)
+    report = verify(model, sample, Mesh.of((2, 4)), plan, Options(), threads)
     assert report.ok, report
 
 
@@ -277,21 +278,21 @@ def test_a_padded_model_is_initialised_in_chunks_evaluated_and_copied(pool: Work
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 4)], ids=str)
-def test_six_heads_are_split_over_four_ranks_where_that_is_asked_for(pool: WorkerPool, sizes: tuple[int, ...]) -> None:
+def test_six_heads_are_split_over_four_ranks_where_that_is_asked_for(threads: Threads, sizes: tuple[int, ...]) -> None:
     model, sample = heads()
     asked = ", ".join([*["*"] * (len(sizes) - 1), "S(1)"])
     plan = autopar.plan(model, sample, sizes, device="h100", constraints={":scaled_dot_product_attention": asked})
     assert plan.padded == {":scaled_dot_product_attention#0": f"{ROWS} x 6 x {LENGTH} x 4 -> {ROWS} x 8 x {LENGTH} x 4"}
-    report = verify(model, sample, Mesh.of(sizes), plan, Options(), pool)
+    report = verify(model, sample, Mesh.of(sizes), plan, Options(), threads)
     assert report.ok, report
 
 
-def test_heads_of_one_fused_projection_are_padded_and_split_over_ranks_that_do_not_divide_them(pool: WorkerPool) -> None:
+def test_heads_of_one_fused_projection_are_padded_and_split_over_ranks_that_do_not_divide_them(threads: Threads) -> None:
     model, sample = gpt2(width=24, heads=6)
     plan = autopar.plan(model, sample, (4,), device="h100", constraints={"*:scaled_dot_product_attention": "S(1)"})
     attention = "transformer.h.0.attn:scaled_dot_product_attention#0"
     assert plan.padded[attention] == f"{ROWS} x 6 x {LENGTH} x 4 -> {ROWS} x 8 x {LENGTH} x 4"
-    report = verify(model, sample, Mesh.of((4,)), plan, Options(), pool)
+    report = verify(model, sample, Mesh.of((4,)), plan, Options(), threads)
     assert report.ok, report
 
 

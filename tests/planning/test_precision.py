@@ -29,6 +29,7 @@ from autopar.verify.execution import sequential
 from autopar.verify.verification import verify
 from tests.support import models, planning, table
 from tests.support.planning import Run
+from tests.support.threads import Threads
 
 MIXED = "bf16-mixed"
 ROUNDING = 2**-8  # of one bfloat16
@@ -61,9 +62,9 @@ def made(name: str, how: str | int, **options: str) -> Plan:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name, how", CASES)
-def test_numbers_are_those_of_the_same_casts_done_sequentially(pool: WorkerPool, name: str, how: str | int) -> None:
+def test_numbers_are_those_of_the_same_casts_done_sequentially(threads: Threads, name: str, how: str | int) -> None:
     model, sample = models.make(name)
-    report = verify(model, sample, table.mesh(SIZES), made(name, how, precision=MIXED), Options(), pool)
+    report = verify(model, sample, table.mesh(SIZES), made(name, how, precision=MIXED), Options(), threads)
     assert report.ok, report
 
 

@@ -13,6 +13,7 @@ from autopar.runtime.workers import WorkerPool
 from autopar.verify.report import Report
 from autopar.verify.verification import verify
 from tests.support.models import MODELS, make
+from tests.support.threads import Threads
 
 MESHES = ((4,), (8,), (2, 4), (2, 2, 2))
 SMALL = ((4,), (2, 2))  # of the sample: a rank costs as much as the next
@@ -64,7 +65,7 @@ def mesh(sizes: tuple[int, ...]) -> Mesh:
     return replace(Mesh.of(sizes), links=tuple(links), device=device)
 
 
-def verified(case: Case, pool: WorkerPool) -> Report:
+def verified(case: Case, pool: WorkerPool | Threads) -> Report:
     """The report of a case."""
     model, batch = make(case.model)
     on = mesh(case.sizes)

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.plan.options import Options
-from autopar.runtime.workers import WorkerPool
 from autopar.verify.verification import verify
 from tests.support import table
+from tests.support.threads import Threads
 
 STEPS, BATCH, CLASSES = 6, 4, 5
 
@@ -34,7 +34,7 @@ class Aligned(nn.Module):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("plan", ["fsdp", 0, 1])
 @pytest.mark.parametrize("reduction, numbers", [("mean", False), ("sum", True), ("none", False)])
-def test_a_loss_of_alignments_has_equal_numbers(pool: WorkerPool, reduction: str, numbers: bool, plan: str | int) -> None:
+def test_a_loss_of_alignments_has_equal_numbers(threads: Threads, reduction: str, numbers: bool, plan: str | int) -> None:
     torch.manual_seed(0)
     lengths = torch.tensor([2, 1, 2, 1]), torch.tensor([STEPS, 5, 4, STEPS])
     batch = torch.randn(BATCH, STEPS, 8), torch.randint(1, CLASSES, (BATCH, 2)), lengths[1], lengths[0]
@@ -43,5 +43,5 @@ def test_a_loss_of_alignments_has_equal_numbers(pool: WorkerPool, reduction: str
         made = autopar.testing.random_plan(model, batch, on, seed=plan)
     else:
         made = autopar.plan(model, batch, on, strategy=plan)
-    report = verify(model, batch, on, made, Options(), pool)
+    report = verify(model, batch, on, made, Options(), threads)
     assert report.ok, report

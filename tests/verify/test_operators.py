@@ -13,9 +13,9 @@ import autopar
 from autopar.operators import fit
 from autopar.plan.options import Options
 from autopar.planning.planner import read_program
-from autopar.runtime.workers import WorkerPool
 from autopar.verify.verification import verify
 from tests.support import table
+from tests.support.threads import Threads
 
 Use = Callable[["Around", torch.Tensor], torch.Tensor]
 
@@ -78,7 +78,7 @@ USES: dict[str, tuple[str, Use]] = {
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("plan", ["auto", 0, 1])
 @pytest.mark.parametrize("name", USES)
-def test_a_model_around_an_operator_has_equal_numbers(pool: WorkerPool, name: str, plan: str | int) -> None:
+def test_a_model_around_an_operator_has_equal_numbers(threads: Threads, name: str, plan: str | int) -> None:
     (target, use), batch, mesh = USES[name], torch.randn(8, 6, 8), table.mesh((2, 2))
     model = Around(use)
     program = read_program(model, batch).program
@@ -90,5 +90,5 @@ def test_a_model_around_an_operator_has_equal_numbers(pool: WorkerPool, name: st
         chosen = autopar.testing.random_plan(model, batch, mesh, seed=plan)
     else:
         chosen = autopar.plan(model, batch, mesh, strategy=plan)
-    report = verify(model, batch, mesh, chosen, Options(), pool)
+    report = verify(model, batch, mesh, chosen, Options(), threads)
     assert report.ok, str(report)

@@ -11,10 +11,10 @@ from torch import nn
 import autopar
 from autopar.plan.options import Options
 from autopar.planning.planner import read_program
-from autopar.runtime.workers import WorkerPool
 from autopar.verify.verification import verify
 from tests.support import planning, table
 from tests.support.planning import form
+from tests.support.threads import Threads
 
 
 class Looking(nn.Module):
@@ -35,7 +35,7 @@ class Looking(nn.Module):
 @pytest.mark.parametrize(
     "name, causal", [("query_parallel_attention", True), ("ring_attention", True), ("ring_attention", False)]
 )
-def test_attention_over_a_split_sequence_gives_equal_numbers(pool: WorkerPool, name: str, causal: bool, ranks: int) -> None:
+def test_attention_over_a_split_sequence_gives_equal_numbers(threads: Threads, name: str, causal: bool, ranks: int) -> None:
     """Where memory is plenty the queries alone are split, or by the plain rule; where it is not, keys and values go round."""
     torch.manual_seed(0)
     length, width = 256, 8
@@ -47,7 +47,7 @@ def test_attention_over_a_split_sequence_gives_equal_numbers(pool: WorkerPool, n
     own = {("all_to_all", "forward", part): ranks - 1, ("all_to_all", "backward", part): 2 * ranks - 1}
     sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":scaled_dot_product_attention#0"))
     assert sent == (own if name == "ring_attention" else {})
-    report = verify(model, x, on, plan, Options(), pool)
+    report = verify(model, x, on, plan, Options(), threads)
     assert report.ok, report
 
 
@@ -71,7 +71,7 @@ class Grouped(nn.Module):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_more_ranks_than_heads_of_keys_split_the_heads_that_read_them(pool: WorkerPool, causal: bool, ranks: int) -> None:
+def test_more_ranks_than_heads_of_keys_split_the_heads_that_read_them(threads: Threads, causal: bool, ranks: int) -> None:
     torch.manual_seed(0)
     length = 31  # prime: nothing but heads and features can be split
     model, x, on = Grouped(causal=causal), torch.randn(1, length, 8), table.mesh((ranks,))
@@ -82,7 +82,7 @@ def test_more_ranks_than_heads_of_keys_split_the_heads_that_read_them(pool: Work
     pair = ("all_gather", "forward"), ("reduce_scatter", "backward")
     assert sent == {(f"{name}:linear#0", *how, size): 1 for name in ("key", "value") for how in pair}
     assert not planning.of(plan, "query:linear#0", ":scaled_dot_product_attention#0")
-    report = verify(model, x, on, plan, Options(), pool)
+    report = verify(model, x, on, plan, Options(), threads)
     assert report.ok, report
 
 
@@ -114,7 +114,7 @@ def shown(queries: int, length: int, *, truth: bool) -> torch.Tensor:
     ],
 )
 def test_attention_with_a_mask_over_a_split_sequence_gives_equal_numbers(
-    pool: WorkerPool, queries: int, truth: bool, tight: bool
+    threads: Threads, queries: int, truth: bool, tight: bool
 ) -> None:
     """Where memory is plenty keys and values are whole; where it is not they go round. The mask is never sent."""
     torch.manual_seed(0)
@@ -127,7 +127,7 @@ def test_attention_with_a_mask_over_a_split_sequence_gives_equal_numbers(
     own = {("all_to_all", "forward", part): ranks - 1, ("all_to_all", "backward", part): 2 * ranks - 1}
     sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":scaled_dot_product_attention#0", "mask"))
     assert sent == (own if tight else {})
-    report = verify(model, sample, on, plan, Options(), pool)
+    report = verify(model, sample, on, plan, Options(), threads)
     assert report.ok, report
 
 
@@ -147,7 +147,7 @@ class MultiQuery(nn.Module):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 7])
-def test_attention_that_broadcasts_keys_sends_what_its_plan_lists(pool: WorkerPool, seed: int) -> None:
+def test_attention_that_broadcasts_keys_sends_what_its_plan_lists(threads: Threads, seed: int) -> None:
     model, x, on = MultiQuery(), torch.randn(8, 8, 8), table.mesh((4,))
-    report = verify(model, x, on, autopar.testing.random_plan(model, x, on, seed=seed), Options(), pool)
+    report = verify(model, x, on, autopar.testing.random_plan(model, x, on, seed=seed), Options(), threads)
     assert report.ok, report

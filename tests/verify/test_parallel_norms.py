@@ -16,10 +16,10 @@ from autopar.ir.training_step import TrainingStep
 from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
 from autopar.planning.planner import collectives_of, read_program
-from autopar.runtime.workers import WorkerPool
 from autopar.verify.verification import verify
 from tests.support import planning, table
 from tests.support.planning import form
+from tests.support.threads import Threads
 
 
 class Normal(nn.Module):
@@ -66,7 +66,7 @@ SENT = {
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", BETWEEN)
-def test_a_norm_over_a_split_dim_gives_equal_numbers_and_sends_statistics_only(pool: WorkerPool, name: str, ranks: int) -> None:
+def test_a_norm_over_a_split_dim_gives_equal_numbers_and_sends_statistics_only(threads: Threads, name: str, ranks: int) -> None:
     torch.manual_seed(0)
     rows, width = (64, 9) if name == "batch_norm" else (8, 256)  # channels that cannot be split
     model, x, on = Normal(width, BETWEEN[name](width)), torch.randn(rows, 8), table.mesh((ranks,))
@@ -77,14 +77,14 @@ def test_a_norm_over_a_split_dim_gives_equal_numbers_and_sends_statistics_only(p
     assert sent == Counter(
         (where, kind, 4 * size) for where, found in (("forward", forward), ("backward", backward)) for kind, size in found
     )
-    report = verify(model, x, on, plan, Options(), pool)
+    report = verify(model, x, on, plan, Options(), threads)
     assert report.ok, report
     assert ("buffer" in {row.what for row in report.rows}) == (name == "batch_norm")
 
 
 @pytest.mark.parametrize("name, norm", [("layer_norm", nn.LayerNorm), ("rms_norm", nn.RMSNorm)])
 def test_a_norm_over_several_dims_sends_what_one_over_one_does(
-    pool: WorkerPool, name: str, norm: type[nn.LayerNorm] | type[nn.RMSNorm]
+    threads: Threads, name: str, norm: type[nn.LayerNorm] | type[nn.RMSNorm]
 ) -> None:
     torch.manual_seed(0)
     rows, on = 8, table.mesh((4,))
@@ -96,7 +96,7 @@ def test_a_norm_over_several_dims_sends_what_one_over_one_does(
     assert sent == Counter(
         (where, kind, 4 * size) for where, found in (("forward", forward), ("backward", backward)) for kind, size in found
     )
-    report = verify(model, x, on, plan, Options(), pool)
+    report = verify(model, x, on, plan, Options(), threads)
     assert report.ok, report
 
 
@@ -124,7 +124,7 @@ PLANES = {
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", PLANES)
-def test_a_norm_of_split_planes_gives_equal_numbers_and_sends_statistics_only(pool: WorkerPool, name: str, ranks: int) -> None:
+def test_a_norm_of_split_planes_gives_equal_numbers_and_sends_statistics_only(threads: Threads, name: str, ranks: int) -> None:
     torch.manual_seed(0)
     make, channels, length, means = PLANES[name]
     model, x, on = Planes(channels, make()), torch.randn(1, length, 8), table.mesh((ranks,))
@@ -132,7 +132,7 @@ def test_a_norm_of_split_planes_gives_equal_numbers_and_sends_statistics_only(po
     assert form(plan, "_norm#") == name
     sent = Counter((c.kind, c.where, c.bytes) for c in plan.collectives if c.value.startswith("norm:"))
     assert sent == {("all_gather", "forward", 8 * means * ranks): 1, ("all_reduce", "backward", 8 * means): 1}
-    report = verify(model, x, on, plan, Options(), pool)
+    report = verify(model, x, on, plan, Options(), threads)
     assert report.ok, report
 
 
@@ -159,7 +159,7 @@ class Called(nn.Module):
     ],
 )
 def test_a_distribution_over_a_split_dim_in_any_spelling_sends_the_same(
-    pool: WorkerPool, name: str, more: tuple[object, ...], expected: str
+    threads: Threads, name: str, more: tuple[object, ...], expected: str
 ) -> None:
     torch.manual_seed(0)
     model, x, on = Normal(256, Called(name, *more)), torch.randn(8, 8), table.mesh((4,))
@@ -167,7 +167,7 @@ def test_a_distribution_over_a_split_dim_in_any_spelling_sends_the_same(
     assert form(plan, "softmax") == expected
     sent = Counter((c.kind, c.where, c.bytes) for c in plan.collectives if "softmax" in c.value)
     assert sent == {("all_reduce", "forward", 4 * 8): 2, ("all_reduce", "backward", 4 * 8): 1}
-    report = verify(model, x, on, plan, Options(), pool)
+    report = verify(model, x, on, plan, Options(), threads)
     assert report.ok, report
 
 
@@ -179,7 +179,7 @@ def test_data_parallelism_shares_the_statistics_of_batch_norm_and_gathers_no_bat
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "softmax"])
-def test_a_parallel_operator_can_be_recomputed_and_communicates_again(pool: WorkerPool, name: str) -> None:
+def test_a_parallel_operator_can_be_recomputed_and_communicates_again(threads: Threads, name: str) -> None:
     torch.manual_seed(0)
     model, x, on = Normal(256, BETWEEN[name](256)), torch.randn(8, 8), table.mesh((2,))
     plan = autopar.plan(model, x, on)
@@ -194,5 +194,5 @@ def test_a_parallel_operator_can_be_recomputed_and_communicates_again(pool: Work
     )
     forward, backward = SENT[name](8, 256, 2)
     assert sent == {"forward": len(forward), "backward": len(forward) + len(backward)}
-    report = verify(model, x, on, plan, Options(), pool)
+    report = verify(model, x, on, plan, Options(), threads)
     assert report.ok, report

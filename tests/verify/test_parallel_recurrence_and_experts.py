@@ -12,10 +12,10 @@ from torch import nn
 
 import autopar
 from autopar.plan.options import Options
-from autopar.runtime.workers import WorkerPool
 from autopar.verify.verification import verify
 from tests.support import planning, table
 from tests.support.planning import form
+from tests.support.threads import Threads
 
 
 class Told(nn.Module):
@@ -32,7 +32,7 @@ class Told(nn.Module):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("made, gates", [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
-def test_the_gates_of_a_recurrent_network_are_split(pool: WorkerPool, made: type[nn.RNNBase], gates: int, ranks: int) -> None:
+def test_the_gates_of_a_recurrent_network_are_split(threads: Threads, made: type[nn.RNNBase], gates: int, ranks: int) -> None:
     """Every step gathers its gates, one after the other; the backward adds up the states' gradients."""
     torch.manual_seed(0)
     length, width, layers = 5, 128, 2
@@ -49,19 +49,19 @@ def test_the_gates_of_a_recurrent_network_are_split(pool: WorkerPool, made: type
         ("all_reduce", "backward", 4 * width): layers * (length - 1),
         ("all_reduce", "backward", 4 * length * width): layers,  # of the last one the linear layer's
     }
-    report = verify(model, x, on, plan, Options(), pool)
+    report = verify(model, x, on, plan, Options(), threads)
     assert report.ok, report
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("made, ranks", [(nn.LSTM, 8), (nn.GRU, 6), (nn.RNN, 2)])
-def test_gates_may_be_split_over_more_ranks_than_there_are_units(pool: WorkerPool, made: type[nn.RNNBase], ranks: int) -> None:
+def test_gates_may_be_split_over_more_ranks_than_there_are_units(threads: Threads, made: type[nn.RNNBase], ranks: int) -> None:
     torch.manual_seed(0)
     model, x, on = Told(made, 2), torch.randn(1, 3, 8), table.mesh((ranks,))
     name = "rnn_tanh" if made is nn.RNN else made.__name__.lower()
     plans = (autopar.testing.random_plan(model, x, on, seed=seed) for seed in range(9))
     plan = next(plan for plan in plans if form(plan, f":{name}#") == f"gate_parallel_{name}")
-    report = verify(model, x, on, plan, Options(), pool)
+    report = verify(model, x, on, plan, Options(), threads)
     assert report.ok, report
 
 
@@ -93,7 +93,7 @@ class Scan(nn.Module):
 
 @pytest.mark.parametrize("batch, split", [(1, "channels"), (8, "batch")])
 @pytest.mark.parametrize("stepwise", [False, True])
-def test_a_selective_scan_is_split_by_its_factors_alone(pool: WorkerPool, stepwise: bool, batch: int, split: str) -> None:
+def test_a_selective_scan_is_split_by_its_factors_alone(threads: Threads, stepwise: bool, batch: int, split: str) -> None:
     """Over channels, or over the batch: nothing is sent inside the scan, which no form of its own knows."""
     torch.manual_seed(0)
     channels = 64 if split == "channels" else 9
@@ -103,7 +103,7 @@ def test_a_selective_scan_is_split_by_its_factors_alone(pool: WorkerPool, stepwi
     _, *scan = inside  # the first is of the parameter alone
     assert {plan.layouts[op] for op in scan} <= {f"S({dim})" for dim in ((1, 2) if split == "channels" else (0,))}
     assert not planning.of(plan, *inside)
-    report = verify(model, x, on, plan, Options(), pool)
+    report = verify(model, x, on, plan, Options(), threads)
     assert report.ok, report
 
 
@@ -131,7 +131,7 @@ PRODUCTS = {torch.float32: "grouped_mm_fallback", torch.bfloat16: "grouped_mm"} 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("ranks, dtype", [(4, torch.float32), (8, torch.float32), (4, torch.bfloat16)])
-def test_experts_are_split_and_tokens_sent_to_them(pool: WorkerPool, ranks: int, dtype: torch.dtype) -> None:
+def test_experts_are_split_and_tokens_sent_to_them(threads: Threads, ranks: int, dtype: torch.dtype) -> None:
     """Two all-to-alls of tokens, there and back; what random choices misplace goes to the neighbours; no weight is sent."""
     (model, sample), on = mixture(), table.mesh((ranks,))
     plan = autopar.plan(model.to(dtype), sample, on)
@@ -150,7 +150,7 @@ def test_experts_are_split_and_tokens_sent_to_them(pool: WorkerPool, ranks: int,
         sent = Counter((c.where, c.kind, c.bytes) for c in planning.of(plan, f"{place}:{name}"))
         expected = zip(("forward", "backward"), passes, strict=True)
         assert sent == Counter((where, "all_to_all", size) for where, found in expected for size in found)
-    report = verify(model, sample, on, plan, Options(), pool)
+    report = verify(model, sample, on, plan, Options(), threads)
     assert report.ok, report
 
 

@@ -13,9 +13,9 @@ import autopar
 from autopar.capture import capture
 from autopar.errors import CaptureError
 from autopar.plan.options import Options
-from autopar.runtime.workers import WorkerPool
 from autopar.verify.verification import verify
 from tests.support import table
+from tests.support.threads import Threads
 
 Body = Callable[["Does", torch.Tensor, torch.Tensor], torch.Tensor]
 X = torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(0))
@@ -134,13 +134,13 @@ BODIES = (
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("plan", ["fsdp", 0, 1])
 @pytest.mark.parametrize("body", BODIES)
-def test_what_a_mask_selects_has_equal_numbers(pool: WorkerPool, body: Body, plan: str | int) -> None:
+def test_what_a_mask_selects_has_equal_numbers(threads: Threads, body: Body, plan: str | int) -> None:
     model, on = Does(body), table.mesh((4,))
     if isinstance(plan, int):
         made = autopar.testing.random_plan(model, X, on, seed=plan)
     else:
         made = autopar.plan(model, X, on, strategy=plan)
-    report = verify(model, X, on, made, Options(), pool)
+    report = verify(model, X, on, made, Options(), threads)
     assert report.ok, str(report)
 
 

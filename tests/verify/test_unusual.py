@@ -14,23 +14,23 @@ from torch import nn
 import autopar
 from autopar.plan.options import Options
 from autopar.planning.planner import read_program
-from autopar.runtime.workers import WorkerPool
 from autopar.verify.report import Report
 from autopar.verify.verification import verify
 from tests.support import planning, table
+from tests.support.threads import Threads
 
 Made = tuple[nn.Module, object]
 PLANS = ("auto", "fsdp", "megatron", 0, 1, 2)
 
 
-def verified(made: Made, plan: str | int, pool: WorkerPool, sizes: tuple[int, ...] = (4,)) -> Report:
+def verified(made: Made, plan: str | int, threads: Threads, sizes: tuple[int, ...] = (4,)) -> Report:
     """The report of a model under a strategy, or under the random plan of a seed."""
     (model, batch), on = made, table.mesh(sizes)
     if isinstance(plan, int):
         chosen = autopar.testing.random_plan(model, batch, on, seed=plan)
     else:
         chosen = autopar.plan(model, batch, on, strategy=plan)
-    return verify(model, batch, on, chosen, Options(), pool)
+    return verify(model, batch, on, chosen, Options(), threads)
 
 
 # --- weights that are used through views ----------------------------------------------------------------------------------
@@ -66,16 +66,16 @@ class Through(nn.Module):
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("use", USES)
-def test_a_weight_is_gathered_again_if_the_backward_needs_a_view_of_it(pool: WorkerPool, use: str, plan: str | int) -> None:
-    report = verified((Through(use), torch.randn(16, 8)), plan, pool)
+def test_a_weight_is_gathered_again_if_the_backward_needs_a_view_of_it(threads: Threads, use: str, plan: str | int) -> None:
+    report = verified((Through(use), torch.randn(16, 8)), plan, threads)
     assert report.ok, str(report)
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("plan", ["auto", "fsdp", "megatron"])
 @pytest.mark.parametrize("use", COPIED)
-def test_a_copy_of_a_weight_in_the_model_is_kept_with_equal_numbers(pool: WorkerPool, use: str, plan: str) -> None:
-    report = verified((Through(use), torch.randn(16, 8)), plan, pool)
+def test_a_copy_of_a_weight_in_the_model_is_kept_with_equal_numbers(threads: Threads, use: str, plan: str) -> None:
+    report = verified((Through(use), torch.randn(16, 8)), plan, threads)
     assert report.ok, str(report)
 
 
@@ -181,7 +181,7 @@ class Bare(nn.Module):
     [*(Named(name) for name in HIDDEN), *(Bare(*pair) for pair in zip(HIDDEN, HIDDEN[1:] + HIDDEN[:1], strict=True))],
     ids=lambda model: "-".join(name for name, _ in (*model.named_children(), *model.named_parameters(recurse=False))),
 )
-def test_names_that_python_or_fx_uses_stay_in_the_state_and_train(model: nn.Module, pool: WorkerPool) -> None:
+def test_names_that_python_or_fx_uses_stay_in_the_state_and_train(model: nn.Module, threads: Threads) -> None:
     batch = torch.randn(8, 8)
     parallel = autopar.parallelize(model, batch, (1,), device="h100")
     assert list(parallel.state_dict()) == list(model.state_dict())
@@ -193,7 +193,7 @@ def test_names_that_python_or_fx_uses_stay_in_the_state_and_train(model: nn.Modu
         torch.testing.assert_close(loss, expected)
         loss.backward()
         assert all(parameter.grad is not None for parameter in module.parameters())
-    report = verified((model, batch), "fsdp", pool)
+    report = verified((model, batch), "fsdp", threads)
     assert report.ok, str(report)
 
 
@@ -205,7 +205,7 @@ NAMES = (
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", NAMES.split())
-def test_an_argument_may_be_named_like_what_emitted_code_uses(pool: WorkerPool, name: str) -> None:
+def test_an_argument_may_be_named_like_what_emitted_code_uses(threads: Threads, name: str) -> None:
     class Called(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -213,15 +213,15 @@ def test_an_argument_may_be_named_like_what_emitted_code_uses(pool: WorkerPool, 
 
         exec(f"def forward(self, {name}): return self.layer({name}).relu().sum()", globals(), locals())
 
-    report = verified((Called(), torch.randn(8, 8)), "fsdp", pool)
+    report = verified((Called(), torch.randn(8, 8)), "fsdp", threads)
     assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "megatron"])
-def test_a_parameter_that_is_never_used_is_stored_whole_under_every_strategy(pool: WorkerPool, strategy: str) -> None:
+def test_a_parameter_that_is_never_used_is_stored_whole_under_every_strategy(threads: Threads, strategy: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     model.register_parameter("unused", nn.Parameter(torch.randn(8, 8)))
-    report = verified((model, torch.randn(8, 8)), strategy, pool)
+    report = verified((model, torch.randn(8, 8)), strategy, threads)
     assert report.ok, str(report)
     assert report.plan.layouts["unused"] == "I"
 
@@ -335,11 +335,11 @@ MODELS: dict[str, Callable[[], Made]] = {
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
-def test_an_unusual_model_has_equal_numbers(pool: WorkerPool, name: str, plan: str | int) -> None:
+def test_an_unusual_model_has_equal_numbers(threads: Threads, name: str, plan: str | int) -> None:
     made = MODELS[name]()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="no sharding rule")
-        report = verified(made, plan, pool)
+        report = verified(made, plan, threads)
     assert report.ok, str(report)
     if name == "outputs with one path":
         assert [row.name for row in report.rows if row.what == "output"] == ["a.b", "a.b#1"]
@@ -363,10 +363,10 @@ def positives(m: nn.Module, y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("loss", [entropy, probabilities, positives])
 def test_a_mean_loss_in_a_narrow_dtype_takes_weights_and_probabilities(
-    pool: WorkerPool, loss: Callable[..., torch.Tensor], dtype: torch.dtype
+    threads: Threads, loss: Callable[..., torch.Tensor], dtype: torch.dtype
 ) -> None:
     model = Layer(loss, dtype, weight=torch.rand(8, generator=torch.Generator().manual_seed(0)).to(dtype))
-    report = verified((model, X), "megatron", pool)
+    report = verified((model, X), "megatron", threads)
     assert report.ok, str(report)
 
 
@@ -405,10 +405,10 @@ class Pair(NamedTuple):
     rest: torch.Tensor
 
 
-def test_a_model_may_return_a_class_that_workers_cannot_import(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_may_return_a_class_that_workers_cannot_import(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pair, "__module__", "__main__")
     monkeypatch.setattr(__import__("__main__"), "Pair", Pair, raising=False)
-    report = verified((Layer(lambda _, y: Pair(y.sum(), y)), X), "auto", pool)
+    report = verified((Layer(lambda _, y: Pair(y.sum(), y)), X), "auto", threads)
     assert report.ok, str(report)
     assert [row.name for row in report.rows if row.what == "output"] == ["loss", "rest"]
 

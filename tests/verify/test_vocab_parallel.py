@@ -19,6 +19,7 @@ from autopar.runtime.workers import WorkerPool
 from autopar.verify.verification import verify
 from tests.support import planning, table
 from tests.support.planning import NVLINK, form, mesh
+from tests.support.threads import Threads
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 4, 6, 8, 24
 WIDE, LONG, MANY = 2**11, 2**9, 2**12
@@ -60,22 +61,22 @@ def large() -> Plan:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)], ids=str)
-def test_an_embedding_over_a_split_vocabulary_gives_equal_numbers(pool: WorkerPool, sizes: tuple[int, ...], tied: bool) -> None:
+def test_an_embedding_over_a_split_vocabulary_gives_equal_numbers(threads: Threads, sizes: tuple[int, ...], tied: bool) -> None:
     model, sample = words(tied=tied)
     stored = ", ".join([*["I"] * (len(sizes) - 1), "S(0)"])
     plan = autopar.plan(model, sample, sizes, strategy="megatron", constraints={"table.weight": stored})
     assert form(plan, "embedding") == "vocab_parallel_embedding"
-    report = verify(model, sample, Mesh.of(sizes), plan, Options(), pool)
+    report = verify(model, sample, Mesh.of(sizes), plan, Options(), threads)
     assert report.ok, report
 
 
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)], ids=str)
-def test_a_cross_entropy_over_split_classes_gives_equal_numbers(pool: WorkerPool, sizes: tuple[int, ...]) -> None:
+def test_a_cross_entropy_over_split_classes_gives_equal_numbers(threads: Threads, sizes: tuple[int, ...]) -> None:
     model, sample = words(tied=True)
     on = table.mesh(sizes)
     plan = autopar.plan(model, sample, on, constraints={":reshape#0": ", ".join([*["*"] * (len(sizes) - 1), "S(1)"])})
     assert form(plan, "cross_entropy") == "vocab_parallel_cross_entropy"
-    report = verify(model, sample, on, plan, Options(), pool)
+    report = verify(model, sample, on, plan, Options(), threads)
     assert report.ok, report
 
 
@@ -117,7 +118,7 @@ class Judged(nn.Module):
     ],
 )
 def test_a_cross_entropy_with_weights_and_smoothing_is_split_over_its_classes(
-    pool: WorkerPool, reduction: str, smoothing: float, weighed: bool, hard: bool, sums: int
+    threads: Threads, reduction: str, smoothing: float, weighed: bool, hard: bool, sums: int
 ) -> None:
     torch.manual_seed(0)
     rows, width, on = 8, 512, table.mesh((4,))
@@ -127,7 +128,7 @@ def test_a_cross_entropy_with_weights_and_smoothing_is_split_over_its_classes(
     assert form(plan, "cross_entropy") == "vocab_parallel_cross_entropy"
     sent = Counter((c.kind, c.where, c.bytes) for c in planning.of(plan, ":cross_entropy_loss#0"))
     assert sent == {("all_reduce", "forward", 4 * rows): 1, ("all_reduce", "forward", 4 * sums * rows): 1}
-    report = verify(model, sample, on, plan, Options(), pool)
+    report = verify(model, sample, on, plan, Options(), threads)
     assert report.ok, report
 
 
@@ -144,13 +145,13 @@ class Forbidding(Words):
 
 
 @pytest.mark.parametrize("strategy", ["auto", "megatron"])
-def test_words_that_are_forbidden_give_equal_numbers_where_classes_are_split(pool: WorkerPool, strategy: str) -> None:
+def test_words_that_are_forbidden_give_equal_numbers_where_classes_are_split(threads: Threads, strategy: str) -> None:
     torch.manual_seed(0)
     words, targets = torch.randint(VOCABULARY, (ROWS, LENGTH)), torch.randint(VOCABULARY // 2, VOCABULARY, (ROWS, LENGTH))
     model, sample, on = Forbidding(), {"words": words, "targets": targets}, table.mesh((2,))
     plan = autopar.plan(model, sample, on, strategy=strategy, constraints={":reshape#0": "S(1)"})
     assert form(plan, "cross_entropy") == "vocab_parallel_cross_entropy"
-    report = verify(model, sample, on, plan, Options(), pool)
+    report = verify(model, sample, on, plan, Options(), threads)
     assert report.ok, report
 
 
@@ -166,7 +167,7 @@ class Likely(nn.Module):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_negative_log_likelihood_of_split_classes_sends_nothing_of_its_own(pool: WorkerPool, ranks: int) -> None:
+def test_a_negative_log_likelihood_of_split_classes_sends_nothing_of_its_own(threads: Threads, ranks: int) -> None:
     torch.manual_seed(0)
     rows, width, on = 8, 512, table.mesh((ranks,))
     sample = {"x": torch.randn(rows, 8), "target": torch.randint(width, (rows,)).masked_fill(torch.rand(rows) < 0.3, -100)}
@@ -175,7 +176,7 @@ def test_a_negative_log_likelihood_of_split_classes_sends_nothing_of_its_own(poo
     assert form(plan, "nll_loss") == "vocab_parallel_nll_loss"
     sent = Counter((c.kind, c.where, c.bytes) for c in plan.collectives if "nll_loss" in c.value)
     assert sent == {("all_reduce", "forward", 4): 1}  # the loss itself, in addends
-    report = verify(Likely(width), sample, on, plan, Options(), pool)
+    report = verify(Likely(width), sample, on, plan, Options(), threads)
     assert report.ok, report
 
 
@@ -203,12 +204,12 @@ def test_no_rank_ever_has_all_scores(pool: WorkerPool) -> None:
         assert peak < ROWS * LENGTH * MANY * torch.float32.itemsize
 
 
-def test_a_constraint_that_leaves_few_routes_under_a_strategy_is_met(pool: WorkerPool) -> None:
+def test_a_constraint_that_leaves_few_routes_under_a_strategy_is_met(threads: Threads) -> None:
     """The relaxation is then a mixture, which rounded has no routes at all."""
     model, on = Words(24, 8, tied=True), table.mesh((2,))
     words, targets = torch.randint(24, (2, 4, 6))
     batch = {"words": words, "targets": targets}
     plan = autopar.plan(model, batch, on, strategy="megatron", constraints={":reshape#0": "S(1)"})
     assert plan.layouts[":reshape#0"] == "S(1)"
-    report = verify(model, batch, on, plan, Options(), pool)
+    report = verify(model, batch, on, plan, Options(), threads)
     assert report.ok, str(report)
