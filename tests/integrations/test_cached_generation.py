@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -22,7 +23,7 @@ from autopar.verify.testing import peak
 from tests.support import table
 
 SERVED = Assumptions(inference=True)
-BATCH, PROMPT, LENGTH, WORDS, NEW, MESH = 4, 8, 24, 64, 7, (2, 2)
+BATCH, PROMPT, LENGTH, WORDS, NEW = 4, 8, 24, 64, 7
 STOP = {"eos_token_id": WORDS, "pad_token_id": 0, "do_sample": False, "max_new_tokens": NEW}
 
 
@@ -55,20 +56,21 @@ class Case:
 
     model: str
     strategy: str
+    mesh: tuple[int, ...] = (2, 2)
 
     @property
     def options(self) -> dict[str, object]:
         return {"strategy": self.strategy} | ({} if self.strategy == "auto" else {"device": "h100"})
 
     def plan(self) -> GenerationPlan:
-        mesh = table.mesh(MESH) if self.strategy == "auto" else MESH
+        mesh = table.mesh(self.mesh) if self.strategy == "auto" else self.mesh
         return plan_generation(whole_model(self.model), prompts(BATCH, PROMPT), mesh, length=LENGTH, **self.options)
 
 
 CASES = [
     Case("llama", "auto"),
-    Case("gpt2", "megatron"),
-    Case("t5", "megatron"),
+    Case("gpt2", "megatron", (2,)),
+    Case("t5", "megatron", (2,)),
     pytest.param(Case("llama", "megatron"), marks=pytest.mark.thorough),
     pytest.param(Case("gpt2", "auto"), marks=pytest.mark.thorough),
     pytest.param(Case("t5", "auto"), marks=pytest.mark.thorough),
@@ -98,7 +100,7 @@ def generated(given: tuple[Case, str]) -> dict[str, object]:
     case, line = given
     plan = GenerationPlan.from_json(line) if line else None
     model = whole_model(case.model)
-    generator = parallel_generator(model, prompts(BATCH, PROMPT), MESH, length=LENGTH, plan=plan, **case.options)
+    generator = parallel_generator(model, prompts(BATCH, PROMPT), case.mesh, length=LENGTH, plan=plan, **case.options)
     tokens = {}
     for name, (words, more) in calls(case.model).items():
         both = []
@@ -127,10 +129,11 @@ def stored(generator: CachedGenerator) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_four_processes_generate_what_the_whole_model_does(pool: WorkerPool, case: Case) -> None:
+def test_processes_generate_what_the_whole_model_does(pool: WorkerPool, case: Case) -> None:
     plan = case.plan()
     line = plan.to_json()
-    for found in pool.run(f"{__name__}:generated", (case, "" if case == BY_RANK_0 else line), ranks=4, keep=True):
+    given = case, "" if case == BY_RANK_0 else line
+    for found in pool.run(f"{__name__}:generated", given, ranks=math.prod(case.mesh), keep=True):
         assert GenerationPlan.from_json(found["plan"]) == GenerationPlan.from_json(line)  # type: ignore[index]
         for ours, theirs, error in found["tokens"].values():  # type: ignore[index]
             assert ours == theirs

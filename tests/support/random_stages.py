@@ -18,12 +18,9 @@ from autopar.planning.pipeline_plan import _crossings
 from autopar.planning.pipeline_stages import without_axis
 from autopar.planning.planner import connected_mesh, read_program
 from autopar.verify.testing import RandomPlans
-from tests.support import models
 
 
-def random_stages(
-    model: nn.Module, sample: models.Sample, mesh: Mapping[str, int], axis: str, seed: int, **asked: object
-) -> Plan:
+def random_stages(model: nn.Module, sample: object, mesh: Mapping[str, int], axis: str, seed: int, **asked: object) -> Plan:
     """A plan as `autopar.plan` makes it by these options, but for what its stages choose: that is random.
 
     The model has no parameters that stages share, which must be stored alike.

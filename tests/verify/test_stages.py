@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from autopar.errors import PlanError
 from autopar.plan.options import Options
 from autopar.runtime.workers import WorkerPool
 from autopar.verify import verification
-from tests.support import models
+from tests.support import models, planning
 from tests.support.random_stages import random_stages
 
 CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
@@ -63,22 +64,11 @@ def test_a_plan_of_another_model_is_refused_before_any_process_is_started() -> N
         autopar.verify(model, sample, {"pp": 2}, plan=replace(plan, hash="0" * 16))
 
 
-def test_random_plans_of_stages_that_send_in_every_state_have_equal_numbers(pool: WorkerPool) -> None:
-    """A state says what a value and its gradient are, so that sending each rank's part as it lies is exact in all four."""
-    states = set()
-    for seed, schedule in enumerate(("1f1b", "zb-h1", "gpipe")):
-        torch.manual_seed(seed)
-        model, sample = untied()
-        mesh = {"pp": 2, "x": 2, "y": 2}
-        plan = random_stages(model, sample, mesh, "pp", seed, schedule=schedule, microbatches=2, strategy="ddp")
-        assert plan.pipeline is not None
-        states |= {entry.strip()[0] for crossing in plan.pipeline.crossings for entry in crossing.layout.split(",")}
-        report = verification.verify(model, sample, mesh, plan, Options(), pool)
-        assert report.ok, (seed, str(report))
-    assert states == {"I", "R", "S", "P"}
+def linears() -> tuple[torch.nn.Module, object]:
+    return planning.Layers((8, 16, 8, 16, 8), bias=True), torch.randn(8, 4, 8)
 
 
-def untied() -> tuple[torch.nn.Module, models.Sample]:
+def untied() -> tuple[torch.nn.Module, object]:
     """A GPT-2 whose head is its own."""
     sizes = {"n_layer": 2, "n_embd": 16, "n_head": 4, "vocab_size": 32, "n_positions": 16}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False)
@@ -86,3 +76,21 @@ def untied() -> tuple[torch.nn.Module, models.Sample]:
     model.loss_type = "ForCausalLM"
     tokens = torch.randint(32, (8, 8))
     return model, {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.mark.parametrize("made", [linears, pytest.param(untied, marks=pytest.mark.thorough)])
+def test_random_plans_of_stages_that_send_in_every_state_have_equal_numbers(
+    pool: WorkerPool, made: Callable[[], tuple[torch.nn.Module, object]]
+) -> None:
+    """A state says what a value and its gradient are, so that sending each rank's part as it lies is exact in all four."""
+    states = set()
+    for seed, schedule in enumerate(("1f1b", "zb-h1", "gpipe")):
+        torch.manual_seed(seed)
+        model, sample = made()
+        mesh = {"pp": 2, "x": 2, "y": 2}
+        plan = random_stages(model, sample, mesh, "pp", seed, schedule=schedule, microbatches=2, strategy="ddp")
+        assert plan.pipeline is not None
+        states |= {entry.strip()[0] for crossing in plan.pipeline.crossings for entry in crossing.layout.split(",")}
+        report = verification.verify(model, sample, mesh, plan, Options(), pool)
+        assert report.ok, (seed, str(report))
+    assert states == {"I", "R", "S", "P"}
