@@ -101,7 +101,9 @@ def _stored(made: PlanningProblem, solution: Solution) -> float:
     return total
 
 
-@pytest.mark.parametrize("model, share", [("layers", 0.0), ("layers", 0.3), ("layers", 0.7), ("llama", 0.0)])
+@pytest.mark.parametrize(
+    "model, share", [("layers", 0.0), ("layers", 0.3), ("layers", 0.7), pytest.param("llama", 0.0, marks=pytest.mark.thorough)]
+)
 def test_the_walk_never_exceeds_the_budget(model: str, share: float) -> None:
     made, memory_model = formulated(model, "8")
     free, least = within(made, memory_model, 1 << 50), smallest(made, memory_model)
