@@ -2,16 +2,20 @@
 
     python benchmarks/structure.py                 of this checkout
     python benchmarks/structure.py PATH [PATH]     of others too, side by side
+    python benchmarks/structure.py --save PATH     before (PATH) and now, to benchmarks/results/structure.txt
 
 An arrow is an import from one folder or loose module of the package into another. A table of operator names is a literal that
-stands outside the folder of operators and holds three or more names of ATen operators. A target is found if its whole name,
-"aten.softmax.int", stands in a file of that folder.
+stands outside the folder of operators and lists names of ATen operators: three or more, and more of them than of other words. A
+target is found if its whole name, "aten.softmax.int", stands in a file of that folder.
 """
 
 from __future__ import annotations
 
 import ast
+import datetime
+import functools
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +26,8 @@ from pathlib import Path
 import networkx as nx
 import torch
 
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "structure.txt"
 OPERATORS = ("operators", "rules")  # the folder of the rules, under its names over time
 PREVIOUS = re.compile(r"^(The same|Those|As (above|before)|Like (the|those) |Nothing will|Such )")
 NAME = re.compile(r"^(?:aten\.)?([a-z_][a-z0-9_]*)(?:\.\w+)?$")
@@ -77,12 +83,10 @@ def in_cycles(checkout: Checkout) -> int:
 
 
 def operator_tables(checkout: Checkout) -> int:
-    """Literals outside the folder of operators that hold the names of three or more."""
-    return sum(
-        sum(map(_operator, _words(node))) >= 3
-        for kind in (ast.Dict, ast.Set, ast.List, ast.Tuple, ast.Call)
-        for node in checkout.nodes(kind, without=OPERATORS)
-    )
+    """Literals outside the folder of operators that list the names of three or more."""
+    kinds = (ast.Dict, ast.Set, ast.List, ast.Tuple, ast.Call)
+    found = [[*_words(node)] for kind in kinds for node in checkout.nodes(kind, without=OPERATORS)]
+    return sum(sum(map(_operator, words)) > max(2, len(words) / 2) for words in found)
 
 
 def _words(node: ast.AST) -> Iterator[str]:
@@ -96,7 +100,14 @@ def _words(node: ast.AST) -> Iterator[str]:
 
 def _operator(word: str) -> bool:
     match = NAME.match(word)
-    return match is not None and ("." in word or len(word) > 3) and hasattr(torch.ops.aten, match[1])
+    return match is not None and ("." in word or len(word) > 3) and match[1] in known()
+
+
+@functools.cache
+def known() -> frozenset[str]:
+    """The names of all operators of ATen."""
+    every = torch._C._dispatch_get_all_op_names()
+    return frozenset(name.removeprefix("aten::").partition(".")[0] for name in every if name.startswith("aten::"))
 
 
 def targets_found(checkout: Checkout) -> str:
@@ -107,6 +118,13 @@ def targets_found(checkout: Checkout) -> str:
     total = int(match[1]) if (match := re.search(r"(\d+) overloads", page)) else 0
     found = set(re.findall(r'"(aten\.\w+\.\w+)"', text))
     return f"{len(found)} of {total}"
+
+
+def rules_by_pattern(checkout: Checkout) -> str:
+    """Rows whose rule is a text of dims, of all; as this checkout's package has them, or as others' own interpreters say."""
+    folder = next(name for name in OPERATORS if (checkout.root / "autopar" / name).is_dir())
+    code = f"from autopar.{folder} import RULES; print(sum(r.shapes is None for r in RULES.values()), 'of', len(RULES))"
+    return subprocess.run([sys.executable, "-c", code], cwd=checkout.root, capture_output=True, text=True).stdout.strip() or "-"
 
 
 def shared_names(checkout: Checkout) -> int:
@@ -138,12 +156,72 @@ def lines(checkout: Checkout) -> int:
     return sum(len((checkout.root / "autopar" / path).read_text().splitlines()) for path in checkout.trees)
 
 
+@dataclass(frozen=True)
+class Question:
+    """What a stranger wants to know, what it took at 29786cc (`before`), and the files that answer it now, each with a text
+    that leads there.
+    """
+
+    wants: str
+    before: str
+    files: tuple[tuple[str, str], ...]
+
+    @property
+    def now(self) -> str:
+        """The files; raises ValueError for one that does not have its text."""
+        for file, text in self.files:
+            if text not in (ROOT / file).read_text():
+                raise ValueError(f"{file} has no {text!r}")
+        return ", ".join(f"{file}: {text}" for file, text in self.files)
+
+
+ARCHITECTURE, FAMILIES = "docs/architecture.md", "autopar/operators/families"
+QUESTIONS = (
+    Question("the rule of aten.softmax", "5 files, 10 minutes", ((f"{FAMILIES}/normalization.py", '"aten.softmax.int"'),)),
+    Question(
+        "the memory row of the integer program",
+        "6 files, an hour",
+        (("docs/integer-program.md", "| budget |"), ("autopar/formulation/memory_rows.py", "class MemoryRows")),
+    ),
+    Question("the price of an all-gather", "1 file", (("autopar/cost_models/collectives.py", "all_gather      ceil"),)),
+    Question(
+        "a new device",
+        "1 row",
+        ((ARCHITECTURE, "| a device |"), ("autopar/cost_models/catalog.py", "ENTRIES = {")),
+    ),
+    Question(
+        "another cost model",
+        "5 files, a day; no interface",
+        ((ARCHITECTURE, "| a cost model |"), ("autopar/cost_models/cost_model.py", "class CostModel")),
+    ),
+    Question(
+        "where communication overlaps with computing",
+        "8 files, a week",
+        (
+            (ARCHITECTURE, "**`autopar/simulator`**"),
+            ("autopar/formulation/overlap.py", "The law, for every region"),
+            ("autopar/simulator/timeline.py", "max(C + beta M, M)"),
+        ),
+    ),
+    Question(
+        "where a pipeline is planned",
+        "23 files, weeks",
+        (
+            (ARCHITECTURE, "**A pipeline**"),
+            ("autopar/planning/pipeline_search.py", "def plan_pipeline"),
+            ("autopar/pipeline/schedule.py", "class PipelineSchedule"),
+        ),
+    ),
+)
+
+
 FIGURES: tuple[Callable[[Checkout], object], ...] = (
     loose_modules,
     arrows,
     in_cycles,
     operator_tables,
     targets_found,
+    rules_by_pattern,
     shared_names,
     leaning_docstrings,
     nested_conditionals,
@@ -151,11 +229,29 @@ FIGURES: tuple[Callable[[Checkout], object], ...] = (
 )
 
 
+def figures(checkouts: list[Checkout]) -> Iterator[str]:
+    """A line per figure, a column per checkout."""
+    for figure in FIGURES:
+        name = figure.__name__.replace("_", " ")
+        yield " ".join((f"{name:<22}", *(f"{figure(checkout)!s:>14}" for checkout in checkouts)))
+
+
+def questions() -> Iterator[str]:
+    """A line per question, and one per file that answers it."""
+    for question in QUESTIONS:
+        yield f"{question.wants}: {question.before} before, {len(question.files)} now"
+        yield f"    {question.now}"
+
+
 def main() -> None:
     """Print the figures of the checkouts that the command line names."""
-    checkouts = [Checkout(Path(name)) for name in sys.argv[1:] or [str(Path(__file__).resolve().parent.parent)]]
-    for figure in FIGURES:
-        print(f"{figure.__name__.replace('_', ' '):<22}", *(f"{figure(checkout)!s:>14}" for checkout in checkouts))
+    save, names = "--save" in sys.argv, [name for name in sys.argv[1:] if name != "--save"]
+    checkouts = [Checkout(Path(name)) for name in (names or [ROOT])] + [Checkout(ROOT)] * save
+    lines = [*figures(checkouts), "", *questions()]
+    if save:
+        head = f"{datetime.date.today()}, benchmarks/structure.py: before the redesign (29786cc), and now"
+        RESULTS.write_text("\n".join([head, "", *lines]) + "\n")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ class Module:
     documented: bool
     types: tuple[str, ...]  # public classes and type aliases
     docstrings: tuple[str, ...]
+    nested: tuple[int, ...]  # lines of conditional expressions within a branch of another
 
     def knows(self, library: str) -> bool:
         """Whether it imports a library or names something of it."""
@@ -108,6 +109,7 @@ def parsed(path: Path) -> Module:
         documented=not tree.body or ast.get_docstring(tree) is not None,
         types=tuple(name for node in tree.body for name in public_type(node)),
         docstrings=tuple(filter(None, (ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED)))),
+        nested=tuple(node.lineno for node in nodes if isinstance(node, ast.IfExp) and branches(node)),
     )
 
 
@@ -117,6 +119,11 @@ def public_type(node: ast.stmt) -> Iterator[str]:
         case ast.ClassDef(name=name) | ast.Assign(targets=[ast.Name(id=name)]) if name[0].isupper():
             if isinstance(node, ast.ClassDef) or not name.isupper():
                 yield name
+
+
+def branches(node: ast.IfExp) -> bool:
+    """Whether a branch of a conditional expression is another."""
+    return isinstance(node.body, ast.IfExp) or isinstance(node.orelse, ast.IfExp)
 
 
 def imported(node: ast.AST) -> Iterator[str]:
@@ -193,6 +200,10 @@ def test_a_docstring_stands_alone() -> None:
     """Without the one above it: not "The same of ..." or "Those that ..."."""
     found = [(m.place, text.splitlines()[0]) for m in modules() for text in m.docstrings if text.startswith(DEPENDENT)]
     assert found == []
+
+
+def test_conditional_expressions_are_not_nested() -> None:
+    assert [f"{module.place}:{line}" for module in modules() for line in module.nested] == []
 
 
 def test_no_two_public_classes_or_type_aliases_share_a_name() -> None:

@@ -31,7 +31,7 @@ PLANS = [
     ("gpt2", "megatron", (2, 2), LEFT),
     pytest.param("llama", "megatron", (2, 2), LEFT, marks=pytest.mark.thorough),
     ("gpt2", "fsdp", (2, 2), {}),
-    ("llama", "auto", (2, 4), {"*.mlp.*.weight": "S(1), S(0)"}),
+    ("llama", "auto", (2, 2), {"*.mlp.*.weight": "S(1), S(0)"}),
 ]
 
 

@@ -86,8 +86,8 @@ def test_loss_and_gradients_at_another_size_are_those_of_the_sequential_model(
     threads: Threads, name: str, batch: int, length: int, strategy: str | int
 ) -> None:
     model, sample = models.make(name)
-    plan = made(name, (4,), strategy)
-    found = verify(model, at(sample, batch, length), table.mesh((4,)), plan, Options(), threads)
+    plan = made(name, (2,), strategy)
+    found = verify(model, at(sample, batch, length), table.mesh((2,)), plan, Options(), threads)
     assert found.ok, str(found)
     assert found.max_error <= 1e-9
     assert any(note.startswith("may vary: batch (dim 0 of") for note in found.notes)
@@ -99,7 +99,7 @@ def test_loss_and_gradients_at_another_size_are_those_of_the_sequential_model(
         ("gpt2", "fsdp", {"microbatches": 2}),
         ("llama", "megatron", {"microbatches": 4}),
         ("llama", "auto", {"precision": "bf16-mixed"}),
-        ("gpt2", "megatron", {"constraints": {"transformer.wte.weight": "I, S(0)"}}),
+        ("gpt2", "megatron", {"constraints": {"transformer.wte.weight": "S(0)"}}),
     ],
     ids=["accumulated", "many parts", "bf16", "vocabulary"],
 )
@@ -107,7 +107,7 @@ def test_other_sizes_in_micro_batches_mixed_precision_and_a_split_vocabulary_hav
     threads: Threads, name: str, strategy: str, options: dict[str, object]
 ) -> None:
     model, sample = models.make(name)
-    on = table.mesh((2, 2))
+    on = table.mesh((2,))
     plan = autopar.plan(model, sample, on, strategy=strategy, dynamic=DYNAMIC[name], **options)  # type: ignore[arg-type]
     assert "constraints" not in options or form(plan, "wte:embedding") == "vocab_parallel_embedding"
     found = verify(model, at(sample, 16, 24), on, plan, Options(), threads)
@@ -208,13 +208,13 @@ def three_steps(run: Run) -> tuple[float, list[tuple[int, ...]]]:
 def test_three_steps_of_adamw_with_a_smaller_last_batch_equal_the_sequential_ones(
     pool: WorkerPool, strategy: str | int, microbatches: int
 ) -> None:
-    on, sample = table.mesh((4,)), sentences(16, 16)
+    on, sample = table.mesh((2,)), sentences(16, 16)
     if isinstance(strategy, int):
         plan = autopar.testing.random_plan(double(), sample, on, seed=strategy, dynamic=BOTH)
     else:
         plan = autopar.plan(double(), sample, on, strategy=strategy, dynamic=BOTH, microbatches=microbatches)
-    steps = ((16, 16), (24, 32), (16, 16), (8, 24), (24, 32))
-    for error, sizes in pool.run(f"{__name__}:three_steps", Run(plan.to_json(), steps), ranks=4):  # type: ignore[misc]
+    steps = ((16, 16), (24, 32), (8, 24), (24, 32))
+    for error, sizes in pool.run(f"{__name__}:three_steps", Run(plan.to_json(), steps), ranks=2):  # type: ignore[misc]
         assert error < 1e-9
         assert sizes == [(24, 32), (8, 24)]
 

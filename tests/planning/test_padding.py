@@ -322,14 +322,14 @@ def both_sizes(asked: tuple[str, Plan]) -> float:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", VARYING)
-def test_sizes_may_vary_beside_padding(pool: WorkerPool, name: str) -> None:
+def test_sizes_may_vary_beside_padding(pool: WorkerPool, threads: Threads, name: str) -> None:
     build, asked = VARYING[name]
     model, sample = build()
     dims = {"batch": 0, "length": 1} if name == "gpt2" else {"batch": 0}
     plan = autopar.plan(model, sample, (4,), device="h100", constraints=asked, dynamic=dims)
     assert plan.padded
     other = {key: tensor[:, :4] if "length" in dims else tensor for key, tensor in twice(sample).items()}
-    report = verify(model, other, Mesh.of((4,)), plan, Options(), pool)
+    report = verify(model, other, Mesh.of((4,)), plan, Options(), threads)
     assert report.ok, report
     plan = autopar.plan(model.eval(), sample, (4,), device="h100", constraints=asked, dynamic=dims)
     assert max(pool.run(f"{__name__}:both_sizes", (name, plan), ranks=4)) < 1e-5
