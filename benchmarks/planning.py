@@ -2,6 +2,8 @@
 
     python benchmarks/planning.py                 every case, each in a process of its own
     python benchmarks/planning.py gpt2 llama8b    these cases
+    python benchmarks/planning.py --sums          where a step is the sum of all that it computes and sends
+    python benchmarks/planning.py --beside PATH   each case by another checkout first
 
 CPU seconds count all threads of the process, from its start; memory is its peak resident set up to there. Weights are bfloat16
 on meta, the device is an H100.
@@ -10,12 +12,14 @@ on meta, the device is an H100.
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +73,10 @@ def peak_memory() -> int:
     return used if sys.platform == "darwin" else used * 1024
 
 
-def run(name: str) -> None:
+def run(name: str, *, sums: bool) -> None:
     """Plan one case in this process and print where the time went."""
     case = CASES[name]
-    print(f"{name}: batch {case.batch}, mesh {case.mesh}, {case.device}")
+    print(f"{name}: batch {case.batch}, mesh {case.mesh}, {case.device}{', by sums' * sums}")
     phases = Phases()
     import torch
     import transformers
@@ -89,7 +93,11 @@ def run(name: str) -> None:
     captured = read_program(model, {"input_ids": tokens, "labels": tokens})
     phases.done("capture")
     options = Options(device=case.device)
-    plan = plan_program(captured.program, connected_mesh(case.mesh, options), options, phases.done)
+    mesh = connected_mesh(case.mesh, options)
+    assert mesh.device is not None
+    if sums:
+        mesh = replace(mesh, device=replace(mesh.device, interference=1.0))
+    plan = plan_program(captured.program, mesh, options, phases.done)
     print(f"  {'whole':<12} {phases.spent:7.2f} CPU s   {peak_memory() / 2**30:5.2f} GiB")
     print(f"  step {plan.step_time:.6e} s, {plan.peak_memory / 2**30:.2f} GiB a device, {plan.status}, gap {plan.gap:.4%}")
 
@@ -98,16 +106,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; default: all")
     parser.add_argument("--here", metavar="CASE", help="run one case in this process")
+    parser.add_argument("--sums", action="store_true", help="messages are not hidden, as they were not before 2026-11-23")
+    parser.add_argument(
+        "--beside", metavar="PATH", type=Path, help="another checkout, whose own benchmark runs each case first"
+    )
     options = parser.parse_args()
     unknown = {*options.cases, *filter(None, [options.here])} - CASES.keys()
     if unknown:
         parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     if options.here:
-        run(options.here)
+        run(options.here, sums=options.sums)
     else:
         for name in options.cases or CASES:
-            subprocess.run([sys.executable, __file__, "--here", name], check=True)
+            if options.beside:
+                _run(options.beside.resolve(), name)
+            _run(Path(__file__).resolve().parent.parent, name, *["--sums"] * options.sums)
     return 0
+
+
+def _run(checkout: Path, *arguments: str) -> None:
+    """One case in a process of its own, by the package of a checkout."""
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    subprocess.run(
+        [sys.executable, str(checkout / "benchmarks/planning.py"), "--here", *arguments], check=True, env=environment
+    )
 
 
 if __name__ == "__main__":
