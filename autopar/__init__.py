@@ -10,11 +10,12 @@ from autopar.errors import AutoparError
 from autopar.ir.dynamic_dims import Dynamic
 from autopar.ir.mesh import Device, Link, Mesh
 from autopar.plan.plan import Plan
+from autopar.runtime.grad_scaler import GradScaler
 from autopar.verify import testing
 from autopar.verify.report import Report
 
 __all__ = [
-    "AutoparError", "Cluster", "ClusterAllocation", "Device", "Dynamic", "Link", "Mesh", "Plan", "Report", "TrainingJob",
-    "allocate", "check_rule", "discover_rule", "explain", "initialize", "launch", "parallelize", "plan", "register_rule",
-    "testing", "verify",
+    "AutoparError", "Cluster", "ClusterAllocation", "Device", "Dynamic", "GradScaler", "Link", "Mesh", "Plan", "Report",
+    "TrainingJob", "allocate", "check_rule", "discover_rule", "explain", "initialize", "launch", "parallelize", "plan",
+    "register_rule", "testing", "verify",
 ]  # fmt: skip

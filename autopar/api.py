@@ -86,9 +86,9 @@ def plan(
         constraints: layouts by name of parameters, inputs, modules or ops (globs): `{"*.weight": "I, S(0)"}`; `*` in a layout
             leaves an axis free.
         outputs: "whole" or "sharded" for results that are not scalars; by default sharded beside a scalar loss, else whole.
-        precision: "fp32" or "bf16" plan for `model.to(dtype)`; "bf16-mixed" computes and gathers in bfloat16 over float32
-            shards. By default the model's own.
-        reduce: with "bf16-mixed", the dtype in which gradients are reduced: "bf16", by default float32.
+        precision: "fp32", "bf16" or "fp16" plan for `model.to(dtype)`; "bf16-mixed" or "fp16-mixed" computes and gathers in
+            that dtype over float32 shards (fp16 with an `autopar.GradScaler`). By default the model's own.
+        reduce: with a mixed precision, the dtype in which gradients are reduced: "bf16", "fp16"; by default float32.
         strict: make an operator without a sharding rule an error; otherwise it is planned whole, with a warning.
         microbatches: how many equal parts of the batch a step takes one after the other (`parallel.step`), so as to hold fewer
             activations; "auto" plans their number too. By default 1, and "auto" with a pipeline.

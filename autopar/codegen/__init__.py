@@ -6,6 +6,7 @@ recomputed    which ops are called so that the backward can repeat them
 names         identifiers
 source        the printed code, which is the code that runs
 module        the GraphModule: parameters under their original names, calls checked, results rebuilt
+profiled      the graph in ranges of its modules, under torch.profiler
 steps         micro-batches: the batch cut, and the outputs joined
 """
 

@@ -27,7 +27,7 @@ def check_call(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> None:
     if torch.is_autocast_enabled(device.type):
         raise InputError(
             "a parallel module was called under torch.autocast, which its plan does not include",
-            fix='parallelize with precision="bf16-mixed", and call the module outside of autocast',
+            fix='parallelize with precision="bf16-mixed" (or "fp16-mixed"), and call the module outside of autocast',
         )
     check_gradients(module, inputs)
     _check_hooks(module)

@@ -22,6 +22,7 @@ from autopar.capture.returned import ReturnSpec
 from autopar.codegen.call_checks import aspects_of, check_call, check_gradients
 from autopar.codegen.graph_module import GraphModule
 from autopar.codegen.names import identifiers
+from autopar.codegen.profiled import ProfiledRun
 from autopar.codegen.steps import Steps
 from autopar.errors import InputError
 from autopar.ir.dynamic_dims import Size
@@ -33,6 +34,7 @@ from autopar.runtime.deferred_products import DeferredProducts
 from autopar.runtime.gradient_accumulation import GradientAccumulator
 from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.input_parts import BatchSampler, InputParts
+from autopar.runtime.profiler_ranges import profiling
 from autopar.runtime.random import RngState
 from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.storage import to_dtensor, to_local
@@ -82,6 +84,7 @@ class ModuleState:
             None  # builds the module for the other of training and evaluation
         )
         self.mode = True  # `training` when the model was captured
+        self.scaler: torch.amp.GradScaler | None = None  # of the loss of a step
         self.twin: ParallelModule | None = None
         self.sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule] | None = None  # builds it for other sizes
         self.variants: dict[tuple[int, ...], ParallelModule] = {}  # by dynamic sizes
@@ -153,7 +156,7 @@ class ParallelModule(GraphModule):
         def loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
             found = self._loss(outputs)
             losses.append(found.detach())
-            return found
+            return self._scaled(found)
 
         serving, tensors = self._agreed("a step", lambda: self._bound(args, kwargs))
         serving._accumulate(tensors, loss, self.autopar.agreement)
@@ -225,6 +228,11 @@ class ParallelModule(GraphModule):
                 f"no output is clearly the loss: {len(scalars)} of them are scalars", results=", ".join(paths), fix=fix
             )
         return scalars["loss"] if "loss" in scalars else next(iter(scalars.values()))
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of a step as its backward takes it."""
+        scaler = self.autopar.scaler
+        return loss if scaler is None else scaler.scale(loss)
 
     def accumulate(self, inputs: Sequence[torch.Tensor], loss: Callable[[Sequence[torch.Tensor]], torch.Tensor | None]) -> None:
         """Forward and backward of one micro-batch after the other; `loss` maps outputs to what is differentiated."""
@@ -312,13 +320,16 @@ class ParallelModule(GraphModule):
         if torch.is_grad_enabled() and (plan is None or plan.recompute):
             found: list[torch.Tensor] = self._recomputing(inputs)
             return found
-        return list(self.emitted(*inputs))
+        return self._emitted(inputs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _recomputing(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A forward whose backward recomputes, gathers again or fetches: torch.compile takes no such hooks."""
         with self.autopar.rematerializer.active():
-            return list(self.emitted(*inputs))
+            return self._emitted(inputs)
+
+    def _emitted(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(ProfiledRun(self).outputs(inputs) if profiling() else self.emitted(*inputs))
 
     def _serving(self, inputs: Sequence[torch.Tensor]) -> ParallelModule:
         """The module for the present mode and the inputs' sizes, over the same parameters; often this one."""

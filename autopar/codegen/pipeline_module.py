@@ -106,7 +106,7 @@ class PipelineModule(ParallelModule):
         def loss(outputs: Tensors) -> torch.Tensor:
             found = outputs[self.stages.loss]
             losses.append(found.detach())
-            return found
+            return self._scaled(found)
 
         self._accumulate(self._begun("a step", args, kwargs), loss, self.autopar.agreement)
         total = torch.stack(losses).sum() if losses else None

@@ -55,9 +55,9 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", help="training, by default; or inference: a forward alone, of a model in eval()")
     parser.add_argument("--strategy", help=", ".join(STRATEGIES))
     parser.add_argument("--optimizer", help="adamw, sgd, ...: for the time of its step and the memory of its state")
-    precision = "by default that of the model; bf16-mixed computes and all-gathers in bf16 over fp32 shards"
+    precision = "by default that of the model; mixed ones compute and all-gather in half precision over fp32 shards"
     parser.add_argument("--precision", help=f"{', '.join(PRECISIONS)}: {precision}")
-    parser.add_argument("--reduce", help="bf16: reduce gradients in that dtype, with --precision bf16-mixed")
+    parser.add_argument("--reduce", help="bf16, fp16: reduce gradients in that dtype, with a mixed --precision")
     number = "micro-batches per step, run one after another: a number, or auto"
     parser.add_argument("--microbatches", type=lambda text: int(text) if text.isdecimal() else text, help=number)
     again = "activations that the backward recomputes; by default auto, what is best within the budget"

@@ -23,10 +23,10 @@ class Autocast(Enum):
 
 
 class Mixed(Enum):
-    """What `precision="bf16-mixed"` does with an operator that autocast leaves alone."""
+    """What a mixed precision does with an operator that autocast leaves alone."""
 
     FP32 = "cast to float32"
-    FILL = "cast to float32 if it fills in a number that bfloat16 cannot hold"
+    FILL = "cast to float32 if it fills in a number that half precision cannot hold"
 
 
 class OpKind(Enum):

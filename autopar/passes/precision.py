@@ -1,7 +1,7 @@
-"""Precision: a model that computes in bfloat16 over parameters in float32, and inputs in another dtype than the model's.
+"""Precision: a model that computes in half precision over parameters in float32, and inputs in another dtype than the model's.
 
-"fp32", "bf16"    the model is captured as `model.to(dtype)` would be; inputs that are floating are cast on arrival
-"bf16-mixed"      parameters, their gradients and the optimizer's state stay float32; see `mixed`
+"fp32", "bf16", "fp16"        the model is captured as `model.to(dtype)` would be; floating inputs are cast on arrival
+"bf16-mixed", "fp16-mixed"    parameters, their gradients and the optimizer's state stay float32; see `mixed`
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from autopar.ir.program import Argument, Op, Program, Ref, Static, Value, refs, 
 from autopar.operators import row_of, writes
 from autopar.operators.facts import Mixed
 
-MIXED = "bf16-mixed"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PRECISIONS = (*DTYPES, MIXED)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MIXED = {f"{name}-mixed": dtype for name, dtype in DTYPES.items() if name != "fp32"}  # the dtype of products
+PRECISIONS = (*DTYPES, *MIXED)
 
 
 def stored(precision: str | None, reduce: str | None) -> torch.dtype | None:
@@ -30,11 +30,15 @@ def stored(precision: str | None, reduce: str | None) -> torch.dtype | None:
         raise ConstraintError(f"precision={precision!r} is unknown", fix=f"None, or one of {', '.join(PRECISIONS)}")
     if reduce not in (None, *DTYPES):
         raise ConstraintError(f"reduce={reduce!r} is unknown", fix=f"None, or one of {', '.join(DTYPES)}")
-    if reduce is not None and precision != MIXED:
+    if reduce is not None and precision not in MIXED:
         raise ConstraintError(
-            f"reduce={reduce!r} is the dtype of gradient reductions with precision={MIXED!r} only",
+            f"reduce={reduce!r} is the dtype of gradient reductions with a mixed precision only",
             precision=repr(precision),
-            fix=f"precision={MIXED!r}, or leave reduce out: gradients have the dtype of their parameters",
+            fix='precision="bf16-mixed", or leave reduce out: gradients have the dtype of their parameters',
+        )
+    if precision in MIXED and reduce not in (None, "fp32", precision.removesuffix("-mixed")):
+        raise ConstraintError(
+            f"reduce={reduce!r} is no dtype of precision={precision!r}", fix=f"None, fp32 or {precision.removesuffix('-mixed')}"
         )
     return DTYPES.get(precision) if precision else None
 
@@ -57,8 +61,8 @@ def received(program: Program, dtypes: Mapping[str, torch.dtype]) -> Program:
     return rewriter.finish()
 
 
-def mixed(program: Program, reduce: torch.dtype | None = None) -> Program:
-    """The program with computations in bfloat16 on parameters stored in float32, as under torch.autocast.
+def mixed(program: Program, reduce: torch.dtype | None = None, half: torch.dtype = torch.bfloat16) -> Program:
+    """The program with computations in bfloat16, or `half`, on parameters stored in float32, as under torch.autocast.
 
                                             c = to(w, bfloat16)
         y = linear(x, w)             ->     y = linear(x, c)              bfloat16
@@ -79,16 +83,17 @@ def mixed(program: Program, reduce: torch.dtype | None = None) -> Program:
         dtype = parameter.value.dtype
         if dtype.is_floating_point and dtype != torch.float32:
             raise ConstraintError(
-                f"precision={MIXED!r} is for models in float32: {parameter.value.name} is {str(dtype).removeprefix('torch.')}",
+                f"a mixed precision is for models in float32: {parameter.value.name} is {str(dtype).removeprefix('torch.')}",
                 fix="model.float(), or leave precision out: the model runs as it is",
             )
-    return _Mixed(program, reduce).program
+    return _Mixed(program, reduce, half).program
 
 
 class _Mixed:
     """One rewriting; all names are the new program's unless an op says them."""
 
-    def __init__(self, old: Program, reduce: torch.dtype | None) -> None:
+    def __init__(self, old: Program, reduce: torch.dtype | None, half: torch.dtype) -> None:
+        self.half = half
         self.rewriter = Rewriter(old)
         self.old, self.values = old, self.rewriter.values
         parameters = (replace(p, reduce=reduce) for p in old.parameters)
@@ -122,23 +127,23 @@ class _Mixed:
     def _wanted(self, op: Op, names: list[str]) -> torch.dtype | None:
         """The dtype to which all floating operands are cast; None if they may stay as they are."""
         row = row_of(op)
-        dtypes = [torch.bfloat16 if operand in self.given else self.values[operand].dtype for operand in names]
-        fills = row.mixed is Mixed.FILL and (torch.float32 in dtypes or _huge(op))
+        dtypes = [self.half if operand in self.given else self.values[operand].dtype for operand in names]
+        fills = row.mixed is Mixed.FILL and (torch.float32 in dtypes or _huge(op, self.half))
         if row.mixed is Mixed.FP32 or fills or writes(op):
             return torch.float32
         if op.target == "aten.alias.default" and op.results[0].name in self.returned:
             return op.results[0].dtype
-        return autocast.operand_dtype(op.target, dtypes, torch.bfloat16)
+        return autocast.operand_dtype(op.target, dtypes, self.half)
 
     def _cast(
         self, op: Op, new: tuple[tuple[Argument, ...], Keywords], wanted: torch.dtype | None
     ) -> tuple[tuple[Argument, ...], Keywords]:
-        """The new arguments of an op in the dtype `wanted`; if that is None, parameters and inputs in bfloat16."""
+        """The new arguments of an op in the dtype `wanted`; if that is None, parameters and inputs in half precision."""
 
         def change(leaf: Ref | Static) -> Argument:
             if not isinstance(leaf, Ref):
                 return leaf
-            dtype = wanted or (torch.bfloat16 if leaf.name in self.given else None)
+            dtype = wanted or (self.half if leaf.name in self.given else None)
             return self._as(op, leaf, dtype) if dtype else leaf
 
         return tuple(substitute(a, change) for a in new[0]), tuple((name, substitute(a, change)) for name, a in new[1])
@@ -167,7 +172,7 @@ def _single(value: Value) -> bool:
     return value.dtype == torch.float32
 
 
-def _huge(op: Op) -> bool:
-    """Whether an op has a number that bfloat16 cannot hold."""
-    limit = torch.finfo(torch.bfloat16).max
+def _huge(op: Op, half: torch.dtype) -> bool:
+    """Whether an op has a number that a dtype cannot hold."""
+    limit = torch.finfo(half).max
     return any(isinstance(argument, float) and abs(argument) > limit for argument in (*op.args, *dict(op.kwargs).values()))

@@ -109,8 +109,8 @@ def read_program(
     program = normalise(captured.program)
     if dtype is not None:
         program = received(program, {planned.path: planned.dtype for planned in captured.signature.tensors})
-    if options.precision == MIXED:
-        program = mixed(program, DTYPES[options.reduce] if options.reduce else None)
+    if options.precision in MIXED:
+        program = mixed(program, DTYPES[options.reduce] if options.reduce else None, MIXED[options.precision])
     return replace(captured, program=program)
 
 

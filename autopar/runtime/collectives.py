@@ -26,6 +26,7 @@ from autopar.errors import LayoutError
 from autopar.ir.conversion import CONVERSIONS, Conversion
 from autopar.ir.layout import take
 from autopar.runtime.lost_ranks import lost
+from autopar.runtime.profiler_ranges import named_range, profiling
 from autopar.runtime.world import Axis
 
 
@@ -46,8 +47,8 @@ class SplitPosition(NamedTuple):
 
 
 def _all_reduce(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.Tensor:
-    issued: torch.Tensor = torch.ops._c10d_functional.all_reduce(_to_sendable(x.contiguous()), "sum", axis.group)
-    return _from_sendable(wait(issued, "all_reduce", axis), x.dtype)
+    sent = issue("all_reduce", axis, torch.ops._c10d_functional.all_reduce, _to_sendable(x.contiguous()), "sum")
+    return _from_sendable(wait(sent, "all_reduce", axis), x.dtype)
 
 
 def _all_gather(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.Tensor:
@@ -64,7 +65,7 @@ def _all_to_all(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.T
     dim, blocks, to_dim, to_blocks = _without_other_split(position, axis.size)
     sent = _to_sendable(_chunks(x, to_dim, to_blocks, axis.size))
     ones = [1] * axis.size
-    issued = torch.ops._c10d_functional.all_to_all_single(sent, ones, ones, axis.group)
+    issued = issue("all_to_all", axis, torch.ops._c10d_functional.all_to_all_single, sent, ones, ones)
     return concat_blocks(_from_sendable(wait(issued, "all_to_all", axis), x.dtype), dim, blocks)
 
 
@@ -75,7 +76,7 @@ def all_reduce_sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def all_reduce_max(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The maximum over all ranks."""
-    return wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "max", axis.group), "all_reduce", axis)
+    return wait(issue("all_reduce", axis, torch.ops._c10d_functional.all_reduce, x.contiguous(), "max"), "all_reduce", axis)
 
 
 def all_gather_stack(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -88,9 +89,8 @@ def ring_step(pair: tuple[torch.Tensor, torch.Tensor], axis: Axis) -> tuple[torc
     flat = torch.cat([x.reshape(-1) for x in pair])
     output_splits, input_splits = [0] * axis.size, [0] * axis.size
     input_splits[(axis.index + 1) % axis.size] = output_splits[axis.index - 1] = flat.numel()
-    received = wait(
-        torch.ops._c10d_functional.all_to_all_single(flat, output_splits, input_splits, axis.group), "ring_step", axis
-    )
+    exchange = torch.ops._c10d_functional.all_to_all_single
+    received = wait(issue("ring_step", axis, exchange, flat, output_splits, input_splits), "ring_step", axis)
     first, second = torch.split(received, [x.numel() for x in pair])
     return first.view(pair[0].shape), second.view(pair[1].shape)
 
@@ -102,21 +102,28 @@ def all_reduce_start(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """
     functional = torch.ops._c10d_functional
     reduce = functional.all_reduce if torch.compiler.is_compiling() else functional.all_reduce_
-    issued: torch.Tensor = reduce(_to_sendable(x), "sum", axis.group)
-    return _from_sendable(issued, x.dtype)
+    return _from_sendable(issue("all_reduce", axis, reduce, _to_sendable(x), "sum"), x.dtype)
 
 
 def all_gather_start(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Issue an all-gather; returns a buffer `(size, *x.shape)`, which holds the tensors of all ranks after `wait`."""
     sent = _to_sendable(x.contiguous().reshape(1, *x.shape))
-    issued: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor(sent, axis.size, axis.group)
-    return _from_sendable(issued, x.dtype)
+    gather = torch.ops._c10d_functional.all_gather_into_tensor
+    return _from_sendable(issue("all_gather", axis, gather, sent, axis.size), x.dtype)
 
 
 def reduce_scatter_start(rows: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Issue a reduce-scatter of contiguous `rows`, one per rank; returns this rank's sum, valid after `wait`."""
-    issued: torch.Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(_to_sendable(rows), "sum", axis.size, axis.group)
-    return _from_sendable(issued[0], rows.dtype)
+    scatter = torch.ops._c10d_functional.reduce_scatter_tensor
+    return _from_sendable(issue("reduce_scatter", axis, scatter, _to_sendable(rows), "sum", axis.size)[0], rows.dtype)
+
+
+def issue(collective: str, axis: Axis, operator: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
+    """What an operator of `_c10d_functional` returns, called on an axis; under a profiler in a range that names both."""
+    if not profiling():
+        return operator(*arguments, axis.group)
+    with named_range(f"{collective} over {axis.name}"):
+        return operator(*arguments, axis.group)
 
 
 def wait(issued: torch.Tensor, collective: str, axis: Axis) -> torch.Tensor:
@@ -125,9 +132,16 @@ def wait(issued: torch.Tensor, collective: str, axis: Axis) -> torch.Tensor:
     Raises RankError, which says which rank died, if the collective fails.
     """
     try:
-        waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(issued)
+        if not profiling():
+            return _wait_tensor(issued)
+        with named_range(f"wait for {collective} over {axis.name}"):
+            return _wait_tensor(issued)
     except RuntimeError as error:
         raise lost(error, f"{collective} over axis {axis.name}") from error
+
+
+def _wait_tensor(issued: torch.Tensor) -> torch.Tensor:
+    waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(issued)
     return waited
 
 

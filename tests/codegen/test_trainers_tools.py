@@ -112,9 +112,14 @@ def hooks(parallel: fx.GraphModule) -> None:
     inner.remove()
     assert float(parallel(x)) == loss
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        parallel(x).backward()
+        profiled = parallel(x)
+        profiled.backward()
     names = {event.key for event in profile.key_averages()}
     assert {"aten::linear", "aten::tanh"} <= names or {"aten::addmm", "aten::tanh"} <= names
+    ranges = {name.removeprefix("autopar: ") for name in names if name.startswith("autopar: ")}
+    assert {"body.0", "body.1", "body.2", "body.0 (backward)", "body.2 (backward)"} <= ranges
+    assert {"all_gather over axis0", "wait for all_gather over axis0", "reduce_scatter over axis0"} <= ranges
+    assert float(profiled) == loss
 
 
 def test_a_training_loop_with_every_tool_has_the_sequential_numbers(pool: WorkerPool, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from autopar.errors import ConstraintError
 from autopar.ir.program import Program
 from autopar.passes import normalise
 from autopar.passes.no_dropout import without_dropout
-from autopar.passes.precision import MIXED
 from autopar.passes.stages import Stage, cut, shared_parameters
 from autopar.passes.to_float64 import promote
 from autopar.plan.options import Options
@@ -199,7 +198,7 @@ def test_masks_are_made_again_and_what_is_drawn_is_sent() -> None:
 
 def test_a_weight_is_cast_by_each_stage_that_reads_it() -> None:
     model, sample = make("gpt2")
-    made = read_program(model, sample, Options(precision=MIXED)).program
+    made = read_program(model, sample, Options(precision="bf16-mixed")).program
     stages = cut(made, range(count_of(made)))
     casts = ["transformer.wte.weight" in [op.operands[0] for op in stage.program.ops if casts_of(op)] for stage in stages]
     assert casts == [True, *[False] * (len(stages) - 2), True]

@@ -1,0 +1,64 @@
+"""Loss scaling over ranks that hold parts of the gradients: a step is skipped on all ranks, or on none."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from autopar.runtime.world import Context
+
+
+class ScaledState(Protocol):
+    """What a parallel module knows of its loss scale."""
+
+    scaler: torch.amp.GradScaler | None
+
+    @property
+    def context(self) -> Context: ...
+
+
+class ScaledModule(Protocol):
+    """A parallel module."""
+
+    @property
+    def autopar(self) -> ScaledState: ...
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for a parallel module, of whose gradients a rank may have parts.
+
+    torch's own asks the ranks among which the *first* gradient is split whether theirs are finite: where others are split
+    otherwise, or lie in another stage of a pipeline, ranks would disagree on whether to step. This one asks all of them.
+
+        scaler = autopar.GradScaler(parallel)
+        scaler.scale(parallel(*batch)).backward()       # or parallel.step(*batch), which then scales its loss
+        scaler.unscale_(optimizer)                      # before gradients are clipped
+        scaler.step(optimizer)
+        scaler.update()
+
+    Args:
+        parallel: what `autopar.parallelize` returned; its `step` scales the loss from here on, and returns it unscaled.
+        options: those of `torch.amp.GradScaler`: init_scale, growth_factor, backoff_factor, growth_interval, enabled.
+    """
+
+    def __init__(self, parallel: ScaledModule, **options: float) -> None:
+        device = parallel.autopar.context.device
+        super().__init__(device.type, **options)  # type: ignore[arg-type]
+        self.over_ranks = parallel.autopar.context.device_mesh is not None
+        self.scale(torch.zeros((), device=device))  # makes the scale, which the ranks of a pipeline without a loss need too
+        parallel.autopar.scaler = self
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        flags = found or {found_inf.device: found_inf}  # a rank without gradients must answer the others
+        if self.over_ranks:
+            for flag in flags.values():
+                dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return flags
+
+
+__all__ = ["GradScaler"]
