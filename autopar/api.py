@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
@@ -27,11 +26,10 @@ from autopar.planning.planner import make_plan
 from autopar.runtime.initialize import initialize
 from autopar.runtime.launch import launch
 from autopar.runtime.process_environment import started, world_size
+from autopar.runtime.progress import phases, progress
 from autopar.search_space import schemes
 from autopar.verify.report import Report
 from autopar.verify.verification import verify as _verify
-
-LOG = logging.getLogger("autopar")
 
 
 def plan(
@@ -140,9 +138,10 @@ def plan(
     }  # fmt: skip
     mesh, asked = declared(mesh, config, devices, asked)
     options = Options(**options_of(asked))  # type: ignore[arg-type]
-    if options.pipeline is not None:
-        return make_pipeline_plan(model, sample_input, mesh, options)
-    return make_plan(model, sample_input, mesh, options, lambda phase: LOG.info("planning: %s ended", phase)).plan
+    with progress("planning: capturing the model") as tell:
+        if options.pipeline is not None:
+            return make_pipeline_plan(model, sample_input, mesh, options)
+        return make_plan(model, sample_input, mesh, options, phases(tell)).plan
 
 
 def parallelize(
@@ -235,7 +234,8 @@ def verify(model: nn.Module, sample_input: object, mesh: object, *, plan: Plan |
     >>> autopar.verify(nn.Linear(8, 4), torch.randn(2, 8), mesh=(1,)).ok
     True
     """
-    return _verify(model, sample_input, mesh, plan, Options(**options_of(options)))  # type: ignore[arg-type]
+    with progress("comparing the sequential and the parallel model"):
+        return _verify(model, sample_input, mesh, plan, Options(**options_of(options)))  # type: ignore[arg-type]
 
 
 def declared(

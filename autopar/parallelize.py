@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import escape
@@ -32,14 +31,13 @@ from autopar.planning.planner import connected_mesh, planned_mesh, read_program,
 from autopar.planning.respecialize import Respecializer, varied
 from autopar.planning.shared_storage import stored_as
 from autopar.runtime.input_parts import InputParts
+from autopar.runtime.progress import phases, progress
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.rank_consistency import check_program, from_rank_0
 from autopar.runtime.storage import store, with_dtype
 from autopar.runtime.world import Context, connect
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.candidates import INVARIANT, candidate
-
-LOG = logging.getLogger("autopar")
 
 
 def build(
@@ -125,7 +123,8 @@ class _Source:
 
     def plan(self, captured: Captured, mesh: Mesh, sizes: Sequence[Size]) -> ResolvedPlan:
         """The plan of what was captured, for sizes that vary."""
-        found = resolve_program(captured.program, mesh, self.options, lambda phase: LOG.info("planning: %s ended", phase))
+        with progress("planning: analysing the program") as tell:
+            found = resolve_program(captured.program, mesh, self.options, phases(tell))
         return varied(found, sizes, lambda places: self.read(places).program)
 
 

@@ -46,6 +46,7 @@ from autopar.plan.options import Options
 from autopar.planning.planner import connected_mesh, plan_program, read_program
 from autopar.runtime.benchmark import KINDS, Job, TimedCall, Times
 from autopar.runtime.custom_ops import Operators
+from autopar.runtime.progress import progress
 from autopar.runtime.workers import WorkerPool
 from autopar.search_space.assignment import Assignment
 
@@ -73,9 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--save", required=True, metavar="FILE.json")
     options = parser.parse_args(arguments)
     try:
-        programs = [read_program(*built(target)).program for target in options.targets]
-        measure = gpu_profile if options.cuda else profile
-        save(measure(programs, options.processes), options.save)
+        with progress("building and capturing the models") as tell:
+            programs = [read_program(*built(target)).program for target in options.targets]
+            tell(f"measuring operators and collectives on {options.processes} processes")
+            measure = gpu_profile if options.cuda else profile
+            save(measure(programs, options.processes), options.save)
     except AutoparError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -36,7 +36,7 @@ from autopar.allocate.cluster_file import read
 from autopar.allocate.goals import GOALS
 from autopar.errors import AutoparError
 from autopar.explain.cli_arguments import UsageError
-from autopar.explain.progress import progress
+from autopar.runtime.progress import progress
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

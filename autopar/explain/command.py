@@ -45,21 +45,13 @@ from autopar.explain.difference import difference
 from autopar.explain.explanation import Explanation, explained
 from autopar.explain.html_report import Questions, html_report, require
 from autopar.explain.output import CommandOutput, of_difference, of_model, of_page, of_plan, of_scaling, of_stages
-from autopar.explain.progress import progress
 from autopar.explain.scaling import scaling
 from autopar.explain.staged import StagedExplanation, trace_of
 from autopar.plan.options import AUTO
 from autopar.plan.plan import Plan
 from autopar.plan.text import literal_part, plain
 from autopar.planning.planner import read_program
-
-NEXT = {  # what follows a phase of planning
-    "capture": "analysing the program",
-    "analyse": "formulating the integer program",
-    "formulate": "solving",
-    "solve": "trying padding and micro-batches",
-    "pad": "trying padding and micro-batches",
-}
+from autopar.runtime.progress import phases, progress
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -221,7 +213,7 @@ def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> Explan
     mesh, asked = mesh_of(options), planning_options(options)
     model, sample = built(options.target)
     tell("capturing the model")
-    return explained(model, sample, mesh, asked, lambda phase: tell(NEXT.get(phase, phase)))
+    return explained(model, sample, mesh, asked, phases(tell))
 
 
 def _save(plan: Plan, path: str) -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.errors import InputError
 from autopar.ir.layout import I, Layout, shard
+from autopar.runtime.progress import progress
 from autopar.runtime.random import agreed_seed, drawing
 from autopar.runtime.storage import all_unsharded, full_tensor, layout_of, store, stored_like, to_dtensor, with_dtype
 from autopar.runtime.world import Context
@@ -97,7 +98,9 @@ def initialize(parallel: nn.Module, model: nn.Module) -> None:
         )
     if not (missing or not state.alike):
         return
-    found = initialized(model, layouts, context, seed=agreed_seed(state.context), needed=missing, everything=not state.alike)
+    with progress("initialising the weights"):
+        seed = agreed_seed(state.context)
+        found = initialized(model, layouts, context, seed=seed, needed=missing, everything=not state.alike)
     cast = {id(found[name]): with_dtype(found[name], stored[name].dtype) for name in missing}
     for name in missing:
         install(parallel, name, cast[id(found[name])])
