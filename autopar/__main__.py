@@ -3,6 +3,7 @@
 autopar explain TARGET --mesh 2,4 --device h100     plan a model and explain the plan
 autopar allocate CLUSTER.toml                       give the devices of a cluster to several jobs
 autopar profile TARGET --save machine.json          measure this machine, for prices in the place of data sheets
+autopar completion bash                             a script for the shell: eval "$(autopar completion bash)"
 autopar --version
 """
 
@@ -22,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name in COMMANDS:
         code: int = importlib.import_module(COMMANDS[name]).main(rest[:-1])
         return code
+    if name == "completion":
+        return _complete(rest[0])
     if name == "--version":
         print(f"autopar {version('autopar')}")
         return 0
@@ -29,6 +32,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = "" if asked else f"no such command: {name}\n\n"
     print(wrong + (__doc__ or "").strip(), file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
+
+
+def _complete(shell: str) -> int:
+    """Print the completion of all commands."""
+    from autopar import profile
+    from autopar.allocate import command
+    from autopar.errors import AutoparError
+    from autopar.explain import cli_options, completion
+
+    explain = cli_options.parser("plan a model and explain the plan")
+    try:
+        print(completion.script(shell, {"explain": explain, "allocate": command.parser(), "profile": profile.parser()}))
+    except AutoparError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

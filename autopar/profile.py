@@ -63,16 +63,21 @@ class Timed:
     work: tuple[int, int]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The options of `python -m autopar.profile`."""
+    found = argparse.ArgumentParser(
         prog="python -m autopar.profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("targets", nargs="+", metavar="TARGET", help="file.py:function or package.module:function")
-    parser.add_argument("--processes", type=int, default=2, help="number of processes that run at the same time (2)")
-    parser.add_argument("--cuda", action="store_true", help="measure this machine's GPUs, one for each process")
-    parser.add_argument("--save", required=True, metavar="FILE.json")
-    options = parser.parse_args(arguments)
+    found.add_argument("targets", nargs="+", metavar="TARGET", help="file.py:function or package.module:function")
+    found.add_argument("--processes", type=int, default=2, help="number of processes that run at the same time (2)")
+    found.add_argument("--cuda", action="store_true", help="measure this machine's GPUs, one for each process")
+    found.add_argument("--save", required=True, metavar="FILE.json")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    options = parser().parse_args(arguments)
     try:
         with progress("building and capturing the models") as tell:
             programs = [read_program(*built(target)).program for target in options.targets]

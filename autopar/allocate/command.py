@@ -41,7 +41,7 @@ from autopar.runtime.progress import progress
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         found = _allocated(options.file, options.goal)
     except AutoparError as error:
@@ -51,14 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The options of `python -m autopar.allocate`."""
+    found = argparse.ArgumentParser(
         prog="python -m autopar.allocate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", metavar="CLUSTER.toml", help="the devices and the jobs")
-    parser.add_argument("--goal", help=f"{', '.join(GOALS)}; by default that of the file, else throughput")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    return parser
+    found.add_argument("file", metavar="CLUSTER.toml", help="the devices and the jobs")
+    found.add_argument("--goal", help=f"{', '.join(GOALS)}; by default that of the file, else throughput")
+    found.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    return found
 
 
 def _allocated(path: str, goal: str | None) -> ClusterAllocation:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -29,6 +31,22 @@ def test_every_command_is_given_what_follows_its_name(name: str, capsys: pytest.
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help"])
     assert f"python -m autopar.{name}" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
+def test_a_shell_completes_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    written = capsys.readouterr().out
+    ask = """
+        complete_words() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _shtab_autopar; echo "${COMPREPLY[*]}"; }
+        complete_words autopar ex
+        complete_words autopar explain --why
+    """
+    said = subprocess.run(["bash", "-c", written + ask], capture_output=True, text=True, check=True).stdout.split("\n")
+    assert said[0].split() == ["explain"]
+    assert set(said[1].split()) == {"--why", "--why-not"}
+    assert main(["completion", "fish"]) == 2
+    assert "no completion for the shell 'fish'" in capsys.readouterr().err
 
 
 def test_the_console_script_is_this_one() -> None:
