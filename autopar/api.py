@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
 
+import torch
 from torch import fx, nn
 
 from autopar.codegen import ParallelModule
 from autopar.cost_models.cost_model import CATALOG, CostModel
+from autopar.cost_models.optimizers import Optimizer
 from autopar.errors import ConstraintError, MeshError, PlanError
 from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.mesh import AutoMesh, Bytes, Device
@@ -43,7 +45,7 @@ def plan(
     budget: Bytes | str | None = None,
     mode: str = "training",
     strategy: str = "auto",
-    optimizer: str | None = None,
+    optimizer: str | Optimizer | torch.optim.Optimizer | Callable[..., object] | None = None,
     constraints: Mapping[str, str] | None = None,
     outputs: str | None = None,
     precision: str | None = None,
@@ -79,8 +81,8 @@ def plan(
             nothing has a gradient.
         strategy: "auto", or a named one: "ddp", "zero1", "zero2", "fsdp" (ZeRO-3), "hsdp", "megatron", "fsdp+tp",
             "hsdp+tp", "replicate"; or a tensor mode, "2d" or "zero1+2d" (docs, "One declaration").
-        optimizer: the optimizer whose state and step are counted, by its name in `autopar.cost_models.optimizers`; by default
-            "adamw".
+        optimizer: the optimizer whose state and step are counted: its name in `autopar.cost_models.optimizers`, by default
+            "adamw"; or itself, its class, or a function from parameters to it, of which a small copy takes one step.
         constraints: layouts by name of parameters, inputs, modules or ops (globs): `{"*.weight": "I, S(0)"}`; `*` in a layout
             leaves an axis free.
         outputs: "whole" or "sharded" for results that are not scalars; by default sharded beside a scalar loss, else whole.

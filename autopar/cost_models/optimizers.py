@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.errors import InputError
 from autopar.ir.mesh import Bytes, Device, Seconds
@@ -51,6 +51,11 @@ def _optimizer(
     return Optimizer(
         name=name, states=states, moved=moved, source=source, foreach_scratch=foreach_scratch, loop_scratch=loop_scratch
     )
+
+
+def with_states(entry: Optimizer, states: int) -> Optimizer:
+    """The optimizer with another number of states, which each step reads and writes."""
+    return replace(entry, states=states, moved=entry.moved + 2 * (states - entry.states))
 
 
 NONE = _optimizer("none", 0, "nothing is trained")  # of inference

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import torch
 
 from autopar.capture import Assumptions
 from autopar.cost_models import optimizers
 from autopar.cost_models.cost_model import CATALOG, CostModel
+from autopar.cost_models.optimizer_instances import counted
 from autopar.cost_models.optimizers import NONE, Optimizer
 from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.mesh import Bytes, Device
@@ -32,7 +35,7 @@ class Options:
     budget: Bytes | str | None = None
     mode: str = TRAINING
     strategy: str = "auto"
-    optimizer: str = "adamw"
+    optimizer: str | Optimizer | torch.optim.Optimizer | Callable[..., object] = "adamw"
     constraints: Mapping[str, str] = field(default_factory=dict)
     outputs: str | None = None
     precision: str | None = None
@@ -58,13 +61,16 @@ class Options:
     @property
     def stepped(self) -> Optimizer:
         """The optimizer that steps; in inference one that keeps nothing. Raises InputError for a name that is not known."""
-        return NONE if self.mode == INFERENCE else optimizers.optimizer(self.optimizer)
+        if self.mode == INFERENCE:
+            return NONE
+        named = isinstance(self.optimizer, (str, Optimizer))
+        return optimizers.optimizer(self.optimizer) if named else counted(self.optimizer)  # type: ignore[arg-type]
 
     def text(self) -> dict[str, str]:
         """The options as a plan keeps them; what was left to default is empty."""
         return {
             "strategy": self.strategy,
-            "optimizer": "" if self.mode == INFERENCE else self.optimizer,
+            "optimizer": "" if self.mode == INFERENCE else self.stepped.name,
             "budget": "" if self.budget is None else str(self.budget),
             "outputs": self.outputs or "",
             "precision": self.precision or "",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 
+import autopar
 from autopar.cost_models.catalog import DEVICES
+from autopar.cost_models.optimizer_instances import counted
 from autopar.cost_models.optimizers import OPTIMIZERS, Optimizer, optimizer, step_seconds
 from autopar.errors import InputError
 from autopar.runtime.memory_tracker import MemoryTracker
@@ -75,3 +78,22 @@ def test_an_unknown_optimizer_is_refused_with_the_nearest_name_and_all_names() -
     first, *rest = str(caught.value).splitlines()
     assert first.startswith("no optimizer is called 'adamx'; did you mean 'adam")
     assert all(name in rest[0] for name in OPTIMIZERS)
+
+
+def test_an_instance_a_class_and_a_function_are_counted_by_a_step() -> None:
+    for name, make in TORCH.items():
+        assert counted(make([torch.nn.Parameter(torch.zeros(2))])).name == name
+        assert counted(make) == optimizer(name)
+    large = counted(functools.partial(torch.optim.AdamW, amsgrad=True))
+    assert (large.states, large.moved) == (3, 9)
+    kept = {kind: counted(kind).states for kind in (torch.optim.Muon, torch.optim.Adafactor, torch.optim.ASGD)}
+    assert [*kept.values()] == [1, 0, 1]
+
+
+def test_a_plan_for_an_instance_is_that_for_its_name() -> None:
+    model, sample = torch.nn.Linear(64, 64), torch.zeros(8, 64)
+    momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plans = [autopar.plan(model, sample, (2,), device="h100", optimizer=given) for given in (momentum, "sgd-momentum")]
+    assert plans[0].to_json() == plans[1].to_json()
+    with pytest.raises(InputError, match="the optimizer Linear cannot be stepped to see what it keeps"):
+        autopar.plan(model, sample, (2,), device="h100", optimizer=torch.nn.Linear)
