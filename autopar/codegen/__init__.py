@@ -7,6 +7,7 @@ names         identifiers
 source        the printed code, which is the code that runs
 module        the GraphModule: parameters under their original names, calls checked, results rebuilt
 profiled      the graph in ranges of its modules, under torch.profiler
+variants      the modules for other dynamic sizes
 steps         micro-batches: the batch cut, and the outputs joined
 """
 

@@ -24,6 +24,7 @@ from autopar.codegen.graph_module import GraphModule
 from autopar.codegen.names import identifiers
 from autopar.codegen.profiled import ProfiledRun
 from autopar.codegen.steps import Steps
+from autopar.codegen.variants import Variants, combinations
 from autopar.errors import InputError
 from autopar.ir.dynamic_dims import Size
 from autopar.ir.layout import Layout
@@ -87,7 +88,7 @@ class ModuleState:
         self.scaler: torch.amp.GradScaler | None = None  # of the loss of a step
         self.twin: ParallelModule | None = None
         self.sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule] | None = None  # builds it for other sizes
-        self.variants: dict[tuple[int, ...], ParallelModule] = {}  # by dynamic sizes
+        self.variants = Variants()
         names = identifiers(context.mesh.axes)
         self.axes = SimpleNamespace(**{names[axis.name]: axis for axis in context.axes})
 
@@ -100,7 +101,7 @@ class ModuleState:
         copied = copy.copy(self)
         own = self.rng_state, self.rematerializer, self.accumulator, self.deferred
         copied.rng_state, copied.rematerializer, copied.accumulator, copied.deferred = copy.deepcopy(own, memo)
-        copied.variants = {}
+        copied.variants = Variants()
         return copied
 
 
@@ -197,6 +198,18 @@ class ParallelModule(GraphModule):
             InputError: the data set has fewer samples than a batch.
         """
         return BatchSampler(self.autopar.inputs, dataset, shuffle=shuffle, seed=seed)
+
+    def prewarm(self, **sizes: Sequence[int] | int) -> None:
+        """Capture and emit the modules for these dynamic sizes now, instead of at the first call of each; all ranks call it.
+
+        Args:
+            sizes: by name of a dynamic size the numbers that will occur, in every combination: `sequence=(64, 128, 256)`.
+
+        Raises:
+            InputError: the plan has no such size, or does not allow a number.
+        """
+        for found in [*combinations(self.autopar.signature.sizes, sizes)]:
+            self._variant(found)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; every rank calls it, and gets the norm before.
@@ -342,13 +355,13 @@ class ParallelModule(GraphModule):
 
     def _sized(self, inputs: Sequence[torch.Tensor]) -> ParallelModule:
         """The module for the inputs' sizes, built when they first occur."""
-        state = self.autopar
-        found = state.signature.numbers(inputs)
-        if state.sized is None or found == tuple(size.sample for size in state.signature.sizes):
+        return self._variant(self.autopar.signature.numbers(inputs))
+
+    def _variant(self, found: tuple[int, ...]) -> ParallelModule:
+        state, sized = self.autopar, self.autopar.sized
+        if sized is None or found == tuple(size.sample for size in state.signature.sizes):
             return self
-        if found not in state.variants or not self._shares(state.variants[found]):
-            state.variants[found] = state.sized(self, found)
-        return state.variants[found].train(self.training)
+        return state.variants.at(found, self._shares, lambda: sized(self, found)).train(self.training)
 
     def _shares(self, other: ParallelModule) -> bool:
         """Whether another module still has this one's parameters, which the user may have replaced."""

@@ -190,11 +190,13 @@ class BatchSampler(Sampler[list[int]]):
 
     Every rank makes it alike. With `shuffle` an order is drawn for every epoch from `seed` and the number of the epoch, which
     `set_epoch` sets. Samples that do not fill a whole batch are left out.
+
+    A run that is resumed goes on within an epoch: `start(epoch, step)` leaves out the batches that were trained on.
     """
 
     def __init__(self, parts: InputParts, dataset: Sized, *, shuffle: bool = False, seed: int = 0) -> None:
         self.size, self.batch, self.own = len(dataset), parts.batch, parts.indices().tolist()
-        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
+        self.shuffle, self.seed, self.epoch, self.first = shuffle, seed, 0, 0
         if self.size < self.batch:
             raise InputError(
                 f"the data set has {self.size} samples, fewer than the batch of {self.batch}", fix="plan with a smaller batch"
@@ -204,6 +206,12 @@ class BatchSampler(Sampler[list[int]]):
         """Draw the order of this epoch from now on."""
         self.epoch = epoch
 
+    def start(self, epoch: int, step: int) -> None:
+        """Go on in this epoch, after so many of its batches; the epochs that follow are whole."""
+        if not 0 <= step <= len(self):
+            raise InputError(f"an epoch has {len(self)} batches, and cannot go on after {step}", fix="step % len(sampler)")
+        self.epoch, self.first = epoch, step
+
     def __len__(self) -> int:
         return self.size // self.batch
 
@@ -211,7 +219,8 @@ class BatchSampler(Sampler[list[int]]):
         order: Sequence[int] = range(self.size)
         if self.shuffle:
             order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
-        for first in range(0, len(self) * self.batch, self.batch):
+        skipped, self.first = self.first, 0
+        for first in range(skipped * self.batch, len(self) * self.batch, self.batch):
             yield [order[first + place] for place in self.own]
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopar
+from autopar.codegen import variants
 from autopar.errors import CaptureError, ConstraintError, InputError, PlanError
 from autopar.explain import report
 from autopar.ir.dynamic_dims import DimSizes, Dynamic, dim_sizes
@@ -351,3 +352,21 @@ def test_a_copy_of_a_module_has_variants_over_its_own_parameters() -> None:
             parameter.zero_()
     assert torch.allclose(other(*given)["loss"], torch.tensor(32.0, dtype=torch.float64).log())
     assert torch.allclose(module(*given)["loss"], expected)
+
+
+def test_sizes_are_built_before_they_are_met_and_those_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = alone()
+    module.prewarm(sequence=(4, 8), batch=4)
+    assert [*module.autopar.variants] == [(4, 4), (4, 8)]
+    built = dict(module.autopar.variants)
+    given = sentences(4, 8)
+    assert torch.allclose(module(*given)["loss"], double()(*given)["loss"])
+    assert dict(module.autopar.variants) == built
+    monkeypatch.setattr(variants, "MOST", 2)
+    module(*sentences(4, 4))
+    module.prewarm(sequence=12)
+    assert [numbers[1] for numbers in module.autopar.variants] == [4, 12]
+    with pytest.raises(InputError, match="tokens is no dynamic size of the plan"):
+        module.prewarm(tokens=4)
+    with pytest.raises(InputError, match="sequence is 64"):
+        module.prewarm(sequence=(8, 64))

@@ -1,0 +1,97 @@
+"""A run that is stopped within an epoch and resumed at a step has the losses that it would have had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import autopar
+from autopar.errors import InputError
+from autopar.integrations.training_state import load_training_state, save_training_state
+from autopar.runtime.workers import WorkerPool
+
+BATCH, EPOCH, STOP, END = 4, 5, 7, 12  # samples, and steps
+X = torch.randn(BATCH * EPOCH + 2, 6, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(X, X.sin())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 6))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(self.body(x), y)
+
+
+class Training:
+    """A loop over shuffled samples with dropout, a schedule and a loss scale, from one step to another."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.parallel = autopar.parallelize(Net(), DATA[:BATCH], (2,), device="h100", strategy="fsdp", inputs="sharded")
+        self.optimizer = torch.optim.AdamW(self.parallel.parameters(), lr=0.05)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, END)
+        self.scaler = autopar.GradScaler(self.parallel, init_scale=64.0, growth_interval=3)
+        self.sampler = self.parallel.sampler(DATA, shuffle=True, seed=1)
+
+    @property
+    def small(self) -> dict[str, dict[str, object]]:
+        """What every rank has alike."""
+        return {"schedule": self.schedule.state_dict(), "scaler": self.scaler.state_dict()}
+
+    def run(self, first: int, last: int) -> Iterator[float]:
+        """The losses of these steps, and the loss scale behind them."""
+        self.sampler.start(first // EPOCH, first % EPOCH)
+        loader, step = DataLoader(DATA, batch_sampler=self.sampler), first
+        while step < last:
+            for samples in loader:
+                if step == last:
+                    break
+                loss = self.parallel(*self.parallel.shard(samples, samples=True))
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+                step += 1
+                yield loss.item()
+            self.sampler.set_epoch(step // EPOCH)
+        yield self.scaler.get_scale()
+
+
+def stopped(folder: Path) -> tuple[list[float], list[float]]:
+    """The last losses of a run without a stop, and of one that was stopped, in an epoch, and resumed in another module."""
+    without = [*Training(0).run(0, END)]
+    before = Training(0)
+    kept = [*before.run(0, STOP)][:-1]
+    save_training_state(before.parallel, [before.optimizer], folder)
+    torch.save(before.small, folder / f"small_{torch.distributed.get_rank()}.pt")
+    after = Training(99)
+    load_training_state(after.parallel, [after.optimizer], folder)
+    small = torch.load(folder / f"small_{torch.distributed.get_rank()}.pt")
+    after.schedule.load_state_dict(small["schedule"])
+    after.scaler.load_state_dict(small["scaler"])
+    return without, kept + [*after.run(STOP, END)]
+
+
+def test_a_run_resumes_at_a_step_with_dropout_schedule_and_scale(pool: WorkerPool, tmp_path: Path) -> None:
+    for without, resumed in pool.run(f"{__name__}:stopped", tmp_path, ranks=2):  # type: ignore[misc]
+        assert len(resumed) == END + 1
+        assert resumed == pytest.approx(without, rel=1e-6)
+
+
+def test_an_epoch_goes_on_after_the_batches_that_it_has() -> None:
+    sampler = autopar.parallelize(Net(), DATA[:BATCH], (1,)).sampler(DATA, shuffle=True)
+    sampler.set_epoch(1)
+    whole = [*sampler]
+    sampler.start(1, 2)
+    assert [[*sampler], [*sampler]] == [whole[2:], whole]
+    with pytest.raises(InputError, match="an epoch has 5 batches, and cannot go on after 6"):
+        sampler.start(0, 6)
