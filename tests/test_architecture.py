@@ -50,6 +50,7 @@ KNOWN_IN = {
     "torch.distributed": ("runtime/", "parallelize", "pipelining", "integrations/"),  # a user's mesh is told by its type
     "safetensors": ("integrations/safetensors",),
     "transformers": ("integrations/transformers", "integrations/generation"),
+    "lightning": ("integrations/lightning",),
     "accelerate": ("integrations/accelerate", "integrations/transformers"),
     "pulp": ("solver/",),
     "highspy": ("solver/",),

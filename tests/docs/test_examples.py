@@ -109,6 +109,14 @@ def test_a_loop_of_accelerate_trains(pool: WorkerPool) -> None:
     assert second == ""
 
 
+def test_lightning_trains_saves_and_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
+    first, second = pool.run(f"{__name__}:in_worker", ["lightning_loop.py", str(tmp_path / "state")], ranks=2)
+    before, after = ([float(loss) for loss in line.split()] for line in re.findall(r"losses (.*)", str(first)))
+    assert len(before) == len(after) == 8
+    assert after[-1] < after[0] < before[0]
+    assert "losses" not in str(second)
+
+
 def test_the_zoo_plans_what_it_is_asked_for(run: Run) -> None:
     with pytest.raises(SystemExit, match="0"):
         run("zoo.py", "--plan-only", "--only", "recommender")

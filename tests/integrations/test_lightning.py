@@ -1,0 +1,117 @@
+"""Lightning's Trainer over a parallel module: the losses of a loop on one process, also behind a checkpoint."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import autopar
+from autopar.errors import InputError
+from autopar.integrations.lightning import AutoparStrategy
+from autopar.runtime.workers import WorkerPool
+from tests.integrations.launched import launched
+
+BATCH, STEPS = 8, 3
+X = torch.randn(BATCH * STEPS, 6, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(X, X.sin())
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 6))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(self.body(x), y)
+
+
+class Training(lightning.LightningModule):
+    """What a user writes."""
+
+    def __init__(self, dropout: float, strategy: str) -> None:
+        super().__init__()
+        self.dropout, self.strategy, self.losses = dropout, strategy, []
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            model, mesh = Net(self.dropout), (dist.get_world_size(),)
+            how = {"strategy": self.strategy, "inputs": "sharded", "device": "h100"}
+            self.net = autopar.parallelize(model, DATA[:BATCH], mesh, **how)
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        assert self.net is not None
+        loss = self.net(*self.net.shard(tuple(batch), samples=True))
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    def train_dataloader(self) -> DataLoader[object]:
+        assert self.net is not None
+        return DataLoader(DATA, batch_size=BATCH // self.net.data_world)
+
+
+def trained(dropout: float, strategy: str, epochs: int, load: Path | None = None, save: Path | None = None) -> list[float]:
+    """The losses of a fit."""
+    module = Training(dropout, strategy)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=AutoparStrategy(), max_epochs=epochs, gradient_clip_val=0.1, **options
+    )
+    trainer.fit(module, ckpt_path=load and str(load))
+    if save:
+        trainer.save_checkpoint(save)
+    return module.losses
+
+
+def fitted(folder: Path) -> tuple[list[list[float]], list[float], list[float]]:
+    """Losses without dropout under two strategies; with it without a stop, and with one."""
+    launched()
+    warnings.simplefilter("ignore")
+    plain = [trained(0.0, strategy, 2) for strategy in ("fsdp", "megatron")]
+    return plain, trained(0.5, "fsdp", 2), trained(0.5, "fsdp", 1, save=folder) + trained(0.5, "fsdp", 2, load=folder)
+
+
+def expected(shares: int) -> list[float]:
+    """The losses of a plain loop over the batches of the library's sampler, which shuffles what is trained on."""
+    model, losses = Net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(2 * STEPS):
+        batch: list[int] = []
+        for rank in range(shares):
+            sampler = DistributedSampler(DATA, num_replicas=shares, rank=rank)
+            sampler.set_epoch(step // STEPS)
+            own = BATCH // shares
+            batch += [*sampler][step % STEPS * own :][:own]
+        loss = model(*DATA[batch])
+        loss.backward()
+        losses.append(loss.item())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_fit_has_the_losses_of_one_process_and_resumes_with_its_dropout(pool: WorkerPool, tmp_path: Path) -> None:
+    for plain, without, resumed in pool.run(f"{__name__}:fitted", tmp_path / "state", ranks=2):  # type: ignore[misc]
+        assert plain == [pytest.approx(expected(shares), rel=1e-4) for shares in (2, 1)]
+        assert len(without) == 2 * STEPS
+        assert resumed == pytest.approx(without, rel=1e-6)
+
+
+def test_a_lightning_module_without_a_parallel_one_is_refused() -> None:
+    strategy = AutoparStrategy()
+    strategy._lightning_module = lightning.LightningModule()
+    with pytest.raises(InputError, match="LightningModule has no parallel module"):
+        _ = strategy.parallel
