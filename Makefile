@@ -51,7 +51,7 @@ MIDDLE := planning
 unit-middle: $(STAMP)
 	$(BIN)/python -m pytest -q $(MIDDLE:%=tests/%)
 
-BACK := verify fuzz integrations memory
+BACK := verify fuzz integrations memory elastic
 unit-back: $(STAMP)
 	$(BIN)/python -m pytest -q $(BACK:%=tests/%)
 

@@ -3,7 +3,7 @@
 parallel = autopar.parallelize(model, sample_input, mesh=(2, 4))
 """
 
-from autopar import explain
+from autopar import elastic, explain
 from autopar.allocate import Cluster, ClusterAllocation, TrainingJob, allocate
 from autopar.api import check_rule, discover_rule, initialize, launch, parallelize, plan, register_rule, verify
 from autopar.errors import AutoparError
@@ -16,6 +16,6 @@ from autopar.verify.report import Report
 
 __all__ = [
     "AutoparError", "Cluster", "ClusterAllocation", "Device", "Dynamic", "GradScaler", "Link", "Mesh", "Plan", "Report",
-    "TrainingJob", "allocate", "check_rule", "discover_rule", "explain", "initialize", "launch", "parallelize", "plan",
-    "register_rule", "testing", "verify",
+    "TrainingJob", "allocate", "check_rule", "discover_rule", "elastic", "explain", "initialize", "launch", "parallelize",
+    "plan", "register_rule", "testing", "verify",
 ]  # fmt: skip

@@ -154,6 +154,7 @@ def parallelize(
     config: Mapping[str, object] | str | Path | None = None,
     devices: int | None = None,
     plan: Plan | None = None,
+    plans: str | Path | None = None,
     inputs: str = "whole",
     over: fx.GraphModule | None = None,
     **options: object,
@@ -171,6 +172,7 @@ def parallelize(
         config: as for `plan`: `autopar.parallelize(model, batch, config={"parallel": {"tensor": 4}, "zero": 1})`.
         devices: as for `plan`.
         plan: a plan that was made or loaded before, for this model, sample and mesh; by default rank 0 makes one.
+        plans: a folder in which rank 0 looks for the plan of this program, mesh and options, and keeps the one that it makes.
         inputs: what a rank gives to a call: the "whole" batch, or with "sharded" its own part of each input in the plan's
             layout, as `parallel.shard(batch)` cuts it and `parallel.sampler(dataset)` loads it; or a DTensor.
         over: a module of another program of the model, by `parallelize`: this one is planned in its layouts, and has its
@@ -195,8 +197,10 @@ def parallelize(
         mesh = dict(zip(plan.axes, plan.sizes, strict=True))
     mesh, options = _declared(mesh, config, devices, options)
     asked = Options(**options_of(options))  # type: ignore[arg-type]
+    if plan is None and (plans is not None or isinstance(mesh, AutoMesh)):
+        plan = planned_by_rank_0(model, sample_input, mesh, asked, None if plans is None else Path(plans))
     if isinstance(mesh, AutoMesh):
-        plan = plan or planned_by_rank_0(model, sample_input, mesh, asked)
+        assert plan is not None, "rank 0 has made one"
         mesh = dict(zip(plan.axes, plan.sizes, strict=True))
     if inputs not in ("whole", "sharded"):
         raise ConstraintError(f"inputs={inputs!r} is not known", fix='"whole" or "sharded"')

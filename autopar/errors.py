@@ -68,6 +68,10 @@ class AllocationError(AutoparError):
     """Jobs cannot share a cluster as they are described."""
 
 
+class CheckpointError(AutoparError):
+    """A checkpoint cannot be written, is damaged, or was written by another training."""
+
+
 class InputError(AutoparError):
     """A call does not have the planned arguments, or not those of the other ranks."""
 

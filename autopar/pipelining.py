@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,8 @@ from autopar.plan.plan import Plan
 from autopar.plan.stages import ResolvedPipeline, loss_of, read_pipeline
 from autopar.planning.optimize import sharded
 from autopar.planning.pipeline_search import make_pipeline_plan, plan_pipeline
-from autopar.planning.planner import connected_mesh, make_plan, read_program
+from autopar.planning.plan_cache import cached
+from autopar.planning.planner import connected_mesh, connected_meshes, make_plan, read_program
 from autopar.runtime.pipeline import CrossingPart, PipelineRank
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.rank_consistency import check_program, from_rank_0
@@ -49,18 +51,26 @@ def build_pipeline(
     return _built(model, sample_input, mesh, plan, options)
 
 
-def planned_by_rank_0(model: nn.Module, sample_input: object, mesh: object, options: Options) -> Plan:
-    """What rank 0 plans, on every rank, before anything is built."""
+def planned_by_rank_0(
+    model: nn.Module, sample_input: object, mesh: object, options: Options, plans: Path | None = None
+) -> Plan:
+    """What rank 0 plans, or finds among the `plans` of a folder, on every rank, before anything is built."""
     if isinstance(mesh, AutoMesh):
         context = connect(Mesh.of((mesh.devices,)))
     else:
         device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
         context = connect(replace(connected_mesh(mesh, options), links=(), device=None), device_mesh=device_mesh)
 
-    def text() -> str:
+    def make() -> Plan:
         if options.pipeline is None:
-            return make_plan(model, sample_input, mesh, options).plan.to_json()
-        return make_pipeline_plan(model, sample_input, mesh, options).to_json()
+            return make_plan(model, sample_input, mesh, options).plan
+        return make_pipeline_plan(model, sample_input, mesh, options)
+
+    def text() -> str:
+        if plans is None:
+            return make().to_json()
+        program = read_program(model, sample_input, options).program
+        return cached(plans, program, connected_meshes(mesh, options, program), options, make).to_json()
 
     return Plan.from_json(from_rank_0(text, context))
 

@@ -34,7 +34,7 @@ ROWS = (
     ("pipelining",),
     ("verify",),
     ("api",),
-    ("integrations",),
+    ("integrations", "elastic"),
     ("explain",),
     ("allocate",),
     ("profile",),
@@ -47,7 +47,13 @@ LOOSE = 6  # modules outside of folders, at most: beyond these the root is a lis
 # A library, and the places (a start of the path inside autopar) that may know it.
 KNOWN_IN = {
     "torch.fx": ("capture/", "codegen/", "api"),  # the api names the type that it returns
-    "torch.distributed": ("runtime/", "parallelize", "pipelining", "integrations/"),  # a user's mesh is told by its type
+    "torch.distributed": (
+        "runtime/",
+        "parallelize",
+        "pipelining",
+        "integrations/",
+        "elastic/",
+    ),  # a user's mesh is told by its type
     "safetensors": ("integrations/safetensors",),
     "transformers": ("integrations/transformers", "integrations/generation"),
     "lightning": ("integrations/lightning",),

@@ -10,6 +10,7 @@ import io
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -90,6 +91,17 @@ def test_an_operator_of_ones_own_is_found_a_rule_and_verified() -> None:
     printed = launch("own_operator.py")
     assert '"... a, b a -> ... b"' in printed
     assert "equal numbers on two processes: True" in printed
+
+
+def test_an_elastic_training_goes_on_where_it_was(pool: WorkerPool, run: Run, tmp_path: Path) -> None:
+    first, second = pool.run(f"{__name__}:in_worker", ["elastic.py", str(tmp_path)], ranks=2)
+    steps = [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+)  loss (\S+)", str(first))]
+    assert [step for step, _ in steps] == [*range(20)]
+    assert steps[-1][1] < steps[0][1]
+    assert second == ""
+    shutil.rmtree(tmp_path / "step-00000020")
+    again = [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+)  loss (\S+)", run("elastic.py", str(tmp_path)))]
+    assert again == [(step, pytest.approx(loss, abs=1e-5)) for step, loss in steps[15:]]
 
 
 def test_a_hugging_face_model_is_loaded_trained_saved_and_generates(pool: WorkerPool) -> None:

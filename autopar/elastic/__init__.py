@@ -1,0 +1,6 @@
+"""Training that goes on when the number of processes changes, and after any of them was killed."""
+
+from autopar.elastic.run import run
+from autopar.elastic.state import TrainingState
+
+__all__ = ["TrainingState", "run"]

@@ -1,0 +1,78 @@
+"""The global batches of a training, and the position in them, which neither a restart nor another number of ranks changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from autopar.elastic.generators import HostState, host_state, set_host_state
+from autopar.errors import InputError
+
+Data = Iterable[Any] | Callable[[int], Any]  # a loader of batches, or a function from the number of a step to its batch
+
+
+@runtime_checkable
+class StatefulLoader(Protocol):
+    """A loader that knows its position, as torchdata's `StatefulDataLoader` does."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Batches:
+    """The batches of one step after the other; a loader begins again when it has ended.
+
+    The position of a loader is the number of batches that were taken in this epoch, and the state of the host's generators when
+    the epoch began: with these it shuffles as it did. Those batches are loaded again and dropped, unless the loader keeps its
+    own position.
+    """
+
+    def __init__(self, data: Data) -> None:
+        if not callable(data) and not isinstance(data, Iterable):
+            what = f"data is a {type(data).__name__}, which is neither a loader nor a function"
+            raise InputError(what, fix="a DataLoader of global batches, or a function from the number of a step to its batch")
+        self.data = data
+        self.epoch, self.taken = 0, 0
+        self._began: HostState = {}
+        self._left: Iterator[Any] | None = None
+
+    def take(self, step: int) -> Any:
+        """The batch of a step. Raises InputError for a loader that has none."""
+        if not isinstance(self.data, Iterable):
+            return self.data(step)
+        for _ in range(2):
+            if self._left is None:
+                self._began, self.taken = host_state(), 0
+                self._left = iter(self.data)
+            for batch in self._left:
+                self.taken += 1
+                return batch
+            self._left, self.epoch = None, self.epoch + 1
+        raise InputError("data has no batch", fix="a loader that can be iterated again and again; a generator cannot")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
+        if not isinstance(self.data, Iterable):
+            return {}
+        own = self.data.state_dict() if isinstance(self.data, StatefulLoader) else None
+        return {"epoch": self.epoch, "taken": self.taken, "began": self._began, "own": own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position; the host's generators are left as they are after the last batch that was taken."""
+        if not isinstance(self.data, Iterable) or not state or not state["began"]:
+            return
+        self.epoch, self.taken, self._began = state["epoch"], state["taken"], state["began"]
+        if isinstance(self.data, StatefulLoader) and state["own"] is not None:
+            self.data.load_state_dict(state["own"])
+            self._left = iter(self.data)
+            return
+        set_host_state(self._began)
+        self._left = iter(self.data)
+        for number in range(self.taken):
+            if next(self._left, self) is self:
+                what = f"data ends after {number} batches, and {self.taken} of this epoch were taken before"
+                raise InputError(what, fix="the loader of the run that is resumed, or a new folder of checkpoints")
+
+
+__all__ = ["Batches", "Data", "StatefulLoader"]

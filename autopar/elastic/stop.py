@@ -1,0 +1,64 @@
+"""Requests to stop: SIGTERM, which schedulers and torchrun send, and the end of the process that started this one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from autopar.runtime.lost_ranks import lost
+
+EXIT = 128 + signal.SIGTERM  # as a shell reports it: torchrun takes it for a failure, and starts the rank again
+
+
+class StopRequest:
+    """Within `with`, SIGTERM is a request, to be met between two steps by all ranks together.
+
+    A process that outlives its parent takes part in a run that nobody watches: that is a request, too. Signals can be handled
+    in a process's main thread only; elsewhere they keep their meaning.
+    """
+
+    def __init__(self) -> None:
+        self._parent = os.getppid()
+        self._asked = False
+        self._before: signal.Handlers | object = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._ask)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]  # what signal.signal returned
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+
+    @property
+    def asked(self) -> bool:
+        """Whether this rank was asked to stop."""
+        return self._asked or os.getppid() != self._parent
+
+
+def anywhere(*flags: bool, group: dist.ProcessGroup | None) -> list[bool]:
+    """For each flag whether it is set on any rank; one message of a few bytes on the host.
+
+    Raises RankError if a rank has died.
+    """
+    if group is None:
+        return list(flags)
+    found = torch.tensor(flags, dtype=torch.int32)
+    try:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    except RuntimeError as error:
+        raise lost(error, "the end of a step") from error
+    return [bool(flag) for flag in found]
+
+
+__all__ = ["EXIT", "StopRequest", "anywhere"]

@@ -1,0 +1,191 @@
+"""One checkpoint on disk, by torch.distributed.checkpoint: committed by a rename, and read without running what it says.
+
+    .step-00000040.5f0c...partial/       while it is written: by every rank its parts
+    step-00000040/                       once all parts are on the disk
+
+A rename is one operation of the file system, so a folder that has its name is whole.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from autopar.errors import CheckpointError
+
+METADATA, REST = ".metadata", "training.pt"
+KNOWN = {  # what torch's index of a checkpoint is made of
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+}  # fmt: skip
+PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+
+
+class CommittingWriter(FileSystemWriter):
+    """Writes into a folder that gets its name when all parts are there; `committed` is called then, on the coordinator."""
+
+    def __init__(self, partial: Path, target: Path, rest: bytes, committed: Callable[[], None]) -> None:
+        super().__init__(partial)
+        self.partial, self.target, self.rest, self.committed = partial, target, rest, committed
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """The end of a save, which torch calls on the coordinator when all ranks have written."""
+        with (self.partial / REST).open("wb") as file:
+            file.write(self.rest)
+            file.flush()
+            os.fsync(file.fileno())
+        super().finish(metadata, results)
+        _sync(self.partial)
+        if self.target.exists():  # of a run before, which was resumed from an older one
+            discard(self.target)
+        self.partial.rename(self.target)
+        _sync(self.target.parent)
+        self.committed()
+
+
+def discard(folder: Path) -> None:
+    """Remove a checkpoint; it loses its name first, so that what is half removed is none."""
+    gone = folder.with_name(f".{folder.name}.removed")
+    shutil.rmtree(gone, ignore_errors=True)
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Have the entries of a folder on the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def packed(rest: Mapping[str, Any]) -> bytes:
+    """What is stored whole, as bytes. Raises CheckpointError for what could not be read again without running it."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(dict(rest), buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        what = "the state of the scheduler, the optimizer or the loader cannot be stored"
+        lines = str(error).splitlines()
+        said = next((line for line in lines if "Unsupported" in line), lines[0] if lines else "").strip()
+        raise CheckpointError(
+            what, error=said[:200], fix="a state of tensors, numbers, texts and containers of them"
+        ) from error
+    return buffer.getvalue()
+
+
+class _Index(pickle.Unpickler):
+    """Reads torch's index, which is a pickle, and refuses any name that no index has."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class or dtype of a name in the pickle."""
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        path = module.partition(".")[0] == "pathlib" and name in PATHS
+        if dtype or path or name in KNOWN.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads a checkpoint of `CommittingWriter`. Raises CheckpointError for a damaged one."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index: what tensors there are, and where."""
+        try:
+            with (self.folder / METADATA).open("rb") as file:
+                found = _Index(file).load()
+            self._check(found)
+        except (OSError, EOFError, ValueError, TypeError, AttributeError, pickle.UnpicklingError) as error:
+            raise self._damaged(error) from error
+        return found  # type: ignore[no-any-return]
+
+    def rest(self) -> Mapping[str, Any]:
+        """What is stored whole."""
+        try:
+            found = torch.load(self.folder / REST, weights_only=True)
+            if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+                raise ValueError(f"{REST} is not of a training")
+        except (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+            raise self._damaged(error) from error
+        return found
+
+    def _check(self, found: object) -> None:
+        """Raise ValueError unless it is an index of tensors whose files are there, as long as they were."""
+        if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+            raise ValueError("it has no index")
+        if wrong := [name for name, one in found.state_dict_metadata.items() if not isinstance(one, TensorStorageMetadata)]:
+            raise ValueError(f"{wrong[0]} is no tensor")
+        ends: dict[str, int] = {}
+        for place in found.storage_data.values():
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        for name, end in ends.items():
+            if Path(name).name != name or (self.folder / name).stat().st_size < end:
+                raise ValueError(f"{name} is shorter than {end} bytes")
+
+    def _damaged(self, error: Exception) -> CheckpointError:
+        said = str(error).partition("\n")[0]
+        fix = f"remove {self.folder}: the training goes on from the checkpoint before"
+        return CheckpointError(f"the checkpoint {self.folder.name} is damaged", error=said, folder=self.folder, fix=fix)
+
+
+def begin(tensors: dict[str, torch.Tensor], writer: CommittingWriter, group: dist.ProcessGroup | None) -> Future[Metadata]:
+    """Copy this rank's parts to the host and begin to write them; a single process writes them at once."""
+    if group is None:
+        done: Future[Metadata] = Future()
+        try:
+            with _alone():
+                done.set_result(state_dict_saver.save(tensors, storage_writer=writer, no_dist=True))
+        except (CheckpointException, OSError) as error:
+            done.set_exception(error)
+        return done
+    saved = state_dict_saver.async_save(tensors, storage_writer=writer, process_group=group)
+    assert isinstance(saved, Future), "a writer that stages by itself has one future"
+    return saved
+
+
+def load(reader: CheckpointReader, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Load in place this rank's parts of what other ranks, perhaps more or fewer, have written."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    if group is None:
+        with _alone():
+            state_dict_loader.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
+    else:
+        state_dict_loader.load(tensors, storage_reader=reader, planner=planner, process_group=group)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Without torch's warning that there is a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+__all__ = ["CheckpointReader", "CommittingWriter", "begin", "discard", "load", "packed"]

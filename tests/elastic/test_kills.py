@@ -1,0 +1,118 @@
+"""Processes are killed at random moments and others go on: no step is lost beyond the promise, and no loss is another one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from autopar.elastic.stop import EXIT
+from tests.docs.pages import ROOT
+from tests.support.elastic_agent import Generation, started
+from tests.support.elastic_training import logged, train
+
+STEPS, EVERY = 24, 3
+CLOSE = 1e-6  # of losses in float32
+
+
+def undisturbed(folder: Path) -> list[float]:
+    """The losses of the same training on one process."""
+    train(folder, STEPS, EVERY)
+    return [line["loss"] for line in logged(folder)]
+
+
+def disturbed(folder: Path, world: int, number: signal.Signals | None, after: int, rank: int) -> list[int]:
+    """One start, and a signal for one of its ranks a little after it has taken so many steps; exit codes by rank."""
+    with started(world, folder / "out", train, (folder, STEPS, EVERY)) as generation:
+        if number is not None:
+            taken = len(logged(folder)) + after
+            wait(folder, taken, generation)
+            os.kill(generation.number(rank), number)
+        return generation.end()
+
+
+def wait(folder: Path, taken: int, generation: Generation) -> None:
+    """Until so many steps were taken, by all starts together."""
+    while len(logged(folder)) < taken and generation.running:
+        time.sleep(0.002)
+
+
+def committed(folder: Path) -> list[int]:
+    return sorted(int(found[1]) for path in folder.iterdir() if (found := re.fullmatch(r"step-(\d+)", path.name)))
+
+
+def check(folder: Path, expected: list[float]) -> None:
+    """Every step was taken, by whichever ranks, with the loss of the undisturbed run, and not more were lost than promised."""
+    lines = logged(folder)
+    assert {line["step"] for line in lines} == {*range(STEPS)}
+    for line in lines:
+        assert abs(line["loss"] - expected[int(line["step"])]) < CLOSE, line
+    for before, after in itertools.pairwise(lines):
+        assert after["step"] > before["step"] + 1 - 2 * EVERY
+        assert after["step"] <= before["step"] + 1
+    assert {path.name[:5] for path in (folder / "checkpoints").iterdir()} == {"plans", "step-"}
+    assert len(committed(folder / "checkpoints")) == 2
+
+
+WAY = [(2, signal.SIGKILL), (1, signal.SIGTERM), (2, None)]
+LONG = [(8, signal.SIGKILL), (6, signal.SIGTERM), (4, signal.SIGKILL), (8, None)]
+
+
+@pytest.mark.parametrize("way", [WAY, pytest.param(LONG, marks=pytest.mark.thorough)])
+def test_a_training_goes_on_with_equal_losses_when_processes_leave_and_come(
+    tmp_path: Path, way: list[tuple[int, signal.Signals | None]]
+) -> None:
+    drawn = random.Random(0)
+    expected = undisturbed(tmp_path / "whole")
+    for world, number in way:
+        known = committed(tmp_path / "checkpoints") if (tmp_path / "checkpoints").exists() else []
+        taken = logged(tmp_path)
+        codes = disturbed(tmp_path, world, number, drawn.randint(1, 5), drawn.randrange(world))
+        said = (tmp_path / "out").read_text()
+        assert all(codes) == (number is not None), said
+        if number == signal.SIGTERM:
+            assert set(codes) == {EXIT}, said
+            assert committed(tmp_path / "checkpoints")[-1] == logged(tmp_path)[-1]["step"] + 1
+        again = logged(tmp_path)[len(taken) :]
+        if known:
+            assert again[0]["step"] == known[-1]
+        assert {line["world"] for line in again} == {world}
+    check(tmp_path, expected)
+
+
+SCRIPT = """
+import logging, sys
+from pathlib import Path
+from tests.support.elastic_training import train
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+train(Path(sys.argv[1]), {steps}, {every})
+"""
+
+
+@pytest.mark.thorough
+def test_torchrun_starts_the_ranks_again_after_one_was_killed(tmp_path: Path) -> None:
+    """The real agent, restarting by itself."""
+    expected = undisturbed(tmp_path / "whole")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(steps=STEPS, every=EVERY))
+    words = ["--standalone", "--local-addr", "localhost", "--nproc-per-node", "2", "--max-restarts", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", *words, "--monitor-interval", "0.1", str(script), str(tmp_path)]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as agent:
+        while len(logged(tmp_path)) < 5 and agent.poll() is None:
+            time.sleep(0.01)
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        _, said = agent.communicate(timeout=300)
+    assert agent.returncode == 0, said[-3000:]
+    check(tmp_path, expected)
+    assert len(logged(tmp_path)) >= STEPS
