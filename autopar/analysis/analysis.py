@@ -34,6 +34,7 @@ class Analysis:
     fits: Mapping[str, OpSharding | None]
     blocks: Mapping[str, Blocks]
     cpu: bool  # whether the device is a CPU, where some operators save other tensors
+    memories: bool = False  # whether the last axis is that of memories: weights may be stored on the host
 
     @property
     def program(self) -> Program:
@@ -76,6 +77,12 @@ class Analysis:
     def bucketed(self) -> frozenset[str]:
         """The weights that belong to a bucket."""
         return frozenset(itertools.chain(*weight_buckets(self.program, moved=True)))
+
+    @functools.cached_property
+    def hostable(self) -> frozenset[str]:
+        """The parameters that may be stored on the host: those that ops read, and none writes."""
+        names = frozenset(p.value.name for p in self.program.parameters)
+        return (names & self.bucketed) - self.written if self.memories else frozenset()
 
     @functools.cached_property
     def reduce_dtypes(self) -> dict[str, torch.dtype]:
@@ -126,6 +133,7 @@ def analyse(
         fits=fits,
         blocks=block_counts(program, fits, list(_alike(program, classes))),
         cpu=mesh.device is not None and mesh.device.cpu,
+        memories=mesh.has_memories,
     )
 
 

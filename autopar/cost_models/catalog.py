@@ -44,6 +44,20 @@ LAUNCH_SOURCE = "launch: NVIDIA, Getting Started with CUDA Graphs, 2019"
 # The bus to the host that devices with these links have: data sheets of V100, A100, H100; else the link is the bus.
 HOSTS = {"nvlink2": "pcie3", "nvlink3": "pcie4", "nvlink4": "pcie5", "pcie3": "pcie3", "pcie4": "pcie4"}
 
+# The host of a node: memory in GiB, 0 where nodes differ, and bandwidth in 10^9 bytes/s, channels times their rate by JEDEC
+# JESD79-4 and JESD79-5.
+HOST_MEMORY: dict[str, tuple[float, float, str]] = {
+    "v100-32gb": (512, 136.5, "DGX-1 data sheet, 2018: 512 GB; two Xeon E5-2698 v4, four channels of DDR4-2133 each"),
+    "a100-40gb": (1024, 409.6, "DGX A100 320GB data sheet, 2020: 1 TB; two EPYC 7742, eight channels of DDR4-3200 each"),
+    "a100-80gb": (2048, 409.6, "DGX A100 640GB data sheet, 2021: 2 TB; two EPYC 7742, eight channels of DDR4-3200 each"),
+    "h100": (2048, 614.4, "DGX H100 data sheet, 2023: 2 TB; two Xeon 8480C, eight channels of DDR5-4800 each"),
+    "h200": (2048, 614.4, "DGX H200 data sheet, 2024: 2 TB; two Xeon 8480C, eight channels of DDR5-4800 each"),
+    "l4": (768, 409.6, "g6.48xlarge of AWS: 768 GiB; two EPYC 7R13, eight channels of DDR4-3200 each"),
+    "l40s": (1536, 409.6, "g6e.48xlarge of AWS: 1536 GiB; two EPYC 7R13, eight channels of DDR4-3200 each"),
+    "t4": (192, 140.8, "g4dn.12xlarge of AWS: 192 GiB; one Xeon 8259CL, six channels of DDR4-2933"),
+}
+ANY_HOST = (0.0, 204.8, "taken for a server of one socket with eight channels of DDR4-3200, JEDEC JESD79-4; its memory is open")
+
 DTYPES = ("float64", "float32", "bfloat16", "float16", "int8")
 
 
@@ -121,7 +135,16 @@ ENTRIES = {
     ),
 }  # fmt: skip
 
-DEVICES: dict[str, Device] = {name: reached(dataclasses.replace(entry, name=name)) for name, entry in ENTRIES.items()}
+
+def _with_host(entry: Device, name: str) -> Device:
+    """A catalog entry with its name and its node's host."""
+    memory, bandwidth, source = HOST_MEMORY.get(name, ANY_HOST)
+    return dataclasses.replace(
+        entry, name=name, host_memory=int(memory * GIB), host_bandwidth=bandwidth * GIGA, host_source=source
+    )
+
+
+DEVICES: dict[str, Device] = {name: reached(_with_host(entry, name)) for name, entry in ENTRIES.items()}
 
 # Words in a device's name that say it is not the board in the catalog: other clocks, cores or links.
 VARIANTS = frozenset({"pcie", "nvl", "ti", "super", "laptop", "mobile", "max"})

@@ -75,6 +75,10 @@ class CostModel(Protocol):
         """One optimizer step over the parameters that one device stores, of so many bytes."""
         ...
 
+    def host_optimizer_seconds(self, stored: float, optimizer: Optimizer, device: Device) -> Seconds:
+        """The same on the host, over what it stores for one device; inf where its bandwidth is not known."""
+        ...
+
 
 class CatalogCostModel:
     """Kernels under a roofline, alpha-beta collectives and memory traffic: the figures of the catalog or of a profile."""
@@ -100,6 +104,10 @@ class CatalogCostModel:
     def optimizer_seconds(self, stored: float, optimizer: Optimizer, device: Device) -> Seconds:
         """Memory traffic of the optimizer (`optimizers.step_seconds`), or its measured rate."""
         return optimizers.step_seconds(stored, optimizer, device)
+
+    def host_optimizer_seconds(self, stored: float, optimizer: Optimizer, device: Device) -> Seconds:
+        """Memory traffic of the optimizer in the host's memory (`optimizers.host_step_seconds`)."""
+        return optimizers.host_step_seconds(stored, optimizer, device)
 
 
 CATALOG = CatalogCostModel()

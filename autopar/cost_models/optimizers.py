@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -102,3 +103,11 @@ def step_seconds(bytes_of_parameter: float, optimizer: Optimizer, device: Device
     """Seconds of one step over the parameters that one device stores, which take `bytes_of_parameter` bytes."""
     rate, _ = device.rates.get(f"optimizer.{optimizer.name}", (device.streaming, 0.0))
     return bytes_of_parameter * optimizer.moved / rate
+
+
+def host_step_seconds(bytes_of_parameter: float, optimizer: Optimizer, device: Device) -> Seconds:
+    """Seconds of one step over the parameters that the host stores for one device: they move once, at the host's bandwidth.
+
+    torch's fused kernels on the CPU (`torch.optim.AdamW(..., fused=True)`) go over parameter, gradient and state once.
+    """
+    return bytes_of_parameter * optimizer.moved / device.host_bandwidth if device.host_bandwidth else math.inf

@@ -49,6 +49,10 @@ class ScaledCostModel:
         """The base's, divided by the speed of kernels."""
         return self.base.optimizer_seconds(stored, optimizer, device) / self.kernels
 
+    def host_optimizer_seconds(self, stored: float, optimizer: Optimizer, device: Device) -> Seconds:
+        """The base's: another device has the same host."""
+        return self.base.host_optimizer_seconds(stored, optimizer, device)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScaledOpCost:

@@ -26,7 +26,7 @@ from autopar.search_space.schemes import STRATEGIES
 
 OPTIONS = (
     "device", "budget", "mode", "strategy", "optimizer", "precision", "reduce", "microbatches", "recompute", "pipeline",
-    "stages", "schedule", "time_limit",
+    "stages", "schedule", "time_limit", "offload", "host_memory",
 )  # fmt: skip
 PLANNING = ("mesh", *OPTIONS, "constraint", "dynamic", "static", "assume")  # options that make another plan
 MODEL = ("why", "why_not", "budget_sweep", "sensitivity", "code", "trace")  # what a plan without its model cannot answer
@@ -62,6 +62,13 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=lambda text: int(text) if text.isdecimal() else text, help=number)
     again = "activations that the backward recomputes; by default auto, what is best within the budget"
     parser.add_argument("--recompute", help=f"{', '.join(POLICIES)}: {again}")
+    away = "what may lie in the host's memory: activations, by default; host: weights, gradients and optimizer state, too; "
+    away += "auto: so where its memory is known; no: nothing"
+    named = {"activations": True, "no": False}
+    parser.add_argument("--offload", type=lambda text: named.get(text, text), help=away)
+    parser.add_argument(
+        "--host-memory", help="what the host of one node may store, such as 512GB; by default 90%% of the catalog's"
+    )
     axis = "the mesh axis whose ranks have pipeline stages, or auto: the outermost axis is cut for stages if that is faster"
     parser.add_argument("--pipeline", metavar="AXIS", help=axis)
     cuts = "their number, or the modules at which all but the first begin: 4, or transformer.h.2,transformer.h.4"

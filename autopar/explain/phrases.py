@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from autopar.ir.conversion import CONVERSIONS
-from autopar.plan.breakdown import ADDENDS, REPEATED, WHOLE, Allocation
+from autopar.ir.conversion import WAYS
+from autopar.plan.breakdown import ADDENDS, HOSTED, REPEATED, WHOLE, Allocation
 from autopar.plan.plan import Plan
 from autopar.plan.text import joined
 
@@ -20,17 +20,20 @@ USES = {
     ("I", "S"): "sliced",
     ("R", "S"): "sliced",
     ("S", "P"): "padded",
+    ("H", "I"): "fetched from the host",
 }
 GRADIENTS = {
     "all_reduce": "all-reduced",
     "reduce_scatter": "reduce-scattered",
     "all_gather": "all-gathered",
     "all_to_all": "resharded by all-to-all",
+    "stow": "copied to the host",
 }
 UNSPLIT = {
     WHOLE: "replicated over {}",
     REPEATED: "replicated over {} (gradient is partial)",
     ADDENDS: "partial over {}",
+    HOSTED: "in the host's memory",
 }
 HELD = {
     "stored": "stored",
@@ -92,7 +95,7 @@ def use(plan: Plan, name: str, backward: Mapping[str, Sequence[tuple[str, str]]]
         change = sides[0][axis][0], sides[1][axis][0]
         if change in USES:
             uses.setdefault(USES[change], []).append(plan.axes[axis])
-        gradient = CONVERSIONS[change][1]
+        gradient = WAYS[change][1]
         if (gradient, plan.axes[axis]) in backward.get(used, ()):
             gradients.setdefault(GRADIENTS[gradient], []).append(plan.axes[axis])
 

@@ -119,12 +119,24 @@ def memory(plan: Plan) -> Iterator[Part]:
     if plan.peak_reserved > plan.peak_memory:
         table.add_row("reserved for it, about", size_text(plan.peak_reserved), f"{plan.peak_reserved / plan.peak_memory:.1%}")
     yield table
+    if breakdown.host:
+        yield from on_host(plan)
     yield f"the peak is in {breakdown.moment}; the largest contributors are"
     for entry in breakdown.fullest:
         yield f"  {size_text(entry.bytes):>10}  {held(entry)}"
     rerun = {name: breakdown.recompute.get(name, 0.0) for name, lines in plan.recompute.items() if RUN in lines}
     yield from _most_expensive("recomputed in the backward", rerun)
     yield from _most_expensive("offloaded to the host", breakdown.offload)
+
+
+def on_host(plan: Plan) -> Iterator[Part]:
+    """Bytes in the host's memory by purpose."""
+    table = grid("memory on the host per device", "bytes", "share", right=(1, 2))
+    for kind, size in plan.breakdown.host.items():
+        table.add_row(kind, size_text(size), f"{size / plan.host_memory:.1%}")
+    table.add_row("total", size_text(plan.host_memory), "100.0%")
+    yield ""
+    yield table
 
 
 def _most_expensive(title: str, seconds: Mapping[str, Seconds]) -> Iterator[Part]:

@@ -24,6 +24,7 @@ from autopar.solver.search import Outcome
 from autopar.solver.settings import DEFAULTS, SearchSettings
 from autopar.solver.solve import Solver, solve
 
+HOST = -1  # in the place of a moment: the host, which has no moments
 _LEAST: MutableMapping[MemoryModel, Solution] = WeakKeyDictionary()  # of least memory: the search and its errors need it
 
 
@@ -52,11 +53,12 @@ class BudgetLoop:
         self._formulated, self._memory_model, self._settings = formulated, memory_model, settings
         self._solver = Solver(formulated.problem, settings)
         self._rows: dict[int, Row] = {}  # of the moments that exceeded a limit
+        self._host: Row | None = None  # of the host, once a solution had too much there
 
     @property
     def binds(self) -> bool:
         """Whether a limit has bound: whether what is cheapest without one holds too much."""
-        return bool(self._rows)
+        return bool(self._rows) or self._host is not None
 
     @property
     def bound(self) -> float:
@@ -73,7 +75,7 @@ class BudgetLoop:
         if found.solution is not None or not settings.branch_whole or cutoff < math.inf:
             return found.solution  # the solution of least memory is hardly ever below a cutoff
         least = smallest(self._formulated, memory_model, settings=settings)
-        if least is None or memory_model.walk(least).max() > limit:
+        if least is None or memory_model.walk(least).max() > limit or not fits_host(memory_model, least):
             return None
         return least.bounded(found.bound, settings.equal_price)
 
@@ -81,14 +83,22 @@ class BudgetLoop:
         """The cheapest solution within a limit that the search near the relaxation finds, with a lower bound on every one."""
 
         def judge(solution: Solution) -> Iterator[Excess]:
+            yield from self._on_host(solution)
             alive = self._memory_model.walk(solution)
             for moment in _peaks(alive, limit, self._settings):
                 if moment not in self._rows:
                     self._rows[moment] = self._memory_model.row(moment, limit)
                 yield Excess(row=replace(self._rows[moment], limit=limit), bytes=float(alive[moment]) - limit)
 
-        known = [replace(row, limit=limit) for row in self._rows.values()]
+        known = [replace(row, limit=limit) for row in self._rows.values()] + ([self._host] if self._host else [])
         return self._solver.solve(judge, known, cutoff=cutoff)
+
+    def _on_host(self, solution: Solution) -> Iterator[Excess]:
+        """The host, where a solution has too much there."""
+        model = self._memory_model
+        if model.host_limit is not None and (more := model.hosted(solution) - model.host_limit) > 0:
+            self._host = self._host or model.host_row()
+            yield Excess(row=self._host, bytes=float(more))
 
 
 def _peaks(alive: Floats, limit: float, settings: SearchSettings) -> list[int]:
@@ -122,6 +132,11 @@ def smallest(formulated: PlanningProblem, memory_model: MemoryModel, *, settings
     return least
 
 
+def fits_host(memory_model: MemoryModel, solution: Solution) -> bool:
+    """Whether the host can store what a solution has there."""
+    return memory_model.host_limit is None or memory_model.hosted(solution) <= memory_model.host_limit
+
+
 def _least(formulated: PlanningProblem, memory_model: MemoryModel, settings: SearchSettings) -> Solution | None:
     """A solution that minimises peak memory, before `smallest` improves it."""
     cheapest = solve(formulated.problem, settings=settings).solution
@@ -131,6 +146,10 @@ def _least(formulated: PlanningProblem, memory_model: MemoryModel, settings: Sea
     def judge(solution: Solution, tightened_by: dict[int, float]) -> tuple[float, list[Row]]:
         alive = memory_model.walk(solution)
         peak, rows = float(alive.max()), []
+        if memory_model.host_limit is not None:
+            rows += [] if HOST in tightened_by else [memory_model.host_row()]
+            tightened_by[HOST] = 0.0
+            peak = peak if fits_host(memory_model, solution) else math.inf
         for moment in _peaks(alive, 0.0, settings)[: settings.least_memory_peaks]:
             row = memory_model.row(moment, peak)
             seen = row_bytes(formulated.problem, row, solution.picks, solution.arcs, solution.recompute)

@@ -14,7 +14,7 @@ from autopar.cost_models.fidelity import fidelity
 from autopar.cost_models.optimizers import Optimizer
 from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.step_time import EventKind, StepEvent
-from autopar.ir.layout import Layout, blocks
+from autopar.ir.layout import H, Layout, State, blocks
 from autopar.ir.mesh import Bytes, Mesh, Seconds
 from autopar.ir.program import OUTPUT, Op, Program
 from autopar.operators import OpSharding, ParallelForm, row_of
@@ -23,6 +23,7 @@ from autopar.plan.breakdown import (
     ACCURACY,
     ADDENDS,
     DEVICE,
+    HOSTED,
     INPUT,
     OPTIMIZER,
     REPEATED,
@@ -59,7 +60,7 @@ def account(
     recompute, offload = _by_name(events, "recompute"), _by_name(events, "offload")
     ops = [op.name for op in analysis.program.ops]
     return CostBreakdown(
-        cost_parameters=(*_figures(analysis.program, prices.mesh, prices.optimizer, bool(offload)), limit),
+        cost_parameters=(*_figures(analysis.program, prices.mesh, prices.optimizer, bool(offload) or analysis.memories), limit),
         compute={name: (forward[name], backward[name]) for name in ops if name in forward},
         recompute={name: recompute[name] for name in ops if name in recompute},
         conversions=sum(event.seconds for event in events if event.kind == "conversion"),
@@ -74,6 +75,7 @@ def account(
         copies=analysis.copies,
         offload=offload,
         hidden=hidden,
+        host=memory_model.on_host(chosen) if analysis.memories else {},
     )
 
 
@@ -104,6 +106,12 @@ def _figures(program: Program, mesh: Mesh, optimizer: Optimizer, offload: bool) 
         yield CostParameter(
             of=DEVICE, name="host bandwidth", value=device.host.bandwidth, unit="B/s", source=device.host.source
         )
+    if mesh.has_memories:
+        for name, value, unit in (
+            ("share of the host's memory", device.host_memory, "B"),
+            ("share of the host's memory bandwidth", device.host_bandwidth, "B/s"),
+        ):
+            yield CostParameter(of=DEVICE, name=name, value=value, unit=unit, source=device.host_source)
     for axis, link in zip(mesh.axes, mesh.links, strict=True):
         yield CostParameter(of=axis, name="bandwidth", value=link.bandwidth, unit="B/s", source=link.source)
         yield CostParameter(of=axis, name="latency", value=link.latency, unit="s", source=link.source)
@@ -210,17 +218,22 @@ def stored_words(analysis: Analysis, name: str, layout: Layout) -> tuple[str, ..
     op, used = (known or readers)[0] if readers else (None, name)
     fitted = analysis.fits[op.name] if op else None
     if op is None or fitted is None:
-        return tuple(f"dim {s.dim}" if s.kind == "S" else WHOLE for s in layout)
+        return tuple(f"dim {s.dim}" if s.kind == "S" else unsplit(s) for s in layout)
     position, shape = op.operands.index(used), analysis.program.values[name].shape
 
     def word(axis: int) -> str:
         if layout[axis].kind != "S":
-            return WHOLE
+            return unsplit(layout[axis])
         found = role_of_dim(op, fitted, position, layout[axis].dim, analysis.program.values)
         count = blocks(layout, axis, shape, analysis.sizes)
         return found if count == 1 else f"{found} of each of {count} blocks"
 
     return tuple(map(word, range(len(layout))))
+
+
+def unsplit(state: State) -> str:
+    """What is said of a stored tensor that an axis does not split."""
+    return HOSTED if state == H else WHOLE
 
 
 __all__ = ["PURPOSES", "Purposes", "account", "moment_text", "stored_words", "told", "words"]

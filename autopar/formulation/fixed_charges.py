@@ -13,7 +13,7 @@ from autopar.analysis.weight_buckets import weight_buckets
 from autopar.formulation.overlap import Sent
 from autopar.formulation.overlap_loads import GRADIENT, REGATHER, OverlapLoads
 from autopar.formulation.prices import Prices, added_up
-from autopar.ir.conversion import CONVERSIONS
+from autopar.ir.conversion import WAYS
 from autopar.search_space.buckets import TOGETHER, shared
 from autopar.search_space.layout_graph import LayoutGraph
 from autopar.search_space.strategies import StrategyConstraints
@@ -46,7 +46,7 @@ def fixed_charges(
             alike.setdefault(frozenset(place[name] for name in names), []).append(names[0])
     charges = itertools.count()
     axes = range(len(prices.mesh.sizes))
-    for (number, (forward, backward)), axis, before in itertools.product(enumerate(CONVERSIONS.values()), axes, axes):
+    for (number, (forward, backward)), axis, before in itertools.product(enumerate(WAYS.values()), axes, axes):
         if before and forward == "identity":
             continue
         sent = [(forward, None), (forward, REGATHER)] if forward in TOGETHER[0] else []

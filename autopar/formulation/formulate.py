@@ -25,7 +25,7 @@ from autopar.formulation.prices import Prices, arc_seconds, end_seconds, op_clas
 from autopar.formulation.recompute_terms import reconvert_seconds, repeated_seconds, rerunnable
 from autopar.formulation.step_collectives import Phase, inside, returns
 from autopar.formulation.step_time import StepPrices
-from autopar.ir.conversion import CONVERSIONS
+from autopar.ir.conversion import WAYS
 from autopar.ir.layout import I, Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output, Program, Value
@@ -35,9 +35,9 @@ from autopar.search_space.layout_graph import LayoutGraph, layout_graph
 from autopar.search_space.strategies import StrategyConstraints
 from autopar.solver.problem import Choice, ConditionalCost, Consumer, Edge, Floats, Ints, Problem, Solution, storages
 
-STILL = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if forward == "identity"]
-TO_INVARIANT = [number for number, (_, target) in enumerate(CONVERSIONS) if target == "I"]
-SUMMED = list(CONVERSIONS).index(("I", "R"))
+STILL = [number for number, (forward, _) in enumerate(WAYS.values()) if forward == "identity"]
+TO_INVARIANT = [number for number, (source, target) in enumerate(WAYS) if target == "I" and source != "H"]
+SUMMED = list(WAYS).index(("I", "R"))
 UNCONSTRAINED = StrategyConstraints()
 
 
@@ -346,9 +346,7 @@ def _arcs(
         axis, pair = graph.axis[arcs], graph.pair[arcs]
         arcs = arcs[(used[axis] | ~np.isin(pair, TO_INVARIANT)) & (stored[axis] | (pair != SUMMED))]
     if constraints.weights:
-        allowed = np.array(
-            [[constraints.allows_conversion(value.name, axis, *pair) for pair in CONVERSIONS] for axis in range(axes)]
-        )
+        allowed = np.array([[constraints.allows_conversion(value.name, axis, *pair) for pair in WAYS] for axis in range(axes)])
         arcs = arcs[allowed[graph.axis[arcs], graph.pair[arcs]]]
     return arcs
 

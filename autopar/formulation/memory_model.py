@@ -6,10 +6,14 @@ right-hand side of a row is tightened by the excess that the simulation finds (`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autopar.cost_models.optimizers import Optimizer
 from autopar.formulation.formulate import PlanningProblem
 from autopar.formulation.memory_rows import MemoryRows
 from autopar.formulation.read_solution import assignment
+from autopar.ir.mesh import Bytes
+from autopar.memory.host import host_bytes
 from autopar.memory.liveness import Liveness
 from autopar.plan.breakdown import Allocation
 from autopar.search_space.assignment import Assignment
@@ -42,6 +46,25 @@ class MemoryModel:
                 found.setdefault((life.kind, name), []).append(life.bytes)
         named = [Allocation(kind=kind, name=name, count=len(sizes), bytes=sum(sizes)) for (kind, name), sizes in found.items()]
         return sorted(named, key=lambda held: -held.bytes)
+
+    @property
+    def host_limit(self) -> Bytes | None:
+        """Bytes that the host may store for one device; None where it stores no weights, so that nothing limits it."""
+        formulated = self.formulated
+        return formulated.prices.device.host_memory if formulated.analysis.memories else None
+
+    def on_host(self, chosen: Assignment) -> Mapping[str, Bytes]:
+        """Bytes on the host by what they are for."""
+        return host_bytes(self.formulated.analysis, self.liveness.optimizer, chosen)
+
+    def hosted(self, solution: Solution) -> Bytes:
+        """Bytes that a solution has on the host."""
+        return sum(self.on_host(assignment(self.formulated, solution)).values())
+
+    def host_row(self) -> Row:
+        """The row `bytes on the host <= its memory` of the integer program; offloaded activations are left to `hosted`."""
+        assert self.host_limit is not None, "weights may be stored on the host"
+        return self._rows.host_row(self.host_limit)
 
     def row(self, moment: int, limit: float, constant: float = 0.0) -> Row:
         """The row `bytes alive at the moment + constant <= limit` of the integer program."""

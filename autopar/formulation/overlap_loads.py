@@ -9,15 +9,15 @@ from typing import TypeVar
 import numpy as np
 
 from autopar.formulation.overlap import Overlap
-from autopar.ir.conversion import COLLECTIVES, CONVERSIONS
+from autopar.ir.conversion import CARRIED, WAYS
 from autopar.search_space.buckets import TOGETHER
 from autopar.solver.overlap import Load, OverlapRegion
 from autopar.solver.problem import Bools, Floats, Ints
 
 GRADIENT, REGATHER = 0, 1  # places in `Edge.conditional_costs`: gradients on their way back, what is repeated in any case
 BUSY = -1  # in the place of a link: the device itself
-FORWARD = np.array([forward for forward, _ in CONVERSIONS.values()])
-BACKWARD = np.array([backward for _, backward in CONVERSIONS.values()])
+FORWARD = np.array([forward for forward, _ in WAYS.values()])
+BACKWARD = np.array([backward for _, backward in WAYS.values()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class OverlapLoads:
         gathers = np.isin(forward, list(TOGETHER[0])) & bucketed
         reduces = np.isin(backward, list(TOGETHER[1])) & bucketed
         stays = forward == "identity"
-        carried = np.isin(forward, COLLECTIVES), np.isin(backward, COLLECTIVES)
+        carried = np.isin(forward, CARRIED), np.isin(backward, CARRIED)
         here = [self.overlap.value(name, backward=back) for back in (False, True)]
         hidden = self.overlap.shares
 

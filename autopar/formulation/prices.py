@@ -18,8 +18,8 @@ import torch
 from autopar.analysis.analysis import Analysis
 from autopar.cost_models.cost_model import CATALOG, CostModel, OpCost
 from autopar.cost_models.optimizers import OPTIMIZERS, Optimizer
-from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, SUMS
-from autopar.ir.layout import Layout, local_shape
+from autopar.ir.conversion import CARRIED, COPIES, SUMS, WAYS
+from autopar.ir.layout import Layout, hosted, local_shape
 from autopar.ir.mesh import Device, Mesh, Seconds
 from autopar.ir.program import OUTPUT, Op, Value
 from autopar.ir.training_step import TrainingStep
@@ -49,7 +49,9 @@ class Prices:
         return self.model.op_cost(op, values, self.device)
 
     def collectives(self, kind: str, sizes: Floats, axis: int) -> Floats:
-        """Seconds of a collective over a mesh axis, for buffers of so many bytes."""
+        """Seconds of a collective over a mesh axis, or of a copy to or from the host, for buffers of so many bytes."""
+        if kind in COPIES:
+            return np.array([self.offload(size) / 2 for size in sizes.tolist()])
         return np.asarray(self.model.collective_seconds(kind, sizes, self.mesh.sizes[axis], self.mesh.links[axis]))
 
     def collective(self, kind: str, size: float, axis: int) -> Seconds:
@@ -61,8 +63,8 @@ class Prices:
         return self.collective(kind, 0.0, axis)
 
     def primitive(self, primitive: str, large: Ints, small: Ints, axis: int) -> Floats:
-        """A collective, or a local primitive by the memory that it moves (slice: part read and written; pad: whole)."""
-        if primitive in COLLECTIVES:
+        """What a link carries, or a local primitive by the memory that it moves (slice: part read and written; pad: whole)."""
+        if primitive in CARRIED:
             return self.collectives(primitive, large.astype(np.float64), axis)
         if primitive == "identity":
             return np.zeros(len(large))
@@ -76,8 +78,10 @@ class Prices:
         """Seconds of moving bytes to host memory and back."""
         return self.model.offload_seconds(size, self.device)
 
-    def optimizer_step(self, stored: float) -> Seconds:
-        """Seconds of one optimizer step over the bytes of parameters that one device stores."""
+    def optimizer_step(self, stored: float, *, on_host: bool = False) -> Seconds:
+        """Seconds of one optimizer step over the bytes of parameters that one device stores, or its host for it."""
+        if on_host:
+            return self.model.host_optimizer_seconds(stored, self.optimizer, self.device)
         return self.model.optimizer_seconds(stored, self.optimizer, self.device)
 
     def slicing(self, value: Value, layout: Layout) -> Seconds:
@@ -123,7 +127,8 @@ def end_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], price
         return np.array([prices.arrival(analysis.step, value, c.results[0]) for c in found])
     if not value.requires_grad or name not in {p.value.name for p in program.parameters}:
         return np.zeros(len(found))
-    return np.array([count * prices.optimizer_step(value.local_bytes(c.results[0], sizes)) for c in found])
+    layouts = [c.results[0] for c in found]
+    return np.array([count * prices.optimizer_step(value.local_bytes(x, sizes), on_host=hosted(x)) for x in layouts])
 
 
 def op_class_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices) -> tuple[Floats, Floats]:
@@ -223,7 +228,7 @@ def arc_seconds(
     small = np.minimum(graph.elements[graph.source], graph.elements[graph.target]) * size
     wider = reduce_dtype.itemsize // size if reduce_dtype else 1
     there, back, rerun, rounding = np.zeros((4, len(large)))
-    for number, (forward, backward) in enumerate(CONVERSIONS.values()):
+    for number, (forward, backward) in enumerate(WAYS.values()):
         for axis in range(len(prices.mesh.sizes)):
             here = np.flatnonzero((graph.pair == number) & (graph.axis == axis))
             there[here] = prices.primitive(forward, large[here], small[here], axis)
@@ -235,7 +240,7 @@ def arc_seconds(
             if bucketed:
                 there[here] -= prices.latency(forward, axis) if forward in TOGETHER[0] else 0.0
                 back[here] -= prices.latency(backward, axis) if backward in TOGETHER[1] else 0.0
-            if forward in COLLECTIVES:
+            if forward in CARRIED:
                 rerun[here] = there[here]
             times = 1 if bucketed and added_up(forward, backward) else runs
             back[here] *= times

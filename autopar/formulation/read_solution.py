@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Set
 from autopar.analysis.analysis import Analysis, saves
 from autopar.analysis.weight_buckets import weight_buckets
 from autopar.formulation.formulate import PlanningProblem
-from autopar.ir.conversion import COLLECTIVES, Conversion
+from autopar.ir.conversion import CARRIED, Conversion
 from autopar.ir.layout import Layout
 from autopar.ir.program import OUTPUT
 from autopar.search_space.assignment import Assignment, RecomputeChoice
@@ -89,7 +89,7 @@ def _with_their_bucket(
 def _gathered(route: tuple[Conversion, ...], step: Conversion) -> bool:
     """Whether a step of a weight's route moves it between ranks, or follows one that does: it is dropped and gathered again."""
     before = [other for other in route if other.target == step.source]
-    return step.primitives[0] in COLLECTIVES or any(_gathered(route, other) for other in before)
+    return step.primitives[0] in CARRIED or any(_gathered(route, other) for other in before)
 
 
 def _step(source: Layout, target: Layout) -> Conversion:

@@ -12,14 +12,14 @@ import numpy as np
 from autopar.analysis.analysis import Analysis
 from autopar.analysis.recompute_policy import RecomputePolicy
 from autopar.analysis.regions import inner, regions
-from autopar.ir.conversion import CONVERSIONS
+from autopar.ir.conversion import WAYS
 from autopar.ir.program import Value
 from autopar.operators import view_of
 from autopar.search_space.layout_graph import LayoutGraph
 from autopar.solver.problem import Bools, Floats
 
 RECONVERTIBLE = [  # what may be converted again but weights: a change of dims takes as much as what it is made from
-    number for number, (forward, _) in enumerate(CONVERSIONS.values())
+    number for number, (forward, _) in enumerate(WAYS.values())
     if forward in ("all_gather", "all_reduce", "reduce_scatter", "slice")
 ]  # fmt: skip
 
@@ -60,7 +60,7 @@ def repeated_seconds(value: Value, graph: LayoutGraph, seconds: Floats, policy: 
 
 def _repeated(value: Value, graph: LayoutGraph, policy: RecomputePolicy) -> Bools:
     """Which conversions of a value the policy repeats."""
-    kinds = [number for number, (forward, _) in enumerate(CONVERSIONS.values()) if policy.repeats(value.name, forward)]
+    kinds = [number for number, (forward, _) in enumerate(WAYS.values()) if policy.repeats(value.name, forward)]
     return np.isin(graph.pair, kinds)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from autopar.analysis.analysis import Analysis
 from autopar.formulation.prices import Prices
-from autopar.ir.conversion import COLLECTIVES, SUMS, Conversion, arrival
+from autopar.ir.conversion import CARRIED, SUMS, Conversion, arrival
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Bytes, Seconds
 from autopar.ir.program import Op, Value
@@ -84,7 +84,7 @@ def conversion_messages(
         )
         for phase, kind, steps, kinds in passes:
             together = [steps] if kind in kinds and steps else [[one] for one in steps]
-            for sent in together if kind in COLLECTIVES else ():
+            for sent in together if kind in CARRIED else ():
                 message = _message(analysis, prices, kind, phase, sent, once=once)
                 yield from repeat((sent[0], message), 1 if once else runs)
 

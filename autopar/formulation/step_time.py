@@ -23,8 +23,8 @@ from autopar.cost_models.compute import Pricer
 from autopar.formulation.overlap import Overlap, Sent
 from autopar.formulation.prices import WHOLE_SUM, Prices, local_shapes, work
 from autopar.formulation.step_collectives import Message, Phase, conversion_messages, input_messages, op_messages
-from autopar.ir.conversion import COLLECTIVES
-from autopar.ir.layout import Layout
+from autopar.ir.conversion import CARRIED
+from autopar.ir.layout import Layout, hosted
 from autopar.ir.mesh import Bytes, Seconds
 from autopar.ir.program import Op
 from autopar.memory.prefetch import Node
@@ -203,7 +203,7 @@ def _conversion(schedule: Schedule, prices: StepPrices, run: RecomputeChoice, of
     phases += [("backward", step.primitives[1])] * back
     phases += [("recompute", step.primitives[0])] * recompute
     for phase, primitive in phases:
-        if primitive not in (*COLLECTIVES, "identity"):
+        if primitive not in (*CARRIED, "identity"):
             seconds = runs * float(prices.prices.primitive(primitive, large, small, step.axis)[0])
             yield _event(schedule, "conversion", of, phase, seconds)
 
@@ -218,10 +218,13 @@ def _ends(schedule: Schedule, prices: StepPrices, run: RecomputeChoice) -> Itera
     for node in sorted(run.offload, key=str):
         seconds = step.microbatches * prices.prices.offload(prices.bytes_of(*node))
         yield StepEvent(time=end, kind="offload", of=node, phase="backward", seconds=seconds)
-    trained = (p.value for p in program.parameters if p.value.requires_grad)
-    stored = sum(prices.bytes_of(value.name, chosen.given[value.name]) for value in trained)
-    seconds = prices.prices.optimizer_step(float(stored))
-    yield StepEvent(time=end, kind="optimizer", of=prices.prices.optimizer.name, phase="backward", seconds=seconds)
+    trained = [p.value.name for p in program.parameters if p.value.requires_grad]
+    for on_host in (False, True):
+        here = [name for name in trained if hosted(chosen.given[name]) == on_host]
+        stored = sum(prices.bytes_of(name, chosen.given[name]) for name in here)
+        if here or not on_host:
+            seconds = prices.prices.optimizer_step(float(stored), on_host=on_host)
+            yield StepEvent(time=end, kind="optimizer", of=prices.prices.optimizer.name, phase="backward", seconds=seconds)
 
 
 __all__ = ["StepEvent", "StepPrices", "hidden_time", "step_events", "step_time", "unhidden_time"]

@@ -7,6 +7,9 @@ collectives, four are local:
     all_gather      join the chunks of all ranks                     keep       keep on coordinate 0, zeros elsewhere
     reduce_scatter  add, and keep one's own chunk                    slice      keep one's own chunk
     all_to_all      cut along one dim, join along another            pad        own chunk in its place, zeros around it
+
+What lies on the host comes to the device by one more conversion, on the axis of memories: it is *fetched* over the host's bus,
+and its gradient is *stowed*, that is, copied to the host.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from autopar.ir.mesh import Bytes
 from autopar.ir.program import Value, elements
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+COPIES = ("fetch", "stow")  # between the memories of one device
+CARRIED = (*COLLECTIVES, *COPIES)  # what a link carries: those that are messages
 SUMS = ("all_reduce", "reduce_scatter")  # those that add
 
 # (from, to) -> (forward, backward)
@@ -36,6 +41,8 @@ CONVERSIONS: dict[tuple[str, str], tuple[str, str]] = {
     ("P", "I"): ("all_reduce", "identity"),
     ("P", "S"): ("reduce_scatter", "all_gather"),
 }
+FETCHES: dict[tuple[str, str], tuple[str, str]] = {("H", "I"): COPIES}
+WAYS = {**CONVERSIONS, **FETCHES}  # between ranks, and between memories
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +56,7 @@ class Conversion:
     @property
     def primitives(self) -> tuple[str, str]:
         """What happens to the value, and to the gradient on its way back."""
-        return CONVERSIONS[self.source[self.axis].kind, self.target[self.axis].kind]
+        return WAYS[self.source[self.axis].kind, self.target[self.axis].kind]
 
     def collective_bytes(self, shape: tuple[int, ...], itemsize: int, sizes: tuple[int, ...]) -> int:
         """Bytes of the largest buffer of this conversion's collectives on one rank (the gathered side of a gather)."""

@@ -13,6 +13,9 @@ from autopar.ir.kernel_rates import AttentionRate, ProductRate, positive
 
 Seconds = float
 Bytes = int
+MEMORY = (
+    "memory"  # the axis of a device's memories, of size 1: what is stored is in state H on it, on the host, or I, on the device
+)
 STAGES = "_stages"  # what the axis of a pipeline is called that was cut off another one, after that
 
 
@@ -70,6 +73,11 @@ class Device:
     per_node: int  # devices in one node
     source: str
     host: Link | None = None  # to the host's memory; none where the device has that memory itself
+    # The memory of one node's host, which its devices share, and the bytes per second between it and the host's cores, with
+    # their source; 0 where they are not known.
+    host_memory: Bytes = 0
+    host_bandwidth: float = 0.0
+    host_source: str = ""
     # Seconds that computing loses per second of a message sent beside it (beta): 0 = it does not notice, 1 = nothing is gained
     # by overlap, so that a step is the sum of what it computes and sends.
     interference: float = 1.0
@@ -90,6 +98,7 @@ class Device:
         positive(whose, {"memory": self.memory, "bandwidth": self.bandwidth, "devices per node": self.per_node})
         positive(whose, {f"{dtype} rate": rate for dtype, rate in self.flops.items()})
         positive(whose, {"power": self.power})
+        positive(whose, {"host's memory": self.host_memory, "host's bandwidth": self.host_bandwidth}, zero=True)
         positive(whose, {"launch": self.launch, "interference": self.interference}, zero=True)
         for kind, shares in self.achieved.items():
             positive(whose, dict(zip((f"share of bandwidth of {kind}", f"that of {kind} backward"), shares, strict=True)))
@@ -178,6 +187,27 @@ class Mesh:
     def size(self) -> int:
         """The number of devices."""
         return math.prod(self.sizes)
+
+    @property
+    def has_memories(self) -> bool:
+        """Whether its last axis is that of memories: what is stored may lie on the host."""
+        return self.axes[-1] == MEMORY and self.sizes[-1] == 1
+
+    @property
+    def devices(self) -> Mesh:
+        """The mesh without its axis of memories.
+
+        >>> Mesh.of({"dp": 4, "memory": 1}).devices
+        Mesh(dp=4)
+        """
+        if not self.has_memories or len(self.axes) == 1:
+            return self
+        return replace(self, axes=self.axes[:-1], sizes=self.sizes[:-1], links=self.links[:-1])
+
+    def with_memories(self, link: Link | None) -> Mesh:
+        """The mesh with an axis of memories, which are joined by the link, as its last."""
+        links = (*self.links, link) if self.links and link is not None else ()
+        return replace(self, axes=(*self.axes, MEMORY), sizes=(*self.sizes, 1), links=links)
 
     def merged(self, runs: Sequence[int]) -> Mesh:
         """The mesh with runs of adjacent axes as one axis each, named as torch names flattened dims; without links.

@@ -35,7 +35,8 @@ class GradientBuffer:
 
 
 class Gradients:
-    """Live ranges of gradients; `saved` has an entry per op with a backward, `backward` are the values that get a gradient."""
+    """Live ranges of gradients; `saved` has an entry per op with a backward, `backward` are the values that get a gradient;
+    copies to the host run `ahead`, beside what is computed, unless the device is a CPU."""
 
     def __init__(
         self,
@@ -44,9 +45,12 @@ class Gradients:
         saved: Mapping[str, SavedTensors],
         backward: frozenset[str],
         size: Callable[[Node], Bytes],
+        *,
+        ahead: bool,
     ) -> None:
         program, self.accumulated = step.program, step.microbatches > 1
         self.program, self.sizes, self.saved, self.backward, self.size = program, sizes, saved, backward, size
+        self.ahead = ahead
         ends = [output for output in program.outputs if output.value in backward]
         scalars = [end for end in ends if not program.values[end.value].shape]
         self.ends = ends if step.sends else scalars or ends  # what is differentiated, by the user or by the next stage
@@ -120,6 +124,10 @@ class _Step:
     def _reduce_bucket(self, steps: Sequence[Step], now: int, waited: int) -> Iterator[LiveRange]:
         """Reduce the gradients of a bucket in one buffer: all_reduce works in place, reduce_scatter needs an output buffer."""
         sources = [(name, step.source) for name, step in steps]
+        if steps[0][1].primitives[1] == "stow" and self.of.ahead and waited > now:  # the copies to the host read them
+            yield LiveRange(
+                "flight", steps[0][0], now + 1, waited, sum(self.of.size((name, step.target)) for name, step in steps)
+            )
         if steps[0][1].primitives[1] == "reduce_scatter":
             yield LiveRange("flight", steps[0][0], now, waited, sum(self.of.size((name, step.target)) for name, step in steps))
         sent = self._new(sources, now)

@@ -68,7 +68,9 @@ class Liveness:
         self.saved: dict[str, SavedTensors] = {
             op.name: analysis.saved[of[op.name]] for op in runs if of[op.name] in analysis.saved
         }
-        self.gradients = Gradients(analysis.step, analysis.sizes, self.saved, analysis.backward, self.bytes)
+        self.gradients = Gradients(
+            analysis.step, analysis.sizes, self.saved, analysis.backward, self.bytes, ahead=not analysis.cpu
+        )
         self._bytes: dict[Node, Bytes] = {}
         self._own: dict[tuple[str, Candidate], Workspace] = {}
         self._last: _Step | None = None  # an assignment is walked once for its curve, its peak and its schedule
@@ -116,9 +118,9 @@ class Liveness:
         return self._last
 
     def bytes(self, node: Node) -> Bytes:
-        """Bytes of one rank's part of a value in a layout."""
+        """Bytes of one rank's part of a value in a layout on its device."""
         if node not in self._bytes:
-            self._bytes[node] = self.program.values[node[0]].local_bytes(node[1], self.sizes)
+            self._bytes[node] = self.program.values[node[0]].device_bytes(node[1], self.sizes)
         return self._bytes[node]
 
     def own(self, op: Op, candidate: Candidate) -> Workspace:
@@ -292,6 +294,7 @@ class _Step:
         (first, step), size = steps[0], sum(self.of.bytes((name, step.target)) for name, step in steps)
         sent = sum(self.of.bytes((name, step.source)) for name, step in steps) if len(steps) > 1 else 0
         copied = len(steps) > 1 or beside(step, self.program.values[first], self.of.sizes) > 0
+        copied &= step.primitives[0] != "fetch"  # each weight is fetched to where it stays
         yield LiveRange("flight", first, begun, arrived if copied else arrived - 1, size + sent)
 
 

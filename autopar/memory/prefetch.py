@@ -4,7 +4,8 @@
 
 A bucket's all-gather is issued when the one before it has arrived, so that it overlaps with the block that uses those weights.
 Where weights are gathered over several axes, one after the other, every axis runs a block ahead of the next in the forward:
-while block 0 computes, block 1 is gathered over the last axis, and block 2 over the one before. Emitted code and the schedule
+while block 0 computes, block 1 is gathered over the last axis, and block 2 over the one before. What the host stores is fetched
+in the same way, before it is gathered. Emitted code and the schedule
 that memory and prices are computed for follow the same order.
 """
 
@@ -18,7 +19,7 @@ from autopar.ir.conversion import Conversion
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program
 from autopar.search_space.assignment import Assignment
-from autopar.search_space.buckets import Bucket, bucketed, moves
+from autopar.search_space.buckets import TOGETHER, Bucket, bucketed, moves
 
 Node = tuple[str, Layout]  # a value in a layout
 
@@ -54,11 +55,12 @@ class PrefetchOrder:
         return not moves(step) and self._unmoved((node[0], step.source))
 
     def _after(self, program: Program) -> Mapping[Bucket, list[Bucket]]:
-        """The gathers to issue when each gather arrives: those of its level that follow, one per dtype: a block has as many."""
-        levels: dict[int, list[Bucket]] = defaultdict(list)
+        """The gathers to issue when each gather arrives, and the fetches when a fetch does: those of its level that follow, one
+        per dtype: a block has as many."""
+        levels: dict[tuple[int, str], list[Bucket]] = defaultdict(list)
         for one in self.buckets:
-            if one.primitives[0] == "all_gather":
-                levels[one.level].append(one)
+            if one.primitives[0] in TOGETHER[0]:
+                levels[one.level, one.primitives[0]].append(one)
         found: dict[Bucket, list[Bucket]] = {}
         for gathers in levels.values():
             dtypes = {program.values[one.steps[0][0]].dtype for one in gathers}

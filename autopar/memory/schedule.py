@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.analysis.weights import copies
-from autopar.ir.conversion import SUMS, Conversion
+from autopar.ir.conversion import Conversion
 from autopar.ir.mesh import Bytes
 from autopar.ir.program import Op, Program
 from autopar.memory.prefetch import Node, PrefetchOrder
 from autopar.search_space.assignment import Assignment
-from autopar.search_space.buckets import Bucket
+from autopar.search_space.buckets import TOGETHER, Bucket
 
 Step = tuple[str, Conversion]  # a conversion of a value
 
@@ -47,13 +47,14 @@ class ConversionEvent:
 
     @property
     def gathers(self) -> bool:
-        """Whether this is the all-gather of a bucket of weights: the program computes between `begun` and `time`."""
-        return self.bucketed and self.steps[0][1].primitives[0] == "all_gather"
+        """Whether a bucket of weights is gathered, or fetched from the host: the program computes from `begun` to `time`."""
+        return self.bucketed and self.steps[0][1].primitives[0] in TOGETHER[0]
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients of a bucket are reduced in one message: in the backward it computes until the mirror of `begun`."""
-        return self.bucketed and self.steps[0][1].primitives[1] in SUMS
+        """Whether gradients of a bucket are reduced in one message, or copied to the host: in the backward the program computes
+        until the mirror of `begun`."""
+        return self.bucketed and self.steps[0][1].primitives[1] in TOGETHER[1]
 
 
 def at(moment: int, tick: int = DURING) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Set
 
 from autopar.analysis.recomputability import recomputable
 from autopar.errors import AutoparError, LayoutError, PlanError
-from autopar.ir.conversion import CONVERSIONS, Conversion
-from autopar.ir.layout import I, Layout, parse, text
+from autopar.ir.conversion import WAYS, Conversion
+from autopar.ir.layout import H, I, Layout, parse, text
 from autopar.ir.program import OUTPUT, Op, Program
 from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding
@@ -195,9 +195,14 @@ class _Reader:
         return self._layouts[shape, line]
 
     def stored(self, name: str, shape: tuple[int, ...], line: str) -> Layout:
-        """The layout of what is given or returned: I and S."""
+        """The layout of what is given or returned: I and S; H of parameters, on the axis of memories."""
         layout = self.layout(name, shape, line)
-        if any(state.kind not in "IS" for state in layout):
+        parameters = {p.value.name for p in self.program.parameters}
+        if H in layout and not (
+            self.plan.mesh.has_memories and layout[-1] == H and layout.count(H) == 1 and name in parameters
+        ):
+            raise ValueError(f"layouts[{name!r}] is {line!r}, but H is of parameters, on the axis of memories")
+        if any(state.kind not in "ISH" for state in layout):
             raise ValueError(f"layouts[{name!r}] is {line!r}, but what is stored, given or returned is I or S on every axis")
         return layout
 
@@ -206,7 +211,7 @@ class _Reader:
         for line in lines:
             source, target = (self.layout(name, shape, part) for part in line.split(" -> "))
             changed = [axis for axis, (s, t) in enumerate(zip(source, target, strict=True)) if s != t]
-            if len(changed) != 1 or (source[changed[0]].kind, target[changed[0]].kind) not in CONVERSIONS:
+            if len(changed) != 1 or (source[changed[0]].kind, target[changed[0]].kind) not in WAYS:
                 raise ValueError(f"routes[{name!r}]: {line!r} is not a conversion on one axis")
             yield Conversion(axis=changed[0], source=source, target=target)
 

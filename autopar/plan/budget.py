@@ -30,6 +30,11 @@ def parse_bytes(budget: Bytes | str | None, mesh: Mesh) -> Bytes:
     if budget is None:
         assert mesh.device is not None
         return int(SHARE * mesh.device.memory)
+    return byte_count(budget, "a memory budget")
+
+
+def byte_count(budget: object, what: str) -> Bytes:
+    """Bytes as a number, or as a text such as "80GB" or "24GiB". Raises BudgetError, which names `what`, for anything else."""
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]?i?B?)\s*", budget)
         size = float(match[1]) * UNITS[match[2]] if match and match[2] in UNITS else 0.0
@@ -37,6 +42,4 @@ def parse_bytes(budget: Bytes | str | None, mesh: Mesh) -> Bytes:
         size = budget if isinstance(budget, (int, float)) and not isinstance(budget, bool) else 0.0
     if 1 <= size < math.inf:
         return int(size)
-    raise BudgetError(
-        f"{budget!r} is not a memory budget", fix='bytes per device as a number, or a text such as "80GB" or "24GiB"'
-    )
+    raise BudgetError(f"{budget!r} is not {what}", fix='bytes per device as a number, or a text such as "80GB" or "24GiB"')

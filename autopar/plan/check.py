@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
-from autopar.ir.conversion import CONVERSIONS
+from autopar.ir.conversion import WAYS
 from autopar.pipeline.dependencies import check as check_schedule
 from autopar.plan.breakdown import BUDGET, OPTIMIZER
 from autopar.plan.tables import COLLECTIVE, UNITS
@@ -42,6 +42,12 @@ def _wrong(plan: Plan) -> Iterator[str]:
         yield from (
             f"breakdown.{kind}.{name} has not one entry per axis" for name, one in words.items() if len(one) != len(axes)
         )
+    for name, layout in plan.layouts.items():
+        *others, last = (entry.strip() for entry in layout.split(","))
+        if "H" in others or (last == "H" and not plan.mesh.has_memories):
+            yield f"layouts.{name} is on the host, which is said on the axis of memories only"
+    if any(size < 0 for size in found.host.values()):
+        yield "breakdown.host is not negative"
     if plan.pipeline or plan.stages:
         yield from _wrong_stages(plan)
     for name, steps in plan.routes.items():
@@ -56,7 +62,7 @@ def _conversion(step: str, axes: int) -> bool:
     if [len(side) for side in sides] != [axes, axes]:
         return False
     changed = [(source[:1], target[:1]) for source, target in zip(*sides, strict=True) if source != target]
-    return bool(changed) and changed[0] in CONVERSIONS
+    return bool(changed) and changed[0] in WAYS
 
 
 def _wrong_stages(plan: Plan) -> Iterator[str]:

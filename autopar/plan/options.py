@@ -16,6 +16,7 @@ from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.mesh import Bytes, Device
 from autopar.plan.plan import Plan
 
+HOST = "host"  # where weights may be stored
 AUTO = "auto"  # as many micro-batches as are best, as much recomputed as is best
 PLENTY: Bytes = 1 << 60  # a budget that never binds
 TRAINING, INFERENCE = MODES = "training", "inference"
@@ -27,7 +28,8 @@ class Options:
 
     `mode` is "training" or "inference", which computes no gradients; `microbatches` is their number in a step, or "auto";
     `pipeline` is the mesh axis that has `stages`, which run by a `schedule`; `recompute` is a name of
-    `analysis.recompute_policy`; `cost_model` prices the step, by default from the catalog; `time_limit` is in seconds, by
+    `analysis.recompute_policy`; `offload` says what may go to the host (`planning.memories`), which may store
+    `host_memory` bytes in each node; `cost_model` prices the step, by default from the catalog; `time_limit` is in seconds, by
     default none; `static` names inputs that are constants, `assume` says what lines of forward ask.
     """
 
@@ -42,7 +44,8 @@ class Options:
     reduce: str | None = None
     strict: bool = False
     microbatches: int | str = 1
-    offload: bool = True
+    offload: bool | str = True
+    host_memory: Bytes | str | None = None
     recompute: str = "auto"
     dynamic: Mapping[str, DimSizes | Dynamic] = field(default_factory=dict)
     static: Sequence[str] = ()
@@ -78,7 +81,8 @@ class Options:
             "constraints": "; ".join(f"{name}: {layout}" for name, layout in self.constraints.items()),
             "microbatches": "" if self.microbatches == 1 else str(self.microbatches),
             **({} if self.mode == TRAINING else {"mode": self.mode}),
-            **({} if self.offload else {"offload": "no"}),
+            **({} if self.offload is True else {"offload": self.offload or "no"}),
+            **({} if self.host_memory is None else {"host_memory": str(self.host_memory)}),
             **({} if self.recompute == AUTO else {"recompute": str(self.recompute)}),
             **({"pipeline": self.pipeline} if self.pipeline else {}),
             **({} if self.stages == AUTO else {"stages": _stages(self.stages)}),
@@ -96,6 +100,8 @@ class Options:
         pairs = [entry.rpartition(": ") for entry in texts.get("constraints", "").split("; ") if entry]
         if (runs := texts.get("microbatches", "")).isdecimal():
             found["microbatches"] = int(runs)
+        if texts.get("offload", "") == "no":
+            found["offload"] = False
         if stages := texts.get("stages", ""):
             found["stages"] = int(stages) if stages.isdecimal() else stages.split(", ")
         if static := texts.get("static", ""):
@@ -119,6 +125,8 @@ class Options:
             mode=found.get("mode") or self.mode,
             precision=self.precision or found.get("precision") or None,
             reduce=self.reduce or found.get("reduce") or None,
+            offload=found.get("offload", self.offload) if plan and plan.mesh.has_memories else self.offload,
+            host_memory=found.get("host_memory") or self.host_memory,
             static=self.static or kept.static,
             assume=self.assume or kept.assume,
         )

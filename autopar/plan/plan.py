@@ -2,7 +2,8 @@
 
 choices   op -> one form per axis: "I", "R", "P 0" (the rule's first linear group), "n/512" (factor n, stride 512),
           "vocabulary/512" (a distributed form, stride of its last factor)
-layouts   value or parameter -> its layout as produced or stored; "output:loss" -> that output
+layouts   value or parameter -> its layout as produced or stored; "output:loss" -> that output. A parameter in state H on the
+          axis "memory", which a plan has last if the host may store weights, lies on the host
 routes    value -> its conversions, "I, S(0) -> R, S(0)"
 recompute what the backward recomputes instead of keeping it: op -> "run"; value -> these of its conversions, or
           "host: I, S(0)": offloaded to host memory in this layout
@@ -32,7 +33,7 @@ from autopar.plan.pipeline import Pipeline
 from autopar.plan.tables import tables
 from autopar.plan.text import plain
 
-VERSION = 9
+VERSION = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,11 @@ class Plan:
         """The layouts of what no op computes or what is returned: inputs, parameters, buffers and outputs."""
         ops = self.choices
         return {name: x for name, x in self.layouts.items() if name not in ops and name.rpartition(".")[0] not in ops}
+
+    @property
+    def host_memory(self) -> Bytes:
+        """Bytes that the plan has in the host's memory, for one device: what is stored there, and offloaded activations."""
+        return sum(self.breakdown.host.values())
 
     @property
     def peak_reserved(self) -> Bytes:

@@ -21,7 +21,10 @@ from autopar.plan.text import Part, alike, by_block, folded, grid, milliseconds,
 if TYPE_CHECKING:
     from autopar.plan.plan import Collective, Plan
 
-COLLECTIVE = {name: name.replace("_", "-") for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")}
+COLLECTIVE = {
+    **{name: name.replace("_", "-") for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")},
+    "fetch": "copy from the host", "stow": "copy to the host",
+}  # fmt: skip
 UNITS: Mapping[str, Callable[[float], str]] = {  # how a cost parameter prints
     "B": size_text,
     "B/s": lambda value: f"{value / 1e9:.4g} GB/s",
@@ -30,6 +33,7 @@ UNITS: Mapping[str, Callable[[float], str]] = {  # how a cost parameter prints
     "": lambda value: f"{value:g}",
 }
 LEGEND = "I: whole on every device of the axis; S(d): split along dim d; S(d/k): split within each of dim d's k blocks"
+OF_MEMORIES = "memory: I, what is stored lies in the device's memory; H, in the host's"
 
 
 def tables(plan: Plan) -> Iterator[Part]:
@@ -80,10 +84,14 @@ def totals(plan: Plan) -> Iterator[Part]:
     for place, (names, shapes) in enumerate(alike(plan.padded)):
         table.add_row("" if place else "padded", f"{folded(names)}: {shapes}")
     table.add_row("memory", f"{size_text(plan.peak_memory)} of {size_text(limit.value)} per device ({limit.source})")
+    if plan.host_memory:
+        table.add_row("", f"{size_text(plan.host_memory)} of the host's memory for each device")
     if plan.peak_reserved > plan.peak_memory:
         reserved = f"about {size_text(plan.peak_reserved)} reserved by torch's caching allocator"
         table.add_row("", f"{reserved} ({RESERVED:g} x measured); budgets are of allocated bytes")
-    table.add_row("mesh", f"{plan.mesh.size} devices, the last axis innermost")
+    table.add_row(
+        "mesh", f"{plan.mesh.size} devices, the last axis innermost" + ", but for the memories of each" * plan.mesh.has_memories
+    )
     for axis, size, link in zip(plan.axes, plan.sizes, plan.links, strict=True):
         table.add_row(f"  {axis}={size}", f"{link}: {_sourced(of[axis])}")
     table.add_row("device", f"{plan.device}: {_sourced(of[DEVICE])}")
@@ -158,6 +166,8 @@ def layouts(plan: Plan) -> Iterator[Part]:
         table.add_row(folded(names), *(entry.strip() for entry in layout.split(",")))
     yield table
     yield LEGEND
+    if plan.mesh.has_memories:
+        yield OF_MEMORIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from autopar.cost_models.links import connect
 from autopar.errors import ConstraintError, MeshError
 from autopar.ir.mesh import AutoMesh, Device, Mesh
 from autopar.plan.options import AUTO, Options
+from autopar.planning.memories import with_memories
 
 LARGE = 1000  # ops of a program that is not searched to the end
 NAMES = {1: ("device",), 2: ("outer", "inner"), 3: ("outer", "middle", "inner")}
@@ -58,7 +59,7 @@ def connected_shapes(mesh: AutoMesh, options: Options, ops: int) -> tuple[Mesh, 
 
 def _connected(sizes: tuple[int, ...], device: Device, options: Options) -> Mesh:
     mesh = Mesh(axes=NAMES[len(sizes)], sizes=sizes)
-    return connect(mesh, device if options.offload else replace(device, host=None))
+    return with_memories(connect(mesh, device if options.offload else replace(device, host=None)), options)
 
 
 def _check(options: Options) -> None:

@@ -225,6 +225,7 @@ def _impossible(memory_model: MemoryModel, limit: Bytes, options: Options, setti
         strategy=options.strategy,
         microbatches=runs if runs > 1 else "",
         **{SMALLEST: f"budget={peak}"},
+        host="" if memory_model.host_limit is None else f"stores at most {size_text(memory_model.host_limit)} for each device",
         filled="; ".join(f"{size_text(held.bytes)} {held}" for held in full),
         fix=f"more devices, {more}a smaller batch, a narrower dtype, or a budget above 90% of the device",
     )

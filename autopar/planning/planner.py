@@ -16,7 +16,7 @@ from torch import nn
 from autopar.analysis.analysis import Analysis
 from autopar.capture import Captured, capture
 from autopar.cost_models import catalog
-from autopar.cost_models.links import connect, merged
+from autopar.cost_models.links import LINKS, connect, merged
 from autopar.errors import PlanError
 from autopar.formulation.cost_breakdown import account
 from autopar.formulation.prices import Prices
@@ -34,6 +34,7 @@ from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Collective, Plan
 from autopar.plan.resolved import ResolvedPlan
+from autopar.planning.memories import with_memories
 from autopar.planning.mesh_shapes import connected_shapes
 from autopar.planning.optimize import Optimized, Stop, sent_seconds
 from autopar.planning.plan_search import best_shape, best_variant, limited
@@ -140,14 +141,25 @@ def connected_mesh(mesh: object, options: Options, plan: Plan | None = None) -> 
     Many axes are merged to a few: the ways to split an operator are a product over axes, and planning takes five to nine times
     as long with every axis more. Constraints name a layout per axis, and strategies what each axis does: with them all stay.
     """
-    found = Mesh.of(mesh)
+    found = Mesh.of(mesh).devices if plan is not None else Mesh.of(mesh)
     wanted = options.device if options.device is not None else found.device
     device = catalog.device(wanted, processes=found.size)
     if plan is not None:
-        found = planned_mesh(plan, found)
+        found = planned_mesh(plan, found).devices
     elif len(found.sizes) > MOST_AXES and options.strategy == AUTO and not (_names_axes(options) or options.constraints):
         found = merged(found, device)
-    return connect(found, device if options.offload else replace(device, host=None))
+    if plan is not None:
+        return _with_memories_of(plan, connect(found, device))
+    return with_memories(connect(found, device if options.offload else replace(device, host=None)), options)
+
+
+def _with_memories_of(plan: Plan, mesh: Mesh) -> Mesh:
+    """A mesh with the axis of memories of a plan, if it has one, joined by the plan's link."""
+    if not plan.mesh.has_memories:
+        return mesh
+    assert mesh.device is not None, "it is connected"
+    link = mesh.device.host or LINKS.get(plan.links[-1], LINKS["pcie3"])
+    return replace(mesh.with_memories(link), device=replace(mesh.device, host=link))
 
 
 def _names_axes(options: Options) -> bool:
@@ -163,6 +175,9 @@ def planned_mesh(plan: Plan, mesh: Mesh) -> Mesh:
     if not isinstance(plan, Plan):
         fix = "autopar.plan(...), or autopar.Plan.load(path) for a saved one"
         raise PlanError(f"plan is a {type(plan).__name__}", fix=fix)
+    if plan.mesh.has_memories:
+        found = planned_mesh(replace(plan, axes=plan.axes[:-1], sizes=plan.sizes[:-1]), mesh.devices)
+        return mesh if mesh.has_memories else found.with_memories(None)
     if (plan.axes, plan.sizes) == (mesh.axes, mesh.sizes):
         return mesh
     planned = Mesh(axes=plan.axes, sizes=plan.sizes, device=mesh.device)

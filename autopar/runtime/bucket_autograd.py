@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from autopar.ir.conversion import COPIES
 from autopar.runtime.collectives import (
     PRIMITIVES,
     SplitPosition,
@@ -32,6 +33,7 @@ from autopar.runtime.collectives import (
     unflatten,
     wait,
 )
+from autopar.runtime.host_memory import start_fetch, start_stow, wait_fetch, wait_stow
 from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.rematerialize.recompute import Tensors
 from autopar.runtime.world import Axis
@@ -49,9 +51,9 @@ class PendingBucket(NamedTuple):
 
 def start_bucket(conversion: str, weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
     """Issue the conversion of some weights; gradients are reduced in `reduce_dtype`, by default in their own."""
-    if axis.size == 1:
-        return PendingBucket(weights, weights, ())
     forward, _ = conversion.split("__")
+    if axis.size == 1 and forward not in COPIES:
+        return PendingBucket(weights, weights, ())
     found = _Start.apply(forward, axis, reduce_dtype, *weights)  # type: ignore[no-untyped-call]
     return PendingBucket(found[: len(weights)], [weight.detach() for weight in weights], found[len(weights) :])
 
@@ -67,9 +69,9 @@ def wait_bucket(
 
     With a `rematerializer` they are dropped after their use and gathered again in the backward.
     """
-    if axis.size == 1:
-        return list(bucket.weights)
     forward, backward = conversion.split("__")
+    if axis.size == 1 and forward not in COPIES:
+        return list(bucket.weights)
     positions = [SplitPosition(*split) for split in splits] if splits else [SplitPosition()] * len(bucket.weights)
     tensors = (*bucket.proxies, *bucket.weights, *bucket.buffers)
     values = list(_Wait.apply(forward, backward, axis, positions, *tensors))  # type: ignore[no-untyped-call]
@@ -94,7 +96,8 @@ class _GatherAgain:
 
 
 class _Context(Protocol):
-    primitives: tuple[str, str]
+    primitives: tuple[str, str]  # of the waiting function
+    forward: str  # of the starting function
     axis: Axis
     positions: Sequence[SplitPosition]
     dtype: torch.dtype  # of the gradients that the backward returns
@@ -110,7 +113,7 @@ class _Start(torch.autograd.Function):
         ctx: _Context, forward: str, axis: Axis, reduce_dtype: torch.dtype | None, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         buffers = _issue(forward, weights, axis)
-        ctx.axis, ctx.dtype, ctx.count = axis, weights[0].dtype, len(weights)
+        ctx.forward, ctx.axis, ctx.dtype, ctx.count = forward, axis, weights[0].dtype, len(weights)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*buffers)
         proxies = weights if reduce_dtype is None else [_proxy(weight, reduce_dtype) for weight in weights]
@@ -120,7 +123,9 @@ class _Start(torch.autograd.Function):
     def backward(ctx: _Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         of_weights = gradients[: ctx.count]
         present = [gradient for gradient in of_weights if gradient is not None]
-        if not torch.is_grad_enabled():  # else nothing is in flight
+        if ctx.forward in COPIES:
+            wait_stow()
+        elif not torch.is_grad_enabled():  # else nothing is in flight
             for buffer in {gradient.untyped_storage().data_ptr(): gradient for gradient in present}.values():
                 wait(buffer, "the reduction of gradients", ctx.axis)
         return None, None, None, *(gradient if gradient is None else gradient.to(ctx.dtype) for gradient in of_weights)
@@ -161,7 +166,10 @@ def _proxy(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _issue(primitive: str, weights: Tensors, axis: Axis) -> tuple[torch.Tensor, ...]:
-    """The output buffer of one all-gather of all weights, flattened; nothing for other primitives, which run in `_values`."""
+    """The output buffer of one all-gather of all weights, flattened, or one for each that is fetched from the host; nothing for
+    other primitives, which run in `_values`."""
+    if primitive in COPIES:
+        return start_fetch(weights)
     if primitive != "all_gather":
         return ()
     flat = [weight.reshape(-1) for weight in weights]
@@ -171,7 +179,11 @@ def _issue(primitive: str, weights: Tensors, axis: Axis) -> tuple[torch.Tensor, 
 def _values(
     primitive: str, weights: Tensors, buffers: Tensors, axis: Axis, positions: Sequence[SplitPosition]
 ) -> Iterator[torch.Tensor]:
-    """The converted weights, waiting for the all-gather if one was issued."""
+    """The converted weights, waiting for the all-gather or the copies if they were issued."""
+    if primitive in COPIES:
+        wait_fetch(buffers)
+        yield from buffers
+        return
     if primitive != "all_gather":
         yield from (PRIMITIVES[primitive](weight, axis, position) for weight, position in zip(weights, positions, strict=True))
         return
@@ -184,6 +196,9 @@ def _differentiable_gradients(
     primitives: tuple[str, str], gradients: Tensors, dtype: torch.dtype, axis: Axis, positions: Sequence[SplitPosition]
 ) -> Iterator[torch.Tensor]:
     """The gradients of the unconverted weights, in this dtype, which can be differentiated."""
+    if primitives == COPIES:
+        yield from (gradient.to("cpu", dtype) for gradient in gradients)
+        return
     for gradient, position in zip(gradients, positions, strict=True):
         yield convert_back(gradient.to(dtype), axis, position, *primitives)
 
@@ -193,7 +208,9 @@ def _reduced_gradients(
 ) -> Iterator[torch.Tensor]:
     """The gradients of the unconverted weights, in this dtype; where a collective was issued, valid after `wait`."""
     primitive = primitives[1]
-    if primitive == "all_reduce":
+    if primitives == COPIES:
+        yield from start_stow(gradients, dtype)
+    elif primitive == "all_reduce":
         flat = all_reduce_start(torch.cat([gradient.reshape(-1) for gradient in gradients]).to(dtype), axis)
         for gradient, part in zip(gradients, _columns(flat, [gradient.numel() for gradient in gradients]), strict=True):
             yield part.view(gradient.shape)

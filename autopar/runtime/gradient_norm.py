@@ -27,7 +27,8 @@ def norm_of(parameters: Iterable[nn.Parameter], norm_type: float) -> torch.Tenso
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     dtype = functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients))
     own = nn.utils.get_total_norm([_part(gradient) for gradient in gradients if _counts(gradient, mesh)], norm_type)
-    own = own.to(_part(gradients[0]).device, torch.promote_types(dtype, torch.float32))  # for powers; it may be of no gradient
+    # For powers; and it may be of no gradient, or of some on the host.
+    own = own.to(mesh.device_type, torch.promote_types(dtype, torch.float32))
     return _joined(own, mesh, norm_type).to(dtype)
 
 

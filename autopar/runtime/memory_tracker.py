@@ -67,10 +67,10 @@ class Peak:
 class MemoryTracker(TorchDispatchMode):
     """Logs every allocation and release of storages on a device type.
 
-    `given` are tensors allocated before (of DTensors their local tensors).
+    `given` are tensors allocated before (of DTensors their local tensors), `elsewhere` those that stand for another device's.
     """
 
-    def __init__(self, given: Iterable[torch.Tensor], device: str = "cpu") -> None:
+    def __init__(self, given: Iterable[torch.Tensor], device: str = "cpu", elsewhere: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._seen: list[tuple[AllocationKind, int]] = []
@@ -78,6 +78,9 @@ class MemoryTracker(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in given:
             self._see(tensor, GIVEN)
+        with other_device():
+            for tensor in elsewhere:
+                self._see(tensor, GIVEN)
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]

@@ -23,7 +23,7 @@ class OffloadedTensor:
             if not pinned:
                 self._host.copy_(x)
                 return
-            stream = _copy_stream(x.device)
+            stream = copy_stream(x.device)
             stream.wait_stream(torch.cuda.current_stream(x.device))
             with torch.cuda.stream(stream):
                 self._host.copy_(x, non_blocking=True)
@@ -36,7 +36,7 @@ class OffloadedTensor:
             if not fetched.is_cuda:
                 with other_device():
                     return fetched.copy_(self._host)
-            stream, current = _copy_stream(self._device), torch.cuda.current_stream(self._device)
+            stream, current = copy_stream(self._device), torch.cuda.current_stream(self._device)
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 fetched.copy_(self._host, non_blocking=True)
@@ -46,6 +46,6 @@ class OffloadedTensor:
 
 
 @functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream for copies between this device and host memory."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.ir.mesh import MEMORY
+from autopar.runtime.host_memory import listener
 from autopar.runtime.world import Axis
 
 KINDS = {
@@ -70,9 +72,13 @@ class _Recorder(TorchDispatchMode):
             size = tensor.nbytes * (int(str(args[1])) if kind == "all_gather" else 1)
             if func.namespace == "autopar":  # sizes depend on the data; the op is told how many rows the plan counts
                 size = int(str(args[-2])) * math.prod(tensor.shape[1:]) * tensor.itemsize
-            where = "forward" if torch._C._current_graph_task_id() < 0 else "backward"
-            self.log.append(Issued(kind=kind, axis=self.axes.get(group, group), bytes=size, where=where))
+            self.log.append(Issued(kind=kind, axis=self.axes.get(group, group), bytes=size, where=_where()))
         return func(*args, **(kwargs or {}))
+
+
+def _where() -> str:
+    """The pass that runs."""
+    return "forward" if torch._C._current_graph_task_id() < 0 else "backward"
 
 
 class _Stopwatch(_Recorder):  # type: ignore[no-untyped-call]
@@ -119,10 +125,18 @@ def timed(axes: Sequence[Axis]) -> Iterator[tuple[list[Issued], list[Occurrence]
 
 @contextmanager
 def recorded(axes: Sequence[Axis]) -> Iterator[list[Issued]]:
-    """Collect every functional collective that this rank issues inside, in order.
+    """Collect every functional collective that this rank issues inside, in order, and its copies from the host and to it.
 
     `axes`, those of the `Context`, give process groups their names; a group of none of them is logged under its own name.
     """
     log: list[Issued] = []
-    with _Recorder(axes, log):
-        yield log
+
+    def copied(kind: str, size: int) -> None:
+        log.append(Issued(kind=kind, axis=MEMORY, bytes=size, where=_where()))
+
+    token = listener.set(copied)
+    try:
+        with _Recorder(axes, log):
+            yield log
+    finally:
+        listener.reset(token)

@@ -2,7 +2,7 @@
 
 Fused optimizers cannot mix DTensors with plain tensors, and run faster on plain ones.
 
-    I        Replicate()
+    I, H     Replicate(); of H, the local tensor is in the host's memory
     S(d)     Shard(d), or _StridedShard(d, split_factor=blocks) where the axis does not cut the dim in mesh order or cuts blocks
 
 torch applies the placements of a DTensor in mesh order, so the blocks of an axis are counted in the tensor that is already
@@ -22,12 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard  # the only placement for nested and blocked splits
 
 from autopar.errors import LayoutError
-from autopar.ir.layout import I, Layout, blocks, chunk, each_split, shard, split, storable, take
+from autopar.ir.layout import H, I, Layout, blocks, chunk, each_split, hosted, shard, split, storable, take
 from autopar.runtime import checkpoint
 from autopar.runtime.collectives import PRIMITIVES, SplitPosition
+from autopar.runtime.host_memory import on_host
 from autopar.runtime.world import Axis, Context
 
 
@@ -69,6 +71,9 @@ def to_dtensor(part: torch.Tensor, shape: tuple[int, ...], layout: Layout, conte
         return part
     strides = torch.empty(shape, device="meta").stride()
     places = placements(layout, shape, context.mesh.sizes)
+    if hosted(layout) and part.device.type not in ("meta", context.device_mesh.device_type):  # `from_local` would move it
+        meta = TensorMeta(shape=torch.Size(shape), stride=strides, dtype=part.dtype)
+        return DTensor(part, DTensorSpec(context.device_mesh, places, meta), requires_grad=False)  # type: ignore[no-untyped-call]
     if any(isinstance(place, _StridedShard) for place in places):
         checkpoint.install()
     return DTensor.from_local(
@@ -187,7 +192,7 @@ def full_tensor(stored: torch.Tensor) -> torch.Tensor:
 
 def all_unsharded(layouts: Iterable[Layout]) -> bool:
     """Whether no layout is split on any axis; parameters are then stored as plain tensors."""
-    return all(state == I for layout in layouts for state in layout)
+    return all(state in (I, H) for layout in layouts for state in layout)
 
 
 def with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -222,6 +227,7 @@ def store(
     for (name, tensor), meta in zip(tensors.items(), empty, strict=True):
         if id(tensor) not in made:
             part = _meta_part(tensor, layouts[name], context) if meta else _scatter(tensor, layouts[name], context)
+            part = on_host(part) if hosted(layouts[name]) else part
             made[id(tensor)] = stored_like(tensor, part, None if unsharded else layouts[name], context)
     return {name: made[id(tensor)] for name, tensor in tensors.items()}
 

@@ -21,8 +21,8 @@ from autopar.ir.conversion import Conversion
 from autopar.ir.layout import Layout, R
 from autopar.ir.program import Program
 
-# What is one message for a whole bucket: of its values (gathered again too), and of their gradients.
-TOGETHER = (frozenset({"all_gather"}), frozenset({"all_reduce", "reduce_scatter"}))
+# What is one message for a whole bucket, sent while the program computes: of its values (again, too), and of their gradients.
+TOGETHER = (frozenset({"all_gather", "fetch"}), frozenset({"all_reduce", "reduce_scatter", "stow"}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

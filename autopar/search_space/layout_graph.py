@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.analysis.block_counts import Blocks
-from autopar.ir.conversion import CONVERSIONS
-from autopar.ir.layout import I, Layout, P, R, State, local_shape, split, valid
+from autopar.ir.conversion import FETCHES, WAYS
+from autopar.ir.layout import I, Layout, P, R, State, hosted, local_shape, split, valid
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class LayoutGraph:
     """The layout graph of all values of one shape: nodes are layouts, arcs change the state of one axis.
 
-    `source`, `target`, `axis` hold one entry per arc; `elements` is the local size of each node.
+    `source`, `target`, `axis` hold one entry per arc; `elements` is the local size of each node, 0 where the host has it.
     """
 
     nodes: tuple[Layout, ...]
@@ -31,10 +31,10 @@ class LayoutGraph:
     source: npt.NDArray[np.int64]
     target: npt.NDArray[np.int64]
     axis: npt.NDArray[np.int64]
-    pair: npt.NDArray[np.int64]  # place of (from kind, to kind) in CONVERSIONS
+    pair: npt.NDArray[np.int64]  # place of (from kind, to kind) in WAYS
 
 
-PAIRS = {pair: i for i, pair in enumerate(CONVERSIONS)}
+PAIRS = {pair: i for i, pair in enumerate(WAYS)}
 
 
 def states(shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Blocks, differentiable: bool) -> list[list[State]]:
@@ -87,11 +87,17 @@ def layout_graph(
     shape: tuple[int, ...], sizes: tuple[int, ...], allowed: tuple[tuple[State, ...], ...], blocks: Blocks
 ) -> LayoutGraph:
     """The layout graph over the given states per axis."""
-    nodes = tuple(layout for layout in itertools.product(*allowed) if placeable(layout, shape, sizes, blocks))
+    nodes = tuple(
+        layout
+        for layout in itertools.product(*allowed)
+        if placeable(layout, shape, sizes, blocks) and not (hosted(layout) and {R, P} & set(layout))
+    )
     index = {layout: i for i, layout in enumerate(nodes)}
     arcs = np.array([arc for i, layout in enumerate(nodes) for arc in _arcs(i, layout, index, allowed, sizes)], dtype=np.int64)
     source, target, axis, pair = arcs.reshape(-1, 4).T
-    sizes_of = np.array([np.prod(local_shape(shape, layout, sizes), dtype=np.int64) for layout in nodes])
+    sizes_of = np.array(
+        [0 if hosted(layout) else np.prod(local_shape(shape, layout, sizes), dtype=np.int64) for layout in nodes]
+    )
     return LayoutGraph(nodes=nodes, index=index, elements=sizes_of, source=source, target=target, axis=axis, pair=pair)
 
 
@@ -100,7 +106,10 @@ def _arcs(
 ) -> Iterator[tuple[int, int, int, int]]:
     for axis, state in enumerate(layout):
         for other in allowed[axis]:
-            pair = PAIRS.get((state.kind, other.kind))
+            kinds = state.kind, other.kind
+            pair = PAIRS.get(kinds)
+            if hosted(layout) and kinds not in FETCHES:  # it comes to the device as it is stored
+                continue
             if other == state or pair is None or not _apart(state, other, sizes[axis]):
                 continue
             there = index.get((*layout[:axis], other, *layout[axis + 1 :]))

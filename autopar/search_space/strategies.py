@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from autopar.analysis.weights import copies
 from autopar.errors import ConstraintError, LayoutError
-from autopar.ir.conversion import CONVERSIONS
-from autopar.ir.layout import I, Layout, State, parse, split
+from autopar.ir.conversion import WAYS
+from autopar.ir.layout import H, I, Layout, State, parse, split
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, Value
 from autopar.ir.training_step import TrainingStep
@@ -62,6 +62,16 @@ class StrategyConstraints:
     keep_gathered: bool = False
     once: bool = False
 
+    def with_memories(self, constrained: Mapping[str, LayoutPattern]) -> StrategyConstraints:
+        """The same on a mesh with an axis of memories, on which the weights of a strategy may lie anywhere, unless the user has
+        `constrained` them; where a constraint leaves the other axes free, they are the strategy's."""
+        patterns = {name: (*pattern, None) for name, pattern in self.patterns.items()}
+        for name, (*others, place) in constrained.items():
+            free = name in patterns and all(state is None for state in others)
+            patterns[name] = (*patterns[name][:-1], place) if free else (*others, place)
+        inputs = {name: (*layout, I) for name, layout in self.input_layouts.items()}
+        return replace(self, patterns=patterns, input_layouts=inputs)
+
     def allows_layout(self, name: str, layout: Layout) -> bool:
         """Whether a value may be produced or stored in this layout."""
         pattern = self.patterns.get(name)
@@ -69,7 +79,7 @@ class StrategyConstraints:
 
     def allows_conversion(self, value: str, axis: int, source: str, target: str) -> bool:
         """Whether a value may be converted on an axis from one kind of state to another."""
-        forward, backward = CONVERSIONS[source, target]
+        forward, backward = WAYS[source, target]
         if value in self.scattered and axis in self.no_gather_axes and "all_reduce" in (forward, backward):
             return False
         if value not in self.weights:
@@ -87,6 +97,10 @@ def constraints_of(
     Raises ConstraintError for a strategy that does not exist or does not fit, for a constraint that matches nothing, and for
     two that contradict each other.
     """
+    if mesh.has_memories:
+        own = {glob: entries for glob, line in constraints.items() if (entries := _on_devices(line, mesh))}
+        found = constraints_of(step, mesh.devices, strategy, own, fits)
+        return found.with_memories(constrained(step, mesh, constraints))
     strategy, program = OTHER_NAMES.get(strategy, strategy), step.program
     scheme = None if strategy in ("auto", "replicate") else scheme_of(strategy, mesh)
     patterns = constrained(step, mesh, constraints)
@@ -325,6 +339,14 @@ def constrained(step: TrainingStep, mesh: Mesh, constraints: Mapping[str, str]) 
     return found | dict.fromkeys(_read_by_hoisted(step, found), (I,) * len(mesh.sizes))
 
 
+def _on_devices(line: str, mesh: Mesh) -> str:
+    """A constraint without its entry for the axis of memories, if it has one; empty if it says no more than that."""
+    entries = line.split(",") if isinstance(line, str) else []
+    if len(entries) != len(mesh.sizes):
+        return line
+    return "" if {entry.strip() for entry in entries[:-1]} == {"*"} else ",".join(entries[:-1])
+
+
 def _read_by_hoisted(step: TrainingStep, constrained: Mapping[str, LayoutPattern]) -> Iterator[str]:
     """The buffers that must be whole on every device, each of which computes with them what micro-batches share."""
     ops = step.loop.hoisted.ops if step.loop and step.loop.hoisted else ()
@@ -338,14 +360,21 @@ def _read_by_hoisted(step: TrainingStep, constrained: Mapping[str, LayoutPattern
 
 
 def _pattern(program: Program, value: Value, mesh: Mesh, glob: str, line: str) -> LayoutPattern:
+    short = mesh.has_memories and line.count(",") + 1 == len(mesh.sizes) - 1
     try:
-        pattern = parse(line, value.shape, mesh.sizes, value.name)
+        pattern = parse(f"{line}, *" if short else line, value.shape, mesh.sizes, value.name)
     except LayoutError as error:
         raise ConstraintError(f"the constraint {glob!r} cannot be met: {error.what}", **error.details) from error
     given = value.name not in program.producer
     for state in pattern:
-        if state is not None and given and state.kind not in "IS":
+        if state is not None and given and state.kind not in "ISH":
             raise ConstraintError(
                 f"the constraint {glob!r} stores {value.name} in state {state.kind}", fix="stored tensors are I or S"
             )
+    weight = value.name in {p.value.name for p in program.parameters}
+    if H in pattern and not (pattern[-1] == H and mesh.has_memories and weight):
+        raise ConstraintError(
+            f"the constraint {glob!r} has {value.name} in state H",
+            fix="parameters only, in an entry for the axis of memories after those of the mesh, with offload='host'",
+        )
     return pattern

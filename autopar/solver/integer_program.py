@@ -224,7 +224,7 @@ class IntegerProgram:
         columns += [term.columns for term in terms]
         values += [term.values for term in terms]
         limit, scale = row.limit, max(row.limit, 1.0)
-        if self._peak:
+        if self._peak and not row.fixed:
             limit, scale = 0.0, self._peak[1]
             columns.append(np.array([self._peak[0]]))
             values.append(np.array([-scale]))
@@ -236,7 +236,7 @@ class IntegerProgram:
         if row.name not in self._memory_rows:
             return None
         place, scale = self._memory_rows[row.name]
-        upper = ((0.0 if self._peak else row.limit) - row.constant) / scale
+        upper = ((0.0 if self._peak and not row.fixed else row.limit) - row.constant) / scale
         return RowBound(row=self.matrix.change_upper(place, upper), upper=upper)
 
     def minimise_peak(self, scale: float, seconds: float, settings: SearchSettings) -> int:

@@ -118,7 +118,8 @@ class Row:
     constant + sum picks[choice][c] + sum uses[edge][a] + sum recompute[choice][c] (share of members that run again)
         + sum retained + sum in_flight <= limit
 
-    Of rows of one name the last counts; they differ in the constant only.
+    Of rows of one name the last counts; they differ in the constant only. The limit of a `fixed` row holds also where the most
+    bytes of the others are what is minimised: it is of another memory.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Row:
     in_flight: tuple[InFlightTerm, ...] = ()
     recompute: Mapping[int, Floats] = field(default_factory=dict)
     constant: float = 0.0
+    fixed: bool = False
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import nn
 from autopar.analysis.analysis import Analysis, analyse
 from autopar.analysis.recomputability import is_alias
 from autopar.capture import Captured
+from autopar.codegen.module import ParallelModule
 from autopar.cost_models import optimizers
 from autopar.formulation.formulate import formulate
 from autopar.formulation.memory_model import MemoryModel
@@ -42,10 +43,24 @@ def peak(
     gc.collect()
     kept = optimizer.state.values() if optimizer else ()
     states = [tensor for state in kept for tensor in state.values() if isinstance(tensor, torch.Tensor)]
-    held = [to_local(tensor.detach()) for tensor in (*module.parameters(), *module.buffers(), *states)]
-    with MemoryTracker([*held, *batch], held[0].device.type) as live:
+    away = {id(tensor) for tensor in _on_host(module, optimizer)}
+    held: list[torch.Tensor] = []
+    elsewhere: list[torch.Tensor] = []
+    for tensor in (*module.parameters(), *module.buffers(), *states):
+        (elsewhere if id(tensor) in away else held).append(to_local(tensor.detach()))
+    with MemoryTracker([*held, *batch], (held or elsewhere)[0].device.type, elsewhere) as live:
         step()
     return live.peak()
+
+
+def _on_host(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
+    """The parameters that the plan of a module stores on the host, and the optimizer's state of them."""
+    plan = module.autopar.plan if isinstance(module, ParallelModule) else None
+    for name, parameter in module.named_parameters() if plan else ():
+        if plan and plan.layouts[name].endswith(", H"):
+            yield parameter
+            state = optimizer.state[parameter].values() if optimizer else ()
+            yield from (tensor for tensor in state if isinstance(tensor, torch.Tensor))
 
 
 def random_plan(

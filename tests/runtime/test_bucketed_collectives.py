@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, Conversion
+from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, WAYS, Conversion
 from autopar.ir.layout import I, P, R, State, shard, split
 from autopar.ir.mesh import Mesh
 from autopar.runtime import bucketed_collectives
@@ -144,7 +144,7 @@ def test_every_conversion_has_a_pair_of_functions_of_its_name(monkeypatch: pytes
     called: list[str] = []
     for machinery in ("start_bucket", "wait_bucket"):
         monkeypatch.setattr(bucketed_collectives, machinery, lambda conversion, *_: called.append(conversion))
-    assert list(FUNCTIONS) == ["__".join(primitives) for primitives in CONVERSIONS.values()]
+    assert list(FUNCTIONS) == ["__".join(primitives) for primitives in WAYS.values()]
     for name, (start, wait) in FUNCTIONS.items():
         assert (start.__name__, wait.__name__) == (f"{name}_start", f"{name}_wait")
         axis = Axis(name="axis", size=2, index=0, group=None)

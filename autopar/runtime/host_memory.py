@@ -1,0 +1,93 @@
+"""Weights that the host stores: copies to the device for a bucket of them, and of their gradients back.
+
+On CUDA the host's tensors are pinned, and both copies run on a stream of their own: the program computes while weights are on
+their way, and while gradients are. On a CPU, which stands for a device where its memory is simulated, they are plain copies.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterable
+
+import torch
+
+from autopar.runtime.memory_tracker import other_device
+from autopar.runtime.offload import copy_stream
+from autopar.runtime.rematerialize.recompute import Tensors
+
+# Who is told of copies: called with "fetch" or "stow" and the bytes of a bucket.
+listener = contextvars.ContextVar[Callable[[str, int], None] | None]("listener", default=None)
+
+
+def on_host(part: torch.Tensor) -> torch.Tensor:
+    """A tensor of the device in the host's memory, pinned if the device is CUDA; itself on a CPU or on meta."""
+    return part.cpu().pin_memory() if part.is_cuda else part
+
+
+def device_of(stored: torch.Tensor) -> torch.device:
+    """The device for which the host stores a tensor: pinned memory is for this process's CUDA device."""
+    pinned = torch.cuda.is_available() and stored.is_pinned()
+    return torch.device("cuda", torch.cuda.current_device()) if pinned else stored.device
+
+
+def start_fetch(weights: Tensors) -> tuple[torch.Tensor, ...]:
+    """Issue the copies of weights from the host; what they are copied to is valid after `wait_fetch`."""
+    _tell("fetch", weights)
+    device = device_of(weights[0])
+    fetched = [torch.empty_like(weight, device=device, requires_grad=False) for weight in weights]
+    if not fetched[0].is_cuda:
+        for new, weight in zip(fetched, weights, strict=True):
+            new.copy_(weight.detach())
+        return tuple(fetched)
+    stream = copy_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))  # the memory may still be read by what was there before
+    with torch.cuda.stream(stream):
+        for new, weight in zip(fetched, weights, strict=True):
+            new.copy_(weight.detach(), non_blocking=True)
+    return tuple(fetched)
+
+
+def wait_fetch(fetched: Tensors) -> None:
+    """Have what the device computes from now on wait for copies that were issued."""
+    for device in {tensor.device for tensor in fetched if tensor.is_cuda}:
+        torch.cuda.current_stream(device).wait_stream(copy_stream(device))
+    for tensor in fetched:
+        if tensor.is_cuda:
+            tensor.record_stream(copy_stream(tensor.device))
+
+
+def start_stow(gradients: Tensors, dtype: torch.dtype) -> Iterable[torch.Tensor]:
+    """Issue the copies of gradients to the host, in this dtype there; they may be read after `wait_stow`."""
+    _tell("stow", gradients)
+    for gradient in gradients:
+        with other_device():
+            kept = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=gradient.is_cuda)
+            if not gradient.is_cuda:
+                yield kept.copy_(gradient).to(dtype)
+                continue
+        stream = copy_stream(gradient.device)
+        stream.wait_stream(torch.cuda.current_stream(gradient.device))
+        with torch.cuda.stream(stream):
+            kept.copy_(gradient, non_blocking=True)
+        gradient.record_stream(stream)
+        yield kept if dtype == gradient.dtype else _after_copy(kept, stream).to(dtype)
+
+
+def wait_stow() -> None:
+    """Wait until all gradients are on the host: the optimizer, and autograd where it adds them up, read them there."""
+    if torch.cuda.is_available():
+        copy_stream(torch.device("cuda", torch.cuda.current_device())).synchronize()
+
+
+def _tell(kind: str, copied: Tensors) -> None:
+    told = listener.get()
+    if told is not None:
+        told(kind, sum(tensor.nbytes for tensor in copied))
+
+
+def _after_copy(kept: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+    stream.synchronize()
+    return kept
+
+
+__all__ = ["device_of", "listener", "on_host", "start_fetch", "start_stow", "wait_fetch", "wait_stow"]
