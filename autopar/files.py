@@ -10,6 +10,7 @@ import json
 import math
 import os
 import stat
+import tomllib
 import types
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,9 @@ from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type
 
 T = TypeVar("T")
 LARGEST = 2**63  # what an integer is below: more than any size, and less than what takes long to convert
+LONGEST = 2**28  # bytes of a file that is read: a plan of thousands of operators has tens of millions
+MOST_ENTRIES = 100_000  # of TOML and YAML, in which people write
+MOST_DOTS = 1000  # in a line of TOML: a key of n parts takes tomllib n^2 steps
 KINDS: Mapping[type, tuple[type, ...]] = {str: (str,), bool: (bool,), int: (int,), float: (int, float)}
 NAMES: Mapping[type, str] = {str: "a text", bool: "true or false", int: "an integer", float: "a number"}
 
@@ -51,6 +55,18 @@ def write(path: str | Path, text: str) -> None:
         raise
 
 
+def read(path: str | Path, most: int = LONGEST) -> str:
+    """The text of a file of at most so many bytes, of which no more are read, whatever the path leads to.
+
+    Raises OSError where a plain read would, and ValueError for a longer file and for what is not UTF-8.
+    """
+    with open(path, "rb") as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return found.decode("utf-8")
+
+
 def parse(text: str) -> object:
     """What a JSON text denotes; raises ValueError for what JSON does not have or nobody means.
 
@@ -63,6 +79,35 @@ def parse(text: str) -> object:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return found
+
+
+def parse_toml(text: str) -> dict[str, object]:
+    """What a TOML text denotes; raises ValueError for what is not TOML, and for what `plain` refuses."""
+    if any(line.count(".") > MOST_DOTS for line in text.splitlines()):
+        raise ValueError(f"it has a line with more than {MOST_DOTS} dots")
+    try:
+        return plain(tomllib.loads(text))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def plain(data: T) -> T:
+    """The data, as they are, of which JSON could hold the numbers, and people could write the rest.
+
+    Raises ValueError for NaN and infinity, integers from 2**63 on, and more than 100,000 entries, each counted wherever it is
+    repeated: a few lines of YAML stand for any number of them.
+    """
+    left: list[Any] = [data]
+    count = 0
+    while left:
+        held = left.pop()
+        if (isinstance(held, int) and abs(held) >= LARGEST) or (isinstance(held, float) and not math.isfinite(held)):
+            raise ValueError("it has a number that is not finite or too large")
+        if isinstance(held, dict | list | tuple):
+            left += [*held, *held.values()] if isinstance(held, dict) else held
+            if (count := count + len(held)) > MOST_ENTRIES:
+                raise ValueError(f"it has more than {MOST_ENTRIES} entries")
+    return data
 
 
 def typed(kind: type[T], data: object, at: str = "") -> T:

@@ -7,6 +7,7 @@ import resource
 import stat
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -101,3 +102,38 @@ def test_links_stay_and_what_is_no_file_is_written_plainly(path: Path, tmp_path:
         files.write(tmp_path, NEW)
     with pytest.raises(FileNotFoundError):
         files.write(tmp_path / "nowhere" / "plan.json", NEW)
+
+
+def test_of_a_file_no_more_is_read_than_it_may_have(path: Path, tmp_path: Path) -> None:
+    assert files.read(path) == files.read(path, len(OLD)) == OLD
+    endless = tmp_path / "endless.json"
+    endless.symlink_to("/dev/zero")
+    for wrong, most in ((path, len(OLD) - 1), (endless, 1000)):
+        with pytest.raises(ValueError, match=f"it has more than {most} bytes"):
+            files.read(wrong, most)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="utf-8"):
+        files.read(path)
+
+
+@pytest.mark.parametrize(
+    "text, what",
+    [
+        ("a = " + "[" * 50_000, "nested too deeply"),
+        ("a" + ".a" * 50_000 + " = 1", "more than 1000 dots"),
+        ("a = nan", "not finite"),
+        ("a = [1, {b = -inf}]", "not finite"),
+        ("a = " + "9" * 400, "too large"),
+        ("a = " + "9" * 5000, "integer"),
+        ("a = [" + "0," * 100_001 + "]", "more than 100000 entries"),
+        ("a = ", "Invalid value"),
+    ],
+)
+def test_toml_that_takes_long_or_that_nobody_means_is_refused_at_once(text: str, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        files.parse_toml(text)
+
+
+def test_toml_is_what_tomllib_makes_of_it() -> None:
+    text = 'a.b = [1, 2.5, "x", true]\n[[c]]\nd = 1979-05-27\n'
+    assert files.parse_toml(text) == tomllib.loads(text)

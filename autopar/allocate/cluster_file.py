@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from autopar import files
 from autopar.allocate.jobs import Cluster, TrainingJob
@@ -74,12 +72,10 @@ class ClusterFile:
 def read(path: str) -> ClusterFile:
     """What a cluster file says; nothing is run. Raises UsageError for a file that is not there, or is not one."""
     try:
-        return files.typed(ClusterFile, tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        return files.typed(ClusterFile, files.parse_toml(files.read(path)))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", fix="a TOML file: docs/allocate.md") from error
-    except RecursionError as error:
-        raise UsageError(f"{path}: it is nested too deeply", fix="a TOML file: docs/allocate.md") from error
-    except ValueError as error:  # of tomllib, of another type, and of text that is not UTF-8
+    except ValueError as error:
         raise UsageError(f"{path}: {error}", fix="a TOML file with devices and [[jobs]]: docs/allocate.md") from error
 
 

@@ -10,11 +10,10 @@ from torch import nn
 from autopar.cost_models import catalog
 from autopar.errors import AllocationError
 from autopar.explain.scaling import ScalingStep, node_mesh
-from autopar.ir.mesh import Device, Seconds
+from autopar.ir.mesh import MOST_DEVICES, Device, Seconds
 from autopar.ir.program import Program
 from autopar.plan.options import Options
 
-LARGEST = 2**31  # devices, at most
 RANGE = 1e-15, 1e15  # of weights and seconds: products of them are numbers
 LONGEST = 100  # characters of a name, at most
 MOST_COUNTS = 100  # numbers of devices that a job may have
@@ -147,8 +146,8 @@ class Cluster:
 
 
 def _count(what: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < LARGEST:
-        raise AllocationError(f"{what} is {_said(value)}", fix=f"a whole number from {least} on, below {LARGEST}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_DEVICES:
+        raise AllocationError(f"{what} is {_said(value)}", fix=f"a whole number from {least} to {MOST_DEVICES}")
 
 
 def _number(what: str, value: object, *, zero: bool = False) -> None:

@@ -20,6 +20,7 @@ from types import FrameType
 
 import torch
 
+from autopar import files
 from autopar.capture import source_location
 from autopar.capture.assertions import asked, evaluated, holds, outcome, parsed, span
 from autopar.errors import CaptureError, ConstraintError, InputError
@@ -70,9 +71,10 @@ class Answers:
 
     def __init__(self, lines: Mapping[str, Answer]) -> None:
         for line, answer in lines.items():
-            if not re.fullmatch(r".+:\d+", str(line)) or not isinstance(answer, (bool, int)):
+            if not re.fullmatch(r".+:\d+", str(line)) or not isinstance(answer, (bool, int)) or abs(answer) >= files.LARGEST:
                 fix = 'a line as errors have it, and what it asks: assume={"model.py:12": False}'
-                raise ConstraintError(f"assume={{{line!r}: {answer!r}}} is no line with True, False or an integer", fix=fix)
+                said = answer if not isinstance(answer, int) or abs(answer) < files.LARGEST else "too large"
+                raise ConstraintError(f"assume={{{line!r}: {said!r}}} is no line with True, False or an integer", fix=fix)
         self.lines = lines
         self.places: dict[str, set[str]] = defaultdict(set)  # where each has been asked
         self.asked: list[tuple[str, Answer, torch.Tensor]] = []

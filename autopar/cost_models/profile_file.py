@@ -88,7 +88,7 @@ class _Profile:
 def load(path: str | Path) -> Device:
     """Read a measured device. Raises MeshError if the file is not one."""
     try:
-        found = files.typed(_Profile, files.parse(Path(path).read_text()))
+        found = files.typed(_Profile, files.parse(files.read(path)))
     except (OSError, ValueError) as error:
         raise MeshError(
             f"{path} is not a machine profile",

@@ -16,6 +16,7 @@ from pathlib import Path
 from autopar.errors import AutoparError
 from autopar.explain.summary import Summary
 from autopar.files import parse
+from autopar.files import read as read_file
 from autopar.files import write as save
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
@@ -142,7 +143,7 @@ def _is_plan(data: object) -> bool:
 
 def _data(path: Path) -> object:
     try:
-        return parse(path.read_text())
+        return parse(read_file(path))
     except OSError as error:
         raise BaselineError(f"cannot read {path}", error=error) from error
     except ValueError as error:  # not JSON, or not text

@@ -31,7 +31,7 @@ def parse_mesh(text: str) -> Mesh:
     >>> parse_mesh("dp=2,tp=4")
     Mesh(dp=2, tp=4)
     """
-    entries = [re.fullmatch(r"\s*(?:([^=\s]+)\s*=)?\s*(\d+)\s*", entry) for entry in text.split(",")]
+    entries = [re.fullmatch(r"\s*(?:([^=\s]+)\s*=)?\s*(\d{1,10})\s*", entry) for entry in text.split(",")]
     found = [(entry[1], int(entry[2])) for entry in entries if entry]
     named = {name: size for name, size in found if name}
     if len(found) < len(entries) or len(named) not in (0, len(found)):
@@ -56,10 +56,16 @@ def parse_stages(text: str) -> int | list[str]:
     >>> parse_stages("h.2,h.4")
     ['h.2', 'h.4']
     """
-    return int(text) if text.isdecimal() else [name.strip() for name in text.split(",")]
+    return int(text) if re.fullmatch(NUMBER, text) else [name.strip() for name in text.split(",")]
+
+
+def parse_count(text: str) -> int | str:
+    """A number, or the text of another word."""
+    return int(text) if re.fullmatch(NUMBER, text) else text
 
 
 MOST_COUNTS = 100  # numbers of devices in one question
+NUMBER = r"\d{1,18}"  # Python does not read integers of thousands of digits
 
 
 def parse_devices(text: str) -> list[int]:
@@ -88,7 +94,7 @@ def parse_seconds(text: str) -> Seconds:
     >>> parse_seconds("200ms")
     0.2
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us)\s*", text)
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*(s|ms|us)\s*", text)
     if not found or float(found[1]) <= 0:
         raise UsageError(f"{text!r} is no time", fix="a number and its unit: 2s, 150ms")
     return float(found[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[2]]
@@ -101,10 +107,11 @@ def parse_answer(text: str) -> tuple[str, bool | int]:
     ('model.py:12', False)
     """
     line, _, answer = text.rpartition("=")
-    known: dict[str, bool | int] = {"True": True, "False": False} | ({answer: int(answer)} if answer.isdecimal() else {})
-    if not line or answer not in known:
+    known: dict[str, bool] = {"True": True, "False": False}
+    found = known.get(answer, parse_count(answer))
+    if not line or isinstance(found, str):
         raise UsageError(f"{text!r} does not answer a line", fix="FILE:LINE=ANSWER: --assume model.py:12=False")
-    return line, known[answer]
+    return line, found
 
 
 def parse_dynamic(text: str) -> tuple[str, DimSizes]:
@@ -114,9 +121,9 @@ def parse_dynamic(text: str) -> tuple[str, DimSizes]:
     ('sequence', {'input_ids': 1, 'labels': 1})
     """
     name, equals, said = (part.strip() for part in text.partition("="))
-    if name and equals and said.isdecimal():
+    if name and equals and re.fullmatch(NUMBER, said):
         return name, int(said)
-    pairs = [re.fullmatch(r"\s*(.+?)\s*:\s*(\d+)\s*", entry) for entry in said.split(",")]
+    pairs = [re.fullmatch(rf"\s*(.+?)\s*:\s*({NUMBER})\s*", entry) for entry in said.split(",")]
     dims = {pair[1]: int(pair[2]) for pair in pairs if pair}
     if not name or not equals or len(dims) < len(pairs):
         raise UsageError(f"{text!r} does not name a size", fix="NAME=DIM, or NAME=INPUT:DIM,INPUT:DIM: --dynamic batch=0")

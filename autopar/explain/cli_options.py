@@ -14,6 +14,7 @@ from autopar.explain.cli_arguments import (
     UsageError,
     parse_answer,
     parse_constraint,
+    parse_count,
     parse_devices,
     parse_dynamic,
     parse_mesh,
@@ -59,7 +60,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", help=f"{', '.join(PRECISIONS)}: {precision}")
     parser.add_argument("--reduce", help="bf16, fp16: reduce gradients in that dtype, with a mixed --precision")
     number = "micro-batches per step, run one after another: a number, or auto"
-    parser.add_argument("--microbatches", type=lambda text: int(text) if text.isdecimal() else text, help=number)
+    parser.add_argument("--microbatches", type=parse_count, help=number)
     again = "activations that the backward recomputes; by default auto, what is best within the budget"
     parser.add_argument("--recompute", help=f"{', '.join(POLICIES)}: {again}")
     away = "what may lie in the host's memory: activations, by default; host: weights, gradients and optimizer state, too; "

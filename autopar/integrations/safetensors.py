@@ -10,16 +10,16 @@ Needs the package safetensors.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from autopar import files
 from autopar.errors import InputError
 from autopar.runtime.initialize import Parallel, initialize
 from autopar.runtime.storage import full_tensor
@@ -66,14 +66,14 @@ class SafetensorsReader:
     def _index(self) -> dict[str, str]:
         """The file of every tensor."""
         if (index := self.folder / INDEX).is_file():
-            files = _weight_map(index)
+            held = _weight_map(index)
         elif (self.folder / SINGLE).is_file():
-            files = [SINGLE]
+            held = [SINGLE]
         else:
             what = f"{self.folder} has neither {SINGLE} nor {INDEX}"
             raise InputError(what, fix="a folder that save_pretrained wrote, or a downloaded one")
         found: dict[str, str] = {}
-        for file in files:
+        for file in held:
             found |= dict.fromkeys(self._opened(file).keys(), file)
         return found
 
@@ -140,16 +140,15 @@ def full_state_dict(parallel: nn.Module) -> dict[str, torch.Tensor]:
 
 def _weight_map(index: Path) -> list[str]:
     """The files that an index names: of this folder, whatever it says."""
-    if index.stat().st_size > LARGEST_INDEX:
-        raise InputError(f"{index} is too large for an index: {index.stat().st_size} bytes")
     try:
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"{index} is damaged: {type(error).__name__}", fix="copy or download it again") from error
-    for file in files:
+        found: Any = files.parse(files.read(index, LARGEST_INDEX))
+        named = sorted(set(found["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{index} is damaged: {error!r}", fix="copy or download it again") from error
+    for file in named:
         if not isinstance(file, str) or Path(file).name != file:
             raise InputError(f"{index} names {file!r}, which is not a file of its folder")
-    return files
+    return named
 
 
 def _prefix(model: nn.Module) -> str:

@@ -13,9 +13,9 @@ from autopar.ir.kernel_rates import AttentionRate, ProductRate, positive
 
 Seconds = float
 Bytes = int
-MEMORY = (
-    "memory"  # the axis of a device's memories, of size 1: what is stored is in state H on it, on the host, or I, on the device
-)
+# The axis of a device's memories, of size 1: what is stored is in state H on it, on the host, or I, on the device.
+MEMORY = "memory"
+MOST_DEVICES = 2**31 - 1
 STAGES = "_stages"  # what the axis of a pipeline is called that was cut off another one, after that
 
 
@@ -130,11 +130,21 @@ def cpu_named(device: str) -> bool:
     return re.match(r"cpu\b", device) is not None
 
 
+def check_devices(number: int) -> None:
+    """Raise MeshError for more devices than there are."""
+    if number > MOST_DEVICES:
+        said = number if number < 10**15 else "too many to print"
+        raise MeshError(f"a mesh has at most {MOST_DEVICES} devices, not {said}", fix="the devices that there are")
+
+
 @dataclass(frozen=True, slots=True)
 class AutoMesh:
     """So many devices as the axes on which a step is fastest, which are searched (`autopar.planning.mesh_shapes`)."""
 
     devices: int
+
+    def __post_init__(self) -> None:
+        check_devices(self.devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +166,7 @@ class Mesh:
         if not self.sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in self.sizes):
             fix = "the number of devices along every axis, as in mesh=(2, 4)"
             raise MeshError(f"a mesh needs axes of at least one device each, not {self.sizes}", fix=fix)
+        check_devices(self.size)
         if len(set(self.axes)) != len(self.sizes):
             raise MeshError(f"a mesh needs one name per axis, not {self.axes} for sizes {self.sizes}")
         if not all(self.axes):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 
+from autopar import files
 from autopar.errors import BudgetError
 from autopar.ir.mesh import Bytes, Mesh
 
@@ -40,6 +40,6 @@ def byte_count(budget: object, what: str) -> Bytes:
         size = float(match[1]) * UNITS[match[2]] if match and match[2] in UNITS else 0.0
     else:
         size = budget if isinstance(budget, (int, float)) and not isinstance(budget, bool) else 0.0
-    if 1 <= size < math.inf:
+    if 1 <= size < files.LARGEST:
         return int(size)
     raise BudgetError(f"{budget!r} is not {what}", fix='bytes per device as a number, or a text such as "80GB" or "24GiB"')

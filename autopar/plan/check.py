@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import astuple
 from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
@@ -38,6 +39,10 @@ def _wrong(plan: Plan) -> Iterator[str]:
     of = [figure.of for figure in found.cost_parameters]
     if (of.count(BUDGET), of.count(OPTIMIZER)) != (1, 1) or any(figure.unit not in UNITS for figure in found.cost_parameters):
         yield "breakdown.cost_parameters has one budget and one optimizer, and units that are known"
+    if any(group.seconds <= 0 or min(group.at_peak, group.at_bandwidth) < 0 for group in found.simulated.kernels):
+        yield "breakdown.simulated.kernels take time"
+    if any(size < 0 for size in found.memory.values()) or (found.memory and not plan.peak_memory):
+        yield "breakdown.memory is not the peak's"
     for kind, words in (("runs", found.runs), ("stored", found.stored)):
         yield from (
             f"breakdown.{kind}.{name} has not one entry per axis" for name, one in words.items() if len(one) != len(axes)
@@ -74,6 +79,7 @@ def _wrong_stages(plan: Plan) -> Iterator[str]:
     count = len(plan.stages)
     if found.axis not in plan.axes or len(found.ranks) != dict(zip(plan.axes, plan.sizes, strict=True))[found.axis]:
         yield "pipeline.ranks has not one line per rank of an axis of the mesh"
+        return
     if not count == len(found.starts) == len(found.modules) == len(found.seconds):
         yield "pipeline has not one entry per stage"
     try:
@@ -83,9 +89,19 @@ def _wrong_stages(plan: Plan) -> Iterator[str]:
         return
     if (found.order.stages, found.order.microbatches) != (count, plan.microbatches):
         yield "pipeline.ranks has other stages or micro-batches than the plan"
+    if len(found.order.ranks) != len(found.ranks):
+        yield "pipeline.ranks has a line that is not one rank's"
+    if any(min(astuple(seconds)) < 0 for seconds in found.seconds):
+        yield "pipeline.seconds are not negative"
     if any(not 0 <= one.stage < count - 1 or one.bytes < 0 for one in found.crossings):
         yield "pipeline.crossings are between stages"
     for place, stage in enumerate(plan.stages):
-        if stage.pipeline or stage.microbatches != plan.microbatches:
+        if stage.pipeline or stage.microbatches != plan.microbatches or not _without(plan, found.axis, stage):
             yield f"stages.{place} is no stage of this plan"
         yield from (f"stages.{place}: {wrong}" for wrong in _wrong(stage))
+
+
+def _without(plan: Plan, axis: str, stage: Plan) -> bool:
+    """Whether a stage's mesh is the plan's without the pipeline's axis; that of a pipeline alone is one device."""
+    rest = [(name, size) for name, size in zip(plan.axes, plan.sizes, strict=True) if name != axis]
+    return [*zip(stage.axes, stage.sizes, strict=False)] == (rest or [(axis, 1)])

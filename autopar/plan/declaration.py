@@ -173,8 +173,7 @@ def _mode_sizes(mode: str, size: int, depth: object, rest: int) -> dict[str, int
         assert isinstance(depth, int), "it fits"
         side = math.isqrt(size // depth)
         return dict(zip(names, (depth, side, side), strict=True))
-    side = next(side for side in range(1, size + 1) if side ** len(names) == size)
-    return dict.fromkeys(names, side)
+    return dict.fromkeys(names, round(size ** (1 / len(names))))
 
 
 def _fitting(devices: int, mode: str, depth: object) -> list[int]:
@@ -187,7 +186,7 @@ def _fitting(devices: int, mode: str, depth: object) -> list[int]:
             case "2.5d" if isinstance(depth, int) and depth > 0:
                 return size % depth == 0 and math.isqrt(size // depth) ** 2 == size // depth
             case "3d":
-                return size in (side**3 for side in range(1, size + 1))
+                return round(math.cbrt(size)) ** 3 == size
         return mode != "2.5d"
 
     return [size for size in _divisors(devices) if has(size)]
@@ -200,7 +199,8 @@ def _searched(devices: int) -> dict[str, int]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*low, *(number // size for size in low)})
 
 
 def _unfit(what: str, devices: int, fits: Iterable[int]) -> MeshError:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+from autopar import files
 from autopar.errors import ConstraintError
 
+LONGEST = 2**20  # bytes of a declaration
 SUFFIXES = (".toml", ".json", ".yaml", ".yml")
 
 
@@ -31,10 +31,10 @@ def load_declaration(config: object) -> Mapping[str, object]:
             f"config={str(path)!r} is no {', '.join(SUFFIXES)}", fix="a file of one of these formats, or a dict"
         )
     try:
-        found = _parse(path.suffix, path.read_text(encoding="utf-8"))
+        found = _parse(path.suffix, files.read(path, LONGEST))
     except OSError as error:
         raise ConstraintError(f"{path} cannot be read: {error.strerror}", fix="the path of a file that is there") from error
-    except ValueError as error:  # of tomllib, json, and text that is not UTF-8
+    except ValueError as error:
         raise ConstraintError(f"{path} is not valid {path.suffix[1:].upper()}: {error}", fix="correct the file") from error
     if not isinstance(found, Mapping):
         raise ConstraintError(f"{path} holds a {type(found).__name__}", fix="a table of keys: docs/declaration.md")
@@ -44,17 +44,19 @@ def load_declaration(config: object) -> Mapping[str, object]:
 def _parse(suffix: str, text: str) -> object:
     """Raises ValueError for text that is not of the format."""
     if suffix == ".toml":
-        return tomllib.loads(text)
+        return files.parse_toml(text)
     if suffix == ".json":
-        return json.loads(text)
+        return files.parse(text)
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:
         raise ConstraintError("a YAML file needs PyYAML", fix="pip install pyyaml, or a TOML or JSON file") from error
     try:
-        return yaml.safe_load(text)
+        return files.plain(yaml.safe_load(text))
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 __all__ = ["load_declaration"]

@@ -64,7 +64,7 @@ def picture(pipeline: Pipeline) -> Iterator[str]:
     for rank, computed in enumerate(timeline.computed):
         line = ["."] * WIDTH
         for timed in computed:
-            start, stop = (round(WIDTH * when / timeline.seconds) for when in (timed.start, timed.stop))
+            start, stop = (round(WIDTH * when / (timeline.seconds or 1.0)) for when in (timed.start, timed.stop))
             line[start:stop] = _sign(timed) * (stop - start)
         yield f"rank {rank}  {''.join(line)}"
     yield "digits: forwards of micro-batches, letters: their backwards, dots: idle, or what is done once"

@@ -127,9 +127,10 @@ class Plan:
     def load(path: str | Path) -> Plan:
         """Read a saved plan. Raises PlanError if the file is not a plan, or is damaged."""
         try:
-            return Plan.from_json(Path(path).read_text(), str(path))
-        except (OSError, UnicodeDecodeError) as error:
+            text = files.read(path)
+        except (OSError, ValueError) as error:
             raise PlanError(f"cannot read the plan {path}", error=error) from error
+        return Plan.from_json(text, str(path))
 
     @staticmethod
     def from_json(line: str, name: str = "the plan") -> Plan:

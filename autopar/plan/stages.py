@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.analysis.analysis import analyse
 from autopar.analysis.fits import fit_of
 from autopar.analysis.recomputability import is_random
 from autopar.errors import ConstraintError, PlanError
-from autopar.ir.layout import I, Layout
+from autopar.ir.layout import I, Layout, text
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.training_step import MicrobatchLoop, StageEnds, TrainingStep
 from autopar.passes.microbatches import batch_of, microbatches
-from autopar.passes.stages import Stage, cut
+from autopar.passes.stages import Stage, cut, shared_parameters
 from autopar.plan.assignment_text import check_step, resolve
+from autopar.plan.pipeline import Crossing, Pipeline
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import ResolvedPlan
 
@@ -94,6 +96,22 @@ def differentiated(program: Program, loss: str) -> frozenset[str]:
     return frozenset(found)
 
 
+def crossing_values(program: Program, stages: Sequence[tuple[Program, Mapping[str, Layout]]], mesh: Mesh) -> Iterator[Crossing]:
+    """What each stage sends to the next for one micro-batch.
+
+    Args:
+        program: the whole one, of a micro-batch.
+        stages: of each its program, and the layouts of its outputs by path.
+        mesh: that of a stage, without the pipeline's axis.
+    """
+    back = differentiated(program, loss_of(program))
+    for place, (own, outputs) in enumerate(stages[:-1]):
+        for output in own.outputs:
+            value, layout = own.values[output.value], outputs[output.path]
+            said, size = text(layout, value.shape, mesh.sizes), value.local_bytes(layout, mesh.sizes)
+            yield Crossing(value=value.name, stage=place, layout=said, bytes=size, gradient=value.name in back)
+
+
 def read_pipeline(plan: Plan, program: Program, *, alike: bool = False) -> ResolvedPipeline:
     """Read the text of a plan with a pipeline for the captured program of the whole batch.
 
@@ -118,8 +136,18 @@ def read_pipeline(plan: Plan, program: Program, *, alike: bool = False) -> Resol
         assignment = resolve(stage, analysis.step, analysis.fits)
         found.append(ResolvedPlan(plan=stage, analysis=analysis, assignment=assignment))
         layouts = assignment.outputs
+    _check_sent(pipeline, step.program, steps.stages, found)
     plan = replace(plan, stages=tuple(one.plan for one in found))
     return ResolvedPipeline(plan=plan, step=step, stages=steps.stages, resolved=tuple(found))
 
 
-__all__ = ["ResolvedPipeline", "StageSteps", "differentiated", "loss_of", "read_pipeline"]
+def _check_sent(pipeline: Pipeline, program: Program, stages: Sequence[Stage], found: Sequence[ResolvedPlan]) -> None:
+    """Raise PlanError for a plan that says otherwise than its stages what they send, or which parameters they share."""
+    known = crossing_values(program, [(one.program, one.assignment.outputs) for one in found], found[0].plan.mesh)
+    sent = [{(one.value, one.stage, one.layout, one.gradient) for one in own} for own in (known, pipeline.crossings)]
+    for what, wrong in (("crossings", sent[0] != sent[1]), ("tied", dict(pipeline.tied) != shared_parameters(stages))):
+        if wrong:
+            raise PlanError(f"the plan is damaged: its pipeline.{what} are not those of its stages", fix="make the plan again")
+
+
+__all__ = ["ResolvedPipeline", "StageSteps", "crossing_values", "differentiated", "loss_of", "read_pipeline"]

@@ -7,10 +7,9 @@ What is left to be chosen (the size of the axis, how many micro-batches, by whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.layout import text
 from autopar.ir.mesh import Bytes, Link, Mesh, Seconds
 from autopar.passes.stages import shared_parameters
 from autopar.pipeline.clock import Clock, StageSeconds
@@ -18,7 +17,7 @@ from autopar.plan.breakdown import CostParameter
 from autopar.plan.options import Options
 from autopar.plan.pipeline import Crossing, Pipeline
 from autopar.plan.plan import Plan
-from autopar.plan.stages import StageSteps, differentiated, loss_of
+from autopar.plan.stages import StageSteps, crossing_values
 from autopar.planning.pipeline_stages import Cut, without_axis
 from autopar.planning.stage_plans import StagePlan, StagePlanner
 
@@ -42,8 +41,9 @@ class StagedStep:
 
 def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePlanner) -> StagedStep:
     """The step of these stages. Raises BudgetError where one of them does not fit."""
-    stages, program = tuple(planner.planned(steps, cut)), steps.step.program
-    crossings = tuple(_crossings(stages, mesh, axis, differentiated(program, loss_of(program))))
+    stages = tuple(planner.planned(steps, cut))
+    sent = [(one.step.program, one.outputs) for one in stages]
+    crossings = tuple(crossing_values(steps.step.program, sent, without_axis(mesh, axis)))
     link = mesh.links[mesh.axes.index(axis)]
     seconds = tuple(_with_messages(place, one, crossings, link) for place, one in enumerate(stages))
     return StagedStep(
@@ -109,16 +109,6 @@ def written(made: StagedStep, planner: StagePlanner, options: Options, searched:
         pipeline=pipeline,
         stages=stages,
     )
-
-
-def _crossings(found: Sequence[StagePlan], mesh: Mesh, axis: str, back: frozenset[str]) -> Iterator[Crossing]:
-    """What each stage sends to the next for one micro-batch."""
-    sizes = without_axis(mesh, axis).sizes
-    for place, one in enumerate(found[:-1]):
-        for output in one.step.program.outputs:
-            value, layout = one.step.program.values[output.value], one.outputs[output.path]
-            said, size = text(layout, value.shape, sizes), value.local_bytes(layout, sizes)
-            yield Crossing(value=value.name, stage=place, layout=said, bytes=size, gradient=value.name in back)
 
 
 def _with_messages(place: int, one: StagePlan, crossings: Sequence[Crossing], link: Link) -> StageSeconds:

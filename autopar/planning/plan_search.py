@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from autopar import files
 from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError
 from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
@@ -85,7 +86,7 @@ def limited(settings: SearchSettings, options: Options) -> SearchSettings:
     seconds = options.time_limit
     if seconds is None:
         return settings
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < files.LARGEST:
         raise ConstraintError(f"time_limit={seconds!r} is no number of seconds", fix="time_limit=60, or None for no limit")
     return replace(settings, deadline=Deadline.after(seconds)) if settings.deadline is NEVER else settings
 

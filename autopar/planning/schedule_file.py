@@ -6,8 +6,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from autopar import files
 from autopar.errors import ConstraintError
 from autopar.pipeline.dependencies import check
 from autopar.pipeline.schedule import PipelineSchedule, parse
@@ -29,10 +28,8 @@ def read_schedule(path: str) -> PipelineSchedule:
     ranks, or would hang.
     """
     try:
-        if (size := Path(path).stat().st_size) > LARGEST:
-            raise ConstraintError(f"{path} is too large for a pipeline schedule: {size} bytes", fix=FIX)
-        text = Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = files.read(path, LARGEST)
+    except (OSError, ValueError) as error:
         raise ConstraintError(f"cannot read the pipeline schedule {path}", error=error, fix=FIX) from error
     found = parse(text, source=path)
     check(found)

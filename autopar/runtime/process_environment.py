@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from autopar.errors import MeshError
+from autopar.ir.mesh import check_devices
 
 PORT = 29500  # torch's default
 # What starts processes, and its variables for rank, world and rank within the node. Slurm's are those of a step: a batch script
@@ -43,7 +44,7 @@ class ProcessEnvironment:
             if names[0] not in environment or names[1] not in environment:
                 continue
             texts = {name: environment.get(name, "0") for name in names}
-            if not all(text.isdecimal() for text in texts.values()):
+            if not all(re.fullmatch(r"\d{1,10}", text) for text in texts.values()):
                 shown = ", ".join(f"{name}={text}" for name, text in texts.items())
                 raise MeshError(
                     f"the environment of {launcher} has a rank or world that is no number: {shown}", fix="unset them"
@@ -64,6 +65,7 @@ def world_size(declared: object = None) -> int:
     if declared is not None:
         if isinstance(declared, bool) or not isinstance(declared, int) or declared < 1:
             raise MeshError(f"devices={declared!r} is no number of devices", fix="a number from 1 on")
+        check_devices(declared)
         return declared
     return dist.get_world_size() if dist.is_initialized() else ProcessEnvironment.of(os.environ).world
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from autopar.explain import main
+from autopar.explain.cli_arguments import (
+    UsageError,
+    parse_answer,
+    parse_count,
+    parse_devices,
+    parse_dynamic,
+    parse_mesh,
+    parse_seconds,
+    parse_stages,
+)
 
 DIFF, CHECK, PAGE = "--diff a.json b.json", "--check baselines", "model.py:build --mesh 2 --html page.html"
 
@@ -50,3 +61,25 @@ def test_a_plan_on_an_open_mesh_is_checked(tmp_path: Path, capsys: pytest.Captur
     assert "ok" in capsys.readouterr().out
     assert main([*asked, "2,4"]) == 2
     assert "--devices 2,4 is several meshes: one plan is compared" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (parse_mesh, "{0}"),
+        (parse_mesh, "dp={0}"),
+        (parse_answer, "model.py:1={0}"),
+        (parse_dynamic, "batch={0}"),
+        (parse_dynamic, "batch=x:{0}"),
+        (parse_seconds, "{0}s"),
+        (parse_devices, "{0}"),
+    ],
+)
+def test_numbers_of_thousands_of_digits_are_refused(parse: Callable[[str], object], text: str) -> None:
+    with pytest.raises(UsageError):
+        parse(text.format("9" * 5000))
+
+
+def test_a_number_of_thousands_of_digits_is_no_number_but_a_word() -> None:
+    assert parse_count("9" * 5000) == "9" * 5000
+    assert parse_stages("9" * 5000) == ["9" * 5000]

@@ -20,6 +20,7 @@ from autopar.explain.report import report
 from autopar.explain.summary import Summary, fold, unfold
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import read_plan
+from autopar.plan.stages import read_pipeline
 from autopar.plan.text import plain
 from autopar.planning.planner import read_program
 
@@ -79,6 +80,46 @@ def test_a_plan_that_is_damaged_anywhere_is_refused_or_says_what_can_be_printed_
         except AutoparError:
             refused += 1
     assert 100 < refused < 150
+
+
+class Blocks(nn.Module):
+    """Two blocks that may be stages, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for h in self.h:
+            x = h(x)
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module")
+def staged() -> Plan:
+    return autopar.plan(Blocks(), X, (2, 2), device="h100", pipeline="axis0", microbatches=4)
+
+
+def test_a_plan_in_stages_that_is_damaged_anywhere_is_refused_or_can_be_printed_compared_and_read(staged: Plan) -> None:
+    draw, captured, data = random.Random(0), read_program(Blocks(), X), json.loads(staged.to_json())
+    for number in range(150):
+        part = ("pipeline", "stages")[number % 2]
+        text = json.dumps({**data, part: json.loads(damaged(json.dumps(data[part]), draw))})
+        try:
+            found = Plan.from_json(text)
+            plain(report(found))
+            list(difference(staged, found).lines())
+            read_pipeline(found, captured.program)
+        except AutoparError:
+            continue
+
+
+@pytest.mark.parametrize("name, value", [("seconds", 0.0), ("at_peak", -1.0)])
+def test_kernels_that_take_no_time_are_refused(made: Plan, name: str, value: float) -> None:
+    data = json.loads(made.to_json())
+    data["breakdown"]["simulated"]["kernels"][0][name] = value
+    with pytest.raises(PlanError, match="is damaged"):
+        Plan.from_json(json.dumps(data))
 
 
 def test_what_is_no_json_or_cut_off_is_refused(made: Plan, tmp_path: Path) -> None:

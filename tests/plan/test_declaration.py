@@ -57,6 +57,9 @@ def test_a_declaration_is_a_mesh_and_options(
     assert found.options == options
 
 
+BOMB = "precision:\n- &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"- &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)
+)
 REFUSED: list[tuple[dict[str, Any], int, type[AutoparError], str, str]] = [
     ({"paralel": {}}, 8, ConstraintError, "no key 'paralel'", "did you mean 'parallel'?"),
     ({"parallel": {"tensr": 2}}, 8, ConstraintError, "parallel has no key 'tensr'", "did you mean 'tensor'?"),
@@ -126,13 +129,49 @@ def test_a_file_says_what_the_mapping_says(tmp_path: Path) -> None:
         ("a.json", "[1]", "holds a list"),
         ("a.json", "{", "is not valid JSON"),
         ("none.toml", None, "cannot be read"),
+        ("a.json", "[" * 100_000, "nested too deeply"),
+        ("a.json", '{"devices": 2, "devices": 4}', "two entries"),
+        ("a.json", '{"time_limit": NaN}', "not a finite number"),
+        ("a.json", '{"budget": 1' + "0" * 400 + "}", "too large a number"),
+        ("a.toml", "a = " + "[" * 50_000, "nested too deeply"),
+        ("a.toml", "a" + ".a" * 50_000 + " = 1", "dots"),
+        ("a.yaml", "[" * 5_000, "nested too deeply"),
+        ("a.yaml", "static: &a [*a]", "more than 100000 entries"),
+        ("a.yaml", BOMB, "more than 100000 entries"),
+        ("a.yaml", "!!python/object/apply:os.system ['exit']", "could not determine a constructor"),
+        ("a.json", " " * 2**20 + "{}", "more than 1048576 bytes"),
     ],
 )
 def test_a_file_that_holds_no_declaration_is_refused(tmp_path: Path, name: str, text: str | None, what: str) -> None:
+    if name.endswith("yaml"):
+        pytest.importorskip("yaml")
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(ConstraintError, match=what):
         load_declaration(tmp_path / name)
+
+
+@pytest.mark.parametrize("number", [2**31, 10**18, 10**400])
+def test_more_devices_than_there_are_are_refused_at_once(number: int) -> None:
+    asked = ({"config": {"devices": number}}, {"mesh": (number,)}, {"mesh": (2,) * 31}, {"mesh": "auto", "devices": number})
+    for one in asked:
+        with pytest.raises(MeshError, match="a mesh has at most 2147483647 devices"):
+            autopar.plan(model(), torch.zeros(8, 64), device="h100", **one)  # type: ignore[arg-type]
+
+
+def test_the_largest_world_is_divided_at_once() -> None:
+    most = 2**31 - 1  # a prime
+    found = read_declaration({}, most).mesh
+    assert found is not None
+    assert found.sizes == (most,)
+    with pytest.raises(MeshError, match="does not divide"):
+        read_declaration({"parallel": {"tensor": {"size": 7, "mode": "3d"}}}, most)
+
+
+@pytest.mark.parametrize("options", [{"budget": 10**400}, {"time_limit": 10**400}, {"assume": {"model.py:1": 10**5000}}])
+def test_numbers_that_no_float_holds_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(AutoparError, match=r"memory budget|number of seconds|is no line with"):
+        autopar.plan(model(), torch.zeros(8, 64), (2,), device="h100", **options)
 
 
 def model() -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import nn
 import autopar
 from autopar.errors import AutoparError, BudgetError, ConstraintError, InputError, MeshError, PlanError
 from autopar.plan.plan import Plan
+from autopar.plan.stages import read_pipeline
+from autopar.planning.planner import read_program
 from tests.support import models
 from tests.support.golden import Golden
 
@@ -183,6 +186,13 @@ def damaged(change: str) -> str:
             data["stages"][0]["microbatches"] = 2
         case "no pipeline":
             data["pipeline"] = None
+        case "all on one rank":
+            stage, count = "0F{0},1F{0},1B{0},0B{0}", data["microbatches"]
+            data["pipeline"]["ranks"] = [",".join(stage.format(k) for k in range(count)), ""]
+        case "time that runs backwards":
+            data["pipeline"]["seconds"][0]["forward"] = -1.0
+        case "stage on another mesh":
+            data["stages"][0]["mesh"]["axes"] = ["pp"]
     return json.dumps(data)
 
 
@@ -196,12 +206,47 @@ def damaged(change: str) -> str:
         ("other axis", "one line per rank of an axis"),
         ("stage of other micro-batches", "stages.0 is no stage of this plan"),
         ("no pipeline", "stages are of a pipeline"),
+        ("all on one rank", "a line that is not one rank's"),
+        ("time that runs backwards", "pipeline.seconds are not negative"),
+        ("stage on another mesh", "stages.0 is no stage of this plan"),
     ],
 )
 def test_a_damaged_pipeline_is_refused(change: str, said: str) -> None:
     with pytest.raises(PlanError, match="damaged") as caught:
         Plan.from_json(damaged(change))
     assert said in str(caught.value)
+
+
+class Tied(nn.Module):
+    """A weight that the first and the last stage read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words)
+        for h in self.h:
+            x = h(x)
+        return nn.functional.cross_entropy((x @ self.embed.weight.t()).flatten(0, 1), words.flatten())
+
+
+@pytest.mark.parametrize("field", ["tied", "crossings"])
+def test_a_plan_whose_stages_send_or_share_otherwise_than_it_says_is_refused(field: str) -> None:
+    sample = torch.zeros(4, 8, dtype=torch.long)
+    made = autopar.plan(Tied(), sample, {"pp": 2}, device="h100", pipeline="pp", microbatches=2)
+    program = read_program(Tied(), sample).program
+    assert read_pipeline(made, program).plan == made
+    assert made.pipeline is not None
+    other = {  # gradients that nobody adds up, and one that is not sent back
+        "tied": {},
+        "crossings": tuple(replace(one, gradient=False) for one in made.pipeline.crossings),
+    }[field]
+    assert getattr(made.pipeline, field) != other
+    wrong = replace(made, pipeline=replace(made.pipeline, **{field: other}))
+    with pytest.raises(PlanError, match=rf"its pipeline.{field} are not those of its stages"):
+        read_pipeline(Plan.from_json(wrong.to_json()), program)
 
 
 def test_what_knows_no_stages_says_so() -> None:

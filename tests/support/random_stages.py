@@ -13,8 +13,7 @@ from autopar.ir.layout import Layout
 from autopar.passes.microbatches import microbatches
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
-from autopar.plan.stages import StageSteps, differentiated, loss_of
-from autopar.planning.pipeline_plan import _crossings
+from autopar.plan.stages import StageSteps, crossing_values
 from autopar.planning.pipeline_stages import without_axis
 from autopar.planning.planner import connected_mesh, read_program
 from autopar.verify.testing import RandomPlans
@@ -37,5 +36,6 @@ def random_stages(model: nn.Module, sample: object, mesh: Mapping[str, int], axi
         drawn = RandomPlans(of_stage, on, Options(device="h100", strategy="random", outputs="sharded")).draw(seed * 101 + place)
         layouts = dict(drawn.assignment.outputs)
         found.append(SimpleNamespace(step=of_stage, outputs=layouts, plan=drawn.plan))
-    crossings = tuple(_crossings(found, whole, axis, differentiated(step.program, loss_of(step.program))))  # type: ignore[arg-type]
+    sent = [(one.step.program, one.outputs) for one in found]
+    crossings = tuple(crossing_values(step.program, sent, on))
     return replace(made, pipeline=replace(made.pipeline, crossings=crossings), stages=tuple(one.plan for one in found))
