@@ -35,6 +35,7 @@ from autopar.planning.planner import connected_mesh, connected_meshes, make_plan
 from autopar.runtime.pipeline import CrossingPart, PipelineRank
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.rank_consistency import check_program, from_rank_0
+from autopar.runtime.rank_failures import StepFailures
 from autopar.runtime.storage import all_unsharded, store, with_dtype
 from autopar.runtime.world import Context, connect
 
@@ -133,7 +134,7 @@ class _Builder:
         self.stage_context = _without(context, self.pipeline.axis)
         place = context.mesh.axes.index(self.pipeline.axis)
         group = context.device_mesh.get_group(place) if context.device_mesh is not None and self.axis.size > 1 else None
-        self.rank = PipelineRank(index=self.axis.index, group=group, device=context.device)
+        self.rank = PipelineRank(index=self.axis.index, group=group, device=context.device, failures=StepFailures.of(context))
         self.mine = [stage for stage, rank in sorted(self.pipeline.order.rank_of.items()) if rank == self.axis.index]
 
     def module(self, tensors: Mapping[str, torch.Tensor]) -> PipelineModule:

@@ -14,6 +14,7 @@ from autopar.pipeline.transfers import with_messages
 from autopar.runtime.deferred_products import DeferredProducts
 from autopar.runtime.gradient_accumulation import GradientAccumulator
 from autopar.runtime.pipeline import CrossingPart, PipelineRank, PipelineStep, StageRun
+from autopar.runtime.rank_failures import StepFailures
 
 RANKS, MICROBATCHES = 4, 8
 UNIT = 0.15  # seconds of a forward of an equal stage
@@ -83,7 +84,7 @@ def measured(case: Sleeping) -> dict[str, float]:
         )
 
     stages = {number: stage(number) for number, at in order.rank_of.items() if at == rank}
-    alone = PipelineRank(index=rank, group=dist.group.WORLD, device=torch.device("cpu"))
+    alone = PipelineRank(index=rank, group=dist.group.WORLD, device=torch.device("cpu"), failures=StepFailures(""))
     seconds = []
     for _ in range(3):
         dist.barrier()

@@ -84,10 +84,11 @@ class PipelineModule(ParallelModule):
             InputError: gradients are enabled, or the arguments do not match the planned call.
         """
         found: list[Tensors] = []
-        tensors = self._begun("a forward", args, kwargs)
-        self.autopar.agreement.settle()
-        self._run(self.forwards, tensors, lambda outputs: found.append(outputs))
-        return self.autopar.signature.rebuild(self.joined(found))
+        with self.stages.rank.failures.watched():
+            tensors = self._begun("a forward", args, kwargs)
+            self.autopar.agreement.settle()
+            self._run(self.forwards, tensors, lambda outputs: found.append(outputs))
+            return self.autopar.signature.rebuild(self.joined(found))
 
     def step(self, *args: object, **kwargs: object) -> torch.Tensor:
         """Forward and backward of a training step on the *global* batch, by the plan's schedule; every rank gets the loss.
@@ -108,9 +109,10 @@ class PipelineModule(ParallelModule):
             losses.append(found.detach())
             return self._scaled(found)
 
-        self._accumulate(self._begun("a step", args, kwargs), loss, self.autopar.agreement)
-        total = torch.stack(losses).sum() if losses else None
-        return self._from_last(total, self.stages.outputs[self.stages.loss].dtype)
+        with self.stages.rank.failures.watched():
+            self._accumulate(self._begun("a step", args, kwargs), loss, self.autopar.agreement)
+            total = torch.stack(losses).sum() if losses else None
+            return self._from_last(total, self.stages.outputs[self.stages.loss].dtype)
 
     def joined(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor | None]:  # type: ignore[override]
         """The outputs of all micro-batches, which the last stage has, joined as the user gets them."""

@@ -31,7 +31,7 @@ from autopar.ir.layout import Shape
 from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
 from autopar.runtime.deferred_products import DeferredProducts
 from autopar.runtime.gradient_accumulation import GradientAccumulator
-from autopar.runtime.rank_failures import announce, failed
+from autopar.runtime.rank_failures import StepFailures
 from autopar.runtime.rematerialize.recompute import Tensors
 
 
@@ -66,6 +66,7 @@ class PipelineRank:
     index: int
     group: dist.ProcessGroup | None
     device: torch.device
+    failures: StepFailures
 
     def peer(self, index: int) -> int:
         """The global rank at another place of the axis."""
@@ -113,12 +114,17 @@ class PipelineStep:
 
         Raises RankError, which names the stage and the action, if one fails, here or on another rank.
         """
-        with ExitStack() as stack:
-            for stage in self.stages.values():
-                stack.callback(stage.deferred.clear)
-                stack.enter_context(stage.accumulator.step())
-            for action in self.schedule.ranks[self.rank.index]:
-                self._run(action)
+        try:
+            with ExitStack() as stack:
+                for stage in self.stages.values():
+                    stack.callback(stage.deferred.clear)
+                    stack.enter_context(stage.accumulator.step())
+                for action in self.schedule.ranks[self.rank.index]:
+                    self._run(action)
+        except RankError:
+            raise
+        except Exception as error:
+            raise self.rank.failures.announce("a stage of the pipeline", "the end of the step", error) from error
 
     def _run(self, action: Action) -> None:
         try:
@@ -142,7 +148,7 @@ class PipelineStep:
         except RankError:
             raise
         except Exception as error:
-            raise announce(f"stage {action.stage} of the pipeline", str(action), error) from error
+            raise self.rank.failures.announce(f"stage {action.stage} of the pipeline", str(action), error) from error
 
     def _returning(self, action: Action) -> tuple[CrossingPart, ...]:
         """What the gradients come back of, that a stage has sent."""
@@ -167,15 +173,22 @@ class PipelineStep:
 
     def _wait(self, action: Action) -> None:
         for _, work in self._sends.pop(action):
-            _awaited(work, action)
+            self._awaited(work, action)
 
     def _arrived(self, action: Action) -> list[torch.Tensor]:
         """What has come for an action that computes."""
         found = self._incoming.pop(action, [])
         for _, work in found:
             if work is not None:
-                _awaited(work, action)
+                self._awaited(work, action)
         return [tensor for tensor, _ in found]
+
+    def _awaited(self, work: dist.Work, action: Action) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            where = f"the message of {action} of the pipeline's stage {action.stage}"
+            raise self.rank.failures.failed(error, where) from error
 
     def _pass_on(
         self, action: Action, tensors: Sequence[torch.Tensor], stage: int, kinds: tuple[ActionKind, ActionKind]
@@ -236,13 +249,6 @@ class PipelineStep:
 def _at(action: Action, kind: ActionKind) -> Action:
     """The action of another kind of the same stage and micro-batch."""
     return Action(stage=action.stage, kind=kind, microbatch=action.microbatch)
-
-
-def _awaited(work: dist.Work, action: Action) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise failed(error, f"the message of {action} of the pipeline's stage {action.stage}") from error
 
 
 @contextmanager

@@ -99,46 +99,68 @@ def test_copies_of_a_tied_parameter_stay_equal_to_the_bit(pool: WorkerPool) -> N
 
 
 FAILING = """
-import torch, autopar
+import sys, time, torch, autopar
 from torch import nn
 from autopar.codegen.pipeline_module import ParallelModule
+from autopar.errors import RankError
 class Loss(nn.Sequential):
     def forward(self, x):
         return super().forward(x).sum()
 model, x = Loss(*[nn.Linear(8, 8) for _ in range(4)]), torch.ones(8, 8)
-parallel = autopar.parallelize(model, x, {"pp": 2}, device="h100", pipeline="pp", stages=["2"], microbatches=4)
+mesh = {"pp": 2, "dp": int(sys.argv[3])}
+parallel = autopar.parallelize(model, x, mesh, pipeline="pp", stages=["2"], microbatches=4, strategy="fsdp")
 once, runs = ParallelModule._once, []
 def fails(self, inputs):
     runs.append(1)
-    if torch.distributed.get_rank() == 1 and len(runs) == 3:
+    if torch.distributed.get_rank() == int(sys.argv[1]) and len(runs) == 3:
         raise ValueError("out of luck")
     return once(self, inputs)
 ParallelModule._once = fails
-parallel.step(x)
+try:
+    parallel.step(x)
+except RankError:
+    if sys.argv[1:3] == [str(torch.distributed.get_rank()), "lives on"]:
+        time.sleep(60)
+    raise
 """
 
 
-def test_a_stage_that_fails_ends_all_ranks_with_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "failing, then, data",
+    [(0, "ends", 1), (3, "lives on", 2), further(1, "ends", 1), further(3, "ends", 2), further(0, "lives on", 2)],
+)
+def test_a_stage_that_fails_ends_all_ranks_with_its_name(failing: int, then: str, data: int, tmp_path: Path) -> None:
+    """Whether its process holds the store of the others, and whether it ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
-    logs = [tmp_path / "0", tmp_path / "1"]
-    ranks = []
+    common = {
+        **os.environ,
+        "WORLD_SIZE": str(2 * data),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "PYTHONPATH": str(ROOT),
+    }
+    logs, ranks = [tmp_path / str(rank) for rank in range(2 * data)], list[subprocess.Popen[bytes]]()
     for rank, log in enumerate(logs):
         with log.open("w") as file:
-            command = [sys.executable, "-c", FAILING]
+            command = [sys.executable, "-c", FAILING, str(failing), then, str(data)]
             ranks.append(subprocess.Popen(command, env=common | {"RANK": str(rank), "LOCAL_RANK": "0"}, stderr=file))
+    others = [process for rank, process in enumerate(ranks) if rank != failing]
     try:
-        ranks[1].wait(timeout=120)
+        others[0].wait(timeout=120)
         started = time.monotonic()
-        ranks[0].wait(timeout=60)
+        for process in others:
+            process.wait(timeout=30)
+        assert (ranks[failing].poll() is None) == (then == "lives on")
         assert time.monotonic() - started < 30
     finally:
         for process in ranks:
             process.kill()
+            process.wait()
     assert all(process.returncode for process in ranks)
-    texts = [log.read_text() for log in logs]
-    assert all("stage 1 of the pipeline failed at 1F2 on rank 1" in text for text in texts)
-    assert "ValueError: out of luck (<string>:" in texts[0]
-    assert "rank 0 waited in" in texts[0]
+    stage = failing // data
+    for rank, log in enumerate(logs):
+        if rank != failing or then == "ends":
+            assert f"stage {stage} of the pipeline failed at {stage}F2 on rank {failing}" in log.read_text()
+            assert "ValueError: out of luck (<string>:" in log.read_text()
