@@ -63,8 +63,8 @@ class StrategyConstraints:
     once: bool = False
 
     def with_memories(self, constrained: Mapping[str, LayoutPattern]) -> StrategyConstraints:
-        """The same on a mesh with an axis of memories, on which the weights of a strategy may lie anywhere, unless the user has
-        `constrained` them; where a constraint leaves the other axes free, they are the strategy's."""
+        """The constraints on a mesh with an axis of memories: the weights of a strategy may lie in any of them, unless the user
+        has `constrained` them; where a constraint leaves the other axes free, they are the strategy's."""
         patterns = {name: (*pattern, None) for name, pattern in self.patterns.items()}
         for name, (*others, place) in constrained.items():
             free = name in patterns and all(state is None for state in others)
