@@ -30,8 +30,10 @@ OPTIONS = (
     "stages", "schedule", "time_limit", "offload", "host_memory",
 )  # fmt: skip
 PLANNING = ("mesh", *OPTIONS, "constraint", "dynamic", "static", "assume")  # options that make another plan
+ENERGY = ("energy", "epoch")
+OBJECTIVES = ("time", "energy", "cost")
 MODEL = ("why", "why_not", "budget_sweep", "sensitivity", "code", "trace")  # what a plan without its model cannot answer
-COUNTS = ("devices", "within", "price")  # what asks for plans on several numbers of devices
+COUNTS = ("devices", "within", "price", "objective")  # what asks for plans on several numbers of devices
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -119,6 +121,11 @@ def _add_questions(ask: argparse._ArgumentGroup) -> None:
     ask.add_argument("--within", metavar="TIME", help="with --devices: the fewest that take a step in that time: 2s, 150ms")
     hour = "with --devices: what a device costs for an hour; prints the price of a million tokens or samples"
     ask.add_argument("--price", type=float, metavar="PER_HOUR", help=hour)
+    least = "with --devices: which of them is best, alone or of those that are --within a time; by default the fewest are"
+    ask.add_argument("--objective", choices=OBJECTIVES, help=least)
+    joules = "what a step takes at most, in joules, and the bytes that it moves over each link"
+    ask.add_argument("--energy", action="store_true", help=joules)
+    ask.add_argument("--epoch", type=int, metavar="SAMPLES", help="with --energy: how many samples an epoch has")
     ask.add_argument("--code", action="store_true", help="the emitted module, as rank 0 runs it")
     ask.add_argument("--diff", nargs=2, metavar=("OLD.json", "NEW.json"), help="what differs between two saved plans")
 
@@ -140,7 +147,7 @@ def several_meshes(options: argparse.Namespace) -> bool:
     """Whether a table of plans is asked for, instead of one plan: `--mesh auto` has one for a single number of devices."""
     if options.devices is None or options.html:
         return False
-    return options.mesh != AUTO or len(counts(options)) > 1 or options.within is not None or options.price is not None
+    return options.mesh != AUTO or len(counts(options)) > 1 or any(_given(getattr(options, name)) for name in COUNTS[1:])
 
 
 def mesh_of(options: argparse.Namespace) -> Mesh | AutoMesh:
@@ -187,6 +194,6 @@ def constraints(texts: Sequence[str]) -> dict[str, str]:
 
 
 __all__ = [
-    "COUNTS", "MODEL", "PLANNING", "constraints", "counts", "mesh_of", "parser", "planning_options", "price_of", "refuse",
-    "several_meshes",
+    "COUNTS", "ENERGY", "MODEL", "PLANNING", "constraints", "counts", "mesh_of", "parser", "planning_options", "price_of",
+    "refuse", "several_meshes",
 ]  # fmt: skip

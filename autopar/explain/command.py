@@ -8,6 +8,8 @@
     python -m autopar.explain train.py:build --mesh pp=4,dp=2 --pipeline pp --schedule 1f1b --microbatches 16
     python -m autopar.explain train.py:build --mesh auto --devices 64 --device h100
     python -m autopar.explain train.py:build --devices 8..1024 --device h100 --within 2s
+    python -m autopar.explain train.py:build --devices 8..64 --device h100 --price 2.5 --objective cost
+    python -m autopar.explain train.py:build --mesh 2,4 --device h100 --energy --epoch 1000000
     python -m autopar.explain train.py:build --mesh 2,4 --html report.html --devices 8..64 --budget-sweep
     python -m autopar.explain --diff a.json b.json
     python -m autopar.explain --check baselines/
@@ -30,6 +32,7 @@ from autopar.explain import check
 from autopar.explain.cli_arguments import HOW, UsageError, built, parse_seconds
 from autopar.explain.cli_options import (
     COUNTS,
+    ENERGY,
     MODEL,
     PLANNING,
     constraints,
@@ -44,7 +47,7 @@ from autopar.explain.cli_options import (
 from autopar.explain.difference import difference
 from autopar.explain.explanation import Explanation, explained
 from autopar.explain.html_report import Questions, html_report, require
-from autopar.explain.output import CommandOutput, of_difference, of_model, of_page, of_plan, of_scaling, of_stages
+from autopar.explain.output import CommandOutput, of_difference, of_energy, of_model, of_page, of_plan, of_scaling, of_stages
 from autopar.explain.scaling import scaling
 from autopar.explain.staged import StagedExplanation, trace_of
 from autopar.plan.options import AUTO
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _checked(options: argparse.Namespace) -> int:
     """Compare plans with their baselines; returns the exit code."""
-    refuse(options, (*MODEL, "html", "within", "price", "diff", "json"), "--check prints no report")
+    refuse(options, (*MODEL, *ENERGY, "html", *COUNTS[1:], "diff", "json"), "--check prints no report")
     if options.mesh != AUTO:
         refuse(options, ("devices",), "--check compares one plan", fix="--mesh, or --mesh auto --devices 64")
     if not options.target:
@@ -94,17 +97,21 @@ def _print(answer: CommandOutput, *, json: bool) -> None:
 
 def _answer(options: argparse.Namespace) -> CommandOutput:
     if options.diff:
-        refuse(options, (*PLANNING, *MODEL, *COUNTS, "target", "save", "html"), "--diff compares two saved plans")
+        refuse(options, (*PLANNING, *MODEL, *ENERGY, *COUNTS, "target", "save", "html"), "--diff compares two saved plans")
         return of_difference(difference(*map(_loaded, options.diff)))
     if not options.target:
         raise UsageError("no TARGET given", fix=f"TARGET: {HOW}")
     if options.html:
-        refuse(options, ("why", "sensitivity", "code", "within", "json"), "--html writes a page")
+        refuse(options, ("why", "sensitivity", "code", "within", "objective", "json", *ENERGY), "--html writes a page")
         require()
     if several_meshes(options):
         return _scaled(options)
     if options.devices is None:
-        refuse(options, ("within", "price"), "no numbers of devices", "only with --devices")
+        refuse(options, COUNTS[1:], "no numbers of devices", "only with --devices")
+    if not options.energy:
+        refuse(options, ("epoch",), "no energy is asked for", "only with --energy")
+    elif options.epoch is not None and options.epoch < 1:
+        raise UsageError(f"--epoch {options.epoch} is no number of samples", fix="1 or more")
     plan, answer = (_saved if options.target.endswith(".json") else _explained)(options)
     if options.save:
         _save(plan, options.save)
@@ -120,6 +127,8 @@ def _saved(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
     refuse(options, needed, saved, "need the model", "name the model, and the mesh that it was planned for")
     if options.trace:
         _write(options.trace, trace_of(plan))
+    if options.energy:
+        return plan, of_energy(plan, options.epoch)
     if not options.html:
         return plan, of_plan(plan)
     _write(options.html, html_report(plan))
@@ -129,7 +138,7 @@ def _saved(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
 def _scaled(options: argparse.Namespace) -> CommandOutput:
     """The plans of a model on several numbers of devices."""
     shapes = options.mesh == AUTO
-    alone = *(() if shapes else ("mesh",)), "constraint", "dynamic", "diff", "save", *MODEL
+    alone = *(() if shapes else ("mesh",)), "constraint", "dynamic", "diff", "save", *MODEL, *ENERGY
     refuse(options, alone, "--devices plans for several meshes")
     if options.target.endswith(".json"):
         raise UsageError(f"{options.target} is a saved plan: --devices plans a model", fix=HOW)
@@ -138,7 +147,7 @@ def _scaled(options: argparse.Namespace) -> CommandOutput:
         model, sample = built(options.target)
         asked = planning_options(options)
         program = read_program(model, sample, asked).program
-    return of_scaling(scaling(program, numbers, asked, shapes=shapes), within, price)
+    return of_scaling(scaling(program, numbers, asked, shapes=shapes), within, price, options.objective)
 
 
 def _loaded(path: str) -> Plan:
@@ -158,6 +167,9 @@ def _explained(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
             _write(options.trace, found.trace)
         if isinstance(found, StagedExplanation):
             refuse(options, ("budget_sweep", "sensitivity"), "the plan has pipeline stages", "are not answered for these yet")
+        if options.energy:
+            refuse(options, MODEL, "--energy says what a plan takes", "are other questions: ask one at a time")
+            return found.plan, of_energy(found.plan, options.epoch)
         if options.html:
             _write(options.html, questions.page(found, planning_options(options)))
             return found.plan, of_page(found.plan, options.html)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from autopar.explain.budget_sweep import budget_sweep, improved, sweep_parts
 from autopar.explain.comparison import Compared
 from autopar.explain.difference import Difference
+from autopar.explain.energy import energy_data, energy_of, energy_parts
 from autopar.explain.explanation import Explanation
 from autopar.explain.headline import headline, waste
 from autopar.explain.report import report
@@ -56,6 +57,12 @@ def of_plan(plan: Plan) -> CommandOutput:
     return CommandOutput(sections=(tuple(report(plan)),), data={"plan": _plan(plan)})
 
 
+def of_energy(plan: Plan, epoch: int | None) -> CommandOutput:
+    """What a step of a plan takes in energy, and what it moves."""
+    use = energy_of(plan)
+    return CommandOutput(sections=(tuple(energy_parts(use, epoch)),), data={"energy": energy_data(use, epoch)})
+
+
 def of_page(plan: Plan, path: str) -> CommandOutput:
     """What is printed of a plan whose report is a page."""
     return CommandOutput(sections=((headline(plan), *waste(plan), f"the report is in {path}"),), data={"plan": _plan(plan)})
@@ -98,10 +105,15 @@ def of_model(
     return CommandOutput(sections=tuple(sections), data=data, stream=_sweep(found) if sweep else None)
 
 
-def of_scaling(steps: Iterable[ScalingStep], within: Seconds | None, price: float | None) -> CommandOutput:
+def of_scaling(
+    steps: Iterable[ScalingStep], within: Seconds | None, price: float | None, objective: str | None = None
+) -> CommandOutput:
     """How a model scales over numbers of devices; see `scaling.scaling_parts`."""
     return CommandOutput(
-        stream=Stream(parts=lambda: scaling_parts(steps, within, price), data=lambda: scaling_data(steps, within))
+        stream=Stream(
+            parts=lambda: scaling_parts(steps, within, price, objective),
+            data=lambda: scaling_data(steps, within, objective),
+        )
     )
 
 

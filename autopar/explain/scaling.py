@@ -6,11 +6,13 @@ nodes another one outside of it: 64 devices in nodes of 8 are planned on (8, 8),
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from autopar.cost_models import catalog
+from autopar.cost_models.energy import BOARDS
 from autopar.errors import AutoparError, BudgetError
+from autopar.explain.energy import energy_of
 from autopar.ir.mesh import AutoMesh, Bytes, Seconds
 from autopar.ir.program import Program
 from autopar.plan.options import Options
@@ -39,6 +41,7 @@ class ScalingStep:
     samples: int = 0
     tokens: int = 0
     refusal: str = ""
+    joules: float = 0.0  # of a step, at most; 0 where the device's power is not known, or of pipeline stages
 
     @property
     def rate(self) -> float:
@@ -92,6 +95,7 @@ def _step(devices: int, sizes: tuple[int, ...], plan: Plan) -> ScalingStep:
         peak_memory=plan.peak_memory,
         samples=step.samples,
         tokens=step.tokens,
+        joules=energy_of(plan).total if plan.device in BOARDS and not plan.pipeline else 0.0,
     )
 
 
@@ -101,8 +105,28 @@ def fewest(steps: Iterable[ScalingStep], within: Seconds) -> ScalingStep | None:
     return min(fast, key=lambda step: step.devices, default=None)
 
 
-def scaling_parts(steps: Iterable[ScalingStep], within: Seconds | None, price: float | None) -> Iterator[Part]:
+def best(steps: Iterable[ScalingStep], objective: str, within: Seconds | None = None) -> ScalingStep | None:
+    """The step that is best by "time", by "energy" or by "cost", which is time on all devices; None if none has a plan.
+
+    Of those that take so long at most, if `within` says so; of equal ones that of the fewest devices. Steps of unknown energy
+    are none by that.
+    """
+    worth: dict[str, Callable[[ScalingStep], float]] = {
+        "time": lambda step: step.step_time,
+        "energy": lambda step: step.joules,
+        "cost": lambda step: step.step_time * step.devices,
+    }
+    planned = [step for step in steps if not step.refusal and (within is None or step.step_time <= within)]
+    known = [step for step in planned if objective != "energy" or step.joules]
+    return min(known, key=lambda step: (worth[objective](step), step.devices), default=None)
+
+
+def scaling_parts(
+    steps: Iterable[ScalingStep], within: Seconds | None, price: float | None, objective: str | None = None
+) -> Iterator[Part]:
     """The table as it is printed, a row as soon as its plan is there; then the answer to `within`, in seconds.
+
+    With an `objective` it ends with the number of devices that is best by it.
 
     `price` is that of a device for an hour: with it a row has the price of a million tokens, or samples.
     """
@@ -115,6 +139,8 @@ def scaling_parts(steps: Iterable[ScalingStep], within: Seconds | None, price: f
     yield "the global batch is the same on all; speed-up and efficiency: relative to the first row that has a plan"
     if within is not None:
         yield _answer(known, within)
+    if objective is not None:
+        yield _best(known, objective, within, price)
 
 
 def _head(step: ScalingStep, price: float | None) -> str:
@@ -154,12 +180,31 @@ def _answer(known: Sequence[ScalingStep], within: Seconds) -> str:
     return f"none of these takes a step within {milliseconds(within)} ms; {said}"
 
 
-def scaling_data(steps: Iterable[ScalingStep], within: Seconds | None) -> dict[str, object]:
-    """The table as data; with `within` the fewest devices that are fast enough, None if none are."""
+def _best(known: Sequence[ScalingStep], objective: str, within: Seconds | None, price: float | None) -> str:
+    """Which of the steps is best, with what it takes."""
+    found = best(known, objective, within)
+    if found is None:
+        return f"none of these has a known {objective}" + (" within that time" if within is not None else "")
+    spent = found.devices * found.step_time
+    said = {
+        "time": f"{milliseconds(found.step_time)} ms a step",
+        "energy": f"at most {found.joules:,.4g} J a step (boards at their power limit, and the network)",
+        "cost": f"{spent:,.4g} device seconds a step"
+        + (f", {price * spent / HOUR:.4g} at the price" if price is not None else ""),
+    }
+    of = f" of those within {milliseconds(within)} ms" if within is not None else ""
+    return f"{found.devices} devices are best by {objective}{of}: {said[objective]}"
+
+
+def scaling_data(steps: Iterable[ScalingStep], within: Seconds | None, objective: str | None = None) -> dict[str, object]:
+    """The table as data; with `within` the fewest devices that are fast enough, with an `objective` the best; or None."""
     known = list(steps)
     found = fewest(known, within) if within is not None else None
     data: dict[str, object] = {"scaling": [asdict(step) for step in known]}
+    if objective is not None:
+        most = best(known, objective, within)
+        data["best"] = most and most.devices
     return data | ({"fewest": found and found.devices} if within is not None else {})
 
 
-__all__ = ["ScalingStep", "fewest", "node_mesh", "scaling", "scaling_data", "scaling_parts"]
+__all__ = ["ScalingStep", "best", "fewest", "node_mesh", "scaling", "scaling_data", "scaling_parts"]
