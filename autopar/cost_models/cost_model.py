@@ -76,7 +76,7 @@ class CostModel(Protocol):
         ...
 
     def host_optimizer_seconds(self, stored: float, optimizer: Optimizer, device: Device) -> Seconds:
-        """The optimizer's step on the host, over the bytes that it stores for one device; inf where its bandwidth is not known."""
+        """The optimizer's step over what the host stores for one device; inf where its bandwidth is not known."""
         ...
 
 
