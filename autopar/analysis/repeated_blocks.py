@@ -24,7 +24,7 @@ from autopar.analysis.signatures import kind_of, signature
 from autopar.ir.program import OUTPUT, Op, Program
 from autopar.operators import row_of
 
-INDEX = re.compile(r"^(.*?(?:^|\.))(\d+)((?:\.|:).*|)$")
+INDEX = re.compile(r"^(.*?(?:^|\.))(\d+)((?:\.|:).*|)\Z", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import ast
 import functools
 import re
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -27,6 +27,7 @@ from autopar.errors import CaptureError, ConstraintError, InputError
 
 Answer = bool | int
 ASSUMED = "assumed "  # before the place, in the path of an output that is compared
+MOST_ASKED = 1000  # times of one line while a step is traced
 _CONDITIONS = ast.If | ast.While | ast.IfExp | ast.Assert
 
 
@@ -77,6 +78,7 @@ class Answers:
                 raise ConstraintError(f"assume={{{line!r}: {said!r}}} is no line with True, False or an integer", fix=fix)
         self.lines = lines
         self.places: dict[str, set[str]] = defaultdict(set)  # where each has been asked
+        self.counts: Counter[str] = Counter()
         self.asked: list[tuple[str, Answer, torch.Tensor]] = []
 
     def answer(self, func: Callable[..., object], tensor: object, asker: FrameType) -> object:
@@ -89,6 +91,7 @@ class Answers:
         if line is None:
             return None
         self.places[line].add(place)
+        self._count(line, at)
         if len(self.places[line]) > 1:
             raise CaptureError(f"assume names {line}, which several files have", lines=", ".join(sorted(self.places[line])))
         answer = self.lines[line]
@@ -100,6 +103,15 @@ class Answers:
         if func is torch.Tensor.__bool__:
             return bool(said)
         return float(said) if func is torch.Tensor.__float__ else said
+
+    def _count(self, line: str, at: str) -> None:
+        """Raise CaptureError for a line that asks without end: a `while` whose condition is assumed to hold."""
+        self.counts[line] += 1
+        if self.counts[line] > MOST_ASKED:
+            what = f"{line} asks more than {MOST_ASKED} times, and is assumed to be {self.lines[line]} each time"
+            raise CaptureError(
+                what, at=at, fix="assume False of a loop that does not run; or a loop of a fixed number of steps"
+            )
 
     def taken(self) -> tuple[list[torch.Tensor], tuple[Assumed, ...]]:
         """What was asked, with the answers that were given."""

@@ -100,7 +100,7 @@ def of_model(
         sections.append(tuple(sensitivity_parts(found.sensitivity)))
         data["sensitivity"] = [asdict(one) for one in found.sensitivity]
     if code:
-        sections.append((found.code.rstrip(),))
+        sections.append(tuple(found.code.rstrip().split("\n")))
         data["code"] = found.code
     return CommandOutput(sections=tuple(sections), data=data, stream=_sweep(found) if sweep else None)
 
@@ -139,7 +139,7 @@ def of_stages(found: StagedExplanation, why: Sequence[str], why_not: Mapping[str
         sections.append(tuple(why_not_parts(found.plan, other)))
         data["why_not"] = _why_not(other)
     if code:
-        sections.append((found.code.rstrip(),))
+        sections.append(tuple(found.code.rstrip().split("\n")))
         data["code"] = found.code
     return CommandOutput(sections=tuple(sections), data=data)
 

@@ -231,8 +231,8 @@ def answer_parts(axes: Sequence[str], answer: Why) -> Iterator[Part]:
     count = f", {len(answer.members)} repeated blocks, times are totals" if len(answer.members) > 1 else ""
     yield f"{folded(answer.members)} ({answer.kind}{count}): {_shown(answer)}"
     known = all(entry.peak is not None for entry in answer.alternatives)
-    columns = ("", "total\nms", "slower\nby", "own\ntime", "conversions", *["peak"] * known, "layout", "what it does")
-    table = grid(*columns, right=range(1, 5 + known))
+    times = ("total", "ms"), ("slower", "by"), ("own", "time")
+    table = grid("", *times, "conversions", *["peak"] * known, "layout", "what it does", right=range(1, 5 + known))
     chosen = next(entry for entry in answer.alternatives if entry.chosen)
     for entry in answer.alternatives:
         said = stored(entry.words, axes) if answer.kind == "stored" else runs(entry.words, axes)

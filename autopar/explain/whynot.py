@@ -54,7 +54,7 @@ def why_not_parts(plan: Plan, other: WhyNot) -> Iterator[Part]:
     forced = "; ".join(f"{name} = {layout!r}" for name, layout in other.forced.items())
     if other.plan is None:
         yield f"there is no plan with {forced}"
-        yield f"{type(other.error).__name__}: {other.error}"
+        yield from f"{type(other.error).__name__}: {other.error}".split("\n")
         return
     if other.plan == plan:
         yield f"nothing changes with {forced}: the plan has this layout already"

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.errors import MeshError
+from autopar.errors import MeshError, printable
 from autopar.ir.kernel_rates import AttentionRate, ProductRate, positive
 
 Seconds = float
@@ -288,7 +288,7 @@ class Mesh:
         return tuple(reversed(where))
 
     def __str__(self) -> str:
-        return f"({', '.join(f'{a}={s}' for a, s in zip(self.axes, self.sizes, strict=True))})"
+        return printable(f"({', '.join(f'{a}={s}' for a, s in zip(self.axes, self.sizes, strict=True))})")
 
     def __repr__(self) -> str:
         return f"Mesh{self}"

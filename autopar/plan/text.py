@@ -16,7 +16,7 @@ from rich.table import Table
 from autopar.errors import printable
 from autopar.ir.mesh import Seconds
 
-Part = str | Table
+Part = str | Table  # a line, or a table
 T = TypeVar("T", bound=Hashable)
 WIDTH = 128  # columns of the plain text
 
@@ -28,13 +28,14 @@ class Grid(Table):
         super().add_row(*map(printable, cells))
 
 
-def grid(*columns: str, right: Sequence[int] = ()) -> Table:
-    """A table without rules; the columns at the places `right` are aligned right."""
+def grid(*columns: str | tuple[str, ...], right: Sequence[int] = ()) -> Table:
+    """A table without rules; the columns at the places `right` are aligned right, and one may be several lines."""
     table = Grid(box=None, padding=(0, 2, 0, 0), show_header=any(columns))
     for place, column in enumerate(columns):
         last = place == len(columns) - 1
         justify, overflow = "right" if place in right else "left", "fold" if last else "ellipsis"
-        table.add_column(literal(column), justify=justify, no_wrap=not last, overflow=overflow)  # type: ignore[arg-type]
+        head = "\n".join(map(printable, [column] if isinstance(column, str) else column))
+        table.add_column(head, justify=justify, no_wrap=not last, overflow=overflow)  # type: ignore[arg-type]
     return table
 
 
@@ -48,13 +49,8 @@ def plain(parts: Iterable[Part]) -> str:
 
 
 def literal_part(part: Part) -> Part:
-    """A part as a console takes it: see `literal`; the cells of tables are literal already."""
-    return literal(part) if isinstance(part, str) else part
-
-
-def literal(text: str) -> str:
-    """Lines as a console takes them; of what they contain, names too, nothing moves the cursor."""
-    return "\n".join(map(printable, text.split("\n")))
+    """A part as a console takes it: a text is one line, whatever names it contains; the cells of tables are literal already."""
+    return printable(part) if isinstance(part, str) else part
 
 
 def wild(name: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.capture import Assumptions, capture
+from autopar.capture import Assumptions, assumptions, capture
 from autopar.errors import AutoparError, CaptureError, ConstraintError, InputError
 from autopar.plan.options import Options
 from autopar.runtime.workers import WorkerPool
@@ -100,6 +100,12 @@ def test_a_call_in_which_it_does_not_hold_is_refused(body: Body) -> None:
     ):
         parallel(X * 1e4)
     torch.testing.assert_close(parallel(X), Does(body)(X))
+
+
+def test_a_loop_that_never_ends_as_assumed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assumptions, "MOST_ASKED", 20)
+    with pytest.raises(CaptureError, match="asks more than 20 times, and is assumed to be True each time"):
+        capture(Does(repeated), X, assumptions=assumed(repeated, True))
 
 
 def count(y: torch.Tensor) -> torch.Tensor:

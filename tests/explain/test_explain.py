@@ -11,10 +11,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from autopar import Plan
 from autopar.explain import command, difference, main, parse_mesh
+from autopar.explain.explanation import Explanation, explained
+from autopar.explain.report import report
+from autopar.explain.why import answer_parts
 from autopar.ir.mesh import Mesh
+from autopar.plan.options import Options
+from autopar.plan.text import plain
 from autopar.search_space.schemes import strategies_for
 
 SOURCE = """
@@ -248,3 +255,32 @@ def test_the_module_runs_as_a_command(target: str) -> None:
     bad = subprocess.run([*command, f"{target}:build", "--mesh", "x"], capture_output=True, text=True)
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr.startswith("UsageError: 'x' is not a mesh\n")
+
+
+class Named(nn.Module):
+    """Layers, axes and outputs of any name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.add_module(name, nn.Linear(16, 16))
+        self.h = nn.ModuleList(nn.ModuleDict({name: nn.Linear(16, 16)}) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.get_submodule(self.name)(x)
+        for block in self.h:
+            x = torch.relu(block.get_submodule(self.name)(x))
+        return {self.name: x.square().mean()}
+
+
+def test_names_add_no_lines_to_what_is_printed() -> None:
+    def printed(name: str) -> list[str]:
+        found = explained(Named(name), torch.zeros(8, 16), {name: 2, f"{name}2": 2}, Options(device="h100", strategy="fsdp"))
+        assert isinstance(found, Explanation)
+        answers = plain(part for answer in found.why("*") for part in answer_parts(found.plan.axes, answer))
+        return "\n".join([str(found.plan), plain(report(found.plan)), answers]).split("\n")
+
+    lines = printed("a\nb")
+    assert len(lines) == len(printed("a__b"))
+    assert any(r"a\nb" in line for line in lines)
+    assert not any(line.startswith(("b,", "b.", "b:", "b ", "b2")) for line in lines)
