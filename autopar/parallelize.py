@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import escape
@@ -26,6 +27,7 @@ from autopar.passes.no_dropout import switched, without_training
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import ResolvedPlan, read_plan
+from autopar.planning.memories import check_host
 from autopar.planning.optimize import sharded
 from autopar.planning.planner import connected_mesh, planned_mesh, read_program, resolve_program, stored_layouts
 from autopar.planning.respecialize import Respecializer, varied
@@ -259,6 +261,7 @@ def assembled(
 
     With `sharded_inputs` a call takes this rank's parts of the batch.
     """
+    check_host(resolved.plan, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     program = resolved.program
     held = [p.value.name for p in (*program.parameters, *program.buffers)]
     cast = {name: with_dtype(tensors[name], program.values[name].dtype) for name in held}

@@ -92,6 +92,10 @@ class ModuleState:
         names = identifiers(context.mesh.axes)
         self.axes = SimpleNamespace(**{names[axis.name]: axis for axis in context.axes})
 
+    def on_host(self, name: str) -> bool:
+        """Whether the plan stores a parameter in the host's memory."""
+        return self.plan is not None and self.plan.layouts.get(name, "").endswith(", H")
+
     def vary(self, sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule], sizes: tuple[Size, ...]) -> None:
         """Allow these dynamic sizes to differ from the sample's; `sized` builds the module for given sizes."""
         self.sized, self.signature = sized, replace(self.signature, sizes=sizes)

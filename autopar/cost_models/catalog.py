@@ -236,7 +236,7 @@ def cpu(processes: int = 1) -> Device:
             "float16": single,
             "int8": single * (4 if "vnni" in flags else 1),
         },
-        memory=_system_memory() // processes,
+        memory=system_memory() // processes,
         bandwidth=min(cores * CORE_BANDWIDTH, SOCKET_BANDWIDTH) / processes,
         launch=CPU_LAUNCH * max(1.0, processes / cores),
         inner="gloo",
@@ -271,7 +271,7 @@ def _cpuinfo(key: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), "")
 
 
-def _system_memory() -> Bytes:
+def system_memory() -> Bytes:
     """The machine's memory, or the container's limit where that is less."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")

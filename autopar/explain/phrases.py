@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.ir.conversion import WAYS
+from autopar.ir.mesh import MEMORY
 from autopar.plan.breakdown import ADDENDS, HOSTED, REPEATED, WHOLE, Allocation
 from autopar.plan.plan import Plan
 from autopar.plan.text import joined
@@ -60,6 +61,8 @@ def runs(words: Sequence[str], axes: Sequence[str]) -> str:
     """
     if all(word == WHOLE for word in words):
         return "replicated on every device"
+    if axes[-1] == MEMORY:  # what runs is on the device
+        words, axes = words[:-1], axes[:-1]
     return ", ".join(_grouped(words, axes))
 
 
@@ -100,10 +103,10 @@ def use(plan: Plan, name: str, backward: Mapping[str, Sequence[tuple[str, str]]]
             gradients.setdefault(GRADIENTS[gradient], []).append(plan.axes[axis])
 
     def over(axes: list[str]) -> str:
-        return joined(axis for axis in plan.axes if axis in axes)
+        return "" if axes == [MEMORY] else f" over {joined(axis for axis in plan.axes if axis in axes)}"
 
-    found = [f"{phrase} over {over(axes)} before use" for phrase, axes in uses.items()]
-    sums = [f"{phrase} over {over(axes)}" for phrase, axes in gradients.items()]
+    found = [f"{phrase}{over(axes)} before use" for phrase, axes in uses.items()]
+    sums = [f"{phrase}{over(axes)}" for phrase, axes in gradients.items()]
     return found + ([f"gradient {joined(sums)}"] if sums else [])
 
 

@@ -12,12 +12,13 @@ import numpy as np
 from autopar.analysis.analysis import Analysis
 from autopar.analysis.recompute_policy import RecomputePolicy
 from autopar.analysis.regions import inner, regions
-from autopar.ir.conversion import WAYS
+from autopar.ir.conversion import FETCHES, WAYS
 from autopar.ir.program import Value
 from autopar.operators import view_of
 from autopar.search_space.layout_graph import LayoutGraph
 from autopar.solver.problem import Bools, Floats
 
+FETCHED = [number for number, pair in enumerate(WAYS) if pair in FETCHES]
 RECONVERTIBLE = [  # what may be converted again but weights: a change of dims takes as much as what it is made from
     number for number, (forward, _) in enumerate(WAYS.values())
     if forward in ("all_gather", "all_reduce", "reduce_scatter", "slice")
@@ -41,10 +42,11 @@ def reconvert_seconds(
 ) -> Floats | None:
     """Seconds per conversion to repeat it in the backward if that is chosen, infinite where it must not be; None if all are.
 
-    Of weights those may be repeated after which there is more than before.
+    Of weights those may be repeated after which there is more than before; of frozen ones what is fetched from the host.
     """
+    fetched = np.isin(graph.pair, FETCHED)
     if not value.requires_grad:
-        return None
+        return np.where(fetched, seconds, np.inf) if weight and fetched.any() else None
     if weight:
         return np.where(graph.elements[graph.target] > graph.elements[graph.source], seconds, np.inf)
     if policy.free:

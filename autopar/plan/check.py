@@ -47,10 +47,11 @@ def _wrong(plan: Plan) -> Iterator[str]:
         yield from (
             f"breakdown.{kind}.{name} has not one entry per axis" for name, one in words.items() if len(one) != len(axes)
         )
+    placed = plan.placed
     for name, layout in plan.layouts.items():
         *others, last = (entry.strip() for entry in layout.split(","))
-        if "H" in others or (last == "H" and not plan.mesh.has_memories):
-            yield f"layouts.{name} is on the host, which is said on the axis of memories only"
+        if "H" in others or (last == "H" and not (plan.mesh.has_memories and name in placed)):
+            yield f"layouts.{name} is on the host, which is said of parameters, on the axis of memories only"
     if any(size < 0 for size in found.host.values()):
         yield "breakdown.host is not negative"
     if plan.pipeline or plan.stages:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.errors import ConstraintError, MeshError
+from autopar.cost_models.catalog import system_memory
+from autopar.errors import BudgetError, ConstraintError, MeshError
 from autopar.ir.mesh import MEMORY, Bytes, Device, Mesh
 from autopar.plan.budget import SHARE, byte_count
 from autopar.plan.options import AUTO, HOST, Options
+from autopar.plan.plan import Plan
+from autopar.plan.text import size_text
 
 
 def with_memories(mesh: Mesh, options: Options) -> Mesh:
@@ -43,6 +46,17 @@ def with_memories(mesh: Mesh, options: Options) -> Mesh:
     return replace(mesh.with_memories(device.host), device=shared)
 
 
+def check_host(plan: Plan, ranks: int) -> None:
+    """Raise BudgetError if this machine's memory is less than what so many ranks of a plan have there."""
+    needed, there = ranks * plan.host_memory, system_memory()
+    if needed > there:
+        raise BudgetError(
+            f"the plan has {size_text(needed)} in this host's memory, which has {size_text(there)}",
+            ranks=f"{ranks}, of {size_text(plan.host_memory)} each",
+            fix=f'plan with host_memory="{there // 10**9}GB" or less',
+        )
+
+
 def _memory(device: Device, options: Options) -> Bytes:
     """What a node's host may store."""
     if options.host_memory is None:
@@ -61,4 +75,4 @@ def _lacking(device: Device, options: Options) -> MeshError:
     return MeshError(what, fix=fix)
 
 
-__all__ = ["with_memories"]
+__all__ = ["check_host", "with_memories"]

@@ -31,7 +31,7 @@ from autopar.passes.precision import DTYPES, MIXED, mixed, received, stored
 from autopar.plan.assignment_text import describe, paddings
 from autopar.plan.breakdown import BUDGET, CostParameter
 from autopar.plan.budget import parse_bytes
-from autopar.plan.options import AUTO, Options
+from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.plan.plan import Collective, Plan
 from autopar.plan.resolved import ResolvedPlan
 from autopar.planning.memories import with_memories
@@ -154,12 +154,13 @@ def connected_mesh(mesh: object, options: Options, plan: Plan | None = None) -> 
 
 
 def _with_memories_of(plan: Plan, mesh: Mesh) -> Mesh:
-    """A mesh with the axis of memories of a plan, if it has one, joined by the plan's link."""
+    """A mesh with the axis of memories of a plan, if it has one, over the plan's link: where everything lies is decided."""
     if not plan.mesh.has_memories:
         return mesh
     assert mesh.device is not None, "it is connected"
-    link = mesh.device.host or LINKS.get(plan.links[-1], LINKS["pcie3"])
-    return replace(mesh.with_memories(link), device=replace(mesh.device, host=link))
+    device, link = mesh.device, mesh.device.host or LINKS.get(plan.links[-1], LINKS["pcie3"])
+    host = {"host": link, "host_memory": PLENTY, "host_bandwidth": device.host_bandwidth or device.bandwidth}
+    return replace(mesh.with_memories(link), device=replace(device, **host))  # type: ignore[arg-type]
 
 
 def _names_axes(options: Options) -> bool:

@@ -176,7 +176,7 @@ def full_tensor(stored: torch.Tensor) -> torch.Tensor:
     if not isinstance(stored, DTensor):
         return stored
     layout, mesh = layout_of(stored), stored.device_mesh
-    tensor: torch.Tensor = stored.to_local().detach()
+    tensor: torch.Tensor = stored.to_local().detach().to(mesh.device_type)  # it may be on the host
     sizes, shape = tuple(mesh.shape), tuple(stored.shape)
     for place in reversed(range(mesh.ndim)):
         if layout[place].kind == "S" and sizes[place] > 1:

@@ -55,9 +55,8 @@ def peak(
 
 def _on_host(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
     """The parameters that the plan of a module stores on the host, and the optimizer's state of them."""
-    plan = module.autopar.plan if isinstance(module, ParallelModule) else None
-    for name, parameter in module.named_parameters() if plan else ():
-        if plan and plan.layouts[name].endswith(", H"):
+    for name, parameter in module.named_parameters() if isinstance(module, ParallelModule) else ():
+        if module.autopar.on_host(name):
             yield parameter
             state = optimizer.state[parameter].values() if optimizer else ()
             yield from (tensor for tensor in state if isinstance(tensor, torch.Tensor))

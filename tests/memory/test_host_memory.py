@@ -14,6 +14,7 @@ from torch.nn import functional
 import autopar
 from autopar.cost_models import catalog
 from autopar.cost_models.links import LINKS
+from autopar.errors import BudgetError, PlanError
 from autopar.explain.report import memory
 from autopar.ir.mesh import Device
 from autopar.plan.plan import Plan
@@ -227,3 +228,60 @@ def test_auto_stores_no_weights_on_a_host_that_is_not_known() -> None:
     plans = [autopar.plan(model, batch, (1,), device="rtx3090", offload=offload) for offload in (True, "auto")]
     assert [plan.axes for plan in plans] == [("axis0",), ("axis0",)]
     assert autopar.plan(model, batch, (1,), device="h100", offload="auto").axes == ("axis0", "memory")
+
+
+def test_frozen_weights_are_fetched_again_for_the_backward() -> None:
+    """A small trained part on a large frozen one, of which the device never has more than two blocks."""
+    model, batch = made(blocks=6)
+    model.requires_grad_(False)
+    model.embed.requires_grad_(True)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    plan = autopar.plan(model, batch, (1,), device=device(), offload="host", budget=int(0.55 * size))
+    assert not set(plan.breakdown.host) & {"gradients", "optimizer state"} or "embed.weight" in hosted(plan)
+    parallel = autopar.parallelize(model, batch, plan=plan)
+    found, expected = parallel(*batch), model(*batch)
+    found.backward()
+    expected.backward()
+    torch.testing.assert_close(parallel.embed.weight.grad, model.embed.weight.grad, rtol=0, atol=0)
+    optimizer = torch.optim.AdamW([parallel.embed.weight], fused=True)
+
+    def step() -> None:
+        parallel(*batch).backward()
+        optimizer.step()
+
+    assert peak(parallel, optimizer, batch, step).bytes == pytest.approx(plan.peak_memory, rel=0.05)
+
+
+def test_evaluation_of_a_model_that_was_planned_for_training_uses_the_weights_where_they_are() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.Linear(64, 8))
+    batch = torch.randn(4, 16)
+    plan = autopar.plan(model, batch, (1,), device=device(), offload="host", constraints={"*weight": "*, H"})
+    parallel = autopar.parallelize(model, batch, plan=plan)
+    torch.testing.assert_close(parallel.eval()(batch), model.eval()(batch), rtol=0, atol=0)
+
+
+def test_a_machine_with_less_memory_than_the_plan_needs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = Products(), torch.randn(16, 32)
+    plan = autopar.plan(model, batch, (1,), device=device(), offload="host", constraints={"*weight": "*, H"})
+    monkeypatch.setattr("autopar.planning.memories.system_memory", lambda: 4096)
+    with pytest.raises(BudgetError, match=r"in this host.s memory, which has 4\.00 KiB"):
+        autopar.parallelize(model, batch, plan=plan)
+
+
+def test_a_plan_file_that_has_something_on_the_host_where_nothing_can_be_is_damaged() -> None:
+    plan = autopar.plan(Products(), torch.randn(16, 32), (1,), device=device(), offload="host")
+    for name, layout in (("first.weight", "H, I"), ("first:linear#0", "I, H")):
+        wrong = replace(plan, layouts={**plan.layouts, name: layout})
+        with pytest.raises(PlanError, match="damaged"):
+            autopar.parallelize(Products(), torch.randn(16, 32), plan=Plan.from_json(wrong.to_json()))
+
+
+def test_a_model_on_meta_is_initialised_where_the_plan_stores_it() -> None:
+    with torch.device("meta"):
+        model, batch = Products(), torch.randn(16, 32)
+    plan = autopar.plan(model, batch, (1,), device=device(), offload="host", constraints={"*weight": "*, H"})
+    parallel = autopar.parallelize(model, batch, plan=plan)
+    autopar.initialize(parallel, model)
+    parallel(torch.randn(16, 32)).backward()
+    assert all(parameter.grad is not None for parameter in parallel.parameters())
