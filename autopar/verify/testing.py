@@ -55,7 +55,9 @@ def peak(
 
 def _on_host(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
     """The parameters that the plan of a module stores on the host, and the optimizer's state of them."""
-    for name, parameter in module.named_parameters() if isinstance(module, ParallelModule) else ():
+    if not isinstance(module, ParallelModule):
+        return
+    for name, parameter in module.named_parameters():
         if module.autopar.on_host(name):
             yield parameter
             state = optimizer.state[parameter].values() if optimizer else ()
