@@ -98,12 +98,12 @@ def lines(kills: int, seed: int) -> Iterator[str]:
         worst = max(abs(line["loss"] - expected[int(line["step"])]) for line in found)
         yield ""
         yield f"steps                 {len({line['step'] for line in found})} of {steps} taken, {len(found) - steps} again"
-        yield f"lost by a kill        at most {max(count.lost)} steps (promised: fewer than {2 * EVERY})"
+        yield f"lost by a kill        at most {max(count.lost)} steps (promised: {2 * EVERY} at most)"
         yield f"losses                differ by {worst:.1e} at most from those of the undisturbed run (asked: {CLOSE:g})"
         yield f"half checkpoints      {count.half} taken; {count.removed} were being written or removed, and were dropped"
         yield f"processes left        {count.orphans}"
         yield f"exit codes            {', '.join(f'{code}: {n}' for code, n in sorted(count.codes.items()))}"
-        held = max(count.lost) < 2 * EVERY and worst < CLOSE and not count.half and not count.orphans
+        held = max(count.lost) <= 2 * EVERY and worst < CLOSE and not count.half and not count.orphans
         yield "all as promised" if held and len({line["step"] for line in found}) == steps else "NOT AS PROMISED"
 
 

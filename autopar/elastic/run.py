@@ -69,7 +69,7 @@ def run(
         steps: how many steps the training has in all.
         checkpoints: a folder that all ranks see.
         every: steps from one checkpoint to the next. A process that is killed costs the steps since the last one that was
-            committed: fewer than twice as many, as a checkpoint is begun when the one before is there.
+            committed: at most twice as many, as a checkpoint is begun when the one before is there.
         keep: how many checkpoints are kept.
         scheduler: a function of the optimizer that returns a scheduler of its learning rate.
         mesh: a function from the number of ranks to the mesh, or "auto"; by default all are planned as `devices=` plans them.

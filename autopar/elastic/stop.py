@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -13,11 +14,15 @@ import torch.distributed as dist
 
 from autopar.runtime.lost_ranks import lost
 
+LOG = logging.getLogger("autopar")
 EXIT = 128 + signal.SIGTERM  # as a shell reports it: torchrun takes it for a failure, and starts the rank again
 
 
 class StopRequest:
     """Within `with`, SIGTERM is a request, to be met between two steps by all ranks together.
+
+    Where an error ends the training instead, the signal has its own meaning afterwards, also one that came before: a process
+    that was told to stop does not linger for messages that never come.
 
     A process that outlives its parent takes part in a run that nobody watches: that is a request, too. Signals can be handled
     in a process's main thread only; elsewhere they keep their meaning.
@@ -36,6 +41,9 @@ class StopRequest:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]  # what signal.signal returned
+        if self._asked and isinstance(error, Exception):  # it cannot save: others have died, and wait for this one to end
+            LOG.error("told to stop after an error: %s", error)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._asked = True

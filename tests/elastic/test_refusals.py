@@ -24,7 +24,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(24, 16, generator=torch.Generator().manual_seed(step))
+    x = torch.randn(24, 24, generator=torch.Generator().manual_seed(step))
     return x, x.sin()
 
 
@@ -77,14 +77,14 @@ def test_what_is_wrong_is_said(name: str, tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     trained(tmp_path)
     with pytest.raises(CheckpointError, match="step-00000002 is of another model") as raised:
-        trained(tmp_path, build=lambda: (Model(48), build()[1]), steps=4)
-    assert raised.value.details["differs"].startswith("model.body.0.bias: float32 of [32] there, float32 of [48] here")
+        trained(tmp_path, build=lambda: (Model(32), build()[1]), steps=4)
+    assert raised.value.details["differs"].startswith("model.body.0.bias: float32 of [48] there, float32 of [32] here")
     with pytest.raises(CheckpointError, match="is of another optimizer") as raised:
         trained(tmp_path, optimizer=lambda model: torch.optim.Adam(model.parameters()), steps=4)
     assert "optimizer.state.body.0.bias.exp_avg" in raised.value.details["missing"]
-    deeper = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1))
+    deeper = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 1))
     with pytest.raises(CheckpointError, match="is of another model") as raised:
-        trained(tmp_path, build=lambda: (deeper, torch.empty(24, 16)), steps=4)
+        trained(tmp_path, build=lambda: (deeper, torch.empty(24, 24)), steps=4)
     assert "model.body.0.bias" in raised.value.details["more"]
 
 

@@ -14,27 +14,27 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autopar import elastic
 
-BATCH = 24  # what 8, 6 and 4 divide
+BATCH = FEATURES = 24  # what 8, 6 and 4 divide
 SAMPLES = 120  # an epoch of five steps
 
 
 class Model(nn.Module):
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 48) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, 16))
+        self.body = nn.Sequential(nn.Linear(FEATURES, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, FEATURES))
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.mse_loss(self.body(x), target)
 
 
 def samples() -> TensorDataset:
-    x = torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(5))
+    x = torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(5))
     return TensorDataset(x, x.sin())
 
 
 def build() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     torch.manual_seed(0)
-    return Model(), (torch.empty(BATCH, 16), torch.empty(BATCH, 16))
+    return Model(), (torch.empty(BATCH, FEATURES), torch.empty(BATCH, FEATURES))
 
 
 def train(folder: Path, steps: int, every: int, **options: object) -> elastic.TrainingState:
@@ -56,7 +56,7 @@ def train(folder: Path, steps: int, every: int, **options: object) -> elastic.Tr
                 file.write(json.dumps(line) + "\n")
         return loss
 
-    given: dict[str, object] = {"keep": 2, "device": "cpu", **options}
+    given: dict[str, object] = {"keep": 2, "device": "cpu", "strategy": "fsdp", **options}  # so that all is split
     return elastic.run(
         build,
         train_step,
