@@ -43,13 +43,18 @@ def budget_sweep(planned: Planned, options: Options) -> Iterator[SweepStep]:
     assert least is not None, "there is a plan"
     low = MARGIN * float(solved.memory_model.walk(least).max())
     high = max(low, float(free.memory_model.walk(free.solution).max()))
-    yield _step(round(high), to_plan(free, options))
-    budgets = [round(low + share * (high - low)) for share in SHARES[1:]]
-    for budget, found in solved_within(analysis, mesh, options, budgets):
-        yield _step(budget, to_plan(found, options))
+    yield step_within(round(high), to_plan(free, options))
+    for budget, found in solved_within(analysis, mesh, options, budgets_between(low, high)):
+        yield step_within(budget, to_plan(found, options))
 
 
-def _step(budget: Bytes, plan: Plan) -> SweepStep:
+def budgets_between(low: float, high: float) -> list[Bytes]:
+    """The budgets below the highest."""
+    return [round(low + share * (high - low)) for share in SHARES[1:]]
+
+
+def step_within(budget: Bytes, plan: Plan) -> SweepStep:
+    """The step of a plan that was made within a budget."""
     return SweepStep(
         budget=budget,
         step_time=plan.step_time,
@@ -79,11 +84,13 @@ def sweep_parts(steps: Iterable[SweepStep]) -> Iterator[Part]:
     if better:
         yield "faster plans that were found within smaller budgets:"
         yield from (_row(step, known[0].step_time) for step in better)
-    yield "budget and peak: per device; gap: the most by which a faster plan within the budget may exist"
+    yield "budget and peak: per device; gap: the most by which a faster plan within the budget may exist" + (
+        "; -: nothing is proven" if any(step.gap == 1 for step in known) else ""
+    )
 
 
 def _row(step: SweepStep, first: Seconds) -> str:
     share = step.step_time / first if first else 1.0
     slower, bar = f"{share - 1:+.1%}", "#" * min(LONGEST, round(BAR * share))
-    sizes = f"{size_text(step.budget):>10}{size_text(step.peak_memory):>12}"
-    return f"{sizes}{milliseconds(step.step_time):>11}{slower:>11}{milliseconds(step.recomputed):>15}{step.gap:>7.1%}  {bar}"
+    sizes, gap = f"{size_text(step.budget):>10}{size_text(step.peak_memory):>12}", f"{step.gap:.1%}" if step.gap < 1 else "-"
+    return f"{sizes}{milliseconds(step.step_time):>11}{slower:>11}{milliseconds(step.recomputed):>15}{gap:>7}  {bar}"

@@ -165,17 +165,15 @@ def _explained(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
         tell(_question(options))
         if options.trace:
             _write(options.trace, found.trace)
-        if isinstance(found, StagedExplanation):
-            refuse(options, ("budget_sweep", "sensitivity"), "the plan has pipeline stages", "are not answered for these yet")
         if options.energy:
             refuse(options, MODEL, "--energy says what a plan takes", "are other questions: ask one at a time")
             return found.plan, of_energy(found.plan, options.epoch)
         if options.html:
             _write(options.html, questions.page(found, planning_options(options)))
             return found.plan, of_page(found.plan, options.html)
-        if isinstance(found, StagedExplanation):
-            return found.plan, of_stages(found, options.why, forced, code=options.code)
         asked_for = {"code": options.code, "sweep": options.budget_sweep, "sensitivity": options.sensitivity}
+        if isinstance(found, StagedExplanation):
+            return found.plan, of_stages(found, options.why, forced, **asked_for)
         return found.plan, of_model(found, options.why, forced, **asked_for)
 
 

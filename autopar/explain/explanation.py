@@ -133,4 +133,6 @@ def explained(
     solved = tuple(map(planner.named, made.stages))
     whole = made.mesh.joined if options.pipeline == AUTO else made.mesh
     uncut = next(one for one in meshes if (one.axes, one.sizes) == (whole.axes, whole.sizes))
-    return StagedExplanation(plan=plan, program=captured.program, mesh=uncut, options=options, solved=solved)
+    return StagedExplanation(
+        plan=plan, program=captured.program, mesh=uncut, options=options, solved=solved, made=made, planner=planner
+    )

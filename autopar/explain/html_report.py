@@ -12,6 +12,7 @@ from autopar.explain.explanation import Explanation
 from autopar.explain.scaling import ScalingStep
 from autopar.explain.scaling import scaling as planned_on
 from autopar.explain.staged import StagedExplanation
+from autopar.explain.staged_prices import staged_budget_sweep
 from autopar.explain.whynot import WhyNot
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
@@ -30,17 +31,16 @@ class Questions:
     why_not: Mapping[str, str] = field(default_factory=dict)
 
     def page(self, found: Explanation | StagedExplanation, options: Options) -> str:
-        """The report with the answers. Stages have no `budgets` yet; on other `devices` the model is planned with `options`.
+        """The report with the answers; on other `devices` the model is planned with `options`.
 
         With `shapes` those of the meshes are searched, as with --mesh auto.
         """
         why_not = found.why_not(self.why_not) if self.why_not else None  # first: what is wrong with it is said at once
-        sweep: Sequence[SweepStep] = ()
         if isinstance(found, StagedExplanation):
-            program = found.program
+            program, steps = found.program, staged_budget_sweep(found)
         else:
-            program = found.planned.captured.program
-            sweep = improved([*budget_sweep(found.planned, found.options)]) if self.budgets else ()
+            program, steps = found.planned.captured.program, budget_sweep(found.planned, found.options)
+        sweep = improved([*steps]) if self.budgets else ()
         return html_report(
             found,
             sweep=sweep,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from autopar.explain.budget_sweep import budget_sweep, improved, sweep_parts
+from autopar.explain.budget_sweep import SweepStep, budget_sweep, improved, sweep_parts
 from autopar.explain.comparison import Compared
 from autopar.explain.difference import Difference
 from autopar.explain.energy import energy_data, energy_of, energy_parts
@@ -16,6 +16,7 @@ from autopar.explain.report import report
 from autopar.explain.scaling import ScalingStep, scaling_data, scaling_parts
 from autopar.explain.sensitivity import sensitivity_parts
 from autopar.explain.staged import StagedExplanation, staged_why_parts
+from autopar.explain.staged_prices import staged_budget_sweep, staged_sensitivity
 from autopar.explain.why import why_parts
 from autopar.explain.whynot import WhyNot, why_not_parts
 from autopar.ir.mesh import Seconds
@@ -102,7 +103,8 @@ def of_model(
     if code:
         sections.append(tuple(found.code.rstrip().split("\n")))
         data["code"] = found.code
-    return CommandOutput(sections=tuple(sections), data=data, stream=_sweep(found) if sweep else None)
+    stream = _sweep(budget_sweep(found.planned, found.options)) if sweep else None
+    return CommandOutput(sections=tuple(sections), data=data, stream=stream)
 
 
 def of_scaling(
@@ -117,18 +119,25 @@ def of_scaling(
     )
 
 
-def _sweep(found: Explanation) -> Stream:
-    steps = budget_sweep(found.planned, found.options)
+def _sweep(steps: Iterable[SweepStep]) -> Stream:
     return Stream(
         parts=lambda: sweep_parts(steps), data=lambda: {"budget_sweep": [asdict(step) for step in improved([*steps])]}
     )
 
 
-def of_stages(found: StagedExplanation, why: Sequence[str], why_not: Mapping[str, str], *, code: bool) -> CommandOutput:
+def of_stages(
+    found: StagedExplanation,
+    why: Sequence[str],
+    why_not: Mapping[str, str],
+    *,
+    code: bool,
+    sweep: bool = False,
+    sensitivity: bool = False,
+) -> CommandOutput:
     """The answers to what was asked about a model in stages: the report if nothing was."""
     sections: list[tuple[Part, ...]] = []
     data: dict[str, object] = {"plan": _plan(found.plan)}
-    if not (why or why_not or code):
+    if not (why or why_not or code or sweep or sensitivity):
         sections.append(tuple(found.parts()))
     if why:
         answers = [answer for name in why for answer in found.why(name)]
@@ -138,10 +147,15 @@ def of_stages(found: StagedExplanation, why: Sequence[str], why_not: Mapping[str
         other = found.why_not(why_not)
         sections.append(tuple(why_not_parts(found.plan, other)))
         data["why_not"] = _why_not(other)
+    if sensitivity:
+        rows = [*staged_sensitivity(found)]
+        sections.append(tuple(sensitivity_parts(rows)))
+        data["sensitivity"] = [asdict(one) for one in rows]
     if code:
         sections.append(tuple(found.code.rstrip().split("\n")))
         data["code"] = found.code
-    return CommandOutput(sections=tuple(sections), data=data)
+    stream = _sweep(staged_budget_sweep(found)) if sweep else None
+    return CommandOutput(sections=tuple(sections), data=data, stream=stream)
 
 
 def _plan(plan: Plan) -> object:

@@ -28,14 +28,14 @@ class Sensitivity:
         speed: theirs, relative to the prices that the plan was chosen by.
         step_time: of the plan at these prices.
         best: step time of the plan that is chosen by these prices.
-        bound: every plan takes at least so long.
+        bound: every plan takes at least so long; None where nothing is proven.
     """
 
     what: str
     speed: float
     step_time: Seconds
     best: Seconds
-    bound: Seconds
+    bound: Seconds | None
 
     @property
     def lost(self) -> float:
@@ -64,14 +64,16 @@ def sensitivity(planned: Planned, options: Options) -> Iterator[Sensitivity]:
 def sensitivity_parts(found: Iterable[Sensitivity]) -> Iterator[Part]:
     """The table, and in a sentence how far the choice can be trusted."""
     table = grid("if", "this plan ms", "best ms", "lost", "at most", right=(1, 2, 3, 4))
-    most = 0.0
+    most, proven = 0.0, True
     for one in found:
-        most = max(most, one.lost_at_most)
+        most, proven = max(most, one.lost_at_most), proven and one.bound is not None
         often = "faster" if one.speed > 1 else "slower"
         times = milliseconds(one.step_time), milliseconds(one.best)
-        table.add_row(f"{one.what} are {abs(one.speed - 1):.0%} {often}", *times, f"{one.lost:.1%}", f"{one.lost_at_most:.1%}")
+        at_most = "-" if one.bound is None else f"{one.lost_at_most:.1%}"
+        table.add_row(f"{one.what} are {abs(one.speed - 1):.0%} {often}", *times, f"{one.lost:.1%}", at_most)
     yield table
-    yield f"prices that are wrong by {ERROR:.0%} cost this plan {most:.1%} of the step at most; best: planned at those prices"
+    said = f"{most:.1%} of the step at most" if proven else f"{most:.1%} of the step, as far as is known"
+    yield f"prices that are wrong by {ERROR:.0%} cost this plan {said}; best: planned at those prices"
 
 
 __all__ = ["ERROR", "Sensitivity", "sensitivity", "sensitivity_parts"]

@@ -19,7 +19,9 @@ from autopar.plan.plan import Plan
 from autopar.plan.resolved import ResolvedPlan
 from autopar.plan.text import Part, plain
 from autopar.planning.optimize import Optimized
+from autopar.planning.pipeline_plan import StagedStep
 from autopar.planning.pipeline_search import plan_pipeline
+from autopar.planning.stage_plans import StagePlanner
 from autopar.search_space.strategies import constrained
 from autopar.simulator.schedule_trace import schedule_trace
 
@@ -30,7 +32,8 @@ StageWhy = tuple[int, Why]  # a stage, and what is chosen in it
 class StagedExplanation:
     """A model planned in stages, with the answers to questions about its plan; prints as the whole report.
 
-    `program` is that of the whole batch, `mesh` what it was planned for, `solved` the solution of each stage.
+    `program` is that of the whole batch, `mesh` what it was planned for, `solved` the solution of each stage, `made` what the
+    plan says, by `planner`.
     """
 
     plan: Plan
@@ -38,6 +41,8 @@ class StagedExplanation:
     mesh: Mesh
     options: Options
     solved: tuple[Optimized, ...]
+    made: StagedStep
+    planner: StagePlanner
 
     @property
     def trace(self) -> str:

@@ -174,4 +174,18 @@ def send(action: Action) -> Action:
     return Action(stage=action.stage, kind=kind, microbatch=action.microbatch)
 
 
-__all__ = ["Clock", "PipelineTimeline", "StageSeconds", "TimedAction", "receiver", "send"]
+def least_seconds(schedule: PipelineSchedule, stages: Sequence[StageSeconds]) -> float:
+    """What a step takes at least, by the stages that are known, from the first on: the time of no order of work is below it.
+
+    Stage s begins when the first micro-batch has come through those before it, and does all its work; then it does what it
+    does once, and, where backwards are in one piece, the last micro-batch goes back through those before it.
+    """
+    there = back = least = 0.0
+    for one in stages:
+        least = max(least, there + schedule.microbatches * one.busy + max(one.once, back))
+        there += one.forward
+        back += 0.0 if schedule.deferred else one.backward_input + one.backward_weight
+    return least
+
+
+__all__ = ["Clock", "PipelineTimeline", "StageSeconds", "TimedAction", "least_seconds", "receiver", "send"]

@@ -7,12 +7,13 @@ What is left to be chosen (the size of the axis, how many micro-batches, by whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.mesh import Bytes, Link, Mesh, Seconds
 from autopar.passes.stages import shared_parameters
-from autopar.pipeline.clock import Clock, StageSeconds
+from autopar.pipeline.clock import Clock, StageSeconds, least_seconds
 from autopar.plan.breakdown import CostParameter
 from autopar.plan.options import Options
 from autopar.plan.pipeline import Crossing, Pipeline
@@ -20,6 +21,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps, crossing_values
 from autopar.planning.pipeline_stages import Cut, without_axis
 from autopar.planning.stage_plans import StagePlan, StagePlanner
+from autopar.solver.highs import SlowerError
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -39,13 +41,24 @@ class StagedStep:
     seconds: Seconds
 
 
-def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePlanner) -> StagedStep:
-    """The step of these stages. Raises BudgetError where one of them does not fit."""
-    stages = tuple(planner.planned(steps, cut))
+class SlowerStagesError(SlowerError):
+    """The stages that were planned take so many `seconds`, whatever the others take: the step is no faster than a known one."""
+
+    def __init__(self, seconds: Seconds) -> None:
+        super().__init__("a step in these stages is no faster than one that is known")
+        self.seconds = seconds
+
+
+def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePlanner, below: Seconds = math.inf) -> StagedStep:
+    """The step of these stages.
+
+    Raises BudgetError where one of them does not fit, and SlowerStagesError as soon as those that are planned say that the step
+    takes `below` seconds or longer.
+    """
+    stages = tuple(_planned(steps, cut, planner, below))
     sent = [(one.step.program, one.outputs) for one in stages]
     crossings = tuple(crossing_values(steps.step.program, sent, without_axis(mesh, axis)))
-    link = mesh.links[mesh.axes.index(axis)]
-    seconds = tuple(_with_messages(place, one, crossings, link) for place, one in enumerate(stages))
+    seconds = with_messages([one.seconds for one in stages], crossings, mesh.links[mesh.axes.index(axis)])
     return StagedStep(
         steps=steps,
         mesh=mesh,
@@ -56,6 +69,16 @@ def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePla
         stage_seconds=seconds,
         seconds=Clock(cut.schedule).seconds(seconds),
     )
+
+
+def _planned(steps: StageSteps, cut: Cut, planner: StagePlanner, below: Seconds) -> Iterator[StagePlan]:
+    """The stages in order, until they take too long."""
+    known: list[StageSeconds] = []
+    for stage in planner.planned(steps, cut):
+        known.append(stage.seconds)
+        if (least := least_seconds(cut.schedule, known)) >= below:
+            raise SlowerStagesError(least)
+        yield stage
 
 
 def written(made: StagedStep, planner: StagePlanner, options: Options, searched: str) -> Plan:
@@ -111,15 +134,20 @@ def written(made: StagedStep, planner: StagePlanner, options: Options, searched:
     )
 
 
-def _with_messages(place: int, one: StagePlan, crossings: Sequence[Crossing], link: Link) -> StageSeconds:
-    """The seconds of a stage with those of its messages: each value is one, over the link of the pipeline's axis."""
+def with_messages(stages: Sequence[StageSeconds], crossings: Sequence[Crossing], link: Link) -> tuple[StageSeconds, ...]:
+    """The seconds of stages with those of their messages: each value is one, over the link of the pipeline's axis."""
 
-    def sent(chosen: list[Crossing]) -> Seconds:
+    def sent(chosen: Iterable[Crossing]) -> Seconds:
         return sum(link.send(crossing.bytes) for crossing in chosen)
 
-    there = sent([crossing for crossing in crossings if crossing.stage == place])
-    back = sent([crossing for crossing in crossings if crossing.stage == place - 1 and crossing.gradient])
-    return replace(one.seconds, activations=there, gradients=back)
+    return tuple(
+        replace(
+            one,
+            activations=sent(crossing for crossing in crossings if crossing.stage == place),
+            gradients=sent(crossing for crossing in crossings if crossing.stage == place - 1 and crossing.gradient),
+        )
+        for place, one in enumerate(stages)
+    )
 
 
-__all__ = ["StagedStep", "staged", "written"]
+__all__ = ["SlowerStagesError", "StagedStep", "staged", "with_messages", "written"]

@@ -39,7 +39,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps, loss_of
 from autopar.planning.mesh_shapes import LARGE
 from autopar.planning.optimize import Optimized, solution_time
-from autopar.planning.pipeline_plan import StagedStep, staged, written
+from autopar.planning.pipeline_plan import SlowerStagesError, StagedStep, staged, written
 from autopar.planning.pipeline_space import PipelineAxis, ScheduledStages, cut_mesh, forms, products_floor
 from autopar.planning.pipeline_stages import StageCuts, without_axis
 from autopar.planning.plan_search import PADDED, best_shape, best_variant, limited
@@ -237,8 +237,9 @@ class PipelineSearch:
             self._schedules(over, runs, forms(over.options, over.ranks))
 
     def _schedules(self, over: PipelineAxis, runs: int, ways: Iterable[ScheduledStages]) -> Seconds:
-        """Search schedules of so many micro-batches; the best time of those that were planned."""
-        known: list[StagedStep] = []
+        """Search schedules of so many micro-batches; the best time of those that were planned, or else what one of them takes
+        at least."""
+        known, slower = list[StagedStep](), math.inf
         if self._ended():
             return math.inf
         try:
@@ -259,7 +260,11 @@ class PipelineSearch:
                     continue
                 if cut.starts not in steps:
                     steps[cut.starts] = StageSteps(step, cut.starts)
-                made = staged(steps[cut.starts], over.mesh, over.axis, cut, over.planner)
+                made = staged(steps[cut.starts], over.mesh, over.axis, cut, over.planner, self.seconds)
+            except SlowerStagesError as error:
+                self.fared["slower by their first stages"] += 1
+                slower = min(slower, error.seconds)
+                continue
             except AutoparError as error:
                 self.refused.append(error)
                 continue
@@ -267,7 +272,7 @@ class PipelineSearch:
             known.append(made)
             if made.seconds < self.seconds:
                 self.seconds, self.without, self.found = made.seconds, None, (made, over.planner, asked)
-        return min((made.seconds for made in known), default=math.inf)
+        return min((made.seconds for made in known), default=slower)
 
     def _ended(self) -> bool:
         """Whether the deadline has come, and something was tried."""

@@ -20,7 +20,7 @@ from autopar.analysis.deferrable import deferrable
 from autopar.analysis.repeated_blocks import block_of
 from autopar.errors import BudgetError
 from autopar.formulation.read_solution import assignment
-from autopar.formulation.step_time import hidden_time, step_events
+from autopar.formulation.step_time import StepPrices, hidden_time, step_events
 from autopar.ir.layout import Layout, text
 from autopar.ir.mesh import Bytes, Link, Mesh, Seconds
 from autopar.ir.program import Argument, Program, Ref, Static, digest, substitute
@@ -107,7 +107,7 @@ class StagePlanner:
             step, times = steps.made(place, layouts, in_flight(cut.schedule, place)), tuple(moments(cut.schedule, place))
             known, names = wanted | alike, step.program.values.keys() - step.received.keys()
             of_stage = {escape(name): line for name, line in known.items() if name in names}
-            made = self._within(step, times, replace(self.options, constraints=of_stage, budget=budget), limit, place)
+            made = self._within(step, times, replace(self.options, constraints=of_stage, budget=budget), limit, place, chunks)
             program, ends = step.program, dict(zip(_stored(step.program), made.stored, strict=True))
             layouts = {output.path: layout for output, layout in zip(program.outputs, made.outputs, strict=True)}
             alike |= {
@@ -137,26 +137,31 @@ class StagePlanner:
         """The solution of a stage under its own names."""
         return transferred(stage.found, analysed(stage.step, self.mesh, stage.options), self.mesh, stage.options)
 
-    def _within(self, step: TrainingStep, times: Sequence[StageMoment], options: Options, limit: Bytes, place: int) -> _Solved:
-        """A stage solved so that it fits with all micro-batches that are in flight.
+    def _within(
+        self, step: TrainingStep, times: Sequence[StageMoment], options: Options, limit: Bytes, place: int, chunks: int
+    ) -> _Solved:
+        """A stage solved so that it fits with all micro-batches that are in flight; `chunks` of them share a rank's memory.
 
         What is deferred counts like micro-batches in flight in the rows, which is more where I frees what W does not need.
         """
         assert step.stage is not None, "it is a stage"
-        try:
-            for flights in dict.fromkeys((1, step.flights, max(now.flights + now.waiting for now in times))):
+        least, filled = 0, object()
+        for flights in dict.fromkeys((1, step.flights, max(now.flights + now.waiting for now in times))):
+            try:
                 made = self._solved(replace(step, stage=replace(step.stage, flights=flights, link=self.link)), options)
-                if made.peak(times) <= limit:
-                    return made
-            raise BudgetError("what is deferred does not fit", **{SMALLEST: f"budget={made.peak(times)}"})
-        except BudgetError as error:
-            least = int(error.details.get(SMALLEST, "budget=0").removeprefix("budget="))
-            raise BudgetError(
-                f"stage {place} of the pipeline: no plan fits into {size_text(limit)} per device with {step.flights} "
-                f"micro-batches in flight; the smallest budget of such a stage is {size_text(least)}",
-                filled=error.details.get("filled", ""),
-                fix="more micro-batches of fewer samples, more stages, 1f1b in the place of gpipe, or a larger budget",
-            ) from error
+            except BudgetError as error:  # the budget that the last one needs is that of the stage
+                least, filled = int(str(error.details[SMALLEST]).removeprefix("budget=")), error.details["filled"]
+                continue
+            least, filled = made.peak(times), "what is deferred"
+            if least <= limit:
+                return made
+        raise BudgetError(
+            f"stage {place} of the pipeline: no plan fits into {size_text(limit)} per device with {step.flights} "
+            f"micro-batches in flight; the smallest budget of such a stage is {size_text(least)}",
+            **{SMALLEST: f"budget={chunks * least}"},
+            filled=filled,
+            fix="more micro-batches of fewer samples, more stages, 1f1b in the place of gpipe, or a larger budget",
+        )
 
     def _solved(self, step: TrainingStep, options: Options) -> _Solved:
         """A stage solved as it is, or as one like it was."""
@@ -180,7 +185,7 @@ class StagePlanner:
         alive, others = liveness.walk(chosen), liveness.waiting(chosen) * (step.flights - 1)
         return _Solved(
             found=found,
-            seconds=_seconds(found),
+            seconds=stage_seconds(found, found.formulated.step_prices),
             halving=round(float((alive[:-1] + deferred[:-1]).max())) - others,
             deferred=round(float(deferred[-1])),
             outputs=tuple(chosen.outputs[output.path] for output in step.program.outputs),
@@ -201,9 +206,9 @@ def _by_value(program: Program, constraints: Mapping[str, str]) -> dict[str, str
     return {value: line for glob, line in constraints.items() for name, value in known if fnmatchcase(name, glob)}
 
 
-def _seconds(found: Optimized) -> StageSeconds:
-    """What a stage takes for one micro-batch, and once a step."""
-    chosen, prices = assignment(found.formulated, found.solution), found.formulated.step_prices
+def stage_seconds(found: Optimized, prices: StepPrices) -> StageSeconds:
+    """What a stage takes for one micro-batch, and once a step, at these prices."""
+    chosen = assignment(found.formulated, found.solution)
     events = step_events(found.memory_model.liveness.schedule(chosen), prices)
     total, runs = sum(event.seconds for event in events), found.formulated.analysis.step.microbatches
     shown = 1 - hidden_time(events, prices, once=chosen.once) / total if total else 1.0
@@ -268,4 +273,4 @@ def _place(block: object, blocks: dict[object, int]) -> int:
     return blocks.setdefault(block, len(blocks))
 
 
-__all__ = ["StagePlan", "StagePlanner"]
+__all__ = ["StagePlan", "StagePlanner", "stage_seconds"]

@@ -45,7 +45,7 @@ class StepFailures:
 
     @staticmethod
     def of(context: Context) -> StepFailures:
-        """Failures of steps of a module that all ranks build."""
+        """The failures of a module that all ranks build."""
         return StepFailures(
             from_rank_0(lambda: str(_get_default_store().add(MODULES, 1)), context) if context.device_mesh else ""
         )

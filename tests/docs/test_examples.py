@@ -113,6 +113,17 @@ def test_a_hugging_face_model_is_loaded_trained_saved_and_generates(pool: Worker
     assert "counted on" not in str(second)
 
 
+@pytest.mark.thorough
+def test_a_model_in_stages_trains_on_eight_processes_like_the_whole(pool: WorkerPool) -> None:
+    first, *others = pool.run(f"{__name__}:in_worker", ["pipeline.py"])
+    losses = [tuple(map(float, pair)) for pair in re.findall(r"loss (\S+) in stages, (\S+) whole", str(first))]
+    assert len(losses) == 3
+    assert all(abs(staged - whole) <= 2e-5 for staged, whole in losses)
+    assert losses[-1][0] < losses[0][0]
+    assert "2 stages over pp" in str(first)
+    assert others == [""] * 7
+
+
 def test_a_loop_of_accelerate_trains(pool: WorkerPool) -> None:
     first, second = pool.run(f"{__name__}:in_worker", ["accelerate_loop.py"], ranks=2)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", str(first))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from autopar.explain.budget_sweep import SweepStep, improved, sweep_parts
 
@@ -38,3 +39,9 @@ def test_what_fits_into_less_fits_into_more() -> None:
     assert "smaller budgets" in better[0]
     assert [line.split()[:2] for line in better[1:-1]] == [["3.00", "GiB"]]
     assert len([*sweep_parts(found)]) == len(STEPS) + 2  # nothing to improve
+
+
+def test_where_nothing_is_proven_no_gap_is_printed() -> None:
+    rows = [str(part) for part in sweep_parts([replace(step, gap=1.0) for step in STEPS])]
+    assert all(row.split()[-2] == "-" for row in rows[1 : len(STEPS) + 1])
+    assert rows[-1].endswith("-: nothing is proven")

@@ -84,6 +84,8 @@ def test_the_sentence_names_the_worst_case() -> None:
     said = plain(sensitivity_parts([better, worse]))
     assert "kernels are 20% slower" in said
     assert "cost this plan 11.1% of the step at most" in said
+    said = plain(sensitivity_parts([replace(worse, bound=None)]))
+    assert "cost this plan 5.3% of the step, as far as is known" in said
 
 
 def test_the_command_prints_a_row_per_case_and_the_same_as_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,21 @@ def gpt2():
     model.loss_type = "ForCausalLM"
     tokens = torch.empty(16, 32, dtype=torch.long)
     return model, {"input_ids": tokens, "labels": tokens}
+
+class Blocks(torch.nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+def blocks():
+    return Blocks(*(Block(64, 256) for _ in range(4))), torch.empty(1024, 64)
+
+class Block(torch.nn.Module):
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, hidden), torch.nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
 """
 ASKED = ("--mesh", "pp=2,dp=2", "--device", "h100", "--pipeline", "pp", "--strategy", "fsdp", "--microbatches", "4")
 
@@ -88,8 +104,6 @@ def test_why_names_the_stage_and_why_not_plans_it_again(target: str, capsys: pyt
     assert "pipeline" not in said.partition("compared with the plan")[2]
     assert main([*asked, "--why", "nothing.of.this.name"]) == 1
     assert "nothing in the model is named" in capsys.readouterr().err
-    assert main([*asked, "--budget-sweep"]) == 2
-    assert "the plan has pipeline stages: --budget-sweep" in capsys.readouterr().err
 
 
 def test_the_code_of_every_stage_is_shown(target: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,3 +111,33 @@ def test_the_code_of_every_stage_is_shown(target: str, capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     assert said.count("def forward(self") == 2
     assert said.startswith("# stage 0, pp=0")
+
+
+def test_less_memory_is_bought_with_time_and_other_prices_are_those_of_other_links(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = target.replace(":gpt2", ":blocks")
+    asked = (blocks, "--mesh", "pp=2", "--device", "h100", "--pipeline", "pp", "--microbatches", "4", "--schedule", "1f1b")
+    assert main([*asked, "--budget-sweep", "--sensitivity", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    plan, sweep = Plan.from_json(json.dumps(data["plan"])), data["budget_sweep"]
+    assert [step["budget"] for step in sweep] == sorted((step["budget"] for step in sweep), reverse=True)
+    assert all(step["peak_memory"] <= step["budget"] for step in sweep)
+    times = [step["step_time"] for step in sweep]
+    assert times == sorted(times)
+    assert times[0] == pytest.approx(plan.step_time)
+    assert len(set(times)) > 1
+    assert main([*asked, "--budget", f"{sweep[-1]['budget']}B"]) == 0
+    assert main([*asked, "--budget", f"{sweep[-1]['budget'] // 2}B"]) == 1
+    assert "the smallest budget of such a stage is" in capsys.readouterr().err
+    found = {(one["what"], one["speed"]): one["step_time"] for one in data["sensitivity"]}
+    pipeline, rates = plan.pipeline, {}
+    assert pipeline is not None
+    for (what, speed), seconds in found.items():
+        links, kernels = (speed, 1.0) if what == "links" else (1.0, speed)
+        own = dict.fromkeys(("forward", "backward_input", "backward_weight", "once"), kernels)
+        rates = own | dict.fromkeys(("activations", "gradients"), links)
+        stages = [replace(one, **{name: getattr(one, name) / rate for name, rate in rates.items()}) for one in pipeline.seconds]
+        assert seconds == pytest.approx(
+            Clock(pipeline.order).seconds(stages)
+        )  # a stage is on one device: only messages are sent

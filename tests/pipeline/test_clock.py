@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.pipeline.clock import Clock, StageSeconds
+from autopar.pipeline.clock import Clock, StageSeconds, least_seconds
 from autopar.pipeline.dependencies import made, needed
 from autopar.pipeline.named_schedules import named
 from autopar.pipeline.schedule import Action, PipelineSchedule, parse
@@ -176,3 +176,19 @@ def test_without_messages_1f1b_takes_at_most_what_alpa_says() -> None:
         assert seconds <= alpa * (1 + 1e-12)
         excess.append(alpa / seconds - 1)
     assert max(excess) > 0.1
+
+
+def test_what_some_stages_take_is_a_bound_of_the_whole() -> None:
+    draw, reached = random.Random(11), 0
+    for _ in range(300):
+        schedule = any_schedule(draw)
+        seconds = any_seconds(draw, schedule.stages)
+        known = [least_seconds(schedule, seconds[:count]) for count in range(1, schedule.stages + 1)]
+        took = Clock(schedule).seconds(seconds)
+        assert known == sorted(known)
+        assert known[-1] <= took * (1 + 1e-12)
+        reached += known[-1] >= 0.999 * took
+    assert reached > 5  # where ranks never wait
+    for name in ("gpipe", "1f1b"):
+        schedule = named(name, 4, 8)
+        assert least_seconds(schedule, equal(4, 1, 1, 1)) == Clock(schedule).seconds(equal(4, 1, 1, 1))

@@ -162,6 +162,21 @@ def test_a_model_without_one_loss_is_refused() -> None:
         autopar.plan(Two(), torch.randn(4, 8), {"pp": 2}, device="h100", pipeline="pp", microbatches=2)
 
 
+def test_a_model_that_mixes_samples_is_refused() -> None:
+    blocks = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4))
+    with pytest.raises(ConstraintError, match="a step cannot run in 2 micro-batches"):
+        autopar.plan(
+            nn.Sequential(*blocks, Squares()), torch.randn(4, 8), {"pp": 2}, device="h100", pipeline="pp", microbatches=2
+        )
+
+
+def test_a_constraint_on_a_tied_parameter_holds_in_all_of_its_stages() -> None:
+    made = planned(strategy="auto", constraints={"transformer.wte.weight": "S(0)"})
+    assert [stage.layouts["transformer.wte.weight"] for stage in made.stages] == ["S(0)"] * 2
+    with pytest.raises(ConstraintError, match="names nothing"):
+        planned(strategy="auto", constraints={"transformer.h.7.*": "I"})
+
+
 def test_a_sample_with_a_gradient_is_refused() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     with pytest.raises(ConstraintError, match="a pipeline computes no gradients of inputs"):

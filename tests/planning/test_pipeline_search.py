@@ -117,6 +117,20 @@ def test_gpt2_on_one_node_has_no_stages_and_a_large_one_over_slow_links_has() ->
     assert found.step_time < 0.8 * plan(wide, (8, 8), device=slow, microbatches=16).step_time
 
 
+@pytest.mark.parametrize("strategy, layout, route", [("auto", "S(1)", None), ("megatron", "S(2)", ("S(2) -> I",))])
+def test_what_crosses_a_slow_link_is_split_over_a_fast_one(strategy: str, layout: str, route: tuple[str, ...] | None) -> None:
+    """Sequence parallelism passes on its part of the sequence as it is (Li et al., 2021). What tensor parallelism has whole it
+    scatters, sends and gathers on the other side (Narayanan et al., 2021)."""
+    program = planning.gpt2(8, 1024, 2048, depth=2).program
+    asked: dict[str, Any] = {"pipeline": "pp", "microbatches": 4, "schedule": "1f1b", "strategy": strategy}
+    found = plan(program, {"pp": 2, "tp": 8}, device=replace(catalog.device("h100"), outer="ethernet-25g"), **asked)
+    assert found.pipeline is not None
+    (crossing,) = found.pipeline.crossings
+    assert crossing.layout == layout
+    assert crossing.bytes == program.values[crossing.value].bytes / 4 / 8
+    assert found.stages[1].routes.get(crossing.value) == route
+
+
 def test_gradients_of_weights_are_deferred_where_the_clock_says_that_it_is_faster() -> None:
     """And not where one rank has nothing to wait for, or where messages take longer than what is deferred."""
     asked: dict[str, Any] = {"pipeline": "pp", "microbatches": 8}

@@ -99,8 +99,7 @@ class PageAnswers:
         ]
         known = [one for one in known if one[0] < self.plan.peak_memory]
         if not known:
-            option = "--budget" if self.plan.pipeline else "--budget-sweep"  # of stages it is not answered yet
-            return f"No plan here needs less; {option} looks for others."
+            return "No plan here needs less; --budget-sweep looks for others."
         size, seconds, name = min(known)
         slower = f"{seconds / self.plan.step_time - 1:.0%} slower" if self.plan.step_time else "as fast"
         return f"{size_text(size)} per device are enough{name}: {slower}."
