@@ -76,7 +76,7 @@ def forced(program: Program, mesh: Mesh, runs: tuple[int, ...], **options: Any) 
 @pytest.mark.parametrize(
     "mesh, runs, options, stages",
     [
-        pytest.param((4,), (2, 4), {}, True, id="four nodes"),
+        pytest.param((4,), (4,), {}, True, id="four nodes"),
         pytest.param((2, 2), (1, 2, 4, 8), {"strategy": "fsdp"}, True, id="by fsdp", marks=pytest.mark.thorough),
         pytest.param((2,), (4, 8), {"budget": "12MiB"}, True, id="in little memory"),
         pytest.param((2,), (4, 8), {"device": device("nvlink4", per_node=8, rate=2e10)}, False, id="fast links"),
@@ -109,7 +109,7 @@ def test_forwards_ahead_are_of_1f1b_and_hold_more() -> None:
 
 
 def test_gpt2_on_one_node_has_no_stages_and_a_large_one_over_slow_links_has() -> None:
-    fast = plan(planning.gpt2(16, 1024, 768, depth=2).program, (8,), device="h100", pipeline="auto")
+    fast = plan(planning.gpt2(16, 1024, 768, depth=2).program, (8,), device="h100", pipeline="auto", microbatches=2)
     assert fast.pipeline is None
     slow, wide = replace(catalog.device("h100"), outer="ethernet-25g"), planning.gpt2(64, 2048, 5120, depth=2).program
     found = plan(wide, (8, 8), device=slow, pipeline="auto", microbatches=16)  # two of the blocks of GPT-3 13B
