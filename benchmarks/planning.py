@@ -2,7 +2,7 @@
 
     python benchmarks/planning.py                 every case, each in a process of its own
     python benchmarks/planning.py gpt2 llama8b    these cases
-    python benchmarks/planning.py --sums          where a step is the sum of all that it computes and sends
+    python benchmarks/planning.py --peaks         at the prices of before 2026-11-23: peaks, and a step is a sum
     python benchmarks/planning.py --beside PATH   each case by another checkout first
 
 CPU seconds count all threads of the process, from its start; memory is its peak resident set up to there. Weights are bfloat16
@@ -73,10 +73,10 @@ def peak_memory() -> int:
     return used if sys.platform == "darwin" else used * 1024
 
 
-def run(name: str, *, sums: bool) -> None:
+def run(name: str, *, peaks: bool) -> None:
     """Plan one case in this process and print where the time went."""
     case = CASES[name]
-    print(f"{name}: batch {case.batch}, mesh {case.mesh}, {case.device}{', by sums' * sums}")
+    print(f"{name}: batch {case.batch}, mesh {case.mesh}, {case.device}{', at peaks' * peaks}")
     phases = Phases()
     import torch
     import transformers
@@ -95,8 +95,8 @@ def run(name: str, *, sums: bool) -> None:
     options = Options(device=case.device)
     mesh = connected_mesh(case.mesh, options)
     assert mesh.device is not None
-    if sums:
-        mesh = replace(mesh, device=replace(mesh.device, interference=1.0))
+    if peaks:
+        mesh = replace(mesh, device=mesh.device.at_peak())
     plan = plan_program(captured.program, mesh, options, phases.done)
     print(f"  {'whole':<12} {phases.spent:7.2f} CPU s   {peak_memory() / 2**30:5.2f} GiB")
     print(f"  step {plan.step_time:.6e} s, {plan.peak_memory / 2**30:.2f} GiB a device, {plan.status}, gap {plan.gap:.4%}")
@@ -106,7 +106,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; default: all")
     parser.add_argument("--here", metavar="CASE", help="run one case in this process")
-    parser.add_argument("--sums", action="store_true", help="messages are not hidden, as they were not before 2026-11-23")
+    parser.add_argument("--peaks", action="store_true", help="kernels run at the device's peaks, and hide no message")
     parser.add_argument(
         "--beside", metavar="PATH", type=Path, help="another checkout, whose own benchmark runs each case first"
     )
@@ -115,12 +115,12 @@ def main() -> int:
     if unknown:
         parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     if options.here:
-        run(options.here, sums=options.sums)
+        run(options.here, peaks=options.peaks)
     else:
         for name in options.cases or CASES:
             if options.beside:
                 _run(options.beside.resolve(), name)
-            _run(Path(__file__).resolve().parent.parent, name, *["--sums"] * options.sums)
+            _run(Path(__file__).resolve().parent.parent, name, *["--peaks"] * options.peaks)
     return 0
 
 
