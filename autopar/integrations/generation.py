@@ -17,8 +17,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput, CausalLMOutputWithPast
 
 from autopar.api import parallelize
@@ -119,9 +120,11 @@ class SeenPositions(Cache):  # type: ignore[misc]
         """The number of positions that are written."""
         return self.seen
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refuse beams, which would move the cache from sequence to sequence."""
-        raise InputError("beams are not supported with a planned cache", fix="num_beams=1, or a Generator, which has no cache")
+    def changed(self, *args: object, **kwargs: object) -> None:
+        """Refuse to move what is stored from sequence to sequence, or to forget it."""
+        raise InputError("a planned cache only grows, by the tokens of its sequences", fix="a Generator, which has no cache")
+
+    reorder_cache = crop = batch_repeat_interleave = batch_select_indices = changed
 
 
 class CachedGenerator(Generating):
@@ -203,10 +206,17 @@ class CachedGenerator(Generating):
             **options: those of the library's `generate`.
 
         Raises:
-            InputError: more was asked for than was planned, beams, or no cache.
+            InputError: more was asked for than was planned, beams, an assistant, or no cache.
         """
         if options.get("use_cache", True) is not True or "past_key_values" in options:
             raise InputError("the cache is planned, and always used", fix="leave use_cache and past_key_values out")
+        config = copy.deepcopy(options.get("generation_config") or self.generation_config)
+        assert isinstance(config, GenerationConfig)
+        config.update(**options)
+        mode = config.get_generation_mode(options.get("assistant_model"))
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            fix = "num_beams=1 without an assistant, or a Generator, which has no cache"
+            raise InputError(f"{mode.replace('_', ' ')} is not supported with a planned cache", fix=fix)
         if self.config.is_encoder_decoder:
             rows, width = inputs.shape
             if rows > self.plan.batch or width > self.plan.prompt:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture import Assumptions
 from autopar.errors import BudgetError, ConstraintError, InputError
-from autopar.integrations.generation import CachedGenerator, parallel_generator
+from autopar.integrations.generation import CachedGenerator, SeenPositions, parallel_generator
 from autopar.integrations.generation_plan import GenerationPlan, cached_model, plan_generation, samples_of
 from autopar.plan.options import Options
 from autopar.planning.planner import connected_mesh, plan_program, read_program
@@ -193,7 +193,10 @@ def test_the_memory_of_a_token_is_what_the_plan_says() -> None:
 
 
 ASKED = [
-    ((2, PROMPT), {"num_beams": 2}, "beams are not supported"),
+    ((2, PROMPT), {"num_beams": 2}, "beam search is not supported"),
+    ((1, PROMPT), {"prompt_lookup_num_tokens": 2}, "assisted generation is not supported"),
+    ((1, PROMPT), {"assistant_model": whole_model("gpt2")}, "assisted generation is not supported"),
+    ((1, PROMPT), {"penalty_alpha": 0.6, "top_k": 4}, "contrastive search is not supported"),
     ((5, PROMPT), {}, "5 sequences of 8 tokens, but 4 of 24 were planned"),
     ((1, PROMPT), {"max_new_tokens": 18}, "1 sequences of 25 tokens, but 4 of 24 were planned"),
     ((1, PROMPT), {"use_cache": False}, "the cache is planned, and always used"),
@@ -206,6 +209,12 @@ def test_more_than_was_planned_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=said):
         generator.generate(prompts(*shape), **{**STOP, **options})
+
+
+def test_a_cache_that_others_would_shorten_or_move_is_refused() -> None:
+    for change in ("crop", "reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
+        with pytest.raises(InputError, match="a planned cache only grows"):
+            getattr(SeenPositions(), change)(1)
 
 
 def test_a_call_without_generate_is_refused(generator: CachedGenerator) -> None:
