@@ -261,6 +261,7 @@ def parallel_generator(
         context = connect(replace(connected_mesh(mesh, asked), links=(), device=None))
         line = from_rank_0(lambda: plan_generation(model, prompts, mesh, length=length, **options).to_json(), context)
         plan = GenerationPlan.from_json(line)
+    plan.check(prompts, length)
     cached = cached_model(model, prompts, length)
     first, following = samples_of(cached, prompts)
     prefill = parallelize(cached, first, mesh, plan=plan.prefill)

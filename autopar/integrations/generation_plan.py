@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from autopar import files
 from autopar.api import options_of
-from autopar.errors import ConstraintError, InputError
+from autopar.errors import ConstraintError, InputError, PlanError
 from autopar.integrations.generation_cache import CachedModel
 from autopar.ir.mesh import Seconds
 from autopar.plan.options import INFERENCE, Options
@@ -20,6 +21,17 @@ from autopar.planning.planner import connected_mesh, read_program
 from autopar.planning.shared_storage import plan_both
 
 OF_ONE_PROGRAM = ("dynamic", "static", "assume")  # options that name inputs or lines of a model that is called as it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """A GenerationPlan as text."""
+
+    prefill: str
+    decode: str
+    batch: int
+    prompt: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +65,22 @@ class GenerationPlan:
 
     @staticmethod
     def from_json(line: str) -> GenerationPlan:
-        """What `to_json` wrote."""
-        data = json.loads(line)
-        prefill, decode = (Plan.from_json(data.pop(name)) for name in ("prefill", "decode"))
-        return GenerationPlan(prefill=prefill, decode=decode, **data)
+        """What `to_json` wrote. Raises PlanError for what it did not."""
+        try:
+            data = files.typed(_Written, files.parse(line))
+            if data.batch < 1 or not 1 <= data.prompt <= data.length:
+                raise ValueError(f"{data.batch} sequences, prompts of {data.prompt} tokens and {data.length} positions")
+        except ValueError as error:
+            raise PlanError("the plan of a generation is damaged", error=error, fix="make it again") from error
+        prefill, decode = (Plan.from_json(text, "the plan of a generation") for text in (data.prefill, data.decode))
+        return GenerationPlan(prefill=prefill, decode=decode, batch=data.batch, prompt=data.prompt, length=data.length)
+
+    def check(self, prompts: torch.Tensor, length: int) -> None:
+        """Raise PlanError for other prompts, or another number of positions, than it was made for."""
+        own, asked = ([self.batch, self.prompt], self.length), ([*prompts.shape], length)
+        if own != asked:
+            planned, given = (f"prompts {shape}, {positions} positions" for shape, positions in (own, asked))
+            raise PlanError("the generation was planned for other sizes", planned=planned, given=given, fix="plan again")
 
     def parts(self) -> Iterator[Part]:
         """A table of both."""

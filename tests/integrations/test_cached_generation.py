@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 from autopar.capture import Assumptions
-from autopar.errors import BudgetError, ConstraintError, InputError
+from autopar.errors import BudgetError, ConstraintError, InputError, PlanError
 from autopar.integrations.generation import CachedGenerator, SeenPositions, parallel_generator
 from autopar.integrations.generation_plan import GenerationPlan, cached_model, plan_generation, samples_of
 from autopar.plan.options import Options
@@ -209,6 +210,16 @@ def test_more_than_was_planned_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=said):
         generator.generate(prompts(*shape), **{**STOP, **options})
+
+
+@pytest.mark.parametrize("wrong", ["", "{", "[]", '{"batch": 1}', "batch", "prompt", "decode", "length"])
+def test_a_damaged_plan_and_one_for_other_sizes_are_refused(generator: CachedGenerator, wrong: str) -> None:
+    plan = generator.plan
+    text = json.dumps({**json.loads(plan.to_json()), wrong: "x" if wrong == "decode" else 0})
+    with pytest.raises(PlanError, match="damaged"):
+        GenerationPlan.from_json(text if wrong.isalpha() else wrong)
+    with pytest.raises(PlanError, match="was planned for other sizes"):
+        plan.check(prompts(BATCH, PROMPT), LENGTH + 1)
 
 
 def test_a_cache_that_others_would_shorten_or_move_is_refused() -> None:
