@@ -1,4 +1,4 @@
-"""Train a GPT-2 in two pipeline stages, each of which is fully sharded over four ranks.
+"""Train a GPT-2 in pipeline stages on two ranks, each of which is fully sharded over four.
 
     torchrun --nproc-per-node 8 examples/pipeline.py
 
@@ -35,7 +35,7 @@ def main() -> None:
             one.step()
             one.zero_grad()
         if dist.get_rank() == 0:
-            print(f"step {step}: loss {float(loss):.5f} in stages, {float(expected):.5f} whole")
+            print(f"step {step}: loss {float(loss):.5f} in stages, {float(expected.detach()):.5f} whole")
     if dist.get_rank() == 0:
         print(parallel.autopar.plan)
 

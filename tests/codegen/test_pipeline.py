@@ -38,6 +38,8 @@ CASES = [
     further("t5", {"pp": 2}, {"microbatches": 4, "schedule": "zb-v"}, EXACT),
     ("t5", {"pp": 2}, {"schedule": "tests/support/v_shaped.csv"}, EXACT),
     ("gpt2", {"pp": 2, "tp": 2}, {"strategy": "megatron", "microbatches": 2, "schedule": "zb-h1", **REPEATED}, EXACT),
+    further("gpt2", {"pp": 2, "dp": 2, "tp": 2}, {"strategy": "fsdp+tp", "microbatches": 4}, EXACT),
+    further("llama", {"pp": 2, "node": 2, "dp": 2, "tp": 1}, {"strategy": "hsdp+tp", "microbatches": 2}, EXACT),
     ("gpt2", {"node": 4}, {"pipeline": "auto", "strategy": "fsdp", "device": SLOW}, EXACT),
 ]
 
