@@ -11,11 +11,12 @@ from autopar.ir.dynamic_dims import Dynamic
 from autopar.ir.mesh import Device, Link, Mesh
 from autopar.plan.plan import Plan
 from autopar.runtime.grad_scaler import GradScaler
+from autopar.runtime.local_steps import step_locally
 from autopar.verify import testing
 from autopar.verify.report import Report
 
 __all__ = [
     "AutoparError", "Cluster", "ClusterAllocation", "Device", "Dynamic", "GradScaler", "Link", "Mesh", "Plan", "Report",
     "TrainingJob", "allocate", "check_rule", "discover_rule", "elastic", "explain", "initialize", "launch", "parallelize",
-    "plan", "register_rule", "testing", "verify",
+    "plan", "register_rule", "step_locally", "testing", "verify",
 ]  # fmt: skip

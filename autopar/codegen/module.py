@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from autopar.capture import Signature
 from autopar.capture.decided import Decided
@@ -38,7 +40,7 @@ from autopar.runtime.input_parts import BatchSampler, InputParts
 from autopar.runtime.profiler_ranges import profiling
 from autopar.runtime.random import RngState
 from autopar.runtime.rematerialize.manager import Rematerializer
-from autopar.runtime.storage import to_dtensor, to_local
+from autopar.runtime.storage import given_like, to_dtensor, to_local
 from autopar.runtime.world import Context
 
 
@@ -202,6 +204,13 @@ class ParallelModule(GraphModule):
             InputError: the data set has fewer samples than a batch.
         """
         return BatchSampler(self.autopar.inputs, dataset, shuffle=shuffle, seed=seed)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
+        """Load whole tensors, of which each rank takes its part, or DTensors; like that of every module."""
+        stored = self.state_dict(keep_vars=True)
+        given = {name: given_like(held, stored[name]) if name in stored else held for name, held in state_dict.items()}
+        loaded: _IncompatibleKeys = super().load_state_dict(given, strict, assign)
+        return loaded
 
     def prewarm(self, **sizes: Sequence[int] | int) -> None:
         """Capture and emit the modules for these dynamic sizes now, instead of at the first call of each; all ranks call it.

@@ -158,6 +158,15 @@ def local_part_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     return shard(tensor, layout_of(stored), tuple(stored.device_mesh.shape), tuple(where))
 
 
+def given_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """A whole tensor that was loaded in the form of a stored one, cut on this rank; one of another form or shape as it is."""
+    if not isinstance(stored, DTensor) or isinstance(tensor, DTensor) or tensor.shape != stored.shape:
+        return tensor
+    part = local_part_like(tensor, stored).to(stored.device).contiguous()
+    mesh, places = stored.device_mesh, stored.placements
+    return DTensor.from_local(part, mesh, places, run_check=False, shape=stored.shape, stride=stored.stride())
+
+
 def tensor_by_name(entries: Mapping[str, nn.Module | torch.Tensor], path: str) -> torch.Tensor:
     """The parameter or buffer of this dotted name; `entries` has the modules or tensors of the first level, by name.
 

@@ -88,12 +88,14 @@ def there_and_back(parallel: fx.GraphModule, plain: nn.Module, folder: Path) -> 
     assert bool(whole) == (dist.get_rank() == 0)
     if whole:
         torch.testing.assert_close(whole, kept)
-    for change in ("load", "set"):
+    for change in ("load", "set", "whole"):
         with torch.no_grad():
             for parameter in parallel.parameters():
                 parameter.zero_()
         if change == "load":
             dcp.load({"model": parallel.state_dict()}, checkpoint_id=str(folder / "state"))
+        elif change == "whole":  # every rank has them, as torch.load gives them
+            assert str(parallel.load_state_dict(kept)) == "<All keys matched successfully>"
         else:
             back = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
             set_model_state_dict(parallel, whole, options=back)
@@ -158,3 +160,27 @@ def norms(_: None) -> list[str]:
 
 def test_the_norm_of_gradients_in_any_layout_is_that_of_the_whole_ones_and_warns_of_nothing(pool: WorkerPool) -> None:
     assert pool.run(f"{__name__}:norms", ranks=4) == [[]] * 4
+
+
+def composed(_: None) -> None:
+    """Two forwards before one backward, and a parallel module behind another, with the gradient of the input."""
+    x, other = (batches()[0, part].requires_grad_() for part in range(PARTS))
+    bodies, heads = [], []
+    for parallel in (False, True):
+        body, head = Net().body, Net()
+        if parallel:
+            body = autopar.parallelize(body, x, (2,), device="h100", strategy="fsdp", outputs="whole")
+            head = autopar.parallelize(head, x, (2,), device="h100", strategy="megatron")
+        bodies.append(body)
+        heads.append(head)
+    found = []
+    for body, head in zip(bodies, heads, strict=True):
+        given = [one.detach().requires_grad_() for one in (x, other)]
+        sum(head(body(one)) for one in given).backward()
+        weights = [full_tensor(p.grad) for p in (*body.parameters(), *head.parameters())]
+        found.append(weights + [one.grad for one in given])
+    torch.testing.assert_close(*found)
+
+
+def test_forwards_before_one_backward_and_modules_in_a_chain_pass_gradients_on(pool: WorkerPool) -> None:
+    pool.run(f"{__name__}:composed", ranks=2)

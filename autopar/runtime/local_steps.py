@@ -1,0 +1,104 @@
+"""Optimizer steps on this rank's parts as plain tensors: no dispatch of DTensors, and fused kernels that DTensor lacks.
+
+Before a step the optimizer's parameters, gradients and state are replaced by their local tensors, behind it they are put back:
+what a step writes in place is the memory of the DTensors. Between steps nothing differs for state dicts and schedulers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import optim
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import InputError
+
+# Those that compute each element by itself; others (norms of tensors, products) need whole ones.
+ELEMENTWISE = (
+    optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop,
+    optim.Rprop, optim.SGD,
+)  # fmt: skip
+
+
+def step_locally(optimizer: optim.Optimizer) -> optim.Optimizer:
+    """Have an optimizer step on each rank's parts, as plain tensors; returns it.
+
+    Its numbers are those of a step of DTensors; it takes less of the host, and may be `fused`. Closures are left as they are.
+
+    Args:
+        optimizer: one of torch.optim that computes element by element, over the parameters of a parallel module.
+
+    Raises:
+        InputError: the optimizer is of another class, and might compute with whole tensors.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> step_locally(optim.SGD([weight], lr=0.5)).defaults["lr"]
+    0.5
+    """
+    if type(optimizer) not in ELEMENTWISE:
+        raise InputError(
+            f"{type(optimizer).__name__} is not known to compute each element by itself",
+            known=", ".join(kind.__name__ for kind in ELEMENTWISE),
+            fix="leave step_locally out: its steps are computed on DTensors",
+        )
+    steps = _LocalSteps()
+    optimizer.register_step_pre_hook(steps.before)
+    optimizer.register_step_post_hook(steps.after)
+    return optimizer
+
+
+class _LocalSteps:
+    """The hooks of one optimizer."""
+
+    def __init__(self) -> None:
+        self._parts: dict[torch.Tensor, DTensor] = {}  # what stands for what while a step runs
+        self._wrapped: dict[torch.Tensor, DTensor] = {}  # state by its local tensor
+
+    @torch.no_grad()
+    def before(self, optimizer: optim.Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Put local tensors in the place of DTensors."""
+        if self._parts:  # a step that raised
+            self.after(optimizer, args, kwargs)
+        if (*args[1:], kwargs.get("closure")) not in ((None,), (None, None)):
+            return
+        for group in optimizer.param_groups:
+            group["params"] = [self._local(optimizer, p) if isinstance(p, DTensor) else p for p in group["params"]]
+
+    def _local(self, optimizer: optim.Optimizer, parameter: DTensor) -> torch.Tensor:
+        local: torch.Tensor = parameter.to_local()
+        self._parts[local] = parameter
+        local.grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        if parameter in optimizer.state:
+            optimizer.state[local] = {name: self._inside(kept) for name, kept in optimizer.state.pop(parameter).items()}
+        return local
+
+    def _inside(self, kept: object) -> object:
+        if not isinstance(kept, DTensor):
+            return kept
+        local: torch.Tensor = kept.to_local()
+        self._wrapped[local] = kept
+        return local
+
+    @torch.no_grad()
+    def after(self, optimizer: optim.Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Put the DTensors back."""
+        for group in optimizer.param_groups:
+            group["params"] = [self._parts.get(p, p) for p in group["params"]]
+        for local, parameter in self._parts.items():
+            local.grad = None
+            if local in optimizer.state:
+                state = optimizer.state.pop(local)
+                optimizer.state[parameter] = {name: self._outside(kept, local, parameter) for name, kept in state.items()}
+        self._parts, self._wrapped = {}, {}
+
+    def _outside(self, kept: object, local: torch.Tensor, parameter: DTensor) -> object:
+        if not isinstance(kept, torch.Tensor) or kept.shape != local.shape or not parameter.dim():
+            return kept
+        if kept in self._wrapped:
+            return self._wrapped[kept]
+        mesh, places, shape = parameter.device_mesh, parameter.placements, parameter.shape
+        return DTensor.from_local(kept, mesh, places, run_check=False, shape=shape, stride=parameter.stride())
+
+
+__all__ = ["ELEMENTWISE", "step_locally"]
