@@ -1,6 +1,6 @@
 """An elastic run whose processes are killed at random moments: what is lost, and whether the losses stay the same.
 
-    python -m benchmarks.elastic [--kills 50] [--seed 0] [--save]
+    python -m benchmarks.elastic [--kills 50] [--seed 0] [--worlds 8,6,4] [--save]
 
 A small training on 8, 6, 4, 8, ... gloo processes of one thread. Each start but the last has one of its ranks killed (two of
 three times) or told to leave (SIGTERM), some steps after its first or before it: while it plans, loads, trains or writes. Then
@@ -18,14 +18,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.support.elastic_agent import Generation, started
 from tests.support.elastic_training import logged, train
 
 RESULTS = Path(__file__).parent / "results" / "elastic.txt"
-WORLDS = (8, 6, 4)
 EVERY = 5
 CLOSE = 1e-6
 PER_KILL = 9  # steps of the training for each kill
@@ -80,7 +79,7 @@ def one_start(folder: Path, steps: int, world: int, drawn: random.Random | None,
     return f"{world}  {done:8} {taken}  checkpoints {committed(folder / 'checkpoints')}  exit codes {codes}"
 
 
-def lines(kills: int, seed: int) -> Iterator[str]:
+def lines(kills: int, seed: int, worlds: Sequence[int]) -> Iterator[str]:
     drawn, count, steps = random.Random(seed), Count(), kills * PER_KILL
     with tempfile.TemporaryDirectory() as place:
         folder, whole = Path(place, "disturbed"), Path(place, "whole")
@@ -92,8 +91,8 @@ def lines(kills: int, seed: int) -> Iterator[str]:
         yield f"{kills} kills, {steps} steps, a checkpoint every {EVERY}, seed {seed}"
         yield "ranks, signal, steps taken, what is committed afterwards"
         for number in range(kills):
-            yield one_start(folder, steps, WORLDS[number % len(WORLDS)], drawn, count)
-        yield one_start(folder, steps, 8, None, count)
+            yield one_start(folder, steps, worlds[number % len(worlds)], drawn, count)
+        yield one_start(folder, steps, worlds[0], None, count)
         found = logged(folder)
         worst = max(abs(line["loss"] - expected[int(line["step"])]) for line in found)
         yield ""
@@ -111,10 +110,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--worlds", type=lambda text: [int(n) for n in text.split(",")], default=[8, 6, 4], help="ranks of each start"
+    )
     parser.add_argument("--save", action="store_true")
     asked = parser.parse_args()
     said = []
-    for line in lines(asked.kills, asked.seed):
+    for line in lines(asked.kills, asked.seed, asked.worlds):
         print(line, flush=True)
         said.append(line)
     if asked.save:
