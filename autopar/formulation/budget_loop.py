@@ -17,7 +17,7 @@ from autopar.formulation.formulate import PlanningProblem
 from autopar.formulation.memory_model import MemoryModel
 from autopar.ir.mesh import Bytes
 from autopar.solver.highs import SolverError
-from autopar.solver.lazy_rows import Excess
+from autopar.solver.lazy_rows import Excess, Judge
 from autopar.solver.least_memory import least_memory
 from autopar.solver.problem import Floats, Row, Solution, row_bytes
 from autopar.solver.search import Outcome
@@ -82,6 +82,19 @@ class BudgetLoop:
     def near(self, limit: float, cutoff: float) -> Outcome:
         """The cheapest solution within a limit that the search near the relaxation finds, with a lower bound on every one."""
 
+        return self._solver.solve(self._judge(limit), self._known(limit), cutoff=cutoff)
+
+    def by_sums(self, best: Solution, limit: Bytes) -> Solution | None:
+        """What is best within a limit where nothing overlaps, near the best solution; None if that is not found soon."""
+        beta = self._formulated.prices.device.interference
+        return self._solver.by_sums(best, beta, self._judge(limit), self._known(limit))
+
+    def _known(self, limit: float) -> list[Row]:
+        return [replace(row, limit=limit) for row in self._rows.values()] + ([self._host] if self._host else [])
+
+    def _judge(self, limit: float) -> Judge:
+        """What says at which moments a solution holds more than a limit."""
+
         def judge(solution: Solution) -> Iterator[Excess]:
             yield from self._on_host(solution)
             alive = self._memory_model.walk(solution)
@@ -90,8 +103,7 @@ class BudgetLoop:
                     self._rows[moment] = self._memory_model.row(moment, limit)
                 yield Excess(row=replace(self._rows[moment], limit=limit), bytes=float(alive[moment]) - limit)
 
-        known = [replace(row, limit=limit) for row in self._rows.values()] + ([self._host] if self._host else [])
-        return self._solver.solve(judge, known, cutoff=cutoff)
+        return judge
 
     def _on_host(self, solution: Solution) -> Iterator[Excess]:
         """The host, where a solution has too much there."""

@@ -43,18 +43,19 @@ class OverlapLoads:
         self.overlap = overlap
         self._link = np.array(overlap.links)  # by mesh axis
         self._loads: dict[tuple[int, int], Load] = {}
+        self._ahead: dict[tuple[int, int], Load] = {}
 
     def regions(self) -> tuple[OverlapRegion, ...]:
         """The regions of the problem: the places of the overlap."""
         overlap = self.overlap
 
-        def load(place: int, link: int) -> Load:
-            return self._loads.get((place, link), Load())
+        def loads(found: Mapping[tuple[int, int], Load], place: int) -> tuple[Load, ...]:
+            return tuple(found.get((place, link), Load()) for link in range(overlap.count))
 
         return tuple(
             OverlapRegion(
-                name=name, busy=load(place, BUSY), links=tuple(load(place, link) for link in range(overlap.count)),
-                parts=overlap.parts[place], share=overlap.share(place),
+                name=name, busy=self._loads.get((place, BUSY), Load()), links=loads(self._loads, place),
+                parts=overlap.parts[place], share=overlap.share(place), ahead=loads(self._ahead, place),
             )
             for place, name in enumerate(overlap.names)
         )  # fmt: skip
@@ -134,9 +135,10 @@ class OverlapLoads:
         """The latency of messages over an axis; its price with the overlap."""
         for place, share in shares.items():
             if place is not None:
-                busy, link = self._of(place, BUSY).charges, self._of(place, int(self._link[axis])).charges
-                busy[number] = busy.get(number, 0.0) + self.overlap.beta * share * seconds
-                link[number] = link.get(number, 0.0) + share * seconds
+                link = int(self._link[axis])
+                loads = (self._of(place, BUSY), self.overlap.beta), (self._of(place, link), 1.0), (self._sent(place, link), 1.0)
+                for load, slow in loads:
+                    load.charges[number] = load.charges.get(number, 0.0) + slow * share * seconds
         bare = shares.get(None, 0.0)
         return seconds * (bare + self.overlap.beta * (1.0 - bare))
 
@@ -149,12 +151,18 @@ class OverlapLoads:
             if place is not None:
                 put(self._of(place, BUSY), slow * share * seconds)
                 for number in np.unique(link[sent]).tolist():
-                    put(self._of(place, number), np.where(sent & (link == number), share * seconds, 0.0))
+                    loads = [self._of(place, number), *([self._sent(place, number)] if slow < 1 else [])]
+                    for load in loads:
+                        put(load, np.where(sent & (link == number), share * seconds, 0.0))
         bare = shares.get(None, 0.0)
         return seconds * (bare + slow * (1.0 - bare))
 
     def _of(self, place: int, link: int) -> Load:
         return self._loads.setdefault((place, link), Load())
+
+    def _sent(self, place: int, link: int) -> Load:
+        """What is sent ahead."""
+        return self._ahead.setdefault((place, link), Load())
 
 
 def _add(found: dict[K, Floats], key: K, seconds: Floats) -> None:

@@ -85,7 +85,7 @@ class Plan:
     breakdown: CostBreakdown
     once: bool = False
     dynamic: tuple[Size, ...] = ()  # the sizes that may be others in a call; `step_time` and the like are for the sample's
-    searched: str = ""  # in words, what of pipelines was compared before this plan was chosen, or what ended the search
+    searched: str = ""  # in words, what of pipelines was compared before this plan was chosen, what ended or decided the search
     pipeline: Pipeline | None = None
     stages: tuple[Plan, ...] = ()
 

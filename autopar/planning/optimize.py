@@ -43,7 +43,8 @@ class Optimized:
     """A planning problem with its solution; `memory_model` holds the problem and the memory of its solutions.
 
     The problem is that of a `strategy`, which may be another than was asked for; `stopped`: the deadline ended the search;
-    `shapes`: the sizes of each mesh that was tried, and how it fared.
+    `shapes`: the sizes of each mesh that was tried, and how it fared; `loop` solved the problem, if what it has is of use
+    still; `decided` says what the simulator decided (`planning.decide`).
     """
 
     memory_model: MemoryModel
@@ -52,6 +53,8 @@ class Optimized:
     strategy: str = AUTO
     stopped: bool = False
     shapes: tuple[str, ...] = ()
+    loop: BudgetLoop | None = None
+    decided: str = ""
 
     @property
     def formulated(self) -> PlanningProblem:
@@ -96,7 +99,9 @@ def solved(
     else:
         if solution is None:
             raise _impossible(memory_model, limit, options, settings)
-        best = Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer, strategy=options.strategy)
+        best = Optimized(
+            memory_model=memory_model, solution=solution, optimizer=optimizer, strategy=options.strategy, loop=loop
+        )
         best = _beside_strategies(best, options, limit, settings, binds=loop.binds)
     stop("solve")
     return replace(best, stopped=deadline.passed and best.solution.status != "optimal")
@@ -153,16 +158,18 @@ def cheaper(best: Optimized, analysis: Analysis, mesh: Mesh, options: Options, s
     """
     memory_model, seconds = _formulated(analysis, mesh, best.optimizer, options), solution_time(best.formulated, best.solution)
     limit, cutoff = parse_bytes(options.budget, mesh), (1 - settings.padding_gain) * seconds
-    found = within(memory_model.formulated, memory_model, limit, cutoff=cutoff, settings=settings.near_relaxation())
+    loop = BudgetLoop(memory_model.formulated, memory_model, settings.near_relaxation())
+    found = loop.within(limit, cutoff=cutoff)
     if found is None or solution_time(memory_model.formulated, found) >= seconds:
         return best
-    return replace(best, memory_model=memory_model, solution=found)
+    return replace(best, memory_model=memory_model, solution=found, loop=loop)
 
 
 def transferred(found: Optimized, analysis: Analysis, mesh: Mesh, options: Options) -> Optimized:
     """The solution of one program as that of another that differs in names alone, whose problem is the same number by
     number."""
-    return replace(found, memory_model=_formulated(analysis, mesh, found.optimizer, replace(options, strategy=found.strategy)))
+    memory_model = _formulated(analysis, mesh, found.optimizer, replace(options, strategy=found.strategy))
+    return replace(found, memory_model=memory_model, loop=None)
 
 
 def solution_time(formulated: PlanningProblem, solution: Solution) -> Seconds:

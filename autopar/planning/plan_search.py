@@ -15,6 +15,7 @@ from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import counts, microbatches
 from autopar.passes.padding import padded, rooms
 from autopar.plan.options import AUTO, Options
+from autopar.planning.decide import decided
 from autopar.planning.model_checks import useless_axes, without_rule
 from autopar.planning.optimize import SMALLEST, Optimized, Stop, analysed, cheaper, solution_time, solved
 from autopar.solver.deadline import NEVER, Deadline
@@ -44,7 +45,7 @@ def best_shape(
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
-                one = best_variant(program, mesh, options, stop, replace(settings, below=seconds))
+                one = _best_variant(program, mesh, options, stop, replace(settings, below=seconds))
             except (BudgetError, ConstraintError, MeshError, SolverError) as error:
                 refused.append(error)
                 shapes.append(f"{mesh.sizes} {'slower' if isinstance(error, SlowerError) else 'no plan'}")
@@ -57,11 +58,20 @@ def best_shape(
         raise _nearest_error(refused)
     for warning in warned:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    return replace(best, shapes=tuple(shapes))
+    return decided(replace(best, shapes=tuple(shapes)), options, settings, stop)
 
 
 def best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings = DEFAULTS) -> Optimized:
-    """The best solution in the number of micro-batches that is asked for.
+    """The best solution in the number of micro-batches that is asked for; of those that the search proposes, the simulator
+    decides.
+
+    Raises ConstraintError if a pipeline is asked for: each stage of it is a solution of its own.
+    """
+    return decided(_best_variant(program, mesh, options, stop, settings), options, settings, stop)
+
+
+def _best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings) -> Optimized:
+    """The solution of least price in the number of micro-batches that is asked for.
 
     Raises ConstraintError if a pipeline is asked for: each stage of it is a solution of its own.
     """

@@ -261,6 +261,8 @@ def _searched(found: Optimized, options: Options) -> Iterator[str]:
         yield f"the fastest of {len(found.shapes)} shapes of the mesh: {', '.join(found.shapes)}"
     if found.stopped and options.time_limit:
         yield f"until the time_limit of {options.time_limit:g} s"
+    if found.decided:
+        yield found.decided
 
 
 def collectives_of(

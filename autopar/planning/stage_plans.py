@@ -179,7 +179,7 @@ class StagePlanner:
     def _solve(self, step: TrainingStep, options: Options) -> _Solved:
         analysis = analysed(step, self.mesh, options)
         without_rule(analysis, strict=options.strict)
-        found = solved(analysis, self.mesh, options, settings=self.settings)
+        found = replace(solved(analysis, self.mesh, options, settings=self.settings), loop=None)
         chosen, liveness = assignment(found.formulated, found.solution), found.memory_model.liveness
         deferred = _deferred(found)
         alive, others = liveness.walk(chosen), liveness.waiting(chosen) * (step.flights - 1)

@@ -11,7 +11,7 @@ most columns, and the price of the rounded relaxation of what is left says how m
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.solver.dual_ascent import DualBound, dual_ascent
 from autopar.solver.highs import TimeLimitError
@@ -28,13 +28,14 @@ class Core:
     """A window with its relaxation, which holds every solution that costs at most `holds` seconds.
 
     `relaxed` is the last relaxation, `reduced_costs` are those at it, of candidates by choice and arcs by edge. Without a
-    result there is no solution below the cutoff.
+    result there is no solution below the cutoff. `dual` bounds the whole problem, if that was bounded by messages.
     """
 
     search: Search
     relaxed: Relaxed
     reduced_costs: tuple[list[Floats], list[Floats]]
     holds: float = math.inf
+    dual: DualBound | None = None
 
     @property
     def bound(self) -> float:
@@ -67,9 +68,10 @@ def core(problem: Problem, settings: SearchSettings, cutoff: float = math.inf) -
     if dual.bound >= cutoff:
         return None
     try:
-        return _smallest(problem, dual, everything, settings, cutoff)
+        found = _smallest(problem, dual, everything, settings, cutoff)
     except TimeLimitError as error:
         raise TimeLimitError(settings.deadline, dual.bound) from error
+    return found and replace(found, dual=dual)
 
 
 def _smallest(problem: Problem, dual: DualBound, everything: Window, settings: SearchSettings, cutoff: float) -> Core | None:

@@ -84,7 +84,7 @@ def weighed(problem: Problem, weights: Weights) -> Problem:
         weights: of each region's links, at least 0; with its share in others a region has at most 1 in all (`totals`).
     """
     busy, links = totals(problem, weights)
-    changed = _Prices(problem)
+    changed = LoadedPrices(problem)
     for region, share, sent in zip(problem.regions, busy, links, strict=True):
         changed.add(region.busy, -share)
         for load, weight in zip(region.links, sent, strict=True):
@@ -103,7 +103,7 @@ def totals(problem: Problem, weights: Weights) -> tuple[list[float], list[Floats
     return busy, links
 
 
-class _Prices:
+class LoadedPrices:
     """The prices of a problem, which loads are added to."""
 
     def __init__(self, problem: Problem) -> None:
@@ -158,4 +158,4 @@ class _Prices:
         return Problem(choices=choices, edges=edges, fixed_charges=charges)
 
 
-__all__ = ["Weighed", "Weights", "best_weights", "totals", "weighed"]
+__all__ = ["LoadedPrices", "Weighed", "Weights", "best_weights", "totals", "weighed"]

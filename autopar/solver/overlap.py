@@ -107,7 +107,8 @@ class Activity:
 class OverlapRegion:
     """A part of the step that lasts as long as the longest of its loads.
 
-    `parts` are places of earlier regions, of which this one holds a `share`.
+    `parts` are places of earlier regions, of which this one holds a `share`; `ahead` is the part of each link's load that is
+    sent while the device computes.
     """
 
     name: str
@@ -115,6 +116,7 @@ class OverlapRegion:
     links: tuple[Load, ...]
     parts: tuple[int, ...] = ()
     share: float = 1.0
+    ahead: tuple[Load, ...] = ()
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -123,7 +125,8 @@ class OverlapRegion:
 
     def mapped(self, change: Callable[[Load], Load]) -> OverlapRegion:
         """The region with every load changed."""
-        return replace(self, busy=change(self.busy), links=tuple(map(change, self.links)))
+        links, ahead = tuple(map(change, self.links)), tuple(map(change, self.ahead))
+        return replace(self, busy=change(self.busy), links=links, ahead=ahead)
 
 
 Own = list[tuple[float, list[float]]]  # by region: seconds that it is busy, and on each link, without its parts

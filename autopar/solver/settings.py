@@ -104,6 +104,18 @@ class SearchSettings:
     """Candidates and arcs of a problem from which on its regions are prices where rows bind: GPT-3 on (8, 16, 8), 183,000,
     takes 61 CPU seconds in all, and 1,192 with rows of regions and of memory together (planning: gpt3)."""
 
+    # a proposal by sums, for the simulator
+
+    proposal_window: float = 0.005
+    """By how much the reduced costs of what a proposal uses may exceed the price of the best solution, relative: Llama-3 8B on
+    (16, 8) has the same from 0.005 to 0.04, in 0.2 CPU seconds and in 0.8 (overlap)."""
+
+    proposal_iterations: int = 20_000
+    """Simplex iterations of the relaxation of a proposal, after which it is given up (not varied)."""
+
+    proposal_gain: float = 2e-4
+    """Of the simulated step: the least by which a proposal must be faster than the plan of least price (not varied)."""
+
     # windows of reduced costs
 
     core_windows: tuple[float, ...] = (0.0005, 0.0025, 0.01, 0.04, 0.16)

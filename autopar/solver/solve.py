@@ -36,6 +36,7 @@ from autopar.solver.lazy_rows import Judge, LazyRows
 from autopar.solver.link_weights import Weighed, best_weights
 from autopar.solver.presolve import merge_followers
 from autopar.solver.problem import Problem, Row, Solution, price
+from autopar.solver.proposal import by_sums
 from autopar.solver.reduced_cost_fixing import window
 from autopar.solver.search import Outcome, Search, rerouted, round_and_judge, search_rows
 from autopar.solver.settings import DEFAULTS, SearchSettings
@@ -89,6 +90,25 @@ class Solver:
         if found.solution is None:
             return found
         return replace(found, solution=presolved.expand(found.solution.bounded(found.bound, self.settings.equal_price)))
+
+    def by_sums(self, best: Solution, beta: float, judge: Judge, rows: Iterable[Row] = ()) -> Solution | None:
+        """The best solution at prices by which no message overlaps, near the best one: see `proposal.by_sums`. It is priced as
+        all are, and keeps the bound of the best.
+
+        Args:
+            best: the best solution, by `solve`.
+            beta: seconds that computing loses per second of a message beside it.
+            judge, rows: as for `solve`.
+        """
+        presolved, settings = self._presolved, self.settings
+        if not presolved.problem.regions or self._core is None or self._core.dual is None:
+            return None
+        memory = LazyRows(lambda one: judge(presolved.expand(one)), presolved.row, map(presolved.row, rows), settings)
+        found = by_sums(presolved.problem, self._core.dual, best.seconds, beta, memory, settings)
+        if found is None:
+            return None
+        seconds = price(presolved.problem, found.picks, found.arcs, found.recompute)
+        return presolved.expand(replace(found, seconds=seconds).bounded(best.bound, settings.equal_price))
 
     @property
     def bound(self) -> float:

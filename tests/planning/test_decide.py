@@ -1,0 +1,84 @@
+"""The simulator decides between the plan of least price and the one by sums."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from autopar.cost_models.catalog import DEVICES
+from autopar.formulation.budget_loop import within
+from autopar.passes.microbatches import microbatches
+from autopar.plan.options import Options
+from autopar.planning.decide import decided, simulated_seconds
+from autopar.planning.optimize import Optimized, analysed, solved
+from autopar.planning.planner import connected_mesh, read_program, to_plan
+from autopar.solver.problem import Solution
+from autopar.solver.proposal import summed
+from autopar.solver.settings import DEFAULTS
+from tests.capture.models import MODELS
+
+BETA = 0.45
+
+
+@functools.cache
+def optimized(beta: float) -> tuple[Optimized, Options]:
+    """A GPT-2 on four devices whose links are slow beside their cores."""
+    torch.manual_seed(0)
+    asked = Options(device=replace(DEVICES["l4"], interference=beta))
+    mesh = connected_mesh((2, 2), asked)
+    program = microbatches(read_program(*MODELS["gpt2"]()).program, 1)
+    return solved(analysed(program, mesh, asked), mesh, asked), asked
+
+
+def test_prices_by_sums_are_those_of_a_device_that_gains_nothing_by_overlap() -> None:
+    by_law, by_sums = (optimized(beta)[0].formulated.problem for beta in (BETA, 1.0))
+    priced = summed(by_law, BETA)
+    pairs = [(one.seconds, other.seconds) for one, other in zip(priced.choices, by_sums.choices, strict=True)]
+    for one, other in zip(priced.edges, by_sums.edges, strict=True):
+        pairs.append((one.seconds, other.seconds))
+        costs = zip(one.conditional_costs, other.conditional_costs, strict=True)
+        pairs += [(cost.seconds, due.seconds) for cost, due in costs]
+    charges = zip(priced.fixed_charges, by_sums.fixed_charges, strict=True)
+    pairs.append(tuple(np.array(seconds) for seconds in zip(*((a.seconds, b.seconds) for a, b in charges), strict=True)))
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-15)
+
+
+class Proposing:
+    """A search that has ended, and proposes this."""
+
+    def __init__(self, solution: Solution) -> None:
+        self.solution = solution
+
+    def by_sums(self, best: Solution, limit: int) -> Solution:
+        return self.solution
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_faster_of_two_is_the_plan_whichever_is_proposed(turned: bool) -> None:
+    found, asked = optimized(BETA)
+    peak = float(found.memory_model.walk(found.solution).max())
+    small = within(found.formulated, found.memory_model, int(0.8 * peak))
+    assert small is not None
+    other = replace(found, solution=replace(small, bound=found.solution.bound))
+    first, second = (other, found) if turned else (found, other)
+    times = {one.solution.picks: simulated_seconds(one) for one in (found, other)}
+    assert len(set(times.values())) == 2, "the two differ"
+    chosen = decided(replace(first, loop=Proposing(second.solution)), asked, DEFAULTS, lambda phase: None)  # type: ignore[arg-type]
+    assert simulated_seconds(chosen) == min(times.values())
+    assert bool(chosen.decided) == (chosen.solution.picks == second.solution.picks)
+    if chosen.decided:
+        plan = to_plan(chosen, asked)
+        assert "decided by the simulator" in plan.searched
+        assert math.isclose(plan.gap, 1 - found.solution.bound / plan.step_time, abs_tol=1e-6)
+
+
+def test_the_search_is_let_go_once_it_is_decided() -> None:
+    found, asked = optimized(BETA)
+    assert found.loop is not None
+    assert decided(found, asked, DEFAULTS, lambda phase: None).loop is None
