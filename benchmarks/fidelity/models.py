@@ -28,6 +28,8 @@ class Decoder:
     gated: bool = False  # Llama: rotary positions, RMS norm, gated units; else GPT: learned positions, layer norm, GELU
     tied: bool = True  # the head is the embedding
     biases: bool = True
+    post_norm: bool = False  # BERT's order: a norm behind each sum, and behind the embedding; none at the end
+    one_hot: bool = False  # tokens are looked up by a product with one-hot vectors
     flash: bool = True  # scaled_dot_product_attention; else scores, softmax and dropout one after the other
     dropout: float = 0.0
     metrics: int = 0  # further cross-entropies that the harness computes of the same scores
@@ -116,7 +118,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block with the norms ahead."""
+    """A transformer block with the norms ahead, or behind."""
 
     def __init__(self, of: Decoder) -> None:
         super().__init__()
@@ -129,10 +131,15 @@ class Block(nn.Module):
         self.down = Linear(of.hidden, of.width, bias=of.biases)
 
     def forward(self, x: Tensor, angles: Tensor | None) -> Tensor:
+        if self.of.post_norm:
+            x = self.norm1(x + dropped(self.attention(x, angles), self))
+            return self.norm2(x + dropped(self._wide(x), self))
         x = x + dropped(self.attention(self.norm1(x), angles), self)
-        y = self.norm2(x)
-        y = F.silu(self.gate(y)) * self.up(y) if self.of.gated else F.gelu(self.up(y))
-        return x + dropped(self.down(y), self)
+        return x + dropped(self._wide(self.norm2(x)), self)
+
+    def _wide(self, x: Tensor) -> Tensor:
+        """The feed-forward layers."""
+        return self.down(F.silu(self.gate(x)) * self.up(x) if self.of.gated else F.gelu(self.up(x)))
 
 
 def dropped(x: Tensor, by: Attention | Block) -> Tensor:
@@ -156,17 +163,24 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         embedding = self.tokens.weight.to(self.of.compute)
-        x, angles = F.embedding(tokens, embedding), None
+        x, angles = self._looked_up(tokens, embedding), None
         if self.positions is None:
             angles = self.angles
         else:
             x = x + self.positions.to(x.dtype)
+        x = self.norm(x) if self.of.post_norm else x
         for block in self.blocks:
             x = block(x, angles)
-        x = self.norm(x)
+        x = x if self.of.post_norm else self.norm(x)
         scores = (F.linear(x, embedding) if self.head is None else self.head(x)).flatten(0, 1)
         more = (F.cross_entropy(scores.detach(), labels.flatten(), reduction="sum") for _ in range(self.of.metrics))
         return F.cross_entropy(scores.float(), labels.flatten()), *more
+
+    def _looked_up(self, tokens: Tensor, embedding: Tensor) -> Tensor:
+        if not self.of.one_hot:
+            return F.embedding(tokens, embedding)
+        hot = tokens.unsqueeze(-1) == torch.arange(self.of.vocabulary, device=tokens.device)
+        return hot.to(embedding.dtype) @ embedding
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:

@@ -298,13 +298,18 @@ ALPA = (  # of a line that says all that is to be known
 
 
 def misc(row: Row) -> Run | str:
-    """Single lines: Alpa's GPT in float16 over two equal stages; the other's device and model are not known."""
+    """Single lines: Alpa's GPT in float16 over two equal stages; the other's device and model are not known.
+
+    Its blocks are BERT's, whose last norm has the backward ask for the last product again; its embedding is a product with
+    one-hot vectors, its head is not tied (alpa-projects/alpa: alpa/model/gpt_model.py, alpa/monkey_patch.py,
+    benchmark/alpa/benchmark_one_case_gpt_bert.py).
+    """
     if (row.text("model"), row.text("parallelism")) != ALPA:
         return "its device and model are ambiguous"
     layers, heads, length = 32, 32, row.count("seq_len")
     decoder = Decoder(
         width=2560, heads=heads, key_heads=heads, hidden=4 * 2560, layers=layers, vocabulary=51200, length=length, flash=False,
-        compute=torch.float16,
+        compute=torch.float16, tied=False, post_norm=True, one_hot=True,
     )  # fmt: skip
     return Run(
         table=row.table, line=row.line, device="v100-32gb", nodes=1, mesh={"pp": 2, "dp": 2, "tp": 2}, strategy="megatron",

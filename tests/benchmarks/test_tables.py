@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
-from benchmarks.fidelity.models import Decoder
+from benchmarks.fidelity.models import Decoder, Model
 from benchmarks.fidelity.tables import MEASURED, READERS, Run, Skipped, TableError, runs
 
 SMALL = Decoder(width=16, heads=4, key_heads=2, hidden=40, layers=3, vocabulary=32, length=8)
@@ -38,12 +40,27 @@ def test_published_utilization_is_that_of_the_decoder_and_its_step() -> None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"key_heads": 4}, {"gated": True, "tied": False, "biases": False}, {"key_heads": 4, "biases": False, "tied": False}],
+    [
+        {"key_heads": 4},
+        {"gated": True, "tied": False, "biases": False},
+        {"key_heads": 4, "biases": False, "tied": False},
+        {"key_heads": 4, "post_norm": True, "one_hot": True, "tied": False},
+    ],
 )
 def test_parameters_are_those_of_the_module(sizes: dict[str, object]) -> None:
     decoder = Decoder(**{**{f: getattr(SMALL, f) for f in SMALL.__dataclass_fields__}, **sizes})  # type: ignore[arg-type]
     module: nn.Module = decoder.module()
     assert sum(parameter.numel() for parameter in module.parameters()) == decoder.parameters
+
+
+def test_one_hot_products_look_up_what_an_embedding_does() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(SMALL.vocabulary, (2, SMALL.length))
+    sizes = replace(SMALL, key_heads=4, compute=torch.float32, post_norm=True)
+    module = Model(sizes)
+    looked_up = module(tokens, tokens)[0]
+    module.of = replace(sizes, one_hot=True)
+    torch.testing.assert_close(module(tokens, tokens)[0], looked_up)
 
 
 def _with(tmp_path: Path, table: str, column: str, said: str | None) -> Path:
