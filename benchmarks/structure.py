@@ -111,20 +111,26 @@ def known() -> frozenset[str]:
 
 
 def targets_found(checkout: Checkout) -> str:
-    """Targets with a rule whose whole name a search finds, of all."""
-    folder = next(checkout.root / "autopar" / name for name in OPERATORS if (checkout.root / "autopar" / name).is_dir())
-    text = "\n".join(path.read_text() for path in folder.rglob("*.py"))
-    page = (checkout.root / "docs" / "operators.md").read_text()
-    total = int(match[1]) if (match := re.search(r"(\d+) overloads", page)) else 0
-    found = set(re.findall(r'"(aten\.\w+\.\w+)"', text))
-    return f"{len(found)} of {total}"
+    """Operators of ATen with a rule whose whole name a search finds, of all."""
+    text = "\n".join(path.read_text() for path in (checkout.root / "autopar" / _folder(checkout)).rglob("*.py"))
+    targets = [name for name in _of_rules(checkout, "*RULES").split() if name.startswith("aten.")]
+    written = sum('"' + name + '"' in text for name in targets)
+    return f"{written} of {len(targets)}" if targets else "-"
 
 
 def rules_by_pattern(checkout: Checkout) -> str:
-    """Rows whose rule is a text of dims, of all; as this checkout's package has them, or as others' own interpreters say."""
-    folder = next(name for name in OPERATORS if (checkout.root / "autopar" / name).is_dir())
-    code = f"from autopar.{folder} import RULES; print(sum(r.shapes is None for r in RULES.values()), 'of', len(RULES))"
-    return subprocess.run([sys.executable, "-c", code], cwd=checkout.root, capture_output=True, text=True).stdout.strip() or "-"
+    """Rows whose rule is a text of dims, of all."""
+    return _of_rules(checkout, "sum(r.shapes is None for r in RULES.values()), 'of', len(RULES)") or "-"
+
+
+def _folder(checkout: Checkout) -> str:
+    return next(name for name in OPERATORS if (checkout.root / "autopar" / name).is_dir())
+
+
+def _of_rules(checkout: Checkout, what: str) -> str:
+    """What a checkout's own package prints of its rules; empty where it does not run."""
+    code = f"from autopar.{_folder(checkout)} import RULES; print({what})"
+    return subprocess.run([sys.executable, "-c", code], cwd=checkout.root, capture_output=True, text=True).stdout.strip()
 
 
 def shared_names(checkout: Checkout) -> int:
