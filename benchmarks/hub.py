@@ -49,7 +49,7 @@ from autopar.verify.execution import doubled, error
 from autopar.verify.reference import module_results
 from benchmarks import hub_families, hub_models
 from benchmarks.hub_report import Record, report
-from tests.fuzz.trial import Planner, Setting, Tried, WrongNumber
+from tests.fuzz.trial import Planner, Setting, Tried, WrongNumber, in_double
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTING = Setting(sizes=(2,), plans=("auto", 0))
@@ -138,7 +138,7 @@ def own_digits(module: torch.nn.Module, sample: Record, captured: Captured, trie
     Gradients that are zero but for terms that cancel have fewer digits than double precision.
     """
     torch.manual_seed(5)
-    moved = copy.deepcopy(module).double()
+    moved = in_double(module)
     with torch.no_grad():
         for parameter in moved.parameters():
             parameter.mul_(1 + LAST_DIGIT * torch.randn_like(parameter))

@@ -33,7 +33,9 @@ def report(records: list[Record]) -> str:
         lines += _wrapped(names)
     unbuilt = [one["kind"] for one in records if not reached(one, "built")]
     lines += ["", f"not tried, as no small configuration and inputs of ours ran in the user's own module: {len(unbuilt)}"]
-    return "\n".join([*lines, *_wrapped(" ".join(unbuilt))])
+    lines += _wrapped(" ".join(unbuilt))
+    equal = [one["kind"] for one in ran if reached(one, "equal")]
+    return "\n".join([*lines, "", f"equal: {len(equal)}", *_wrapped(" ".join(equal))])
 
 
 def reached(record: Record, stage: str) -> bool:

@@ -31,6 +31,7 @@ class Case:
     batch: tuple[int, int]
     mesh: tuple[int, ...]
     device: str = "h100"
+    head: str = "AutoModelForCausalLM"
 
 
 GPT2 = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024}
@@ -44,11 +45,31 @@ LLAMA8B = {
     "vocab_size": 128256,
     "max_position_embeddings": 8192,
 }
+LLAMA70B = LLAMA8B | {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+T5_11B = {
+    "num_layers": 24,
+    "num_decoder_layers": 24,
+    "d_model": 1024,
+    "d_kv": 128,
+    "num_heads": 128,
+    "d_ff": 65536,
+    "decoder_start_token_id": 0,
+}
+QWEN3_NEXT = {  # every fourth layer has attention, the others a gated delta rule, in chunks of 64
+    "num_hidden_layers": 8, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+    "num_experts": 64, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "vocab_size": 151936,
+}  # fmt: skip
 
 CASES = {
     "gpt2": Case(config="GPT2Config", arguments=GPT2, batch=(16, 1024), mesh=(2, 4)),
     "gpt2-3d": Case(config="GPT2Config", arguments=GPT2, batch=(16, 1024), mesh=(2, 2, 2)),
     "llama8b": Case(config="LlamaConfig", arguments=LLAMA8B, batch=(16, 8192), mesh=(8, 8)),
+    "gpt2-2d": Case(config="GPT2Config", arguments=GPT2, batch=(64, 1024), mesh=(8, 8)),
+    "gpt2-6d": Case(config="GPT2Config", arguments=GPT2, batch=(64, 1024), mesh=(2,) * 6),
+    "qwen3-next": Case(config="Qwen3NextConfig", arguments=QWEN3_NEXT, batch=(8, 1024), mesh=(2, 4)),
+    "t5-11b": Case(config="T5Config", arguments=T5_11B, batch=(128, 512), mesh=(8, 8), head="AutoModelForSeq2SeqLM"),
+    "llama70b": Case(config="LlamaConfig", arguments=LLAMA70B, batch=(128, 4096), mesh=(16, 8)),
     "gpt3": Case(config="GPT2Config", arguments=GPT3, batch=(256, 2048), mesh=(8, 16, 8)),
 }
 
@@ -87,7 +108,7 @@ def run(name: str, *, peaks: bool) -> None:
     phases.done("import")
     config = getattr(transformers, case.config)(**case.arguments)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        model = getattr(transformers, case.head).from_config(config, dtype=torch.bfloat16)
         tokens = torch.empty(case.batch, dtype=torch.long)
     phases.done("model")
     captured = read_program(model, {"input_ids": tokens, "labels": tokens})

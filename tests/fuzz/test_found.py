@@ -40,3 +40,16 @@ def unread(batch: int) -> dict[str, torch.Tensor]:
 def test_a_bucket_of_weights_that_do_not_lead_to_the_loss_has_no_gradient() -> None:
     with ThreadedRanks() as world:
         assert check(Unread, unread, Setting(sizes=(2, 2), plans=(0, 1, 2, 3)), world).equal == 4
+
+
+class Ignored(nn.Module):
+    """A mean over no targets, which is NaN in torch as well."""
+
+    def forward(self, x0: torch.Tensor, x1: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss0": nn.functional.cross_entropy(x0.cumsum(0).sum(dim=0, keepdim=True), x1, ignore_index=0)}
+
+
+def test_what_is_nan_for_the_user_is_to_be_nan() -> None:
+    with ThreadedRanks() as world:
+        found = check(Ignored, lambda n: {"x0": torch.randn(n, 6), "x1": torch.tensor([0])}, Setting(plans=(0, 1)), world)
+    assert found.equal == 2
