@@ -6,109 +6,27 @@ the planned one, and its results have the structure of the original's.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from autopar.capture import Signature
-from autopar.capture.decided import Decided
-from autopar.capture.python_state import Settings
 from autopar.capture.returned import ReturnSpec
 from autopar.codegen.call_checks import aspects_of, check_call, check_gradients
 from autopar.codegen.graph_module import GraphModule
-from autopar.codegen.names import identifiers
+from autopar.codegen.module_state import ModuleState
 from autopar.codegen.profiled import ProfiledRun
-from autopar.codegen.steps import Steps
-from autopar.codegen.variants import Variants, combinations
+from autopar.codegen.variants import combinations
 from autopar.errors import InputError
-from autopar.ir.dynamic_dims import Size
-from autopar.ir.layout import Layout
 from autopar.ir.program import Program
-from autopar.plan.plan import Plan
 from autopar.runtime.call_agreement import CallAgreement
-from autopar.runtime.deferred_products import DeferredProducts
-from autopar.runtime.gradient_accumulation import GradientAccumulator
 from autopar.runtime.gradient_norm import norm_of
-from autopar.runtime.input_parts import BatchSampler, InputParts
+from autopar.runtime.input_parts import BatchSampler
 from autopar.runtime.profiler_ranges import profiling
-from autopar.runtime.random import RngState
-from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.storage import given_like, to_dtensor, to_local
-from autopar.runtime.world import Context
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputLayout:
-    """One output: its global shape, its layout, and whether the user gets it as a DTensor."""
-
-    shape: tuple[int, ...]
-    layout: Layout
-    split: bool
-
-
-class ModuleState:
-    """The state of a parallel module beside its parameters: `axes.NAME`, and three objects that emitted code passes on.
-
-    `steps` cuts the batch into micro-batches; None if there is one.
-    """
-
-    def __init__(
-        self,
-        plan: Plan | None,
-        signature: Signature,
-        context: Context,
-        seed: int,
-        outputs: Sequence[OutputLayout],
-        steps: Steps | None = None,
-        inputs: InputParts | None = None,
-    ) -> None:
-        self.plan, self.signature, self.context, self.outputs, self.steps = plan, signature, context, outputs, steps
-        self.inputs = inputs or InputParts(context=context, shapes=signature.shapes, layouts={}, sharded=False)
-        if self.inputs.sharded:
-            tensors = (replace(planned, parts=self.inputs.counts(planned.path)) for planned in signature.tensors)
-            self.signature = replace(signature, tensors=tuple(tensors))
-        self.rng_state, self.rematerializer, self.accumulator = RngState(seed), Rematerializer(), GradientAccumulator()
-        self.deferred = DeferredProducts()
-        self.agreement = CallAgreement(context, {path: self.inputs.owners(path) for path in self.inputs.split})
-        self.alike = True  # whether all ranks store the same parameters
-        self.storage = context  # the mesh over which these are stored
-        self.filled = False  # whether all tensors are known to have data
-        self.constant: frozenset[str] = frozenset()  # the parameters and buffers that get no gradient, under every name
-        self.settings = Settings(())  # attributes of the modules that were captured
-        self.decided = Decided()  # buffers that decided a branch
-        self.other: Callable[[ParallelModule], ParallelModule | None] | None = (
-            None  # builds the module for the other of training and evaluation
-        )
-        self.mode = True  # `training` when the model was captured
-        self.scaler: torch.amp.GradScaler | None = None  # of the loss of a step
-        self.twin: ParallelModule | None = None
-        self.sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule] | None = None  # builds it for other sizes
-        self.variants = Variants()
-        names = identifiers(context.mesh.axes)
-        self.axes = SimpleNamespace(**{names[axis.name]: axis for axis in context.axes})
-
-    def on_host(self, name: str) -> bool:
-        """Whether the plan stores a parameter in the host's memory."""
-        return self.plan is not None and self.plan.layouts.get(name, "").endswith(", H")
-
-    def vary(self, sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule], sizes: tuple[Size, ...]) -> None:
-        """Allow these dynamic sizes to differ from the sample's; `sized` builds the module for given sizes."""
-        self.sized, self.signature = sized, replace(self.signature, sizes=sizes)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> ModuleState:
-        """A state with its own random state, and without what belongs to a forward in progress."""
-        copied = copy.copy(self)
-        own = self.rng_state, self.rematerializer, self.accumulator, self.deferred
-        copied.rng_state, copied.rematerializer, copied.accumulator, copied.deferred = copy.deepcopy(own, memo)
-        copied.variants = Variants()
-        return copied
 
 
 class ParallelModule(GraphModule):

@@ -14,7 +14,8 @@ from typing import NoReturn
 import torch
 
 from autopar.codegen.graph_module import HELD
-from autopar.codegen.module import ModuleState, ParallelModule
+from autopar.codegen.module import ParallelModule
+from autopar.codegen.module_state import ModuleState
 from autopar.errors import InputError
 from autopar.ir.program import Program, Value
 from autopar.pipeline.schedule import ActionKind, PipelineSchedule
