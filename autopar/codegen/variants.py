@@ -35,7 +35,9 @@ def combinations(sizes: Sequence[Size], asked: Mapping[str, Sequence[int] | int]
     """The numbers of all combinations of sizes, those not asked for as in the sample; raises InputError for what cannot be."""
     if unknown := [name for name in asked if name not in {size.name for size in sizes}]:
         declared = ", ".join(size.name for size in sizes)
-        raise InputError(f"{unknown[0]} is no dynamic size of the plan", sizes=declared, fix='plan with dynamic={"batch": 0}')
+        raise InputError(
+            f"{unknown[0]} is not a dynamic size of the plan", sizes=declared, fix='plan with dynamic={"batch": 0}'
+        )
     for found in itertools.product(*(_listed(asked.get(size.name, size.sample)) for size in sizes)):
         places = dim_sizes(sizes, found)
         width = 1 + max((dim for _, dim in places), default=0)

@@ -33,7 +33,7 @@ def counted(given: torch.optim.Optimizer | Callable[..., object]) -> Optimizer:
     try:
         made = _again(given, weight) if isinstance(given, torch.optim.Optimizer) else given([weight])
         if not isinstance(made, torch.optim.Optimizer):
-            raise TypeError(f"{type(made).__name__} is no torch.optim.Optimizer")
+            raise TypeError(f"{type(made).__name__} is not a torch.optim.Optimizer")
         made.step(lambda: 0.0)
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         raise InputError(

@@ -141,7 +141,7 @@ class CheckpointReader(FileSystemReader):
         if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
             raise ValueError("it has no index")
         if wrong := [name for name, one in found.state_dict_metadata.items() if not isinstance(one, TensorStorageMetadata)]:
-            raise ValueError(f"{wrong[0]} is no tensor")
+            raise ValueError(f"{wrong[0]} is not a tensor")
         ends: dict[str, int] = {}
         for place in found.storage_data.values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)

@@ -84,7 +84,7 @@ def parse_devices(text: str) -> list[int]:
     else:
         found = [int(part) if re.fullmatch(r"\d{1,9}", part) else 0 for part in parts]
     if not found or min(found) < 1 or len(found) > MOST_COUNTS:
-        raise UsageError(f"{text!r} is no number of devices", fix="8..1024, doubled from the first to the last, or 8,12,16")
+        raise UsageError(f"{text!r} is not a number of devices", fix="8..1024, doubled from the first to the last, or 8,12,16")
     return sorted(set(found))
 
 

@@ -111,7 +111,7 @@ def _answer(options: argparse.Namespace) -> CommandOutput:
     if not options.energy:
         refuse(options, ("epoch",), "no energy is asked for", "only with --energy")
     elif options.epoch is not None and options.epoch < 1:
-        raise UsageError(f"--epoch {options.epoch} is no number of samples", fix="1 or more")
+        raise UsageError(f"--epoch {options.epoch} is not a number of samples", fix="1 or more")
     plan, answer = (_saved if options.target.endswith(".json") else _explained)(options)
     if options.save:
         _save(plan, options.save)

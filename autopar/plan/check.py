@@ -35,7 +35,7 @@ def _wrong(plan: Plan) -> Iterator[str]:
         yield 'options has no entry "strategy"'
     for place, sent in enumerate(plan.collectives):
         if sent.kind not in COLLECTIVE or sent.axis not in axes or sent.bytes < 0 or sent.seconds < 0:
-            yield f"collectives.{place} is no collective over an axis of the mesh"
+            yield f"collectives.{place} is not a collective over an axis of the mesh"
     of = [figure.of for figure in found.cost_parameters]
     if (of.count(BUDGET), of.count(OPTIMIZER)) != (1, 1) or any(figure.unit not in UNITS for figure in found.cost_parameters):
         yield "breakdown.cost_parameters has one budget and one optimizer, and units that are known"
@@ -98,7 +98,7 @@ def _wrong_stages(plan: Plan) -> Iterator[str]:
         yield "pipeline.crossings are between stages"
     for place, stage in enumerate(plan.stages):
         if stage.pipeline or stage.microbatches != plan.microbatches or not _without(plan, found.axis, stage):
-            yield f"stages.{place} is no stage of this plan"
+            yield f"stages.{place} is not a stage of this plan"
         yield from (f"stages.{place}: {wrong}" for wrong in _wrong(stage))
 
 

@@ -140,7 +140,7 @@ def _axes(
     if isinstance(data, int):
         left = rest // data
     size = _count("parallel.tensor.size", table.get("size", left))
-    assert isinstance(size, int), "text is no size of tensor"
+    assert isinstance(size, int), "text is not a size of tensor"
     if rest % size:
         raise _unfit(f"tensor of {size}", rest, _fitting(rest, mode, depth))
     if isinstance(data, int) and data * size != rest:

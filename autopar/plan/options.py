@@ -66,8 +66,9 @@ class Options:
         """The optimizer that steps; in inference one that keeps nothing. Raises InputError for a name that is not known."""
         if self.mode == INFERENCE:
             return NONE
-        named = isinstance(self.optimizer, (str, Optimizer))
-        return optimizers.optimizer(self.optimizer) if named else counted(self.optimizer)  # type: ignore[arg-type]
+        if isinstance(self.optimizer, torch.optim.Optimizer) or callable(self.optimizer):
+            return counted(self.optimizer)
+        return optimizers.optimizer(self.optimizer)
 
     def text(self) -> dict[str, str]:
         """The options as a plan keeps them; what was left to default is empty."""

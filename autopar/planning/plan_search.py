@@ -91,13 +91,13 @@ def _best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, se
 def limited(settings: SearchSettings, options: Options) -> SearchSettings:
     """The settings with the time limit that is asked for, which begins now; with their own deadline where they have one.
 
-    Raises ConstraintError if that is no number of seconds.
+    Raises ConstraintError if that is not a number of seconds.
     """
     seconds = options.time_limit
     if seconds is None:
         return settings
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < files.LARGEST:
-        raise ConstraintError(f"time_limit={seconds!r} is no number of seconds", fix="time_limit=60, or None for no limit")
+        raise ConstraintError(f"time_limit={seconds!r} is not a number of seconds", fix="time_limit=60, or None for no limit")
     return replace(settings, deadline=Deadline.after(seconds)) if settings.deadline is NEVER else settings
 
 

@@ -37,7 +37,7 @@ def launch(fn: Callable[..., object], nprocs: int, args: Sequence[object] = ()) 
     >>> autopar.launch(print, nprocs=1, args=["rank 0"])
     """
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
-        raise MeshError(f"nprocs={nprocs!r} is no number of processes", fix="a number from 1 on")
+        raise MeshError(f"nprocs={nprocs!r} is not a number of processes", fix="a number from 1 on")
     found = ProcessEnvironment.of(os.environ)
     if found.launcher:
         if found.world != nprocs:

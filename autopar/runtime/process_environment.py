@@ -47,7 +47,7 @@ class ProcessEnvironment:
             if not all(re.fullmatch(r"\d{1,10}", text) for text in texts.values()):
                 shown = ", ".join(f"{name}={text}" for name, text in texts.items())
                 raise MeshError(
-                    f"the environment of {launcher} has a rank or world that is no number: {shown}", fix="unset them"
+                    f"the environment of {launcher} has a rank or world that is not a number: {shown}", fix="unset them"
                 )
             rank, world, local = (int(text) for text in texts.values())
             if rank >= world:
@@ -64,7 +64,7 @@ def world_size(declared: object = None) -> int:
     """
     if declared is not None:
         if isinstance(declared, bool) or not isinstance(declared, int) or declared < 1:
-            raise MeshError(f"devices={declared!r} is no number of devices", fix="a number from 1 on")
+            raise MeshError(f"devices={declared!r} is not a number of devices", fix="a number from 1 on")
         check_devices(declared)
         return declared
     return dist.get_world_size() if dist.is_initialized() else ProcessEnvironment.of(os.environ).world

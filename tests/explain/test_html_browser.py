@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     not (CHROMIUM and DRIVER), reason="no chromium and chromedriver: apt-get install chromium chromium-driver"
 )
 
-PATIENCE = 60.0  # seconds until every plot is drawn, on a machine that does much else
+PATIENCE = 60.0  # seconds until every plot is drawn, or a click has its effect, on a machine that does much else
 ARGUMENTS = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars".split()
 WIDE, PHONE = (1200, 900), (390, 844)
 # How many colours other than the page's a plot has: of pixels of its canvases, drawn over each other.
@@ -73,10 +73,16 @@ def opened(driver: Any, path: Path, size: tuple[int, int] = WIDE, scheme: str = 
     driver.get_log("browser")
     begun = time.perf_counter()
     driver.get(path.as_uri())
-    while not driver.execute_script("return document.body.dataset.drawn"):
+    until(driver, lambda: driver.execute_script("return document.body.dataset.drawn"))
+    return time.perf_counter() - begun
+
+
+def until(driver: Any, reached: Callable[[], object]) -> None:
+    """Wait for what the page does by and by."""
+    begun = time.perf_counter()
+    while not reached():
         assert time.perf_counter() - begun < PATIENCE, driver.get_log("browser")
         time.sleep(0.05)
-    return time.perf_counter() - begun
 
 
 def errors(driver: Any) -> list[str]:
@@ -120,8 +126,7 @@ def test_a_question_is_answered_by_one_click(driver: Any, page: Path, question: 
     link = driver.find_element("xpath", f"//nav//a[b[text()='{question}']]")
     link.click()
     place = driver.find_element("id", link.get_attribute("hash")[1:])
-    time.sleep(0.5)
-    assert not driver.execute_script(HIDDEN, place)
+    until(driver, lambda: not driver.execute_script(HIDDEN, place))
     assert says in place.text
 
 

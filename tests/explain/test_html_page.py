@@ -152,7 +152,7 @@ def test_a_plan_in_stages_has_the_schedule_and_every_stage() -> None:
         assert all(f"pp={rank}" in page.text for rank in range(2))
         assert all(page.text.count(pipeline.title(stage)) >= 3 for stage in range(2))  # its tree, its time and its memory
         assert page.all("img") == []
-        assert "--budget-sweep" not in page.text  # which is refused for these
+        assert "--budget-sweep" in page.text
         assert ("Why so, and why not otherwise" in page.text) == (given is found)
 
 

@@ -80,7 +80,7 @@ def test_the_first_plan_is_what_speed_up_and_efficiency_are_relative_to() -> Non
 )
 def test_what_is_no_number_of_devices_is_refused(target: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([target, f"--devices={said}", "--device", "h100"]) == 2
-    assert "is no number of devices" in capsys.readouterr().err
+    assert "is not a number of devices" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

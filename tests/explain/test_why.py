@@ -194,4 +194,4 @@ def test_planning_tells_its_phases_as_they_end() -> None:
     model, sample = make("cnn")
     heard: list[str] = []
     planned = make_plan(model, sample, MESH, Options(device="h100"), heard.append)
-    assert heard == list(planned.phases) == ["capture", "analyse", "formulate", "solve", "write"]
+    assert heard == list(planned.phases) == ["capture", "analyse", "formulate", "solve", "decide", "write"]

@@ -193,7 +193,7 @@ def test_a_plan_by_declaration_is_the_plan_by_its_mesh_and_strategy() -> None:
         (None, {"config": {"zero": 1}, "strategy": "ddp", "devices": 4}, "both say strategy"),
         (None, {"config": {"devices": 2}, "devices": 4}, "both given"),
         (None, {"config": 3}, "config is a int"),
-        (None, {"devices": 0}, "devices=0 is no number"),
+        (None, {"devices": 0}, "devices=0 is not a number"),
     ],
 )
 def test_a_declaration_that_others_contradict_is_refused(mesh: object, options: dict[str, Any], what: str) -> None:

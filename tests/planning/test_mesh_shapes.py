@@ -99,8 +99,8 @@ def test_stages_are_searched_over_every_shape() -> None:
 
 REFUSED: list[tuple[dict[str, Any], type[AutoparError], str, str]] = [
     ({"mesh": "auto"}, MeshError, "does not say how many devices", "devices=8"),
-    ({"mesh": "auto", "devices": 0}, MeshError, "devices=0 is no number", "from 1 on"),
-    ({"mesh": "auto", "devices": "4"}, MeshError, "devices='4' is no number", "from 1 on"),
+    ({"mesh": "auto", "devices": 0}, MeshError, "devices=0 is not a number", "from 1 on"),
+    ({"mesh": "auto", "devices": "4"}, MeshError, "devices='4' is not a number", "from 1 on"),
     ({"mesh": "best", "devices": 4}, ConstraintError, "both say how the devices are used", "leave mesh= out"),
     ({"mesh": "auto", "devices": 4, "pipeline": "pp"}, MeshError, "has no axis 'pp'", "pipeline='auto'"),
     ({"mesh": "auto", "devices": 4, "constraints": {"*": "I"}}, ConstraintError, "how many axes there are", "no constraints"),

@@ -219,11 +219,11 @@ def damaged(change: str) -> str:
         ("order that hangs", "hangs"),
         ("a stage less", "one entry per stage"),
         ("other axis", "one line per rank of an axis"),
-        ("stage of other micro-batches", "stages.0 is no stage of this plan"),
+        ("stage of other micro-batches", "stages.0 is not a stage of this plan"),
         ("no pipeline", "stages are of a pipeline"),
         ("all on one rank", "a line that is not one rank's"),
         ("time that runs backwards", "pipeline.seconds are not negative"),
-        ("stage on another mesh", "stages.0 is no stage of this plan"),
+        ("stage on another mesh", "stages.0 is not a stage of this plan"),
     ],
 )
 def test_a_damaged_pipeline_is_refused(change: str, said: str) -> None:

@@ -92,7 +92,7 @@ def test_a_limit_that_is_long_enough_changes_nothing_and_one_that_is_too_short_s
 
 @pytest.mark.parametrize("wrong", [0, -1, float("nan"), float("inf"), True, "60"], ids=str)
 def test_a_time_limit_is_a_number_of_seconds(wrong: float) -> None:
-    with pytest.raises(ConstraintError, match=r"time_limit=.* is no number of seconds"):
+    with pytest.raises(ConstraintError, match=r"time_limit=.* is not a number of seconds"):
         autopar.plan(nn.Linear(8, 8), torch.zeros(8, 8), (2,), device="h100", time_limit=wrong)
 
 

@@ -124,7 +124,9 @@ def fill(_: None) -> None:
     for name, tensor in store(tensors(model), layouts(model), context).items():
         owner, _, leaf = name.rpartition(".")
         setattr(parallel.get_submodule(owner), leaf, tensor)
-    parallel.autopar = SimpleNamespace(context=context, storage=context, alike=True)  # type: ignore[assignment]
+    parallel.autopar = SimpleNamespace(  # type: ignore[assignment]
+        context=context, storage=context, alike=True, on_host=lambda name: False
+    )
     loaded = store({"bias": nn.Parameter(torch.full((12,), 5.0))}, {"bias": (I, I)}, context)["bias"]
     parallel.head.bias = loaded  # type: ignore[union-attr, assignment]
     with pytest.raises(InputError, match="not a Linear"):
