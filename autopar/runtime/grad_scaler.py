@@ -30,7 +30,7 @@ class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for a parallel module, of whose gradients a rank may have parts.
 
     torch's own asks the ranks among which the *first* gradient is split whether theirs are finite: where others are split
-    otherwise, or lie in another stage of a pipeline, ranks would disagree on whether to step. This one asks all of them.
+    otherwise, or lie in another stage of a pipeline, ranks would disagree on whether to step. This one asks all of them::
 
         scaler = autopar.GradScaler(parallel)
         scaler.scale(parallel(*batch)).backward()       # or parallel.step(*batch), which then scales its loss
