@@ -1,6 +1,6 @@
 """Plans with weights on the host, for cards of the catalog: `python benchmarks/host_memory.py [--save]`.
 
-18.7 billion parameters, trained on one card of 24 GB with a host of 512 GB, and 12.7 billion in a forward in 10 GB: what a step
+18.7 billion parameters, trained on one card of 24 GB with a host of 512 GB, and 13.1 billion in a forward in 10 GB: what a step
 is predicted to take, and what lies where. Nothing is run: there is no such card.
 """
 
