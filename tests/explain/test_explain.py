@@ -22,6 +22,7 @@ from autopar.explain.why import answer_parts
 from autopar.ir.mesh import Mesh
 from autopar.plan.options import Options
 from autopar.plan.text import plain
+from autopar.runtime import progress
 from autopar.search_space.schemes import strategies_for
 
 SOURCE = """
@@ -216,6 +217,7 @@ def test_two_saved_plans_are_compared(target: str, tmp_path: Path, capsys: pytes
 def test_a_terminal_is_told_what_is_being_done(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
     assert main([f"{target}:build", "--mesh", "2", "--device", "h100"]) == 0
     assert "planning the named strategies" in terminal.getvalue()
 

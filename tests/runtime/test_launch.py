@@ -98,7 +98,7 @@ def test_processes_meet_where_the_environment_says() -> None:
     assert [first_node(nodes) for nodes in ("a,b", "a[3,7]", "a[3-7],b", "")] == ["a", "a3", "a3", None]
 
 
-@pytest.mark.parametrize("rank, what", [("x", "no number"), ("8", "says rank 8 of a world of 8")])
+@pytest.mark.parametrize("rank, what", [("x", "not a number"), ("8", "says rank 8 of a world of 8")])
 def test_an_environment_that_makes_no_sense_is_refused(rank: str, what: str) -> None:
     with pytest.raises(MeshError, match=what):
         ProcessEnvironment.of(TORCHRUN | {"RANK": rank})
