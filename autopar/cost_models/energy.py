@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.ir.conversion import COPIES
 from autopar.ir.mesh import Bytes
 
 Joules = float
@@ -61,12 +62,13 @@ def link_bit(link: str) -> Joules:
 
 
 def sent(kind: str, buffer: Bytes, devices: int) -> float:
-    """The bytes that all devices of a group together send in a collective with this larger buffer, by ring or pairwise.
+    """The bytes that all devices of a group together send in a collective with this larger buffer, by ring or pairwise; those
+    of a copy between a device and its host are the buffer's.
 
     >>> sent("all_reduce", 800, 4)
     4800.0
     """
-    return float(ROUNDS[kind] * (devices - 1) * buffer)
+    return float(buffer) if kind in COPIES else float(ROUNDS[kind] * (devices - 1) * buffer)
 
 
 __all__ = ["BOARDS", "DRAM_SOURCE", "LINK_SOURCE", "BoardPower", "Joules", "Watts", "between_systems", "link_bit", "sent"]

@@ -46,7 +46,8 @@ def cached(folder: Path, program: Program, meshes: Sequence[Mesh], options: Opti
 
 def fingerprint(program: Program, meshes: Sequence[Mesh], options: Options) -> str:
     """What a plan depends on, in 32 digits: the program's hash, meshes with devices and links, options, the version."""
-    asked = [(one.name, repr(getattr(options, one.name))) for one in fields(Options) if one.name != "cost_model"]
+    named = {one.name: getattr(options, one.name) for one in fields(Options) if one.name != "cost_model"}
+    asked = sorted((named | {"optimizer": options.stepped}).items())  # what it costs: a function's text is its address
     devices = [(mesh.axes, mesh.sizes, mesh.links, mesh.device) for mesh in meshes]
     key = repr((version("autopar"), VERSION, program.hash, devices, asked))
     return hashlib.sha256(key.encode()).hexdigest()[:32]

@@ -15,7 +15,9 @@ import autopar
 from autopar.cost_models import catalog
 from autopar.cost_models.links import LINKS
 from autopar.errors import BudgetError, PlanError
+from autopar.explain.energy import energy_of
 from autopar.explain.report import memory
+from autopar.ir.conversion import COPIES
 from autopar.ir.mesh import Device
 from autopar.plan.plan import Plan
 from autopar.plan.text import plain
@@ -84,6 +86,9 @@ def test_a_step_is_that_of_the_whole_model_and_its_memory_by_place_what_the_plan
     away = hosted(plan)
     assert away
     assert "on the host" in plain(memory(plan))
+    over_bus = sum(message.bytes for message in plan.collectives if message.kind in COPIES)
+    energy = energy_of(replace(plan, device="rtx3090"))
+    assert energy.moved["pcie4"][0] == over_bus > 0
     parallel = autopar.parallelize(model, batch, plan=Plan.from_json(plan.to_json()))
     sequential = copy.deepcopy(model)
     modules = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True)) for m in (parallel, sequential)]

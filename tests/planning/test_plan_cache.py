@@ -55,6 +55,12 @@ def test_another_program_mesh_device_or_option_has_another_fingerprint() -> None
     found = [fingerprint(one, [there], options) for one, there, options in asked]
     assert len({*found}) == len(asked)
     assert found == [fingerprint(one, [there], options) for one, there, options in asked]
+    one, two, sgd = (
+        fingerprint(program, [mesh], replace(ASKED, optimizer=given))
+        for given in (torch.optim.AdamW, lambda parameters: torch.optim.AdamW(parameters, lr=1.0), torch.optim.SGD)
+    )
+    assert one == two == found[0]  # by what it costs, not by where a function lies in memory
+    assert sgd not in found
 
 
 class Dearer(type(CATALOG)):  # type: ignore[misc]  # the class of the catalog's prices
