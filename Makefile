@@ -15,7 +15,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup lint types unit unit-front unit-operators unit-middle unit-back cost docs test thorough demo verify-all fuzz zoo hub fidelity bench clean
+.PHONY: setup lint types unit unit-programs unit-operators unit-planning unit-numbers unit-users cost docs test thorough demo verify-all fuzz zoo hub fidelity bench clean
 
 setup: $(STAMP)
 
@@ -33,27 +33,31 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Side by side: many tests keep one core busy, others wait for processes of their own. Each part is the tests of these rooms; each
-# process of a part imports torch, and starts one pool of workers if it needs one.
-PARTS := unit-front unit-operators unit-middle unit-back
+# Side by side: many tests keep one core busy, others wait for processes of their own. Each part is the tests of these rooms, about
+# as long as the others; each process of a part imports torch, and starts one pool of workers if it needs one.
+PARTS := unit-programs unit-operators unit-planning unit-numbers unit-users
 unit: $(STAMP)
-	$(MAKE) --jobs=4 --output-sync=target $(PARTS)
+	$(MAKE) --jobs=5 --output-sync=target $(PARTS)
 
-FRONT := ir capture passes analysis search_space cost_models formulation simulator pipeline plan explain allocate docs
-unit-front: $(STAMP)
-	$(BIN)/python -m pytest -q --doctest-modules autopar tests/test_*.py $(FRONT:%=tests/%)
+PROGRAMS := ir capture passes analysis search_space cost_models formulation simulator pipeline plan solver benchmarks
+unit-programs: $(STAMP)
+	$(BIN)/python -m pytest -q --doctest-modules autopar tests/test_*.py $(PROGRAMS:%=tests/%)
 
-OPERATORS := operators solver codegen runtime benchmarks
+OPERATORS := operators codegen runtime
 unit-operators: $(STAMP)
 	$(BIN)/python -m pytest -q $(OPERATORS:%=tests/%)
 
-MIDDLE := planning
-unit-middle: $(STAMP)
-	$(BIN)/python -m pytest -q $(MIDDLE:%=tests/%)
+PLANNING := planning
+unit-planning: $(STAMP)
+	$(BIN)/python -m pytest -q $(PLANNING:%=tests/%)
 
-BACK := verify fuzz integrations memory elastic
-unit-back: $(STAMP)
-	$(BIN)/python -m pytest -q $(BACK:%=tests/%)
+NUMBERS := verify fuzz memory
+unit-numbers: $(STAMP)
+	$(BIN)/python -m pytest -q $(NUMBERS:%=tests/%)
+
+USERS := explain docs allocate integrations elastic
+unit-users: $(STAMP)
+	$(BIN)/python -m pytest -q $(USERS:%=tests/%)
 
 cost: $(STAMP)
 	$(BIN)/python -m autopar.explain --check baselines/
@@ -62,9 +66,9 @@ cost: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs docs/_build/html
 
-# Side by side like the parts of `unit`: mypy, the costs and Sphinx keep one core busy each.
+# Side by side, the long ones first: beside the parts of `unit` run, one after another, mypy, the costs and Sphinx.
 test: $(STAMP)
-	$(MAKE) --jobs=4 --output-sync=target lint types $(PARTS) cost docs
+	$(MAKE) --jobs=6 --output-sync=target lint $(PARTS) types cost docs
 
 # The cases that `make test` leaves out: of a law, or of a table of models and plans, it runs a sample.
 thorough: $(STAMP)

@@ -1,5 +1,6 @@
 """One pool of worker processes for the whole test session, and the golden texts."""
 
+import gc
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from autopar.runtime.workers import WorkerPool
 from tests.support.captures import Captures
 from tests.support.golden import Golden
 from tests.support.threads import Threads
+
+gc.set_threshold(100_000, 50, 1_000)  # collections over all of torch would be a twentieth of the suite
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
