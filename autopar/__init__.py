@@ -8,7 +8,7 @@ from autopar.allocate import Cluster, ClusterAllocation, TrainingJob, allocate
 from autopar.api import check_rule, discover_rule, initialize, launch, parallelize, plan, register_rule, verify
 from autopar.errors import AutoparError
 from autopar.ir.dynamic_dims import Dynamic
-from autopar.ir.mesh import Device, Link, Mesh
+from autopar.ir.mesh import Device, Disk, Link, Mesh
 from autopar.plan.plan import Plan
 from autopar.runtime.grad_scaler import GradScaler
 from autopar.runtime.local_steps import step_locally
@@ -16,7 +16,7 @@ from autopar.verify import testing
 from autopar.verify.report import Report
 
 __all__ = [
-    "AutoparError", "Cluster", "ClusterAllocation", "Device", "Dynamic", "GradScaler", "Link", "Mesh", "Plan", "Report",
+    "AutoparError", "Cluster", "ClusterAllocation", "Device", "Disk", "Dynamic", "GradScaler", "Link", "Mesh", "Plan", "Report",
     "TrainingJob", "allocate", "check_rule", "discover_rule", "elastic", "explain", "initialize", "launch", "parallelize",
     "plan", "register_rule", "step_locally", "testing", "verify",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from autopar.parallelize import build
 from autopar.pipelining import build_pipeline, planned_by_rank_0
 from autopar.plan.declaration import read_declaration
 from autopar.plan.declaration_file import load_declaration
-from autopar.plan.options import AUTO, HOST, MODES, TRAINING, Options
+from autopar.plan.options import AUTO, DISK, HOST, MODES, TRAINING, Options
 from autopar.plan.plan import Plan
 from autopar.planning.pipeline_search import make_pipeline_plan
 from autopar.planning.planner import make_plan
@@ -54,6 +54,7 @@ def plan(
     microbatches: int | str | None = None,
     offload: bool | str = True,
     host_memory: int | str | None = None,
+    disk_memory: int | str | None = None,
     recompute: str = "auto",
     dynamic: Mapping[str, DimSizes | Dynamic] | None = None,
     static: Sequence[str] = (),
@@ -94,9 +95,11 @@ def plan(
         microbatches: how many equal parts of the batch a step takes one after the other (`parallel.step`), so as to hold fewer
             activations; "auto" plans their number too. By default 1, and "auto" with a pipeline.
         offload: allow offloading of saved activations to host memory; "host": of parameters, gradients and the optimizer's
-            state, too, weight by weight, where that is best within the budget; "auto": so where the host's memory is known.
+            state, too, weight by weight, where that is best within the budget; "disk": so on the host or the disk; "auto": so
+            where their memory is known.
         host_memory: bytes that the host of one node may store for its devices, or a text like "512GB"; by default 90% of the
             catalog's.
+        disk_memory: bytes that the disk of one node may store for its devices, or a text like "2TB".
         recompute: the activations that the backward recomputes: "auto", what is best within the budget; "none"; "blocks", all
             of each repeated block but its inputs, as `torch.utils.checkpoint` around it; "selective", all of a block but
             products with weights and fused attention.
@@ -139,6 +142,7 @@ def plan(
         "device": device, "budget": budget, "mode": mode, "strategy": strategy, "optimizer": optimizer,
         "constraints": constraints, "outputs": outputs, "precision": precision, "reduce": reduce, "strict": strict,
         "microbatches": microbatches, "offload": offload, "host_memory": host_memory, "recompute": recompute,
+        "disk_memory": disk_memory,
         "dynamic": dynamic, "static": static, "assume": assume, "cost_model": cost_model, "pipeline": pipeline,
         "stages": stages, "schedule": schedule, "time_limit": time_limit,
     }  # fmt: skip
@@ -289,7 +293,7 @@ def _declared(
 # Options of training, each with the value that says nothing.
 OF_TRAINING = {"optimizer": None, "microbatches": 1, "pipeline": None, "recompute": AUTO, "reduce": None}
 OF_GRADIENTS = 'strategy="fsdp" shards weights; zero1 and zero2 shard the optimizer\'s state and gradients'
-OFFLOADS = (True, False, HOST, AUTO)
+OFFLOADS = (True, False, HOST, DISK, AUTO)
 UNSAID = ("constraints", "dynamic", "microbatches", "assume", "optimizer")  # options whose None says nothing
 
 

@@ -72,6 +72,10 @@ class CheckpointError(AutoparError):
     """A checkpoint cannot be written, is damaged, or was written by another training."""
 
 
+class DiskError(AutoparError):
+    """A weight on the disk cannot be written, or is damaged."""
+
+
 class InputError(AutoparError):
     """A call does not have the planned arguments, or not those of the other ranks."""
 

@@ -27,11 +27,12 @@ from autopar.passes.no_dropout import switched, without_training
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import ResolvedPlan, read_plan
-from autopar.planning.memories import check_host
+from autopar.planning.memories import check_disk, check_host
 from autopar.planning.optimize import sharded
 from autopar.planning.planner import connected_mesh, planned_mesh, read_program, resolve_program, stored_layouts
 from autopar.planning.respecialize import Respecializer, varied
 from autopar.planning.shared_storage import stored_as
+from autopar.runtime.disk import folder_of
 from autopar.runtime.input_parts import InputParts
 from autopar.runtime.progress import phases, progress
 from autopar.runtime.random import agreed_seed
@@ -57,7 +58,7 @@ def build(
     priced = connected_mesh(mesh, options, plan)
     options = options.under(plan)
     bare = replace(priced, links=(), device=None)
-    context = _context_of(over, bare) if over else connect(bare, device_mesh=device_mesh)
+    context = _context_of(over, bare) if over else replace(connect(bare, device_mesh=device_mesh), disk=str(options.disk))
     source = _Source(model, sample_input, options)
     captured = source.read(dim_sizes(plan.dynamic) if plan else {})
     sizes = _sizes(plan, options, captured)
@@ -261,7 +262,10 @@ def assembled(
 
     With `sharded_inputs` a call takes this rank's parts of the batch.
     """
-    check_host(resolved.plan, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_host(resolved.plan, ranks)
+    if resolved.plan.disk_memory:
+        check_disk(resolved.plan, ranks, folder_of(context.disk))
     program = resolved.program
     held = [p.value.name for p in (*program.parameters, *program.buffers)]
     cast = {name: with_dtype(tensors[name], program.values[name].dtype) for name in held}

@@ -1,7 +1,8 @@
-"""Plans with weights on the host, for cards of the catalog: `python benchmarks/host_memory.py [--save]`.
+"""Plans with weights on the host and the disk, for cards of the catalog: `python benchmarks/host_memory.py [--save]`.
 
-18.7 billion parameters, trained on one card of 24 GB with a host of 512 GB, and 13.1 billion in a forward in 10 GB: what a step
-is predicted to take, and what lies where. Nothing is run: there is no such card.
+18.7 billion parameters, trained on one card of 24 GB with a host of 512 GB, and 13.1 billion in a forward in 10 GB, with a host
+of 64 GB, or with one that has 8 GB to spare and a disk: what a step is predicted to take, and what lies where. Nothing is run:
+there is no such card.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -55,45 +57,61 @@ class GPT(nn.Module):
         return logits if labels is None else functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def plans() -> Iterator[tuple[str, autopar.Plan, float]]:
-    """A title, a plan and the seconds of planning."""
-    for batch in (8, 32):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A GPT on a card of the catalog, and what its node's host and disk may store."""
+
+    device: str
+    batch: int
+    width: int
+    heads: int
+    options: Mapping[str, object]
+
+    def plan(self) -> tuple[str, autopar.Plan, float]:
+        """A title, the plan and the seconds of planning."""
+        training = "mode" not in self.options
         with torch.device("meta"):
-            model, tokens = GPT(6144, 40, 48), torch.zeros(batch, 1024, dtype=torch.long)
+            model, tokens = GPT(self.width, 40, self.heads), torch.zeros(self.batch, 1024, dtype=torch.long)
         size, start = sum(p.numel() for p in model.parameters()) / 1e9, time.perf_counter()
-        plan = autopar.plan(
-            model, (tokens, tokens), (1,), device="rtx4090", precision="bf16-mixed", offload="host", host_memory="512GB"
-        )
-        yield f"train {size:.1f}e9, {batch} x 1024 tokens, rtx4090, host 512 GB", plan, time.perf_counter() - start
-    for batch in (1, 16):
-        with torch.device("meta"):
-            model, tokens = GPT(5120, 40, 40), torch.zeros(batch, 1024, dtype=torch.long)
-        size, start = sum(p.numel() for p in model.parameters()) / 1e9, time.perf_counter()
-        plan = autopar.plan(
-            model.eval(), (tokens,), (1,), device="rtx3080-10gb", precision="bf16", offload="host", host_memory="64GB",
-            mode="inference",
-        )  # fmt: skip
-        yield f"forward {size:.1f}e9, {batch} x 1024 tokens, rtx3080-10gb, host 64 GB", plan, time.perf_counter() - start
+        sample = (tokens, tokens) if training else (tokens,)
+        plan = autopar.plan(model.train(training), sample, (1,), device=self.device, **self.options)  # type: ignore[arg-type]
+        stores = ", ".join(f"{at} {self.options[f'{at}_memory']}" for at in ("host", "disk") if f"{at}_memory" in self.options)
+        what = "train" if training else "forward"
+        return f"{what} {size:.1f}e9, {self.batch} x 1024, {self.device}, {stores}", plan, time.perf_counter() - start
 
 
-def rows() -> Iterator[str]:
+TRAIN = {"precision": "bf16-mixed", "offload": "host", "host_memory": "512GB"}
+FORWARD = {"precision": "bf16", "mode": "inference"}
+ON_HOST, ON_DISK = {"offload": "host", "host_memory": "64GB"}, {"offload": "disk", "host_memory": "8GB", "disk_memory": "1TB"}
+CASES = {
+    "host": [
+        *(Case(device="rtx4090", batch=batch, width=6144, heads=48, options=TRAIN) for batch in (8, 32)),
+        *(Case(device="rtx3080-10gb", batch=batch, width=5120, heads=40, options=FORWARD | ON_HOST) for batch in (1, 16)),
+    ],
+    "disk": [Case(device="rtx3080-10gb", batch=batch, width=5120, heads=40, options=FORWARD | ON_DISK) for batch in (1, 16)],
+}
+
+
+def rows(cases: Iterable[Case]) -> Iterator[str]:
     """The table."""
-    yield f"{'case':62}{'step s':>9}{'simulated':>11}{'device GB':>11}{'host GB':>9}{'gap':>7}{'planning s':>12}"
-    for title, plan, seconds in plans():
+    yield f"{'case':62}{'step s':>9}{'simulated':>11}{'device GB':>11}{'host GB':>9}{'disk GB':>9}{'gap':>7}{'planning s':>12}"
+    for case in cases:
+        title, plan, seconds = case.plan()
         figures = f"{plan.step_time:9.2f}{plan.breakdown.simulated.seconds:11.2f}{plan.peak_memory / 1e9:11.1f}"
-        yield f"{title:62}{figures}{plan.host_memory / 1e9:9.1f}{plan.gap:7.1%}{seconds:12.0f}"
+        yield f"{title:62}{figures}{plan.host_memory / 1e9:9.1f}{plan.disk_memory / 1e9:9.1f}{plan.gap:7.1%}{seconds:12.0f}"
 
 
 def main() -> None:
     """Print the table, and write it with --save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
-    lines = []
-    for line in rows():
+    parser.add_argument("--place", choices=CASES, help="the host's cases, or those of the disk; by default all")
+    asked, lines = parser.parse_args(), list[str]()
+    for line in rows(case for place, found in CASES.items() if asked.place in (None, place) for case in found):
         print(line)
         sys.stdout.flush()
         lines.append(line)
-    if parser.parse_args().save:
+    if asked.save:
         RESULTS.write_text("\n".join(lines) + "\n")
 
 

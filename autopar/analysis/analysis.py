@@ -17,6 +17,7 @@ from autopar.analysis.saved_tensors import SavedTensors, saved, workspace
 from autopar.analysis.weight_buckets import weight_buckets
 from autopar.analysis.weights import copies, reduce_dtypes, views, weights
 from autopar.errors import RuleError
+from autopar.ir.layout import State
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Program
 from autopar.ir.schema import bound
@@ -34,7 +35,7 @@ class Analysis:
     fits: Mapping[str, OpSharding | None]
     blocks: Mapping[str, Blocks]
     cpu: bool  # whether the device is a CPU, where some operators save other tensors
-    memories: bool = False  # whether the last axis is that of memories: weights may be stored on the host
+    places: tuple[State, ...] = ()  # where weights may be stored, on the last axis, beside the device
 
     @property
     def program(self) -> Program:
@@ -79,10 +80,10 @@ class Analysis:
         return frozenset(itertools.chain(*weight_buckets(self.program, moved=True)))
 
     @functools.cached_property
-    def hostable(self) -> frozenset[str]:
-        """The parameters that may be stored on the host: those that ops read, and none writes."""
+    def stored_anywhere(self) -> frozenset[str]:
+        """The parameters that may be stored on the host or the disk: those that ops read, and none writes."""
         names = frozenset(p.value.name for p in self.program.parameters)
-        return (names & self.bucketed) - self.written if self.memories else frozenset()
+        return (names & self.bucketed) - self.written if self.places else frozenset()
 
     @functools.cached_property
     def reduce_dtypes(self) -> dict[str, torch.dtype]:
@@ -133,7 +134,7 @@ def analyse(
         fits=fits,
         blocks=block_counts(program, fits, list(_alike(program, classes))),
         cpu=mesh.device is not None and mesh.device.cpu,
-        memories=mesh.has_memories,
+        places=tuple(map(State, mesh.places)),
     )
 
 

@@ -17,7 +17,7 @@ from autopar.codegen.names import identifiers
 from autopar.codegen.steps import Steps
 from autopar.codegen.variants import Variants
 from autopar.ir.dynamic_dims import Size
-from autopar.ir.layout import Layout
+from autopar.ir.layout import AWAY, I, Layout, State
 from autopar.plan.plan import Plan
 from autopar.runtime.call_agreement import CallAgreement
 from autopar.runtime.deferred_products import DeferredProducts
@@ -80,9 +80,10 @@ class ModuleState:
         names = identifiers(context.mesh.axes)
         self.axes = SimpleNamespace(**{names[axis.name]: axis for axis in context.axes})
 
-    def on_host(self, name: str) -> bool:
-        """Whether the plan stores a parameter in the host's memory."""
-        return self.plan is not None and self.plan.layouts.get(name, "").endswith(", H")
+    def place(self, name: str) -> State:
+        """Where the plan stores a parameter: H, in the host's memory, D, on the disk, or I, on the device."""
+        last = self.plan.layouts.get(name, "").rpartition(", ")[2] if self.plan and self.plan.mesh.has_memories else ""
+        return next((there for there in AWAY if there.kind == last), I)
 
     def vary(self, sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule], sizes: tuple[Size, ...]) -> None:
         """Allow these dynamic sizes to differ from the sample's; `sized` builds the module for given sizes."""

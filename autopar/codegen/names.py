@@ -17,7 +17,7 @@ TAKEN = frozenset((*dir(fx.GraphModule(nn.Module(), fx.Graph())), STATE, "run", 
 SUFFIXES = {
     "all_reduce": "reduced", "all_gather": "gathered", "reduce_scatter": "scattered", "all_to_all": "exchanged",
     "slice": "sliced", "pad": "padded", "keep": "partial", "identity": "replicated",
-    "fetch": "fetched",
+    "fetch": "fetched", "read": "read",
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from autopar.cost_models.kernel_rates import reached
 from autopar.cost_models.links import LINKS
 from autopar.cost_models.profile_file import load
 from autopar.errors import MeshError
-from autopar.ir.mesh import Bytes, Device, Seconds
+from autopar.ir.mesh import Bytes, Device, Disk, Seconds
 
 GIB = 2**30
 TERA = 1e12
@@ -57,6 +57,12 @@ HOST_MEMORY: dict[str, tuple[float, float, str]] = {
     "t4": (192, 140.8, "g4dn.12xlarge of AWS: 192 GiB; one Xeon 8259CL, six channels of DDR4-2933"),
 }
 ANY_HOST = (0.0, 204.8, "taken for a server of one socket with eight channels of DDR4-3200, JEDEC JESD79-4; its memory is open")
+
+# The disk of a node: how much of it is free for this, the user says.
+ANY_DISK = Disk(
+    memory=0, read=7.0e9, write=5.1e9, latency=45e-6,
+    source="taken for one NVMe drive: Samsung 980 PRO 2 TB data sheet, 2020: 7000 and 5100 MB/s, 22,000 reads/s one by one",
+)  # fmt: skip
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "int8")
 
@@ -140,8 +146,9 @@ def _with_host(entry: Device, name: str) -> Device:
     """A catalog entry with its name and its node's host."""
     memory, bandwidth, source = HOST_MEMORY.get(name, ANY_HOST)
     return dataclasses.replace(
-        entry, name=name, host_memory=int(memory * GIB), host_bandwidth=bandwidth * GIGA, host_source=source
-    )
+        entry, name=name, host_memory=int(memory * GIB), host_bandwidth=bandwidth * GIGA, host_source=source,
+        disk=ANY_DISK if entry.host else None,
+    )  # fmt: skip
 
 
 DEVICES: dict[str, Device] = {name: reached(_with_host(entry, name)) for name, entry in ENTRIES.items()}

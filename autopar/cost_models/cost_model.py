@@ -11,6 +11,7 @@ autopar.plan(model, batch, mesh=(2, 4), device="h100", cost_model=Congested())
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -79,6 +80,10 @@ class CostModel(Protocol):
         """The optimizer's step over what the host stores for one device; inf where its bandwidth is not known."""
         ...
 
+    def disk_seconds(self, read: float, written: float, device: Device) -> Seconds:
+        """Reading and writing so many bytes of the disk for one device; inf where none is known."""
+        ...
+
 
 class CatalogCostModel:
     """Kernels under a roofline, alpha-beta collectives and memory traffic: the figures of the catalog or of a profile."""
@@ -108,6 +113,10 @@ class CatalogCostModel:
     def host_optimizer_seconds(self, stored: float, optimizer: Optimizer, device: Device) -> Seconds:
         """Memory traffic of the optimizer in the host's memory (`optimizers.host_step_seconds`)."""
         return optimizers.host_step_seconds(stored, optimizer, device)
+
+    def disk_seconds(self, read: float, written: float, device: Device) -> Seconds:
+        """By the disk's rates, of its data sheet or as measured (`Disk.seconds`)."""
+        return device.disk.seconds(read, written) if device.disk else math.inf
 
 
 CATALOG = CatalogCostModel()

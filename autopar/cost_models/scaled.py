@@ -53,6 +53,10 @@ class ScaledCostModel:
         """The base's: another device has the same host."""
         return self.base.host_optimizer_seconds(stored, optimizer, device)
 
+    def disk_seconds(self, read: float, written: float, device: Device) -> Seconds:
+        """The base's: another device has the same disk."""
+        return self.base.disk_seconds(read, written, device)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScaledOpCost:

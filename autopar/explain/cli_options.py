@@ -27,7 +27,7 @@ from autopar.search_space.schemes import STRATEGIES
 
 OPTIONS = (
     "device", "budget", "mode", "strategy", "optimizer", "precision", "reduce", "microbatches", "recompute", "pipeline",
-    "stages", "schedule", "time_limit", "offload", "host_memory",
+    "stages", "schedule", "time_limit", "offload", "host_memory", "disk_memory",
 )  # fmt: skip
 PLANNING = ("mesh", *OPTIONS, "constraint", "dynamic", "static", "assume")  # options that make another plan
 ENERGY = ("energy", "epoch")
@@ -66,12 +66,13 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     again = "activations that the backward recomputes; by default auto, what is best within the budget"
     parser.add_argument("--recompute", help=f"{', '.join(POLICIES)}: {again}")
     away = "what may lie in the host's memory: activations, by default; host: weights, gradients and optimizer state, too; "
-    away += "auto: so where its memory is known; no: nothing"
+    away += "disk: these on the host or the disk; auto: so where their memory is known; no: nothing"
     named = {"activations": True, "no": False}
     parser.add_argument("--offload", type=lambda text: named.get(text, text), help=away)
     parser.add_argument(
         "--host-memory", help="what the host of one node may store, such as 512GB; by default 90%% of the catalog's"
     )
+    parser.add_argument("--disk-memory", help="what the disk of one node may store, such as 2TB")
     axis = "the mesh axis whose ranks have pipeline stages, or auto: the outermost axis is cut for stages if that is faster"
     parser.add_argument("--pipeline", metavar="AXIS", help=axis)
     cuts = "their number, or the modules at which all but the first begin: 4, or transformer.h.2,transformer.h.4"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.ir.conversion import WAYS
 from autopar.ir.mesh import MEMORY
-from autopar.plan.breakdown import ADDENDS, HOSTED, REPEATED, WHOLE, Allocation
+from autopar.plan.breakdown import ADDENDS, HOSTED, ON_DISK, REPEATED, WHOLE, Allocation
 from autopar.plan.plan import Plan
 from autopar.plan.text import joined
 
@@ -22,6 +22,7 @@ USES = {
     ("R", "S"): "sliced",
     ("S", "P"): "padded",
     ("H", "I"): "fetched from the host",
+    ("D", "I"): "read from the disk",
 }
 GRADIENTS = {
     "all_reduce": "all-reduced",
@@ -29,12 +30,14 @@ GRADIENTS = {
     "all_gather": "all-gathered",
     "all_to_all": "resharded by all-to-all",
     "stow": "copied to the host",
+    "write": "written to the disk",
 }
 UNSPLIT = {
     WHOLE: "replicated over {}",
     REPEATED: "replicated over {} (gradient is partial)",
     ADDENDS: "partial over {}",
     HOSTED: "in the host's memory",
+    ON_DISK: "on the disk",
 }
 HELD = {
     "stored": "stored",

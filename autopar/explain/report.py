@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from autopar.explain.headline import headline, waste
 from autopar.explain.phrases import held, runs, stored, use
-from autopar.ir.mesh import Seconds
+from autopar.ir.mesh import Bytes, Seconds
 from autopar.ir.program import OUTPUT
 from autopar.operators.dim_labels import kind_of
 from autopar.plan.assignment_text import RUN
@@ -119,8 +119,9 @@ def memory(plan: Plan) -> Iterator[Part]:
     if plan.peak_reserved > plan.peak_memory:
         table.add_row("reserved for it, about", size_text(plan.peak_reserved), f"{plan.peak_reserved / plan.peak_memory:.1%}")
     yield table
-    if breakdown.host:
-        yield from on_host(plan)
+    for where, sizes in (("host", breakdown.host), ("disk", breakdown.disk)):
+        if sizes:
+            yield from elsewhere(where, sizes)
     yield f"the peak is in {breakdown.moment}; the largest contributors are"
     for entry in breakdown.fullest:
         yield f"  {size_text(entry.bytes):>10}  {held(entry)}"
@@ -129,12 +130,12 @@ def memory(plan: Plan) -> Iterator[Part]:
     yield from _most_expensive("offloaded to the host", breakdown.offload)
 
 
-def on_host(plan: Plan) -> Iterator[Part]:
-    """Bytes in the host's memory by purpose."""
-    table = grid("memory on the host per device", "bytes", "share", right=(1, 2))
-    for kind, size in plan.breakdown.host.items():
-        table.add_row(kind, size_text(size), f"{size / plan.host_memory:.1%}")
-    table.add_row("total", size_text(plan.host_memory), "100.0%")
+def elsewhere(where: str, sizes: Mapping[str, Bytes]) -> Iterator[Part]:
+    """Bytes on the host or on the disk by purpose."""
+    table, total = grid(f"memory on the {where} per device", "bytes", "share", right=(1, 2)), sum(sizes.values())
+    for kind, size in sizes.items():
+        table.add_row(kind, size_text(size), f"{size / total:.1%}")
+    table.add_row("total", size_text(total), "100.0%")
     yield ""
     yield table
 

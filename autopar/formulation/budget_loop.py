@@ -15,6 +15,7 @@ import numpy as np
 
 from autopar.formulation.formulate import PlanningProblem
 from autopar.formulation.memory_model import MemoryModel
+from autopar.ir.layout import State
 from autopar.ir.mesh import Bytes
 from autopar.solver.highs import SolverError
 from autopar.solver.lazy_rows import Excess, Judge
@@ -24,7 +25,6 @@ from autopar.solver.search import Outcome
 from autopar.solver.settings import DEFAULTS, SearchSettings
 from autopar.solver.solve import Solver, solve
 
-HOST = -1  # in the place of a moment: the host, which has no moments
 _LEAST: MutableMapping[MemoryModel, Solution] = WeakKeyDictionary()  # of least memory: the search and its errors need it
 
 
@@ -53,12 +53,12 @@ class BudgetLoop:
         self._formulated, self._memory_model, self._settings = formulated, memory_model, settings
         self._solver = Solver(formulated.problem, settings)
         self._rows: dict[int, Row] = {}  # of the moments that exceeded a limit
-        self._host: Row | None = None  # of the host, once a solution had too much there
+        self._away: dict[State, Row] = {}  # of the host and the disk, once a solution had too much there
 
     @property
     def binds(self) -> bool:
         """Whether a limit has bound: whether what is cheapest without one holds too much."""
-        return bool(self._rows) or self._host is not None
+        return bool(self._rows or self._away)
 
     @property
     def bound(self) -> float:
@@ -75,7 +75,7 @@ class BudgetLoop:
         if found.solution is not None or not settings.branch_whole or cutoff < math.inf:
             return found.solution  # the solution of least memory is hardly ever below a cutoff
         least = smallest(self._formulated, memory_model, settings=settings)
-        if least is None or memory_model.walk(least).max() > limit or not fits_host(memory_model, least):
+        if least is None or memory_model.walk(least).max() > limit or memory_model.excess(least):
             return None
         return least.bounded(found.bound, settings.equal_price)
 
@@ -90,13 +90,13 @@ class BudgetLoop:
         return self._solver.by_sums(best, beta, self._judge(limit), self._known(limit))
 
     def _known(self, limit: float) -> list[Row]:
-        return [replace(row, limit=limit) for row in self._rows.values()] + ([self._host] if self._host else [])
+        return [replace(row, limit=limit) for row in self._rows.values()] + [*self._away.values()]
 
     def _judge(self, limit: float) -> Judge:
         """What says at which moments a solution holds more than a limit."""
 
         def judge(solution: Solution) -> Iterator[Excess]:
-            yield from self._on_host(solution)
+            yield from self._elsewhere(solution)
             alive = self._memory_model.walk(solution)
             for moment in _peaks(alive, limit, self._settings):
                 if moment not in self._rows:
@@ -105,12 +105,11 @@ class BudgetLoop:
 
         return judge
 
-    def _on_host(self, solution: Solution) -> Iterator[Excess]:
-        """The host, where a solution has too much there."""
-        model = self._memory_model
-        if model.host_limit is not None and (more := model.hosted(solution) - model.host_limit) > 0:
-            self._host = self._host or model.host_row()
-            yield Excess(row=self._host, bytes=float(more))
+    def _elsewhere(self, solution: Solution) -> Iterator[Excess]:
+        """The host and the disk, where a solution has too much there."""
+        for there, more in self._memory_model.excess(solution).items():
+            self._away[there] = self._away.get(there) or self._memory_model.away_row(there)
+            yield Excess(row=self._away[there], bytes=float(more))
 
 
 def _peaks(alive: Floats, limit: float, settings: SearchSettings) -> list[int]:
@@ -144,11 +143,6 @@ def smallest(formulated: PlanningProblem, memory_model: MemoryModel, *, settings
     return least
 
 
-def fits_host(memory_model: MemoryModel, solution: Solution) -> bool:
-    """Whether the host can store what a solution has there."""
-    return memory_model.host_limit is None or memory_model.hosted(solution) <= memory_model.host_limit
-
-
 def _least(formulated: PlanningProblem, memory_model: MemoryModel, settings: SearchSettings) -> Solution | None:
     """A solution that minimises peak memory, before `smallest` improves it."""
     cheapest = solve(formulated.problem, settings=settings).solution
@@ -157,11 +151,8 @@ def _least(formulated: PlanningProblem, memory_model: MemoryModel, settings: Sea
 
     def judge(solution: Solution, tightened_by: dict[int, float]) -> tuple[float, list[Row]]:
         alive = memory_model.walk(solution)
-        peak, rows = float(alive.max()), []
-        if memory_model.host_limit is not None:
-            rows += [] if HOST in tightened_by else [memory_model.host_row()]
-            tightened_by[HOST] = 0.0
-            peak = peak if fits_host(memory_model, solution) else math.inf
+        peak = float(alive.max())
+        rows = [] if tightened_by else [memory_model.away_row(there) for there in memory_model.limits]
         for moment in _peaks(alive, 0.0, settings)[: settings.least_memory_peaks]:
             row = memory_model.row(moment, peak)
             seen = row_bytes(formulated.problem, row, solution.picks, solution.arcs, solution.recompute)
@@ -169,6 +160,7 @@ def _least(formulated: PlanningProblem, memory_model: MemoryModel, settings: Sea
             if moment not in tightened_by or more > tightened_by[moment] + settings.tighten_least * peak:
                 tightened_by[moment] = more
                 rows.append(memory_model.row(moment, peak, more))
-        return peak, rows
+        return math.inf if memory_model.excess(solution) else peak, rows
 
-    return least_memory(formulated.problem, judge, cheapest, settings)[0]
+    scale = float(memory_model.walk(cheapest).max())
+    return least_memory(formulated.problem, judge, cheapest, scale, settings)[0]

@@ -14,8 +14,8 @@ from autopar.cost_models.fidelity import fidelity
 from autopar.cost_models.optimizers import Optimizer
 from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.step_time import EventKind, StepEvent
-from autopar.ir.layout import H, Layout, State, blocks
-from autopar.ir.mesh import Bytes, Mesh, Seconds
+from autopar.ir.layout import D, H, Layout, State, blocks
+from autopar.ir.mesh import Bytes, Disk, Mesh, Seconds
 from autopar.ir.program import OUTPUT, Op, Program
 from autopar.operators import OpSharding, ParallelForm, row_of
 from autopar.operators.dim_labels import LabelSample, role, role_of_dim
@@ -25,6 +25,7 @@ from autopar.plan.breakdown import (
     DEVICE,
     HOSTED,
     INPUT,
+    ON_DISK,
     OPTIMIZER,
     REPEATED,
     WHOLE,
@@ -59,8 +60,9 @@ def account(
     held, forward, backward = memory_model.held(chosen, moment), _by_name(events, "forward"), _by_name(events, "backward")
     recompute, offload = _by_name(events, "recompute"), _by_name(events, "offload")
     ops = [op.name for op in analysis.program.ops]
+    elsewhere = memory_model.away(chosen)
     return CostBreakdown(
-        cost_parameters=(*_figures(analysis.program, prices.mesh, prices.optimizer, bool(offload) or analysis.memories), limit),
+        cost_parameters=(*_figures(analysis.program, prices.mesh, prices.optimizer, bool(offload or analysis.places)), limit),
         compute={name: (forward[name], backward[name]) for name in ops if name in forward},
         recompute={name: recompute[name] for name in ops if name in recompute},
         conversions=sum(event.seconds for event in events if event.kind == "conversion"),
@@ -75,7 +77,8 @@ def account(
         copies=analysis.copies,
         offload=offload,
         hidden=hidden,
-        host=memory_model.on_host(chosen) if analysis.memories else {},
+        host=elsewhere[H] if analysis.places else {},
+        disk=elsewhere.get(D, {}),
     )
 
 
@@ -112,6 +115,7 @@ def _figures(program: Program, mesh: Mesh, optimizer: Optimizer, offload: bool) 
             ("share of the host's memory bandwidth", device.host_bandwidth, "B/s"),
         ):
             yield CostParameter(of=DEVICE, name=name, value=value, unit=unit, source=device.host_source)
+        yield from _of_disk(device.disk) if device.disk else ()
     for axis, link in zip(mesh.axes, mesh.links, strict=True):
         yield CostParameter(of=axis, name="bandwidth", value=link.bandwidth, unit="B/s", source=link.source)
         yield CostParameter(of=axis, name="latency", value=link.latency, unit="s", source=link.source)
@@ -233,7 +237,13 @@ def stored_words(analysis: Analysis, name: str, layout: Layout) -> tuple[str, ..
 
 def unsplit(state: State) -> str:
     """What is said of a stored tensor that an axis does not split."""
-    return HOSTED if state == H else WHOLE
+    return {H: HOSTED, D: ON_DISK}.get(state, WHOLE)
+
+
+def _of_disk(disk: Disk) -> Iterator[CostParameter]:
+    """What prices take of a disk."""
+    for name, value, unit in (("memory", disk.memory, "B"), ("reading", disk.read, "B/s"), ("writing", disk.write, "B/s")):
+        yield CostParameter(of=DEVICE, name=f"share of the disk's {name}", value=value, unit=unit, source=disk.source)
 
 
 __all__ = ["PURPOSES", "Purposes", "account", "moment_text", "stored_words", "told", "words"]

@@ -25,7 +25,7 @@ from autopar.formulation.prices import Prices, arc_seconds, end_seconds, op_clas
 from autopar.formulation.recompute_terms import reconvert_seconds, repeated_seconds, rerunnable
 from autopar.formulation.step_collectives import Phase, inside, returns
 from autopar.formulation.step_time import StepPrices
-from autopar.ir.conversion import WAYS
+from autopar.ir.conversion import FETCHES, WAYS
 from autopar.ir.layout import I, Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output, Program, Value
@@ -36,7 +36,7 @@ from autopar.search_space.strategies import StrategyConstraints
 from autopar.solver.problem import Choice, ConditionalCost, Consumer, Edge, Floats, Ints, Problem, Solution, storages
 
 STILL = [number for number, (forward, _) in enumerate(WAYS.values()) if forward == "identity"]
-TO_INVARIANT = [number for number, (source, target) in enumerate(WAYS) if target == "I" and source != "H"]
+TO_INVARIANT = [number for number, (source, target) in enumerate(WAYS) if target == "I" and (source, target) not in FETCHES]
 SUMMED = list(WAYS).index(("I", "R"))
 UNCONSTRAINED = StrategyConstraints()
 

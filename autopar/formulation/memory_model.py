@@ -12,9 +12,10 @@ from autopar.cost_models.optimizers import Optimizer
 from autopar.formulation.formulate import PlanningProblem
 from autopar.formulation.memory_rows import MemoryRows
 from autopar.formulation.read_solution import assignment
+from autopar.ir.layout import D, H, State
 from autopar.ir.mesh import Bytes
-from autopar.memory.host import host_bytes
 from autopar.memory.liveness import Liveness
+from autopar.memory.places import bytes_away
 from autopar.plan.breakdown import Allocation
 from autopar.search_space.assignment import Assignment
 from autopar.solver.problem import Floats, Row, Solution
@@ -48,23 +49,27 @@ class MemoryModel:
         return sorted(named, key=lambda held: -held.bytes)
 
     @property
-    def host_limit(self) -> Bytes | None:
-        """Bytes that the host may store for one device; None where it stores no weights, so that nothing limits it."""
-        formulated = self.formulated
-        return formulated.prices.device.host_memory if formulated.analysis.memories else None
+    def limits(self) -> Mapping[State, Bytes]:
+        """Bytes that the host (H) and the disk (D) may store for one device; none where they store no weights."""
+        analysis, device = self.formulated.analysis, self.formulated.prices.device
+        capacity = {H: device.host_memory, D: device.disk.memory if device.disk else 0}
+        return {there: capacity[there] for there in analysis.places}
 
-    def on_host(self, chosen: Assignment) -> Mapping[str, Bytes]:
-        """Bytes on the host by what they are for."""
-        return host_bytes(self.formulated.analysis, self.liveness.optimizer, chosen)
+    def away(self, chosen: Assignment) -> Mapping[State, Mapping[str, Bytes]]:
+        """Bytes on the host and on the disk by what they are for."""
+        return bytes_away(self.formulated.analysis, self.liveness.optimizer, chosen)
 
-    def hosted(self, solution: Solution) -> Bytes:
-        """Bytes that a solution has on the host."""
-        return sum(self.on_host(assignment(self.formulated, solution)).values())
+    def excess(self, solution: Solution) -> Mapping[State, Bytes]:
+        """By how much a solution exceeds the limits of the host and of the disk, where it does."""
+        if not self.limits:
+            return {}
+        found = self.away(assignment(self.formulated, solution))
+        more = {there: sum(found[there].values()) - limit for there, limit in self.limits.items()}
+        return {there: size for there, size in more.items() if size > 0}
 
-    def host_row(self) -> Row:
-        """The row `bytes on the host <= its memory` of the integer program; offloaded activations are left to `hosted`."""
-        assert self.host_limit is not None, "weights may be stored on the host"
-        return self._rows.host_row(self.host_limit)
+    def away_row(self, there: State) -> Row:
+        """The row `bytes on the host, or disk <= its memory` of the integer program; offloaded activations are in no row."""
+        return self._rows.away_row(there, self.limits[there])
 
     def row(self, moment: int, limit: float, constant: float = 0.0) -> Row:
         """The row `bytes alive at the moment + constant <= limit` of the integer program."""

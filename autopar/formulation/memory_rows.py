@@ -16,12 +16,12 @@ import numpy as np
 
 from autopar.cost_models.optimizers import Optimizer
 from autopar.formulation.formulate import PlanningProblem
-from autopar.ir.layout import hosted
+from autopar.ir.layout import H, State, place
 from autopar.ir.program import Value, elements
 from autopar.memory.alias_sets import AliasSets
-from autopar.memory.host import tensors_on_host
 from autopar.memory.live_ranges import LivenessInputs, SavedLiveRange, lifetimes
 from autopar.memory.liveness import Liveness, Workspace
+from autopar.memory.places import tensors_of
 from autopar.solver.problem import PRODUCER, Floats, InFlightTerm, RetainedTerm, Row, storages
 
 OF_OPS = ("internal", "forward", "backward")
@@ -57,7 +57,7 @@ class MemoryRows:
             reruns=formulated.reruns,
             dropped=formulated.dropped,
             accumulated=analysis.step.microbatches > 1,
-            hosted=analysis.hostable,
+            elsewhere=analysis.stored_anywhere,
         )
         self.alias_sets = AliasSets(self.program, terms)
         self.lives = [life for life in lifetimes(self.program, terms) if life.name in self.edge or life.kind in OF_OPS]
@@ -98,17 +98,17 @@ class MemoryRows:
             in_flight=tuple(self._least((*between, *waiting))),
         )  # fmt: skip
 
-    def host_row(self, limit: float) -> Row:
-        """The row `bytes of weights, their gradients and state on the host <= limit`."""
+    def away_row(self, there: State, limit: float) -> Row:
+        """The row `bytes of weights, their gradients and state on the host (H) or on the disk (D) <= limit`."""
         analysis, picks = self.formulated.analysis, dict[int, Floats]()
         for parameter in self.program.parameters:
             value = parameter.value
             choice = self.choice[self.of[value.name]]
-            times = sum(tensors_on_host(analysis, self.liveness.optimizer, value.name).values())
+            times = sum(tensors_of(analysis, self.liveness.optimizer, value.name).values())
             layouts = [candidate.results[0] for candidate in self.formulated.candidates[choice]]
-            sizes = [value.local_bytes(layout, self.liveness.sizes) * hosted(layout) for layout in layouts]
+            sizes = [value.local_bytes(layout, self.liveness.sizes) * (place(layout) == there) for layout in layouts]
             picks[choice] = picks.get(choice, 0.0) + times * np.array(sizes, dtype=np.float64)
-        return Row(name="host", limit=limit, picks=picks, uses={}, retained=(), fixed=True)
+        return Row(name="host" if there == H else "disk", limit=limit, picks=picks, uses={}, retained=(), fixed=True)
 
     @functools.cached_property
     def _turn(self) -> _Held:

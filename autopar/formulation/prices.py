@@ -19,7 +19,7 @@ from autopar.analysis.analysis import Analysis
 from autopar.cost_models.cost_model import CATALOG, CostModel, OpCost
 from autopar.cost_models.optimizers import OPTIMIZERS, Optimizer
 from autopar.ir.conversion import CARRIED, COPIES, SUMS, WAYS
-from autopar.ir.layout import Layout, hosted, local_shape
+from autopar.ir.layout import D, H, I, Layout, State, local_shape, place
 from autopar.ir.mesh import Device, Mesh, Seconds
 from autopar.ir.program import OUTPUT, Op, Value
 from autopar.ir.training_step import TrainingStep
@@ -49,9 +49,9 @@ class Prices:
         return self.model.op_cost(op, values, self.device)
 
     def collectives(self, kind: str, sizes: Floats, axis: int) -> Floats:
-        """Seconds of a collective over a mesh axis, or of a copy to or from the host, for buffers of so many bytes."""
+        """Seconds of a collective over a mesh axis, or of a copy between memories, for buffers of so many bytes."""
         if kind in COPIES:
-            return np.array([self.offload(size) / 2 for size in sizes.tolist()])
+            return np.array([self.copy(kind, size) for size in sizes.tolist()])
         return np.asarray(self.model.collective_seconds(kind, sizes, self.mesh.sizes[axis], self.mesh.links[axis]))
 
     def collective(self, kind: str, size: float, axis: int) -> Seconds:
@@ -78,10 +78,22 @@ class Prices:
         """Seconds of moving bytes to host memory and back."""
         return self.model.offload_seconds(size, self.device)
 
-    def optimizer_step(self, stored: float, *, on_host: bool = False) -> Seconds:
-        """Seconds of one optimizer step over the bytes of parameters that one device stores, or its host for it."""
-        if on_host:
+    def copy(self, kind: str, size: float) -> Seconds:
+        """Seconds of a copy of so many bytes between the device and its host, or between the device and the disk."""
+        if kind in ("read", "write"):
+            return self.model.disk_seconds(size * (kind == "read"), size * (kind == "write"), self.device)
+        return self.offload(size) / 2
+
+    def optimizer_step(self, stored: float, there: State = I) -> Seconds:
+        """Seconds of one optimizer step over bytes of parameters that one device stores, or the host (H) or disk (D) for it.
+
+        On the disk gradient, parameter and state are read, and all but the gradient written.
+        """
+        if there == H:
             return self.model.host_optimizer_seconds(stored, self.optimizer, self.device)
+        if there == D:
+            kept = 1 + self.optimizer.states
+            return self.model.disk_seconds((1 + kept) * stored, kept * stored, self.device)
         return self.model.optimizer_seconds(stored, self.optimizer, self.device)
 
     def slicing(self, value: Value, layout: Layout) -> Seconds:
@@ -128,7 +140,7 @@ def end_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], price
     if not value.requires_grad or name not in {p.value.name for p in program.parameters}:
         return np.zeros(len(found))
     layouts = [c.results[0] for c in found]
-    return np.array([count * prices.optimizer_step(value.local_bytes(x, sizes), on_host=hosted(x)) for x in layouts])
+    return np.array([count * prices.optimizer_step(value.local_bytes(x, sizes), place(x)) for x in layouts])
 
 
 def op_class_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices) -> tuple[Floats, Floats]:

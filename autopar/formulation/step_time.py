@@ -24,7 +24,7 @@ from autopar.formulation.overlap import Overlap, Sent
 from autopar.formulation.prices import WHOLE_SUM, Prices, local_shapes, work
 from autopar.formulation.step_collectives import Message, Phase, conversion_messages, input_messages, op_messages
 from autopar.ir.conversion import CARRIED
-from autopar.ir.layout import Layout, hosted
+from autopar.ir.layout import AWAY, I, Layout, place
 from autopar.ir.mesh import Bytes, Seconds
 from autopar.ir.program import Op
 from autopar.memory.prefetch import Node
@@ -219,11 +219,11 @@ def _ends(schedule: Schedule, prices: StepPrices, run: RecomputeChoice) -> Itera
         seconds = step.microbatches * prices.prices.offload(prices.bytes_of(*node))
         yield StepEvent(time=end, kind="offload", of=node, phase="backward", seconds=seconds)
     trained = [p.value.name for p in program.parameters if p.value.requires_grad]
-    for on_host in (False, True):
-        here = [name for name in trained if hosted(chosen.given[name]) == on_host]
+    for there in (I, *AWAY):
+        here = [name for name in trained if place(chosen.given[name]) == there]
         stored = sum(prices.bytes_of(name, chosen.given[name]) for name in here)
-        if here or not on_host:
-            seconds = prices.prices.optimizer_step(float(stored), on_host=on_host)
+        if here or there == I:
+            seconds = prices.prices.optimizer_step(float(stored), there)
             yield StepEvent(time=end, kind="optimizer", of=prices.prices.optimizer.name, phase="backward", seconds=seconds)
 
 

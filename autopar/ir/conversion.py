@@ -9,7 +9,7 @@ collectives, four are local:
     all_to_all      cut along one dim, join along another            pad        own chunk in its place, zeros around it
 
 What lies on the host comes to the device by one more conversion, on the axis of memories: it is *fetched* over the host's bus,
-and its gradient is *stowed*, that is, copied to the host.
+and its gradient is *stowed*, that is, copied to the host. What lies on the disk is *read*, and its gradient is *written*.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from autopar.ir.mesh import Bytes
 from autopar.ir.program import Value, elements
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-COPIES = ("fetch", "stow")  # between the memories of one device
+TO_DEVICE, FROM_DEVICE = ("fetch", "read"), ("stow", "write")
+COPIES = (*TO_DEVICE, *FROM_DEVICE)  # between the memories of one device
 CARRIED = (*COLLECTIVES, *COPIES)  # what a link carries: those that are messages
 SUMS = ("all_reduce", "reduce_scatter")  # those that add
 
@@ -41,7 +42,7 @@ CONVERSIONS: dict[tuple[str, str], tuple[str, str]] = {
     ("P", "I"): ("all_reduce", "identity"),
     ("P", "S"): ("reduce_scatter", "all_gather"),
 }
-FETCHES: dict[tuple[str, str], tuple[str, str]] = {("H", "I"): COPIES}
+FETCHES: dict[tuple[str, str], tuple[str, str]] = {("H", "I"): ("fetch", "stow"), ("D", "I"): ("read", "write")}
 WAYS = {**CONVERSIONS, **FETCHES}  # between ranks, and between memories
 
 

@@ -6,10 +6,11 @@ On each mesh axis a value is in one of four states; a layout is one state per ax
     R       replicated   the same on all ranks of the axis         gradient partial: addends
     P       partial      addends of the value                      gradient complete, the same everywhere
     S(d/k)  split        a chunk of each of k blocks of dim d      gradient: the matching chunk
-    H       hosted       stored in the host's memory               gradient there, too
+    H       on the host  stored in the host's memory               gradient there, too
+    D       on the disk  stored in a file of the disk              gradient there, too
 
-H is known on one axis only, that of memories (`autopar.ir.mesh.MEMORY`), which has one device: a stored tensor is there H, or I
-in the device's own memory. All else is I on that axis.
+H and D are known on one axis only, that of memories (`autopar.ir.mesh.MEMORY`), which has one device: a stored tensor is there
+H or D, or I in the device's own memory. All else is I on that axis, which is the last.
 
 A split is kept as a *digit*: write the index of the dim in mixed radix; the axis of n devices owns the digit
 `(index // stride) % n`, and a rank holds the elements whose digit is its coordinate, in their old order. A contiguous
@@ -43,7 +44,7 @@ class State(NamedTuple):
     A tuple, whose hash and comparisons are those of C: planning looks up layouts millions of times.
     """
 
-    kind: str  # "I", "R", "P", "S", "H"
+    kind: str  # "I", "R", "P", "S", "H", "D"
     dim: int = 0
     stride: int = 0
 
@@ -51,7 +52,8 @@ class State(NamedTuple):
         return f"S({self.dim}@{self.stride})" if self.kind == "S" else self.kind
 
 
-I, R, P, H = State("I"), State("R"), State("P"), State("H")
+I, R, P, H, D = State("I"), State("R"), State("P"), State("H"), State("D")
+AWAY = (H, D)  # from the device
 Layout = tuple[State, ...]  # one state per mesh axis
 
 
@@ -60,9 +62,14 @@ def split(dim: int, stride: int) -> State:
     return State("S", dim, stride)
 
 
-def hosted(layout: Layout) -> bool:
-    """Whether a tensor in this layout lies in the host's memory."""
-    return H in layout
+def away(layout: Layout) -> bool:
+    """Whether a tensor in this layout lies on the host or on the disk, and not in the device's memory."""
+    return layout[-1:] == (H,) or layout[-1:] == (D,)
+
+
+def place(layout: Layout) -> State:
+    """Where a tensor in this layout lies: H, D, or I for the device's memory."""
+    return layout[-1] if away(layout) else I
 
 
 def digits(layout: Layout, dim: int) -> list[tuple[int, int]]:
@@ -118,7 +125,7 @@ def blocks(layout: Layout, axis: int, shape: tuple[int, ...], sizes: tuple[int, 
 
 
 def storable(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether a parameter may be stored so: states I, S and H, even parts or chunks, and splits that torch can join again.
+    """Whether a parameter may be stored so: states I, S, H and D, even parts or chunks, and splits that torch can join again.
 
     torch 2.13 joins a tensor wrongly (`full_tensor`) when a dim is both split by several axes and blocked, or when one dim is
     blocked and another one is split by several axes in an order that is not the mesh's.
@@ -127,7 +134,7 @@ def storable(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> 
     ways = (_even, _chunked)
     if not all(dim < len(shape) and any(way(layout, dim, shape[dim], sizes) for way in ways) for dim in dims):
         return False
-    if any(state.kind not in "ISH" for state in layout):
+    if any(state.kind not in "ISHD" for state in layout):
         return False
     nests = [[axis for axis, _ in digits(layout, dim)] for dim in range(len(shape))]
     blocked = [any(blocks(layout, axis, shape, sizes) > 1 for axis in nest) for nest in nests]
@@ -196,7 +203,7 @@ def text(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> str:
     return ", ".join(entries)
 
 
-ENTRY = re.compile(r"(?P<kind>[IRPH*])|S\((?P<dim>-?\d+)(/(?P<blocks>\d+))?\)(/(?P<place>\d+))?")
+ENTRY = re.compile(r"(?P<kind>[IRPHD*])|S\((?P<dim>-?\d+)(/(?P<blocks>\d+))?\)(/(?P<place>\d+))?")
 
 
 def parse(line: str, shape: tuple[int, ...], sizes: tuple[int, ...], name: str = "a tensor") -> tuple[State | None, ...]:

@@ -13,7 +13,8 @@ from autopar.ir.kernel_rates import AttentionRate, ProductRate, positive
 
 Seconds = float
 Bytes = int
-# The axis of a device's memories, of size 1: what is stored is in state H on it, on the host, or I, on the device.
+# The axis of a device's memories, of size 1: what is stored is in state H on it, on the host, in D, on the disk, or I, on the
+# device.
 MEMORY = "memory"
 MOST_DEVICES = 2**31 - 1
 STAGES = "_stages"  # what the axis of a pipeline is called that was cut off another one, after that
@@ -60,6 +61,25 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """The disk of one node, which its devices share."""
+
+    memory: Bytes  # what may be stored there; 0 where it is not known
+    read: float  # bytes per second, one file after the other
+    write: float
+    latency: Seconds  # of one access
+    source: str
+
+    def __post_init__(self) -> None:
+        positive("a disk's", {"memory": self.memory, "latency": self.latency}, zero=True)
+        positive("a disk's", {"rate of reading": self.read, "rate of writing": self.write})
+
+    def seconds(self, read: float, written: float) -> Seconds:
+        """Seconds of reading and writing so many bytes, one after the other."""
+        return self.latency + read / self.read + written / self.write
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One accelerator (or one process's share of a CPU): peak rates, memory and launch floor, with their source."""
 
@@ -78,6 +98,7 @@ class Device:
     host_memory: Bytes = 0
     host_bandwidth: float = 0.0
     host_source: str = ""
+    disk: Disk | None = None  # none where it is not known
     # Seconds that computing loses per second of a message sent beside it (beta): 0 = it does not notice, 1 = nothing is gained
     # by overlap, so that a step is the sum of what it computes and sends.
     interference: float = 1.0
@@ -201,8 +222,16 @@ class Mesh:
 
     @property
     def has_memories(self) -> bool:
-        """Whether its last axis is that of memories: what is stored may lie on the host."""
+        """Whether its last axis is that of memories: what is stored may lie on the host or the disk."""
         return self.axes[-1] == MEMORY and self.sizes[-1] == 1
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The states, on the axis of memories, of what need not lie in a device's own memory; none without such an axis."""
+        if not self.has_memories:
+            return ()
+        known = {"H": self.device is None or self.device.host_memory, "D": self.device is None or self.device.disk}
+        return tuple(place for place, there in known.items() if there)
 
     @property
     def devices(self) -> Mesh:

@@ -20,7 +20,7 @@ from typing import Concatenate, ParamSpec, TypeVar, Union
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopar.ir.layout import Layout, hosted, local_shape
+from autopar.ir.layout import Layout, away, local_shape
 
 Result = TypeVar("Result")
 Params = ParamSpec("Params")
@@ -55,8 +55,8 @@ class Value:
         return elements(local_shape(self.shape, layout, sizes)) * self.dtype.itemsize
 
     def device_bytes(self, layout: Layout, sizes: tuple[int, ...]) -> int:
-        """What one rank's part takes of its device's memory: nothing where the host has it."""
-        return 0 if hosted(layout) else self.local_bytes(layout, sizes)
+        """What one rank's part takes of its device's memory: nothing where the host or the disk has it."""
+        return 0 if away(layout) else self.local_bytes(layout, sizes)
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")

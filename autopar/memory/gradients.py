@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.analysis.saved_tensors import SavedTensors
-from autopar.ir.conversion import beside
+from autopar.ir.conversion import FROM_DEVICE, beside
 from autopar.ir.mesh import Bytes
 from autopar.ir.program import Op
 from autopar.ir.training_step import TrainingStep
@@ -124,7 +124,7 @@ class _Step:
     def _reduce_bucket(self, steps: Sequence[Step], now: int, waited: int) -> Iterator[LiveRange]:
         """Reduce the gradients of a bucket in one buffer: all_reduce works in place, reduce_scatter needs an output buffer."""
         sources = [(name, step.source) for name, step in steps]
-        if steps[0][1].primitives[1] == "stow" and self.of.ahead and waited > now:  # the copies to the host read them
+        if steps[0][1].primitives[1] in FROM_DEVICE and self.of.ahead and waited > now:  # the copies to the host read them
             yield LiveRange(
                 "flight", steps[0][0], now + 1, waited, sum(self.of.size((name, step.target)) for name, step in steps)
             )

@@ -53,8 +53,8 @@ class LivenessInputs:
     `saved` says what autograd saves of an op that has a backward; `backward` are the values that get a gradient and `ends`
     those that the user differentiates; `weights` are the parameters and their views; `views` are the ops whose results
     alias their first operand; `reruns` may be recomputed (or alias a result that may); `dropped` says whether gathered weights
-    are freed after the forward, `accumulated` whether gradients are those of several micro-batches; `hosted` are the parameters
-    that the host may store.
+    are freed after the forward, `accumulated` whether gradients are those of several micro-batches; `elsewhere` are the
+    parameters that the host or the disk may store.
     """
 
     saved: Callable[[Op], SavedTensors | None]
@@ -65,7 +65,7 @@ class LivenessInputs:
     reruns: Set[str]
     dropped: bool
     accumulated: bool
-    hosted: Set[str] = frozenset()
+    elsewhere: Set[str] = frozenset()
 
 
 def lifetimes(program: Program, terms: LivenessInputs) -> Iterator[SavedLiveRange]:
@@ -87,7 +87,7 @@ class _Uses:
     def __init__(self, program: Program, terms: LivenessInputs) -> None:
         self.program, self.terms, self.n = program, terms, len(program.ops)
         self.place = {op.name: i for i, op in enumerate(program.ops)}
-        self.given = {v.name for v in program.given} - terms.hosted  # what is there in any case
+        self.given = {v.name for v in program.given} - terms.elsewhere  # what is there in any case
         self.outputs = {output.value for output in program.outputs}
         self.readers: dict[str, list[tuple[int, End]]] = {name: [] for name in program.values}
         self.savers: dict[str, list[tuple[int, End | None]]] = {name: [] for name in program.values}

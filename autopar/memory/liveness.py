@@ -30,7 +30,7 @@ from autopar.analysis.recomputability import is_alias
 from autopar.analysis.saved_tensors import NOTHING, SavedTensors
 from autopar.analysis.view_or_copy import copied
 from autopar.cost_models.optimizers import Optimizer
-from autopar.ir.conversion import beside
+from autopar.ir.conversion import TO_DEVICE, beside
 from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Bytes
 from autopar.ir.program import Op, elements
@@ -294,7 +294,7 @@ class _Step:
         (first, step), size = steps[0], sum(self.of.bytes((name, step.target)) for name, step in steps)
         sent = sum(self.of.bytes((name, step.source)) for name, step in steps) if len(steps) > 1 else 0
         copied = len(steps) > 1 or beside(step, self.program.values[first], self.of.sizes) > 0
-        copied &= step.primitives[0] != "fetch"  # each weight is fetched to where it stays
+        copied &= step.primitives[0] not in TO_DEVICE  # each weight is copied to where it stays
         yield LiveRange("flight", first, begun, arrived if copied else arrived - 1, size + sent)
 
 

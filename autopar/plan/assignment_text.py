@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Set
 from autopar.analysis.recomputability import recomputable
 from autopar.errors import AutoparError, LayoutError, PlanError
 from autopar.ir.conversion import WAYS, Conversion
-from autopar.ir.layout import H, I, Layout, parse, text
+from autopar.ir.layout import AWAY, I, Layout, parse, text
 from autopar.ir.program import OUTPUT, Op, Program
 from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding
@@ -195,14 +195,13 @@ class _Reader:
         return self._layouts[shape, line]
 
     def stored(self, name: str, shape: tuple[int, ...], line: str) -> Layout:
-        """The layout of what is given or returned: I and S; H of parameters, on the axis of memories."""
+        """The layout of what is given or returned: I and S; H and D of parameters, on the axis of memories."""
         layout = self.layout(name, shape, line)
         parameters = {p.value.name for p in self.program.parameters}
-        if H in layout and not (
-            self.plan.mesh.has_memories and layout[-1] == H and layout.count(H) == 1 and name in parameters
-        ):
-            raise ValueError(f"layouts[{name!r}] is {line!r}, but H is of parameters, on the axis of memories")
-        if any(state.kind not in "ISH" for state in layout):
+        elsewhere = [state for state in layout if state in AWAY]
+        if elsewhere and not (self.plan.mesh.has_memories and [layout[-1]] == elsewhere and name in parameters):
+            raise ValueError(f"layouts[{name!r}] is {line!r}, but {elsewhere[0]} is of parameters, on the axis of memories")
+        if any(state.kind not in "ISHD" for state in layout):
             raise ValueError(f"layouts[{name!r}] is {line!r}, but what is stored, given or returned is I or S on every axis")
         return layout
 

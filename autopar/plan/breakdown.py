@@ -13,7 +13,8 @@ from autopar.ir.mesh import Bytes, Seconds
 
 INPUT = "input:"  # before the names of arguments in `stored`
 DEVICE, OPTIMIZER, BUDGET, ACCURACY = "device", "optimizer", "budget", "accuracy"
-WHOLE, REPEATED, ADDENDS, HOSTED = "whole", "repeated", "addends", "host"  # what is not split on an axis: states I, R, P and H
+# What is not split on an axis: states I, R, P, H and D.
+WHOLE, REPEATED, ADDENDS, HOSTED, ON_DISK = "whole", "repeated", "addends", "host", "disk"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +110,10 @@ class CostBreakdown:
     `offload` value -> its way to the host and back; `conversions` counts slices, pads and copies that are not collectives, and
     what micro-batches share; `hidden` is what the step does not take of its collectives, because it computes
     beside them. `runs` and `stored` say in words what is split, one entry per axis: what a person calls the dim
-    ("out-features"), else "whole", "repeated" (its gradient in addends), "addends" or "host". `runs` has the ops that use
-    parameters and the well-known ones; `stored` the parameters, "input:" and the name of an argument, "output:" and the
+    ("out-features"), else "whole", "repeated" (its gradient in addends), "addends", "host" or "disk". `runs` has the ops that
+    use parameters and the well-known ones; `stored` the parameters, "input:" and the name of an argument, "output:" and the
     name of a result. `tied` is every other name of a parameter -> its own, `copies` a copy of a parameter in another dtype ->
-    that parameter. `host` has the bytes in the host's memory by what they are for: of one device, at the end of a backward.
+    that parameter. `host` and `disk` have the bytes there by what they are for: of one device, at the end of a backward.
     """
 
     cost_parameters: tuple[CostParameter, ...]
@@ -131,6 +132,7 @@ class CostBreakdown:
     offload: Mapping[str, Seconds] = field(default_factory=dict)
     hidden: Seconds = 0.0
     host: Mapping[str, Bytes] = field(default_factory=dict)
+    disk: Mapping[str, Bytes] = field(default_factory=dict)
 
     @property
     def forward(self) -> Seconds:

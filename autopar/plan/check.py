@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from autopar.plan.plan import Plan
 
 
+AWAY = {"H", "D"}  # on the host, on the disk
+
+
 def check(plan: Plan) -> None:
     """Raise ValueError, with the first thing that is wrong, for a plan that says what no plan does."""
     if wrong := next(_wrong(plan), None):
@@ -50,10 +53,10 @@ def _wrong(plan: Plan) -> Iterator[str]:
     placed = plan.placed
     for name, layout in plan.layouts.items():
         *others, last = (entry.strip() for entry in layout.split(","))
-        if "H" in others or (last == "H" and not (plan.mesh.has_memories and name in placed)):
-            yield f"layouts.{name} is on the host, which is said of parameters, on the axis of memories only"
-    if any(size < 0 for size in found.host.values()):
-        yield "breakdown.host is not negative"
+        if AWAY & {*others} or (last in AWAY and not (plan.mesh.has_memories and name in placed)):
+            yield f"layouts.{name} is on the host or the disk, which is said of parameters, on the axis of memories only"
+    if any(size < 0 for size in (*found.host.values(), *found.disk.values())):
+        yield "breakdown.host and breakdown.disk are not negative"
     if plan.pipeline or plan.stages:
         yield from _wrong_stages(plan)
     for name, steps in plan.routes.items():

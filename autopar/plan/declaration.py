@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from autopar.errors import ConstraintError, MeshError
 from autopar.ir.mesh import AutoMesh, Mesh
-from autopar.plan.options import AUTO, HOST
+from autopar.plan.options import AUTO, DISK, HOST
 from autopar.search_space.schemes import MODES, mode_axes
 
 KEYS: Mapping[str, tuple[type, ...]] = {
@@ -24,6 +24,7 @@ KEYS: Mapping[str, tuple[type, ...]] = {
     "gradient_accumulation": (int, str), "mode": (str,), "devices": (int,), "device": (str,), "budget": (int, str),
     "optimizer": (str,), "constraints": (Mapping,), "outputs": (str,), "strict": (bool,), "recompute": (str,),
     "dynamic": (Mapping,), "static": (list, tuple), "assume": (Mapping,), "time_limit": (int, float), "host_memory": (int, str),
+    "disk_memory": (int, str), "disk": (str,),
 }  # fmt: skip
 PARALLEL: Mapping[str, tuple[type, ...]] = {"data": (int, str), "pipeline": (int, str, Mapping), "tensor": (int, str, Mapping)}
 PIPELINE: Mapping[str, tuple[type, ...]] = {"size": (int, str), "stages": (int, str, list, tuple), "schedule": (str,)}
@@ -31,7 +32,7 @@ TENSOR: Mapping[str, tuple[type, ...]] = {"size": (int,), "mode": (str,), "depth
 PASSED = tuple(key for key in KEYS if key not in ("mesh", "parallel", "zero", "offload", "gradient_accumulation", "devices"))
 WORDS = {int: "a number", float: "a number", str: "text", bool: "true or false", Mapping: "a table", list: "a list"}
 ZERO: Mapping[int | str, object] = {AUTO: "", 0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
-OFFLOAD: Mapping[int | str, object] = {AUTO: AUTO, HOST: HOST, True: True, False: False}
+OFFLOAD: Mapping[int | str, object] = {AUTO: AUTO, HOST: HOST, DISK: DISK, True: True, False: False}
 AXIS = "pipeline"  # the name of the axis of stages
 NOUNS = {"2d": "a square", "2.5d": "depth x a square", "3d": "a cube"}
 
@@ -54,7 +55,7 @@ def read_declaration(config: Mapping[str, object], world: int, *, own_mesh: bool
     zero = _choice("zero", config.get("zero", AUTO), ZERO, "0, 1, 2, 3 or 'auto'")
     options: dict[str, object] = {name: config[name] for name in PASSED if name in config}
     if "offload" in config:
-        options["offload"] = _choice("offload", config["offload"], OFFLOAD, "True, False, 'host' or 'auto'")
+        options["offload"] = _choice("offload", config["offload"], OFFLOAD, "True, False, 'host', 'disk' or 'auto'")
     if "gradient_accumulation" in config:
         options["microbatches"] = _count("gradient_accumulation", config["gradient_accumulation"])
     if own_mesh:

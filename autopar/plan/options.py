@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -16,7 +17,7 @@ from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.mesh import Bytes, Device
 from autopar.plan.plan import Plan
 
-HOST = "host"  # where weights may be stored
+HOST, DISK = "host", "disk"  # where weights may be stored
 AUTO = "auto"  # as many micro-batches as are best, as much recomputed as is best
 PLENTY: Bytes = 1 << 60  # a budget that never binds
 TRAINING, INFERENCE = MODES = "training", "inference"
@@ -28,9 +29,10 @@ class Options:
 
     `mode` is "training" or "inference", which computes no gradients; `microbatches` is their number in a step, or "auto";
     `pipeline` is the mesh axis that has `stages`, which run by a `schedule`; `recompute` is a name of
-    `analysis.recompute_policy`; `offload` says what may go to the host (`planning.memories`), which may store
-    `host_memory` bytes in each node; `cost_model` prices the step, by default from the catalog; `time_limit` is in seconds, by
-    default none; `static` names inputs that are constants, `assume` says what lines of forward ask.
+    `analysis.recompute_policy`; `offload` says what may go to the host and the disk (`planning.memories`), which may
+    store `host_memory` and `disk_memory` bytes in each node, the disk in the folder `disk`; `cost_model` prices the step, by
+    default from the catalog; `time_limit` is in seconds, by default none; `static` names inputs that are constants, `assume`
+    says what lines of forward ask.
     """
 
     device: str | Device | None = None
@@ -46,6 +48,8 @@ class Options:
     microbatches: int | str = 1
     offload: bool | str = True
     host_memory: Bytes | str | None = None
+    disk_memory: Bytes | str | None = None
+    disk: str | Path = ""
     recompute: str = "auto"
     dynamic: Mapping[str, DimSizes | Dynamic] = field(default_factory=dict)
     static: Sequence[str] = ()
@@ -84,6 +88,7 @@ class Options:
             **({} if self.mode == TRAINING else {"mode": self.mode}),
             **({} if self.offload is True else {"offload": self.offload or "no"}),
             **({} if self.host_memory is None else {"host_memory": str(self.host_memory)}),
+            **({} if self.disk_memory is None else {"disk_memory": str(self.disk_memory)}),
             **({} if self.recompute == AUTO else {"recompute": str(self.recompute)}),
             **({"pipeline": self.pipeline} if self.pipeline else {}),
             **({} if self.stages == AUTO else {"stages": _stages(self.stages)}),
@@ -128,6 +133,7 @@ class Options:
             reduce=self.reduce or found.get("reduce") or None,
             offload=found.get("offload", self.offload) if plan and plan.mesh.has_memories else self.offload,
             host_memory=found.get("host_memory") or self.host_memory,
+            disk_memory=found.get("disk_memory") or self.disk_memory,
             static=self.static or kept.static,
             assume=self.assume or kept.assume,
         )

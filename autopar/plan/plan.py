@@ -3,7 +3,7 @@
 choices   op -> one form per axis: "I", "R", "P 0" (the rule's first linear group), "n/512" (factor n, stride 512),
           "vocabulary/512" (a distributed form, stride of its last factor)
 layouts   value or parameter -> its layout as produced or stored; "output:loss" -> that output. A parameter in state H on the
-          axis "memory", which a plan has last if the host may store weights, lies on the host
+          axis "memory", which a plan has last if weights need not lie on the device, lies on the host, in state D on the disk
 routes    value -> its conversions, "I, S(0) -> R, S(0)"
 recompute what the backward recomputes instead of keeping it: op -> "run"; value -> these of its conversions, or
           "host: I, S(0)": offloaded to host memory in this layout
@@ -109,6 +109,11 @@ class Plan:
     def host_memory(self) -> Bytes:
         """Bytes that the plan has in the host's memory, for one device: what is stored there, and offloaded activations."""
         return sum(self.breakdown.host.values())
+
+    @property
+    def disk_memory(self) -> Bytes:
+        """Bytes that the plan has on the disk for one device."""
+        return sum(self.breakdown.disk.values())
 
     @property
     def peak_reserved(self) -> Bytes:

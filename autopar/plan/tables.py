@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 COLLECTIVE = {
     **{name: name.replace("_", "-") for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")},
-    "fetch": "copy from the host", "stow": "copy to the host",
+    "fetch": "copy from the host", "stow": "copy to the host", "read": "read from the disk", "write": "write to the disk",
 }  # fmt: skip
 UNITS: Mapping[str, Callable[[float], str]] = {  # how a cost parameter prints
     "B": size_text,
@@ -33,7 +33,7 @@ UNITS: Mapping[str, Callable[[float], str]] = {  # how a cost parameter prints
     "": lambda value: f"{value:g}",
 }
 LEGEND = "I: whole on every device of the axis; S(d): split along dim d; S(d/k): split within each of dim d's k blocks"
-OF_MEMORIES = "memory: I, what is stored lies in the device's memory; H, in the host's"
+OF_MEMORIES = "memory: I, what is stored lies in the device's memory; H, in the host's; D, on the disk"
 
 
 def tables(plan: Plan) -> Iterator[Part]:
@@ -86,6 +86,8 @@ def totals(plan: Plan) -> Iterator[Part]:
     table.add_row("memory", f"{size_text(plan.peak_memory)} of {size_text(limit.value)} per device ({limit.source})")
     if plan.host_memory:
         table.add_row("", f"{size_text(plan.host_memory)} of the host's memory for each device")
+    if plan.disk_memory:
+        table.add_row("", f"{size_text(plan.disk_memory)} of the disk for each device")
     if plan.peak_reserved > plan.peak_memory:
         reserved = f"about {size_text(plan.peak_reserved)} reserved by torch's caching allocator"
         table.add_row("", f"{reserved} ({RESERVED:g} x measured); budgets are of allocated bytes")

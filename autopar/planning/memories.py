@@ -1,49 +1,65 @@
-"""Heterogeneous memory: the mesh with an axis of memories, where what is stored may lie on the host.
+"""Heterogeneous memory: the mesh with an axis of memories, where what is stored may lie on the host or on the disk.
 
 offload=True      saved activations may go to the host, nothing that is stored
 offload="host"    parameters, their gradients and the optimizer's state, too, weight by weight
-offload="auto"    as "host" where the host's memory is known, else as True
+offload="disk"    the same, on the host or on the disk
+offload="auto"    as "disk" where `disk_memory` says how much, as "host" where the host's memory is known, else as True
 """
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 from autopar.cost_models.catalog import system_memory
-from autopar.errors import BudgetError, ConstraintError, MeshError
-from autopar.ir.mesh import MEMORY, Bytes, Device, Mesh
+from autopar.errors import BudgetError, ConstraintError, DiskError, MeshError
+from autopar.ir.mesh import MEMORY, Bytes, Device, Disk, Mesh
 from autopar.plan.budget import SHARE, byte_count
-from autopar.plan.options import AUTO, HOST, Options
+from autopar.plan.options import AUTO, DISK, HOST, Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import size_text
 
 
 def with_memories(mesh: Mesh, options: Options) -> Mesh:
-    """A mesh with device and links, and an axis of memories if the options let the host store weights.
+    """A mesh with device and links, and an axis of memories if the options let the host or the disk store weights.
 
-    The device then has its share of the host: of memory and bandwidth as much as each of the devices of a node that the mesh
-    uses. Raises MeshError where there is no such host, or an axis has the name of memories; ConstraintError for options that
+    The device then has its share of both: of memory and bandwidth as much as each of the devices of a node that the mesh uses.
+    Raises MeshError where there is no such host or disk, or an axis has the name of memories; ConstraintError for options that
     contradict each other.
     """
     device = mesh.device
     assert device is not None, "a mesh is priced with its device"
-    if options.offload not in (HOST, AUTO):
-        if options.host_memory is not None:
-            what = f"host_memory={options.host_memory!r} says how much the host may store, and offload={options.offload!r}"
-            raise ConstraintError(what, fix=f"offload={HOST!r}, or leave host_memory= out")
+    _check_said(options)
+    if options.offload not in (HOST, DISK, AUTO):
         return mesh
     if options.pipeline is not None:
         raise ConstraintError(f"offload={options.offload!r} beside a pipeline is not known", fix="offload=True, or no stages")
-    sharing = min(mesh.size, device.per_node)
-    memory = _memory(device, options)
-    if device.host is None or not memory or not device.host_bandwidth:
-        if options.offload == AUTO and options.host_memory is None:
+    memory, disk = _memory(device, options), _disk(device, options)
+    if device.host is None or (disk is None and not (memory and device.host_bandwidth)):
+        if options.offload == AUTO and options.host_memory is None and options.disk_memory is None:
             return mesh
         raise _lacking(device, options)
     if MEMORY in mesh.axes:
         raise MeshError(f"a mesh axis is called {MEMORY!r}, which is that of the device's memories", fix="another name")
-    shared = replace(device, host_memory=memory // sharing, host_bandwidth=device.host_bandwidth / sharing)
-    return replace(mesh.with_memories(device.host), device=shared)
+    return replace(mesh.with_memories(device.host), device=_shared(device, memory, disk, min(mesh.size, device.per_node)))
+
+
+def _shared(device: Device, memory: Bytes, disk: Disk | None, sharing: int) -> Device:
+    """The device with its share of its node's memory, bandwidth and disk."""
+    own = disk and replace(disk, memory=disk.memory // sharing, read=disk.read / sharing, write=disk.write / sharing)
+    stored = memory // sharing if device.host_bandwidth else 0
+    return replace(device, host_memory=stored, host_bandwidth=device.host_bandwidth / sharing, disk=own)
+
+
+def _check_said(options: Options) -> None:
+    """Raise ConstraintError for amounts of a memory in which nothing may be stored."""
+    for name, place, allowed in (("host_memory", HOST, (HOST, DISK, AUTO)), ("disk_memory", DISK, (DISK, AUTO))):
+        amount = getattr(options, name)
+        if amount is not None and options.offload not in allowed:
+            what = f"{name}={amount!r} says how much the {place} may store, and offload={options.offload!r}"
+            raise ConstraintError(what, fix=f"offload={place!r}, or leave {name}= out")
 
 
 def check_host(plan: Plan, ranks: int) -> None:
@@ -57,11 +73,46 @@ def check_host(plan: Plan, ranks: int) -> None:
         )
 
 
+def check_disk(plan: Plan, ranks: int, folder: str) -> None:
+    """Raise DiskError for a folder in which no file can be made, BudgetError for one without the room for so many ranks."""
+    another = 'disk="FOLDER" of parallelize names a folder on another disk'
+    if not Path(folder).is_dir():
+        raise DiskError(f"the folder {folder} for weights on the disk does not exist", fix="make it, or name another as disk=")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+        there = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise DiskError(f"no file can be made in {folder}, where weights are to lie", error=error, fix=another) from error
+    needed = ranks * plan.disk_memory
+    if needed > there:
+        raise BudgetError(
+            f"the plan has {size_text(needed)} on this disk, which has {size_text(there)} left",
+            folder=folder,
+            ranks=f"{ranks}, of {size_text(plan.disk_memory)} each",
+            fix=f'plan with disk_memory="{there // 10**9}GB" or less, or {another}',
+        )
+
+
 def _memory(device: Device, options: Options) -> Bytes:
     """What a node's host may store."""
     if options.host_memory is None:
         return int(SHARE * device.host_memory)
     return byte_count(options.host_memory, "an amount of the host's memory")
+
+
+def _disk(device: Device, options: Options) -> Disk | None:
+    """The disk of a node, if the options let it store weights. Raises MeshError where nothing is known of it."""
+    if options.offload != DISK and options.disk_memory is None:
+        return None
+    if device.disk is None:
+        what = f"offload={options.offload!r} needs to know the rates of the disk of {device.name}"
+        raise MeshError(what, fix="an autopar.Device with disk=autopar.Disk(...)")
+    if options.disk_memory is not None:
+        return replace(device.disk, memory=byte_count(options.disk_memory, "an amount of the disk"))
+    if not device.disk.memory:
+        what = f"offload={options.offload!r} needs to know how much the disk of {device.name} may store"
+        raise MeshError(what, fix='disk_memory="2TB", of one node')
+    return replace(device.disk, memory=int(SHARE * device.disk.memory))
 
 
 def _lacking(device: Device, options: Options) -> MeshError:
@@ -75,4 +126,4 @@ def _lacking(device: Device, options: Options) -> MeshError:
     return MeshError(what, fix=fix)
 
 
-__all__ = ["check_host", "with_memories"]
+__all__ = ["check_disk", "check_host", "with_memories"]

@@ -19,6 +19,7 @@ from autopar.formulation.formulate import PlanningProblem, formulate
 from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_time import step_time, unhidden_time
+from autopar.ir.layout import D, H
 from autopar.ir.mesh import Bytes, Mesh, Seconds
 from autopar.ir.program import Output, Program
 from autopar.ir.training_step import TrainingStep
@@ -33,6 +34,7 @@ from autopar.solver.problem import Solution
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
 SMALLEST = "smallest"  # what a BudgetError calls the smallest budget that works
+PLACES = {H: "host", D: "disk"}
 ONCE = "zero1"
 NAMED = ("ddp", ONCE, "zero2", "fsdp", "megatron", "replicate")
 Stop = Callable[[str], None]  # called with the name of each phase when it ends
@@ -232,7 +234,7 @@ def _impossible(memory_model: MemoryModel, limit: Bytes, options: Options, setti
         strategy=options.strategy,
         microbatches=runs if runs > 1 else "",
         **{SMALLEST: f"budget={peak}"},
-        host="" if memory_model.host_limit is None else f"stores at most {size_text(memory_model.host_limit)} for each device",
+        **{PLACES[there]: f"stores at most {size_text(size)} for each device" for there, size in memory_model.limits.items()},
         filled="; ".join(f"{size_text(held.bytes)} {held}" for held in full),
         fix=f"more devices, {more}a smaller batch, a narrower dtype, or a budget above 90% of the device",
     )

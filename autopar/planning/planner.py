@@ -160,6 +160,7 @@ def _with_memories_of(plan: Plan, mesh: Mesh) -> Mesh:
     assert mesh.device is not None, "it is connected"
     device, link = mesh.device, mesh.device.host or LINKS.get(plan.links[-1], LINKS["pcie3"])
     host = {"host": link, "host_memory": PLENTY, "host_bandwidth": device.host_bandwidth or device.bandwidth}
+    host["disk"] = replace(device.disk or catalog.ANY_DISK, memory=PLENTY)
     return replace(mesh.with_memories(link), device=replace(device, **host))  # type: ignore[arg-type]
 
 

@@ -33,7 +33,8 @@ from autopar.runtime.collectives import (
     unflatten,
     wait,
 )
-from autopar.runtime.host_memory import start_fetch, start_stow, wait_fetch, wait_stow
+from autopar.runtime.disk import File, file_of, write
+from autopar.runtime.host_memory import start_copies, start_stow, wait_copies, wait_stow
 from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.rematerialize.recompute import Tensors
 from autopar.runtime.world import Axis
@@ -102,6 +103,7 @@ class _Context(Protocol):
     positions: Sequence[SplitPosition]
     dtype: torch.dtype  # of the gradients that the backward returns
     count: int  # of the forward's tensor arguments
+    file: File | None  # of a weight that is read from the disk: its gradient goes to the same folder
 
     def mark_non_differentiable(self, *tensors: torch.Tensor) -> None: ...
     def set_materialize_grads(self, value: bool) -> None: ...
@@ -139,7 +141,7 @@ class _Wait(torch.autograd.Function):
         count = len(positions)
         proxies, weights, buffers = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
         ctx.primitives, ctx.axis, ctx.positions, ctx.count = (forward, backward), axis, positions, len(tensors)
-        ctx.dtype = proxies[0].dtype
+        ctx.dtype, ctx.file = proxies[0].dtype, file_of(weights[0]) if forward == "read" else None
         ctx.set_materialize_grads(False)
         return tuple(_values(forward, weights, buffers, axis, positions))
 
@@ -151,7 +153,10 @@ class _Wait(torch.autograd.Function):
             return None, None, None, None, *results
         positions = [ctx.positions[index] for index in present]
         reduce = _differentiable_gradients if torch.is_grad_enabled() else _reduced_gradients
-        reduced = reduce(ctx.primitives, [*present.values()], ctx.dtype, ctx.axis, positions)
+        if ctx.file is not None:
+            reduced = write([*present.values()], ctx.file, ctx.dtype)
+        else:
+            reduced = reduce(ctx.primitives, [*present.values()], ctx.dtype, ctx.axis, positions)
         for index, gradient in zip(present, reduced, strict=True):
             results[index] = gradient
         return None, None, None, None, *results
@@ -166,10 +171,10 @@ def _proxy(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _issue(primitive: str, weights: Tensors, axis: Axis) -> tuple[torch.Tensor, ...]:
-    """The output buffer of one all-gather of all weights, flattened, or one for each that is fetched from the host; nothing for
-    other primitives, which run in `_values`."""
+    """The output buffer of one all-gather of all weights, flattened, or one for each that comes from the host or the disk;
+    nothing for other primitives, which run in `_values`."""
     if primitive in COPIES:
-        return start_fetch(weights)
+        return start_copies(primitive, weights)
     if primitive != "all_gather":
         return ()
     flat = [weight.reshape(-1) for weight in weights]
@@ -181,7 +186,7 @@ def _values(
 ) -> Iterator[torch.Tensor]:
     """The converted weights, waiting for the all-gather or the copies if they were issued."""
     if primitive in COPIES:
-        wait_fetch(buffers)
+        wait_copies(primitive, buffers)
         yield from buffers
         return
     if primitive != "all_gather":
@@ -196,7 +201,7 @@ def _differentiable_gradients(
     primitives: tuple[str, str], gradients: Tensors, dtype: torch.dtype, axis: Axis, positions: Sequence[SplitPosition]
 ) -> Iterator[torch.Tensor]:
     """The gradients of the unconverted weights, in this dtype, which can be differentiated."""
-    if primitives == COPIES:
+    if primitives[1] in COPIES:
         yield from (gradient.to("cpu", dtype) for gradient in gradients)
         return
     for gradient, position in zip(gradients, positions, strict=True):
@@ -208,7 +213,7 @@ def _reduced_gradients(
 ) -> Iterator[torch.Tensor]:
     """The gradients of the unconverted weights, in this dtype; where a collective was issued, valid after `wait`."""
     primitive = primitives[1]
-    if primitives == COPIES:
+    if primitive in COPIES:
         yield from start_stow(gradients, dtype)
     elif primitive == "all_reduce":
         flat = all_reduce_start(torch.cat([gradient.reshape(-1) for gradient in gradients]).to(dtype), axis)

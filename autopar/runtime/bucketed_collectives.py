@@ -4,8 +4,8 @@
     ...                                                                              compute h.0,
     w, v = all_gather__reduce_scatter_wait(bucket, dp, splits=[(0,), (0,)])          wait for h.1's weights
 
-Every conversion of `autopar.runtime.collectives` has such a pair of functions, named `forward__backward`, and so has the one
-between the memories of a device (`autopar.runtime.host_memory`). `_start` takes the
+Every conversion of `autopar.runtime.collectives` has such a pair of functions, named `forward__backward`, and so have those
+between the memories of a device (`autopar.runtime.host_memory`, `autopar.runtime.disk`). `_start` takes the
 dtype in which gradients are reduced, by default the weights' own. `_wait` takes where each weight is split, for conversions
 that move a split, and a rematerializer if the weights are dropped after their use and gathered again in the backward.
 
@@ -193,6 +193,18 @@ def fetch__stow_wait(
     return wait_bucket("fetch__stow", bucket, axis, splits, rematerializer)
 
 
+def read__write_start(weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
+    """D to I: read from the disk; gradients are written to it."""
+    return start_bucket("read__write", weights, axis, reduce_dtype)
+
+
+def read__write_wait(
+    bucket: PendingBucket, axis: Axis, splits: Splits | None = None, rematerializer: Rematerializer | None = None
+) -> list[torch.Tensor]:
+    """The weights of `read__write_start`."""
+    return wait_bucket("read__write", bucket, axis, splits, rematerializer)
+
+
 PAIRS: dict[str, tuple[Callable[..., PendingBucket], Callable[..., list[torch.Tensor]]]] = {
     "identity__all_reduce": (identity__all_reduce_start, identity__all_reduce_wait),
     "slice__all_gather": (slice__all_gather_start, slice__all_gather_wait),
@@ -208,4 +220,5 @@ PAIRS: dict[str, tuple[Callable[..., PendingBucket], Callable[..., list[torch.Te
     "all_reduce__identity": (all_reduce__identity_start, all_reduce__identity_wait),
     "reduce_scatter__all_gather": (reduce_scatter__all_gather_start, reduce_scatter__all_gather_wait),
     "fetch__stow": (fetch__stow_start, fetch__stow_wait),
+    "read__write": (read__write_start, read__write_wait),
 }

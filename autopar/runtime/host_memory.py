@@ -1,4 +1,4 @@
-"""Weights that the host stores: copies to the device for a bucket of them, and of their gradients back.
+"""Weights that the host or the disk stores: copies to the device for a bucket of them, and of gradients back to the host.
 
 On CUDA the host's tensors are pinned, and both copies run on a stream of their own: the program computes while weights are on
 their way, and while gradients are. On a CPU, which stands for a device where its memory is simulated, they are plain copies.
@@ -6,22 +6,29 @@ their way, and while gradients are. On a CPU, which stands for a device where it
 
 from __future__ import annotations
 
-import contextvars
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
+from autopar.ir.layout import D, H, State
+from autopar.runtime.disk import folder_of, start_read, to_disk, wait_read
+from autopar.runtime.disk_steps import install
 from autopar.runtime.memory_tracker import other_device
-from autopar.runtime.offload import copy_stream
+from autopar.runtime.offload import copy_stream, tell
 from autopar.runtime.rematerialize.recompute import Tensors
-
-# Who is told of copies: called with "fetch" or "stow" and the bytes of a bucket.
-listener = contextvars.ContextVar[Callable[[str, int], None] | None]("listener", default=None)
 
 
 def on_host(part: torch.Tensor) -> torch.Tensor:
     """A tensor of the device in the host's memory, pinned if the device is CUDA; itself on a CPU or on meta."""
     return part.cpu().pin_memory() if part.is_cuda else part
+
+
+def moved(part: torch.Tensor, place: State, folder: str) -> torch.Tensor:
+    """A tensor of the device on the host (H), or on the disk (D) in this folder; itself if the place is neither."""
+    if place == D:
+        install()
+        return to_disk(part, folder_of(folder))
+    return on_host(part) if place == H else part
 
 
 def device_of(stored: torch.Tensor) -> torch.device:
@@ -30,9 +37,19 @@ def device_of(stored: torch.Tensor) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if pinned else stored.device
 
 
+def start_copies(primitive: str, weights: Tensors) -> tuple[torch.Tensor, ...]:
+    """Issue the copies of weights to the device: "fetch" from the host, or "read" from the disk."""
+    return start_read(weights) if primitive == "read" else start_fetch(weights)
+
+
+def wait_copies(primitive: str, copied: Tensors) -> None:
+    """Have what the device computes from now on wait for copies that were issued."""
+    wait_read(copied) if primitive == "read" else wait_fetch(copied)
+
+
 def start_fetch(weights: Tensors) -> tuple[torch.Tensor, ...]:
     """Issue the copies of weights from the host; what they are copied to is valid after `wait_fetch`."""
-    _tell("fetch", weights)
+    tell("fetch", weights)
     device = device_of(weights[0])
     fetched = [torch.empty_like(weight, device=device, requires_grad=False) for weight in weights]
     if not fetched[0].is_cuda:
@@ -58,7 +75,7 @@ def wait_fetch(fetched: Tensors) -> None:
 
 def start_stow(gradients: Tensors, dtype: torch.dtype) -> Iterable[torch.Tensor]:
     """Issue the copies of gradients to the host, in this dtype there; they may be read after `wait_stow`."""
-    _tell("stow", gradients)
+    tell("stow", gradients)
     for gradient in gradients:
         with other_device():
             kept = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=gradient.is_cuda)
@@ -79,15 +96,9 @@ def wait_stow() -> None:
         copy_stream(torch.device("cuda", torch.cuda.current_device())).synchronize()
 
 
-def _tell(kind: str, copied: Tensors) -> None:
-    told = listener.get()
-    if told is not None:
-        told(kind, sum(tensor.nbytes for tensor in copied))
-
-
 def _after_copy(kept: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
     stream.synchronize()
     return kept
 
 
-__all__ = ["device_of", "listener", "on_host", "start_fetch", "start_stow", "wait_fetch", "wait_stow"]
+__all__ = ["moved", "start_copies", "start_stow", "wait_copies", "wait_stow"]

@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.errors import InputError
-from autopar.ir.layout import H, I, Layout, hosted, shard
-from autopar.runtime.host_memory import on_host
+from autopar.ir.layout import I, Layout, State, place, shard
+from autopar.runtime.host_memory import moved
 from autopar.runtime.progress import progress
 from autopar.runtime.random import agreed_seed, drawing
 from autopar.runtime.storage import all_unsharded, full_tensor, layout_of, store, stored_like, to_dtensor, with_dtype
@@ -61,8 +61,8 @@ class InitialValues(Protocol):
     storage: Context
     alike: bool
 
-    def on_host(self, name: str) -> bool:
-        """Whether the host stores a parameter."""
+    def place(self, name: str) -> State:
+        """Where a parameter is stored: H, D, or I for the device."""
         ...
 
 
@@ -95,7 +95,7 @@ def initialize(parallel: nn.Module, model: nn.Module) -> None:
     whole_everywhere: Layout = (I,) * len(context.axes)
     layouts = dict.fromkeys(_tensors(model), whole_everywhere)
     layouts |= {name: layout_of(tensor) for name, tensor in stored.items() if isinstance(tensor, DTensor)}
-    layouts |= {name: (*layout[:-1], H) for name, layout in layouts.items() if state.on_host(name)}
+    layouts |= {name: (*layout[:-1], there) for name, layout in layouts.items() if (there := state.place(name)) != I}
     missing = [name for name, tensor in stored.items() if tensor.is_meta]
     if foreign := [name for name in missing if name not in _tensors(model)]:
         raise InputError(
@@ -254,7 +254,7 @@ class _Shards(TorchFunctionMode):
         """This rank's part, in memory of its own."""
         part = shard(tensor.detach(), self.layouts[name], self.context.mesh.sizes, self.context.coordinates)
         own = part.to(self.context.device).clone(memory_format=torch.contiguous_format)
-        return on_host(own) if hosted(self.layouts[name]) else own
+        return moved(own, place(self.layouts[name]), self.context.disk)
 
     def finish(self, module: nn.Module, model: nn.Module) -> dict[str, torch.Tensor]:
         """Every needed tensor of the model as stored; ties are those of `model`, values those of its initialised copy."""

@@ -6,11 +6,23 @@ computes next, the copy back is waited for. On a CPU they are plain copies.
 
 from __future__ import annotations
 
+import contextvars
 import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
 from autopar.runtime.memory_tracker import other_device
+
+# Who is told of copies between memories: called with "fetch", "stow", "read" or "write" and the bytes of a bucket.
+listener = contextvars.ContextVar[Callable[[str, int], None] | None]("listener", default=None)
+
+
+def tell(kind: str, copied: Sequence[torch.Tensor]) -> None:
+    """Tell who listens of a copy of these tensors."""
+    told = listener.get()
+    if told is not None:
+        told(kind, sum(tensor.nbytes for tensor in copied))
 
 
 class OffloadedTensor:

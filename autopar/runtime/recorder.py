@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.ir.mesh import MEMORY
-from autopar.runtime.host_memory import listener
+from autopar.runtime.offload import listener
 from autopar.runtime.world import Axis
 
 KINDS = {
@@ -125,7 +125,8 @@ def timed(axes: Sequence[Axis]) -> Iterator[tuple[list[Issued], list[Occurrence]
 
 @contextmanager
 def recorded(axes: Sequence[Axis]) -> Iterator[list[Issued]]:
-    """Collect every functional collective that this rank issues inside, in order, and its copies from the host and to it.
+    """Collect every functional collective that this rank issues inside, in order, and its copies between
+    memories.
 
     `axes`, those of the `Context`, give process groups their names; a group of none of them is logged under its own name.
     """

@@ -2,7 +2,7 @@
 
 Fused optimizers cannot mix DTensors with plain tensors, and run faster on plain ones.
 
-    I, H     Replicate(); of H, the local tensor is in the host's memory
+    I, H, D  Replicate(); of H, the local tensor is in the host's memory, of D in a file of the disk
     S(d)     Shard(d), or _StridedShard(d, split_factor=blocks) where the axis does not cut the dim in mesh order or cuts blocks
 
 torch applies the placements of a DTensor in mesh order, so the blocks of an axis are counted in the tensor that is already
@@ -26,10 +26,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard  # the only placement for nested and blocked splits
 
 from autopar.errors import LayoutError
-from autopar.ir.layout import H, I, Layout, blocks, chunk, each_split, hosted, shard, split, storable, take
+from autopar.ir.layout import AWAY, I, Layout, away, blocks, chunk, each_split, place, shard, split, storable, take
 from autopar.runtime import checkpoint
 from autopar.runtime.collectives import PRIMITIVES, SplitPosition
-from autopar.runtime.host_memory import on_host
+from autopar.runtime.host_memory import moved
 from autopar.runtime.world import Axis, Context
 
 
@@ -71,7 +71,7 @@ def to_dtensor(part: torch.Tensor, shape: tuple[int, ...], layout: Layout, conte
         return part
     strides = torch.empty(shape, device="meta").stride()
     places = placements(layout, shape, context.mesh.sizes)
-    if hosted(layout) and part.device.type not in ("meta", context.device_mesh.device_type):  # `from_local` would move it
+    if away(layout) and part.device.type not in ("meta", context.device_mesh.device_type):  # `from_local` would move it
         meta = TensorMeta(shape=torch.Size(shape), stride=strides, dtype=part.dtype)
         return DTensor(part, DTensorSpec(context.device_mesh, places, meta), requires_grad=False)  # type: ignore[no-untyped-call]
     if any(isinstance(place, _StridedShard) for place in places):
@@ -187,21 +187,21 @@ def full_tensor(stored: torch.Tensor) -> torch.Tensor:
     layout, mesh = layout_of(stored), stored.device_mesh
     tensor: torch.Tensor = stored.to_local().detach().to(mesh.device_type)  # it may be on the host
     sizes, shape = tuple(mesh.shape), tuple(stored.shape)
-    for place in reversed(range(mesh.ndim)):
-        if layout[place].kind == "S" and sizes[place] > 1:
-            group = str(mesh.get_group(place).group_name)
-            axis = Axis(name=str(place), size=sizes[place], index=mesh.get_local_rank(place), group=group)
-            left = blocks(layout, place, shape, sizes, present=range(place + 1, mesh.ndim))
-            dim = layout[place].dim
-            if shape[dim] % sizes[place]:
-                tensor = _pad_end(tensor, [layout[place].stride if d == dim else n for d, n in enumerate(tensor.shape)])
-            tensor = PRIMITIVES["all_gather"](tensor, axis, SplitPosition(layout[place].dim, left))
+    for number in reversed(range(mesh.ndim)):
+        if layout[number].kind == "S" and sizes[number] > 1:
+            group = str(mesh.get_group(number).group_name)
+            axis = Axis(name=str(number), size=sizes[number], index=mesh.get_local_rank(number), group=group)
+            left = blocks(layout, number, shape, sizes, present=range(number + 1, mesh.ndim))
+            dim = layout[number].dim
+            if shape[dim] % sizes[number]:
+                tensor = _pad_end(tensor, [layout[number].stride if d == dim else n for d, n in enumerate(tensor.shape)])
+            tensor = PRIMITIVES["all_gather"](tensor, axis, SplitPosition(layout[number].dim, left))
     return tensor[tuple(map(slice, shape))]
 
 
 def all_unsharded(layouts: Iterable[Layout]) -> bool:
     """Whether no layout is split on any axis; parameters are then stored as plain tensors."""
-    return all(state in (I, H) for layout in layouts for state in layout)
+    return all(state in (I, *AWAY) for layout in layouts for state in layout)
 
 
 def with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -236,7 +236,7 @@ def store(
     for (name, tensor), meta in zip(tensors.items(), empty, strict=True):
         if id(tensor) not in made:
             part = _meta_part(tensor, layouts[name], context) if meta else _scatter(tensor, layouts[name], context)
-            part = on_host(part) if hosted(layouts[name]) else part
+            part = moved(part, place(layouts[name]), context.disk)
             made[id(tensor)] = stored_like(tensor, part, None if unsharded else layouts[name], context)
     return {name: made[id(tensor)] for name, tensor in tensors.items()}
 

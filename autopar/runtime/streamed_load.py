@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError
-from autopar.ir.layout import H, I, Shape, shard, split
-from autopar.runtime.host_memory import on_host
+from autopar.ir.layout import I, Shape, shard, split
+from autopar.runtime.disk import on_disk, seal
+from autopar.runtime.host_memory import moved
 from autopar.runtime.initialize import Parallel, install
 from autopar.runtime.storage import layout_of, stored_like
 
@@ -49,11 +50,13 @@ def load(parallel: nn.Module, reader: TensorReader, aliases: Mapping[str, str]) 
         layout = layout_of(stored) if isinstance(stored, DTensor) else None
         part = stored.to_local() if isinstance(stored, DTensor) else stored
         new = torch.empty_like(part, device=parallel.autopar.context.device) if part.is_meta else part.detach()
-        if part.is_meta and parallel.autopar.on_host(names[0]):
-            new, layout = on_host(new), layout and (*layout[:-1], H)
+        if part.is_meta and (home := parallel.autopar.place(names[0])) != I:
+            new, layout = moved(new, home, parallel.autopar.context.disk), layout and (*layout[:-1], home)
         with torch.no_grad():
             for here, there in ranges(stored):
                 new[here].copy_(reader.read(source, there))
+        if on_disk(new):
+            seal(new)
         if part.is_meta:
             filled = stored_like(stored, new, layout, parallel.autopar.context)
             for name in names:

@@ -40,6 +40,7 @@ class Context:
     axes: tuple[Axis, ...]  # in mesh order
     device: torch.device  # of this rank
     control: dist.ProcessGroup | None = None  # of all ranks, on the host: what they agree on beside the model's messages
+    disk: str = ""  # the folder for weights on the disk; empty for that of temporary files
 
     def axis(self, name: str) -> Axis:
         """The mesh axis of this name."""

@@ -17,12 +17,12 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from autopar.analysis.weight_buckets import weight_buckets
-from autopar.ir.conversion import Conversion
+from autopar.ir.conversion import FROM_DEVICE, TO_DEVICE, Conversion
 from autopar.ir.layout import Layout, R
 from autopar.ir.program import Program
 
 # What is one message for a whole bucket, sent while the program computes: of its values (again, too), and of their gradients.
-TOGETHER = (frozenset({"all_gather", "fetch"}), frozenset({"all_reduce", "reduce_scatter", "stow"}))
+TOGETHER = (frozenset({"all_gather", *TO_DEVICE}), frozenset({"all_reduce", "reduce_scatter", *FROM_DEVICE}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

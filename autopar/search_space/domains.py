@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from autopar.analysis.analysis import Analysis, representatives
 from autopar.analysis.block_counts import Blocks
 from autopar.errors import ConstraintError
-from autopar.ir.layout import H, I, Layout, storable, text
+from autopar.ir.layout import I, Layout, storable, text
 from autopar.ir.program import OUTPUT, Output, Parameter, Value
 from autopar.search_space.candidates import Candidate, candidates
 from autopar.search_space.layout_graph import layout_graph, placeable, states
@@ -36,8 +36,8 @@ def _all(
         name = parameter.value.name
         if analysis.classes.of[name] == name:
             layouts = stored(parameter, sizes, analysis.blocks[name], analysis.step.unpadded.get(name))
-            if name in analysis.hostable:
-                layouts = [*layouts, *((*layout[:-1], H) for layout in layouts)]
+            if name in analysis.stored_anywhere:
+                layouts = [*layouts, *((*layout[:-1], there) for there in analysis.places for layout in layouts)]
             yield name, [Candidate(forms=(), operands=(), results=(layout,)) for layout in layouts]
     memory: dict[tuple[object, ...], list[Candidate]] = {}
     for name, op in representatives(program, analysis.classes).items():

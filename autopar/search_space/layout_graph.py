@@ -15,14 +15,14 @@ import numpy.typing as npt
 
 from autopar.analysis.block_counts import Blocks
 from autopar.ir.conversion import FETCHES, WAYS
-from autopar.ir.layout import I, Layout, P, R, State, hosted, local_shape, split, valid
+from autopar.ir.layout import I, Layout, P, R, State, away, local_shape, split, valid
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class LayoutGraph:
     """The layout graph of all values of one shape: nodes are layouts, arcs change the state of one axis.
 
-    `source`, `target`, `axis` hold one entry per arc; `elements` is the local size of each node, 0 where the host has it.
+    `source`, `target`, `axis` hold one entry per arc; `elements` is the local size of each node on the device.
     """
 
     nodes: tuple[Layout, ...]
@@ -90,14 +90,12 @@ def layout_graph(
     nodes = tuple(
         layout
         for layout in itertools.product(*allowed)
-        if placeable(layout, shape, sizes, blocks) and not (hosted(layout) and {R, P} & set(layout))
+        if placeable(layout, shape, sizes, blocks) and not (away(layout) and {R, P} & set(layout))
     )
     index = {layout: i for i, layout in enumerate(nodes)}
     arcs = np.array([arc for i, layout in enumerate(nodes) for arc in _arcs(i, layout, index, allowed, sizes)], dtype=np.int64)
     source, target, axis, pair = arcs.reshape(-1, 4).T
-    sizes_of = np.array(
-        [0 if hosted(layout) else np.prod(local_shape(shape, layout, sizes), dtype=np.int64) for layout in nodes]
-    )
+    sizes_of = np.array([0 if away(layout) else np.prod(local_shape(shape, layout, sizes), dtype=np.int64) for layout in nodes])
     return LayoutGraph(nodes=nodes, index=index, elements=sizes_of, source=source, target=target, axis=axis, pair=pair)
 
 
@@ -108,7 +106,7 @@ def _arcs(
         for other in allowed[axis]:
             kinds = state.kind, other.kind
             pair = PAIRS.get(kinds)
-            if hosted(layout) and kinds not in FETCHES:  # it comes to the device as it is stored
+            if away(layout) and kinds not in FETCHES:  # it comes to the device as it is stored
                 continue
             if other == state or pair is None or not _apart(state, other, sizes[axis]):
                 continue

@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 from autopar.analysis.weights import copies
 from autopar.errors import ConstraintError, LayoutError
 from autopar.ir.conversion import WAYS
-from autopar.ir.layout import H, I, Layout, State, parse, split
+from autopar.ir.layout import AWAY, I, Layout, State, parse, split
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, Value
 from autopar.ir.training_step import TrainingStep
@@ -367,14 +367,15 @@ def _pattern(program: Program, value: Value, mesh: Mesh, glob: str, line: str) -
         raise ConstraintError(f"the constraint {glob!r} cannot be met: {error.what}", **error.details) from error
     given = value.name not in program.producer
     for state in pattern:
-        if state is not None and given and state.kind not in "ISH":
+        if state is not None and given and state.kind not in "ISHD":
             raise ConstraintError(
                 f"the constraint {glob!r} stores {value.name} in state {state.kind}", fix="stored tensors are I or S"
             )
     weight = value.name in {p.value.name for p in program.parameters}
-    if H in pattern and not (pattern[-1] == H and mesh.has_memories and weight):
+    elsewhere = [state for state in pattern if state in AWAY]
+    if elsewhere and not (elsewhere == [pattern[-1]] and elsewhere[0].kind in mesh.places and weight):
         raise ConstraintError(
-            f"the constraint {glob!r} has {value.name} in state H",
-            fix="parameters only, in an entry for the axis of memories after those of the mesh, with offload='host'",
+            f"the constraint {glob!r} has {value.name} in state {elsewhere[0]}",
+            fix="parameters only, in an entry for the axis of memories after those of the mesh, with offload='host' or 'disk'",
         )
     return pattern

@@ -19,7 +19,7 @@ PeakJudge = Callable[[Solution, dict[int, float]], tuple[float, list[Row]]]
 
 
 def least_memory(
-    problem: Problem, judge: PeakJudge, first: Solution, settings: SearchSettings = DEFAULTS
+    problem: Problem, judge: PeakJudge, first: Solution, scale: float, settings: SearchSettings = DEFAULTS
 ) -> tuple[Solution, float]:
     """A solution of about least peak memory, whatever it costs, and its peak in bytes.
 
@@ -27,15 +27,16 @@ def least_memory(
         problem: what is solved.
         judge: `judge(solution, unseen)` returns the peak of a solution in bytes, and rows of moments at which much is alive;
             `unseen` is its notebook, by moment: bytes that the row which the program has of that moment does not count.
-        first: any solution.
+        first: any solution; it may be one whose peak is infinite, since it does not fit otherwise.
+        scale: the unit of peaks, in bytes: about what a solution has.
         settings: `lean_windows`, `least_memory_rounds`, `least_memory_gap`.
     """
     presolved = merge_followers(problem, settings)
     relaxation = relaxation_of(presolved.problem, settings)
     relaxed = relaxation.relax()
     assert relaxed.result is not None, "there is a solution"
-    scale, _ = judge(first, {})
-    best, least, reduced_costs = first, scale, relaxation.reduced_costs()
+    least, _ = judge(first, {})
+    best, reduced_costs = first, relaxation.reduced_costs()
     widths = [share * relaxed.bound for share in settings.lean_windows]
     whole = whole_problem(presolved.problem)
     windows = [window(whole, *reduced_costs, width, settings.largest_window) for width in widths]
@@ -61,7 +62,7 @@ def _least_in(
     relaxation = Relaxation(program, settings)
     for _ in range(settings.least_memory_rounds):
         relaxation.add_rows(part.row(presolved.row(row)) for row in rows)
-        cutoff = math.inf if least == scale else settings.peak_weight / MICROSECONDS * least / scale
+        cutoff = math.inf if least >= scale else settings.peak_weight / MICROSECONDS * least / scale
         found = relaxation.relax(cutoff).result
         if found is None:
             break

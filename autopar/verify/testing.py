@@ -20,6 +20,7 @@ from autopar.formulation.formulate import formulate
 from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.read_solution import assignment
 from autopar.ir.dynamic_dims import DimSizes, Dynamic, declared
+from autopar.ir.layout import I
 from autopar.ir.mesh import Mesh
 from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import microbatches as parts
@@ -43,7 +44,7 @@ def peak(
     gc.collect()
     kept = optimizer.state.values() if optimizer else ()
     states = [tensor for state in kept for tensor in state.values() if isinstance(tensor, torch.Tensor)]
-    away = {id(tensor) for tensor in _on_host(module, optimizer)}
+    away = {id(tensor) for tensor in _elsewhere(module, optimizer)}
     held: list[torch.Tensor] = []
     elsewhere: list[torch.Tensor] = []
     for tensor in (*module.parameters(), *module.buffers(), *states):
@@ -53,12 +54,12 @@ def peak(
     return live.peak()
 
 
-def _on_host(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
-    """The parameters that the plan of a module stores on the host, and the optimizer's state of them."""
+def _elsewhere(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
+    """The parameters that the plan of a module stores on the host or the disk, and the optimizer's state of them."""
     if not isinstance(module, ParallelModule):
         return
     for name, parameter in module.named_parameters():
-        if module.autopar.on_host(name):
+        if module.autopar.place(name) != I:
             yield parameter
             state = optimizer.state[parameter].values() if optimizer else ()
             yield from (tensor for tensor in state if isinstance(tensor, torch.Tensor))

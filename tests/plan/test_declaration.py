@@ -77,7 +77,7 @@ REFUSED: list[tuple[dict[str, Any], int, type[AutoparError], str, str]] = [
     ({"parallel": {"tensor": {"size": "4"}}}, 8, ConstraintError, "size is '4'", "a number"),
     ({"zero": 4}, 8, ConstraintError, "zero is 4", "0, 1, 2, 3"),
     ({"zero": True}, 8, ConstraintError, "zero is True", "0, 1, 2, 3"),
-    ({"offload": "moon"}, 8, ConstraintError, "offload is 'moon'", "True, False, 'host' or 'auto'"),
+    ({"offload": "moon"}, 8, ConstraintError, "offload is 'moon'", "True, False, 'host', 'disk' or 'auto'"),
     ({"gradient_accumulation": "some"}, 8, ConstraintError, "gradient_accumulation is 'some'", "'auto'"),
     ({"parallel": {"tensor": {"size": 8, "mode": "2d"}}}, 16, MeshError, "8 in mode '2d' is not a square", "1, 4, 16"),
     ({"parallel": {"tensor": {"size": 4, "mode": "3d"}}}, 16, MeshError, "4 in mode '3d' is not a cube", "1, 8"),

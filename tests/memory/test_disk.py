@@ -1,0 +1,263 @@
+"""Weights on the disk: run on a CPU that stands for a device, whose disk is a folder of this machine."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import BudgetError, DiskError, InputError
+from autopar.explain.report import memory
+from autopar.ir.mesh import Device, Disk
+from autopar.plan.plan import Plan
+from autopar.plan.text import plain
+from autopar.runtime.disk import on_disk
+from autopar.runtime.memory_tracker import MemoryTracker
+from autopar.verify.testing import peak
+from tests.memory.test_host_memory import Model, Products, device, made
+
+DISK = Disk(memory=0, read=3e9, write=2e9, latency=1e-5, source="of this test")
+ALL = {"*weight": "*, D"}
+
+
+def with_disk(processes: int = 1) -> Device:
+    """A CPU that stands for a device with a host and a disk of its own."""
+    return replace(device(processes), disk=DISK)
+
+
+def planned(share: float, **options: object) -> Plan:
+    """A plan within a share of the memory that the model takes with everything on the device."""
+    model, batch = made()
+    whole = autopar.plan(model, batch, (1,), device=with_disk(), offload=False)
+    asked = {"offload": "disk", "disk_memory": "1GB", "budget": int(share * whole.peak_memory), **options}
+    return autopar.plan(model, batch, (1,), device=with_disk(), **asked)  # type: ignore[arg-type]
+
+
+def small(**options: object) -> tuple[nn.Module, torch.Tensor, nn.Module]:
+    """A model with a batch, and its parallel module with all weights on the disk."""
+    torch.manual_seed(0)
+    model, batch = Products(), torch.randn(16, 32)
+    asked = {"device": with_disk(), "offload": "disk", "disk_memory": "1GB", "constraints": ALL, **options}
+    return model, batch, autopar.parallelize(model, batch, (1,), **asked)
+
+
+def placed(plan: Plan) -> set[str]:
+    return {layout[-1] for layout in plan.layouts.values()} & {"H", "D"}
+
+
+def test_a_step_is_that_of_the_whole_model_and_its_memory_by_place_what_the_plan_says(tmp_path: Path) -> None:
+    plan = planned(0.4, host_memory=300_000)
+    assert placed(plan) == {"H", "D"}
+    assert "memory on the disk per device" in plain(memory(plan))
+    model, batch = made()
+    parallel = autopar.parallelize(model, batch, plan=Plan.from_json(plan.to_json()), disk=tmp_path)
+    modules = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True)) for m in (parallel, model)]
+    for _ in range(3):
+        losses = []
+        for module, optimizer in modules:
+            optimizer.zero_grad()
+            losses.append(module(*batch))
+            losses[-1].backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+        assert losses[0].detach() == losses[1].detach()
+    for mine, theirs in zip(parallel.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+    optimizer, counted = modules[0][1], dict.fromkeys("HD", 0)
+    for name, parameter in parallel.named_parameters():
+        assert parameter.grad is not None
+        own = [parameter, parameter.grad, *(kept for kept in optimizer.state[parameter].values() if kept.ndim)]
+        assert {on_disk(tensor) for tensor in own} == {plan.layouts[name].endswith("D")}
+        if plan.layouts[name][-1] in counted:
+            counted[plan.layouts[name][-1]] += sum(tensor.nbytes for tensor in own)
+    assert (counted["H"], counted["D"]) == pytest.approx((plan.host_memory, plan.disk_memory), rel=0.05)
+    assert os.listdir(tmp_path) == []  # the files have no names, so that none is left, however the process ends
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+
+    def step() -> None:
+        parallel(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert peak(parallel, optimizer, batch, step).bytes == pytest.approx(plan.peak_memory, rel=0.05)
+
+
+def test_files_are_gone_with_the_module(tmp_path: Path) -> None:
+    _, batch, parallel = small(disk=tmp_path)
+    parallel(batch).backward()
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    del parallel
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_inference_reads_weights_block_by_block() -> None:
+    """A forward whose weights are larger than device and host together."""
+    model, batch = made(blocks=6)
+    model, size = model.eval(), sum(p.nbytes for p in model.parameters())
+    options = {"offload": "disk", "host_memory": size // 4, "disk_memory": "1GB", "budget": size // 2}
+    plan = autopar.plan(model, batch, (1,), device=with_disk(), mode="inference", **options)  # type: ignore[arg-type]
+    parallel = autopar.parallelize(model, batch, plan=plan)
+    away = {name: p for name, p in parallel.named_parameters() if plan.layouts[name][-1] in "HD"}
+    here = [p for name, p in parallel.named_parameters() if name not in away]
+    with torch.no_grad(), MemoryTracker([*here, *batch], elsewhere=away.values()) as tracker:
+        found = parallel(*batch)
+    assert found == model(*batch)
+    assert tracker.peak().bytes == pytest.approx(plan.peak_memory, rel=0.05)
+    assert sum(p.nbytes for p in away.values() if on_disk(p)) == plan.disk_memory > 0
+    assert sum(p.nbytes for p in away.values() if not on_disk(p)) == plan.host_memory <= size // 4
+
+
+def test_places_are_the_best_of_all() -> None:
+    """The integer program finds what trying every placement of the weights finds, within the limits of device and host."""
+    model, batch = Products(), torch.randn(16, 32)
+    whole = autopar.plan(model, batch, (1,), device=with_disk(), offload=False)
+    names = [name for name, _ in model.named_parameters() if name.endswith("weight")]
+    asked = {"offload": "disk", "budget": int(0.6 * whole.peak_memory), "host_memory": 60_000, "disk_memory": "1GB"}
+
+    def plan(**options: object) -> Plan:
+        return autopar.plan(model, batch, (1,), device=with_disk(), **asked, **options)  # type: ignore[arg-type]
+
+    best, prices = plan(), []
+    for places in itertools.product("IHD", repeat=len(names)):
+        try:
+            prices.append(plan(constraints=dict(zip(names, (f"I, {p}" for p in places), strict=True))).step_time)
+        except autopar.AutoparError:
+            continue
+    assert 1 < len(prices) < 3 ** len(names)
+    assert best.step_time == pytest.approx(min(prices), rel=1e-9)
+    assert "D" in placed(best)
+
+
+def test_auto_is_never_slower_than_zero_infinity() -> None:
+    """ZeRO-Infinity has all parameters, gradients and state on the disk, by shards."""
+    with torch.device("meta"):
+        model, tokens = Model(width=256, blocks=2), torch.zeros(16, 64, dtype=torch.long)
+    options = {"device": "rtx3090", "offload": "disk", "host_memory": 4_000_000, "disk_memory": "1TB"}
+    fixed = {name: "*, D" for name, _ in model.named_parameters()}
+    named = autopar.plan(model, (tokens, tokens), (2,), strategy="fsdp", constraints=fixed, **options)  # type: ignore[arg-type]
+    assert placed(named) == {"D"}
+    auto = autopar.plan(model, (tokens, tokens), (2,), budget=named.peak_memory, **options)  # type: ignore[arg-type]
+    assert auto.step_time <= named.step_time * (1 + 1e-9)
+
+
+def test_ranks_that_read_and_gather_give_the_numbers_of_the_whole_model() -> None:
+    model, batch = made()
+    options = {"offload": "disk", "disk_memory": "1GB", "strategy": "fsdp", "constraints": ALL, "microbatches": 2}
+    plan = autopar.plan(model, batch, (2,), device=with_disk(2), **options)  # type: ignore[arg-type]
+    assert plan.routes["blocks.0.up.weight"] == ("S(0), D -> S(0), I", "S(0), I -> R, I")
+    report = autopar.verify(model, batch, (2,), plan=plan)
+    assert report.ok, str(report)
+
+
+def test_a_damaged_file_is_an_error_and_what_is_written_on_purpose_is_not() -> None:
+    model, batch, parallel = small()
+    parallel.load_state_dict({name: tensor * 2 for name, tensor in model.state_dict().items()})
+    for parameter in model.parameters():
+        parameter.data *= 2
+    assert parallel(batch) == model(batch)
+    parallel.second.weight.data[3, 5] += 1e-6  # past torch's counter of writes, as a damaged disk would
+    with pytest.raises(DiskError, match="on the disk is damaged"):
+        parallel(batch)
+    parallel.load_state_dict(model.state_dict())
+    assert parallel(batch) == model(batch)
+
+
+def test_a_disk_that_fills_up_is_an_error_after_which_the_step_can_be_taken_again() -> None:
+    model, batch, parallel = small()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    loss = parallel(batch)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # no larger file can be written
+    try:
+        with pytest.raises(DiskError, match="more cannot be written to the disk"):
+            loss.backward()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    parallel.zero_grad()
+    parallel(batch).backward()
+    model(batch).backward()
+    torch.testing.assert_close(parallel.first.weight.grad, model.first.weight.grad, rtol=0, atol=0)
+
+
+def test_folders_that_cannot_hold_the_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match="nowhere for weights on the disk does not exist"):
+        small(disk=tmp_path / "nowhere")
+    with pytest.raises(DiskError, match="no file can be made in /proc"):
+        small(disk="/proc")
+    model, batch, _ = small()
+    plan = autopar.plan(model, batch, (1,), device=with_disk(), offload="disk", disk_memory="1GB", constraints=ALL)
+    large = replace(plan, breakdown=replace(plan.breakdown, disk={"parameters": 2**60}))
+    with pytest.raises(BudgetError, match=r"1073741824\.00 GiB on this disk, which has"):
+        autopar.parallelize(model, batch, plan=large)
+
+
+def test_an_optimizer_that_needs_whole_models_is_refused() -> None:
+    _, batch, parallel = small()
+    parallel(batch).backward()
+    with pytest.raises(InputError, match="Adafactor is not known to compute each element by itself"):
+        torch.optim.Adafactor(parallel.parameters()).step()
+    with pytest.raises(InputError, match="takes no closure"):
+        torch.optim.LBFGS(parallel.parameters()).step(lambda: 0.0)
+
+
+def test_parameters_in_groups_are_stepped_with_their_own_rates_and_keep_their_gradients() -> None:
+    model, batch, parallel = small()
+    optimizers = []
+    for module in (model, parallel):
+        groups = [{"params": module.first.parameters(), "lr": 0.1}, {"params": [*module.second.parameters()], "momentum": 0.9}]
+        optimizers.append(torch.optim.SGD(groups, lr=0.01))
+        for _ in range(2):
+            optimizers[-1].zero_grad()
+            module(batch).backward()
+            optimizers[-1].step()
+    for mine, theirs in zip(parallel.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
+    assert [len(group["params"]) for group in optimizers[1].param_groups] == [2, 2]
+
+
+REFUSED: list[tuple[dict[str, object], str]] = [
+    ({"offload": "host", "disk_memory": "1TB"}, "disk_memory='1TB' says how much the disk may store, and offload='host'"),
+    ({"offload": "disk"}, "needs to know how much the disk of cpu"),
+    ({"offload": "disk", "disk_memory": "1TB", "device": device()}, "needs to know the rates of the disk of cpu"),
+    ({"offload": "disk", "disk_memory": "much"}, "'much' is not an amount of the disk"),
+    ({"offload": "disk", "disk_memory": "1TB", "pipeline": "axis0"}, "offload='disk' beside a pipeline is not known"),
+    ({"offload": "host", "constraints": {"first.weight": "I, D"}}, "has first.weight in state D"),
+    ({"offload": "disk", "disk_memory": 1000, "host_memory": 1000, "budget": 60_000}, "no plan fits"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_no_disk_can_do_is_refused(options: dict[str, object], message: str) -> None:
+    asked = {"mesh": (1,), "device": with_disk(), **options}
+    with pytest.raises(autopar.AutoparError, match=message.replace("(", r"\(")) as found:
+        autopar.plan(Products(), torch.randn(16, 32), **asked)  # type: ignore[arg-type]
+    assert found.value.details.get("fix")
+
+
+def test_auto_stores_weights_on_the_disk_where_its_size_is_said() -> None:
+    model, batch = Products(), torch.randn(16, 32)
+    plans = [
+        autopar.plan(model, batch, (1,), device="rtx3090", offload="auto", **more) for more in ({}, {"disk_memory": "1TB"})
+    ]  # type: ignore[arg-type]
+    assert [plan.axes for plan in plans] == [("axis0",), ("axis0", "memory")]
+
+
+def test_a_model_on_meta_is_initialised_where_the_plan_stores_it() -> None:
+    with torch.device("meta"):
+        model, batch = Products(), torch.randn(16, 32)
+    options = {"offload": "disk", "disk_memory": "1GB", "constraints": ALL}
+    parallel = autopar.parallelize(model, batch, (1,), device=with_disk(), **options)
+    autopar.initialize(parallel, model)
+    parallel(torch.randn(16, 32)).backward()
+    assert on_disk(parallel.first.weight)
+    assert on_disk(parallel.first.weight.grad)
