@@ -173,3 +173,12 @@ def test_a_language_model_generates_over_a_planned_cache(pool: WorkerPool) -> No
     assert "the tokens are those of the whole model: True" in str(first)
     assert len(re.findall("stored once", str(first))) == 2
     assert second == ""
+
+
+def test_jobs_on_a_ray_cluster_move_with_equal_losses(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    said = launch("ray_cluster.py", str(tmp_path))
+    assert "first: 16 steps on [4, 4, 4, 4, 2, 2, 2, 2, 4, 4, 4, 4, 4, 4, 4, 4] ranks" in said
+    apart = [float(line.rpartition(" ")[2]) for line in said.splitlines() if "losses apart by" in line]
+    assert len(apart) == 3
+    assert max(apart) < 1e-6
