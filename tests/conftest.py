@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from autopar.operators.registry import REGISTERED
 from autopar.planning import planner
@@ -17,6 +18,8 @@ from tests.support.golden import Golden
 from tests.support.threads import Threads
 
 gc.set_threshold(100_000, 50, 1_000)  # collections over all of torch would be a twentieth of the suite
+settings.register_profile("autopar", deadline=None)  # a busy machine is no failure
+settings.load_profile("autopar")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -63,7 +63,7 @@ def test_memory_beyond_the_operand_is_refused() -> None:
         capture(Reads(lambda y: y[:, ::2].as_strided((4, 3), (12, 1))), X)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_reading_gives_the_elements_that_torch_reads(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))

@@ -164,7 +164,7 @@ def shapes(primes: list[int]) -> st.SearchStrategy[tuple[int, ...]]:
 PRIMES = [2, 2, 3, 2, 3]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(before=shapes(PRIMES), after=shapes(PRIMES))
 def test_a_split_rule_of_any_reshape_obeys_the_law(before: tuple[int, ...], after: tuple[int, ...]) -> None:
     left, right, sizes = regroup(before, after)

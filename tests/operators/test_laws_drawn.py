@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 Call = tuple[str, Example]
 
 SIZES = st.sampled_from([2, 4, 6, 3, 1])
-drawn = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+drawn = settings(max_examples=60, derandomize=True, database=None)
 rarely = settings(drawn, max_examples=25)
 
 

@@ -65,7 +65,7 @@ def terms(draw: st.DrawFn) -> str:
     return " ".join([*fixed[:at], *open_, *fixed[at:]]) or "()"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(operands=st.lists(terms(), max_size=3), results=st.lists(terms(), min_size=1, max_size=2), added=st.booleans())
 def test_any_pattern_is_read_as_it_is_printed(operands: list[str], results: list[str], added: bool) -> None:
     operands = [f"+{term}" if added else term for term in operands]
@@ -179,7 +179,7 @@ def test_a_pattern_is_written_out_for_the_shapes_of_a_call(target: str, text: st
     assert found.text == text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rank=st.integers(1, 4), data=st.data(), keepdim=st.booleans(), mark=st.sampled_from(["", "!"]))
 def test_dims_that_an_argument_lists_are_as_good_as_written_by_hand(
     rank: int, data: st.DataObject, keepdim: bool, mark: str

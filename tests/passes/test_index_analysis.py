@@ -93,7 +93,7 @@ def numbers(draw: st.DrawFn, rank: int) -> Affine:
     return Affine(tuple(draw(st.integers(-3, 3)) for _ in range(rank)), draw(st.integers(-5, 5)))
 
 
-@hypothesis.settings(deadline=None, max_examples=100)
+@hypothesis.settings(max_examples=100)
 @hypothesis.given(st.data())
 def test_formulas_mean_what_they_are_made_of(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
