@@ -5,7 +5,17 @@ parallel = autopar.parallelize(model, sample_input, mesh=(2, 4))
 
 from autopar import elastic, explain
 from autopar.allocate import Cluster, ClusterAllocation, TrainingJob, allocate
-from autopar.api import check_rule, discover_rule, initialize, launch, parallelize, plan, register_rule, verify
+from autopar.api import (
+    check_rule,
+    discover_rule,
+    initialize,
+    launch,
+    parallelize,
+    plan,
+    register_rule,
+    step_in_backward,
+    verify,
+)
 from autopar.errors import AutoparError
 from autopar.ir.dynamic_dims import Dynamic
 from autopar.ir.mesh import Device, Disk, Link, Mesh
@@ -18,5 +28,5 @@ from autopar.verify.report import Report
 __all__ = [
     "AutoparError", "Cluster", "ClusterAllocation", "Device", "Disk", "Dynamic", "GradScaler", "Link", "Mesh", "Plan", "Report",
     "TrainingJob", "allocate", "check_rule", "discover_rule", "elastic", "explain", "initialize", "launch", "parallelize",
-    "plan", "register_rule", "step_locally", "testing", "verify",
+    "plan", "register_rule", "step_in_backward", "step_locally", "testing", "verify",
 ]  # fmt: skip

@@ -12,8 +12,9 @@ from torch import fx, nn
 from autopar.codegen import ParallelModule
 from autopar.cost_models.cost_model import CATALOG, CostModel
 from autopar.cost_models.optimizers import Optimizer
-from autopar.errors import ConstraintError, MeshError, PlanError
+from autopar.errors import ConstraintError, InputError, MeshError, PlanError
 from autopar.ir.dynamic_dims import DimSizes, Dynamic
+from autopar.ir.layout import I
 from autopar.ir.mesh import AutoMesh, Bytes, Device
 from autopar.operators.checking.discover import discover_rule
 from autopar.operators.checking.register import check_rule, register_rule
@@ -29,6 +30,7 @@ from autopar.runtime.initialize import initialize
 from autopar.runtime.launch import launch
 from autopar.runtime.process_environment import started, world_size
 from autopar.runtime.progress import phases, progress
+from autopar.runtime.steps_in_backward import StepsInBackward
 from autopar.search_space import schemes
 from autopar.verify.report import Report
 from autopar.verify.verification import verify as _verify
@@ -221,6 +223,30 @@ def parallelize(
     if inputs == "sharded":
         raise ConstraintError("a pipeline takes the whole batch", fix='leave inputs="sharded" out')
     return build_pipeline(model, sample_input, mesh, plan, asked)
+
+
+def step_in_backward(optimizer: torch.optim.Optimizer, parallel: fx.GraphModule) -> torch.optim.Optimizer:
+    """Have what the host or the disk stores stepped in the backward, beside what the device computes; returns the optimizer.
+
+    A weight is stepped as soon as its gradient is there, in a thread; `optimizer.step()` waits, and steps what the device
+    stores. The numbers are those of a step after the backward. Nothing may change gradients between the two, neither clipping
+    nor a scaler, and there is one backward for each step. The plan's price has the steps after the backward.
+
+    Args:
+        optimizer: one of torch.optim that computes element by element, over the module's parameters.
+        parallel: what `autopar.parallelize` returned for a plan with `offload="host"` or `"disk"`.
+
+    Raises:
+        InputError: the optimizer is of another class, or the module has nothing on the host or the disk. In the backward, or in
+            the optimizer's step: what may not be was done.
+    """
+    state = parallel.autopar if isinstance(parallel, ParallelModule) else None
+    away = {name: p for name, p in parallel.named_parameters() if state and state.place(name) != I and p.requires_grad}
+    if state is None or not away:
+        what = "step_in_backward is for a module that has trained weights on the host or the disk"
+        raise InputError(what, fix='autopar.parallelize(..., offload="host"), or leave it out')
+    StepsInBackward(optimizer, away.values(), lambda: state.accumulator.more, lambda: state.scaler is not None)
+    return optimizer
 
 
 def verify(model: nn.Module, sample_input: object, mesh: object, *, plan: Plan | None = None, **options: object) -> Report:

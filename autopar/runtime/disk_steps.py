@@ -16,13 +16,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.errors import InputError
+from autopar.runtime import steps_in_backward
 from autopar.runtime.disk import File, check, file_of, on_disk, seal, to_disk
-from autopar.runtime.local_steps import ELEMENTWISE
+from autopar.runtime.single_steps import check_single_steps, local, only
 
 
 @cache
 def install() -> None:
     """Have every optimizer step in this way what it has on the disk."""
+    steps_in_backward.install()  # whose hooks come first
     steps = _DiskSteps()
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
@@ -40,26 +42,22 @@ class _DiskSteps:
         if self._stepping:
             return
         stored = [
-            (place, parameter)
-            for place, group in enumerate(optimizer.param_groups)
+            parameter
+            for group in optimizer.param_groups
             for parameter in group["params"]
-            if parameter.grad is not None and on_disk(_local(parameter))
+            if parameter.grad is not None and on_disk(local(parameter))
         ]
         if not stored:
             return
         _check(optimizer, (*args[1:], kwargs.get("closure")))
-        whole = [group["params"] for group in optimizer.param_groups]
         self._stepping = True
         try:
-            for place, parameter in stored:
-                for here, group in enumerate(optimizer.param_groups):
-                    group["params"] = [parameter] if here == place else []
-                self._step(optimizer, parameter)
+            for parameter in stored:
+                with only(optimizer, parameter):
+                    self._step(optimizer, parameter)
         finally:
             self._stepping = False
-            for group, parameters in zip(optimizer.param_groups, whole, strict=True):
-                group["params"] = parameters
-        for _, parameter in stored:
+        for parameter in stored:
             self._gradients[parameter], parameter.grad = parameter.grad, None
 
     def after(self, optimizer: optim.Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
@@ -71,14 +69,14 @@ class _DiskSteps:
 
     def _step(self, optimizer: optim.Optimizer, parameter: torch.Tensor) -> None:
         """Step one parameter, and have its state on the disk."""
-        local, state = _local(parameter), optimizer.state[parameter]
-        for tensor in (local, parameter.grad, *state.values()):
-            if isinstance(tensor, torch.Tensor) and on_disk(_local(tensor)):
-                check(_local(tensor), "a parameter, gradient or state")
+        own, state = local(parameter), optimizer.state[parameter]
+        for tensor in (own, parameter.grad, *state.values()):
+            if isinstance(tensor, torch.Tensor) and on_disk(local(tensor)):
+                check(local(tensor), "a parameter, gradient or state")
         optimizer.step()
-        file, state = file_of(local), optimizer.state[parameter]
-        state.update({name: _moved(kept, file) for name, kept in _large(state, local)})
-        for tensor in (local, *(_local(kept) for _, kept in _large(state, local))):
+        file, state = file_of(own), optimizer.state[parameter]
+        state.update({name: _moved(kept, file) for name, kept in _large(state, own)})
+        for tensor in (own, *(local(kept) for _, kept in _large(state, own))):
             seal(tensor)
 
 
@@ -86,19 +84,14 @@ def _check(optimizer: optim.Optimizer, closures: tuple[object, ...]) -> None:
     """Raise InputError for what cannot step one parameter at a time."""
     if any(closure is not None for closure in closures):
         raise InputError("an optimizer over weights on the disk takes no closure", fix="compute the gradients before its step")
-    if type(optimizer) not in ELEMENTWISE:
-        raise InputError(
-            f"{type(optimizer).__name__} is not known to compute each element by itself, as steps of what is on the disk must",
-            known=", ".join(kind.__name__ for kind in ELEMENTWISE),
-            fix='one of these, or offload="host"',
-        )
+    check_single_steps(optimizer, "on the disk")
 
 
-def _large(state: Mapping[str, object], local: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _large(state: Mapping[str, object], own: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The state that has the size of its parameter."""
     return (
         (name, kept) for name, kept in state.items()
-        if isinstance(kept, torch.Tensor) and _local(kept).shape == local.shape and (local.ndim or name != "step")
+        if isinstance(kept, torch.Tensor) and local(kept).shape == own.shape and (own.ndim or name != "step")
     )  # fmt: skip
 
 
@@ -107,10 +100,6 @@ def _moved(kept: torch.Tensor, file: File) -> torch.Tensor:
     if isinstance(kept, DTensor):
         return DTensor(to_disk(kept._local_tensor, file.folder, file.device), kept._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return to_disk(kept, file.folder, file.device)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 __all__ = ["install"]

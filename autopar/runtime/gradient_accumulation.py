@@ -40,6 +40,11 @@ class GradientAccumulator:
         self._ends: dict[int, list[GradientEdge | None]] = {}  # where the gradients of these go when the step ends
         self.defer_all = False
 
+    @property
+    def more(self) -> bool:
+        """Whether gradients of further micro-batches of the step are to come."""
+        return self._no_sync
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Around a forward and backward after which no gradient is reduced."""

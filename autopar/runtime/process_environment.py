@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from autopar.errors import MeshError
 from autopar.ir.mesh import check_devices
+from autopar.runtime.start_store import kept_store, start_store
 
 PORT = 29500  # torch's default
 # What starts processes, and its variables for rank, world and rank within the node. Slurm's are those of a step: a batch script
@@ -111,7 +112,11 @@ def first_node(nodes: str) -> str | None:
 def join_world(backend: str) -> None:
     """Initialise the default process group from the environment of what started this process."""
     found = ProcessEnvironment.of(os.environ)
-    if found.launcher in ("", "torchrun"):
+    kept = kept_store(os.environ, found.world) if found.launcher == "torchrun" else None
+    if kept is not None:
+        store = start_store(kept, found.rank, found.world)
+        dist.init_process_group(backend, store=store, rank=found.rank, world_size=found.world)
+    elif found.launcher in ("", "torchrun"):
         dist.init_process_group(backend)
     else:
         meet = rendezvous(found, os.environ)

@@ -1,0 +1,44 @@
+"""Steps of an optimizer over one parameter: what an optimizer that computes element by element may take one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import optim
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import InputError
+from autopar.runtime.local_steps import ELEMENTWISE
+
+
+@contextmanager
+def only(optimizer: optim.Optimizer, parameter: torch.Tensor) -> Iterator[None]:
+    """Inside, an optimizer has this parameter alone, in its group."""
+    whole = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = [one for one in parameters if one is parameter]
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = parameters
+
+
+def check_single_steps(optimizer: optim.Optimizer, where: str) -> None:
+    """Raise InputError for an optimizer that may need other parameters to step one that is `where`."""
+    if type(optimizer) not in ELEMENTWISE:
+        raise InputError(
+            f"{type(optimizer).__name__} is not known to compute each element by itself, as steps of what is {where} must",
+            known=", ".join(kind.__name__ for kind in ELEMENTWISE),
+            fix="one of these, or weights on the device",
+        )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+__all__ = ["check_single_steps", "local", "only"]
