@@ -5,7 +5,8 @@
 
 Every distinct operator of the model runs forward and backward at the shapes that it has on one of the processes under data
 parallelism, all processes at the same time; so do collectives, in groups of every size that divides the number of processes.
-The file can be read and edited.
+The file can be read and edited. Its source says by how much repeated measurements differ; a machine that does something else
+meanwhile is told so.
 
 On a CPU, one thread each and gloo, an operator gets a rate: its work (`cost_models.compute`) over its time. Operators that were
 not measured are priced by the roofline. With --cuda, a GPU each and NCCL, the times become the coefficients of kernels' laws
@@ -53,6 +54,7 @@ from autopar.search_space.assignment import Assignment
 BYTES = tuple(1 << power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
 GPU_BYTES = tuple(1 << power for power in range(14, 31, 2))  # 16 KiB to 1 GiB
 OPTIMIZERS = ("adamw", "sgd")
+NOISY = 0.2  # where a quarter of the measurements differ by more from round to round, plans are of no use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,25 @@ class Timed:
 
     call: TimedCall
     work: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """By how much rounds of a measurement differ, the distance of their quartiles over their median: quartiles of that."""
+
+    low: float
+    middle: float
+    high: float
+
+    @staticmethod
+    def of(found: Sequence[Times]) -> Noise:
+        """The noise of all measurements of all processes."""
+        spreads = [spread for times in found for spread in times.noise] or [0.0]
+        low, middle, high = np.quantile(spreads, (0.25, 0.5, 0.75)).tolist()
+        return Noise(low=low, middle=middle, high=high)
+
+    def __str__(self) -> str:
+        return f"repeats differ by {self.middle:.0%} (quartiles {self.low:.0%} .. {self.high:.0%})"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -83,15 +104,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             programs = [read_program(*built(target)).program for target in options.targets]
             tell(f"measuring operators and collectives on {options.processes} processes")
             measure = gpu_profile if options.cuda else profile
-            save(measure(programs, options.processes), options.save)
+            device, noise = measure(programs, options.processes)
+            save(device, options.save)
+        print(noise)
+        if noise.high > NOISY:
+            print("these are the times of a busy machine: measure again while it does nothing else", file=sys.stderr)
     except AutoparError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def profile(programs: Sequence[Program], processes: int) -> Device:
-    """The device that is measured with `processes` gloo processes running the operators of some programs."""
+def profile(programs: Sequence[Program], processes: int) -> tuple[Device, Noise]:
+    """The device that is measured with `processes` gloo processes running the operators of some programs, and how surely."""
     timed = list(dict.fromkeys(found for program in programs for found in _operators(program, processes)))
     shapes = [p.value.shape for p in programs[0].parameters]
     groups = tuple(size for size in range(2, processes + 1) if processes % size == 0)
@@ -101,11 +126,11 @@ def profile(programs: Sequence[Program], processes: int) -> Device:
     )  # fmt: skip
     with WorkerPool(processes, preload=["autopar.runtime.benchmark"]) as pool:
         found = [one for one in pool.run("autopar.runtime.benchmark:times", job, timeout=1800) if isinstance(one, Times)]
-    return _device(timed, job, found)
+    return _device(timed, job, found), Noise.of(found)
 
 
-def gpu_profile(programs: Sequence[Program], processes: int) -> Device:
-    """The device that is measured with `processes` GPUs of this machine running the operators of some programs.
+def gpu_profile(programs: Sequence[Program], processes: int) -> tuple[Device, Noise]:
+    """The device that is measured with `processes` GPUs of this machine running the operators of some programs, and how surely.
 
     Raises MeshError where there are fewer GPUs, or where they are not in the catalog.
     """
@@ -124,7 +149,7 @@ def gpu_profile(programs: Sequence[Program], processes: int) -> Device:
     )  # fmt: skip
     with WorkerPool(processes, preload=["autopar.runtime.benchmark"]) as pool:
         times = [one for one in pool.run("autopar.runtime.benchmark:times", job, timeout=1800) if isinstance(one, Times)]
-    return gpu_device(found, job, times, base, torch.cuda.get_device_properties(0).multi_processor_count)
+    return gpu_device(found, job, times, base, torch.cuda.get_device_properties(0).multi_processor_count), Noise.of(times)
 
 
 def gpu_kernels(programs: Sequence[Program], processes: int, base: Device) -> list[Kernel]:
@@ -207,7 +232,7 @@ def _device(timed: Sequence[Timed], job: Job, found: Sequence[Times]) -> Device:
     rates |= _optimizer_rates(job, found)
     source = (
         f"measured {date.today()} on {platform.machine()}, {base.source}; torch {torch.__version__}, gloo, "
-        f"{len(found)} processes at the same time"
+        f"{len(found)} processes at the same time; {Noise.of(found)}"
     )
     links = {size: _link(size, job, found, source) for size in job.groups}
     return Device(

@@ -62,13 +62,15 @@ class Job:
 class Times:
     """Seconds: forward and backward of each call, of collectives by (group size, kind, bytes), of a step of each optimizer.
 
-    `beside` is of accelerators only: a product, an all-gather among all, and the two side by side.
+    `beside` is of accelerators only: a product, an all-gather among all, and the two side by side. `noise` has for every
+    measurement by how much its rounds differ: the distance of their quartiles over their median.
     """
 
     calls: tuple[tuple[Seconds, Seconds], ...]
     collectives: dict[tuple[int, str, Bytes], Seconds]
     optimizers: dict[str, Seconds]
     beside: tuple[Seconds, Seconds, Seconds] | None = None
+    noise: tuple[float, ...] = ()
 
 
 def times(job: Job) -> Times:
@@ -76,11 +78,13 @@ def times(job: Job) -> Times:
     job.operators.unpack()
     if job.accelerator:
         torch.cuda.set_device(job.device)
+    noise: list[float] = []
     return Times(
-        calls=tuple(_call(call, job.device) for call in job.calls),
-        collectives=dict(_collectives(job)),
-        optimizers={name: _optimizer(name, job.parameters, job.device) for name in job.optimizers},
+        calls=tuple(_call(call, job.device, noise) for call in job.calls),
+        collectives=dict(_collectives(job, noise)),
+        optimizers={name: _optimizer(name, job.parameters, job.device, noise) for name in job.optimizers},
         beside=_beside(job) if job.accelerator and job.groups else None,
+        noise=tuple(noise),
     )
 
 
@@ -90,8 +94,13 @@ def _finish() -> None:
         torch.cuda.synchronize()
 
 
-def repeated(run: Callable[[], object]) -> Seconds:
-    """The median time of one call."""
+def _spread(rounds: Sequence[Seconds]) -> float:
+    low, middle, high = statistics.quantiles(rounds, n=4)
+    return (high - low) / middle if middle else 0.0
+
+
+def repeated(run: Callable[[], object], noise: list[float]) -> Seconds:
+    """The median time of one call; by how much rounds differ is added to `noise`."""
     run()
     _finish()
     begin = time.perf_counter()
@@ -105,10 +114,11 @@ def repeated(run: Callable[[], object]) -> Seconds:
             run()
         _finish()
         found.append((time.perf_counter() - begin) / count)
+    noise.append(_spread(found))
     return statistics.median(found)
 
 
-def _call(call: TimedCall, device: torch.device) -> tuple[Seconds, Seconds]:
+def _call(call: TimedCall, device: torch.device, noise: list[float]) -> tuple[Seconds, Seconds]:
     operands = [_tensor(*spec, device) for spec in call.operands]
     wanted = [tensor for tensor in operands if tensor.requires_grad]
     target = overload(call.target)
@@ -120,12 +130,12 @@ def _call(call: TimedCall, device: torch.device) -> tuple[Seconds, Seconds]:
         found = [out] if isinstance(out, torch.Tensor) else list(out)
         return [tensor for tensor in found if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
 
-    there = repeated(forward)
+    there = repeated(forward, noise)
     results = forward()
     if not (wanted and results):
         return there, 0.0
     given = [torch.ones_like(result) for result in results]
-    both = repeated(lambda: torch.autograd.grad(forward(), wanted, given, allow_unused=True))
+    both = repeated(lambda: torch.autograd.grad(forward(), wanted, given, allow_unused=True), noise)
     return there, max(both - there, 0.0)
 
 
@@ -144,7 +154,7 @@ def _filled(argument: Argument, feed: Iterator[torch.Tensor], device: torch.devi
     return device if isinstance(argument, torch.device) else argument
 
 
-def _collectives(job: Job) -> Iterator[tuple[tuple[int, str, Bytes], Seconds]]:
+def _collectives(job: Job, noise: list[float]) -> Iterator[tuple[tuple[int, str, Bytes], Seconds]]:
     world, rank = dist.get_world_size(), dist.get_rank()
     for size in job.groups:
         backend = "nccl" if job.accelerator else None
@@ -157,11 +167,11 @@ def _collectives(job: Job) -> Iterator[tuple[tuple[int, str, Bytes], Seconds]]:
                 x = torch.ones(max(size, given // 4 // size * size), dtype=torch.float32, device=job.device)
                 yield (
                     (size, kind, count),
-                    _agreed(functools.partial(PRIMITIVES[kind], x, axis, SplitPosition()), count, job.device),
+                    _agreed(functools.partial(PRIMITIVES[kind], x, axis, SplitPosition()), count, job.device, noise),
                 )
 
 
-def _agreed(run: Callable[[], object], count: Bytes, device: torch.device) -> Seconds:
+def _agreed(run: Callable[[], object], count: Bytes, device: torch.device, noise: list[float]) -> Seconds:
     """The median time that a collective adds to a matrix product before it: in training ranks compute between them.
 
     Every rank repeats it equally often.
@@ -173,13 +183,14 @@ def _agreed(run: Callable[[], object], count: Bytes, device: torch.device) -> Se
         factor @ factor
         run()
 
-    found = []
+    alone, together = [], []
     for _ in range(ROUNDS):
         dist.barrier()
-        alone = _timed(lambda: factor @ factor, often)
+        alone.append(_timed(lambda: factor @ factor, often))
         dist.barrier()
-        found.append(_timed(both, often) - alone)
-    return max(statistics.median(found), 0.0)
+        together.append(_timed(both, often))
+    noise.append(_spread(together))
+    return max(statistics.median(more - less for more, less in zip(together, alone, strict=True)), 0.0)
 
 
 def _timed(run: Callable[[], object], often: int) -> Seconds:
@@ -220,9 +231,9 @@ def _beside(job: Job) -> tuple[Seconds, Seconds, Seconds]:
     return alone, sent, together
 
 
-def _optimizer(name: str, shapes: Sequence[tuple[int, ...]], device: torch.device) -> Seconds:
+def _optimizer(name: str, shapes: Sequence[tuple[int, ...]], device: torch.device, noise: list[float]) -> Seconds:
     parameters = [torch.nn.Parameter(torch.rand(shape, device=device)) for shape in shapes]
     for parameter in parameters:
         parameter.grad = torch.rand_like(parameter)
     optimizer: torch.optim.Optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](parameters, lr=1e-3)
-    return repeated(optimizer.step)
+    return repeated(optimizer.step, noise)

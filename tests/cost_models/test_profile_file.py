@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from autopar.cost_models.profile_file import load, measured_link, save
 from autopar.errors import MeshError
 from autopar.ir.mesh import Device, Mesh
 from autopar.ir.program import Op, Ref, Value
-from autopar.profile import main
+from autopar.profile import Noise, main
+from autopar.runtime.benchmark import Times
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 LINE = (1e-4, 8e-9)
@@ -97,17 +99,28 @@ def build():
 """
 
 
-def test_a_machine_is_measured_and_planned_for(tmp_path: Path) -> None:
+def test_a_machine_is_measured_and_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "small.py").write_text(MODEL)
     file = tmp_path / "machine.json"
     assert main([f"{tmp_path}/small.py:build", "--processes", "2", "--save", str(file)]) == 0
     data = json.loads(file.read_text())
+    said = re.search(r"repeats differ by \d+% \(quartiles (\d+)% .. (\d+)%\)", data["source"])
+    assert said
+    printed = capsys.readouterr()
+    assert said[0] in printed.out
+    assert int(said[1]) <= int(said[2])
+    assert ("measure again" in printed.err) == (int(said[2]) > 20) or int(said[2]) == 20, printed.err
     assert {"aten.linear.default", "aten.gelu.default", "optimizer.adamw"} <= data["rates"].keys()
     assert all(rate > 0 for name, rates in data["rates"].items() for rate in rates if not name.startswith("optimizer."))
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     plan = autopar.plan(model, torch.empty(8, 16), (2,), device=str(file))
     assert plan.device == "cpu, 2 processes measured"
     assert plan.step_time > 0
+
+
+def test_noise_is_that_of_all_measurements_of_all_processes() -> None:
+    found = [Times(calls=(), collectives={}, optimizers={}, noise=noise) for noise in ((0.0, 0.1, 0.2), (0.3, 0.4))]
+    assert str(Noise.of(found)) == "repeats differ by 20% (quartiles 10% .. 30%)"
 
 
 def test_a_target_that_cannot_be_built_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
