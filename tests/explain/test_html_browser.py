@@ -173,6 +173,8 @@ def test_it_fits_a_phone(driver: Any, page: Path) -> None:
     assert driver.execute_script("return document.documentElement.scrollWidth") == PHONE[0]
     for plot in driver.find_elements("css selector", ".plot"):
         assert 250 < plot.rect["width"] <= PHONE[0]
+    heights = "return [...document.querySelectorAll('tr:has(td:nth-child(4))')].map(row => row.getBoundingClientRect().height)"
+    assert 0 < max(driver.execute_script(heights)) < 120, "a table that scrolls has no words that are a letter wide"
     assert all(colours > 3 for colours in drawn(driver).values())
     assert errors(driver) == []
 

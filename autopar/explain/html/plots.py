@@ -11,6 +11,7 @@ from bokeh.models import FactorRange, HoverTool, InlineStyleSheet, LayoutDOM, Ra
 from bokeh.plotting import figure
 
 TOOLS = "pan,box_zoom,wheel_zoom,reset"
+LONG = 20  # characters of a legend's entry of which a phone has room for two beside each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,8 @@ def blank(
 def legend_below(made: figure) -> None:
     """Put the legend under the plot, in as many columns as a phone has room for; a click on an entry hides what it names."""
     legend = made.legend[0]
-    legend.ncols, legend.click_policy = 3, "hide"
+    longest = max(len(str(item.label.value)) for item in legend.items)
+    legend.ncols, legend.click_policy = 2 if longest > LONG else 3, "hide"
     legend.background_fill_color = legend.border_line_color = None
     legend.label_text_font_size, legend.spacing, legend.padding, legend.margin = "12px", 4, 4, 0
     legend.location = "left"
