@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from autopar.verify.testing import peak
 
 RATE = 1e-4  # the learning rate
 WARM = 3  # steps before anything is measured
+COMPILED = "+compiled"  # behind the name of a variant that torch.compile compiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class Times:
     """Seconds of each round of one variant, the slowest rank's, and the global loss of its first step."""
 
     loss: float
+    first: float  # CPU seconds of the first step on rank 0: what is compiled is compiled there
     step: tuple[float, ...]
     update: tuple[float, ...]  # the optimizer's part
 
@@ -64,16 +67,22 @@ class Step:
 
     def __init__(self, job: Job, name: str) -> None:
         model, batch = make(job.model)
-        plan = job.variants[name]
+        plan, compiled = job.variants[name], name.endswith(COMPILED)
+        name = name.removesuffix(COMPILED)
         if plan:
             found = autopar.Plan.from_json(plan)
             self.module, self.batch = autopar.parallelize(model, batch, found.mesh, plan=found), batch
+            if compiled:
+                self.module.compile()
             self.context = torch.enable_grad
             self.split = False
         else:
             self.module, self.batch, self.context = theirs.build(name, model, batch)
             self.split = name not in ("torch-tp", "torch-ddp-whole")
-        self.optimizer = OPTIMIZERS[job.optimizer](self.module)
+            if compiled:
+                self.module.compile()
+        optimizer = OPTIMIZERS[job.optimizer](self.module)
+        self.optimizer = autopar.step_locally(optimizer) if plan else optimizer
 
     def __call__(self) -> tuple[torch.Tensor, float, float]:
         """The loss, seconds of the whole step, and of the optimizer's part."""
@@ -100,7 +109,7 @@ class Step:
 def interleaved(job: Job) -> dict[str, Times]:
     """Every variant's step once per round, each after a barrier."""
     steps = {name: Step(job, name) for name in job.variants}
-    losses = {name: step.first() for name, step in steps.items()}
+    started = {name: _timed(step.first) for name, step in steps.items()}
     rows: dict[str, list[list[float]]] = {name: [] for name in steps}
     gc.disable()  # a collection would fall on one variant or another
     for number in range(WARM + job.rounds):
@@ -113,9 +122,16 @@ def interleaved(job: Job) -> dict[str, Times]:
                 rows[name].append(slowest.tolist())
         gc.collect()
     return {
-        name: Times(loss=losses[name], step=tuple(r[0] for r in row), update=tuple(r[1] for r in row))
-        for name, row in rows.items()
+        name: Times(loss=loss, first=first, step=tuple(r[0] for r in rows[name]), update=tuple(r[1] for r in rows[name]))
+        for name, (loss, first) in started.items()
     }
+
+
+def _timed(run: Callable[[], float]) -> tuple[float, float]:
+    """What a function returns, and its CPU seconds on this rank, in the processes that it starts included."""
+    before = os.times()
+    found, after = run(), os.times()
+    return found, sum(after[:4]) - sum(before[:4])
 
 
 def timed_steps(job: Job) -> list[tuple[list[Issued], list[Occurrence]]]:

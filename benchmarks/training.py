@@ -3,11 +3,14 @@
     python benchmarks/training.py --memory --save                    all models on 2 and 4 processes, the table of the results
     python benchmarks/training.py --model gpt2 --processes 2 --variants ddp,torch-ddp --rounds 10
     python benchmarks/training.py --model gpt2 --processes 2 --variants ddp --profile        where the time goes
+    python benchmarks/training.py --compiled --model gpt2 --model llama --processes 2 --save eager and compiled
+    python benchmarks/training.py --workloads --save    models for which no scheme by hand is the best
 
 All variants of a row live in the same gloo processes, one thread each, and take a step in turn: what disturbs the machine
 disturbs all. A step is forward, backward, AdamW and zero_grad, timed on the slowest rank, after a barrier. Quartiles are over
 rounds; a ratio is the median over rounds of the two steps of one round. Memory is that of a process that runs the one variant
-only, beyond an idle one.
+only, beyond an idle one. `NAME+compiled` is a variant under torch.compile with Inductor: its first step compiles, and the CPU
+seconds of that one stand beside it.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from models import MODELS, make
-from steps import OPTIMIZERS, Job, Times
+from models import EVERY, MODELS, WORKLOADS, make
+from steps import COMPILED, OPTIMIZERS, Job, Times
 
 import autopar
 from autopar import files
@@ -39,8 +42,11 @@ from autopar.runtime.workers import WorkerPool
 from autopar.verify.testing import random_plan
 
 RESULTS = Path(__file__).with_name("results") / "training.txt"
+KINDS = {"compiled": "compiled.txt", "workloads": "workloads.txt"}  # the results of these flags
 PAIRS = {"ddp": "torch-ddp", "torch-ddp-whole": "torch-ddp", "fsdp": "torch-fsdp", "megatron": "torch-tp"}
 VARIANTS = ("ddp", "torch-ddp", "torch-ddp-whole", "fsdp", "torch-fsdp", "megatron", "torch-tp", "auto")
+BY_HAND = ("torch-ddp", "torch-fsdp", "ddp", "fsdp", "megatron", "auto")  # of models without a plan by hand
+EAGER_AND_COMPILED = tuple(name + how for name in VARIANTS if name != "torch-ddp-whole" for how in ("", COMPILED))
 MIB = 2**20
 
 
@@ -62,6 +68,7 @@ class Row:
 
 def plan_of(model: str, processes: int, variant: str, device: str | None) -> autopar.Plan | None:
     """The plan of one of our variants: a strategy, or random0, random1, ...; None for torch's own."""
+    variant = variant.removesuffix(COMPILED)
     if variant.startswith("torch-"):
         return None
     module, batch = make(model)
@@ -75,7 +82,9 @@ def profiled(processes: int, models: Sequence[str]) -> str:
     """The file of a profile of this machine, measured now with the operators of these models."""
     file = RESULTS.with_name(f"machine_{processes}.json")
     print(f"measuring {processes} processes: {file.name}", flush=True)
-    save(profile([read_program(*make(model)).program for model in models], processes), file)
+    device, noise = profile([read_program(*make(model)).program for model in models], processes)
+    print(noise, flush=True)
+    save(device, file)
     return str(file)
 
 
@@ -97,7 +106,8 @@ def measured(model: str, pool: WorkerPool, device: str, options: argparse.Namesp
     ]
 
 
-HEAD = f"{'variant':<16}{'step ms':>9}  {'quartiles':<17}{'adamw':>7}{'predicted':>11}{'MiB':>8}{'predicted':>11}  ratio"
+COLUMNS = f"{'step ms':>9}  {'quartiles':<17}{'adamw':>7}{'first s':>9}{'predicted':>11}{'MiB':>8}{'predicted':>11}  ratio"
+HEAD = f"{'variant':<20}{COLUMNS}"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -112,7 +122,8 @@ def table(rows: Sequence[Row]) -> str:
 def _line(row: Row, rows: Mapping[str, Row]) -> str:
     low, middle, high = (1e3 * q for q in statistics.quantiles(row.times.step, n=4))
     spread = f"{low:.1f} .. {high:.1f}"
-    line = f"{row.variant:<16}{middle:>9.1f}  {spread:<17}{1e3 * statistics.median(row.times.update):>7.1f}"
+    line = f"{row.variant:<20}{middle:>9.1f}  {spread:<17}{1e3 * statistics.median(row.times.update):>7.1f}"
+    line += f"{row.times.first:>9.1f}"
     line += f"{1e3 * row.plan.step_time:>11.1f}" if row.plan else f"{'':>11}"
     line += f"{row.memory / MIB:>8.0f}" if row.memory else f"{'':>8}"
     line += f"{row.plan.peak_memory / MIB:>11.0f}" if row.plan else f"{'':>11}"
@@ -126,10 +137,11 @@ def _line(row: Row, rows: Mapping[str, Row]) -> str:
 
 def _rival(row: Row, rows: Mapping[str, Row]) -> Row | None:
     """What a row is held against: torch's counterpart, and for auto the fastest of all others that are no random plans."""
-    if row.variant == "auto":
-        others = [r for r in rows.values() if r is not row and not r.variant.startswith("random")]
-        return min(others, key=lambda r: r.median, default=None)
-    return rows.get(PAIRS.get(row.variant, ""))
+    name, how = row.variant.removesuffix(COMPILED), COMPILED * row.variant.endswith(COMPILED)
+    if name == "auto":
+        others = [r for r in rows.values() if r.variant.endswith(COMPILED) == bool(how) and not r.variant.startswith("random")]
+        return min((r for r in others if r is not row), key=lambda r: r.median, default=None)
+    return rows.get(PAIRS.get(name, "") + how)
 
 
 def agreement(rows: Sequence[Row]) -> str:
@@ -138,7 +150,8 @@ def agreement(rows: Sequence[Row]) -> str:
     Rows of different models are not interleaved, so that what else the machine does while one of them runs stands in their
     medians; it stands least in the fastest round.
     """
-    planned = [(row.plan.step_time, row.median, min(row.times.step)) for row in rows if row.plan]
+    eager = [row for row in rows if row.plan and not row.variant.endswith(COMPILED)]
+    planned = [(row.plan.step_time, row.median, min(row.times.step)) for row in eager if row.plan]
     if len(planned) < 3:
         return ""
     predicted, *measured = np.array(planned).T
@@ -169,28 +182,40 @@ def machine() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", choices=MODELS, help="default: all")
+    parser.add_argument("--model", action="append", choices=EVERY, help="default: all that have a plan by hand")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--compiled", action="store_true", help=f"eager and compiled, for {KINDS['compiled']}")
+    kind.add_argument("--workloads", action="store_true", help=f"other models, for {KINDS['workloads']}")
     parser.add_argument("--processes", action="append", type=int, help="default: 2 and 4")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="default: %(default)s; random0, random1, ... as well")
+    parser.add_argument("--variants", help=f"default: {','.join(VARIANTS)}; random0, random1, ... as well, NAME{COMPILED}")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="single", help="which AdamW; default: %(default)s")
     parser.add_argument("--device", help="of the plans: a catalog entry or a profile; default: this machine is measured first")
     parser.add_argument("--memory", action="store_true", help="measure peak memory too")
-    parser.add_argument("--save", action="store_true", help=f"write the tables to {RESULTS.parent.name}/{RESULTS.name}")
+    parser.add_argument(
+        "--save", action="store_true", help=f"write the tables to {RESULTS.parent.name}/{RESULTS.name}, or {KINDS}"
+    )
     parser.add_argument("--profile", action="store_true", help="torch.profiler's table of the first variant instead")
     return parser
 
 
+def _variants(options: argparse.Namespace) -> Sequence[str]:
+    if options.compiled:
+        return EAGER_AND_COMPILED
+    return BY_HAND if options.workloads else VARIANTS
+
+
 def main() -> int:
     options = _parser().parse_args()
-    options.variants = options.variants.split(",")
+    options.variants = options.variants.split(",") if options.variants else _variants(options)
+    models = options.model or list(WORKLOADS if options.workloads else MODELS)
     print(machine(), flush=True)
     rows: list[Row] = []
     tables: list[str] = []
     for processes in options.processes or (2, 4):
-        device = options.device or profiled(processes, options.model or list(MODELS))
+        device = options.device or profiled(processes, models)
         with WorkerPool(processes, preload=("transformers", "autopar")) as pool:
-            for model in options.model or MODELS:
+            for model in models:
                 if options.profile:
                     variant = options.variants[0]
                     plan = plan_of(model, processes, variant, device)
@@ -204,7 +229,8 @@ def main() -> int:
                 print("\n" + tables[-1], flush=True)
     print("\n" + agreement(rows))
     if options.save:
-        files.write(RESULTS, "\n\n".join((machine(), *tables, agreement(rows))) + "\n")
+        results = next((RESULTS.with_name(file) for kind, file in KINDS.items() if vars(options)[kind]), RESULTS)
+        files.write(results, "\n\n".join((machine(), *tables, agreement(rows))) + "\n")
     return 0
 
 
