@@ -16,6 +16,7 @@ from autopar.api import (
     step_in_backward,
     verify,
 )
+from autopar.codegen.compiled import inductor_options
 from autopar.errors import AutoparError
 from autopar.ir.dynamic_dims import Dynamic
 from autopar.ir.mesh import Device, Disk, Link, Mesh
@@ -27,6 +28,6 @@ from autopar.verify.report import Report
 
 __all__ = [
     "AutoparError", "Cluster", "ClusterAllocation", "Device", "Disk", "Dynamic", "GradScaler", "Link", "Mesh", "Plan", "Report",
-    "TrainingJob", "allocate", "check_rule", "discover_rule", "elastic", "explain", "initialize", "launch", "parallelize",
-    "plan", "register_rule", "step_in_backward", "step_locally", "testing", "verify",
+    "TrainingJob", "allocate", "check_rule", "discover_rule", "elastic", "explain", "inductor_options", "initialize", "launch",
+    "parallelize", "plan", "register_rule", "step_in_backward", "step_locally", "testing", "verify",
 ]  # fmt: skip

@@ -46,7 +46,7 @@ LOOSE = 6  # modules outside of folders, at most: beyond these the root is a lis
 
 # A library, and the places (a start of the path inside autopar) that may know it.
 KNOWN_IN = {
-    "torch.fx": ("capture/", "codegen/", "api"),  # the api names the type that it returns
+    "torch.fx": ("capture/", "codegen/", "api", "runtime/rematerialize/policy"),  # the api names a type, the policy marks nodes
     "torch.distributed": (
         "runtime/",
         "parallelize",

@@ -59,6 +59,7 @@ class GraphModule(fx.GraphModule):
         self.__dict__.update(held | {name: {} for name in HELD})
         self.graph = held["_graph"]
         self.__dict__.update({name: held[name] for name in HELD})
+        self._compiled_call_impl = None  # it calls the other module
         return self
 
     def __reduce__(self) -> NoReturn:

@@ -16,6 +16,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from autopar.capture.returned import ReturnSpec
 from autopar.codegen.call_checks import aspects_of, check_call, check_gradients
+from autopar.codegen.compiled import Untraced, around, eager, inductor_options, recomputes, traceable
 from autopar.codegen.graph_module import GraphModule
 from autopar.codegen.module_state import ModuleState
 from autopar.codegen.profiled import ProfiledRun
@@ -26,6 +27,7 @@ from autopar.runtime.call_agreement import CallAgreement
 from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.input_parts import BatchSampler
 from autopar.runtime.profiler_ranges import profiling
+from autopar.runtime.rematerialize.policy import recomputing
 from autopar.runtime.storage import given_like, to_dtensor, to_local
 
 
@@ -37,6 +39,7 @@ class ParallelModule(GraphModule):
     def __init__(self, graph: fx.Graph, program: Program, tensors: Mapping[str, torch.Tensor], state: ModuleState) -> None:
         super().__init__(graph, "ParallelModule")
         self.autopar = state
+        state.recomputes, state.traceable = recomputes(graph), traceable(graph)
         held = (*program.parameters, *program.buffers)
         state.constant = frozenset(
             name for stored in held if stored.used and not stored.value.requires_grad for name in stored.names
@@ -47,6 +50,7 @@ class ParallelModule(GraphModule):
         ):  # other names of tied tensors last, which keeps the order
             self.hold(name, tensors[stored.value.name], persistent=stored.persistent)
 
+    @around
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the forward of a training or evaluation step on the *global* batch; every rank passes the same arguments.
 
@@ -57,8 +61,9 @@ class ParallelModule(GraphModule):
             InputError: the arguments do not match the planned call, or an attribute was set since the model was captured.
         """
         serving, tensors = self._agreed("a forward", lambda: self._bound(args, kwargs))
-        return self.autopar.signature.rebuild(serving._outputs(tensors, self.autopar.agreement))
+        return self._rebuilt(serving._outputs(tensors, self.autopar.agreement))
 
+    @around
     def step(self, *args: object, **kwargs: object) -> torch.Tensor:
         """Forward and backward of a training step on the *global* batch, one micro-batch after the other; returns the loss.
 
@@ -72,6 +77,11 @@ class ParallelModule(GraphModule):
         Raises:
             InputError: the arguments do not match the planned call, or no output is clearly the loss.
         """
+        run = self.autopar.compiled_step or self._step
+        return run(*args, **kwargs)
+
+    @around
+    def _step(self, *args: object, **kwargs: object) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         if self.autopar.plan is not None and self.autopar.plan.inference:
             raise InputError(
@@ -86,6 +96,27 @@ class ParallelModule(GraphModule):
         serving, tensors = self._agreed("a step", lambda: self._bound(args, kwargs))
         serving._accumulate(tensors, loss, self.autopar.agreement)
         return torch.stack(losses).sum()
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile calls and steps in place, by `torch.compile` with these arguments.
+
+        What is compiled is the program of one micro-batch, whole, and its backward; checks of a call, the sum over
+        micro-batches and the structure of its results stay around it. Eager remains what cannot be traced: plans that offload
+        activations or have weights on the host, and plans that recompute and have micro-batches.
+
+        Args:
+            args, kwargs: as `torch.compile` takes them: `backend`, `mode`, `fullgraph`, `options`, ... For Inductor on CUDA,
+                without `mode` and `options`, the options are `autopar.inductor_options()`.
+        """
+        ours = kwargs.get("backend", "inductor") == "inductor" and not args and not kwargs.keys() & {"mode", "options"}
+        if ours and self.autopar.context.device.type == "cuda":
+            kwargs["options"] = inductor_options()
+        super().compile(*args, **kwargs)
+        self.autopar.compiled_step = torch.compile(self._step, *args, **kwargs)
+
+    @eager
+    def _rebuilt(self, outputs: Sequence[torch.Tensor]) -> object:
+        return self.autopar.signature.rebuild(outputs)
 
     def shard(self, batch: object, *, samples: bool = False) -> object:
         """What this rank gives to a call, of the whole batch: its parts, or all of it if the module takes inputs whole.
@@ -178,18 +209,20 @@ class ParallelModule(GraphModule):
         scaler = self.autopar.scaler
         return loss if scaler is None else scaler.scale(loss)
 
+    @around
     def accumulate(self, inputs: Sequence[torch.Tensor], loss: Callable[[Sequence[torch.Tensor]], torch.Tensor | None]) -> None:
         """Forward and backward of one micro-batch after the other; `loss` maps outputs to what is differentiated."""
         serving, tensors = self._agreed("a step", lambda: inputs)
         serving._accumulate(tensors, loss, self.autopar.agreement)
 
+    @around
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The program's outputs for its inputs, both in the program's order."""
         serving, tensors = self._agreed("a forward", lambda: inputs)
         outputs: list[torch.Tensor] = serving._outputs(tensors, self.autopar.agreement)
         return outputs
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @eager
     def _agreed(self, kind: str, bind: Callable[[], Sequence[torch.Tensor]]) -> tuple[ParallelModule, Sequence[torch.Tensor]]:
         """The module that serves a call, and its checked inputs, after the ranks have compared their calls."""
         refused: Exception | None = None
@@ -214,6 +247,7 @@ class ParallelModule(GraphModule):
             self.autopar.decided.check(self.local_buffers)
         return self.autopar.signature.bind(args, kwargs, self.autopar.inputs.local)
 
+    @around
     def _accumulate(
         self,
         inputs: Sequence[torch.Tensor],
@@ -221,20 +255,18 @@ class ParallelModule(GraphModule):
         agreement: CallAgreement,
     ) -> None:
         parts, accumulator = self._parts(inputs), self.autopar.accumulator
-        with accumulator.step():
+        with Untraced(accumulator.step):
             for part in parts:
-                with nullcontext() if part is parts[-1] else accumulator.no_sync():
-                    found = loss(self._checked(part))
-                    agreement.settle()
-                    if found is not None:
-                        found.backward()  # type: ignore[no-untyped-call]
-                    del found
+                with Untraced(nullcontext if part is parts[-1] else accumulator.no_sync):
+                    _differentiate(self._checked(part), loss, agreement)
 
+    @around
     def _outputs(self, inputs: Sequence[torch.Tensor], agreement: CallAgreement) -> list[torch.Tensor]:
-        outputs = self.joined([self._checked(part) for part in self._parts(inputs)])
+        outputs = [*map(self._checked, self._parts(inputs))]
         agreement.settle()
-        return outputs
+        return self.joined(outputs)
 
+    @eager
     def joined(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """The outputs of all micro-batches joined, as the user gets them."""
         steps, state = self.autopar.steps, self.autopar
@@ -243,6 +275,7 @@ class ParallelModule(GraphModule):
             for result, output in zip(steps.join(outputs) if steps else outputs[0], state.outputs, strict=True)
         ]
 
+    @eager
     def _parts(self, inputs: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         """The inputs, one sequence for each micro-batch."""
         if self.autopar.steps is None:
@@ -250,6 +283,7 @@ class ParallelModule(GraphModule):
         paths = [planned.path for planned in self.autopar.signature.tensors]
         return [*self.autopar.steps.parts(self, inputs, lambda n, part: self.autopar.inputs.whole(paths[n], part))]
 
+    @around
     def _checked(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The forward of one micro-batch, in which what was assumed holds."""
         outputs = self._once(inputs)
@@ -257,18 +291,23 @@ class ParallelModule(GraphModule):
             _check(self.autopar.signature.returned, outputs)
         return outputs
 
+    @around
     def _once(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The forward of one micro-batch: this rank's part of the outputs."""
-        plan = self.autopar.plan
         self.autopar.rng_state.advance()
-        if torch.is_grad_enabled() and (plan is None or plan.recompute):
-            found: list[torch.Tensor] = self._recomputing(inputs)
-            return found
-        return self._emitted(inputs)
+        found: list[torch.Tensor] = self._program(inputs) if self.autopar.traceable else self._untraced(inputs)
+        return found
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _recomputing(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """A forward whose backward recomputes, gathers again or fetches: torch.compile takes no such hooks."""
+    @eager
+    def _untraced(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self._program(inputs)
+
+    def _program(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The emitted program, which is what `torch.compile` traces, and its backward, which may recompute."""
+        if not (self.autopar.recomputes and torch.is_grad_enabled()):
+            return self._emitted(inputs)
+        if torch.compiler.is_compiling():
+            return list(recomputing(self.emitted, *inputs))
         with self.autopar.rematerializer.active():
             return self._emitted(inputs)
 
@@ -300,7 +339,20 @@ class ParallelModule(GraphModule):
         return all(own[name] is held for name, held in other.named_parameters())
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@eager
+def _differentiate(
+    outputs: Sequence[torch.Tensor],
+    loss: Callable[[Sequence[torch.Tensor]], torch.Tensor | None],
+    agreement: CallAgreement,
+) -> None:
+    """The backward of one micro-batch."""
+    found = loss(outputs)
+    agreement.settle()
+    if found is not None:
+        found.backward()  # type: ignore[no-untyped-call]
+
+
+@eager
 def _check(returned: ReturnSpec, outputs: Sequence[torch.Tensor]) -> None:
     """Every rank has these scalars whole, so all of them raise."""
     returned.check(outputs)

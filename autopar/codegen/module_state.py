@@ -74,6 +74,9 @@ class ModuleState:
         self.other: Callable[[ParallelModule], ParallelModule | None] | None = None
         self.mode = True  # `training` when the model was captured
         self.scaler: torch.amp.GradScaler | None = None  # of the loss of a step
+        self.recomputes = False  # whether the emitted program marks what its backward recomputes
+        self.traceable = True  # whether torch.compile can trace it
+        self.compiled_step: Callable[..., torch.Tensor] | None = None  # once `compile` was called
         self.twin: ParallelModule | None = None
         self.sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule] | None = None  # builds it for other sizes
         self.variants = Variants()
@@ -94,7 +97,7 @@ class ModuleState:
         copied = copy.copy(self)
         own = self.rng_state, self.rematerializer, self.accumulator, self.deferred
         copied.rng_state, copied.rematerializer, copied.accumulator, copied.deferred = copy.deepcopy(own, memo)
-        copied.variants = Variants()
+        copied.variants, copied.compiled_step = Variants(), None
         return copied
 
 

@@ -115,6 +115,10 @@ class PipelineModule(ParallelModule):
             total = torch.stack(losses).sum() if losses else None
             return self._from_last(total, self.stages.outputs[self.stages.loss].dtype)
 
+    def compile(self, *args: object, **kwargs: object) -> None:
+        """Not for stages; raises InputError."""
+        raise InputError("a module in pipeline stages is not compiled", fix="train it as it is, or plan without pipeline=")
+
     def joined(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor | None]:  # type: ignore[override]
         """The outputs of all micro-batches, which the last stage has, joined as the user gets them."""
         parts = self.stages

@@ -9,6 +9,9 @@ weight after the other, in `wait_bucket`.
 
 Where gradients are to be differentiated again (`create_graph=True`), they are converted one by one, in calls that block.
 
+Compiled, `wait_bucket` does both: `torch.compile` cannot trace that a buffer is written while others are read, and Inductor
+moves collectives and waits itself.
+
 Gradients of a low-precision copy of a weight may be reduced in a wider dtype (`reduce_dtype`). Autograd demands that a tensor's
 gradient has its dtype, so between the two functions a tensor of the wider dtype without memory stands for such a weight.
 """
@@ -36,6 +39,7 @@ from autopar.runtime.collectives import (
 from autopar.runtime.disk import File, file_of, write
 from autopar.runtime.host_memory import start_copies, start_stow, wait_copies, wait_stow
 from autopar.runtime.rematerialize.manager import Rematerializer
+from autopar.runtime.rematerialize.policy import kept
 from autopar.runtime.rematerialize.recompute import Tensors
 from autopar.runtime.world import Axis
 
@@ -48,6 +52,7 @@ class PendingBucket(NamedTuple):
     proxies: Tensors  # the weights as autograd sees them, perhaps in the dtype in which gradients are reduced
     weights: Tensors
     buffers: Tensors  # what the collective writes to, if one was issued
+    reduce_dtype: torch.dtype | None = None  # of gradients, where `wait_bucket` does it all
 
 
 def start_bucket(conversion: str, weights: Tensors, axis: Axis, reduce_dtype: torch.dtype | None = None) -> PendingBucket:
@@ -55,6 +60,8 @@ def start_bucket(conversion: str, weights: Tensors, axis: Axis, reduce_dtype: to
     forward, _ = conversion.split("__")
     if axis.size == 1 and forward not in COPIES:
         return PendingBucket(weights, weights, ())
+    if torch.compiler.is_compiling():
+        return PendingBucket(weights, weights, (), reduce_dtype)
     found = _Start.apply(forward, axis, reduce_dtype, *weights)  # type: ignore[no-untyped-call]
     return PendingBucket(found[: len(weights)], [weight.detach() for weight in weights], found[len(weights) :])
 
@@ -74,6 +81,9 @@ def wait_bucket(
     if axis.size == 1 and forward not in COPIES:
         return list(bucket.weights)
     positions = [SplitPosition(*split) for split in splits] if splits else [SplitPosition()] * len(bucket.weights)
+    if torch.compiler.is_compiling():
+        with kept(rematerializer is None):
+            return list(_Traced.apply(forward, backward, axis, positions, bucket.reduce_dtype, *bucket.weights))  # type: ignore[no-untyped-call]
     tensors = (*bucket.proxies, *bucket.weights, *bucket.buffers)
     values = list(_Wait.apply(forward, backward, axis, positions, *tensors))  # type: ignore[no-untyped-call]
     if rematerializer is not None:
@@ -102,6 +112,7 @@ class _Context(Protocol):
     axis: Axis
     positions: Sequence[SplitPosition]
     dtype: torch.dtype  # of the gradients that the backward returns
+    reduce_dtype: torch.dtype  # of those that it sends, in `_Traced`
     count: int  # of the forward's tensor arguments
     file: File | None  # of a weight that is read from the disk: its gradient goes to the same folder
 
@@ -162,6 +173,30 @@ class _Wait(torch.autograd.Function):
         return None, None, None, None, *results
 
 
+class _Traced(torch.autograd.Function):
+    """`_Start` and `_Wait` in one, as a function of tensors alone, which `torch.compile` traces."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context,
+        forward: str,
+        backward: str,
+        axis: Axis,
+        positions: Sequence[SplitPosition],
+        reduce_dtype: torch.dtype | None,
+        *weights: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.primitives, ctx.axis, ctx.positions, ctx.dtype = (forward, backward), axis, positions, weights[0].dtype
+        ctx.reduce_dtype = reduce_dtype or ctx.dtype
+        values = _values(forward, weights, _issue(forward, weights, axis), axis, positions)
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: _Context, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        reduced = _reduced_gradients(ctx.primitives, gradients, ctx.reduce_dtype, ctx.axis, ctx.positions)
+        return None, None, None, None, None, *(gradient.to(ctx.dtype) for gradient in reduced)
+
+
 def _proxy(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of the weight's shape over one element of another dtype; its value is never read."""
     return weight.new_empty_strided(weight.shape, (0,) * weight.dim(), dtype=dtype)
@@ -211,12 +246,12 @@ def _differentiable_gradients(
 def _reduced_gradients(
     primitives: tuple[str, str], gradients: Tensors, dtype: torch.dtype, axis: Axis, positions: Sequence[SplitPosition]
 ) -> Iterator[torch.Tensor]:
-    """The gradients of the unconverted weights, in this dtype; where a collective was issued, valid after `wait`."""
+    """The gradients of the unconverted weights, in this dtype; if a collective was issued, valid after `wait` (not traced)."""
     primitive = primitives[1]
     if primitive in COPIES:
         yield from start_stow(gradients, dtype)
     elif primitive == "all_reduce":
-        flat = all_reduce_start(torch.cat([gradient.reshape(-1) for gradient in gradients]).to(dtype), axis)
+        flat = _sent(all_reduce_start(torch.cat([gradient.reshape(-1) for gradient in gradients]).to(dtype), axis), axis)
         for gradient, part in zip(gradients, _columns(flat, [gradient.numel() for gradient in gradients]), strict=True):
             yield part.view(gradient.shape)
     elif primitive == "reduce_scatter":
@@ -228,13 +263,18 @@ def _reduced_gradients(
         rows = gradients[0].new_empty(axis.size, sum(sizes), dtype=dtype)
         for chunk, part in zip(chunks, _columns(rows, sizes), strict=True):
             torch.unflatten(part, 1, chunk.shape[1:]).copy_(chunk)
-        flat = reduce_scatter_start(rows, axis)
+        flat = _sent(reduce_scatter_start(rows, axis), axis)
         for chunk, position, part in zip(chunks, positions, _columns(flat, sizes), strict=True):
             yield part.view(chunk.shape[1:]).flatten(position.dim, position.dim + 1)
     else:
         for gradient, position in zip(gradients, positions, strict=True):
             back = position.reversed() if primitive == "all_to_all" else position
             yield PRIMITIVES[primitive](gradient.to(dtype), axis, back)
+
+
+def _sent(buffer: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """What a collective writes to: still in flight, but where it is traced, as a function of its operands."""
+    return wait(buffer, "the reduction of gradients", axis) if torch.compiler.is_compiling() else buffer
 
 
 def _columns(rows: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:

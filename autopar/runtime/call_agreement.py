@@ -99,6 +99,7 @@ class CallAgreement:
         if changed or self.context.device.type == "cpu":
             self.settle()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def settle(self) -> None:
         """Wait for the digests of a call that has begun; raises as `begin` does."""
         sent, self._sent = self._sent, None

@@ -200,8 +200,11 @@ def _identity(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.Ten
 def _keep(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.Tensor:
     """Partial from replicated: rank 0 keeps the value, others have zeros.
 
-    A copy on rank 0 too: what is recomputed, and when, depends on storages and must not depend on the rank.
+    A copy on rank 0 too: what is recomputed, and when, depends on storages and must not depend on the rank. Nor must the graph
+    that is compiled: its collectives are put into an order by what is around them.
     """
+    if torch.compiler.is_compiling():
+        return torch.where(x.new_full((), axis.index == 0, dtype=torch.bool), x, 0)
     return x.clone() if axis.index == 0 else torch.zeros_like(x)
 
 

@@ -9,6 +9,8 @@
 leaves that share their memory, whose `.grad` accumulates. Plans may also gather a bucket once per step (`start_once`,
 `wait_once`): then all micro-batches use the gathered weights, and their gradients are reduced after the last one.
 
+`torch.compile` cuts its graph at these functions: what they keep goes from one micro-batch to the next.
+
 Outside of `step` every forward and backward communicates. With `defer_all` all micro-batches use the leaves, and what is
 accumulated is reduced when the step ends: their backwards may come in halves, in any order.
 """
@@ -122,6 +124,7 @@ def _leaves(weights: Tensors) -> list[torch.Tensor]:
     return [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def start_once(
     accumulator: GradientAccumulator,
     number: int,
@@ -137,6 +140,7 @@ def start_once(
     return None if accumulator.is_gathered(number) else bucket_autograd.start_bucket(conversion, weights, axis, reduce_dtype)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def wait_once(
     accumulator: GradientAccumulator,
     number: int,
@@ -155,6 +159,7 @@ def wait_once(
     return accumulator.share(number, bucket_autograd.wait_bucket(conversion, bucket, axis, splits, rematerializer))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def accumulate_gradients(accumulator: GradientAccumulator, number: int, weights: Tensors) -> list[torch.Tensor]:
     """The weights of bucket `number`, whose gradients are accumulated over micro-batches before they are reduced.
 

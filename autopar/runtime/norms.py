@@ -81,7 +81,7 @@ class _Norm(torch.autograd.Function):
             sums.append((inner * normalized).sum(ctx.dims, keepdim=True))
             *first, total_along = all_reduce_sum(torch.stack(sums), ctx.axis).unbind(0)
             total = first[0] if first else torch.zeros_like(total_along)
-        count = ctx.axis.size * math.prod(x.shape[d] for d in ctx.dims)
+        count = ctx.axis.size * math.prod([x.shape[d] for d in ctx.dims])
         found = (inner - total / count - normalized * (total_along / count)) * scale
         flat = (one.flatten() if weight is None else one.view_as(weight) for one in (for_weight, for_bias))
         results = None, found.to(x.dtype), *(one.to(x.dtype) for one in flat), *[None] * 5

@@ -6,14 +6,14 @@ coordinates on the mesh axes that split the operator). The caller's generators a
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from autopar.errors import InputError
+from autopar.runtime.drawing import drawn, seed_from
+from autopar.runtime.traced_random import traced
 from autopar.runtime.world import Axis, Context
 
 
@@ -28,15 +28,19 @@ class RngState:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.call = 0
+        self.numbers = torch.tensor(
+            [seed, 0], device="cpu"
+        )  # both, as compiled code takes them: a number would be a constant of it
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def advance(self) -> None:
         """Start the next call of the model."""
         self.call += 1
+        self.numbers = torch.tensor([self.seed, self.call], device="cpu")
 
     def seed_of(self, index: int, axes: Sequence[Axis]) -> int:
         """The seed of operator number `index` on this rank, 0 <= seed < 2**63."""
-        key = (self.seed, self.call, index, *((axis.name, axis.index) for axis in axes))
-        return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big") >> 1
+        return seed_from((self.seed, self.call, index, *((axis.name, axis.index) for axis in axes)))
 
     def state_dict(self) -> dict[str, int]:
         """The seed, and the number of calls."""
@@ -69,43 +73,16 @@ def agreed_seed(context: Context) -> int:
 
 def seeded(
     operator: Callable[..., torch.Tensor], state: RngState, index: int, axes: Sequence[Axis], /, *args: object, **kwargs: object
-) -> torch.Tensor:
+) -> torch.Tensor | Sequence[torch.Tensor]:
     """`operator(*args, **kwargs)`, drawing from the seed of random operator `index`, which is split on `axes`.
 
     The target of a `call_function` node: `seeded(torch.ops.aten.dropout.default, rng_state, 3, [dp], x, 0.1, training)`.
     """
+    if torch.compiler.is_compiling():
+        return traced(operator, state.numbers, index, axes, *args, **kwargs)
     return drawn(operator, state.seed_of(index, axes), *args, **kwargs)
-
-
-def drawn(operator: Callable[..., torch.Tensor], seed: int, /, *args: object, **kwargs: object) -> torch.Tensor:
-    """`operator(*args, **kwargs)`, drawing from a seed: the same numbers whenever it is called."""
-    device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
-    with drawing(seed, device):
-        return operator(*args, **kwargs)
 
 
 def dropout_rate(probability: float, training: bool) -> float:
     """The dropout probability of an operator that has no `training` flag of its own (scaled_dot_product_attention)."""
     return probability if training else 0.0
-
-
-@contextmanager
-def drawing(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the default generator of a device, and restore its state afterwards."""
-    if device.type == "meta":
-        yield
-        return
-    generator = _generator(device)
-    before = generator.get_state()
-    generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        generator.set_state(before)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    """The default generator of a device."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    return torch.default_generator

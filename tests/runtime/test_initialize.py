@@ -22,8 +22,8 @@ from transformers import (
 from autopar.errors import InputError
 from autopar.ir.layout import I, Layout, split
 from autopar.ir.mesh import Mesh
+from autopar.runtime.drawing import drawing
 from autopar.runtime.initialize import initialize, initialized
-from autopar.runtime.random import drawing
 from autopar.runtime.storage import full_tensor, storable, store
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import connect

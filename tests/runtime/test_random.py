@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from autopar.errors import InputError
 from autopar.ir.mesh import Mesh
-from autopar.runtime.random import RngState, agreed_seed, drawing, dropout_rate, seeded
+from autopar.runtime.drawing import drawing
+from autopar.runtime.random import RngState, agreed_seed, dropout_rate, seeded
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import Axis, connect
 
@@ -120,3 +121,35 @@ def test_ranks_draw_alike_unless_an_axis_splits_the_operator(pool: WorkerPool) -
     assert torch.equal(split[0], split[1])
     assert torch.equal(split[2], split[3])
     assert not torch.equal(split[0], split[2])
+
+
+@pytest.mark.parametrize(
+    "operator, arguments",
+    [
+        (torch.ops.aten.dropout.default, (0.25, True)),
+        (torch.ops.aten.feature_dropout.default, (0.5, True)),
+        (torch.ops.aten.scaled_dot_product_attention.default, ("x", "x", None, 0.25, False)),
+        (torch.ops.aten.rrelu.default, (0.1, 0.3, True)),
+    ],
+    ids=str,
+)
+def test_what_is_traced_draws_and_differentiates_as_what_is_called(
+    operator: torch._ops.OpOverload, arguments: tuple[object, ...]
+) -> None:
+    x, state = torch.randn(2, 3, 8, 4, dtype=torch.float64, requires_grad=True), RngState(5)
+    axes = [Axis(name="dp", size=2, index=1, group="")]
+    state.advance()
+    torch._dynamo.reset()
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        return seeded(operator, state, 3, axes, x, *(x if given == "x" else given for given in arguments))
+
+    compiled = torch.compile(draw, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        results, gradients = [], []
+        for run in (draw, compiled):
+            results.append(run(x))
+            gradients += torch.autograd.grad(results[-1].sin().sum(), x)
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*gradients)
+        state.advance()

@@ -19,6 +19,8 @@ next, is prefetched.
 
 Storages are identified by the storage object, not by its address: the address of a freed storage is soon in use again.
 
+A module that is compiled has no hooks: torch's partitioner recomputes what is marked (`policy`), gathers of buckets included.
+
 The parts: `storage` has the storages and the counts of who will ask for them, `recompute` what fills them.
 """
 
@@ -33,8 +35,10 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.runtime.collectives import FUNCTIONS
+from autopar.runtime.drawing import drawn
 from autopar.runtime.parallel_ops import OPS
-from autopar.runtime.random import RngState, drawn
+from autopar.runtime.random import RngState, seeded
+from autopar.runtime.rematerialize.policy import kept
 from autopar.runtime.rematerialize.recompute import (
     BucketGather,
     ConversionCall,
@@ -55,6 +59,9 @@ def recompute_op(rematerializer: Rematerializer, function: Callable[..., object]
 
     The function must be deterministic and free of side effects. The target of a `call_function` node of emitted code.
     """
+    if torch.compiler.is_compiling():
+        with kept(False):
+            return function(*args, **kwargs)
     return rematerializer.call(function, args, kwargs) if torch.is_grad_enabled() else function(*args, **kwargs)
 
 
@@ -67,6 +74,8 @@ def recompute_seeded(
     The seed is worked out here, so that calls of the model between this forward and its backward do not change it. The target
     of a `call_function` node.
     """
+    if torch.compiler.is_compiling():
+        return recompute_op(rematerializer, seeded, operator, state, index, axes, *args, **kwargs)
     return recompute_op(rematerializer, drawn, operator, state.seed_of(index, axes), *args, **kwargs)
 
 

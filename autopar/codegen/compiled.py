@@ -1,0 +1,102 @@
+"""What `torch.compile` sees of a parallel module: the program of one micro-batch, whole; and Inductor's passes for collectives.
+
+around   a frame that is not traced, while what it calls is: the loop over micro-batches, say
+eager    neither is: checks of a call, which talk to other ranks; the backward, which autograd runs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+import torch._inductor
+from torch import fx
+
+from autopar.codegen.names import STATE
+from autopar.errors import InputError
+from autopar.ir.conversion import COPIES
+from autopar.runtime.bucketed_collectives import PAIRS
+from autopar.runtime.gradient_accumulation import accumulate_gradients, start_once
+from autopar.runtime.rematerialize.manager import offload
+
+Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
+
+HOOKED = {offload, PAIRS["__".join(COPIES)][0]}  # copies on streams of their own, in hooks on what autograd saves
+STATEFUL = {accumulate_gradients, start_once}  # which are traced up to here, and after it
+
+# Inductor's own scheduling of collectives: https://github.com/pytorch/pytorch/blob/main/torch/_inductor/config.py
+PASSES = "aten_distributed_optimizations"
+OPTIONS: dict[str, bool | str] = {
+    f"{PASSES}.enable_overlap_scheduling": True,
+    f"{PASSES}.collective_bucketing": True,
+    f"{PASSES}.insert_overlap_deps": True,
+    f"{PASSES}.collective_estimator": "analytical",  # measured, ranks could disagree
+}
+
+
+def around(function: Wrapped) -> Wrapped:
+    """A function that is not traced, while what it calls is."""
+    found: Wrapped = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
+    return found
+
+
+def eager(function: Wrapped) -> Wrapped:
+    """A function that is not traced, nor what it calls."""
+    found: Wrapped = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return found
+
+
+class Untraced:
+    """A context that a frame which is not traced can enter: Dynamo takes no generators, not even around a frame."""
+
+    @eager
+    def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
+        self._inner = make()
+
+    @eager
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+
+    @eager
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+
+
+def recomputes(graph: fx.Graph) -> bool:
+    """Whether an emitted program marks what its backward recomputes, gathers again or fetches."""
+    return any(node.op == "get_attr" and node.target == f"{STATE}.rematerializer" for node in graph.nodes)
+
+
+def traceable(graph: fx.Graph) -> bool:
+    """Whether `torch.compile` can trace an emitted program: what is recomputed must be traced whole."""
+    called = {node.target for node in graph.nodes if node.op == "call_function"}
+    return called.isdisjoint(HOOKED | STATEFUL if recomputes(graph) else HOOKED)
+
+
+def inductor_options(*, overlap: bool = True, async_tensor_parallel: bool = False) -> dict[str, bool | str]:
+    """Options of Inductor that let it schedule, join and fuse the collectives of a parallel module, on CUDA.
+
+        compiled = torch.compile(parallel, options=autopar.inductor_options())
+
+    Args:
+        overlap: put collectives beside what is computed, and join small ones (`aten_distributed_optimizations`).
+        async_tensor_parallel: cut products beside an all-gather or reduce-scatter into parts that overlap with it, where all
+            devices of an axis see each other's memory (CUDA).
+
+    Raises:
+        InputError: this release of torch has no such options.
+    """
+    options = {**(OPTIONS if overlap else {}), **({"_micro_pipeline_tp": True} if async_tensor_parallel else {})}
+    known = set(torch._inductor.list_options())
+    if unknown := [name for name in options if name not in known]:
+        raise InputError(
+            f"Inductor of torch {torch.__version__} has no option {unknown[0]}",
+            options=", ".join(unknown),
+            fix="torch 2.11 to 2.13 have them all; or autopar.inductor_options(overlap=False)",
+        )
+    return options
+
+
+__all__ = ["Untraced", "around", "eager", "inductor_options", "recomputes", "traceable"]

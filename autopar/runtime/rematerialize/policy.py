@@ -1,0 +1,46 @@
+"""Recomputation where a module is compiled: torch's own partitioner does it, by a policy, in place of hooks on saved tensors.
+
+    with kept(False):
+        y = relu(x)            its node in the traced graph is marked: y is recomputed in the backward
+
+What is not marked is saved, or recomputed where the partitioner finds it cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
+
+import torch
+from torch.fx import traceback
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+MARK = "autopar: recomputed"
+
+Returned = TypeVar("Returned")
+
+
+def kept(keep: bool) -> AbstractContextManager[object]:
+    """Around calls that are traced: whether autograd may save what they compute, or it is to be recomputed."""
+    return nullcontext() if keep else traceback.annotate({MARK: True})
+
+
+def recomputing(function: Callable[..., Returned], *inputs: torch.Tensor) -> Returned:
+    """`function(*inputs)`, traced, of which the backward recomputes what is marked."""
+    result: Returned = checkpoint(function, *inputs, use_reentrant=False, context_fn=_contexts)
+    return result
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    found: tuple[AbstractContextManager[None], AbstractContextManager[None]]
+    found = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _policy(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    marks = traceback.get_current_meta().get("custom") or {}
+    return CheckpointPolicy.MUST_RECOMPUTE if marks.get(MARK) else CheckpointPolicy.PREFER_SAVE
+
+
+__all__ = ["kept", "recomputing"]
