@@ -26,7 +26,6 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import RankError
 from autopar.ir.layout import Shape
 from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
 from autopar.runtime.deferred_products import DeferredProducts
@@ -73,10 +72,19 @@ class PipelineRank:
         assert self.group is not None, "an axis with neighbours has a group"
         return dist.get_global_rank(self.group, index)
 
+    @contextmanager
+    def exchanging(self, where: str) -> Iterator[None]:
+        """Around messages: one that fails says which rank failed, or died, in the place of what torch says."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.failures.failed(error, where) from error
+
     def from_rank(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         """The tensor of the rank at a place of the axis, on all of them."""
         if self.group is not None:
-            dist.broadcast(tensor, group=self.group, group_src=index)
+            with self.exchanging("the loss of the pipeline's last stage"):
+                dist.broadcast(tensor, group=self.group, group_src=index)
         return tensor
 
     def norm(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -85,7 +93,8 @@ class PipelineRank:
             return norm
         largest = math.isinf(norm_type)
         total = norm.to(self.device, torch.float64) ** (1.0 if largest else norm_type)
-        dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.group)
+        with self.exchanging("the norm of the gradients of all stages"):
+            dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.group)
         return total if largest else total ** (1.0 / norm_type)
 
 
@@ -114,20 +123,15 @@ class PipelineStep:
 
         Raises RankError, which names the stage and the action, if one fails, here or on another rank.
         """
-        try:
-            with ExitStack() as stack:
-                for stage in self.stages.values():
-                    stack.callback(stage.deferred.clear)
-                    stack.enter_context(stage.accumulator.step())
-                for action in self.schedule.ranks[self.rank.index]:
-                    self._run(action)
-        except RankError:
-            raise
-        except Exception as error:
-            raise self.rank.failures.announce("a stage of the pipeline", "the end of the step", error) from error
+        with self.rank.failures.told("a stage of the pipeline", "the end of the step"), ExitStack() as stack:
+            for stage in self.stages.values():
+                stack.callback(stage.deferred.clear)
+                stack.enter_context(stage.accumulator.step())
+            for action in self.schedule.ranks[self.rank.index]:
+                self._run(action)
 
     def _run(self, action: Action) -> None:
-        try:
+        with self.rank.failures.told(f"stage {action.stage} of the pipeline", str(action)):
             match action.kind:
                 case ActionKind.RECV_F:
                     self._receive(action, ActionKind.FORWARD, self.stages[action.stage].received, action.stage - 1)
@@ -145,10 +149,6 @@ class PipelineStep:
                     self.stages[action.stage].deferred.run(action.microbatch)
                 case _:
                     self._backward(action)
-        except RankError:
-            raise
-        except Exception as error:
-            raise self.rank.failures.announce(f"stage {action.stage} of the pipeline", str(action), error) from error
 
     def _returning(self, action: Action) -> tuple[CrossingPart, ...]:
         """What the gradients come back of, that a stage has sent."""
@@ -184,11 +184,8 @@ class PipelineStep:
         return [tensor for tensor, _ in found]
 
     def _awaited(self, work: dist.Work, action: Action) -> None:
-        try:
+        with self.rank.exchanging(f"the message of {action} of the pipeline's stage {action.stage}"):
             work.wait()
-        except RuntimeError as error:
-            where = f"the message of {action} of the pipeline's stage {action.stage}"
-            raise self.rank.failures.failed(error, where) from error
 
     def _pass_on(
         self, action: Action, tensors: Sequence[torch.Tensor], stage: int, kinds: tuple[ActionKind, ActionKind]
@@ -268,7 +265,8 @@ def tied_gradients(tied: Sequence[tuple[nn.Parameter | None, Sequence[int]]], ra
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        _added(_local(parameter.grad), places, rank)
+        with rank.exchanging("the gradients of parameters that several stages share"):
+            _added(_local(parameter.grad), places, rank)
         if earlier is not None:
             _local(earlier).add_(_local(parameter.grad))
             parameter.grad = earlier

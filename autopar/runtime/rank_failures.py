@@ -1,9 +1,10 @@
 """What made a rank fail in a step, told to the others: they wait for its messages, and would say only that these do not come.
 
-The first rank that fails leaves its reason in the store of the process group, and waits until the others have read it, as its
-process may be the one that holds the store. In every process a thread looks for a reason once a second while a step runs. A
-rank whose message fails then, as connections close when a process ends, raises the reason. Nothing wakes a rank whose message
-does not fail, for instance if the process of the one that did lives on: it is ended, with the reason as its last words.
+The first rank that fails, or leaves by `sys.exit` or Ctrl-C, leaves its reason in the store of the process group, and waits
+until the others have read it, as its process may be the one that holds the store. In every process a thread looks for a reason
+once a second while a step runs. A rank whose message fails then, as connections close when a process ends, raises the reason.
+Nothing wakes a rank whose message does not fail, for instance if the process of the one that did lives on: it is ended, with
+the reason as its last words.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class StepFailures:
         self._store: Store | None = _get_default_store() if name else None
         self._runs, self._lock, self._found, self._since = threading.Event(), threading.Lock(), "", 0.0
         self._watcher: threading.Thread | None = None
+        self._exit: BaseException | None = None  # of which the others were told
 
     @staticmethod
     def of(context: Context) -> StepFailures:
@@ -66,11 +68,39 @@ class StepFailures:
             if not known or known.partition(": ")[0] in error.what:
                 raise
             raise _waited(known, error.what) from error
+        except Exception:
+            raise
+        except BaseException as error:
+            self._exits("a step of the pipeline", "its beginning or end", error)
+            self._errors, self._found = self._errors + 1, ""
+            raise
         finally:
             self._runs.clear()
 
-    def announce(self, where: str, action: str, error: Exception) -> RankError:
-        """The error to raise for an action that failed; other ranks raise it too, in the place of what they wait for."""
+    @contextmanager
+    def told(self, where: str, action: str) -> Iterator[None]:
+        """Around an action: of what fails in it the other ranks are told, and raise it in the place of what they wait for.
+
+        An exit of the process, which `sys.exit` and Ctrl-C raise, goes on here. Raises RankError for every other failure.
+        """
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as error:
+            raise self._announce(where, action, error) from error
+        except BaseException as error:
+            self._exits(where, action, error)
+            raise
+
+    def _exits(self, where: str, action: str, error: BaseException) -> None:
+        """Tell the others of an exit, once on its way out of all that it leaves."""
+        if error is not self._exit:
+            self._exit = error
+            self._announce(where, action, error)
+
+    def _announce(self, where: str, action: str, error: BaseException) -> RankError:
+        """The error to raise for an action that failed, after the other ranks were told."""
         rank = dist.get_rank() if self._store is not None else 0
         reason = str(error).partition("\n")[0][:200] or type(error).__name__
         what = f"{where} failed at {action} on rank {rank}"
@@ -127,7 +157,7 @@ def _waited(reason: str, waited: str) -> RankError:
     return RankError(f"{what}: {waited}", reason=why, fix="see the log of that rank")
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     """Where an error was raised: file, line and its text, in emitted code too."""
     *_, last = traceback.extract_tb(error.__traceback__)
     return f"{last.filename}:{last.lineno}: {(last.line or '').strip()[:100]}"

@@ -115,7 +115,7 @@ once, runs = ParallelModule._once, []
 def fails(self, inputs):
     runs.append(1)
     if torch.distributed.get_rank() == int(sys.argv[1]) and len(runs) == 3:
-        raise ValueError("out of luck")
+        raise SystemExit(0) if sys.argv[2] == "exits" else ValueError("out of luck")
     return once(self, inputs)
 ParallelModule._once = fails
 try:
@@ -129,10 +129,16 @@ except RankError:
 
 @pytest.mark.parametrize(
     "failing, then, data",
-    [(0, "ends", 1), (3, "lives on", 2), further(1, "ends", 1), further(3, "ends", 2), further(0, "lives on", 2)],
+    [
+        (0, "exits", 1),
+        (1, "lives on", 1),
+        *(further(0, then, 1) for then in ("ends", "lives on")),
+        *(further(1, then, 1) for then in ("ends", "exits")),
+        *(further(failing, then, 2) for failing in (0, 3) for then in ("ends", "lives on", "exits")),
+    ],
 )
 def test_a_stage_that_fails_ends_all_ranks_with_its_name(failing: int, then: str, data: int, tmp_path: Path) -> None:
-    """Whether its process holds the store of the others, and whether it ends."""
+    """Whether its process holds the store of the others, and whether it ends, by the error or by `sys.exit(0)`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -160,9 +166,10 @@ def test_a_stage_that_fails_ends_all_ranks_with_its_name(failing: int, then: str
         for process in ranks:
             process.kill()
             process.wait()
-    assert all(process.returncode for process in ranks)
-    stage = failing // data
+    assert all(process.returncode for process in others)
+    assert (ranks[failing].returncode == 0) == (then == "exits")
+    stage, reason = failing // data, "SystemExit: 0" if then == "exits" else "ValueError: out of luck"
     for rank, log in enumerate(logs):
         if rank != failing or then == "ends":
             assert f"stage {stage} of the pipeline failed at {stage}F2 on rank {failing}" in log.read_text()
-            assert "ValueError: out of luck (<string>:" in log.read_text()
+            assert f"{reason} (<string>:" in log.read_text()
