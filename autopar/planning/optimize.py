@@ -29,7 +29,9 @@ from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.plan.text import size_text
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.strategies import constrained, constraints_of
+from autopar.solver.dual_ascent import dual_ascent
 from autopar.solver.highs import SlowerError, TimeLimitError
+from autopar.solver.presolve import merge_followers
 from autopar.solver.problem import Solution
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
@@ -174,6 +176,20 @@ def transferred(found: Optimized, analysis: Analysis, mesh: Mesh, options: Optio
     return replace(found, memory_model=memory_model, loop=None)
 
 
+def least_price(analysis: Analysis, mesh: Mesh, options: Options, settings: SearchSettings = DEFAULTS) -> Seconds:
+    """Seconds that every solution for an analysed program takes, in whatever memory: by the bound of dual ascent.
+
+    With `strategy="auto"` so does every named strategy: one that gathers weights once for all micro-batches is a program apart.
+    """
+    once = (ONCE,) if options.strategy == AUTO and analysis.step.loop else ()
+    least = []
+    for strategy in (options.strategy, *once):
+        with suppress(ConstraintError):
+            posed = _formulated(analysis, mesh, options.stepped, replace(options, strategy=strategy)).formulated.problem
+            least.append(dual_ascent(merge_followers(posed, settings).problem, settings).bound)
+    return min(least)
+
+
 def solution_time(formulated: PlanningProblem, solution: Solution) -> Seconds:
     """Seconds of the step that a solution stands for, with its messages as they are sent; see `Prices.sending` for what a
     stage sends to the next."""
@@ -294,6 +310,7 @@ __all__ = [
     "Optimized",
     "analysed",
     "cheaper",
+    "least_price",
     "sent_seconds",
     "sharded",
     "solution_time",

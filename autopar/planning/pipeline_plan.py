@@ -19,6 +19,7 @@ from autopar.plan.options import Options
 from autopar.plan.pipeline import Crossing, Pipeline
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps, crossing_values
+from autopar.planning.pipeline_bound import least_step
 from autopar.planning.pipeline_stages import Cut, without_axis
 from autopar.planning.stage_plans import StagePlan, StagePlanner
 from autopar.solver.highs import SlowerError
@@ -82,7 +83,7 @@ def _planned(steps: StageSteps, cut: Cut, planner: StagePlanner, below: Seconds)
 
 
 def written(made: StagedStep, planner: StagePlanner, options: Options, searched: str) -> Plan:
-    """The plan of a step in stages: the time by the clock, the memory of the fullest rank."""
+    """The plan of a step in stages: the time by the clock, the memory of the fullest rank, and its distance from the bound."""
     mesh, axis, cut = made.mesh, made.axis, made.cut
     link, step = mesh.links[mesh.axes.index(axis)], made.steps.step
     pipeline = Pipeline(
@@ -96,6 +97,7 @@ def written(made: StagedStep, planner: StagePlanner, options: Options, searched:
         tied=shared_parameters(made.steps.stages),
     )
     stages = tuple(planner.written(one) for one in made.stages)
+    bound = least_step(step, planner.mesh, cut.schedule, made.stage_seconds, planner.options, planner.settings)
     slowest = max(stages, key=lambda one: one.step_time)
     ranks: dict[int, Bytes] = {}
     for stage, rank in cut.schedule.rank_of.items():
@@ -109,7 +111,7 @@ def written(made: StagedStep, planner: StagePlanner, options: Options, searched:
         options=options.text(),
         microbatches=step.microbatches,
         status="feasible",
-        gap=1.0,
+        gap=max(0.0, 1 - bound / made.seconds) if made.seconds else 0.0,
         step_time=made.seconds,
         peak_memory=max(ranks.values()),
         choices={},
