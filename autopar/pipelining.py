@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName
 
 from autopar.capture import Captured
 from autopar.capture.meta_copy import skeleton
@@ -132,8 +134,7 @@ class _Builder:
         self.pipeline: Pipeline = found.plan.pipeline
         self.axis = context.axis(self.pipeline.axis)
         self.stage_context = _without(context, self.pipeline.axis)
-        place = context.mesh.axes.index(self.pipeline.axis)
-        group = context.device_mesh.get_group(place) if context.device_mesh is not None and self.axis.size > 1 else None
+        group = _resolve_process_group(GroupName(self.axis.group)) if self.axis.group else None
         self.rank = PipelineRank(index=self.axis.index, group=group, device=context.device, failures=StepFailures.of(context))
         self.mine = [stage for stage, rank in sorted(self.pipeline.order.rank_of.items()) if rank == self.axis.index]
 
@@ -191,7 +192,7 @@ class _Builder:
 
     def _carry(self, tensor: torch.Tensor, rank: int, own: dict[str, torch.Tensor], name: str) -> None:
         """Send a whole tensor from rank 0 to the first rank at a place of the pipeline's axis."""
-        if any(self.stage_context.coordinates):
+        if self.context.device_mesh is None or any(self.stage_context.coordinates):  # ranks as threads have all of them
             return
         if self.axis.index == 0:
             dist.send(tensor.detach().to(self.context.device).contiguous(), self.rank.peer(rank), group=self.rank.group)

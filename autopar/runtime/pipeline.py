@@ -72,6 +72,16 @@ class PipelineRank:
         assert self.group is not None, "an axis with neighbours has a group"
         return dist.get_global_rank(self.group, index)
 
+    def send(self, tensor: torch.Tensor, index: int) -> dist.Work:
+        """Begin to send a contiguous tensor to another place of the axis."""
+        assert self.group is not None, "an axis with neighbours has a group"
+        return self.group.send([tensor], index, 0)
+
+    def receive(self, tensor: torch.Tensor, index: int) -> dist.Work:
+        """Begin to receive a tensor from another place of the axis."""
+        assert self.group is not None, "an axis with neighbours has a group"
+        return self.group.recv([tensor], index, 0)
+
     @contextmanager
     def exchanging(self, where: str) -> Iterator[None]:
         """Around messages: one that fails says which rank failed, or died, in the place of what torch says."""
@@ -84,7 +94,7 @@ class PipelineRank:
         """The tensor of the rank at a place of the axis, on all of them."""
         if self.group is not None:
             with self.exchanging("the loss of the pipeline's last stage"):
-                dist.broadcast(tensor, group=self.group, group_src=index)
+                self.group.broadcast(tensor, index).wait()
         return tensor
 
     def norm(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -156,20 +166,16 @@ class PipelineStep:
 
     def _receive(self, action: Action, needs: ActionKind, parts: Sequence[CrossingPart], stage: int) -> None:
         """Post the receives of an action that computes."""
-        peer, found = self.rank.peer(self.schedule.rank_of[stage]), []
+        found = list[tuple[torch.Tensor, dist.Work | None]]()
         for part in parts:
             buffer = torch.empty(part.shape, dtype=part.dtype, device=self.rank.device)
-            found.append((buffer, dist.irecv(buffer, peer, group=self.rank.group)))
+            found.append((buffer, self.rank.receive(buffer, self.schedule.rank_of[stage])))
         self._incoming[_at(action, needs)] = found
 
     def _send(self, action: Action, waits: ActionKind, stage: int) -> None:
         """Send what was computed for the stage beside."""
-        peer, found = self.rank.peer(self.schedule.rank_of[stage]), []
-        for tensor in self._outgoing.pop(action):
-            work = dist.isend(tensor, peer, group=self.rank.group)
-            assert work is not None, "this rank is in the group"
-            found.append((tensor, work))
-        self._sends[_at(action, waits)] = found
+        rank = self.schedule.rank_of[stage]
+        self._sends[_at(action, waits)] = [(tensor, self.rank.send(tensor, rank)) for tensor in self._outgoing.pop(action)]
 
     def _wait(self, action: Action) -> None:
         for _, work in self._sends.pop(action):
@@ -278,10 +284,10 @@ def _added(gradient: torch.Tensor, places: Sequence[int], rank: PipelineRank) ->
     for hops, take in ((there, gradient.add_), (back, gradient.copy_)):
         for source, target in hops:
             if rank.index == source:
-                dist.send(gradient.contiguous(), rank.peer(target), group=rank.group)
+                rank.send(gradient.contiguous(), target).wait()
             elif rank.index == target:
                 received = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-                dist.recv(received, rank.peer(source), group=rank.group)
+                rank.receive(received, source).wait()
                 take(received)
 
 

@@ -41,9 +41,9 @@ class StrategyConstraints:
 
     `patterns` limits the layouts in which values are produced or stored, `input_layouts` gives inputs that are sliced on
     arrival. Weights are not gathered on `no_gather_axes`, and used unsplit on `whole_axes`. Other values are neither gathered
-    nor exchanged on `data_axes` (which makes data parallelism), except those in `may_gather`: outputs, and what an op needs
-    whole; those `scattered` are not all-reduced on `no_gather_axes`. On `split_axes` weights are stored split and ops do a part
-    of the work, if they can, on the first of them before the others. `invariant`: everything is I.
+    nor exchanged on `data_axes` (which makes data parallelism), except those in `may_gather`: outputs, what a stage receives,
+    and what an op needs whole; those `scattered` are not all-reduced on `no_gather_axes`. On `split_axes` weights are stored
+    split and ops do a part of the work, if they can, on the first of them before the others. `invariant`: everything is I.
     Gathered weights are dropped after their use and gathered again for the backward (`reshard_after_forward`), or kept until
     then (`keep_gathered`); else the solver decides. They are gathered `once` for all micro-batches, or in each.
     """
@@ -137,12 +137,13 @@ def _of_scheme(
             fix="another size of the last axis, or a strategy without tensor parallelism",
         )
     split_axes = {name: (*(tensor if name in products else []), *(shards if scheme.tensor else [])) for name in weights}
+    ends = frozenset((*step.received, *(output.value for output in program.outputs)))  # any layout may arrive
     split_axes |= {op.name: tuple(tensor) for op in program.ops if scattered.issuperset(result.name for result in op.results)}
     return StrategyConstraints(
         patterns={**_stored(step, mesh, scheme, weights, shards), **between, **patterns},
         input_layouts={**taken, **sliced},
         weights=frozenset((*weights, *copies(program))),
-        may_gather=frozenset(o.value for o in program.outputs) | _wanted_whole(program, fits) | _compared(program, fits, taken),
+        may_gather=ends | _wanted_whole(program, fits) | _compared(program, fits, taken),
         data_axes=frozenset(data),
         no_gather_axes=frozenset(() if scheme.open else tensor),
         whole_axes=frozenset(() if strategy == "megatron" else data),

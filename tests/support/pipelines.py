@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import nn
 
 import autopar
 from autopar.cost_models import catalog
+from autopar.runtime.pipeline import PipelineRank
 from autopar.runtime.storage import full_tensor
 from autopar.verify.testing import peak
 from tests.support import models
@@ -96,17 +98,14 @@ def trained(case: Case) -> Trained:
 def recorded() -> Iterator[list[tuple[int, int]]]:
     """The messages that are sent inside."""
     sent: list[tuple[int, int]] = []
-    send = dist.isend
+    send = PipelineRank.send
 
-    def noted(tensor: torch.Tensor, dst: int, group: dist.ProcessGroup | None = None) -> dist.Work | None:
-        sent.append((dst, tensor.nbytes))
-        return send(tensor, dst, group=group)
+    def noted(self: PipelineRank, tensor: torch.Tensor, index: int) -> dist.Work:
+        sent.append((self.peer(index), tensor.nbytes))
+        return send(self, tensor, index)
 
-    dist.isend = noted
-    try:
+    with patch.object(PipelineRank, "send", noted):
         yield sent
-    finally:
-        dist.isend = send
 
 
 def with_dropout(microbatches: int) -> tuple[list[float], float]:
@@ -126,9 +125,19 @@ def with_dropout(microbatches: int) -> tuple[list[float], float]:
     return [abs(a - b) for a, b in zip(alone, staged, strict=True)], worst
 
 
-def copies_of_ties(steps: int) -> torch.Tensor:
-    """The tied embedding of a model in two stages, on every rank, after some steps of AdamW."""
-    model, sample = models.make("gpt2")
+def albert() -> models.Built:
+    """Factorised embedding, tied to the head; all layers share their weights."""
+    config = transformers.AlbertConfig(
+        num_hidden_layers=2, hidden_size=32, embedding_size=16, num_attention_heads=8, intermediate_size=64, **models.WORDS
+    )
+    return transformers.AlbertForMaskedLM(config), models.words(attention_mask=models.mask())
+
+
+def copies_of_ties(case: tuple[str, int]) -> list[torch.Tensor]:
+    """The parameters that the stages of a model share, on every rank, after some steps of AdamW."""
+    name, steps = case
+    torch.manual_seed(0)
+    model, sample = albert() if name == "albert" else models.make(name)
     parallel = autopar.parallelize(
         model, sample, {"pp": 2, "dp": 2}, device="h100", pipeline="pp", strategy="fsdp", microbatches=2
     )
@@ -138,7 +147,10 @@ def copies_of_ties(steps: int) -> torch.Tensor:
         parallel.clip_grad_norm_(0.1)
         optimizer.step()
         optimizer.zero_grad()
-    return full_tensor(parallel.get_parameter("transformer.wte.weight")).detach()
+    pipeline = parallel.autopar.plan.pipeline
+    assert pipeline is not None
+    assert pipeline.tied
+    return [full_tensor(parallel.get_parameter(shared)).detach() for shared in sorted(pipeline.tied)]
 
 
 def peaks(case: Case) -> tuple[int, int]:

@@ -15,14 +15,16 @@ from autopar.codegen import OutputLayout, ParallelModule
 from autopar.ir.layout import Layout, shard
 from autopar.ir.mesh import Mesh
 from autopar.parallelize import assembled
+from autopar.pipelining import assembled_stages
 from autopar.plan.resolved import ResolvedPlan, read_plan
+from autopar.plan.stages import read_pipeline
 from autopar.runtime.recorder import recorded
 from autopar.runtime.threaded_ranks import ThreadedRanks
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import Context
 from autopar.verify.execution import error, results
 from autopar.verify.reference import loss_weights
-from autopar.verify.verification import RankResult
+from autopar.verify.verification import RankResult, _loss
 
 CHECK = "autopar.verify.verification:check"
 
@@ -39,6 +41,8 @@ class Threads(WorkerPool):
         """The errors and issued collectives of every rank."""
         assert function == CHECK
         plan, program = payload.plan, payload.captured.program
+        if plan.pipeline:
+            return self._in_stages(payload)
         resolved = read_plan(plan, program, plan.mesh)
 
         def rank(context: Context) -> RankResult:
@@ -52,6 +56,24 @@ class Threads(WorkerPool):
                 for key, tensor in payload.reference.items()
                 if key in found
             }
+            return errors, list(log)
+
+        return [*self.threads.run(Mesh(axes=plan.axes, sizes=plan.sizes), rank)]
+
+    def _in_stages(self, payload: Any) -> list[object]:
+        """The same of a plan in pipeline stages."""
+        plan, program = payload.plan, payload.captured.program
+        found, loss = read_pipeline(plan, program), _loss(plan, program)
+
+        def rank(context: Context) -> RankResult:
+            module = assembled_stages(payload.captured, payload.tensors, found, context)
+            with recorded(context.axes) as log:
+                here = results(module, program, payload.inputs, loss)
+            stages = [(stage.module, found.resolved[number]) for number, stage in module.stages.stages.items()]
+            on, errors = stages[0][0].autopar.context, {}
+            for key, tensor in here.items():
+                of = (layout(key, *stage) for stage in stages if key[0] != "output" or stage[0].autopar.outputs)
+                errors[key] = error(tensor.detach(), part(payload.reference[key], next(filter(None, of), ()), on))
             return errors, list(log)
 
         return [*self.threads.run(Mesh(axes=plan.axes, sizes=plan.sizes), rank)]

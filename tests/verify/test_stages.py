@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,22 +19,25 @@ from autopar.runtime.workers import WorkerPool
 from autopar.verify import verification
 from tests.support import models, planning
 from tests.support.random_stages import random_stages
+from tests.support.threads import Threads
 
 CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("gpt2", {"pp": 2, "dp": 2}, {"strategy": "fsdp", "schedule": "1f1b", "microbatches": 2}),
     ("gpt2", {"pp": 2, "dp": 2}, {"strategy": "fsdp", "schedule": "zb-h1", "microbatches": 4}),
+    ("gpt2", {"pp": 2, "tp": 2}, {"strategy": "megatron", "schedule": "zb-h1", "microbatches": 2, "recompute": "blocks"}),
     ("t5", {"pp": 2}, {"stages": 4, "microbatches": 2}),
+    ("t5", {"pp": 2}, {"schedule": str(Path(__file__).parents[1] / "support" / "v_shaped.csv")}),
     ("bert", {"pp": 2}, {"microbatches": 1}),
 ]
 
 
 @pytest.mark.parametrize("name, mesh, options", CASES)
 def test_stages_are_verified_like_whole_models(
-    name: str, mesh: dict[str, int], options: dict[str, Any], pool: WorkerPool
+    name: str, mesh: dict[str, int], options: dict[str, Any], threads: Threads
 ) -> None:
     model, sample = models.make(name)
     plan = autopar.plan(model, sample, mesh, device="h100", pipeline="pp", **options)
-    report = verification.verify(model, sample, mesh, plan, Options(), pool)
+    report = verification.verify(model, sample, mesh, plan, Options(), threads)
     assert report.ok, report
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     named = {row.name for row in report.rows if row.what == "gradient"}
