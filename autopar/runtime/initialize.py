@@ -22,14 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.errors import InputError
-<<<<<<< HEAD
 from autopar.ir.layout import I, Layout, State, place, shard
-from autopar.runtime.host_memory import moved
-=======
-from autopar.ir.layout import H, I, Layout, hosted, shard
 from autopar.runtime.drawing import drawing
-from autopar.runtime.host_memory import on_host
->>>>>>> cc2f32d (Compiled modules are one graph: torch's partitioner recomputes what the plan recomputes)
+from autopar.runtime.host_memory import moved
 from autopar.runtime.progress import progress
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.storage import all_unsharded, full_tensor, layout_of, store, stored_like, to_dtensor, with_dtype
