@@ -16,14 +16,15 @@ from torch import fx
 
 from autopar.codegen.names import STATE
 from autopar.errors import InputError
-from autopar.ir.conversion import COPIES
+from autopar.ir.conversion import FETCHES
 from autopar.runtime.bucketed_collectives import PAIRS
 from autopar.runtime.gradient_accumulation import accumulate_gradients, start_once
 from autopar.runtime.rematerialize.manager import offload
 
 Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 
-HOOKED = {offload, PAIRS["__".join(COPIES)][0]}  # copies on streams of their own, in hooks on what autograd saves
+# Copies on streams of their own, in hooks on what autograd saves.
+HOOKED = {offload, *(PAIRS["__".join(ways)][0] for ways in FETCHES.values())}
 STATEFUL = {accumulate_gradients, start_once}  # which are traced up to here, and after it
 
 # Inductor's own scheduling of collectives: https://github.com/pytorch/pytorch/blob/main/torch/_inductor/config.py
