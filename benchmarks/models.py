@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import transformers
@@ -102,6 +103,11 @@ def vocabulary() -> tuple[nn.Module, Batch]:
     return model, {"input_ids": tokens, "labels": tokens}
 
 
+@dataclass
+class _Outputs(ModelOutput):  # type: ignore[misc]
+    loss: torch.Tensor | None = None
+
+
 class _Recommender(nn.Module):
     """Tables of embeddings, their pairwise products, and a network: as in DLRM (https://arxiv.org/abs/1906.00091)."""
 
@@ -111,11 +117,11 @@ class _Recommender(nn.Module):
         self.bottom = nn.Sequential(nn.Linear(dense, 256), nn.ReLU(), nn.Linear(256, width), nn.ReLU())
         self.top = nn.Sequential(nn.Linear((tables + 1) ** 2, 256), nn.ReLU(), nn.Linear(256, 1))
 
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> ModelOutput:
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> _Outputs:
         found = [self.bottom(dense), *(table(ids[:, n]) for n, table in enumerate(self.tables))]
         stacked = torch.stack(found, 1)
         scores = self.top((stacked @ stacked.transpose(1, 2)).flatten(1)).squeeze(1)
-        return ModelOutput(loss=nn.functional.binary_cross_entropy_with_logits(scores, labels))
+        return _Outputs(loss=nn.functional.binary_cross_entropy_with_logits(scores, labels))
 
 
 def recommender() -> tuple[nn.Module, Batch]:
@@ -133,10 +139,10 @@ class _Mixed(nn.Module):
         pairs = itertools.pairwise(widths)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(one, other), nn.GELU()) for one, other in pairs)
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> ModelOutput:
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> _Outputs:
         for layer in self.layers:
             x = layer(x)
-        return ModelOutput(loss=nn.functional.mse_loss(x, labels))
+        return _Outputs(loss=nn.functional.mse_loss(x, labels))
 
 
 def mixed() -> tuple[nn.Module, Batch]:
