@@ -152,7 +152,7 @@ class _Wait(torch.autograd.Function):
         count = len(positions)
         proxies, weights, buffers = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
         ctx.primitives, ctx.axis, ctx.positions, ctx.count = (forward, backward), axis, positions, len(tensors)
-        ctx.dtype, ctx.file = proxies[0].dtype, file_of(weights[0]) if forward == "read" else None
+        ctx.dtype, ctx.file = proxies[0].dtype, file_of(*weights) if forward == "read" else None
         ctx.set_materialize_grads(False)
         return tuple(_values(forward, weights, buffers, axis, positions))
 

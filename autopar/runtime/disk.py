@@ -64,10 +64,17 @@ def empty_on_disk(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     except OSError as error:
         what = f"{size / 2**20:.2f} MiB more cannot be written to the disk"
         raise DiskError(what, folder=folder, error=error, fix=f"free some of it, or {ANOTHER}") from error
-    key = made.data_ptr()
+    key = _address(made)
     mapping = weakref.ref(made.untyped_storage(), lambda _: _files.pop(key, None))
     _files[key] = File(device=device, folder=folder, mapping=mapping)
     return made
+
+
+def zeros_beside(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Zeros in a file for the same device and in the same folder as that of a tensor; they count for nothing in checksums."""
+    found = file_of(tensor)
+    with other_device():
+        return empty_on_disk(shape, tensor.dtype, found.device, found.folder).zero_()
 
 
 def to_disk(part: torch.Tensor, folder: str, device: torch.device | None = None) -> torch.Tensor:
@@ -82,23 +89,28 @@ def to_disk(part: torch.Tensor, folder: str, device: torch.device | None = None)
 
 def on_disk(tensor: torch.Tensor) -> bool:
     """Whether a tensor is that of a file."""
-    return tensor.data_ptr() in _files if not tensor.is_meta and tensor.device.type == "cpu" else False
+    return tensor.device.type == "cpu" and _address(tensor) in _files
 
 
-def file_of(tensor: torch.Tensor) -> File:
-    """The file of a tensor on the disk."""
-    return _files[tensor.data_ptr()]
+def file_of(*tensors: torch.Tensor) -> File:
+    """The file of the first of some tensors that is on the disk; if all are copies that were padded, one as by default."""
+    found = next((_files[_address(tensor)] for tensor in tensors if on_disk(tensor)), None)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return found or File(device=device, folder=folder_of(""))
 
 
 def seal(tensor: torch.Tensor) -> None:
     """Take the checksum of a tensor on the disk as it is."""
-    found = _files[tensor.data_ptr()]
-    found.checksum, found.version = _checksum(_flat(tensor)), tensor._version
+    if _spans(tensor):
+        found = _files[_address(tensor)]
+        found.checksum, found.version = _checksum(_flat(tensor)), tensor._version
 
 
 def check(tensor: torch.Tensor, name: str = "a tensor", checksum: int | None = None) -> None:
     """Raise DiskError if a tensor on the disk is not what was written; one that was written since is taken as it is."""
-    found = _files[tensor.data_ptr()]
+    if not _spans(tensor):  # with padding in its file, or padded in a copy
+        return
+    found = _files[_address(tensor)]
     read = _checksum(_flat(tensor)) if checksum is None else checksum
     if found.version == tensor._version and found.checksum != read:
         raise DiskError(
@@ -113,7 +125,7 @@ def check(tensor: torch.Tensor, name: str = "a tensor", checksum: int | None = N
 def start_read(weights: Tensors) -> tuple[torch.Tensor, ...]:
     """Have weights read from the disk; what they are read to is valid after `wait_read`."""
     tell("read", weights)
-    device = _files[weights[0].data_ptr()].device
+    device = file_of(*weights).device
     read = tuple(torch.empty_like(weight, device=device, requires_grad=False) for weight in weights)
     pairs = [(weight.detach(), new) for weight, new in zip(weights, read, strict=True)]
     if device.type == "cuda":  # the memory may still be read by what was there before
@@ -141,8 +153,18 @@ def write(gradients: Tensors, like: File, dtype: torch.dtype) -> Iterator[torch.
         yield kept
 
 
+def _spans(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all that a file has."""
+    return on_disk(tensor) and tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where what a tensor lies in is mapped, whatever part of it the tensor has."""
+    return tensor.untyped_storage().data_ptr()
+
+
 def _key(read: Tensors) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() for tensor in read)
+    return tuple(map(_address, read))
 
 
 @cache
@@ -198,5 +220,5 @@ def _checksum(flat: torch.Tensor) -> int:
 
 __all__ = [
     "File", "check", "empty_on_disk", "file_of", "folder_of", "on_disk", "seal", "start_read", "to_disk",
-    "wait_read", "write",
+    "wait_read", "write", "zeros_beside",
 ]  # fmt: skip

@@ -29,6 +29,7 @@ from autopar.errors import LayoutError
 from autopar.ir.layout import AWAY, I, Layout, away, blocks, chunk, each_split, place, shard, split, storable, take
 from autopar.runtime import checkpoint
 from autopar.runtime.collectives import PRIMITIVES, SplitPosition
+from autopar.runtime.disk import on_disk, seal, zeros_beside
 from autopar.runtime.host_memory import moved
 from autopar.runtime.world import Axis, Context
 
@@ -144,9 +145,11 @@ def _allocate_padding(part: torch.Tensor, padded_shape: Sequence[int]) -> None:
     """Move a tensor to memory that includes its padding, unless it is there, if only the first dim is padded."""
     if part.shape[1:] == torch.Size(padded_shape[1:]) and not part.is_meta and not _has_padding_after(part, padded_shape):
         with torch.no_grad():
-            memory = part.new_zeros(tuple(padded_shape))
+            memory = zeros_beside(part, padded_shape) if on_disk(part) else part.new_zeros(tuple(padded_shape))
             memory[: len(part)].copy_(part)
             part.data = memory[: len(part)]
+        if on_disk(part):
+            seal(part)
 
 
 def local_part_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:

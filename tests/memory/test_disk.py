@@ -17,12 +17,16 @@ import autopar
 from autopar.errors import BudgetError, DiskError, InputError
 from autopar.explain.report import memory
 from autopar.ir.mesh import Device, Disk
+from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import plain
 from autopar.runtime.disk import on_disk
 from autopar.runtime.memory_tracker import MemoryTracker
 from autopar.verify.testing import peak
+from autopar.verify.verification import verify
 from tests.memory.test_host_memory import Model, Products, device, made
+from tests.support.elastic_training import logged, train
+from tests.support.threads import Threads
 
 DISK = Disk(memory=0, read=3e9, write=2e9, latency=1e-5, source="of this test")
 ALL = {"*weight": "*, D"}
@@ -150,13 +154,33 @@ def test_auto_is_never_slower_than_zero_infinity() -> None:
     assert auto.step_time <= named.step_time * (1 + 1e-9)
 
 
-def test_ranks_that_read_and_gather_give_the_numbers_of_the_whole_model() -> None:
+def test_ranks_that_read_and_gather_give_the_numbers_of_the_whole_model(threads: Threads) -> None:
     model, batch = made()
     options = {"offload": "disk", "disk_memory": "1GB", "strategy": "fsdp", "constraints": ALL, "microbatches": 2}
     plan = autopar.plan(model, batch, (2,), device=with_disk(2), **options)  # type: ignore[arg-type]
     assert plan.routes["blocks.0.up.weight"] == ("S(0), D -> S(0), I", "S(0), I -> R, I")
-    report = autopar.verify(model, batch, (2,), plan=plan)
+    report = verify(model, batch, (2,), plan, Options(), threads)
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("names", [["*weight"], ["0.weight"], ["2.weight"]])
+def test_chunks_that_differ_are_padded(threads: Threads, names: list[str]) -> None:
+    model, batch = nn.Sequential(nn.Linear(10, 9), nn.ReLU(), nn.Linear(9, 7)), torch.randn(4, 10)
+    constraints = dict.fromkeys(names, "S(0), D")
+    options = {"offload": "disk", "disk_memory": "1GB", "constraints": constraints}
+    plan = autopar.plan(model, batch, (2,), device=with_disk(2), **options)  # type: ignore[arg-type]
+    report = verify(model, batch, (2,), plan, Options(), threads)
+    assert report.ok, str(report)
+
+
+def test_an_elastic_run_goes_on_with_weights_on_the_disk(tmp_path: Path) -> None:
+    options = {"device": with_disk(), "offload": "disk", "disk_memory": "1GB", "strategy": "auto", "constraints": ALL}
+    for folder, more in ((tmp_path / "disk", options), (tmp_path / "device", {})):
+        folder.mkdir()
+        train(folder, 2, 2, **more)
+        state = train(folder, 4, 2, **more)
+        assert on_disk(state.model.get_parameter("body.0.weight")) == bool(more)
+    assert logged(tmp_path / "disk") == logged(tmp_path / "device")
 
 
 def test_a_damaged_file_is_an_error_and_what_is_written_on_purpose_is_not() -> None:

@@ -125,7 +125,7 @@ def fill(_: None) -> None:
         owner, _, leaf = name.rpartition(".")
         setattr(parallel.get_submodule(owner), leaf, tensor)
     parallel.autopar = SimpleNamespace(  # type: ignore[assignment]
-        context=context, storage=context, alike=True, on_host=lambda name: False
+        context=context, storage=context, alike=True, place=lambda name: I
     )
     loaded = store({"bias": nn.Parameter(torch.full((12,), 5.0))}, {"bias": (I, I)}, context)["bias"]
     parallel.head.bias = loaded  # type: ignore[union-attr, assignment]
