@@ -97,13 +97,36 @@ def test_stages_have_the_numbers_of_the_whole_model_and_send_what_the_plan_says(
 def test_a_rank_holds_at_its_peak_what_its_stages_say(schedule: str, data: int, pool: WorkerPool) -> None:
     """Deferred gradients of weights keep activations and gradients: more than 1f1b holds, and as much as was planned."""
     case = {"mesh": {"pp": 2, "dp": data}, "schedule": schedule, "strategy": "fsdp" if data > 1 else "auto"}
-    found: list[tuple[int, int]] = pool.run("tests.support.pipelines:peaks", case, ranks=2 * data, keep=True)  # type: ignore[assignment]
-    for measured, planned in found:
+    found: list[tuple[int, int, int]] = pool.run("tests.support.pipelines:peaks", case, ranks=2 * data, keep=True)  # type: ignore[assignment]
+    for measured, planned, _ in found:
         assert measured == pytest.approx(planned, rel=0.05)
 
 
-def test_dropout_draws_what_the_model_draws_without_stages(pool: WorkerPool) -> None:
-    for losses, gradient in pool.run("tests.support.pipelines:with_dropout", 4, ranks=2, keep=True):  # type: ignore[misc]
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [{}, REPEATED, {"strategy": "fsdp", "mesh": {"pp": 2, "dp": 2}}], ids=str)
+def test_what_a_rank_holds_does_not_grow_with_the_number_of_micro_batches(options: dict[str, Any], pool: WorkerPool) -> None:
+    """But for the batch itself."""
+    held = []
+    for runs in (4, 32):
+        case = {"mesh": {"pp": 2}, "schedule": "1f1b", "microbatches": runs, **options}
+        ranks = Mesh.of(case["mesh"]).size
+        found: list[tuple[int, int, int]] = pool.run("tests.support.pipelines:peaks", case, ranks=ranks, keep=True)  # type: ignore[assignment]
+        assert all(measured == pytest.approx(planned, rel=0.05) for measured, planned, _ in found)
+        held.append([measured - batch for measured, _, batch in found])
+    assert all(many <= 1.01 * few for few, many in zip(*held, strict=True))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"model": "gpt2", "schedule": "1f1b"},
+        *(further({"model": "gpt2", "schedule": schedule}) for schedule in ("gpipe", "1f1b+1", "zb-h1")),
+        further({"model": "t5", "schedule": "interleaved", "stages": 4}),
+    ],
+    ids=str,
+)
+def test_dropout_draws_what_the_model_draws_without_stages(case: dict[str, Any], pool: WorkerPool) -> None:
+    for losses, gradient in pool.run("tests.support.pipelines:with_dropout", case, ranks=2, keep=True):  # type: ignore[misc]
         assert max(losses) <= 1e-12
         assert gradient <= EXACT
 

@@ -108,19 +108,20 @@ def recorded() -> Iterator[list[tuple[int, int]]]:
         yield sent
 
 
-def with_dropout(microbatches: int) -> tuple[list[float], float]:
+def with_dropout(case: Case) -> tuple[list[float], float]:
     """The differences of losses and of the worst gradient, of stages and of the same model on one device, with dropout."""
-    model, sample = models.make("gpt2")
+    case = dict(case)
+    model, sample = models.make(case.pop("model"))
     model.double()
 
     def losses(mesh: object, **options: object) -> tuple[list[float], dict[str, torch.Tensor]]:
         torch.manual_seed(7)
-        module = autopar.parallelize(model, sample, mesh, device="h100", microbatches=microbatches, **options)
-        found = [float(module.step(**sample)) for _ in range(3)]
+        module = autopar.parallelize(model, sample, mesh, device="h100", microbatches=4, **options)
+        found = [float(module.step(**sample)) for _ in range(5)]
         return found, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
     alone, gradients = losses((1,))
-    staged, own = losses({"pp": dist.get_world_size()}, pipeline="pp", schedule="1f1b")
+    staged, own = losses({"pp": dist.get_world_size()}, pipeline="pp", **case)
     worst = max(largest(gradient, gradients[name]) for name, gradient in own.items())
     return [abs(a - b) for a, b in zip(alone, staged, strict=True)], worst
 
@@ -153,17 +154,20 @@ def copies_of_ties(case: tuple[str, int]) -> list[torch.Tensor]:
     return [full_tensor(parallel.get_parameter(shared)).detach() for shared in sorted(pipeline.tied)]
 
 
-def peaks(case: Case) -> tuple[int, int]:
-    """The most bytes that were alive on this rank in a step, and those that its stage was planned with."""
+def peaks(case: Case) -> tuple[int, int, int]:
+    """The most bytes that were alive on this rank in a step, those that its stage was planned with, and those of the batch.
+
+    A micro-batch has four samples."""
+    case = {"microbatches": 8, "recompute": "none"} | case
     config = transformers.GPT2Config(
         n_layer=4, n_embd=64, n_head=2, vocab_size=128, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     model = transformers.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"
-    tokens = torch.randint(128, (32, 64), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(128, (4 * case["microbatches"], 64), generator=torch.Generator().manual_seed(1))
     sample = {"input_ids": tokens, "labels": tokens}
-    parallel = autopar.parallelize(model, sample, pipeline="pp", microbatches=8, recompute="none", **case)
+    parallel = autopar.parallelize(model, sample, pipeline="pp", **case)
     optimizer = torch.optim.AdamW(parallel.parameters())
 
     def step() -> None:
@@ -173,4 +177,4 @@ def peaks(case: Case) -> tuple[int, int]:
 
     measured = peak(parallel, optimizer, sample.values(), step).bytes
     (stage,) = parallel.stages.stages
-    return measured, parallel.autopar.plan.stages[stage].peak_memory
+    return measured, parallel.autopar.plan.stages[stage].peak_memory, tokens.nbytes

@@ -33,7 +33,7 @@ SCHEDULES = ("gpipe", "1f1b", "1f1b+1", "interleaved", "zb-h1", "zb-v")
 RANKS = (2, 4)  # of the pipeline; as many stages, or twice as many where a rank has several
 STRATEGIES = {"ddp": "dp", "megatron": "tp", "fsdp": "dp"}  # and the name of the other axis, which has two ranks
 CHUNKED = ("interleaved", "zb-v")
-MIXED = ("unet",)  # whose batch norms see the whole batch: one micro-batch
+MIXED = ("unet", "mixtral", "deepseek")  # whose batch norms, or sorted tokens, mix samples: one micro-batch
 DEPTHS = ("n_layer", "num_layers", "num_decoder_layers", "num_hidden_layers", "encoder_layers", "decoder_layers")
 
 
@@ -75,7 +75,7 @@ def verified(case: StageCase, pool: WorkerPool | Threads) -> Report:
 @functools.lru_cache(maxsize=1)
 def _captured(name: str, ranks: int) -> tuple[nn.Module, dict[str, Any], Captured]:
     model, sample = make(name) if name in STOCK else zoo_models.make(name)
-    deeper = model if name in MIXED else deepened(model, ranks if name in BOTH else 2 * ranks)
+    deeper = model if name == "unet" else deepened(model, ranks if name in BOTH else 2 * ranks)
     return deeper, sample, read_program(deeper, sample)
 
 

@@ -82,19 +82,27 @@ def untied() -> tuple[torch.nn.Module, object]:
     return model, {"input_ids": tokens, "labels": tokens}
 
 
-@pytest.mark.parametrize("made", [linears, pytest.param(untied, marks=pytest.mark.thorough)])
+SEEDS = (
+    pytest.param(linears, range(3), id="linears"),
+    pytest.param(linears, range(3, 200), id="200 of linears", marks=pytest.mark.thorough),
+    pytest.param(untied, range(12), id="gpt2", marks=pytest.mark.thorough),
+)
+
+
+@pytest.mark.parametrize("made, seeds", SEEDS)
 def test_random_plans_of_stages_that_send_in_every_state_have_equal_numbers(
-    pool: WorkerPool, made: Callable[[], tuple[torch.nn.Module, object]]
+    threads: Threads, made: Callable[[], tuple[torch.nn.Module, object]], seeds: range
 ) -> None:
     """A state says what a value and its gradient are, so that sending each rank's part as it lies is exact in all four."""
     states = set()
-    for seed, schedule in enumerate(("1f1b", "zb-h1", "gpipe")):
+    for seed in seeds:
+        schedule = ("1f1b", "zb-h1", "gpipe")[seed % 3]
         torch.manual_seed(seed)
         model, sample = made()
         mesh = {"pp": 2, "x": 2, "y": 2}
         plan = random_stages(model, sample, mesh, "pp", seed, schedule=schedule, microbatches=2, strategy="ddp")
         assert plan.pipeline is not None
         states |= {entry.strip()[0] for crossing in plan.pipeline.crossings for entry in crossing.layout.split(",")}
-        report = verification.verify(model, sample, mesh, plan, Options(), pool)
+        report = verification.verify(model, sample, mesh, plan, Options(), threads)
         assert report.ok, (seed, str(report))
     assert states == {"I", "R", "S", "P"}
