@@ -8,9 +8,10 @@ g its messages forward and backward, o what it does once, m micro-batches, and w
 
 since the first micro-batch must come to a stage, the stage has all of them to do, and the last must go back. [w_0] stands
 where there are halves. Of a rank with several stages both hold for the sum of their work, behind the head of the first; with
-n_q ranks whose first stage is behind stage q, the mean of (path) over the p ranks is
+n_q ranks whose first stage is behind stage q, the means of (path) and of (own) over the p ranks are
 
     (mean) T >= 1/p sum_s [ m (f_s + d_s) + n_s (f_s + a_s + d_s + g_{s+1}) ] + [w_0] + o_0
+    (work) T >= 1/p sum_s [ m (f_s + i_s + w_s) + o_s + n_s (f_s + a_s) ]
 
 Each is a maximum or a sum over stages, so that dynamic programming over (stage, regions left) gives its exact minimum over all
 ways to go on: together the bound of a node of the search. Partitions are met in the order of this bound and timed by the clock,
@@ -83,6 +84,7 @@ class _Node:
     path: float = 0.0
     head: float = 0.0
     mean: float = 0.0
+    work: float = 0.0
     most: float = 0.0
     tail: float = 0.0
 
@@ -98,6 +100,7 @@ class _Search:
         self.path: dict[tuple[int, int], float] = {}
         self.own: dict[tuple[int, int], float] = {}
         self.mean: dict[tuple[int, int], float] = {}
+        self.work: dict[tuple[int, int], float] = {}
         firsts = [min(s for s, rank in schedule.rank_of.items() if rank == r) for r in range(len(schedule.ranks))]
         self.behind = [sum(first > stage for first in firsts) / len(firsts) for stage in range(self.count)]
         for stage in reversed(range(self.count)):
@@ -119,6 +122,7 @@ class _Search:
             self.path[stage, start] = min(self._path(stage, stop, one) for stop, one in found.items())
             self.own[stage, start] = min(self._own(stage, stop, one) for stop, one in found.items())
             self.mean[stage, start] = min(self._mean(stage, stop, one) for stop, one in found.items())
+            self.work[stage, start] = min(self._work(stage, stop, one) for stop, one in found.items())
 
     def _path(self, stage: int, stop: int, one: StageSeconds) -> float:
         """What (path) adds from a stage on that ends at a region."""
@@ -133,6 +137,14 @@ class _Search:
     def _mean(self, stage: int, stop: int, one: StageSeconds) -> float:
         """What (mean) adds from a stage on that ends at a region."""
         return self._share(stage, one) + self.mean.get((stage + 1, stop), 0.0)
+
+    def _work(self, stage: int, stop: int, one: StageSeconds) -> float:
+        """What (work) adds from a stage on that ends at a region."""
+        return self._done(stage, one) + self.work.get((stage + 1, stop), 0.0)
+
+    def _done(self, stage: int, one: StageSeconds) -> float:
+        """What (work) adds for a stage."""
+        return (self.m * one.busy + one.once) / len(self.schedule.ranks) + self.behind[stage] * self._passed(stage, one)
 
     def _share(self, stage: int, one: StageSeconds) -> float:
         """What (mean) adds for a stage."""
@@ -185,7 +197,8 @@ class _Search:
             cuts = (*node.cuts, stop)
             returned = node.path + self._path(stage, stop, one) + tail
             mean = node.mean + self._mean(stage, stop, one) + tail
-            bound = max(most, returned, mean, node.head + self._own(stage, stop, one))
+            done = node.work + self._work(stage, stop, one)
+            bound = max(most, returned, mean, done, node.head + self._own(stage, stop, one))
             if node.missing == 1:
                 bound = max(bound, self._ranks(cuts))
             passed = self._passed(stage, one)
@@ -197,6 +210,7 @@ class _Search:
                     path=path + passed + self._back(one),
                     head=node.head + passed,
                     mean=node.mean + self._share(stage, one),
+                    work=node.work + self._done(stage, one),
                     most=most,
                     tail=tail,
                 )

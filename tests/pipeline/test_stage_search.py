@@ -123,5 +123,20 @@ def test_large_models_are_proven_in_few_simulations() -> None:
     assert found.simulations < 200
 
 
+@pytest.mark.parametrize("name, gap", [("zb-v", 0.06), ("interleaved", 0.08)])
+def test_the_bound_of_several_stages_a_rank_counts_all_of_their_work(name: str, gap: float) -> None:
+    """What is left is about half of the bubble: a rank that waits longer may have less to do."""
+
+    def price(stage: int, start: int, stop: int) -> StageSeconds:
+        work = stop - start + 0.5 * (start == 0) + 1.5 * (stop == 48)
+        return StageSeconds(
+            forward=work, backward_input=work, backward_weight=work, activations=0.1, gradients=0.1, once=0.5 * work
+        )
+
+    found = partition(named(name, 4, 32, chunks=2), 48, price, nodes=500)
+    assert found is not None
+    assert (1 - gap) * found.seconds < found.bound < found.seconds
+
+
 def test_fewer_regions_than_stages_have_no_partition() -> None:
     assert partition(named("1f1b", 4, 8), 3, llama(4, 3)) is None
