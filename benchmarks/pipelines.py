@@ -120,8 +120,8 @@ def run(name: str, which: str) -> None:
     pipeline, memory = plan.pipeline, f"{plan.peak_memory / 2**30:.1f} GiB"
     how = f"{len(plan.stages)} stages, {pipeline.schedule}" if pipeline else "no stages"
     print(
-        f"{name:<9} {which:<16} {plan.step_time:8.4f} s  {memory:>9}  {plan.mesh}, {how}, {plan.microbatches} micro-batches   "
-        f"{time.process_time():.0f} CPU s",
+        f"{name:<9} {which:<16} {plan.step_time:8.4f} s  {memory:>9}  {plan.mesh}, {how}, {plan.microbatches} micro-batches, "
+        f"gap {plan.gap:.1%}   {time.process_time():.0f} CPU s",
         flush=True,
     )
     if plan.searched:
