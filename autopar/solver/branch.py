@@ -64,22 +64,26 @@ def branch_open_choices(program: IntegerProgram, relaxed: SolverResult, settings
 
 
 def rens(
-    program: IntegerProgram, relaxed: SolverResult, settings: SearchSettings, known: SolverResult | None = None
+    program: IntegerProgram,
+    relaxed: SolverResult,
+    settings: SearchSettings,
+    known: SolverResult | None = None,
+    *,
+    whole: bool = False,
 ) -> SolverResult | None:
     """The best solution of the candidates and arcs that the relaxation, or a `known` solution, uses at all.
 
     Relaxation enforced neighbourhood search: T. Berthold, "RENS: the optimal rounding", Mathematical Programming Computation
-    6 (2014). A program of at most `settings.small_program` columns is searched wholly, which raises the bound too. None if no
-    solution is found in `settings.rens_nodes` nodes.
+    6 (2014). With `whole` all columns are searched, which raises the bound too. None if no solution is found in
+    `settings.rens_nodes` nodes.
     """
-    small = program.matrix.columns <= settings.small_program
-    unused = (relaxed.values <= settings.integrality) & (not small)
+    unused = (relaxed.values <= settings.integrality) & (not whole)
     if known is not None:
         unused &= known.values <= settings.integrality
     integers = program.integers(arcs=True)
     zeros = [np.flatnonzero(unused & integers)]
     found = _branch(program, settings, settings.rens_nodes, integers, zeros=zeros, start=known).result
-    return found and replace(found, bound=max(relaxed.bound, found.bound) if small else relaxed.bound)
+    return found and replace(found, bound=max(relaxed.bound, found.bound) if whole else relaxed.bound)
 
 
 def branch_members(program: IntegerProgram, settings: SearchSettings) -> SolverResult | None:

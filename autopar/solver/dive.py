@@ -28,8 +28,8 @@ def dive(program: IntegerProgram, relaxed: SolverResult, settings: SearchSetting
         surest = max(float(picks.max()) for _, picks in undecided)
         step = [(first, picks) for first, picks in undecided if picks.max() >= min(surest, settings.dive_threshold)]
         while not _fix_to_zero(solver, [first + _others(picks) for first, picks in step], iterations, settings.deadline):
-            backtracks += 1
-            if backtracks > settings.dive_backtracks or len(step) == 1:
+            backtracks, iterations = backtracks + 1, iterations - solver.getInfo().simplex_iteration_count
+            if iterations <= 0 or backtracks > settings.dive_backtracks or len(step) == 1:
                 return None
             step = [max(step, key=lambda entry: float(entry[1].max()))]
         made |= {first for first, _ in step}
