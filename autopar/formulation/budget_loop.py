@@ -84,6 +84,10 @@ class BudgetLoop:
 
         return self._solver.solve(self._judge(limit), self._known(limit), cutoff=cutoff)
 
+    def free(self) -> Solution | None:
+        """The cheapest solution where memory is plenty; None if there is none at all."""
+        return self._solver.solve().solution
+
     def by_sums(self, best: Solution, limit: Bytes) -> Solution | None:
         """What is best within a limit where nothing overlaps, near the best solution; None if that is not found soon."""
         beta = self._formulated.prices.device.interference

@@ -25,7 +25,7 @@ from autopar.ir.program import Output, Program
 from autopar.ir.training_step import TrainingStep
 from autopar.memory.schedule import Schedule
 from autopar.plan.budget import parse_bytes
-from autopar.plan.options import AUTO, PLENTY, Options
+from autopar.plan.options import AUTO, Options
 from autopar.plan.text import size_text
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.strategies import constrained, constraints_of
@@ -106,7 +106,7 @@ def solved(
         best = Optimized(
             memory_model=memory_model, solution=solution, optimizer=optimizer, strategy=options.strategy, loop=loop
         )
-        best = _beside_strategies(best, options, limit, settings, binds=loop.binds)
+        best = _beside_strategies(best, loop, options, limit, settings)
     stop("solve")
     return replace(best, stopped=deadline.passed and best.solution.status != "optimal")
 
@@ -126,17 +126,20 @@ def solved_within(
         solution = loop.within(limit)
         if solution is not None:
             found = Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer, strategy=options.strategy)
-            yield limit, _beside_strategies(found, options, limit, settings, binds=loop.binds)
+            yield limit, _beside_strategies(found, loop, options, limit, settings)
 
 
-def _beside_strategies(best: Optimized, options: Options, limit: Bytes, settings: SearchSettings, *, binds: bool) -> Optimized:
+def _beside_strategies(
+    best: Optimized, loop: BudgetLoop, options: Options, limit: Bytes, settings: SearchSettings
+) -> Optimized:
     """The better of a solution and of `zero1` where weights gathered once may be hidden better; where it is far from its bound,
-    of all named strategies, and of the unconstrained layouts if the limit `binds`."""
+    of all named strategies, and of the unconstrained layouts if the limit of its `loop` binds."""
     if options.strategy != "auto":
         return best
     analysis, gap = best.formulated.analysis, _gap(best)
     with suppress(TimeLimitError):
-        best = _with_free_layouts(best, limit, settings) if binds and gap > settings.free_layouts_gap else best
+        if loop.binds and gap > settings.free_layouts_gap:
+            best = _with_free_layouts(best, loop, limit, settings)
     once = (ONCE,) if analysis.step.loop or _waits(best) > settings.once_gap else ()  # a program of its own
     named = NAMED if gap > settings.strategies_gap else once
     return _best_named(best, best.memory_model, options, limit, named, settings, best.solution.bound) or best
@@ -256,10 +259,10 @@ def _impossible(memory_model: MemoryModel, limit: Bytes, options: Options, setti
     )
 
 
-def _with_free_layouts(best: Optimized, limit: Bytes, settings: SearchSettings) -> Optimized:
+def _with_free_layouts(best: Optimized, loop: BudgetLoop, limit: Bytes, settings: SearchSettings) -> Optimized:
     """The better of a solution and of the layouts that are best where memory is plenty, with what must be made again then."""
     formulated, solution = best.formulated, best.solution
-    free = within(formulated, best.memory_model, PLENTY, settings=settings)
+    free = loop.free()
     if free is None:
         return best
     other = formulated.only(free)

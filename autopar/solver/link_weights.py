@@ -27,9 +27,11 @@ Weights = Sequence[Floats]  # by region, per link
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Weighed:
-    """A problem at the prices of the best weights, and what the relaxations used on the way to them."""
+    """A problem at the prices of the best weights, whose solutions cost at least `bound` seconds, and what the relaxations
+    used on the way to them."""
 
     problem: Problem
+    bound: float
     picks: list[Bools]
     arcs: list[Bools]
 
@@ -61,7 +63,7 @@ def best_weights(problem: Problem, settings: SearchSettings) -> Weighed:
         if price <= (1 + settings.weights_gap) * bound:
             break
         weights = small.link_duals()
-    return Weighed(problem=weighed(problem, best), picks=picks, arcs=arcs)
+    return Weighed(problem=weighed(problem, best), bound=bound, picks=picks, arcs=arcs)
 
 
 def _note(

@@ -37,7 +37,7 @@ def by_sums(
         best: seconds of its best solution.
         beta: seconds that computing loses per second of a message beside it.
         memory: the rows that solutions must not break.
-        settings: `proposal_window`, `proposal_iterations`.
+        settings: `proposal_window`, `proposal_columns`, `proposal_iterations`.
 
     None if that is not found soon, or nearly everything may be as good as the best solution.
     """
@@ -47,7 +47,7 @@ def by_sums(
     width = (1 + settings.proposal_window) * max(best, dual.bound) - dual.bound
     priced = summed(problem, beta)
     part = window(whole_problem(priced), dual.candidates, dual.arcs, width, settings.largest_core)
-    if part is None:
+    if part is None or sum(map(len, (*part.picks, *part.arcs))) > settings.proposal_columns:
         return None
     try:
         found = search_rows(Search(part, quick, relaxation_of(part.problem, quick)), memory, math.inf).solution

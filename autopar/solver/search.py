@@ -170,8 +170,15 @@ def _integral(search: Search, relaxed: SolverResult) -> Solution | None:
 
 
 def _near(search: Search, relaxed: SolverResult) -> Solution | None:
-    """A solution near the relaxation: a dive's, or where that is far from its bound or fails, the best of its neighbourhood."""
+    """A solution near the relaxation: a dive's, or where that is far from its bound or fails, the best of its neighbourhood.
+
+    In a large program, where a dive is slow, that neighbourhood comes first.
+    """
     program, settings = search.relaxation.program, search.settings
+    if settings.rens_nodes and program.matrix.rows > settings.devex_rows:
+        found = rens(program, relaxed, settings)
+        if found is not None:
+            return rounded(program, found, settings)
     dived = dive(program, relaxed, settings)
     solution = None if dived is None else rounded(program, dived, settings)
     if not settings.rens_nodes or (solution is not None and solution.gap <= settings.dive_gap):

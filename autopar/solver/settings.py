@@ -72,7 +72,8 @@ class SearchSettings:
 
     devex_rows: int = 60_000
     """Rows of a program from which on Devex is used from the start where rows of memory join: GPT-3 on (8, 16, 8), 85,000 rows,
-    takes 11 CPU seconds in a window of 1%, over 41 by the steepest edge (planning: gpt3)."""
+    takes 11 CPU seconds in a window of 1%, over 41 by the steepest edge (planning: gpt3). There RENS comes
+    before a dive, which is given up after 10,000 iterations, 5 to 11 CPU seconds, where RENS takes 0.4."""
 
     improving_iterations: int = 5_000
     """Simplex iterations of a relaxation whose answer can only improve a known solution, the first after new rows; not varied
@@ -101,14 +102,20 @@ class SearchSettings:
     """Relative gap at which these rounds end; in those cases the next to last one is at 0.1 and 0.3%."""
 
     weighed_columns: int = 100_000
-    """Candidates and arcs of a problem from which on its regions are prices where rows bind: GPT-3 on (8, 16, 8), 183,000,
-    takes 61 CPU seconds in all, and 1,192 with rows of regions and of memory together (planning: gpt3)."""
+    """Candidates and arcs of a problem from which on its regions are prices: GPT-3 on (8, 16, 8), 183,000, takes
+    61 CPU seconds in all, and 1,192 with rows of regions and of memory together; without those of memory 96 for a bound that is
+    not found in 20,000 iterations, and 6 so (planning: gpt3)."""
 
     # a proposal by sums, for the simulator
 
     proposal_window: float = 0.005
     """By how much the reduced costs of what a proposal uses may exceed the price of the best solution, relative: Llama-3 8B on
     (16, 8) has the same from 0.005 to 0.04, in 0.2 CPU seconds and in 0.8 (overlap)."""
+
+    proposal_columns: int = 60_000
+    """Candidates and arcs of that part from which on there is no proposal: where memory binds, much is below the price of the
+    best solution. GPT-3 on (8, 16, 8) has 78,000, and none after 20,000 iterations, 61 CPU seconds; T5-3B on (2, 4) 51,000, and
+    a better plan after 2.8 (planning, overlap)."""
 
     proposal_iterations: int = 20_000
     """Simplex iterations of the relaxation of a proposal, after which it is given up (not varied)."""

@@ -17,9 +17,10 @@
 
 Without rows that bind, only the core is relaxed (`_without_rows`). Where messages overlap with computing, its rounded solution
 is the one to start from (0 to 1% above the bound on 15 baselines), and the long rows of regions join in the window of what
-could be better (`_proven`): 0.2 CPU seconds for GPT-2 on (2, 2, 2) of A100, 11 in the whole. Where rows bind (`_within_rows`),
+could be better (`_proven`): 0.2 CPU seconds for GPT-2 on (2, 2, 2) of A100, 11 in the whole. In a large problem regions are
+prices instead (`link_weights`). Where rows bind (`_within_rows`),
 the whole is relaxed, for nobody knows what a solution will cost, and narrow windows are searched until one holds a solution
-(`_near`); in a large problem with regions as prices (`link_weights`). `search.search_rows` is rows to reroute in one of them.
+(`_near`). `search.search_rows` is rows to reroute in one of them.
 The answer is checked, not trusted: its price is summed from its own picks and arcs (`problem.price`). No step reads a
 clock, unless the user sets a deadline: then the best solution so far is the answer, with the bound that is known.
 """
@@ -146,7 +147,8 @@ class Solver:
     def _within_rows(self, memory: LazyRows, cutoff: float) -> Outcome:
         """The cheapest solution where rows bind: what is known of a core says nothing of solutions that are more expensive."""
         if self._whole is None:
-            base = whole(self._without_regions(), self.settings, cutoff)
+            weighed = self._weigh()
+            base = whole(self._presolved.problem if weighed is None else weighed.problem, self.settings, cutoff)
             if base.relaxed.result is None:
                 return Outcome(solution=None, bound=base.bound)
             self._whole = base
@@ -166,15 +168,22 @@ class Solver:
         best = found.solution and self._with_regions(memory, found.solution)
         return replace(found, solution=None if best is None or best.seconds >= cutoff else best)
 
-    def _without_regions(self) -> Problem:
-        """The problem; a large one with its regions as prices: their long rows and those of memory together take minutes."""
+    def _weigh(self) -> Weighed | None:
+        """A large problem with its regions as prices, for with their long rows it takes minutes; None if it is not one."""
         problem, settings = self._presolved.problem, self.settings
         columns = sum(len(choice.seconds) for choice in problem.choices)
         columns += sum(len(edge.seconds) * len(edge.consumers) for edge in problem.edges)
-        if not problem.regions or columns < settings.weighed_columns:
-            return problem
-        self._weighed = best_weights(problem, settings)
-        return self._weighed.problem
+        if self._weighed is None and problem.regions and columns >= settings.weighed_columns:
+            self._weighed = best_weights(problem, settings)
+        return self._weighed
+
+    def _proven_by_weights(self, memory: LazyRows, best: Solution, bound: float) -> Outcome:
+        """A solution of a large problem without rows, with the bound of its regions as prices, or a better one."""
+        assert self._weighed is not None
+        bound = max(bound, min(best.seconds, self._weighed.bound))
+        if best.seconds > (1 + max(self.settings.gap, self.settings.equal_price)) * bound:
+            best = self._with_regions(memory, best)
+        return Outcome(solution=best, bound=bound)
 
     def _with_regions(self, memory: LazyRows, best: Solution) -> Solution:
         """A solution with its price in the problem itself. Where it was found with regions as prices: the best of what it and
@@ -214,6 +223,8 @@ class Solver:
         settings, most = self.settings, min(best.seconds, base.holds)
         if best.seconds <= (1 + settings.equal_price) * bound:
             return Outcome(solution=best, bound=min(bound, best.seconds))
+        if not memory.rows and self._weigh() is not None:
+            return self._proven_by_weights(memory, best, bound)
         largest = settings.largest_window if self._series else 1.0  # the whole takes longer, but only once in a series
         part = base.window(best.seconds, largest)
         search = base.everything() if part is None else Search.of(part, settings)

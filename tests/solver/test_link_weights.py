@@ -84,6 +84,33 @@ def test_within_rows_a_solution_has_its_own_price_and_a_bound(seed: int) -> None
     assert all(bytes_of(problem, row, found.picks, found.arcs) <= row.limit * (1 + 1e-6) for row in rows)
 
 
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_without_rows_a_solution_has_its_own_price_and_a_bound(seed: int) -> None:
+    problem = overlapping(seed)
+    best, found = enumerate_all(problem), solve(problem, settings=ALWAYS).solution
+    if best is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.bound <= best + 1e-6
+    assert found.seconds >= best - 1e-6
+    assert found.seconds == pytest.approx(price(problem, found.picks, found.arcs), rel=1e-9)
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_where_rens_comes_first_a_solution_keeps_to_the_rows(seed: int) -> None:
+    problem, settings = overlapping(seed), replace(ALWAYS, devex_rows=0)
+    row = random_row(problem, 7 * seed)
+    best, found = enumerate_all(problem, (row,)), solve(problem, rows=(row,), settings=settings).solution
+    assert (best is None) == (found is None)
+    if best is not None and found is not None:
+        assert found.bound <= best + 1e-6
+        assert found.seconds >= best - 1e-6
+        assert bytes_of(problem, row, found.picks, found.arcs) <= row.limit * (1 + 1e-6)
+
+
 def test_most_of_these_solutions_are_optimal() -> None:
     shares = []
     for seed in SEEDS:
