@@ -53,3 +53,32 @@ def test_what_is_nan_for_the_user_is_to_be_nan() -> None:
     with ThreadedRanks() as world:
         found = check(Ignored, lambda n: {"x0": torch.randn(n, 6), "x1": torch.tensor([0])}, Setting(plans=(0, 1)), world)
     assert found.equal == 2
+
+
+class NearlyEqual(nn.Module):
+    """A maximum whose two largest elements differ by less than a rounding of bfloat16: either may get the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m0 = nn.LayerNorm((2,))
+        self.m1 = nn.Linear(2, 12, bias=True)
+        self.m2 = nn.Linear(2, 5, bias=True)
+        self.m3 = nn.Parameter(torch.randn(4, 4, 6))
+
+    def forward(self, x0: torch.Tensor, x1: torch.Tensor) -> dict[str, torch.Tensor]:
+        v4 = self.m1(self.m0(x0))
+        v6 = v4 @ v4.transpose(-1, -2) / 12
+        v7 = torch.einsum("...ij,ijk->...jk", v6, self.m3)
+        v10 = v6.amax(dim=0, keepdim=True)
+        loss = nn.functional.cross_entropy(v10, x1, label_smoothing=0.1)
+        return {"loss0": loss, "out0": v10, "out2": v7 / (1 + v7.abs().amax(1, keepdim=True))}
+
+
+def nearly_equal(batch: int) -> dict[str, torch.Tensor]:
+    return {"x0": torch.randn(batch, 2), "x1": torch.randint(0, 4, (1,))}
+
+
+def test_in_bfloat16_another_element_may_be_the_largest() -> None:
+    setting = Setting(plans=(4,), precision="bf16")
+    with ThreadedRanks() as world:
+        assert check(NearlyEqual, nearly_equal, setting, world).equal == 1
