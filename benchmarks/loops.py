@@ -1,8 +1,9 @@
-"""Planning time of models with a loop in `forward`, as users write them, which capture unrolls; and of layers that are all
-different.
+"""Planning time of models with a loop in `forward`, as users write them, which capture unrolls; of layers that are all
+different; and of a GPT-2 of two layers on meshes of three to six axes.
 
     python -m benchmarks.loops                  every case, each in a process of its own
     python -m benchmarks.loops scan linears     these cases
+    python -m benchmarks.loops --beside PATH    a line for each case, by another checkout and by this one
 
 CPU seconds count all threads of the process, from its start; models are float32 on meta, the device is an H100.
 """
@@ -11,10 +12,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -23,7 +27,10 @@ from torch.nn import functional as F
 from benchmarks.planning import Phases, peak_memory
 
 WORDS = 128
-Made = Callable[[int], tuple[nn.Module, tuple[torch.Tensor, ...]]]  # of so many steps or layers
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 180  # CPU seconds of a process beside another
+Batch = tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
+Made = Callable[[int], tuple[nn.Module, Batch]]  # of so many steps or layers
 
 
 class SelectiveScan(nn.Module):
@@ -148,9 +155,17 @@ def words(model: Callable[[int], nn.Module], rows: int = 32, width: int = 256) -
     return lambda steps: (model(width), (torch.empty(rows, steps, dtype=torch.long),) * 2)
 
 
-def linears(layers: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+def linears(layers: int) -> tuple[nn.Module, Batch]:
     """Layers that are all different, and their batch."""
     return Linears(layers), (torch.empty(1024, 512),)
+
+
+def gpt2(layers: int) -> tuple[nn.Module, Batch]:
+    """A GPT-2 of the smallest width, and its batch."""
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    tokens = torch.empty(64, 512, dtype=torch.long)
+    return AutoModelForCausalLM.from_config(GPT2Config(n_layer=layers)), {"input_ids": tokens, "labels": tokens}
 
 
 CASES = {
@@ -161,6 +176,7 @@ CASES = {
     "linears-25": Case(made=linears, steps=25, mesh=(2, 2, 2)),
     "linears-2d": Case(made=linears, steps=100, mesh=(2, 4)),
     "linears": Case(made=linears, steps=100, mesh=(2, 2, 2)),
+    **{f"axes-{axes}": Case(made=gpt2, steps=2, mesh=(2,) * axes) for axes in range(3, 7)},
 }
 
 
@@ -183,17 +199,52 @@ def run(name: str, limit: float | None = None) -> None:
     print(f"  step {plan.step_time:.6e} s, {plan.status}, gap {plan.gap:.4%}", plan.searched)
 
 
+def plain(name: str, checkout: Path) -> None:
+    """Plan one case by the package of a checkout, and print a line."""
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT))
+    sys.path.insert(0, str(checkout))
+    import autopar
+
+    assert Path(autopar.__file__).is_relative_to(checkout), autopar.__file__
+    case = CASES[name]
+    with torch.device("meta"):
+        model, batch = case.made(case.steps)
+    plan = autopar.plan(model, batch, case.mesh, device="h100")
+    print(f"{time.process_time():6.1f} CPU s   step {plan.step_time:.4e} s   {plan.status}, gap {plan.gap:.2%}", flush=True)
+
+
+def beside(name: str, checkout: Path) -> None:
+    """The lines of one case, by another checkout and by this one."""
+    for place, title in ((checkout, "before"), (ROOT, "now")):
+        print(f"{name:<12}{title:<8}", end="", flush=True)
+        ran = subprocess.run(
+            [sys.executable, "-m", "benchmarks.loops", "--here", name, "--beside", str(place)], cwd=ROOT, stderr=subprocess.PIPE
+        )
+        if ran.returncode < 0:
+            print(f"no end within {LIMIT} CPU s", flush=True)
+        elif ran.returncode:
+            print(ran.stderr.decode(errors="replace").splitlines()[-1], flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; default: all")
     parser.add_argument("--here", metavar="CASE", help="run one case in this process")
+    parser.add_argument("--beside", metavar="PATH", type=Path, help="another checkout, which plans each case first")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="that of the plan")
     options = parser.parse_args()
     unknown = {*options.cases, *filter(None, [options.here])} - CASES.keys()
     if unknown:
         parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    if options.here and options.beside:
+        plain(options.here, options.beside.resolve())
+        return 0
     if options.here:
         run(options.here, options.time_limit)
+        return 0
+    if options.beside:
+        for name in options.cases or CASES:
+            beside(name, options.beside.resolve())
         return 0
     limit = ["--time-limit", str(options.time_limit)] if options.time_limit else []
     for name in options.cases or CASES:
