@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.tensor import DTensor
 
 from autopar.ir.layout import Shape
 from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
@@ -32,6 +31,7 @@ from autopar.runtime.deferred_products import DeferredProducts
 from autopar.runtime.gradient_accumulation import GradientAccumulator
 from autopar.runtime.rank_failures import StepFailures
 from autopar.runtime.rematerialize.recompute import Tensors
+from autopar.runtime.single_steps import local
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,9 +272,9 @@ def tied_gradients(tied: Sequence[tuple[nn.Parameter | None, Sequence[int]]], ra
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         with rank.exchanging("the gradients of parameters that several stages share"):
-            _added(_local(parameter.grad), places, rank)
+            _added(local(parameter.grad), places, rank)
         if earlier is not None:
-            _local(earlier).add_(_local(parameter.grad))
+            local(earlier).add_(local(parameter.grad))
             parameter.grad = earlier
 
 
@@ -289,10 +289,6 @@ def _added(gradient: torch.Tensor, places: Sequence[int], rank: PipelineRank) ->
                 received = torch.empty_like(gradient, memory_format=torch.contiguous_format)
                 rank.receive(received, source).wait()
                 take(received)
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 
 __all__ = ["CrossingPart", "PipelineRank", "PipelineStep", "StageRun", "tied_gradients"]

@@ -24,7 +24,7 @@ from autopar.runtime.disk import on_disk
 from autopar.runtime.memory_tracker import MemoryTracker
 from autopar.verify.testing import peak
 from autopar.verify.verification import verify
-from tests.memory.test_host_memory import Model, Products, device, made
+from tests.memory.test_host_memory import Model, Products, device, equal_steps, made
 from tests.support.elastic_training import logged, train
 from tests.support.threads import Threads
 
@@ -63,20 +63,9 @@ def test_a_step_is_that_of_the_whole_model_and_its_memory_by_place_what_the_plan
     assert "memory on the disk per device" in plain(memory(plan))
     model, batch = made()
     parallel = autopar.parallelize(model, batch, plan=Plan.from_json(plan.to_json()), disk=tmp_path)
-    modules = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True)) for m in (parallel, model)]
-    for _ in range(3):
-        losses = []
-        for module, optimizer in modules:
-            optimizer.zero_grad()
-            losses.append(module(*batch))
-            losses[-1].backward()
-            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-            optimizer.step()
-        assert losses[0].detach() == losses[1].detach()
-    for mine, theirs in zip(parallel.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    optimizer = equal_steps(parallel, model, batch)
 
-    optimizer, counted = modules[0][1], dict.fromkeys("HD", 0)
+    counted = dict.fromkeys("HD", 0)
     for name, parameter in parallel.named_parameters():
         assert parameter.grad is not None
         own = [parameter, parameter.grad, *(kept for kept in optimizer.state[parameter].values() if kept.ndim)]
