@@ -230,7 +230,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer, parallel: fx.GraphModule)
 
     A weight is stepped as soon as its gradient is there, in a thread; `optimizer.step()` waits, and steps what the device
     stores. The numbers are those of a step after the backward. Nothing may change gradients between the two, neither clipping
-    nor a scaler, and there is one backward for each step. The plan's price has the steps after the backward.
+    nor a scaler, and the module is called once for each step. The plan's price has the steps after the backward.
 
     Args:
         optimizer: one of torch.optim that computes element by element, over the module's parameters.
@@ -245,7 +245,8 @@ def step_in_backward(optimizer: torch.optim.Optimizer, parallel: fx.GraphModule)
     if state is None or not away:
         what = "step_in_backward is for a module that has trained weights on the host or the disk"
         raise InputError(what, fix='autopar.parallelize(..., offload="host"), or leave it out')
-    StepsInBackward(optimizer, away.values(), lambda: state.accumulator.more, lambda: state.scaler is not None)
+    more, scaled = lambda: state.accumulator.more, lambda: state.scaler is not None
+    state.stepped = StepsInBackward(optimizer, away.values(), more, scaled)
     return optimizer
 
 

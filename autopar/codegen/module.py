@@ -243,6 +243,8 @@ class ParallelModule(GraphModule):
     def _bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
         """The inputs of a call, in the program's order."""
         self.autopar.settings.check(self)
+        if self.autopar.stepped:
+            self.autopar.stepped.check_call()
         if self.autopar.decided.values:
             self.autopar.decided.check(self.local_buffers)
         return self.autopar.signature.bind(args, kwargs, self.autopar.inputs.local)

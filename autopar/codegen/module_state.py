@@ -25,6 +25,7 @@ from autopar.runtime.gradient_accumulation import GradientAccumulator
 from autopar.runtime.input_parts import InputParts
 from autopar.runtime.random import RngState
 from autopar.runtime.rematerialize.manager import Rematerializer
+from autopar.runtime.steps_in_backward import StepsInBackward
 from autopar.runtime.world import Context
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class ModuleState:
         self.other: Callable[[ParallelModule], ParallelModule | None] | None = None
         self.mode = True  # `training` when the model was captured
         self.scaler: torch.amp.GradScaler | None = None  # of the loss of a step
+        self.stepped: StepsInBackward | None = None  # steps some weights before the optimizer does
         self.recomputes = False  # whether the emitted program marks what its backward recomputes
         self.traceable = True  # whether torch.compile can trace it
         self.compiled_step: Callable[..., torch.Tensor] | None = None  # once `compile` was called
@@ -97,7 +99,7 @@ class ModuleState:
         copied = copy.copy(self)
         own = self.rng_state, self.rematerializer, self.accumulator, self.deferred
         copied.rng_state, copied.rematerializer, copied.accumulator, copied.deferred = copy.deepcopy(own, memo)
-        copied.variants, copied.compiled_step = Variants(), None
+        copied.variants, copied.compiled_step, copied.stepped = Variants(), None, None
         return copied
 
 

@@ -68,6 +68,11 @@ class StepsInBackward:
         with only(optimizer, parameter):
             optimizer.step()
 
+    def check_call(self) -> None:
+        """Raise InputError if the module is called while weights are stepped: it would read some from before, some from after."""
+        if self._steps:
+            raise InputError("a forward came before optimizer.step(), and the backward has stepped weights", fix=LATER)
+
     def before(self) -> None:
         """Wait for the steps that were begun, and take their gradients away until all others are stepped."""
         steps, self._steps = self._steps, {}

@@ -80,8 +80,14 @@ def test_what_changes_gradients_before_the_step_is_an_error() -> None:
     with pytest.raises(InputError, match="gradients were changed after the backward, which had stepped their weights"):
         optimizer.step()
     parallel(batch).backward()
+    for call in (parallel, parallel.step, parallel.eval()):
+        with pytest.raises(InputError, match="a forward came before optimizer.step"):  # some weights are those of the next step
+            call(batch)
+    optimizer.step()
+    losses = [parallel.train()(batch), parallel(batch)]
+    losses[0].backward()
     with pytest.raises(InputError, match="a second backward came before"):
-        parallel(batch).backward()
+        losses[1].backward()
 
 
 def test_what_cannot_be_stepped_in_the_backward_is_refused() -> None:
