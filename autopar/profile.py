@@ -3,6 +3,9 @@
     python -m autopar.profile train.py:build --processes 4 --save machine.json       build() returns (model, sample_input)
     python -m autopar.explain train.py:build --mesh 2,2 --device machine.json
 
+    python -m autopar.profile train.py:build --disk /nvme --save machine.json                  the disk of a folder, too
+    python -m autopar.explain train.py:build --mesh 2 --device machine.json --offload disk --disk-memory 2TB
+
 Every distinct operator of the model runs forward and backward at the shapes that it has on one of the processes under data
 parallelism, all processes at the same time; so do collectives, in groups of every size that divides the number of processes.
 The file can be read and edited. Its source says by how much repeated measurements differ; a machine that does something else
@@ -11,7 +14,8 @@ meanwhile is told so.
 On a CPU, one thread each and gloo, an operator gets a rate: its work (`cost_models.compute`) over its time. Operators that were
 not measured are priced by the roofline. With --cuda, a GPU each and NCCL, the times become the coefficients of kernels' laws
 (`cost_models.kernels`): products and attention over several lengths, shares of the memory bandwidth, and what computing loses
-beside a message; so a profile of one model prices others, and other sizes. The GPU must be in the catalog, for its peaks.
+beside a message; so a profile of one model prices others, and other sizes. The bus to the host and the host's memory are
+measured by copies and a fused step of AdamW of all processes at once. The GPU must be in the catalog, for its peaks.
 """
 
 from __future__ import annotations
@@ -22,9 +26,10 @@ import platform
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +43,7 @@ from autopar.cost_models.profile_file import measured_link, save
 from autopar.errors import AutoparError, MeshError
 from autopar.explain.cli_arguments import built
 from autopar.ir.layout import local_shape
-from autopar.ir.mesh import Device, Link, Mesh
+from autopar.ir.mesh import Bytes, Device, Disk, Link, Mesh, Seconds
 from autopar.ir.program import Op, Program, Value
 from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding, localise, view_of, writes
@@ -47,6 +52,7 @@ from autopar.plan.options import Options
 from autopar.planning.planner import connected_mesh, plan_program, read_program
 from autopar.runtime.benchmark import KINDS, Job, TimedCall, Times
 from autopar.runtime.custom_ops import Operators
+from autopar.runtime.memory_rates import DiskTimes, disk_times
 from autopar.runtime.progress import progress
 from autopar.runtime.workers import WorkerPool
 from autopar.search_space.assignment import Assignment
@@ -92,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("targets", nargs="+", metavar="TARGET", help="file.py:function or package.module:function")
     found.add_argument("--processes", type=int, default=2, help="number of processes that run at the same time (2)")
     found.add_argument("--cuda", action="store_true", help="measure this machine's GPUs, one for each process")
+    found.add_argument("--disk", metavar="FOLDER", default="", help="measure the disk of this folder, too, by a file of 1 GiB")
     found.add_argument("--save", required=True, metavar="FILE.json")
     return found
 
@@ -100,11 +107,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     options = parser().parse_args(arguments)
     try:
-        with progress("building and capturing the models") as tell:
+        with progress("measuring the disk") as tell:
+            disk = disk_times(options.disk) if options.disk else None
+            tell("building and capturing the models")
             programs = [read_program(*built(target)).program for target in options.targets]
             tell(f"measuring operators and collectives on {options.processes} processes")
             measure = gpu_profile if options.cuda else profile
-            device, noise = measure(programs, options.processes)
+            device, noise = measure(programs, options.processes, disk)
             save(device, options.save)
         print(noise)
         if noise.high > NOISY:
@@ -115,8 +124,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def profile(programs: Sequence[Program], processes: int) -> tuple[Device, Noise]:
-    """The device that is measured with `processes` gloo processes running the operators of some programs, and how surely."""
+def profile(programs: Sequence[Program], processes: int, disk: DiskTimes | None = None) -> tuple[Device, Noise]:
+    """The device that is measured with `processes` gloo processes running the operators of some programs, and how surely.
+
+    Its disk is the one that was measured.
+    """
     timed = list(dict.fromkeys(found for program in programs for found in _operators(program, processes)))
     shapes = [p.value.shape for p in programs[0].parameters]
     groups = tuple(size for size in range(2, processes + 1) if processes % size == 0)
@@ -126,10 +138,10 @@ def profile(programs: Sequence[Program], processes: int) -> tuple[Device, Noise]
     )  # fmt: skip
     with WorkerPool(processes, preload=["autopar.runtime.benchmark"]) as pool:
         found = [one for one in pool.run("autopar.runtime.benchmark:times", job, timeout=1800) if isinstance(one, Times)]
-    return _device(timed, job, found), Noise.of(found)
+    return _device(timed, job, found, disk), Noise.of(found)
 
 
-def gpu_profile(programs: Sequence[Program], processes: int) -> tuple[Device, Noise]:
+def gpu_profile(programs: Sequence[Program], processes: int, disk: DiskTimes | None = None) -> tuple[Device, Noise]:
     """The device that is measured with `processes` GPUs of this machine running the operators of some programs, and how surely.
 
     Raises MeshError where there are fewer GPUs, or where they are not in the catalog.
@@ -149,7 +161,7 @@ def gpu_profile(programs: Sequence[Program], processes: int) -> tuple[Device, No
     )  # fmt: skip
     with WorkerPool(processes, preload=["autopar.runtime.benchmark"]) as pool:
         times = [one for one in pool.run("autopar.runtime.benchmark:times", job, timeout=1800) if isinstance(one, Times)]
-    return gpu_device(found, job, times, base, torch.cuda.get_device_properties(0).multi_processor_count), Noise.of(times)
+    return gpu_device(found, job, times, base, torch.cuda.get_device_properties(0).multi_processor_count, disk), Noise.of(times)
 
 
 def gpu_kernels(programs: Sequence[Program], processes: int, base: Device) -> list[Kernel]:
@@ -163,7 +175,9 @@ def gpu_kernels(programs: Sequence[Program], processes: int, base: Device) -> li
     return [*own, *probes(own, base)]
 
 
-def gpu_device(kernels: Sequence[Kernel], job: Job, found: Sequence[Times], base: Device, processors: int) -> Device:
+def gpu_device(
+    kernels: Sequence[Kernel], job: Job, found: Sequence[Times], base: Device, processors: int, disk: DiskTimes | None = None
+) -> Device:
     """The device of these times, each the mean over the processes."""
     seconds = [
         (statistics.fmean(times.calls[place][0] for times in found), statistics.fmean(times.calls[place][1] for times in found))
@@ -176,6 +190,8 @@ def gpu_device(kernels: Sequence[Kernel], job: Job, found: Sequence[Times], base
         device,
         name=f"{base.name}, {len(found)} processes measured",
         interference=lost,
+        **_host(found, device),
+        disk=_disk(disk, device.source) or device.disk,
         rates=_optimizer_rates(job, found),
         links={size: _link(size, job, found, device.source) for size in job.groups},
     )
@@ -220,7 +236,7 @@ def _local(op: Op, fitted: OpSharding | None, program: Program, chosen: Assignme
     return dataclasses.replace(op, args=args, kwargs=kwargs, results=results), local
 
 
-def _device(timed: Sequence[Timed], job: Job, found: Sequence[Times]) -> Device:
+def _device(timed: Sequence[Timed], job: Job, found: Sequence[Times], disk: DiskTimes | None = None) -> Device:
     """A device with the mean rates over the processes."""
     base = catalog.cpu(len(found))
     work: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
@@ -238,6 +254,7 @@ def _device(timed: Sequence[Timed], job: Job, found: Sequence[Times]) -> Device:
     return Device(
         name=f"cpu, {len(found)} processes measured", flops=base.flops, memory=base.memory, bandwidth=base.bandwidth,
         launch=base.launch, inner="gloo", outer="gloo", per_node=len(found), source=source, rates=rates, links=links,
+        disk=_disk(disk, source),
     )  # fmt: skip
 
 
@@ -250,21 +267,46 @@ def _optimizer_rates(job: Job, found: Sequence[Times]) -> dict[str, tuple[float,
     return rates
 
 
+def _host(found: Sequence[Times], device: Device) -> dict[str, Any]:
+    """What is measured of the host: the bus of one device, and the memory bandwidth of all processes together."""
+    measured = [times.host for times in found if times.host]
+    if not measured:
+        return {}
+    seconds = {size: statistics.fmean(host.copies[size] for host in measured) for size in measured[0].copies}
+    latency, per_byte = _line(seconds)
+    bus = Link(name="measured, host", latency=latency, bandwidth=1 / per_byte, source=device.source)
+    return {
+        "host": bus,
+        "host_bandwidth": optimizer("adamw").moved * sum(host.stepped for host in measured),
+        "host_source": device.source,
+    }
+
+
+def _disk(measured: DiskTimes | None, source: str) -> Disk | None:
+    """The disk that was measured; how much of it may be used, the user says."""
+    return Disk(memory=0, **dataclasses.asdict(measured), source=source) if measured else None
+
+
 def _rate(work: float, seconds: float) -> float:
     """Work per second; a large constant for what takes no time or does no work."""
     return work / seconds if work and seconds else 1e15
 
 
 def _link(size: int, job: Job, found: Sequence[Times], source: str) -> Link:
-    """Latency and seconds per byte of each collective, by least squares of relative errors; both non-negative."""
-    lines: dict[str, tuple[float, float]] = {}
-    sizes = np.array(job.bytes, dtype=np.float64)
-    for kind in KINDS:
-        seconds = np.array([statistics.fmean(times.collectives[size, kind, count] for times in found) for count in job.bytes])
-        seconds = np.maximum(seconds, seconds[seconds > 0].min(initial=1e-6))
-        (empty, per_byte), *_ = np.linalg.lstsq(np.stack([1 / seconds, sizes / seconds], axis=1), np.ones(len(sizes)))
-        lines[kind] = max(float(empty), 0.0), max(float(per_byte), 1e-15)
+    """Latency and seconds per byte of each collective."""
+    lines = {
+        kind: _line({count: statistics.fmean(times.collectives[size, kind, count] for times in found) for count in job.bytes})
+        for kind in KINDS
+    }
     return measured_link(size, lines, source)
+
+
+def _line(seconds: Mapping[Bytes, Seconds]) -> tuple[Seconds, float]:
+    """Latency and seconds per byte, by least squares of relative errors; both non-negative."""
+    sizes, found = np.array([*seconds], dtype=np.float64), np.array([*seconds.values()])
+    found = np.maximum(found, found[found > 0].min(initial=1e-6))
+    (empty, per_byte), *_ = np.linalg.lstsq(np.stack([1 / found, sizes / found], axis=1), np.ones(len(sizes)))
+    return max(float(empty), 0.0), max(float(per_byte), 1e-15)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,12 @@ Of a GPU there are also coefficients of kernels' laws (`kernels`), in the place 
 
  "product": {"processors": 132, "fraction": 0.66, "wave": 5e-06},
  "attention": {"forward": {"128": 3.6e14}, "backward": {"128": 3.2e14}, "start": [200, 510]},
- "achieved": {"stream": [0.85, 0.85], "norm": [0.52, 0.23]}, "interference": 0.45
+ "achieved": {"stream": [0.85, 0.85], "norm": [0.52, 0.23]}, "interference": 0.45,
+ "host": {"latency": 9e-06, "bandwidth": 5.2e10, "memory": 2.2e12, "memory_bandwidth": 6.1e11}     of the bus, and of a node
+
+and where a disk was measured
+
+ "disk": {"read": 7e9, "write": 5.1e9, "latency": 4.5e-05, "memory": 0}                            of a node; 0: the user says
 """
 
 from __future__ import annotations
@@ -18,11 +23,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from autopar import files
 from autopar.errors import MeshError
 from autopar.ir.kernel_rates import AttentionRate, ProductRate, positive
-from autopar.ir.mesh import Device, Link, Seconds
+from autopar.ir.mesh import Device, Disk, Link, Seconds
 
 
 def save(device: Device, path: str | Path) -> None:
@@ -33,7 +39,7 @@ def save(device: Device, path: str | Path) -> None:
         "device": {
             "flops": dict(device.flops), "memory": device.memory, "bandwidth": device.bandwidth, "launch": device.launch,
         },
-        **_kernels(device),
+        **_measured(device),
         "rates": {name: list(rates) for name, rates in device.rates.items()},
         "links": {
             str(size): {kind: list(line) for kind, line in link.lines.items()} for size, link in device.links.items()
@@ -71,6 +77,26 @@ class _Attention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Host:
+    """A file's `host`."""
+
+    latency: float
+    bandwidth: float
+    memory: float
+    memory_bandwidth: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Disk:
+    """A file's `disk`."""
+
+    read: float
+    write: float
+    latency: float
+    memory: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Profile:
     """What a file has."""
 
@@ -83,6 +109,8 @@ class _Profile:
     achieved: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     product: _Product | None = None
     attention: _Attention | None = None
+    host: _Host | None = None
+    disk: _Disk | None = None
 
 
 def load(path: str | Path) -> Device:
@@ -103,11 +131,29 @@ def load(path: str | Path) -> Device:
         interference=found.interference, achieved=found.achieved,
         product=ProductRate(**asdict(product), source=source) if product else None,
         attention=AttentionRate(**asdict(attention), source=source) if attention else None,
+        **_memories(found),
     )  # fmt: skip
 
 
-def _kernels(device: Device) -> dict[str, object]:
-    """What kernels reach, as far as it is known."""
+def _memories(found: _Profile) -> dict[str, Any]:
+    """The host and the disk of a device, as far as a file has them."""
+    memories: dict[str, Any] = {}
+    if host := found.host:
+        positive("a measured host's", {"latency": host.latency}, zero=True)
+        positive("a measured host's", {"bandwidth of the bus": host.bandwidth})
+        memories["host"] = Link(
+            name="measured, host", latency=host.latency, bandwidth=host.bandwidth, source=found.source
+        )  # fmt: skip
+        memories |= {
+            "host_memory": int(host.memory), "host_bandwidth": host.memory_bandwidth, "host_source": found.source,
+        }  # fmt: skip
+    if disk := found.disk:
+        memories["disk"] = Disk(**asdict(disk) | {"memory": int(disk.memory)}, source=found.source)
+    return memories
+
+
+def _measured(device: Device) -> dict[str, object]:
+    """What kernels reach, and the memories behind the device's own, as far as they are known."""
     found: dict[str, object] = {}
     if product := device.product:
         found["product"] = {"processors": product.processors, "fraction": product.fraction, "wave": product.wave}
@@ -119,7 +165,16 @@ def _kernels(device: Device) -> dict[str, object]:
         }
     if device.achieved:
         found["achieved"] = {kind: list(shares) for kind, shares in device.achieved.items()}
-    return found | ({"interference": device.interference} if device.interference != 1 else {})
+    if device.interference != 1:
+        found["interference"] = device.interference
+    if host := device.host:
+        found["host"] = {
+            "latency": host.latency, "bandwidth": host.bandwidth, "memory": device.host_memory,
+            "memory_bandwidth": device.host_bandwidth,
+        }  # fmt: skip
+    if disk := device.disk:
+        found["disk"] = {"read": disk.read, "write": disk.write, "latency": disk.latency, "memory": disk.memory}
+    return found
 
 
 def measured_link(size: int, lines: Mapping[str, tuple[Seconds, Seconds]], source: str) -> Link:

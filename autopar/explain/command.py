@@ -20,6 +20,7 @@ Exit code 0 for an answer; 1 if there is no plan, no such name, or a cost above 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -68,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AutoparError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
+    except BrokenPipeError:  # whoever reads has seen enough: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it ends
+        return 1
     return 0
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from autopar.cost_models.catalog import system_memory
 from autopar.errors import BudgetError, ConstraintError, DiskError, MeshError
-from autopar.ir.mesh import MEMORY, Bytes, Device, Disk, Mesh
+from autopar.ir.mesh import MEMORY, Bytes, Device, Disk, Link, Mesh
 from autopar.plan.budget import SHARE, byte_count
 from autopar.plan.options import AUTO, DISK, HOST, Options
 from autopar.plan.plan import Plan
@@ -37,13 +37,16 @@ def with_memories(mesh: Mesh, options: Options) -> Mesh:
     if options.pipeline is not None:
         raise ConstraintError(f"offload={options.offload!r} beside a pipeline is not known", fix="offload=True, or no stages")
     memory, disk = _memory(device, options), _disk(device, options)
-    if device.host is None or (disk is None and not (memory and device.host_bandwidth)):
+    if disk is None and not (device.host and memory and device.host_bandwidth):
         if options.offload == AUTO and options.host_memory is None and options.disk_memory is None:
             return mesh
         raise _lacking(device, options)
     if MEMORY in mesh.axes:
         raise MeshError(f"a mesh axis is called {MEMORY!r}, which is that of the device's memories", fix="another name")
-    return replace(mesh.with_memories(device.host), device=_shared(device, memory, disk, min(mesh.size, device.per_node)))
+    link = device.host or Link(
+        name="memory", latency=0.0, bandwidth=device.bandwidth, source=device.source
+    )  # a CPU beside a disk
+    return replace(mesh.with_memories(link), device=_shared(device, memory, disk, min(mesh.size, device.per_node)))
 
 
 def _shared(device: Device, memory: Bytes, disk: Disk | None, sharing: int) -> Device:
@@ -106,7 +109,10 @@ def _disk(device: Device, options: Options) -> Disk | None:
         return None
     if device.disk is None:
         what = f"offload={options.offload!r} needs to know the rates of the disk of {device.name}"
-        raise MeshError(what, fix="an autopar.Device with disk=autopar.Disk(...)")
+        raise MeshError(
+            what,
+            fix="measure it, python -m autopar.profile ... --disk FOLDER; or an autopar.Device with disk=autopar.Disk(...)",
+        )
     if options.disk_memory is not None:
         return replace(device.disk, memory=byte_count(options.disk_memory, "an amount of the disk"))
     if not device.disk.memory:

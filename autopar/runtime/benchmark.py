@@ -18,6 +18,7 @@ from autopar.ir.mesh import Bytes, Seconds
 from autopar.ir.program import Argument, Ref, overload
 from autopar.runtime.collectives import PRIMITIVES, SplitPosition
 from autopar.runtime.custom_ops import Operators
+from autopar.runtime.memory_rates import HostTimes, host_times
 from autopar.runtime.world import Axis
 
 OperandSpec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, requires_grad
@@ -62,14 +63,15 @@ class Job:
 class Times:
     """Seconds: forward and backward of each call, of collectives by (group size, kind, bytes), of a step of each optimizer.
 
-    `beside` is of accelerators only: a product, an all-gather among all, and the two side by side. `noise` has for every
-    measurement by how much its rounds differ: the distance of their quartiles over their median.
+    `beside` is of accelerators only: a product, an all-gather among all, and the two side by side; so is `host`. `noise` has
+    for every measurement by how much its rounds differ: the distance of their quartiles over their median.
     """
 
     calls: tuple[tuple[Seconds, Seconds], ...]
     collectives: dict[tuple[int, str, Bytes], Seconds]
     optimizers: dict[str, Seconds]
     beside: tuple[Seconds, Seconds, Seconds] | None = None
+    host: HostTimes | None = None
     noise: tuple[float, ...] = ()
 
 
@@ -84,6 +86,7 @@ def times(job: Job) -> Times:
         collectives=dict(_collectives(job, noise)),
         optimizers={name: _optimizer(name, job.parameters, job.device, noise) for name in job.optimizers},
         beside=_beside(job) if job.accelerator and job.groups else None,
+        host=host_times(job.device, noise, repeated) if job.accelerator else None,
         noise=tuple(noise),
     )
 

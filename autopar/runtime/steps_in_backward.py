@@ -69,7 +69,7 @@ class StepsInBackward:
             optimizer.step()
 
     def check_call(self) -> None:
-        """Raise InputError if the module is called while weights are stepped: it would read some from before, some from after."""
+        """Raise InputError if weights were stepped: a forward would read some from before the step, others from after it."""
         if self._steps:
             raise InputError("a forward came before optimizer.step(), and the backward has stepped weights", fix=LATER)
 

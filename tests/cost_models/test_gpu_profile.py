@@ -15,12 +15,14 @@ from autopar.cost_models.collectives import seconds
 from autopar.cost_models.compute import pricer
 from autopar.cost_models.kernel_profile import Kernel
 from autopar.cost_models.kernel_rates import reached
+from autopar.cost_models.optimizers import optimizer
 from autopar.cost_models.profile_file import load, save
 from autopar.errors import MeshError
-from autopar.ir.mesh import Device, Link
+from autopar.ir.mesh import Device, Disk, Link
 from autopar.profile import gpu_device, gpu_kernels, main
 from autopar.runtime.benchmark import KINDS, Job, Times
 from autopar.runtime.custom_ops import Operators
+from autopar.runtime.memory_rates import COPIED, DiskTimes, HostTimes
 from tests.support import planning
 
 BASE = DEVICES["h100"].at_peak()
@@ -28,6 +30,9 @@ TRUE = reached(BASE)
 BYTES = (1 << 16, 1 << 20, 1 << 26)
 WIRE = Link(name="wire", latency=2e-6, bandwidth=3e11, source="made up")
 JOB = Job(operators=Operators.of([]), calls=(), groups=(2, 4), bytes=BYTES, optimizers=("adamw",), parameters=((1000, 1000),))
+
+HOST = HostTimes(copies={size: 1e-5 + size / 2e10 for size in COPIED}, stepped=1e9)
+DISK = DiskTimes(read=7e9, write=5e9, latency=4e-5)
 
 
 def kernels() -> list[Kernel]:
@@ -43,7 +48,7 @@ def times(kernels: Sequence[Kernel], device: Device) -> Times:
         shapes = kernel.operands, kernel.results
         calls.append((price.forward_seconds(*shapes), price.backward_seconds(*shapes)))
     sent = {(n, kind, size): seconds(kind, float(size), n, WIRE) for n in JOB.groups for kind in KINDS for size in BYTES}
-    return Times(calls=tuple(calls), collectives=sent, optimizers={"adamw": 1e-4}, beside=(10e-3, 4e-3, 11.8e-3))
+    return Times(calls=tuple(calls), collectives=sent, optimizers={"adamw": 1e-4}, beside=(10e-3, 4e-3, 11.8e-3), host=HOST)
 
 
 def test_the_kernels_are_the_program_s_at_the_shapes_of_data_parallelism_and_probes() -> None:
@@ -76,11 +81,15 @@ def test_a_device_is_recovered_from_the_times_of_a_program() -> None:
     assert set(device.links) == {2, 4}
     for n, link in device.links.items():
         assert seconds("all_gather", 1e8, n, link) == pytest.approx(seconds("all_gather", 1e8, n, WIRE), rel=0.01)
+    assert device.host is not None
+    assert (device.host.latency, device.host.bandwidth) == (pytest.approx(1e-5), pytest.approx(2e10))
+    assert (device.host_bandwidth, device.host_memory) == (4e9 * optimizer("adamw").moved, BASE.host_memory)
+    assert device.disk == BASE.disk, "it was not measured"
 
 
 def test_coefficients_are_written_and_read_back(tmp_path: Path) -> None:
     found = kernels()
-    device = gpu_device(found, JOB, [times(found, TRUE)] * 2, BASE, 132)
+    device = gpu_device(found, JOB, [times(found, TRUE)] * 2, BASE, 132, DISK)
     save(device, tmp_path / "machine.json")
     again = load(tmp_path / "machine.json")
     assert again.product is not None
@@ -89,6 +98,8 @@ def test_coefficients_are_written_and_read_back(tmp_path: Path) -> None:
     assert again.attention is not None
     assert device.attention is not None
     assert dataclasses.replace(again.attention, source="") == dataclasses.replace(device.attention, source="")
+    assert (again.host, again.host_memory, again.host_bandwidth) == (device.host, device.host_memory, device.host_bandwidth)
+    assert again.disk == device.disk == Disk(memory=0, **dataclasses.asdict(DISK), source=device.source)
     assert (again.achieved, again.interference, again.links) == (device.achieved, device.interference, device.links)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,12 @@ from autopar.cost_models.collectives import seconds
 from autopar.cost_models.compute import pricer
 from autopar.cost_models.links import connect
 from autopar.cost_models.profile_file import load, measured_link, save
-from autopar.errors import MeshError
-from autopar.ir.mesh import Device, Mesh
+from autopar.errors import DiskError, MeshError
+from autopar.ir.mesh import Device, Disk, Link, Mesh
 from autopar.ir.program import Op, Ref, Value
 from autopar.profile import Noise, main
-from autopar.runtime.benchmark import Times
+from autopar.runtime import memory_rates
+from autopar.runtime.benchmark import Times, repeated
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 LINE = (1e-4, 8e-9)
@@ -50,10 +52,16 @@ def linear() -> tuple[Op, dict[str, Value]]:
     return op, operands
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    save(DEVICE, tmp_path / "machine.json")
-    assert load(tmp_path / "machine.json") == DEVICE
-    assert catalog.device(str(tmp_path / "machine.json")) == DEVICE
+DISK = Disk(memory=0, read=7e9, write=5e9, latency=4e-5, source="made up")
+BUS = Link(name="measured, host", latency=9e-6, bandwidth=5e10, source="made up")
+HOST = replace(DEVICE, host=BUS, host_memory=1 << 40, host_bandwidth=6e11, host_source="made up", disk=DISK)
+
+
+@pytest.mark.parametrize("device", [DEVICE, replace(DEVICE, disk=DISK), HOST], ids=["device", "disk", "host"])
+def test_what_is_written_is_read_back(device: Device, tmp_path: Path) -> None:
+    save(device, tmp_path / "machine.json")
+    assert load(tmp_path / "machine.json") == device
+    assert catalog.device(str(tmp_path / "machine.json")) == device
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "x", "source": "y", "device": 3, "links": {}, "rates": {}}'])
@@ -116,6 +124,29 @@ def test_a_machine_is_measured_and_planned_for(tmp_path: Path, capsys: pytest.Ca
     plan = autopar.plan(model, torch.empty(8, 16), (2,), device=str(file))
     assert plan.device == "cpu, 2 processes measured"
     assert plan.step_time > 0
+
+
+def test_a_disk_and_a_host_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("WRITTEN", 1 << 20), ("CHUNK", 1 << 18), ("STEPPED", 1 << 10), ("COPIED", (1 << 10, 1 << 12))):
+        monkeypatch.setattr(memory_rates, name, size)
+    disk = memory_rates.disk_times(str(tmp_path))
+    assert min(disk.read, disk.write, disk.latency) > 0
+    assert not list(tmp_path.iterdir())
+    host = memory_rates.host_times(torch.device("cpu"), [], repeated)
+    assert host.copies.keys() == {1 << 10, 1 << 12}
+    assert min(*host.copies.values(), host.stepped) > 0
+    with pytest.raises(DiskError, match="to measure the disk cannot be written"):
+        memory_rates.disk_times(str(tmp_path / "none"))
+
+
+def test_a_cpu_beside_a_measured_disk_stores_weights_there(tmp_path: Path) -> None:
+    save(replace(DEVICE, disk=DISK), tmp_path / "machine.json")
+    model, batch = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), torch.randn(4, 64)
+    options = {"device": str(tmp_path / "machine.json"), "offload": "disk", "disk_memory": "1GB", "mode": "inference"}
+    parallel = autopar.parallelize(model.eval(), batch, (1,), constraints={"*weight": "*, D"}, **options)
+    assert parallel.autopar.plan.disk_memory == 4 * 4 * 64 * 64
+    assert parallel.autopar.plan.host_memory == 0
+    assert torch.equal(parallel(batch), model(batch))
 
 
 def test_noise_is_that_of_all_measurements_of_all_processes() -> None:

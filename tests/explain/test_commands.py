@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import autopar
 from autopar.__main__ import COMMANDS, main
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -52,3 +57,15 @@ def test_a_shell_completes_commands_and_options(capsys: pytest.CaptureFixture[st
 def test_the_console_script_is_this_one() -> None:
     script = EntryPoint(name="autopar", value=PROJECT["scripts"]["autopar"], group="console_scripts")
     assert script.load() is main
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    autopar.plan(nn.Linear(4, 4), torch.empty(2, 4), (1,)).save(tmp_path / "plan.json")
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(["explain", f"{tmp_path}/plan.json"]) == 1
+    assert capsys.readouterr().err == ""
