@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import stat
-import subprocess
-import sys
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from autopar import files
+from tests.support.forked import ended
 
 OLD, NEW = "old\n" * 1000, "new\n" * 1000
 
@@ -57,12 +56,13 @@ def test_what_fails_in_the_middle_leaves_the_old_file(
     assert alone(path)
 
 
+def killed_while_it_writes(path: Path) -> None:
+    os.fsync = lambda _: os.kill(os.getpid(), 9)
+    files.write(path, "new" * 9**6)
+
+
 def test_a_killed_process_leaves_the_old_file(path: Path) -> None:
-    lines = "import os, sys; from autopar import files", "os.fsync = lambda _: os.kill(os.getpid(), 9)"
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join([*lines, "files.write(sys.argv[1], 'new' * 9**6)"]), path], check=False
-    )
-    assert done.returncode == -9
+    assert ended(killed_while_it_writes, path) == -9
     assert path.read_text() == OLD
 
 

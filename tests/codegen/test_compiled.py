@@ -19,7 +19,7 @@ from tests.support import models, table
 Asked = tuple[str, Mapping[str, Any], str]  # a model, how it is planned ("seed" is a random plan), and a backend
 
 RECOMPUTED = {"strategy": "ddp", "recompute": "blocks"}
-SAMPLED: list[Asked] = [("gpt2", RECOMPUTED, "aot_eager"), ("cnn", {"strategy": "fsdp"}, "aot_eager")]
+SAMPLED: list[Asked] = [("gpt2", RECOMPUTED, "aot_eager")]
 REST: list[Asked] = [
     *((name, {"strategy": how}, "aot_eager") for name in models.MODELS for how in ("ddp", "fsdp", "megatron", "auto")),
     *((name, {"strategy": "fsdp"}, "inductor") for name in models.MODELS),

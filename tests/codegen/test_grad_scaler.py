@@ -78,6 +78,7 @@ def looped(parts: int) -> tuple[list[float], list[object]]:
     return seen, [same, scaler.get_scale() / scale]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_loop_in_fp16_has_the_losses_of_autocast_and_one_infinite_part_stops_every_rank(pool: WorkerPool, parts: int) -> None:
     for seen, skipped in pool.run(f"{__name__}:looped", parts, ranks=4):  # type: ignore[misc]

@@ -174,6 +174,7 @@ def against_an_assumption(options: dict[str, object]) -> tuple[str, str]:
     return tuple(found)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{"strategy": "ddp"}, {"strategy": "fsdp"}], ids=["ddp", "fsdp"])
 def test_every_rank_hears_of_an_assumption_that_does_not_hold(pool: WorkerPool, options: dict[str, object]) -> None:
     for found in pool.run(f"{__name__}:against_an_assumption", options, ranks=2):

@@ -42,7 +42,7 @@ MESHES = {"8": mesh((8,), link(100)), "2x4": mesh((2, 4), NETWORK, NVLINK)}
 STRATEGIES = ["auto", "ddp", "fsdp", "megatron", "replicate"]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("on", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -129,6 +129,7 @@ def test_each_of_two_meshes_in_a_process_has_its_own_prices() -> None:
             assert plan.step_time == pytest.approx(bill(plan, TrainingStep(program=captured.program), on).total, rel=1e-9)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_compute_and_communication_are_added_in_seconds(model: Model) -> None:
     """A machine ten times faster in everything takes a tenth of the time, and runs the same plan."""
@@ -163,6 +164,7 @@ def _quick(device: Device | None, factor: float) -> Device:
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_tied_weights_stay_one_in_the_plan(strategy: str) -> None:
     captured = planning.gpt2(16, 128, 256, depth=3)
@@ -187,6 +189,7 @@ def test_a_tied_weight_is_stored_and_stepped_once() -> None:
     assert plans[1].peak_memory - plans[0].peak_memory == pytest.approx(4 * saved, rel=0.3)  # weight, gradient, two moments
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_masks_given_by_keyword_are_planned(strategy: str) -> None:
     captured = planning.gpt2(16, 128, 256, depth=3, masked=True)
@@ -197,6 +200,7 @@ def test_masks_given_by_keyword_are_planned(strategy: str) -> None:
     assert plan.step_time == pytest.approx(bill(plan, TrainingStep(program=captured.program), MESHES["8"]).total, rel=1e-9)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sizes", [(8,), (2, 4)])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_no_product_is_repeated_where_splitting_is_free(model: Model, sizes: tuple[int, ...]) -> None:
@@ -232,6 +236,7 @@ def test_no_operator_is_repeated_in_a_large_batch() -> None:
                 assert "S" in plan.layouts[result.name] or "P" in plan.layouts[result.name], f"{op} is repeated"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("sizes", [(1,), (1, 1)])
 def test_a_world_of_one_device_runs_the_model_as_it_is(sizes: tuple[int, ...], strategy: str) -> None:

@@ -97,6 +97,7 @@ def equal_steps(parallel: nn.Module, sequential: nn.Module, batch: tuple[torch.T
     return modules[0][1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("share", [0.6, 0.25])
 def test_a_step_is_that_of_the_whole_model_and_its_memory_by_place_what_the_plan_says(share: float) -> None:
     plan, (model, batch) = planned(share), made()
@@ -152,6 +153,7 @@ class Products(nn.Module):
         return self.third(functional.relu(self.second(functional.relu(self.first(x))))).square().mean()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("share", [0.7, 0.45])
 def test_places_are_the_best_of_all(share: float) -> None:
     """The integer program finds what trying every placement of the weights finds."""
@@ -177,6 +179,7 @@ ZERO = {
 }  # what fixed placement of all weights, gradients and state on the host is
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("placement", ZERO)
 def test_auto_is_never_slower_than_a_fixed_placement(placement: str) -> None:
     with torch.device("meta"):

@@ -97,7 +97,7 @@ def measured(run: Run) -> int:
     return min(peak(parallel, optimizer, sample.values(), step).bytes for _ in range(3))
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_the_peak_is_what_the_plan_says(pool: WorkerPool, case: Case) -> None:
     plan = case.planned()

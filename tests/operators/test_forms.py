@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -34,6 +31,7 @@ from autopar.search_space.candidates import Candidate
 from tests.operators.drawing import Example, T, buffer, ex, ints, t
 from tests.operators.examples import EXAMPLES
 from tests.support import planning
+from tests.support.forked import printed_by
 
 TARGETS = sorted(target for target, rule in RULES.items() if rule.distributed)
 ONCE = {"aten.index.Tensor", "aten._grouped_mm.default"}  # beside attention, whose fused kernels have one derivative only
@@ -172,19 +170,9 @@ def sent(op: Op, fitted: OpSharding, values: dict[str, Value], trial: Trial) -> 
     return Counter((one.kind, one.where, one.bytes) for one in said)
 
 
-def test_forms_that_are_made_wrong_are_caught() -> None:
+def test_forms_that_are_made_wrong_are_caught(tmp_path: Path) -> None:
     """A third of what `sabotage_forms` tries, in a process of its own: a kernel may trust the sizes that it is given."""
-    root = Path(__file__).parents[2]
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.operators.sabotage_forms", "--every", "3"],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    *lines, last = ran.stdout.splitlines()
+    said = printed_by("tests.operators.sabotage_forms", "--every", "3", log=tmp_path / "said")
+    *lines, last = said.splitlines()
     assert last == f"all {len(lines)} were caught"
     assert {line.partition(" ")[0] for line in lines} == set(PARALLEL_OPS)

@@ -20,7 +20,7 @@ from autopar.planning.planner import connected_mesh, read_program, to_plan
 from autopar.solver.problem import Solution
 from autopar.solver.proposal import summed
 from autopar.solver.settings import DEFAULTS
-from tests.capture.models import MODELS
+from tests.capture.models import gpt2
 
 BETA = 0.45
 
@@ -31,7 +31,7 @@ def optimized(beta: float) -> tuple[Optimized, Options]:
     torch.manual_seed(0)
     asked = Options(device=replace(DEVICES["l4"], interference=beta))
     mesh = connected_mesh((2, 2), asked)
-    program = microbatches(read_program(*MODELS["gpt2"]()).program, 1)
+    program = microbatches(read_program(*gpt2(layers=1)).program, 1)
     return solved(analysed(program, mesh, asked), mesh, asked), asked
 
 
@@ -59,13 +59,20 @@ class Proposing:
         return self.solution
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_the_faster_of_two_is_the_plan_whichever_is_proposed(turned: bool) -> None:
-    found, asked = optimized(BETA)
+@functools.cache
+def smaller() -> Optimized:
+    """The same in eight tenths of the memory."""
+    found, _ = optimized(BETA)
     peak = float(found.memory_model.walk(found.solution).max())
     small = within(found.formulated, found.memory_model, int(0.8 * peak))
     assert small is not None
-    other = replace(found, solution=replace(small, bound=found.solution.bound))
+    return replace(found, solution=replace(small, bound=found.solution.bound))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_faster_of_two_is_the_plan_whichever_is_proposed(turned: bool) -> None:
+    found, asked = optimized(BETA)
+    other = smaller()
     first, second = (other, found) if turned else (found, other)
     times = {one.solution.picks: simulated_seconds(one) for one in (found, other)}
     assert len(set(times.values())) == 2, "the two differ"

@@ -68,7 +68,7 @@ def test_a_plan_carried_to_other_sizes_and_back_is_itself(name: str, sizes: tupl
     assert Respecializer(carried).plan_for(here, "batch=8").plan == plan
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "name, batch, length, strategy",
     [
@@ -98,7 +98,7 @@ def test_loss_and_gradients_at_another_size_are_those_of_the_sequential_model(
     "name, strategy, options",
     [
         ("gpt2", "fsdp", {"microbatches": 2}),
-        ("llama", "megatron", {"microbatches": 4}),
+        pytest.param("llama", "megatron", {"microbatches": 4}, marks=pytest.mark.thorough),
         ("llama", "auto", {"precision": "bf16-mixed"}),
         ("gpt2", "megatron", {"constraints": {"transformer.wte.weight": "S(0)"}}),
     ],
@@ -205,7 +205,8 @@ def three_steps(run: Run) -> tuple[float, list[tuple[int, ...]]]:
     return max(errors), list(parallel.autopar.variants)
 
 
-@pytest.mark.parametrize("strategy, microbatches", [pytest.param("auto", 1, marks=pytest.mark.thorough), (3, 1), ("fsdp", 2)])
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("strategy, microbatches", [("fsdp", 2), ("auto", 1), (3, 1)])
 def test_three_steps_of_adamw_with_a_smaller_last_batch_equal_the_sequential_ones(
     pool: WorkerPool, strategy: str | int, microbatches: int
 ) -> None:

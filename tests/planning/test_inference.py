@@ -29,6 +29,7 @@ def planned(name: str, sizes: tuple[int, ...] = (2, 2), strategy: str = "auto") 
     return autopar.plan(*served(name), table.mesh(sizes), strategy=strategy, mode="inference")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("strategy", [pytest.param("auto", marks=pytest.mark.thorough), "megatron", "fsdp"])
 def test_a_plan_has_a_forward_and_nothing_else(strategy: str) -> None:
     model, sample = served("gpt2")
@@ -58,7 +59,7 @@ def forward(given: tuple[str, Plan]) -> tuple[float, int, bool]:
     return float((result - expected).abs().max()), most, trained
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("strategy", ["auto", "megatron", "fsdp"])
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_compute_the_logits_within_the_memory_of_the_plan(pool: WorkerPool, name: str, strategy: str) -> None:

@@ -60,6 +60,7 @@ CASES: dict[str, tuple[tuple[nn.Module, Any], int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CASES)
 def test_no_shape_of_the_mesh_is_faster(name: str) -> None:
     (model, sample), devices, options = CASES[name]

@@ -71,7 +71,7 @@ CASES: list[tuple[str, tuple[int, ...], str | int, int]] = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name, sizes, strategy, runs", CASES)
 def test_loss_and_gradients_are_those_of_the_whole_batch_and_the_messages_those_of_the_plan(
     threads: Threads, name: str, sizes: tuple[int, ...], strategy: str | int, runs: int
@@ -86,7 +86,7 @@ def test_loss_and_gradients_are_those_of_the_whole_batch_and_the_messages_those_
     judge(verify(model, sample, on, plan, Options(), threads), runs)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("loss", ["sum", "mse", "weighted"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", 3])
 def test_micro_batches_of_sum_mean_and_weighted_losses_have_the_numbers_of_the_whole_batch(
@@ -202,6 +202,7 @@ def planned(runs: int | str, **options: object) -> Plan:
     return planning.plan(CAPTURED, ON, microbatches=runs, **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("runs", [2, 8])
 def test_gradients_of_whole_weights_are_sent_once_and_all_else_every_time(runs: int) -> None:
     weights = {p.value.name for p in CAPTURED.program.parameters}
@@ -223,7 +224,7 @@ def test_auto_is_never_slower_than_a_strategy_by_name_and_shares_gathered_weight
     assert tall.step_time < planning.plan(CAPTURED, table.mesh((4,)), microbatches=2, strategy="zero2").step_time
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "zero1", "fsdp", "megatron"])
 def test_a_step_costs_its_runs_and_one_step_of_the_optimizer(strategy: str) -> None:
     runs, on = 4, table.mesh((2, 2))

@@ -129,7 +129,7 @@ def test_a_dim_that_does_not_divide_is_split_with_equal_numbers(
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["wide", "gpt2"])
 def test_steps_with_clipping_equal_the_sequential_ones(pool: WorkerPool, name: str) -> None:
     model, sample = MODELS[name][0]()
     captured = read_program(model, sample)
@@ -231,7 +231,7 @@ def test_a_vocabulary_is_padded_where_memory_is_short(strategy: str) -> None:
 def test_more_memory_never_makes_a_slower_plan_where_dims_may_be_padded() -> None:
     model, sample = gpt2(4001, width=64)
     free = autopar.plan(model, sample, (4,), device="cpu", strategy="megatron")
-    budgets = [int(share * free.peak_memory) for share in (0.9, 0.7, 0.5)]
+    budgets = [int(share * free.peak_memory) for share in (0.9, 0.5)]
     plans = [free, *(autopar.plan(model, sample, (4,), device="cpu", strategy="megatron", budget=b) for b in budgets)]
     assert all(less.step_time >= more.step_time * (1 - DEFAULTS.gap) for more, less in itertools.pairwise(plans))
     assert all(plan.gap <= DEFAULTS.gap for plan in plans)
@@ -277,6 +277,7 @@ def test_a_padded_model_is_initialised_in_chunks_evaluated_and_copied(pool: Work
     pool.run(f"{__name__}:begun", plan, ranks=4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sizes", [(4,), (2, 4)], ids=str)
 def test_six_heads_are_split_over_four_ranks_where_that_is_asked_for(threads: Threads, sizes: tuple[int, ...]) -> None:
     model, sample = heads()
@@ -320,8 +321,8 @@ def both_sizes(asked: tuple[str, Plan]) -> float:
     return max(errors)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("name", VARYING)
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", ["wide", "gpt2", "heads"])
 def test_sizes_may_vary_beside_padding(pool: WorkerPool, threads: Threads, name: str) -> None:
     build, asked = VARYING[name]
     model, sample = build()
@@ -354,6 +355,7 @@ def test_what_cannot_be_padded_is_refused_as_before() -> None:
             verify(model, sample, Mesh.of((4,)), Plan.from_json(json.dumps({**data, "padded": wrong})), Options())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sizes", [(13,), (7, 11), (1024,)], ids=str)
 def test_where_no_axis_divides_a_dim_the_plan_pads_if_that_is_faster_and_else_the_warning_says_that_it_was_tried(
     sizes: tuple[int, ...],

@@ -27,6 +27,7 @@ FAST = device("nvlink4", per_node=8, rate=2e10)
 further = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "mesh, schedule, chunks, given",
     [

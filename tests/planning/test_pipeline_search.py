@@ -76,7 +76,7 @@ def forced(program: Program, mesh: Mesh, runs: tuple[int, ...], **options: Any) 
 @pytest.mark.parametrize(
     "mesh, runs, options, stages",
     [
-        pytest.param((4,), (4,), {}, True, id="four nodes"),
+        pytest.param((4,), (4,), {}, True, id="four nodes", marks=pytest.mark.thorough),
         pytest.param((2, 2), (1, 2, 4, 8), {"strategy": "fsdp"}, True, id="by fsdp", marks=pytest.mark.thorough),
         pytest.param((2,), (4, 8), {"budget": "12MiB"}, True, id="in little memory"),
         pytest.param((2,), (4, 8), {"device": device("nvlink4", per_node=8, rate=2e10)}, False, id="fast links"),

@@ -38,7 +38,7 @@ def block(plan: Plan, axis: str, kind: str, where: str) -> list[int]:
     return [s.bytes for s in found if (s.axis, s.kind, s.where) == (axis, kind, where)]
 
 
-@pytest.mark.parametrize(("nodes", "sequences"), [(1, 32), (16, 512)])
+@pytest.mark.parametrize(("nodes", "sequences"), [pytest.param(1, 32, marks=pytest.mark.thorough), (16, 512)])
 def test_long_enough_batches_take_fsdp(nodes: int, sequences: int) -> None:
     plan = planned(nodes, sequences)
     over = ["gpu"] if nodes == 1 else ["gpu", "node"]

@@ -164,6 +164,7 @@ def test_constraints_that_a_strategy_cannot_obey_are_refused() -> None:
     assert error.details["constraints"] == "0: I, I"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp"])
 def test_an_infeasible_budget_names_the_smallest_that_works_and_what_fills_it(strategy: str) -> None:
     first = r"no plan fits into 9\.77 KiB per device; the smallest budget that works is "

@@ -49,6 +49,7 @@ def in_one_all_reduce(plan: Plan, captured: Captured) -> bool:
     return everything == (sorted(weights), sum(weights.values())) and (own.kind, own.where) == ("all_reduce", BACKWARD)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
 def test_sharded_strategies_send_shards_over_the_outer_axis_and_whole_weights_over_the_inner_one(strategy: str) -> None:
     captured = planning.gpt2(16, 128, 256)
@@ -77,6 +78,7 @@ LLAMA, GPT2 = "model.layers.1.", "transformer.h.1."
 BATCHES = [(partial(planning.llama, 256, 1024, 512), LLAMA), (partial(planning.gpt2, 256, 1024, 512), GPT2)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("model, block", BATCHES, ids=["llama", "gpt2"])
 def test_a_small_model_and_a_large_batch_make_data_parallelism(model: Model, block: str) -> None:
     captured = model()
@@ -88,6 +90,7 @@ def test_a_small_model_and_a_large_batch_make_data_parallelism(model: Model, blo
     assert all(c.value not in captured.program.producer or c.bytes == 4 for c in plan.collectives if c.where == FORWARD)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("model, block", BATCHES, ids=["llama", "gpt2"])
 def test_every_gradient_crosses_the_links_once_in_data_parallelism(model: Model, block: str) -> None:
     """A weight that the backward does not read may be stored split: its all-reduce falls into two halves of the same price."""
@@ -133,6 +136,7 @@ def test_weights_that_do_not_fit_are_stored_split_and_gathered() -> None:
         assert {c.bytes for c in planning.of(tight, name)} == {8192 * 8192 * 2}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "model, block",
     [(partial(planning.llama, 32, 1024, 4096), LLAMA), (partial(planning.gpt2, 32, 1024, 4096), GPT2)],
@@ -154,6 +158,7 @@ def test_blocks_whose_weights_do_not_fit_are_stored_split(model: Model, block: s
         assert all(c.bytes == sum(sizes[other] for other in planning.names(c)) for c in planning.of(plan, name))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "model, block",
     [(partial(planning.llama, 1, 64, 4096), LLAMA), (partial(planning.gpt2, 1, 64, 4096), GPT2)],
@@ -213,6 +218,7 @@ def test_the_fused_projection_of_gpt2_is_split_in_three_blocks() -> None:
     assert plan.layouts[f"{GPT2}attn.c_proj.weight"].startswith("S(")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "model, block, norm",
     [(partial(planning.llama, 16, 1024, 4096), LLAMA, 1), (partial(planning.gpt2, 16, 1024, 4096), GPT2, 2)],
@@ -253,7 +259,7 @@ MESHES = {
 PAIRS = [pair for pair in itertools.product(MODELS, MESHES) if pair != ("llama", "2 by 2 by 2")]  # a minute of planning
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("model, where", PAIRS)
 def test_auto_is_never_priced_above_a_strategy_that_has_a_name(model: str, where: str) -> None:
     captured, on = MODELS[model](), MESHES[where]
@@ -263,7 +269,7 @@ def test_auto_is_never_priced_above_a_strategy_that_has_a_name(model: str, where
         assert best.step_time <= named.step_time * (1 + 1e-6), strategy
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "model, strategy",
     [("layers", "ddp"), *itertools.product(MODELS, ["fsdp", "megatron", "replicate"])],
@@ -280,6 +286,7 @@ def test_auto_is_not_priced_above_a_named_strategy_in_the_memory_that_it_needs(m
 GATHERED = Counter({("all_gather", FORWARD): 1, ("all_gather", BACKWARD): 1, ("reduce_scatter", BACKWARD): 1})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "strategy, on",
     [("fsdp+tp", mesh((2, 4), NETWORK, NVLINK)), ("hsdp+tp", mesh((2, 2, 2), NETWORK, link(50), NVLINK))],

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.errors import RankError
+from tests.support.forked import ended
 
 DIES = 3  # on a mesh (2, 2), where it shares an axis with ranks 1 and 2, and none with rank 0
 PLACES = {  # after how many collectives of its second step
@@ -66,6 +65,7 @@ def rank_runs(rank: int, place: str, folder: Path) -> None:
 def ranks_run(folder: Path) -> None:
     """Fork the ranks of one place after the other, and wait for them."""
     torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for place in PLACES:
         (folder / place).mkdir()
         children = []
@@ -84,9 +84,7 @@ def ranks_run(folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the ranks wrote, by place."""
     written = tmp_path_factory.mktemp("ranks")
-    start = f"from pathlib import Path; from {__name__} import ranks_run; ranks_run(Path({str(written)!r}))"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", start], env=environment, timeout=500, check=True)
+    assert ended(ranks_run, written, timeout=500) == 0
     return written
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 
 import highspy
 import numpy as np
@@ -21,6 +20,7 @@ from autopar.solver.problem import Choice, Problem, Row, row_bytes
 from autopar.solver.settings import EXACT, SearchSettings
 from autopar.solver.solve import solve
 from tests.solver.random_problems import random_edge, random_problem, random_row
+from tests.support.forked import FORKED
 
 HARD = range(2)  # seeds of problems on which HiGHS branches, or finds that there is nothing
 
@@ -52,18 +52,25 @@ def answers() -> str:
     return repr(found)
 
 
+def sends_answers(there: Connection) -> None:
+    there.send("ready")
+    there.send(answers())
+
+
 def test_a_machine_that_is_ten_times_slower_finds_the_same_plan() -> None:
-    command = [sys.executable, "-c", f"from {__name__} import answers; print('ready', flush=True); print(answers())"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as slow:
-        assert slow.stdout is not None
-        assert slow.stdout.readline() == "ready\n"
-        while slow.poll() is None:  # nine tenths of the time it stands still, while its clock goes on
-            os.kill(slow.pid, signal.SIGSTOP)
-            time.sleep(0.18)
-            os.kill(slow.pid, signal.SIGCONT)
-            time.sleep(0.02)
-        assert slow.returncode == 0
-        assert slow.stdout.read().strip() == answers()
+    here, there = FORKED.Pipe()
+    slow = FORKED.Process(target=sends_answers, args=(there,))
+    slow.start()
+    there.close()  # so that a process that dies ends the wait
+    assert here.recv() == "ready"
+    assert slow.pid is not None
+    while not here.poll():  # nine tenths of the time it stands still, while its clock goes on
+        os.kill(slow.pid, signal.SIGSTOP)
+        time.sleep(0.18)
+        os.kill(slow.pid, signal.SIGCONT)
+        time.sleep(0.02)
+    assert here.recv() == answers()
+    slow.join()
 
 
 def test_highs_runs_in_one_thread_from_a_fixed_seed_without_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What torchrun does for an elastic run, without the seconds in which processes import torch: they are forked from one server.
+"""What torchrun does for an elastic run, with processes that are forked from one server (`tests.support.forked`).
 
 Each start has the environment of torchrun and a store of its own. When a process dies the others get the grace that torchrun
 gives: SIGTERM, and SIGKILL after a while.
@@ -6,7 +6,6 @@ gives: SIGTERM, and SIGKILL after a while.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import time
@@ -19,10 +18,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.support.forked import FORKED, prints_into
+
 HOST = "127.0.0.1"
 GRACE = 20.0  # seconds until processes that do not leave are killed
-FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["autopar", "tests.support.elastic_training"])
 
 
 class Generation:
@@ -78,9 +77,7 @@ def started(world: int, log: Path, function: Callable[..., object], arguments: S
 
 def _rank(rank: int, world: int, port: int, log: str, function: Callable[..., object], arguments: Sequence[object]) -> None:
     """One rank, whose prints go to a file."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    prints_into(Path(log))
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": HOST, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",

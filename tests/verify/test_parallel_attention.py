@@ -31,6 +31,7 @@ class Looking(nn.Module):
         return self.out(found.squeeze(1)).square().sum()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     "name, causal", [("query_parallel_attention", True), ("ring_attention", True), ("ring_attention", False)]
@@ -69,6 +70,7 @@ class Grouped(nn.Module):
         return self.out(found.transpose(1, 2).flatten(2)).square().sum()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_more_ranks_than_heads_of_keys_split_the_heads_that_read_them(threads: Threads, causal: bool, ranks: int) -> None:
@@ -146,6 +148,7 @@ class MultiQuery(nn.Module):
         return self.out(found.transpose(1, 2).flatten(2)).square().sum()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", [0, 1, 7])
 def test_attention_that_broadcasts_keys_sends_what_its_plan_lists(threads: Threads, seed: int) -> None:
     model, x, on = MultiQuery(), torch.randn(8, 8, 8), table.mesh((4,))

@@ -64,6 +64,7 @@ SENT = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", BETWEEN)
 def test_a_norm_over_a_split_dim_gives_equal_numbers_and_sends_statistics_only(threads: Threads, name: str, ranks: int) -> None:
@@ -122,6 +123,7 @@ PLANES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", PLANES)
 def test_a_norm_of_split_planes_gives_equal_numbers_and_sends_statistics_only(threads: Threads, name: str, ranks: int) -> None:

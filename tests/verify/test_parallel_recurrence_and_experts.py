@@ -91,6 +91,7 @@ class Scan(nn.Module):
         return self.outwards((held * read).sum(-1)).square().sum()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("batch, split", [(1, "channels"), (8, "batch")])
 @pytest.mark.parametrize("stepwise", [False, True])
 def test_a_selective_scan_is_split_by_its_factors_alone(threads: Threads, stepwise: bool, batch: int, split: str) -> None:
@@ -129,7 +130,7 @@ def mixture() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 PRODUCTS = {torch.float32: "grouped_mm_fallback", torch.bfloat16: "grouped_mm"}  # what transformers takes
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("ranks, dtype", [(4, torch.float32), (8, torch.float32), (4, torch.bfloat16)])
 def test_experts_are_split_and_tokens_sent_to_them(threads: Threads, ranks: int, dtype: torch.dtype) -> None:
     """Two all-to-alls of tokens, there and back; what random choices misplace goes to the neighbours; no weight is sent."""
@@ -154,6 +155,7 @@ def test_experts_are_split_and_tokens_sent_to_them(threads: Threads, ranks: int,
     assert report.ok, report
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sizes", [(8,), (2, 2)])
 def test_experts_in_bfloat16_take_a_share_of_the_memory(sizes: tuple[int, ...]) -> None:
     model, sample = mixture()

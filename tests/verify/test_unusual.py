@@ -63,7 +63,7 @@ class Through(nn.Module):
         return self.last((USES | COPIED)[self.use](self.first(x).relu(), self.weight)).square().sum()
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("use", USES)
 def test_a_weight_is_gathered_again_if_the_backward_needs_a_view_of_it(threads: Threads, use: str, plan: str | int) -> None:
@@ -175,7 +175,7 @@ class Bare(nn.Module):
         return (x * self._parameters[self.names[0]] + self._buffers[self.names[1]]).square().sum()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "model",
     [*(Named(name) for name in HIDDEN), *(Bare(*pair) for pair in zip(HIDDEN, HIDDEN[1:] + HIDDEN[:1], strict=True))],
@@ -203,7 +203,7 @@ NAMES = (
 )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", NAMES.split())
 def test_an_argument_may_be_named_like_what_emitted_code_uses(threads: Threads, name: str) -> None:
     class Called(nn.Module):
@@ -332,7 +332,7 @@ MODELS: dict[str, Callable[[], Made]] = {
 }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_unusual_model_has_equal_numbers(threads: Threads, name: str, plan: str | int) -> None:
@@ -360,6 +360,7 @@ def positives(m: nn.Module, y: torch.Tensor) -> torch.Tensor:
     return loss(y, y.detach().sigmoid(), weight=m.weight, pos_weight=m.weight)  # type: ignore[arg-type]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("loss", [entropy, probabilities, positives])
 def test_a_mean_loss_in_a_narrow_dtype_takes_weights_and_probabilities(

@@ -59,6 +59,7 @@ def large() -> Plan:
     return planning.plan(captured, mesh((4,), NVLINK))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)], ids=str)
 def test_an_embedding_over_a_split_vocabulary_gives_equal_numbers(threads: Threads, sizes: tuple[int, ...], tied: bool) -> None:
@@ -70,6 +71,7 @@ def test_an_embedding_over_a_split_vocabulary_gives_equal_numbers(threads: Threa
     assert report.ok, report
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)], ids=str)
 def test_a_cross_entropy_over_split_classes_gives_equal_numbers(threads: Threads, sizes: tuple[int, ...]) -> None:
     model, sample = words(tied=True)
@@ -166,6 +168,7 @@ class Likely(nn.Module):
         return nn.functional.nll_loss(self.scores(x).log_softmax(-1), target, reduction="sum")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_negative_log_likelihood_of_split_classes_sends_nothing_of_its_own(threads: Threads, ranks: int) -> None:
     torch.manual_seed(0)
