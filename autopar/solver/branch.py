@@ -3,6 +3,7 @@ only where the user asks for it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -91,7 +92,7 @@ def branch_members(program: IntegerProgram, settings: SearchSettings) -> SolverR
 
     None if no solution is found in `settings.member_nodes` nodes.
     """
-    return _branch(program, settings, settings.member_nodes, program.members()).result
+    return _branch(program, settings, settings.member_nodes, program.members(), most=math.inf).result
 
 
 def _branch(
@@ -102,16 +103,18 @@ def _branch(
     *,
     zeros: Sequence[Ints] = (),
     start: SolverResult | None = None,
+    most: float = 1.0,
 ) -> Branched:
-    """Branch on the columns `integers` with the columns `zeros` fixed to 0."""
+    """Branch on the columns `integers`, which are `most` at most, with the columns `zeros` fixed to 0."""
     solver = highs.load(program.block())
+    highs.require_integers(solver, np.flatnonzero(integers), most)
     fixed = np.concatenate([np.zeros(0, np.int64), *zeros]).astype(np.int32)
     solver.changeColsBounds(len(fixed), fixed, np.zeros(len(fixed)), np.zeros(len(fixed)))
     if start is not None:
         solution = highspy.HighsSolution()
         solution.col_value = start.values.tolist()
         solver.setSolution(solution)
-    highs.require_integers(solver, np.flatnonzero(integers))
+        highs.trust_start(solver)
     solver.setOptionValue("mip_max_nodes", nodes)
     solver.setOptionValue("mip_rel_gap", settings.gap)
     meaning = highs.run(solver, settings.deadline)

@@ -121,10 +121,24 @@ def append(solver: highspy.Highs, block: SparseBlock) -> None:
     solver.addRows(len(block.lower), block.lower, block.upper, len(block.value), block.start[:-1], block.column, block.value)
 
 
-def require_integers(solver: highspy.Highs, columns: Ints) -> None:
-    """Let these columns take whole numbers only, from which on HiGHS branches."""
+def require_integers(solver: highspy.Highs, columns: Ints, most: float) -> None:
+    """Let these columns take whole numbers up to `most` only, from which on HiGHS branches.
+
+    HiGHS finds few of the bounds that rows imply: with those of binary columns stated, it has cliques and fixes more at the
+    root (ViT-L on (8, 8), 4,659 columns: 1.8 CPU seconds, 4.6 without).
+    """
+    solver.changeColsBounds(len(columns), columns.astype(np.int32), np.zeros(len(columns)), np.full(len(columns), most))
     solver.changeColsIntegrality(len(columns), columns.astype(np.int32), np.full(len(columns), _INTEGER))
     solver.setOptionValue("presolve_rule_off", _DOUBLETON_EQUATIONS)
+
+
+def trust_start(solver: highspy.Highs) -> None:
+    """Look for no other solutions by programs within the program: one is known, and its neighbourhood was searched.
+
+    ViT-L on (8, 8): 0.7 CPU seconds, 1.8 with them.
+    """
+    for heuristic in ("rins", "rens", "root_reduced_cost"):
+        solver.setOptionValue(f"mip_heuristic_run_{heuristic}", False)
 
 
 def run(solver: highspy.Highs, deadline: Deadline = NEVER) -> Meaning:

@@ -71,7 +71,7 @@ def _scaled(cost: Sequence[Floats]) -> Floats:
 def _solved(matrix: Matrix, cost: Floats, columns: Sequence[Ints]) -> list[int] | None:
     """The place of the size that each taker gets; None if there is no solution."""
     solver = highs.load(matrix.block(cost))
-    highs.require_integers(solver, np.arange(matrix.columns))
+    highs.require_integers(solver, np.arange(matrix.columns), 1.0)
     for gap in ("mip_rel_gap", "mip_abs_gap"):
         solver.setOptionValue(gap, 0.0)
     for kind in ("mip", "primal", "dual"):
