@@ -55,7 +55,7 @@ class Case:
 CASES = {
     "gpt3": Case(
         config="GPT2Config",
-        arguments=GPT3,
+        arguments=GPT3 | {"vocab_size": 51200},  # as Megatron has it
         batch=(1024, 2048),
         mesh={"node": 128, "gpu": 8},
         plans={

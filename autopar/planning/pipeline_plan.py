@@ -72,6 +72,14 @@ def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePla
     )
 
 
+def hoped(steps: StageSteps, cut: Cut, planner: StagePlanner) -> Seconds:
+    """What a step would take if each stage held one micro-batch at a time, without messages: hardly more than it takes.
+
+    Raises BudgetError where one of them does not fit.
+    """
+    return Clock(cut.schedule).seconds([stage.seconds for stage in planner.planned(steps, cut, alone=True)])
+
+
 def _planned(steps: StageSteps, cut: Cut, planner: StagePlanner, below: Seconds) -> Iterator[StagePlan]:
     """The stages in order, until they take too long."""
     known: list[StageSeconds] = []
@@ -152,4 +160,4 @@ def with_messages(stages: Sequence[StageSeconds], crossings: Sequence[Crossing],
     )
 
 
-__all__ = ["SlowerStagesError", "StagedStep", "staged", "with_messages", "written"]
+__all__ = ["SlowerStagesError", "StagedStep", "hoped", "staged", "with_messages", "written"]

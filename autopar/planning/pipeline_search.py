@@ -39,7 +39,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps, loss_of
 from autopar.planning.mesh_shapes import LARGE
 from autopar.planning.optimize import Optimized, solution_time
-from autopar.planning.pipeline_plan import SlowerStagesError, StagedStep, staged, written
+from autopar.planning.pipeline_plan import SlowerStagesError, StagedStep, hoped, staged, written
 from autopar.planning.pipeline_space import PipelineAxis, ScheduledStages, cut_mesh, forms, products_floor
 from autopar.planning.pipeline_stages import StageCuts, without_axis
 from autopar.planning.plan_search import PADDED, best_shape, best_variant, limited
@@ -146,7 +146,7 @@ class PipelineSearch:
     def whole(self, mesh: Mesh) -> None:
         """Plan without stages; in a large program from a micro-batch of a sample for each part of the outermost axis on."""
         if self.large and self.options.microbatches == AUTO:
-            numbers = list(counts(self.program))
+            numbers = list(_doubled(counts(self.program)))
             self._climb(numbers, numbers[-1] / mesh.sizes[0], lambda runs: self._whole(mesh, runs))
         else:
             self._whole(mesh, self.options.microbatches)
@@ -177,18 +177,21 @@ class PipelineSearch:
         except ConstraintError as error:
             self.refused.append(error)
             return
-        before = math.inf
-        for ranks in (n for n in range(2, mesh.sizes[0] + 1) if mesh.sizes[0] % n == 0):
-            try:
-                cut = cut_mesh(mesh, ranks)
-                found = self.over(cut, cut.axes[0])
-            except (ConstraintError, MeshError) as error:
-                self.refused.append(error)
-                continue
-            if self.large and found > max(before, self.seconds):
-                self.fared["left out after slower ones"] += 1
-                break
-            before = found
+        numbers = [n for n in range(2, mesh.sizes[0] + 1) if mesh.sizes[0] % n == 0]
+        if self.large and numbers:
+            self._climb(numbers, math.sqrt(numbers[-1]), lambda ranks: self._cut(mesh, ranks))
+            return
+        for ranks in numbers:
+            self._cut(mesh, ranks)
+
+    def _cut(self, mesh: Mesh, ranks: int) -> Seconds:
+        """Search the pipelines of so many ranks of the outermost axis; the best time there, infinite if there are none."""
+        try:
+            cut = cut_mesh(mesh, ranks)
+            return self.over(cut, cut.axes[0])
+        except (ConstraintError, MeshError) as error:
+            self.refused.append(error)
+            return math.inf
 
     def over(self, mesh: Mesh, axis: str) -> Seconds:
         """Search all numbers of micro-batches and schedules over an axis that has stages; the best time there."""
@@ -200,15 +203,14 @@ class PipelineSearch:
         floor, numbers = products_floor(self.program, mesh, options), list(counts(self.program))
         if not self.large:
             return min(self._number(over, runs, floor) for runs in numbers)
-        return self._climb(numbers, FULL * over.ranks, lambda runs: self._number(over, runs, floor))
+        return self._climb(list(_doubled(numbers)), FULL * over.ranks, lambda runs: self._number(over, runs, floor))
 
     def _climb(self, numbers: Sequence[int], near: float, seconds: Callable[[int], Seconds]) -> Seconds:
-        """The best time over numbers of micro-batches, each about twice the last: from one on, up and down, until one is slower
-        or, downwards, does not fit: fewer hold more."""
-        doubled = list(_doubled(numbers))
-        start = min(range(len(doubled)), key=lambda place: abs(math.log(doubled[place] / near)))
-        best = first = seconds(doubled[start])
-        for side, fewer in ((doubled[start + 1 :], False), (doubled[:start][::-1], True)):
+        """The best time over numbers of micro-batches, or of ranks: from one on, up and down, until one is slower or,
+        downwards, does not fit: fewer hold more."""
+        start = min(range(len(numbers)), key=lambda place: abs(math.log(numbers[place] / near)))
+        best = first = seconds(numbers[start])
+        for side, fewer in ((numbers[start + 1 :], False), (numbers[:start][::-1], True)):
             before = first
             for place, runs in enumerate(side):
                 if fewer and before == math.inf and self.refused and isinstance(self.refused[-1], BudgetError):
@@ -260,6 +262,12 @@ class PipelineSearch:
                     continue
                 if cut.starts not in steps:
                     steps[cut.starts] = StageSteps(step, cut.starts)
+                if self.large and self.seconds < math.inf:
+                    least = hoped(steps[cut.starts], cut, over.planner)
+                    if least >= self.seconds:
+                        self.fared["slower with one micro-batch in flight"] += 1
+                        slower = min(slower, least)
+                        continue
                 made = staged(steps[cut.starts], over.mesh, over.axis, cut, over.planner, self.seconds)
             except SlowerStagesError as error:
                 self.fared["slower by their first stages"] += 1

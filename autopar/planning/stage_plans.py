@@ -90,10 +90,11 @@ class StagePlanner:
         self.mesh, self.link, self.options, self.settings = mesh, link, replace(options, pipeline=None), settings
         self._known: dict[str, _Solved | BudgetError] = {}
 
-    def planned(self, steps: StageSteps, cut: Cut) -> Iterator[StagePlan]:
+    def planned(self, steps: StageSteps, cut: Cut, *, alone: bool = False) -> Iterator[StagePlan]:
         """The stages in order: what the one before it sends a stage receives, and what stages share they store alike.
 
-        Raises BudgetError, which names the stage, where one has no plan that fits with its micro-batches in flight.
+        With `alone` each holds one micro-batch at a time, whatever its schedule has in flight: soon solved, and hardly slower
+        than a plan that holds them all. Raises BudgetError, which names the stage, where one has no plan that fits.
         """
         constrained(steps.step, self.mesh, self.options.constraints)  # which raises for what is in no stage
         wanted = _by_value(steps.step.program, self.options.constraints)
@@ -107,7 +108,8 @@ class StagePlanner:
             step, times = steps.made(place, layouts, in_flight(cut.schedule, place)), tuple(moments(cut.schedule, place))
             known, names = wanted | alike, step.program.values.keys() - step.received.keys()
             of_stage = {escape(name): line for name, line in known.items() if name in names}
-            made = self._within(step, times, replace(self.options, constraints=of_stage, budget=budget), limit, place, chunks)
+            asked = replace(self.options, constraints=of_stage, budget=budget)
+            made = self._flying(step, 1, asked) if alone else self._within(step, times, asked, limit, place, chunks)
             program, ends = step.program, dict(zip(_stored(step.program), made.stored, strict=True))
             layouts = {output.path: layout for output, layout in zip(program.outputs, made.outputs, strict=True)}
             alike |= {
@@ -117,7 +119,7 @@ class StagePlanner:
             }
             yield StagePlan(
                 step=step,
-                options=replace(self.options, constraints=of_stage, budget=budget),
+                options=asked,
                 seconds=made.seconds,
                 peak=made.peak(times),
                 outputs=layouts,
@@ -144,11 +146,10 @@ class StagePlanner:
 
         What is deferred counts like micro-batches in flight in the rows, which is more where I frees what W does not need.
         """
-        assert step.stage is not None, "it is a stage"
         least, filled = 0, object()
         for flights in dict.fromkeys((1, step.flights, max(now.flights + now.waiting for now in times))):
             try:
-                made = self._solved(replace(step, stage=replace(step.stage, flights=flights, link=self.link)), options)
+                made = self._flying(step, flights, options)
             except BudgetError as error:  # the budget that the last one needs is that of the stage
                 least, filled = int(str(error.details[SMALLEST]).removeprefix("budget=")), error.details["filled"]
                 continue
@@ -162,6 +163,11 @@ class StagePlanner:
             filled=filled,
             fix="more micro-batches of fewer samples, more stages, 1f1b in the place of gpipe, or a larger budget",
         )
+
+    def _flying(self, step: TrainingStep, flights: int, options: Options) -> _Solved:
+        """A stage solved with so many micro-batches in flight in the rows of its memory."""
+        assert step.stage is not None, "it is a stage"
+        return self._solved(replace(step, stage=replace(step.stage, flights=flights, link=self.link)), options)
 
     def _solved(self, step: TrainingStep, options: Options) -> _Solved:
         """A stage solved as it is, or as one like it was."""
