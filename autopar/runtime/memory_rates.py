@@ -25,7 +25,7 @@ STEPPED = 1 << 24  # float32 parameters of the step on the host: more than cache
 WRITTEN: Bytes = 1 << 30  # of the file
 SMALL: Bytes = 4096  # of one access
 ACCESSES = 101
-Timed = Callable[[Callable[[], object], list[float]], Seconds]  # the median time of a call; what rounds differ by is added
+Measured = Callable[[Callable[[], object], list[float]], Seconds]  # the median time of a call; what rounds differ by is added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class DiskTimes:
     latency: Seconds
 
 
-def host_times(device: torch.device, noise: list[float], timed: Timed) -> HostTimes:
+def host_times(device: torch.device, noise: list[float], timed: Measured) -> HostTimes:
     """Measure a device's copies and a fused step of AdamW by this process's threads, while other ranks do the same."""
 
     def copied(size: Bytes) -> Seconds:

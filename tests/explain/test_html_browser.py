@@ -90,6 +90,16 @@ def until(driver: Any, reached: Callable[[], object]) -> None:
     raise AssertionError(driver.get_log("browser"))
 
 
+def clicked(driver: Any, element: Any) -> bool:
+    """Scroll to an element and click on it; not if the page has moved it meanwhile."""
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element)
+    try:
+        element.click()
+    except exceptions.ElementClickInterceptedException:
+        return False
+    return True
+
+
 def errors(driver: Any) -> list[str]:
     """What the console says since it was last asked, but for Bokeh's version."""
     return [entry["message"] for entry in driver.get_log("browser") if entry["level"] != "INFO"]
@@ -143,8 +153,7 @@ def test_an_operator_says_why_by_click_and_by_key(driver: Any, page: Path) -> No
     summary.send_keys("\ue007")  # Enter
     assert why.is_displayed()
     assert "chosen" in why.text
-    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", summary)
-    summary.click()
+    until(driver, lambda: clicked(driver, summary))
     assert not why.is_displayed()
     fold = driver.find_element("id", "fold")
     driver.execute_script("arguments[0].click()", fold)
