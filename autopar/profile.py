@@ -107,10 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     options = parser().parse_args(arguments)
     try:
-        with progress("measuring the disk") as tell:
-            disk = disk_times(options.disk) if options.disk else None
-            tell("building and capturing the models")
+        with progress("building and capturing the models") as tell:
             programs = [read_program(*built(target)).program for target in options.targets]
+            if options.disk:
+                tell("measuring the disk")
+            disk = disk_times(options.disk) if options.disk else None
             tell(f"measuring operators and collectives on {options.processes} processes")
             measure = gpu_profile if options.cuda else profile
             device, noise = measure(programs, options.processes, disk)

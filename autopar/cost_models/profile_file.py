@@ -141,12 +141,12 @@ def _memories(found: _Profile) -> dict[str, Any]:
     if host := found.host:
         positive("a measured host's", {"latency": host.latency}, zero=True)
         positive("a measured host's", {"bandwidth of the bus": host.bandwidth})
-        memories["host"] = Link(
-            name="measured, host", latency=host.latency, bandwidth=host.bandwidth, source=found.source
-        )  # fmt: skip
-        memories |= {
-            "host_memory": int(host.memory), "host_bandwidth": host.memory_bandwidth, "host_source": found.source,
-        }  # fmt: skip
+        memories = {
+            "host": Link(name="measured, host", latency=host.latency, bandwidth=host.bandwidth, source=found.source),
+            "host_memory": int(host.memory),
+            "host_bandwidth": host.memory_bandwidth,
+            "host_source": found.source,
+        }
     if disk := found.disk:
         memories["disk"] = Disk(**asdict(disk) | {"memory": int(disk.memory)}, source=found.source)
     return memories

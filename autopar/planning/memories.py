@@ -43,10 +43,10 @@ def with_memories(mesh: Mesh, options: Options) -> Mesh:
         raise _lacking(device, options)
     if MEMORY in mesh.axes:
         raise MeshError(f"a mesh axis is called {MEMORY!r}, which is that of the device's memories", fix="another name")
-    link = device.host or Link(
-        name="memory", latency=0.0, bandwidth=device.bandwidth, source=device.source
-    )  # a CPU beside a disk
-    return replace(mesh.with_memories(link), device=_shared(device, memory, disk, min(mesh.size, device.per_node)))
+    own = Link(name="memory", latency=0.0, bandwidth=device.bandwidth, source=device.source)  # of a CPU beside a disk
+    return replace(
+        mesh.with_memories(device.host or own), device=_shared(device, memory, disk, min(mesh.size, device.per_node))
+    )
 
 
 def _shared(device: Device, memory: Bytes, disk: Disk | None, sharing: int) -> Device:

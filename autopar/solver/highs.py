@@ -133,7 +133,7 @@ def require_integers(solver: highspy.Highs, columns: Ints, most: float) -> None:
 
 
 def trust_start(solver: highspy.Highs) -> None:
-    """Look for no other solutions by programs within the program: one is known, and its neighbourhood was searched.
+    """Look for no other solutions by programs within the program: one is known, of a dive or of a smaller search.
 
     ViT-L on (8, 8): 0.7 CPU seconds, 1.8 with them.
     """
