@@ -121,7 +121,7 @@ def plan(
             "zb-v" with gradients of weights deferred, or a file in torch's notation, "table.csv"; "auto": the fastest of those
             with names.
         time_limit: seconds after which the search ends with the best plan that it knows; by default none, and no clock
-            decides which plan is chosen.
+            decides which plan is chosen. Ctrl-C ends it as well, with KeyboardInterrupt where no plan is known.
 
     Returns:
         The fastest plan that fits the budget, or the best found, with the proven gap.

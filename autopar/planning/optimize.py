@@ -46,7 +46,7 @@ Stop = Callable[[str], None]  # called with the name of each phase when it ends
 class Optimized:
     """A planning problem with its solution; `memory_model` holds the problem and the memory of its solutions.
 
-    The problem is that of a `strategy`, which may be another than was asked for; `stopped`: the deadline ended the search;
+    The problem is that of a `strategy`, which may be another than was asked for; `stopped` is what ended the search early;
     `shapes`: the sizes of each mesh that was tried, and how it fared; `loop` solved the problem, if what it has is of use
     still; `decided` says what the simulator decided (`planning.decide`).
     """
@@ -55,7 +55,7 @@ class Optimized:
     solution: Solution
     optimizer: Optimizer
     strategy: str = AUTO
-    stopped: bool = False
+    stopped: str = ""
     shapes: tuple[str, ...] = ()
     loop: BudgetLoop | None = None
     decided: str = ""
@@ -106,9 +106,10 @@ def solved(
         best = Optimized(
             memory_model=memory_model, solution=solution, optimizer=optimizer, strategy=options.strategy, loop=loop
         )
-        best = _beside_strategies(best, loop, options, limit, settings)
+        settings.deadline.note_solution()
+        best = _beside_strategies(best, loop, options, limit, settings, stopped=deadline.passed)
     stop("solve")
-    return replace(best, stopped=deadline.passed and best.solution.status != "optimal")
+    return replace(best, stopped=deadline.text if deadline.passed and best.solution.status != "optimal" else "")
 
 
 def solved_within(
@@ -130,10 +131,11 @@ def solved_within(
 
 
 def _beside_strategies(
-    best: Optimized, loop: BudgetLoop, options: Options, limit: Bytes, settings: SearchSettings
+    best: Optimized, loop: BudgetLoop, options: Options, limit: Bytes, settings: SearchSettings, *, stopped: bool = False
 ) -> Optimized:
     """The better of a solution and of `zero1` where weights gathered once may be hidden better; where it is far from its bound,
-    of all named strategies, and of the unconstrained layouts if the limit of its `loop` binds."""
+    or may be since its search was stopped, of all named strategies; and of the unconstrained layouts if the limit of its `loop`
+    binds."""
     if options.strategy != "auto":
         return best
     analysis, gap = best.formulated.analysis, _gap(best)
@@ -141,7 +143,7 @@ def _beside_strategies(
         if loop.binds and gap > settings.free_layouts_gap:
             best = _with_free_layouts(best, loop, limit, settings)
     once = (ONCE,) if analysis.step.loop or _waits(best) > settings.once_gap else ()  # a program of its own
-    named = NAMED if gap > settings.strategies_gap else once
+    named = NAMED if gap > (settings.gap if stopped else settings.strategies_gap) else once
     return _best_named(best, best.memory_model, options, limit, named, settings, best.solution.bound) or best
 
 

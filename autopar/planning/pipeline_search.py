@@ -57,7 +57,8 @@ def make_pipeline_plan(model: nn.Module, sample_input: object, mesh: object, opt
     """Capture a model and plan it in stages; see `autopar.plan`."""
     settings = limited(DEFAULTS, options)
     captured = read_program(model, sample_input, options)
-    return search_pipeline(captured.program, connected_meshes(mesh, options, captured.program), options, settings).plan()
+    with settings.deadline.heard():
+        return search_pipeline(captured.program, connected_meshes(mesh, options, captured.program), options, settings).plan()
 
 
 def plan_on(program: Program, meshes: Sequence[Mesh], options: Options) -> Plan:
@@ -316,7 +317,7 @@ class PipelineSearch:
         fared = f"{self.fared.pop('planned', 0)} pipelines planned"
         searched = "; ".join([fared, *(f"{count} {how}" for how, count in self.fared.items() if count)])
         if self.settings.deadline.passed:
-            searched += f"; until the time_limit of {self.settings.deadline.seconds:g} s"
+            searched += f"; until {self.settings.deadline.text}"
         if self.without is not None:
             return replace(to_plan(self.without, self.options), searched=f"no stages is best: {searched}")
         if self.found is None:

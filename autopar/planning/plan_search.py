@@ -18,7 +18,7 @@ from autopar.plan.options import AUTO, Options
 from autopar.planning.decide import decided
 from autopar.planning.model_checks import useless_axes, without_rule
 from autopar.planning.optimize import SMALLEST, Optimized, Stop, analysed, cheaper, solution_time, solved
-from autopar.solver.deadline import NEVER, Deadline
+from autopar.solver.deadline import NEVER, Deadline, Interrupt
 from autopar.solver.highs import SlowerError, SolverError, TimeLimitError
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
@@ -89,16 +89,19 @@ def _best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, se
 
 
 def limited(settings: SearchSettings, options: Options) -> SearchSettings:
-    """The settings with the time limit that is asked for, which begins now; with their own deadline where they have one.
+    """The settings with the time limit that is asked for, which begins now, and with an ear for Ctrl-C; with their own deadline
+    where they have one.
 
     Raises ConstraintError if that is not a number of seconds.
     """
     seconds = options.time_limit
-    if seconds is None:
+    if settings.deadline is not NEVER:
         return settings
+    if seconds is None:
+        return replace(settings, deadline=Deadline(interrupt=Interrupt()))
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < files.LARGEST:
         raise ConstraintError(f"time_limit={seconds!r} is not a number of seconds", fix="time_limit=60, or None for no limit")
-    return replace(settings, deadline=Deadline.after(seconds)) if settings.deadline is NEVER else settings
+    return replace(settings, deadline=replace(Deadline.after(seconds), interrupt=Interrupt()))
 
 
 def _number(asked: int | str) -> int:

@@ -87,7 +87,8 @@ def make_plan(
     captured = read_program(model, sample_input, options)
     sizes = declared(options.dynamic, captured.signature.shapes)
     clock.stop("capture")
-    found = best_shape(captured.program, connected_meshes(mesh, options, captured.program), options, clock.stop, settings)
+    with settings.deadline.heard():
+        found = best_shape(captured.program, connected_meshes(mesh, options, captured.program), options, clock.stop, settings)
     resolved = with_dynamic_sizes(resolved_plan(found, options), sizes, model, sample_input)
     clock.stop("write")
     return Planned(resolved=resolved, captured=captured, solved=found, phases=clock.phases)
@@ -260,8 +261,8 @@ def _searched(found: Optimized, options: Options) -> Iterator[str]:
     """What a plan says of how it was searched."""
     if len(found.shapes) > 1:
         yield f"the fastest of {len(found.shapes)} shapes of the mesh: {', '.join(found.shapes)}"
-    if found.stopped and options.time_limit:
-        yield f"until the time_limit of {options.time_limit:g} s"
+    if found.stopped:
+        yield f"until {found.stopped}"
     if found.decided:
         yield found.decided
 

@@ -63,28 +63,37 @@ def whole(problem: Problem, settings: SearchSettings, cutoff: float = math.inf) 
 
 def core(problem: Problem, settings: SearchSettings, cutoff: float = math.inf) -> Core | None:
     """A core that holds every solution that is cheaper than one that is known, or than the cutoff in seconds; None if none is
-    below the cutoff."""
+    below the cutoff. At the deadline the last core that rounds to a solution, though it may not hold all that are cheaper.
+
+    Raises TimeLimitError if the deadline comes before there is one.
+    """
     dual, everything = dual_ascent(problem, settings), whole_problem(problem)
     if dual.bound >= cutoff:
         return None
-    try:
-        found = _smallest(problem, dual, everything, settings, cutoff)
-    except TimeLimitError as error:
-        raise TimeLimitError(settings.deadline, dual.bound) from error
+    found = _smallest(problem, dual, everything, settings, cutoff)
     return found and replace(found, dual=dual)
 
 
 def _smallest(problem: Problem, dual: DualBound, everything: Window, settings: SearchSettings, cutoff: float) -> Core | None:
-    for share in settings.core_windows:
-        found = _up_to(min(cutoff, (1 + share) * dual.bound), everything, dual, settings, cutoff)
-        price = math.inf if found is None else _price(found, settings)
-        if found is not None and found.holds < price < math.inf:
-            found = _up_to(min(cutoff, price), everything, dual, settings, cutoff)
-        if found is None:
-            break
-        if found.holds >= min(cutoff, price):
-            return None if found.relaxed.result is None else found
-    found = whole(problem, settings, cutoff)
+    known: Core | None = None
+    try:
+        for share in settings.core_windows:
+            found = _up_to(min(cutoff, (1 + share) * dual.bound), everything, dual, settings, cutoff)
+            price = math.inf if found is None else _price(found, settings)
+            if price < math.inf:
+                known = found
+                settings.deadline.note_solution()
+            if found is not None and found.holds < price < math.inf:
+                found = _up_to(min(cutoff, price), everything, dual, settings, cutoff)
+            if found is None:
+                break
+            if found.holds >= min(cutoff, price):
+                return None if found.relaxed.result is None else found
+        found = whole(problem, settings, cutoff)
+    except TimeLimitError as error:
+        if known is None:
+            raise TimeLimitError(settings.deadline, dual.bound) from error
+        return known
     return None if found.relaxed.result is None and cutoff < math.inf else found
 
 

@@ -1,15 +1,58 @@
-"""When a search ends that the user limits in seconds: by default never, so that no clock decides which plan is chosen."""
+"""When a search ends before its end: at a moment that the user sets, or at Ctrl-C. By default no clock decides a plan."""
 
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from types import FrameType
+
+from autopar.errors import AutoparError
+
+
+@dataclass(slots=True)
+class Interrupt:
+    """Whether Ctrl-C was `pressed` where a search listened and a solution was `known`: then it ends with that."""
+
+    known: bool = False
+    pressed: bool = False
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Listen to Ctrl-C, which does what it always does where nothing is known, at once, or where it is pressed twice.
+
+        Only the main thread hears of it, and only where Python handles it. Where what was known turns out to be no answer, and
+        the search ends in an error, Ctrl-C does what it does as well.
+        """
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler) or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if self.pressed or not self.known:
+                handler(number, frame)
+            self.pressed = True
+
+        signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        except AutoparError:
+            if self.pressed:
+                handler(signal.SIGINT, None)
+            raise
+        finally:
+            signal.signal(signal.SIGINT, handler)
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A `moment` of a clock that only goes forward, `seconds` after it was set; the default never comes.
+    """A `moment` of a clock that only goes forward, `seconds` after it was set, or that of an interrupt; the default never
+    comes.
 
     >>> NEVER.passed, Deadline.after(0).passed
     (False, True)
@@ -17,6 +60,7 @@ class Deadline:
 
     moment: float = math.inf
     seconds: float = math.inf
+    interrupt: Interrupt | None = None
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
@@ -25,12 +69,28 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether the moment has come."""
-        return self.moment < math.inf and time.monotonic() >= self.moment
+        """Whether the moment has come, or Ctrl-C was pressed."""
+        pressed = self.interrupt is not None and self.interrupt.pressed
+        return pressed or (self.moment < math.inf and time.monotonic() >= self.moment)
+
+    @property
+    def text(self) -> str:
+        """What ends the search."""
+        pressed = self.interrupt is not None and self.interrupt.pressed
+        return "Ctrl-C" if pressed else f"the time_limit of {self.seconds:g} s"
+
+    def note_solution(self) -> None:
+        """A solution is known, with which Ctrl-C may end the search."""
+        if self.interrupt is not None:
+            self.interrupt.known = True
+
+    def heard(self) -> AbstractContextManager[None]:
+        """Listen to Ctrl-C: see `Interrupt.heard`."""
+        return nullcontext() if self.interrupt is None else self.interrupt.heard()
 
     def earlier(self, share: float) -> Deadline:
         """The moment at which only this share of the seconds is left."""
-        return self if self.moment == math.inf else Deadline(self.moment - share * self.seconds, self.seconds)
+        return self if self.moment == math.inf else replace(self, moment=self.moment - share * self.seconds)
 
 
 NEVER = Deadline()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solver.core import core
+from autopar.solver.core import Core, core
 from autopar.solver.integer_program import IntegerProgram
 from autopar.solver.overlap import Load
 from autopar.solver.problem import Bools, Floats, Problem, Solution
@@ -45,14 +45,20 @@ class Weighed:
         return selected(problem, [np.flatnonzero(one) for one in picks], arcs)
 
 
-def best_weights(problem: Problem, settings: SearchSettings) -> Weighed:
-    """Weights whose bound is within `weights_gap` of the best; after `weights_rounds` rounds the best so far."""
+def best_weights(problem: Problem, settings: SearchSettings, first: Core | None = None) -> Weighed:
+    """Weights whose bound is within `weights_gap` of the best; after `weights_rounds` rounds the best so far.
+
+    Args:
+        problem: with regions.
+        settings: see `SearchSettings`.
+        first: a core of the problem, relaxed without its regions, if there is one: what the first weights, of zero, lead to.
+    """
     weights: Weights = [np.zeros(len(region.links)) for region in problem.regions]
     best, bound = weights, -np.inf
     picks = [np.zeros(len(choice.seconds), bool) for choice in problem.choices]
     arcs = [np.zeros(len(edge.seconds), bool) for edge in problem.edges]
     for _ in range(settings.weights_rounds):
-        found = core(weighed(problem, weights), settings)
+        found, first = first or core(weighed(problem, weights), settings), None
         if found is None or found.relaxed.result is None:
             break
         if found.bound > bound:

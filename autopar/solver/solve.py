@@ -156,6 +156,8 @@ class Solver:
         enough = 0.0 if self._weighed is None else self.settings.dive_gap
         try:
             found = self._near(self._whole, memory, cutoff)
+            if found.solution is not None:
+                self.settings.deadline.note_solution()
             if found.solution is not None and not found.complete and found.seconds > (1 + enough) * found.bound:
                 found = self._proven(self._whole, memory, found.solution, found.bound)
                 self._series = True
@@ -174,7 +176,7 @@ class Solver:
         columns = sum(len(choice.seconds) for choice in problem.choices)
         columns += sum(len(edge.seconds) * len(edge.consumers) for edge in problem.edges)
         if self._weighed is None and problem.regions and columns >= settings.weighed_columns:
-            self._weighed = best_weights(problem, settings)
+            self._weighed = best_weights(problem, settings, self._core)
         return self._weighed
 
     def _proven_by_weights(self, memory: LazyRows, best: Solution, bound: float) -> Outcome:

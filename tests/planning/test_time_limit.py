@@ -151,5 +151,48 @@ def test_ctrl_c_ends_planning_and_torch_is_as_it_was(place: str, monkeypatch: py
     assert autopar.plan(model, sample, (2, 4), device="h100").status == "optimal"
 
 
+def pressed_when_known(monkeypatch: pytest.MonkeyPatch, times: int = 1) -> None:
+    """Have Ctrl-C pressed as soon as the search knows a solution."""
+    note, pressed = Deadline.note_solution, list[int]()
+
+    def noted(deadline: Deadline) -> None:
+        note(deadline)
+        if not pressed:
+            pressed.append(1)
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Deadline, "note_solution", noted)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize(
+    "options", [{}, {"microbatches": "auto"}, {"pipeline": "auto"}], ids=["plain", "microbatches", "stages"]
+)
+def test_ctrl_c_gives_the_best_plan_that_is_known_and_pressed_twice_none(
+    options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sample, handler = Layers(WIDTHS), torch.zeros(32, 64), signal.getsignal(signal.SIGINT)
+    whole = autopar.plan(model, sample, (2, 4), device="h100", **options)  # type: ignore[arg-type]
+    with monkeypatch.context() as patched:
+        pressed_when_known(patched)
+        cut = autopar.plan(model, sample, (2, 4), device="h100", **options)  # type: ignore[arg-type]
+    assert cut.step_time >= whole.step_time * (1 - 1e-9)
+    assert (1 - cut.gap) * cut.step_time <= whole.step_time * (1 + 1e-9)
+    assert "Ctrl-C" not in whole.searched
+    assert "until Ctrl-C" in cut.searched or cut.status == "optimal"
+    pressed_when_known(monkeypatch, times=2)
+    with pytest.raises(KeyboardInterrupt):
+        autopar.plan(model, sample, (2, 4), device="h100", **options)  # type: ignore[arg-type]
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_is_one_where_what_was_known_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    pressed_when_known(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        autopar.plan(Layers(WIDTHS), torch.zeros(32, 64), (2, 4), device="h100", budget=1000)
+
+
 def test_the_error_is_one_of_autopars() -> None:
     assert issubclass(TimeLimitError, AutoparError)
