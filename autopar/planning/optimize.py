@@ -81,9 +81,11 @@ def solved(
 ) -> Optimized:
     """The solution for an analysed program.
 
+    At the deadline the best that is known counts; else the best named strategy, the first one however long it takes.
+
     Raises ConstraintError, MeshError or BudgetError if there is none, SolverError where a limit of the settings leaves no
-    answer, and TimeLimitError where the deadline does: then the best that is known counts, or else the best named strategy
-    that is solved by the deadline. Raises SlowerError if no solution is faster than the settings ask for.
+    answer, and TimeLimitError where the deadline does, or Ctrl-C. Raises SlowerError if no solution is faster than the settings
+    ask for.
     """
     optimizer, limit = options.stepped, parse_bytes(options.budget, mesh)
     memory_model = _formulated(analysis, mesh, optimizer, options)
@@ -291,16 +293,17 @@ def _best_named(
         best: the solution.
         posed: the problem of all layouts, of which every solution takes `bound` seconds or more.
         options, limit, settings: as for `solved`.
-        named: the strategies; at the deadline the others are left out.
+        named: the strategies; at the deadline the others are left out, if anything is known then.
         bound: see `posed`.
     """
     analysis, mesh = posed.formulated.analysis, posed.formulated.mesh
     optimizer = options.stepped
     for strategy in named:
         seconds = math.inf if best is None else solution_time(best.formulated, best.solution)
+        deadline = settings.deadline.only_interrupt() if best is None else settings.deadline
         try:
             model = _formulated(analysis, mesh, optimizer, replace(options, strategy=strategy))
-            found = BudgetLoop(model.formulated, model, settings).near(limit, seconds).solution
+            found = BudgetLoop(model.formulated, model, replace(settings, deadline=deadline)).near(limit, seconds).solution
         except ConstraintError:
             continue
         except TimeLimitError:

@@ -42,6 +42,8 @@ def best_shape(
     best: Optimized | None = None
     seconds, shapes, refused = math.inf, list[str](), list[AutoparError]()
     for mesh in meshes:
+        if best is not None and settings.deadline.passed:
+            break
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:

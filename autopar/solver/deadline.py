@@ -79,6 +79,10 @@ class Deadline:
         pressed = self.interrupt is not None and self.interrupt.pressed
         return "Ctrl-C" if pressed else f"the time_limit of {self.seconds:g} s"
 
+    def only_interrupt(self) -> Deadline:
+        """No moment: only Ctrl-C ends the search."""
+        return Deadline(interrupt=self.interrupt)
+
     def note_solution(self) -> None:
         """A solution is known, with which Ctrl-C may end the search."""
         if self.interrupt is not None:

@@ -38,7 +38,7 @@ class TimeLimitError(SolverError):
 
     def __init__(self, deadline: Deadline, bound: float = 0.0) -> None:
         self.bound = bound
-        fix = "a longer time_limit=, or none; a named strategy, or more constraints, leave less to search"
+        fix = "a longer time_limit=, or none; strategy='auto' takes the first named strategy that fits"
         super().__init__(f"no plan was found in the time_limit of {deadline.seconds:g} s", fix=fix)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import autopar
-from autopar.errors import AutoparError, ConstraintError
+from autopar.errors import AutoparError, BudgetError, ConstraintError
 from autopar.explain.command import main
 from autopar.ir.training_step import TrainingStep
 from autopar.plan.options import Options
@@ -83,11 +84,22 @@ def test_a_limit_that_is_long_enough_changes_nothing_and_one_that_is_too_short_s
     assert str(limited) == str(free)
     limited.save(tmp_path / "plan.json")
     assert autopar.Plan.load(tmp_path / "plan.json") == limited
-    for more in ({}, {"microbatches": "auto"}, {"strategy": "fsdp"}, {"pipeline": "auto"}):
-        with pytest.raises(
-            TimeLimitError, match=r"no plan was found in the time_limit of 1e-09 s\n  fix +a longer time_limit="
-        ):
-            autopar.plan(model, sample, (2, 4), device="h100", time_limit=1e-9, **more)  # type: ignore[arg-type]
+    with pytest.raises(TimeLimitError, match=r"no plan was found in the time_limit of 1e-09 s\n  fix +a longer time_limit="):
+        autopar.plan(model, sample, (2, 4), device="h100", time_limit=1e-9, strategy="fsdp")
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": "auto"}, {"pipeline": "auto"}, {"budget": "1MB"}], ids=str)
+def test_where_nothing_is_known_at_the_limit_the_plan_is_the_first_named_strategy_that_fits(options: dict[str, str]) -> None:
+    model, sample = Layers(WIDTHS), torch.zeros(32, 64)
+    plan = autopar.plan(model, sample, (2, 4), device="h100", time_limit=1e-9, **options)  # type: ignore[arg-type]
+    fits = []
+    for name in NAMED:
+        with suppress(BudgetError):
+            named = autopar.plan(model, sample, (2, 4), device="h100", strategy=name, budget=options.get("budget"))
+            fits.append(named.step_time)
+    assert plan.step_time == pytest.approx(fits[0], rel=1e-9)
+    assert 0 < plan.gap <= 1
+    assert "until the time_limit of 1e-09 s" in plan.searched
 
 
 @pytest.mark.parametrize("wrong", [0, -1, float("nan"), float("inf"), True, "60"], ids=str)
@@ -99,7 +111,7 @@ def test_a_time_limit_is_a_number_of_seconds(wrong: float) -> None:
 def test_the_command_has_a_time_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "made.py"
     file.write_text("import torch\ndef build():\n    return torch.nn.Linear(64, 64), torch.zeros(32, 64)\n")
-    asked = [f"{file}:build", "--mesh", "2", "--device", "h100", "--time-limit"]
+    asked = [f"{file}:build", "--mesh", "2", "--device", "h100", "--strategy", "fsdp", "--time-limit"]
     assert main([*asked, "1e-9"]) == 1
     assert "TimeLimitError: no plan was found in the time_limit of 1e-09 s" in capsys.readouterr().err
     assert main([*asked, "600"]) == 0
