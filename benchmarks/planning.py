@@ -4,6 +4,7 @@
     python benchmarks/planning.py gpt2 llama8b    these cases
     python benchmarks/planning.py --peaks         at the prices of before 2026-11-23: peaks, and a step is a sum
     python benchmarks/planning.py --beside PATH   each case by another checkout first
+    python benchmarks/planning.py qwen3-next --time-limit 60
 
 CPU seconds count all threads of the process, from its start; memory is its peak resident set up to there. Weights are bfloat16
 on meta, the device is an H100.
@@ -94,7 +95,7 @@ def peak_memory() -> int:
     return used if sys.platform == "darwin" else used * 1024
 
 
-def run(name: str, *, peaks: bool) -> None:
+def run(name: str, *, peaks: bool, limit: float | None) -> None:
     """Plan one case in this process and print where the time went."""
     case = CASES[name]
     print(f"{name}: batch {case.batch}, mesh {case.mesh}, {case.device}{', at peaks' * peaks}")
@@ -113,20 +114,22 @@ def run(name: str, *, peaks: bool) -> None:
     phases.done("model")
     captured = read_program(model, {"input_ids": tokens, "labels": tokens})
     phases.done("capture")
-    options = Options(device=case.device)
+    options = Options(device=case.device, time_limit=limit)
     mesh = connected_mesh(case.mesh, options)
     assert mesh.device is not None
     if peaks:
         mesh = replace(mesh, device=mesh.device.at_peak())
     plan = plan_program(captured.program, mesh, options, phases.done)
     print(f"  {'whole':<12} {phases.spent:7.2f} CPU s   {peak_memory() / 2**30:5.2f} GiB")
-    print(f"  step {plan.step_time:.6e} s, {plan.peak_memory / 2**30:.2f} GiB a device, {plan.status}, gap {plan.gap:.4%}")
+    ended = f"{plan.status}, gap {plan.gap:.4%}"
+    print(f"  step {plan.step_time:.6e} s, {plan.peak_memory / 2**30:.2f} GiB a device, {ended}", plan.searched)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; default: all")
     parser.add_argument("--here", metavar="CASE", help="run one case in this process")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="of the search, without capture")
     parser.add_argument("--peaks", action="store_true", help="kernels run at the device's peaks, and hide no message")
     parser.add_argument(
         "--beside", metavar="PATH", type=Path, help="another checkout, whose own benchmark runs each case first"
@@ -136,12 +139,13 @@ def main() -> int:
     if unknown:
         parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     if options.here:
-        run(options.here, peaks=options.peaks)
+        run(options.here, peaks=options.peaks, limit=options.time_limit)
     else:
         for name in options.cases or CASES:
             if options.beside:
                 _run(options.beside.resolve(), name)
-            _run(Path(__file__).resolve().parent.parent, name, *["--peaks"] * options.peaks)
+            more = ["--peaks"] * options.peaks + ["--time-limit", str(options.time_limit)] * (options.time_limit is not None)
+            _run(Path(__file__).resolve().parent.parent, name, *more)
     return 0
 
 
