@@ -35,7 +35,9 @@ types: $(STAMP)
 
 # Side by side: many tests keep one core busy, others wait for processes of their own. Each part is the tests of these rooms, about
 # as long as the others; each process of a part imports torch, and starts one pool of workers if it needs one.
+# Ranks that are threads or processes compute on one thread each: with more, those of torch and BLAS wait for each other busily.
 PARTS := unit-programs unit-operators unit-planning unit-numbers unit-users
+unit $(PARTS) thorough cost: export OMP_NUM_THREADS := 1
 unit: $(STAMP)
 	$(MAKE) --jobs=5 --output-sync=target $(PARTS)
 

@@ -24,6 +24,7 @@ from autopar.errors import printable
 
 OURS = "autopar.runtime."
 STRING = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""  # a literal of the source
+MARK = re.compile(rf"{STRING}|[][(){{}},]")
 WIDTH = 110  # of a line, where brackets allow to break it
 
 
@@ -86,7 +87,7 @@ def _split_deletion(line: str) -> list[str]:
 def _wrapped(line: str) -> Iterator[str]:
     """A line that is too long, broken between the items of its last bracket; several items may share a line."""
     indent = len(line) - len(line.lstrip())
-    opened = _last_bracket(line)
+    opened = _last_bracket(line) if len(line) > WIDTH else None
     if len(line) <= WIDTH or (opened is None and not line.lstrip().startswith("del ")):
         yield line
         return
@@ -120,23 +121,15 @@ def _filled(text: str, indent: int) -> Iterator[str]:
         yield f"{' ' * indent}{line}"
 
 
-def _scan(text: str) -> Iterator[tuple[int, str]]:
-    """The characters of a piece of Python outside of string literals, with their places."""
-    quote, escaped = "", False
-    for place, character in enumerate(text):
-        if quote:
-            quote = quote if escaped or character != quote else ""
-            escaped = not escaped and character == "\\"
-        elif character in "'\"":
-            quote = character
-        else:
-            yield place, character
+def _marks(text: str) -> Iterator[tuple[int, str]]:
+    """The brackets and commas of a piece of Python outside of string literals, with their places."""
+    return ((found.start(), found[0]) for found in MARK.finditer(text) if found[0][0] not in "'\"")
 
 
 def _last_bracket(text: str) -> tuple[int, int] | None:
     """Where the bracket opens and closes that ends a line, except for a comma or colon behind it; None if there is none."""
     stack, last = [], None
-    for place, character in _scan(text):
+    for place, character in _marks(text):
         if character in "([{":
             stack.append(place)
         elif character in ")]}":
@@ -150,7 +143,7 @@ def _last_bracket(text: str) -> tuple[int, int] | None:
 def _items(text: str) -> list[str]:
     """The parts of a text between the commas that are in no bracket."""
     depth, cuts = 0, [-1]
-    for place, character in _scan(text):
+    for place, character in _marks(text):
         depth += (character in "([{") - (character in ")]}")
         if character == "," and not depth:
             cuts.append(place)

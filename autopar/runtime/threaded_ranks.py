@@ -106,10 +106,18 @@ class ThreadedRanks:
                 group.abort()
 
 
+@functools.cache
+def _device() -> object:
+    """The network of all groups: each device of gloo has a thread that wakes up 100 times a second."""
+    return dist.ProcessGroupGloo.create_default_device()
+
+
 def _joined(store: Store, axis: Axis) -> dist.ProcessGroup:
     """A process group of this thread's own."""
     group = dist.ProcessGroup(store, axis.index, axis.size)
-    gloo = dist.ProcessGroupGloo(store, axis.index, axis.size, PATIENCE)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices, options._timeout = [_device()], PATIENCE
+    gloo = dist.ProcessGroupGloo(store, axis.index, axis.size, options)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._set_group_name(GroupName(axis.group))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from autopar.cost_models.catalog import DEVICES
 from autopar.formulation.budget_loop import within
+from autopar.ir.program import Program
 from autopar.passes.microbatches import microbatches
 from autopar.plan.options import Options
 from autopar.planning.decide import decided, simulated_seconds
@@ -21,22 +23,32 @@ from autopar.solver.problem import Solution
 from autopar.solver.proposal import summed
 from autopar.solver.settings import DEFAULTS
 from tests.capture.models import gpt2
+from tests.support.planning import layers
 
 BETA = 0.45
 
 
 @functools.cache
-def optimized(beta: float) -> tuple[Optimized, Options]:
-    """A GPT-2 on four devices whose links are slow beside their cores."""
-    torch.manual_seed(0)
+def optimized(beta: float, program: Callable[[], Program]) -> tuple[Optimized, Options]:
+    """The plan on four devices whose links are slow beside their cores."""
     asked = Options(device=replace(DEVICES["l4"], interference=beta))
     mesh = connected_mesh((2, 2), asked)
-    program = microbatches(read_program(*gpt2(layers=1)).program, 1)
-    return solved(analysed(program, mesh, asked), mesh, asked), asked
+    return solved(analysed(microbatches(program(), 1), mesh, asked), mesh, asked), asked
+
+
+def block() -> Program:
+    """A GPT-2 of one block."""
+    torch.manual_seed(0)
+    return read_program(*gpt2(layers=1)).program
+
+
+def products() -> Program:
+    """Layers, of which less memory is planned in a second."""
+    return layers(512, 256, 1024, 512, 256).program
 
 
 def test_prices_by_sums_are_those_of_a_device_that_gains_nothing_by_overlap() -> None:
-    by_law, by_sums = (optimized(beta)[0].formulated.problem for beta in (BETA, 1.0))
+    by_law, by_sums = (optimized(beta, block)[0].formulated.problem for beta in (BETA, 1.0))
     priced = summed(by_law, BETA)
     pairs = [(one.seconds, other.seconds) for one, other in zip(priced.choices, by_sums.choices, strict=True)]
     for one, other in zip(priced.edges, by_sums.edges, strict=True):
@@ -62,7 +74,7 @@ class Proposing:
 @functools.cache
 def smaller() -> Optimized:
     """The same in eight tenths of the memory."""
-    found, _ = optimized(BETA)
+    found, _ = optimized(BETA, products)
     peak = float(found.memory_model.walk(found.solution).max())
     small = within(found.formulated, found.memory_model, int(0.8 * peak))
     assert small is not None
@@ -71,7 +83,7 @@ def smaller() -> Optimized:
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_the_faster_of_two_is_the_plan_whichever_is_proposed(turned: bool) -> None:
-    found, asked = optimized(BETA)
+    found, asked = optimized(BETA, products)
     other = smaller()
     first, second = (other, found) if turned else (found, other)
     times = {one.solution.picks: simulated_seconds(one) for one in (found, other)}
@@ -86,6 +98,6 @@ def test_the_faster_of_two_is_the_plan_whichever_is_proposed(turned: bool) -> No
 
 
 def test_the_search_is_let_go_once_it_is_decided() -> None:
-    found, asked = optimized(BETA)
+    found, asked = optimized(BETA, products)
     assert found.loop is not None
     assert decided(found, asked, DEFAULTS, lambda phase: None).loop is None

@@ -65,7 +65,7 @@ CASES: list[tuple[str, tuple[int, ...], str | int, int]] = [
     ("vit", (4,), "auto", 2),
     ("cnn", (2, 2), "ddp", 2),
     ("cnn", (2, 2), 0, 4),
-    ("gpt2", (4,), 1, 8),
+    ("gpt2", (2,), 1, 8),
     ("t5", (2, 2), 2, 2),
     ("bert", (4,), 3, 4),
 ]
