@@ -15,12 +15,14 @@ n_q ranks whose first stage is behind stage q, the means of (path) and of (own) 
 
 Each is a maximum or a sum over stages, so that dynamic programming over (stage, regions left) gives its exact minimum over all
 ways to go on: together the bound of a node of the search. Partitions are met in the order of this bound and timed by the clock,
-until the next bound is no better than the best time, which is then proven to be the least.
+until the next bound is no better than the best time, which is then proven to be the least. Where a good partition is known, no
+stage is considered that alone takes longer than its step, by (own).
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from autopar.pipeline.schedule import ActionKind, PipelineSchedule
 Price = Callable[[int, int, int], StageSeconds | None]
 Cuts = tuple[int, ...]
 NODES = 4000  # of the search, as many as the clock takes a few seconds for
+ROUNDING = 1e-9  # relative, of sums of seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,7 @@ def partition(
         simulations: after which the best so far is not improved any more by moving single regions.
         start: cuts that are known to be good.
     """
-    return _Search(schedule, regions, price, simulations).best(nodes, start)
+    return _Search(schedule, regions, price, simulations, start).best(nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -92,7 +95,9 @@ class _Node:
 class _Search:
     """`ways` holds, by stage and first region, the stops and seconds of what fits; the others the completion bounds."""
 
-    def __init__(self, schedule: PipelineSchedule, regions: int, price: Price, simulations: int) -> None:
+    def __init__(
+        self, schedule: PipelineSchedule, regions: int, price: Price, simulations: int, start: Cuts | None = None
+    ) -> None:
         self.schedule, self.regions, self.clock, self.simulations = schedule, regions, Clock(schedule), simulations
         self.count, self.m = schedule.stages, schedule.microbatches
         self.halves = any(row.action.kind == ActionKind.BACKWARD_INPUT for row in self.clock.rows)
@@ -103,10 +108,20 @@ class _Search:
         self.work: dict[tuple[int, int], float] = {}
         firsts = [min(s for s, rank in schedule.rank_of.items() if rank == r) for r in range(len(schedule.ranks))]
         self.behind = [sum(first > stage for first in firsts) / len(firsts) for stage in range(self.count)]
-        for stage in reversed(range(self.count)):
-            for start in range(stage, regions - self.count + stage + 1) if stage else (0,):
-                self._complete(stage, start, price)
         self.timed: dict[Cuts, float] = {}
+        self.start, self.longest = self._known(start, price)
+        for stage in reversed(range(self.count)):
+            for first in range(stage, regions - self.count + stage + 1) if stage else (0,):
+                self._complete(stage, first, price)
+
+    def _known(self, cuts: Cuts | None, price: Price) -> tuple[Cuts | None, float]:
+        """Cuts whose stages all fit, and the seconds of their step, above which no stage is of use."""
+        stages = [price(stage, *ends) for stage, ends in enumerate(itertools.pairwise(cuts or ()))]
+        fitting = [one for one in stages if one is not None]
+        if not cuts or len(fitting) < len(stages):
+            return None, math.inf
+        self.timed[cuts] = self.clock.seconds(fitting)
+        return cuts, self.timed[cuts] * (1 + ROUNDING)
 
     def _complete(self, stage: int, start: int, price: Price) -> None:
         """Price the ways of a stage that begins at a region, and bound what it and those after it add."""
@@ -115,7 +130,7 @@ class _Search:
         found = {}
         for stop in stops:
             seconds = price(stage, start, stop) if start < stop and (last or (stage + 1, stop) in self.ways) else None
-            if seconds is not None:
+            if seconds is not None and self.m * seconds.busy + seconds.once <= self.longest:
                 found[stop] = seconds
         if found:
             self.ways[stage, start] = found
@@ -167,11 +182,11 @@ class _Search:
     def _sends(self, stage: int, to: int) -> bool:
         return 0 <= to < self.count and self.schedule.rank_of[stage] != self.schedule.rank_of[to]
 
-    def best(self, nodes: int, start: Cuts | None) -> StagePartition | None:
+    def best(self, nodes: int) -> StagePartition | None:
         if (0, 0) not in self.ways:
             return None
         heap = [_Node(bound=0.0, missing=self.count, cuts=(0,))]
-        best: tuple[float, Cuts] = self._descend(start) if start and self._feasible(start) else (math.inf, ())
+        best: tuple[float, Cuts] = self._descend(self.start) if self.start else (math.inf, ())
         while heap and nodes and heap[0].bound < best[0]:
             node, nodes = heapq.heappop(heap), nodes - 1
             if node.missing:

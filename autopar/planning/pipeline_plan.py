@@ -80,6 +80,33 @@ def hoped(steps: StageSteps, cut: Cut, planner: StagePlanner) -> Seconds:
     return Clock(cut.schedule).seconds([stage.seconds for stage in planner.planned(steps, cut, alone=True)])
 
 
+def no_faster(cut: Cut, known: Sequence[StagedStep], below: Seconds, *, even: bool) -> bool:
+    """Whether stages as they are known take `below` seconds or longer by the schedule of a cut: the same ones, or parts of them
+    of which a rank has several, without any bubble, and, if parts are `even`, each as large as the others."""
+    schedule = cut.schedule
+    for one in known:
+        if one.cut.starts == cut.starts:
+            return Clock(schedule).seconds(one.stage_seconds) >= below
+    if not known or schedule.stages == len(schedule.ranks):
+        return False
+    first, chunks = known[0].stage_seconds, schedule.stages // len(schedule.ranks)
+    if sum(schedule.microbatches * one.busy + one.once for one in first) / len(first) >= below:
+        return True
+    parts = [
+        replace(
+            first[stage // chunks],
+            forward=first[stage // chunks].forward / chunks,
+            backward_input=first[stage // chunks].backward_input / chunks,
+            backward_weight=first[stage // chunks].backward_weight / chunks,
+            once=first[stage // chunks].once / chunks,
+            activations=first[0].activations,
+            gradients=first[-1].gradients,
+        )
+        for stage in range(schedule.stages)
+    ]
+    return even and Clock(schedule).seconds(parts) >= below
+
+
 def _planned(steps: StageSteps, cut: Cut, planner: StagePlanner, below: Seconds) -> Iterator[StagePlan]:
     """The stages in order, until they take too long."""
     known: list[StageSeconds] = []
@@ -160,4 +187,4 @@ def with_messages(stages: Sequence[StageSeconds], crossings: Sequence[Crossing],
     )
 
 
-__all__ = ["SlowerStagesError", "StagedStep", "hoped", "staged", "with_messages", "written"]
+__all__ = ["SlowerStagesError", "StagedStep", "hoped", "no_faster", "staged", "with_messages", "written"]

@@ -12,7 +12,9 @@ s; of stages that together take p F / m the least such T has all of these equal:
     T >= p F / (m (1 - (1 - 1/m)^p))              and T >= F with several stages a rank, or with backwards in halves
 
 Large programs are not searched to the end: more micro-batches, or ranks, are left out when the last ones made the step longer,
-and schedules other than 1f1b are tried only with the numbers that were best under that.
+and fewer when more made it shorter. By then a stage holds one micro-batch at a time, which is soon solved; with all that are in
+flight they are planned afterwards, the best first, until what is left is slower even so. Schedules other than 1f1b are tried
+only with the numbers that were best under that.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -29,27 +31,25 @@ from autopar.capture.assumptions import ASSUMED
 from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError
 from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
-from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import counts, microbatches
 from autopar.passes.padding import rooms
-from autopar.pipeline.clock import Clock
-from autopar.pipeline.schedule import PipelineSchedule
 from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Plan
-from autopar.plan.stages import StageSteps, loss_of
+from autopar.plan.stages import loss_of
 from autopar.planning.mesh_shapes import LARGE
 from autopar.planning.optimize import Optimized, solution_time
-from autopar.planning.pipeline_plan import SlowerStagesError, StagedStep, hoped, staged, written
-from autopar.planning.pipeline_space import PipelineAxis, ScheduledStages, cut_mesh, forms, products_floor
+from autopar.planning.pipeline_plan import SlowerStagesError, StagedStep, hoped, no_faster, staged, written
+from autopar.planning.pipeline_space import PipelineAxis, ScheduledStages, climbed, cut_mesh, doubled, forms, products_floor
 from autopar.planning.pipeline_stages import StageCuts, without_axis
 from autopar.planning.plan_search import PADDED, best_shape, best_variant, limited
 from autopar.planning.planner import connected_meshes, read_program, to_plan
 from autopar.planning.schedule_file import is_file, read_schedule
 from autopar.planning.stage_plans import StagePlanner
+from autopar.solver.deadline import NEVER
 from autopar.solver.highs import SlowerError, SolverError, TimeLimitError
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
-FULL = 2  # micro-batches for each rank from which the search of such a program goes up and down
+FULL = 4  # micro-batches for each rank from which the search of such a program goes up or down at first
 REFINED = 2  # pairs of ranks and micro-batches of such a program for which all schedules are tried
 
 
@@ -89,6 +89,7 @@ def search_pipeline(
             assert options.pipeline is not None, "a pipeline is asked for"
             _pipelined(program)
             search.over(mesh, options.pipeline)
+    search.settle()
     search.refine()
     search.fared["shapes of the mesh"] += len(meshes) if len(meshes) > 1 else 0
     return search
@@ -135,19 +136,25 @@ class PipelineSearch:
         self.found: tuple[StagedStep, StagePlanner, Options] | None = None
         self.fared: Counter[str] = Counter()
         self.refused: list[AutoparError] = []
-        self._parts: dict[int, TrainingStep] = {}
-        self._swept: list[tuple[Seconds, PipelineAxis, int]] = []  # of a large program: what 1f1b takes
+        self._known_cuts: dict[int, StageCuts] = {}
+        self._full: float = FULL
+        self._hoped: list[tuple[Seconds, PipelineAxis, int]] = []  # of a large program: what 1f1b may take
+        self._swept: list[tuple[Seconds, PipelineAxis, int]] = []  # and what it takes
 
     def both(self, mesh: Mesh) -> None:
         """Plan without stages and with them; in a large program with them first, for most plans without are proven slower by
         their relaxation then, which is soon solved."""
-        for search in (self.cuts, self.whole) if self.large else (self.whole, self.cuts):
-            search(mesh)
+        if not self.large:
+            self.whole(mesh)
+        self.cuts(mesh)
+        if self.large:
+            self.settle()
+            self.whole(mesh)
 
     def whole(self, mesh: Mesh) -> None:
         """Plan without stages; in a large program from a micro-batch of a sample for each part of the outermost axis on."""
         if self.large and self.options.microbatches == AUTO:
-            numbers = list(_doubled(counts(self.program)))
+            numbers = list(doubled(counts(self.program)))
             self._climb(numbers, numbers[-1] / mesh.sizes[0], lambda runs: self._whole(mesh, runs))
         else:
             self._whole(mesh, self.options.microbatches)
@@ -195,7 +202,8 @@ class PipelineSearch:
             return math.inf
 
     def over(self, mesh: Mesh, axis: str) -> Seconds:
-        """Search all numbers of micro-batches and schedules over an axis that has stages; the best time there."""
+        """Search all numbers of micro-batches and schedules over an axis that has stages; the best time there, of a large
+        program by 1f1b with one micro-batch in flight."""
         over, options = PipelineAxis.of(mesh, axis, self.options, self.settings), self.options
         if isinstance(options.microbatches, int):
             return self._number(over, options.microbatches, 0.0)
@@ -204,39 +212,73 @@ class PipelineSearch:
         floor, numbers = products_floor(self.program, mesh, options), list(counts(self.program))
         if not self.large:
             return min(self._number(over, runs, floor) for runs in numbers)
-        return self._climb(list(_doubled(numbers)), FULL * over.ranks, lambda runs: self._number(over, runs, floor))
-
-    def _climb(self, numbers: Sequence[int], near: float, seconds: Callable[[int], Seconds]) -> Seconds:
-        """The best time over numbers of micro-batches, or of ranks: from one on, up and down, until one is slower or,
-        downwards, does not fit: fewer hold more."""
-        start = min(range(len(numbers)), key=lambda place: abs(math.log(numbers[place] / near)))
-        best = first = seconds(numbers[start])
-        for side, fewer in ((numbers[start + 1 :], False), (numbers[:start][::-1], True)):
-            before = first
-            for place, runs in enumerate(side):
-                if fewer and before == math.inf and self.refused and isinstance(self.refused[-1], BudgetError):
-                    break
-                found = seconds(runs)
-                best = min(best, found)
-                if found > before or found == before < math.inf:
-                    self.fared["left out after slower ones"] += len(side) - place - 1
-                    break
-                before = found
+        best, runs = self._climb(list(doubled(numbers)), self._full * over.ranks, lambda runs: self._number(over, runs, floor))
+        if best < math.inf:
+            self._full = runs / over.ranks  # other numbers of ranks are fastest with about as many for each
         return best
 
+    def _climb(self, numbers: Sequence[int], near: float, seconds: Callable[[int], Seconds]) -> tuple[Seconds, int]:
+        """The best time over numbers of micro-batches, or of ranks, and the number that has it; see `climbed`."""
+
+        def short() -> bool:
+            return bool(self.refused) and isinstance(self.refused[-1], BudgetError)
+
+        best, number, left = climbed(numbers, near, seconds, short)
+        self.fared["left out after slower ones"] += left
+        return best, number
+
     def _number(self, over: PipelineAxis, runs: int, products: Seconds) -> Seconds:
-        """Search the schedules of so many micro-batches; their best time, infinite if the floor is above what is known."""
+        """Search the schedules of so many micro-batches; their best time, infinite if the floor is above what is known. Those
+        of a large program are left for `settle`, unless there is a deadline, by which there is to be a plan."""
         if over.floor(products, runs) >= self.seconds:
             self.fared["slower by their floor"] += 1
             return math.inf
-        found = self._schedules(over, runs, list(forms(over.options, over.ranks))[: 1 if self.large else None])
-        if self.large and found < math.inf:
-            self._swept.append((found, over, runs))
-        return found
+        if not self.large:
+            return self._schedules(over, runs, forms(over.options, over.ranks))
+        least = self._alone(over, runs)
+        if self.settings.deadline is not NEVER:
+            self.settle()
+        return least
+
+    def _alone(self, over: PipelineAxis, runs: int) -> Seconds:
+        """What a step takes by the first schedule if each stage holds one micro-batch at a time; infinite if there is none."""
+        if self._ended():
+            return math.inf
+        schedule, stages = next(forms(over.options, over.ranks))
+        try:
+            cuts = self._cuts(over, runs)
+            cut = cuts.chosen(over.mesh, over.axis, replace(over.options, schedule=schedule, stages=stages), runs)
+            least = hoped(cuts.steps(cut.starts), cut, over.planner)
+        except AutoparError as error:
+            self.refused.append(error)
+            return math.inf
+        self._hoped.append((least, over, runs))
+        return least
+
+    def settle(self) -> None:
+        """Plan the stages of a large program by the first schedule, those first that may be fastest, until the others cannot be
+        faster. Where all micro-batches in flight do not fit, more of them, which are smaller, may."""
+        tried = {(over, runs) for _, over, runs in (*self._hoped, *self._swept)}
+        while self._hoped:
+            best = min(self._hoped, key=_seconds)
+            self._hoped.remove(best)
+            least, over, runs = best
+            if least >= self.seconds:
+                self.fared["slower with one micro-batch in flight"] += 1
+                self._swept.append((least, over, runs))
+                continue
+            found = self._schedules(over, runs, [next(forms(over.options, over.ranks))])
+            if found < math.inf:
+                self._swept.append((found, over, runs))
+            elif over.options.microbatches == AUTO and self.refused and isinstance(self.refused[-1], BudgetError):
+                more = next((other for other in counts(self.program) if other >= 2 * runs), runs)
+                if (over, more) not in tried:
+                    tried.add((over, more))
+                    self._alone(over, more)
 
     def refine(self) -> None:
         """Try all schedules of a large program where 1f1b was fastest."""
-        for _, over, runs in sorted(self._swept, key=lambda one: one[0])[:REFINED]:
+        for _, over, runs in sorted(self._swept, key=_seconds)[:REFINED]:
             self._schedules(over, runs, forms(over.options, over.ranks))
 
     def _schedules(self, over: PipelineAxis, runs: int, ways: Iterable[ScheduledStages]) -> Seconds:
@@ -246,30 +288,27 @@ class PipelineSearch:
         if self._ended():
             return math.inf
         try:
-            step = self._parts[runs] if runs in self._parts else microbatches(self.program, runs)
+            cuts = self._cuts(over, runs)
         except ConstraintError as error:
             self.refused.append(error)
             return math.inf
-        self._parts[runs] = step
-        cuts, steps = StageCuts(step.program, over.mesh), dict[tuple[int, ...], StageSteps]()
         for schedule, stages in ways:
             if self._ended():
                 break
             asked = replace(over.options, schedule=schedule, stages=stages)
             try:
-                cut = cuts.chosen(over.axis, asked, runs)
-                if self._hopeless(cut.schedule, cut.starts, known):
+                cut = cuts.chosen(over.mesh, over.axis, asked, runs)
+                if no_faster(cut, known, self.seconds, even=self.large):
                     self.fared["no faster by the time of their schedule"] += 1
                     continue
-                if cut.starts not in steps:
-                    steps[cut.starts] = StageSteps(step, cut.starts)
+                steps = cuts.steps(cut.starts)
                 if self.large and self.seconds < math.inf:
-                    least = hoped(steps[cut.starts], cut, over.planner)
+                    least = hoped(steps, cut, over.planner)
                     if least >= self.seconds:
                         self.fared["slower with one micro-batch in flight"] += 1
                         slower = min(slower, least)
                         continue
-                made = staged(steps[cut.starts], over.mesh, over.axis, cut, over.planner, self.seconds)
+                made = staged(steps, over.mesh, over.axis, cut, over.planner, self.seconds)
             except SlowerStagesError as error:
                 self.fared["slower by their first stages"] += 1
                 slower = min(slower, error.seconds)
@@ -283,34 +322,16 @@ class PipelineSearch:
                 self.seconds, self.without, self.found = made.seconds, None, (made, over.planner, asked)
         return min((made.seconds for made in known), default=slower)
 
+    def _cuts(self, over: PipelineAxis, runs: int) -> StageCuts:
+        """The cuts of a step of so many micro-batches, for all meshes, whose device is one."""
+        if runs not in self._known_cuts:
+            assert over.mesh.device is not None, "a mesh is planned with its device"
+            self._known_cuts[runs] = StageCuts(microbatches(self.program, runs), over.mesh.device)
+        return self._known_cuts[runs]
+
     def _ended(self) -> bool:
         """Whether the deadline has come, and something was tried."""
         return self.settings.deadline.passed and (self.seconds < math.inf or bool(self.refused))
-
-    def _hopeless(self, schedule: PipelineSchedule, starts: tuple[int, ...], known: Sequence[StagedStep]) -> bool:
-        """Whether stages as they are known are no faster by another schedule than the best: the same ones, or parts of them
-        of which a rank has several, without any bubble, and in a large program each as large as the others."""
-        for one in known:
-            if one.cut.starts == starts:
-                return Clock(schedule).seconds(one.stage_seconds) >= self.seconds
-        if not known or schedule.stages == len(schedule.ranks):
-            return False
-        first, chunks = known[0].stage_seconds, schedule.stages // len(schedule.ranks)
-        if sum(schedule.microbatches * one.busy + one.once for one in first) / len(first) >= self.seconds:
-            return True
-        parts = [
-            replace(
-                first[stage // chunks],
-                forward=first[stage // chunks].forward / chunks,
-                backward_input=first[stage // chunks].backward_input / chunks,
-                backward_weight=first[stage // chunks].backward_weight / chunks,
-                once=first[stage // chunks].once / chunks,
-                activations=first[0].activations,
-                gradients=first[-1].gradients,
-            )
-            for stage in range(schedule.stages)
-        ]
-        return self.large and Clock(schedule).seconds(parts) >= self.seconds
 
     def plan(self) -> Plan:
         """The plan of the best that was found. Raises the error of what is nearest to one, if nothing was."""
@@ -346,13 +367,8 @@ class PipelineSearch:
             warnings.warn(str(error), stacklevel=4)
 
 
-def _doubled(numbers: Iterable[int]) -> Iterator[int]:
-    """The numbers of which each is at least twice the one before."""
-    last = 0
-    for number in numbers:
-        if number >= 2 * last:
-            yield number
-            last = number
+def _seconds(tried: tuple[Seconds, PipelineAxis, int]) -> Seconds:
+    return tried[0]
 
 
 __all__ = ["PipelineSearch", "make_pipeline_plan", "plan_on", "plan_pipeline", "search_pipeline"]

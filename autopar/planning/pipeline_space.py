@@ -1,11 +1,12 @@
-"""What is left open of a pipeline: parts of an axis, schedules; and the least that a step may take.
+"""What is left open of a pipeline: parts of an axis, numbers, schedules; and the least that a step may take.
 
 See `pipeline_search`, which tries them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost_models.cost_model import CATALOG
@@ -86,6 +87,50 @@ def forms(options: Options, ranks: int) -> Iterator[ScheduledStages]:
     yield "gpipe", stages
 
 
+def doubled(numbers: Iterable[int]) -> Iterator[int]:
+    """The numbers of which each is at least twice the one before.
+
+    >>> list(doubled([1, 2, 3, 4, 6, 12]))
+    [1, 2, 4, 12]
+    """
+    last = 0
+    for number in numbers:
+        if number >= 2 * last:
+            yield number
+            last = number
+
+
+def climbed(
+    numbers: Sequence[int], near: float, seconds: Callable[[int], Seconds], short: Callable[[], bool]
+) -> tuple[Seconds, int, int]:
+    """The best time over some numbers, the number that has it, and how many were left out.
+
+    From the one that is nearest to `near` up, until one is slower, and down only if none above is faster, until one is slower
+    or was `short` of memory: fewer micro-batches, or ranks, hold more.
+
+    >>> climbed([1, 2, 4, 8, 16], 4, {4: 3.0, 8: 2.0, 16: 5.0}.__getitem__, lambda: False)
+    (2.0, 8, 2)
+    """
+    start = min(range(len(numbers)), key=lambda place: abs(math.log(numbers[place] / near)))
+    first, left = seconds(numbers[start]), 0
+    best = first, numbers[start]
+    for side, fewer in ((numbers[start + 1 :], False), (numbers[:start][::-1], True)):
+        before = first
+        if best[0] < first < math.inf:
+            left += len(side)
+            break
+        for place, number in enumerate(side):
+            if fewer and before == math.inf and short():
+                break
+            found = seconds(number)
+            best = min(best, (found, number))
+            if found > before or found == before < math.inf:
+                left += len(side) - place - 1
+                break
+            before = found
+    return *best, left
+
+
 def cut_mesh(mesh: Mesh, ranks: int) -> Mesh:
     """A mesh cut for so many ranks of a pipeline; links are those of the parts, unless they were given with the mesh."""
     cut, device = mesh.cut(ranks), mesh.device
@@ -111,4 +156,4 @@ def products_floor(program: Program, mesh: Mesh, options: Options) -> Seconds:
     return products_at_peak(program, device) / mesh.size
 
 
-__all__ = ["PipelineAxis", "cut_mesh", "forms", "products_floor"]
+__all__ = ["PipelineAxis", "climbed", "cut_mesh", "doubled", "forms", "products_floor"]

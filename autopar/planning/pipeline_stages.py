@@ -10,6 +10,7 @@ schedule="table.csv"      what a file says, with its number of stages and of mic
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -17,16 +18,19 @@ from dataclasses import dataclass
 
 from autopar.analysis.fits import fit_of
 from autopar.analysis.regions import regions
+from autopar.analysis.signatures import signature
 from autopar.errors import ConstraintError, MeshError
 from autopar.formulation.prices import Prices, op_seconds
-from autopar.ir.mesh import Mesh, Seconds
-from autopar.ir.program import Program
+from autopar.ir.mesh import Device, Mesh, Seconds
+from autopar.ir.program import Op, Program
+from autopar.ir.training_step import TrainingStep
 from autopar.passes.stages import made_again
 from autopar.pipeline.clock import StageSeconds
 from autopar.pipeline.named_schedules import CHUNKS, named
 from autopar.pipeline.schedule import PipelineSchedule
 from autopar.pipeline.stage_search import partition
 from autopar.plan.options import AUTO, Options
+from autopar.plan.stages import StageSteps
 from autopar.planning.schedule_file import fitting, is_file
 from autopar.search_space.candidates import INVARIANT, candidate
 
@@ -59,17 +63,24 @@ def without_axis(mesh: Mesh, axis: str) -> Mesh:
 
 
 class StageCuts:
-    """The cuts of the program of one micro-batch; `mesh` has the pipeline's axis and a device."""
+    """The cuts of a step, of the program of one micro-batch, for any number of ranks, by the prices of a device."""
 
-    def __init__(self, program: Program, mesh: Mesh) -> None:
-        self.mesh, self._regions = mesh, _Regions(program)
+    def __init__(self, step: TrainingStep, device: Device) -> None:
+        self.step, self._regions = step, _Regions(step.program, device)
+        self._steps: dict[tuple[int, ...], StageSteps] = {}
 
-    def chosen(self, axis: str, options: Options, microbatches: int) -> Cut:
-        """The stages that the options ask for.
+    def steps(self, starts: tuple[int, ...]) -> StageSteps:
+        """The steps of the stages that begin at these regions."""
+        if starts not in self._steps:
+            self._steps[starts] = StageSteps(self.step, starts)
+        return self._steps[starts]
+
+    def chosen(self, mesh: Mesh, axis: str, options: Options, microbatches: int) -> Cut:
+        """The stages that the options ask for, of which the axis of the mesh has the ranks.
 
         Raises ConstraintError for stages that the program or the schedule does not have.
         """
-        ranks, found = dict(zip(self.mesh.axes, self.mesh.sizes, strict=True))[axis], self._regions
+        ranks, found = dict(zip(mesh.axes, mesh.sizes, strict=True))[axis], self._regions
         paths = options.stages if isinstance(options.stages, Sequence) and not isinstance(options.stages, str) else None
         starts = None if paths is None else found.starts(paths)
         given = None
@@ -88,7 +99,7 @@ class StageCuts:
             name, schedule = _schedule(options.schedule, ranks, count // ranks, microbatches)
         if schedule.deferred and microbatches == 1:
             raise ConstraintError(f"the schedule {name} defers gradients of weights, of one micro-batch", fix="two, or 1f1b")
-        starts = starts or found.balanced(given or _few(name, ranks, count // ranks, microbatches), self.mesh)
+        starts = starts or found.balanced(given or _few(name, ranks, count // ranks, microbatches))
         return Cut(starts=starts, modules=tuple(map(found.module, starts)), name=name, schedule=schedule)
 
 
@@ -127,9 +138,11 @@ def _few(name: str, ranks: int, chunks: int, microbatches: int) -> PipelineSched
 class _Regions:
     """The regions of a program; `firsts` has the place of the first op of each, `again` what each stage runs for itself."""
 
-    def __init__(self, program: Program) -> None:
-        self.program, self.again, self._seconds = program, made_again(program), list[tuple[Seconds, Seconds]]()
+    def __init__(self, program: Program, device: Device) -> None:
+        self.program, self.again = program, made_again(program)
         self.firsts = [0, *(end + 1 for end in dict.fromkeys(regions(program)))][:-1]
+        self._prices = Prices(mesh=Mesh(axes=("device",), sizes=(1,), device=device))
+        self._balanced: dict[PipelineSchedule, tuple[int, ...]] = {}
 
     def module(self, region: int) -> str:
         """The module in which a region begins."""
@@ -162,9 +175,14 @@ class _Regions:
             fix="a module at which a repeated block begins, as above",
         )
 
-    def balanced(self, schedule: PipelineSchedule, mesh: Mesh) -> tuple[int, ...]:
+    def balanced(self, schedule: PipelineSchedule) -> tuple[int, ...]:
         """The starts by which a schedule is fastest, of regions that one device runs whole."""
-        seconds = self._seconds = self._seconds or self._summed(Prices(mesh=mesh))
+        if schedule not in self._balanced:
+            self._balanced[schedule] = self._searched(schedule)
+        return self._balanced[schedule]
+
+    def _searched(self, schedule: PipelineSchedule) -> tuple[int, ...]:
+        seconds = self._seconds
 
         def price(stage: int, start: int, stop: int) -> StageSeconds:
             (a, b), (c, d) = seconds[start], seconds[stop]
@@ -181,23 +199,24 @@ class _Regions:
         assert found is not None, "there are as many regions as stages, and every stage has a price"
         return found.cuts[:-1]
 
-    def _summed(self, prices: Prices) -> list[tuple[Seconds, Seconds]]:
-        """Seconds of the forward and of the backward of all regions before each one, and of all."""
-        seconds = [(0.0, 0.0)]
-        for first, stop in itertools.pairwise([*self.firsts, len(self.program.ops)]):
-            there, back = self._priced(first, stop, prices)
-            seconds.append((seconds[-1][0] + there, seconds[-1][1] + back))
+    @functools.cached_property
+    def _seconds(self) -> list[tuple[Seconds, Seconds]]:
+        """Seconds of the forward and of the backward of all regions before each one, and of all; alike ops are priced once."""
+        program, priced, seconds = self.program, dict[str, tuple[Seconds, Seconds]](), [(0.0, 0.0)]
+        for first, stop in itertools.pairwise([*self.firsts, len(program.ops)]):
+            there, back = seconds[-1]
+            for op in program.ops[first:stop]:
+                alike = signature(op, program.values)
+                if alike not in priced:
+                    priced[alike] = self._priced(op)
+                there, back = there + priced[alike][0], back + priced[alike][1]
+            seconds.append((there, back))
         return seconds
 
-    def _priced(self, first: int, stop: int, prices: Prices) -> tuple[Seconds, Seconds]:
-        """Seconds of the forward and of the backward of some ops, each whole."""
-        there = both = 0.0
-        for op in self.program.ops[first:stop]:
-            values, whole = self.program.values, (INVARIANT,) * len(prices.mesh.sizes)
-            ((two,), (one,)) = op_seconds(
-                op, fit_of(self.program, op.name), [candidate(op, None, values, whole)], values, prices
-            )
-            there, both = there + one, both + two
+    def _priced(self, op: Op) -> tuple[Seconds, Seconds]:
+        """Seconds of the forward and of the backward of an op, whole."""
+        fitted, values = fit_of(self.program, op.name), self.program.values
+        ((both,), (there,)) = op_seconds(op, fitted, [candidate(op, None, values, (INVARIANT,))], values, self._prices)
         return there, both - there
 
 

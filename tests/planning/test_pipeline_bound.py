@@ -15,7 +15,6 @@ from autopar.ir.program import Program
 from autopar.passes.microbatches import microbatches
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import Options
-from autopar.plan.stages import StageSteps
 from autopar.planning.optimize import analysed, solution_time, solved
 from autopar.planning.pipeline_space import PipelineAxis
 from autopar.planning.pipeline_stages import StageCuts
@@ -82,9 +81,11 @@ def test_a_stage_within_a_budget_is_as_good_as_with_all_micro_batches_in_flight_
     least = int(str(caught.value.details["smallest"]).removeprefix("budget="))
     options = replace(options, budget=int(least + share * (plenty.peak_memory - least)))
     step = microbatches(blocks(), 4)
-    cut = StageCuts(step.program, mesh).chosen("pp", options, 4)
+    assert mesh.device is not None
+    cuts = StageCuts(step, mesh.device)
+    cut = cuts.chosen(mesh, "pp", options, 4)
     over = PipelineAxis.of(mesh, "pp", options, DEFAULTS)
-    for stage in over.planner.planned(StageSteps(step, cut.starts), cut):
+    for stage in over.planner.planned(cuts.steps(cut.starts), cut):
         assert stage.peak <= parse_bytes(options.budget, mesh)
         assert stage.step.stage is not None
         flying = replace(stage.step, stage=replace(stage.step.stage, link=over.planner.link))

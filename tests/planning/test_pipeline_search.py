@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,7 +20,9 @@ from autopar.ir.mesh import Device, Mesh
 from autopar.ir.program import Program
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
+from autopar.planning import pipeline_search
 from autopar.planning.pipeline_search import plan_pipeline
+from autopar.planning.pipeline_space import climbed
 from autopar.planning.planner import connected_mesh, plan_program, planned_mesh, read_program
 from tests.support import models, planning
 from tests.support.pipelines import SLOW
@@ -96,6 +100,45 @@ def test_no_pipeline_that_can_be_forced_is_faster(
     assert planned_mesh(found, Mesh.of(mesh)).sizes == found.sizes
     with pytest.raises(PlanError, match="made for another mesh"):
         planned_mesh(found, Mesh.of((2, *mesh)))
+
+
+@pytest.mark.parametrize(
+    "mesh, options",
+    [
+        ((2,), {"budget": "12MiB"}),
+        pytest.param((4,), {}, marks=pytest.mark.thorough),
+        pytest.param((2, 2), {"strategy": "fsdp"}, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_large_program_is_not_searched_to_the_end_and_has_the_same_plan(
+    monkeypatch: pytest.MonkeyPatch, mesh: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    whole = plan(blocks(), mesh, pipeline="auto", **options)
+    monkeypatch.setattr(pipeline_search, "LARGE", 0)
+    found = plan(blocks(), mesh, pipeline="auto", **options)
+    assert found.step_time == pytest.approx(whole.step_time, rel=1e-9)
+    assert (found.microbatches, found.sizes, found.pipeline) == (whole.microbatches, whole.sizes, whole.pipeline)
+    assert "slower with one micro-batch in flight" in found.searched
+
+
+def test_what_falls_and_then_rises_is_climbed_to_its_least() -> None:
+    """From anywhere; what is infinite at first does not fit."""
+    draw, asked, numbers = random.Random(1), 0, [2**n for n in range(10)]
+    for _ in range(200):
+        least, short = draw.randrange(10), draw.randrange(3)
+        times = {number: (1.0 + abs(n - least) if n >= short else math.inf) for n, number in enumerate(numbers)}
+        seen: list[int] = []
+
+        def seconds(number: int, times: dict[int, float] = times, seen: list[int] = seen) -> float:
+            seen.append(number)
+            return times[number]
+
+        best, found, left = climbed(numbers, draw.choice(numbers), seconds, lambda: True)
+        assert (best, found) == min((time, number) for number, time in times.items())
+        assert len(seen) == len(set(seen))
+        assert left <= len(numbers) - len(seen)
+        asked += len(seen)
+    assert asked < 0.7 * 200 * len(numbers)
 
 
 def test_forwards_ahead_are_of_1f1b_and_hold_more() -> None:
