@@ -9,8 +9,8 @@
 All variants of a row live in the same gloo processes, one thread each, and take a step in turn: what disturbs the machine
 disturbs all. A step is forward, backward, AdamW and zero_grad, timed on the slowest rank, after a barrier. Quartiles are over
 rounds; a ratio is the median over rounds of the two steps of one round. Memory is that of a process that runs the one variant
-only, beyond an idle one. `NAME+compiled` is a variant under torch.compile with Inductor: its first step compiles, and the CPU
-seconds of that one stand beside it.
+only, beyond an idle one. `NAME+compiled` is a variant under torch.compile with Inductor. The CPU seconds of three steps before
+those that are timed stand beside each: there it compiles, with empty caches.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def measured(model: str, pool: WorkerPool, device: str, options: argparse.Namesp
     ]
 
 
-COLUMNS = f"{'step ms':>9}  {'quartiles':<17}{'adamw':>7}{'first s':>9}{'predicted':>11}{'MiB':>8}{'predicted':>11}  ratio"
+COLUMNS = f"{'step ms':>9}  {'quartiles':<17}{'adamw':>7}{'warm s':>9}{'predicted':>11}{'MiB':>8}{'predicted':>11}  ratio"
 HEAD = f"{'variant':<20}{COLUMNS}"
 
 
@@ -123,7 +123,7 @@ def _line(row: Row, rows: Mapping[str, Row]) -> str:
     low, middle, high = (1e3 * q for q in statistics.quantiles(row.times.step, n=4))
     spread = f"{low:.1f} .. {high:.1f}"
     line = f"{row.variant:<20}{middle:>9.1f}  {spread:<17}{1e3 * statistics.median(row.times.update):>7.1f}"
-    line += f"{row.times.first:>9.1f}"
+    line += f"{row.times.warm:>9.1f}"
     line += f"{1e3 * row.plan.step_time:>11.1f}" if row.plan else f"{'':>11}"
     line += f"{row.memory / MIB:>8.0f}" if row.memory else f"{'':>8}"
     line += f"{row.plan.peak_memory / MIB:>11.0f}" if row.plan else f"{'':>11}"
