@@ -129,19 +129,51 @@ def _line(row: Row, rows: Mapping[str, Row]) -> str:
     line += f"{row.plan.peak_memory / MIB:>11.0f}" if row.plan else f"{'':>11}"
     other = _rival(row, rows)
     if other:
-        ratios = [a / b for a, b in zip(row.times.step, other.times.step, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = _ratio(row, other)
         line += f"  {middle:.2f} of {other.variant} ({low:.2f} .. {high:.2f})"
+    if alike := [r.variant for r in rows.values() if _name(row) == "auto" and _same_plan(r, row)]:
+        line += f"; the plan of {', '.join(alike)}"
     return line.rstrip()
 
 
+def _ratio(row: Row, other: Row) -> Sequence[float]:
+    """The quartiles, over the rounds, of one variant's step over another's."""
+    return statistics.quantiles([a / b for a, b in zip(row.times.step, other.times.step, strict=True)], n=4)
+
+
+def _name(row: Row) -> str:
+    return row.variant.removesuffix(COMPILED)
+
+
+def _same_plan(row: Row, other: Row) -> bool:
+    """Whether two variants run the same program, both compiled or both not."""
+    if not row.plan or not other.plan or row is other or row.variant.endswith(COMPILED) != other.variant.endswith(COMPILED):
+        return False
+    one, two = ((plan.choices, plan.layouts, plan.routes, plan.recompute, plan.microbatches) for plan in (row.plan, other.plan))
+    return one == two
+
+
 def _rival(row: Row, rows: Mapping[str, Row]) -> Row | None:
-    """What a row is held against: torch's counterpart, and for auto the fastest of all others that are no random plans."""
-    name, how = row.variant.removesuffix(COMPILED), COMPILED * row.variant.endswith(COMPILED)
+    """What a row is held against: torch's counterpart, and for auto the fastest of all others, but for random plans and those
+    that are the same as auto's."""
+    name, how = _name(row), COMPILED * row.variant.endswith(COMPILED)
     if name == "auto":
         others = [r for r in rows.values() if r.variant.endswith(COMPILED) == bool(how) and not r.variant.startswith("random")]
-        return min((r for r in others if r is not row), key=lambda r: r.median, default=None)
+        return min((r for r in others if r is not row and not _same_plan(r, row)), key=lambda r: r.median, default=None)
     return rows.get(PAIRS.get(name, "") + how)
+
+
+def standing(rows: Sequence[Row]) -> str:
+    """How `auto` stands over all tables, eager and compiled."""
+    found = []
+    for how in ("", COMPILED):
+        held = [(row, {r.variant: r for r in rows if (r.model, r.processes) == (row.model, row.processes)}) for row in rows]
+        pairs = [(row, _rival(row, beside)) for row, beside in held if row.variant == "auto" + how]
+        ratios = [_ratio(row, other)[1] for row, other in pairs if other]
+        if len(ratios) > 1:
+            most = f"{min(ratios):.2f} .. {max(ratios):.2f}"
+            found.append(f"auto{how} over {len(ratios)} tables: {statistics.median(ratios):.2f} of the fastest other, {most}")
+    return "\n".join(found)
 
 
 def agreement(rows: Sequence[Row]) -> str:
@@ -227,10 +259,11 @@ def main() -> int:
                 rows += found
                 tables.append(table(found))
                 print("\n" + tables[-1], flush=True)
-    print("\n" + agreement(rows))
+    said = [text for text in (standing(rows), agreement(rows)) if text]
+    print("\n" + "\n\n".join(said))
     if options.save:
         results = next((RESULTS.with_name(file) for kind, file in KINDS.items() if vars(options)[kind]), RESULTS)
-        files.write(results, "\n\n".join((machine(), *tables, agreement(rows))) + "\n")
+        files.write(results, "\n\n".join((machine(), *tables, *said)) + "\n")
     return 0
 
 
