@@ -4,7 +4,7 @@
     python benchmarks/training.py --model gpt2 --processes 2 --variants ddp,torch-ddp --rounds 10
     python benchmarks/training.py --model gpt2 --processes 2 --variants ddp --profile        where the time goes
     python benchmarks/training.py --compiled --model gpt2 --model llama --processes 2 --save eager and compiled
-    python benchmarks/training.py --workloads --save    models for which no scheme by hand is the best
+    python benchmarks/training.py --workloads --save    these models, and those for which no scheme by hand is the best
 
 All variants of a row live in the same gloo processes, one thread each, and take a step in turn: what disturbs the machine
 disturbs all. A step is forward, backward, AdamW and zero_grad, timed on the slowest rank, after a barrier. Quartiles are over
@@ -45,8 +45,8 @@ RESULTS = Path(__file__).with_name("results") / "training.txt"
 KINDS = {"compiled": "compiled.txt", "workloads": "workloads.txt"}  # the results of these flags
 PAIRS = {"ddp": "torch-ddp", "torch-ddp-whole": "torch-ddp", "fsdp": "torch-fsdp", "megatron": "torch-tp"}
 VARIANTS = ("ddp", "torch-ddp", "torch-ddp-whole", "fsdp", "torch-fsdp", "megatron", "torch-tp", "auto")
-BY_HAND = ("torch-ddp", "torch-fsdp", "ddp", "fsdp", "megatron", "auto")  # of models without a plan by hand
-EAGER_AND_COMPILED = tuple(name + how for name in VARIANTS if name != "torch-ddp-whole" for how in ("", COMPILED))
+BY_HAND = tuple(name for name in VARIANTS if name != "torch-tp")  # of models without a plan of torch's by hand
+EAGER_AND_COMPILED = tuple(name + how for name in VARIANTS for how in ("", COMPILED))
 MIB = 2**20
 
 
@@ -217,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", action="append", choices=EVERY, help="default: all that have a plan by hand")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--compiled", action="store_true", help=f"eager and compiled, for {KINDS['compiled']}")
-    kind.add_argument("--workloads", action="store_true", help=f"other models, for {KINDS['workloads']}")
+    kind.add_argument("--workloads", action="store_true", help=f"more models, for {KINDS['workloads']}")
     parser.add_argument("--processes", action="append", type=int, help="default: 2 and 4")
     parser.add_argument("--variants", help=f"default: {','.join(VARIANTS)}; random0, random1, ... as well, NAME{COMPILED}")
     parser.add_argument("--rounds", type=int, default=15)
@@ -240,7 +240,7 @@ def _variants(options: argparse.Namespace) -> Sequence[str]:
 def main() -> int:
     options = _parser().parse_args()
     options.variants = options.variants.split(",") if options.variants else _variants(options)
-    models = options.model or list(WORKLOADS if options.workloads else MODELS)
+    models = options.model or [*MODELS, *(WORKLOADS if options.workloads else ())]
     print(machine(), flush=True)
     rows: list[Row] = []
     tables: list[str] = []
