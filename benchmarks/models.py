@@ -190,5 +190,7 @@ def make(name: str) -> tuple[nn.Module, Batch]:
 
 
 def blocks(model: nn.Module) -> Sequence[nn.Module]:
-    """The repeated blocks of a model."""
-    return next(list(module) for module in model.modules() if isinstance(module, nn.ModuleList))
+    """The repeated blocks of a model: what its outermost lists hold."""
+    if isinstance(model, nn.ModuleList):
+        return list(model)
+    return [block for child in model.children() for block in blocks(child)]

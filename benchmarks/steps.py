@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from models import make
 from torch import nn
+from torch._inductor.utils import fresh_cache
 from torch.distributed.tensor import DTensor
 
 import autopar
@@ -23,7 +24,7 @@ from autopar.runtime.recorder import Issued, Occurrence, timed
 from autopar.verify.testing import peak
 
 RATE = 1e-4  # the learning rate
-WARM = 3  # steps before anything is measured
+WARM = 3  # steps before anything is measured, in which torch.compile compiles
 COMPILED = "+compiled"  # behind the name of a variant that torch.compile compiles
 
 
@@ -42,7 +43,7 @@ class Times:
     """Seconds of each round of one variant, the slowest rank's, and the global loss of its first step."""
 
     loss: float
-    first: float  # CPU seconds of the first step on rank 0: what is compiled is compiled there
+    warm: float  # CPU seconds of the first steps on rank 0: what is compiled is compiled there
     step: tuple[float, ...]
     update: tuple[float, ...]  # the optimizer's part
 
@@ -77,10 +78,8 @@ class Step:
             self.context = torch.enable_grad
             self.split = False
         else:
-            self.module, self.batch, self.context = theirs.build(name, model, batch)
+            self.module, self.batch, self.context = theirs.build(name, model, batch, compiled=compiled)
             self.split = name not in ("torch-tp", "torch-ddp-whole")
-            if compiled:
-                self.module.compile()
         optimizer = OPTIMIZERS[job.optimizer](self.module)
         self.optimizer = autopar.step_locally(optimizer) if plan else optimizer
 
@@ -96,9 +95,9 @@ class Step:
         end = time.perf_counter()
         return loss, end - start, end - middle
 
-    def first(self) -> float:
-        """Run a step; the loss over the global batch."""
-        loss, *_ = self()
+    def warm(self) -> float:
+        """Run the steps that are not measured; the loss over the global batch of the first."""
+        loss, *_ = [self()[0] for _ in range(WARM)]
         whole = loss.full_tensor().detach() if isinstance(loss, DTensor) else loss.detach().clone()
         if self.split:
             dist.all_reduce(whole)
@@ -109,28 +108,28 @@ class Step:
 def interleaved(job: Job) -> dict[str, Times]:
     """Every variant's step once per round, each after a barrier."""
     steps = {name: Step(job, name) for name in job.variants}
-    started = {name: _timed(step.first) for name, step in steps.items()}
+    warmed = {name: _timed(step.warm) for name, step in steps.items()}
     rows: dict[str, list[list[float]]] = {name: [] for name in steps}
     gc.disable()  # a collection would fall on one variant or another
-    for number in range(WARM + job.rounds):
+    for _ in range(job.rounds):
         for name, step in steps.items():
             dist.barrier()
             _, whole, update = step()
             slowest = torch.tensor([whole, update], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            if number >= WARM:
-                rows[name].append(slowest.tolist())
+            rows[name].append(slowest.tolist())
         gc.collect()
     return {
-        name: Times(loss=loss, first=first, step=tuple(r[0] for r in rows[name]), update=tuple(r[1] for r in rows[name]))
-        for name, (loss, first) in started.items()
+        name: Times(loss=loss, warm=warm, step=tuple(r[0] for r in rows[name]), update=tuple(r[1] for r in rows[name]))
+        for name, (loss, warm) in warmed.items()
     }
 
 
 def _timed(run: Callable[[], float]) -> tuple[float, float]:
-    """What a function returns, and its CPU seconds on this rank, in the processes that it starts included."""
-    before = os.times()
-    found, after = run(), os.times()
+    """What a function returns, and its CPU seconds on this rank, with those of compilers; nothing is cached before."""
+    with torch._inductor.config.patch(compile_threads=1), fresh_cache():
+        before = os.times()
+        found, after = run(), os.times()
     return found, sum(after[:4]) - sum(before[:4])
 
 

@@ -6,12 +6,17 @@ torch-ddp-whole  the same with the mean over all samples, as a single process re
 torch-fsdp   fully_shard on every block and on the root
 torch-tp     parallelize_module: column- and row-wise weights, the head and the loss over the vocabulary; between the blocks
              the text models are split along the sequence, the ViT (65 tokens) is whole
+
+Compiled, DistributedDataParallel has the whole model compiled inside it
+(https://docs.pytorch.org/docs/stable/compile/programming_model.where_to_apply_compile.html), fully_shard every block inside it
+(as torchtitan has; a whole model is slower, its graph being cut at every hook), and torch-tp a function that returns the loss
+alone (where logits are returned too, torch fails in the backward: https://github.com/pytorch/pytorch/issues/172556).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,11 +41,14 @@ from transformers.utils import ModelOutput
 Built = tuple[nn.Module, Batch, Callable[[], contextlib.AbstractContextManager[None]]]
 
 
-def build(name: str, model: nn.Module, batch: Batch) -> Built:
+def build(name: str, model: nn.Module, batch: Batch, *, compiled: bool = False) -> Built:
     """The module, this rank's batch, and the context in which its step runs."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("axis0",))
     if name == "torch-tp":
-        return tensor_parallel(model, mesh), batch, loss_parallel if _text(model) else contextlib.nullcontext
+        module = tensor_parallel(model, mesh)
+        return _Loss(module) if compiled else module, batch, loss_parallel if _text(model) else contextlib.nullcontext
+    for module in _compiled(name, model) if compiled else ():
+        module.compile()
     rows = {key: value.chunk(dist.get_world_size())[dist.get_rank()] for key, value in batch.items()}
     if name == "torch-ddp":
         return DistributedDataParallel(model), rows, contextlib.nullcontext
@@ -49,6 +57,23 @@ def build(name: str, model: nn.Module, batch: Batch) -> Built:
     for block in blocks(model):
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh), rows, contextlib.nullcontext
+
+
+def _compiled(name: str, model: nn.Module) -> Sequence[nn.Module]:
+    """The parts of a model that are compiled, each by itself."""
+    return [model] if name.startswith("torch-ddp") else blocks(model)
+
+
+class _Loss(nn.Module):
+    """A model of which the loss alone is computed, compiled."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.loss = torch.compile(lambda **batch: module(**batch).loss)
+
+    def forward(self, **batch: torch.Tensor) -> ModelOutput:
+        return ModelOutput(loss=self.loss(**batch))
 
 
 class _WholeLoss(nn.Module):

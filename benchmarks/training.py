@@ -4,13 +4,13 @@
     python benchmarks/training.py --model gpt2 --processes 2 --variants ddp,torch-ddp --rounds 10
     python benchmarks/training.py --model gpt2 --processes 2 --variants ddp --profile        where the time goes
     python benchmarks/training.py --compiled --model gpt2 --model llama --processes 2 --save eager and compiled
-    python benchmarks/training.py --workloads --save    models for which no scheme by hand is the best
+    python benchmarks/training.py --workloads --save    these models, and those for which no scheme by hand is the best
 
 All variants of a row live in the same gloo processes, one thread each, and take a step in turn: what disturbs the machine
 disturbs all. A step is forward, backward, AdamW and zero_grad, timed on the slowest rank, after a barrier. Quartiles are over
 rounds; a ratio is the median over rounds of the two steps of one round. Memory is that of a process that runs the one variant
-only, beyond an idle one. `NAME+compiled` is a variant under torch.compile with Inductor: its first step compiles, and the CPU
-seconds of that one stand beside it.
+only, beyond an idle one. `NAME+compiled` is a variant under torch.compile with Inductor. The CPU seconds of three steps before
+those that are timed stand beside each: there it compiles, with empty caches.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ RESULTS = Path(__file__).with_name("results") / "training.txt"
 KINDS = {"compiled": "compiled.txt", "workloads": "workloads.txt"}  # the results of these flags
 PAIRS = {"ddp": "torch-ddp", "torch-ddp-whole": "torch-ddp", "fsdp": "torch-fsdp", "megatron": "torch-tp"}
 VARIANTS = ("ddp", "torch-ddp", "torch-ddp-whole", "fsdp", "torch-fsdp", "megatron", "torch-tp", "auto")
-BY_HAND = ("torch-ddp", "torch-fsdp", "ddp", "fsdp", "megatron", "auto")  # of models without a plan by hand
-EAGER_AND_COMPILED = tuple(name + how for name in VARIANTS if name != "torch-ddp-whole" for how in ("", COMPILED))
+BY_HAND = tuple(name for name in VARIANTS if name != "torch-tp")  # of models without a plan of torch's by hand
+EAGER_AND_COMPILED = tuple(name + how for name in VARIANTS for how in ("", COMPILED))
 MIB = 2**20
 
 
@@ -106,7 +106,7 @@ def measured(model: str, pool: WorkerPool, device: str, options: argparse.Namesp
     ]
 
 
-COLUMNS = f"{'step ms':>9}  {'quartiles':<17}{'adamw':>7}{'first s':>9}{'predicted':>11}{'MiB':>8}{'predicted':>11}  ratio"
+COLUMNS = f"{'step ms':>9}  {'quartiles':<17}{'adamw':>7}{'warm s':>9}{'predicted':>11}{'MiB':>8}{'predicted':>11}  ratio"
 HEAD = f"{'variant':<20}{COLUMNS}"
 
 
@@ -123,25 +123,57 @@ def _line(row: Row, rows: Mapping[str, Row]) -> str:
     low, middle, high = (1e3 * q for q in statistics.quantiles(row.times.step, n=4))
     spread = f"{low:.1f} .. {high:.1f}"
     line = f"{row.variant:<20}{middle:>9.1f}  {spread:<17}{1e3 * statistics.median(row.times.update):>7.1f}"
-    line += f"{row.times.first:>9.1f}"
+    line += f"{row.times.warm:>9.1f}"
     line += f"{1e3 * row.plan.step_time:>11.1f}" if row.plan else f"{'':>11}"
     line += f"{row.memory / MIB:>8.0f}" if row.memory else f"{'':>8}"
     line += f"{row.plan.peak_memory / MIB:>11.0f}" if row.plan else f"{'':>11}"
     other = _rival(row, rows)
     if other:
-        ratios = [a / b for a, b in zip(row.times.step, other.times.step, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = _ratio(row, other)
         line += f"  {middle:.2f} of {other.variant} ({low:.2f} .. {high:.2f})"
+    if alike := [r.variant for r in rows.values() if _name(row) == "auto" and _same_plan(r, row)]:
+        line += f"; the plan of {', '.join(alike)}"
     return line.rstrip()
 
 
+def _ratio(row: Row, other: Row) -> Sequence[float]:
+    """The quartiles, over the rounds, of one variant's step over another's."""
+    return statistics.quantiles([a / b for a, b in zip(row.times.step, other.times.step, strict=True)], n=4)
+
+
+def _name(row: Row) -> str:
+    return row.variant.removesuffix(COMPILED)
+
+
+def _same_plan(row: Row, other: Row) -> bool:
+    """Whether two variants run the same program, both compiled or both not."""
+    if not row.plan or not other.plan or row is other or row.variant.endswith(COMPILED) != other.variant.endswith(COMPILED):
+        return False
+    one, two = ((plan.choices, plan.layouts, plan.routes, plan.recompute, plan.microbatches) for plan in (row.plan, other.plan))
+    return one == two
+
+
 def _rival(row: Row, rows: Mapping[str, Row]) -> Row | None:
-    """What a row is held against: torch's counterpart, and for auto the fastest of all others that are no random plans."""
-    name, how = row.variant.removesuffix(COMPILED), COMPILED * row.variant.endswith(COMPILED)
+    """What a row is held against: torch's counterpart, and for auto the fastest of all others, but for random plans and those
+    that are the same as auto's."""
+    name, how = _name(row), COMPILED * row.variant.endswith(COMPILED)
     if name == "auto":
         others = [r for r in rows.values() if r.variant.endswith(COMPILED) == bool(how) and not r.variant.startswith("random")]
-        return min((r for r in others if r is not row), key=lambda r: r.median, default=None)
+        return min((r for r in others if r is not row and not _same_plan(r, row)), key=lambda r: r.median, default=None)
     return rows.get(PAIRS.get(name, "") + how)
+
+
+def standing(rows: Sequence[Row]) -> str:
+    """How `auto` stands over all tables, eager and compiled."""
+    found = []
+    for how in ("", COMPILED):
+        held = [(row, {r.variant: r for r in rows if (r.model, r.processes) == (row.model, row.processes)}) for row in rows]
+        pairs = [(row, _rival(row, beside)) for row, beside in held if row.variant == "auto" + how]
+        ratios = [_ratio(row, other)[1] for row, other in pairs if other]
+        if len(ratios) > 1:
+            most = f"{min(ratios):.2f} .. {max(ratios):.2f}"
+            found.append(f"auto{how} over {len(ratios)} tables: {statistics.median(ratios):.2f} of the fastest other, {most}")
+    return "\n".join(found)
 
 
 def agreement(rows: Sequence[Row]) -> str:
@@ -185,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", action="append", choices=EVERY, help="default: all that have a plan by hand")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--compiled", action="store_true", help=f"eager and compiled, for {KINDS['compiled']}")
-    kind.add_argument("--workloads", action="store_true", help=f"other models, for {KINDS['workloads']}")
+    kind.add_argument("--workloads", action="store_true", help=f"more models, for {KINDS['workloads']}")
     parser.add_argument("--processes", action="append", type=int, help="default: 2 and 4")
     parser.add_argument("--variants", help=f"default: {','.join(VARIANTS)}; random0, random1, ... as well, NAME{COMPILED}")
     parser.add_argument("--rounds", type=int, default=15)
@@ -208,7 +240,7 @@ def _variants(options: argparse.Namespace) -> Sequence[str]:
 def main() -> int:
     options = _parser().parse_args()
     options.variants = options.variants.split(",") if options.variants else _variants(options)
-    models = options.model or list(WORKLOADS if options.workloads else MODELS)
+    models = options.model or [*MODELS, *(WORKLOADS if options.workloads else ())]
     print(machine(), flush=True)
     rows: list[Row] = []
     tables: list[str] = []
@@ -227,10 +259,11 @@ def main() -> int:
                 rows += found
                 tables.append(table(found))
                 print("\n" + tables[-1], flush=True)
-    print("\n" + agreement(rows))
+    said = [text for text in (standing(rows), agreement(rows)) if text]
+    print("\n" + "\n\n".join(said))
     if options.save:
         results = next((RESULTS.with_name(file) for kind, file in KINDS.items() if vars(options)[kind]), RESULTS)
-        files.write(results, "\n\n".join((machine(), *tables, agreement(rows))) + "\n")
+        files.write(results, "\n\n".join((machine(), *tables, *said)) + "\n")
     return 0
 
 
