@@ -46,7 +46,8 @@ from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Bytes, Device, Disk, Link, Mesh, Seconds
 from autopar.ir.program import Op, Program, Value
 from autopar.ir.training_step import TrainingStep
-from autopar.operators import OpSharding, localise, view_of, writes
+from autopar.operators import OpSharding, localise, row_of, view_of, writes
+from autopar.operators.call import Call
 from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
 from autopar.planning.planner import connected_mesh, plan_program, read_program
@@ -156,7 +157,7 @@ def gpu_profile(programs: Sequence[Program], processes: int, disk: DiskTimes | N
     base = catalog.device(None)
     found = gpu_kernels(programs, processes, base)
     job = Job(
-        operators=Operators.of(kernel.op.target for kernel in found), calls=tuple(map(_call, found)),
+        operators=Operators.of(kernel.op.target for kernel in found), calls=tuple(map(timed_call, found)),
         groups=tuple(size for size in range(2, processes + 1) if processes % size == 0), bytes=GPU_BYTES,
         optimizers=OPTIMIZERS, parameters=tuple(p.value.shape for p in programs[0].parameters), accelerator=True,
     )  # fmt: skip
@@ -171,7 +172,7 @@ def gpu_kernels(programs: Sequence[Program], processes: int, base: Device) -> li
     for program in programs:
         for op, values in _local_ops(program, processes, base):
             kernel = Kernel.of(op, values, base)
-            calls.setdefault(_call(kernel), kernel)
+            calls.setdefault(timed_call(kernel), kernel)
     own = list(calls.values())
     return [*own, *probes(own, base)]
 
@@ -198,9 +199,17 @@ def gpu_device(
     )
 
 
-def _call(kernel: Kernel) -> TimedCall:
-    specs = tuple((value.shape, value.dtype, value.requires_grad) for value in kernel.given)
-    return TimedCall(target=kernel.op.target, args=kernel.op.args, kwargs=kernel.op.kwargs, operands=specs)
+def timed_call(kernel: Kernel) -> TimedCall:
+    """The kernel as processes time it."""
+    op, elements = kernel.op, {}
+    if timed := row_of(op).timed:
+        call = Call.of(op, dict(zip(op.operands, kernel.given, strict=True)))
+        elements = {position: found for name, found in timed(call).items() for position in call.positions(name)}
+    specs = tuple(
+        (value.shape, value.dtype, value.requires_grad, elements.get(position, ()))
+        for position, value in enumerate(kernel.given)
+    )
+    return TimedCall(target=op.target, args=op.args, kwargs=op.kwargs, operands=specs)
 
 
 def _operators(program: Program, processes: int) -> Iterator[Timed]:
@@ -209,7 +218,7 @@ def _operators(program: Program, processes: int) -> Iterator[Timed]:
     for op, values in _local_ops(program, processes, device):
         kernel = Kernel.of(op, values, device)
         work = kernel.price.amount(kernel.work(0)), kernel.price.amount(kernel.work(1))
-        yield Timed(call=_call(kernel), work=work)
+        yield Timed(call=timed_call(kernel), work=work)
 
 
 def _local_ops(program: Program, processes: int, device: Device) -> Iterator[tuple[Op, dict[str, Value]]]:

@@ -148,6 +148,7 @@ class Rule:
     flops: Flops | None = None  # the products that it consists of; None: one operation per element
     picks: str = ""  # the argument of which it reads only the elements that its indices pick: the table of an embedding
     indifferent: tuple[str, ...] = ()  # arguments whose number decides neither layouts nor prices: which row, not how many
+    timed: Callable[[Call], Mapping[str, tuple[int, ...]]] | None = None  # what integers are timed with, if not 0
     defers: tuple[str, ...] = ()  # the activation and the weight of a product, if the weight's gradient may be made later
     hands_on: tuple[str, ...] = ()  # arguments whose gradient is the result's as it is, where the shapes are equal
     # What it does to memory and state.
@@ -200,6 +201,7 @@ def op(
     flops: Flops | None = None,
     picks: str = "",
     indifferent: str = "",
+    timed: Callable[[Call], Mapping[str, tuple[int, ...]]] | None = None,
     defers: str = "",
     hands_on: str = "",
     alias: Alias | Callable[[Call], Alias] = Alias.NEVER,
@@ -233,6 +235,7 @@ def op(
         flops=flops,
         picks=picks,
         indifferent=tuple(indifferent.split()),
+        timed=timed,
         defers=tuple(defers.split()),
         hands_on=tuple(hands_on.split()),
         alias=alias,

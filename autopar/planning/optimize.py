@@ -299,6 +299,8 @@ def _best_named(
     analysis, mesh = posed.formulated.analysis, posed.formulated.mesh
     optimizer = options.stepped
     for strategy in named:
+        if best is not None and settings.deadline.passed:
+            break
         seconds = math.inf if best is None else solution_time(best.formulated, best.solution)
         deadline = settings.deadline.only_interrupt() if best is None else settings.deadline
         try:

@@ -21,7 +21,7 @@ from autopar.runtime.custom_ops import Operators
 from autopar.runtime.memory_rates import HostTimes, host_times
 from autopar.runtime.world import Axis
 
-OperandSpec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, requires_grad
+OperandSpec = tuple[tuple[int, ...], torch.dtype, bool, tuple[int, ...]]  # shape, dtype, requires_grad, elements if not 0
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ENOUGH: Seconds = 0.02  # duration of one measurement, for which the operation is repeated
 ROUNDS = 5  # measurements, of which the median is taken
@@ -142,8 +142,12 @@ def _call(call: TimedCall, device: torch.device, noise: list[float]) -> tuple[Se
     return there, max(both - there, 0.0)
 
 
-def _tensor(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, device: torch.device) -> torch.Tensor:
-    """A tensor of numbers between 1 and 2; zeros for integers, which may be indices."""
+def _tensor(
+    shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, elements: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
+    """A tensor of these elements; else numbers between 1 and 2, and zeros for integers, which may be indices."""
+    if elements:
+        return torch.tensor(elements, dtype=dtype, device=device).reshape(shape)
     if dtype.is_floating_point or dtype.is_complex:
         return (1 + torch.rand(shape, dtype=dtype, device=device)).requires_grad_(requires_grad)
     return torch.full(shape, int(dtype is torch.bool), dtype=dtype, device=device)

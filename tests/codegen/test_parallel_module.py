@@ -206,16 +206,16 @@ class Drop(nn.Module):
 def dropped(layout: str) -> torch.Tensor:
     torch.manual_seed(torch.distributed.get_rank())
     ones = torch.ones(64, 64)
-    parallel = parallel_of(Drop(), ones, (2, 4), constraints={"drop": layout}, outputs="whole")
+    parallel = parallel_of(Drop(), ones, (2, 2), constraints={"drop": layout}, outputs="whole")
     return called(parallel, ones)
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("layout, parts", [("S(0), I", 2), ("I, S(0)", 4), ("S(0), S(0)", 8), ("I, I", 1)])
+@pytest.mark.parametrize("layout, parts", [("S(0), I", 2), ("I, S(0)", 2), ("S(0), S(0)", 4), ("I, I", 1)])
 def test_dropout_draws_alike_for_the_same_value_and_differently_for_its_parts(
     pool: WorkerPool, layout: str, parts: int
 ) -> None:
-    found = pool.run(f"{__name__}:dropped", layout)
+    found = pool.run(f"{__name__}:dropped", layout, ranks=4)
     assert all(torch.equal(mask, found[0]) for mask in found)  # type: ignore[arg-type]
     chunks = found[0].chunk(parts)  # type: ignore[attr-defined]
     for index, one in enumerate(chunks):

@@ -30,7 +30,7 @@ LEFT = {"*.weight": "S(0), *"}  # stored split on the outer axis too
 PLANS = [
     ("gpt2", "megatron", (2, 2), LEFT),
     pytest.param("llama", "megatron", (2, 2), LEFT, marks=pytest.mark.thorough),
-    ("gpt2", "fsdp", (2, 2), {}),
+    pytest.param("gpt2", "fsdp", (2, 2), {}, marks=pytest.mark.thorough),
     ("llama", "auto", (2, 2), {"*.mlp.*.weight": "S(1), S(0)"}),
 ]
 

@@ -16,14 +16,16 @@ import autopar
 from autopar.cost_models import catalog
 from autopar.cost_models.collectives import seconds
 from autopar.cost_models.compute import pricer
+from autopar.cost_models.kernel_profile import Kernel
 from autopar.cost_models.links import connect
 from autopar.cost_models.profile_file import load, measured_link, save
 from autopar.errors import DiskError, MeshError
 from autopar.ir.mesh import Device, Disk, Link, Mesh
 from autopar.ir.program import Op, Ref, Value
-from autopar.profile import Noise, main
+from autopar.profile import Noise, main, timed_call
 from autopar.runtime import memory_rates
 from autopar.runtime.benchmark import Times, repeated
+from tests.cost_models.cost_ops import op, x
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 LINE = (1e-4, 8e-9)
@@ -157,3 +159,15 @@ def test_noise_is_that_of_all_measurements_of_all_processes() -> None:
 def test_a_target_that_cannot_be_built_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"{tmp_path}/none.py:build", "--save", str(tmp_path / "x.json")]) == 1
     assert "no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("first, second, ends", [
+    ((12, 32), (4, 32, 16), (3, 6, 9, 12)), ((4, 16, 32), (32, 24), (6, 12, 18, 24)), ((16, 24), (24, 32), (6, 12, 18, 24)),
+])  # fmt: skip
+def test_products_of_groups_are_timed_with_groups_of_equal_length_and_not_with_empty_ones(
+    first: tuple[int, ...], second: tuple[int, ...], ends: tuple[int, ...]
+) -> None:
+    half = torch.bfloat16
+    made = op("aten._grouped_mm.default", x(*first, dtype=half), x(*second, dtype=half), x(4, dtype=torch.int32))
+    call = timed_call(Kernel(op=made.op, given=made.operands, price=made.pricer(catalog.device("h100"))))
+    assert [elements for *_, elements in call.operands] == [(), (), ends]

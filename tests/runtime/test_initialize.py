@@ -113,8 +113,13 @@ def compare(names: list[str]) -> None:
         assert len(set(map(id, found.values()))) == len(set(map(id, originals.values()))), "ties"
 
 
-def test_every_weight_and_buffer_equals_that_of_the_sequential_model(pool: WorkerPool) -> None:
-    pool.run(f"{__name__}:compare", ["net", "gpt2", "llama", "bert", "t5", "vit", "wrapped gpt2"], ranks=4)
+@pytest.mark.parametrize(
+    "names",
+    [["net", "llama", "t5", "wrapped gpt2"], pytest.param(["gpt2", "bert", "vit"], marks=pytest.mark.thorough)],
+    ids=str,
+)
+def test_every_weight_and_buffer_equals_that_of_the_sequential_model(pool: WorkerPool, names: list[str]) -> None:
+    pool.run(f"{__name__}:compare", names, ranks=4)
 
 
 def fill(_: None) -> None:

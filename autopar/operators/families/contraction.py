@@ -164,6 +164,17 @@ def grouped_sizes(call: Call, local: Local) -> ProductSizes:
     return ProductSizes(math.prod(batch) if batch and batches else 1, m, n, k)
 
 
+def even_ends(call: Call) -> dict[str, tuple[int, ...]]:
+    """Ends of groups of equal length: of rows, of columns, or of what is summed."""
+    if not call.positions("offs"):
+        return {}
+    first, second = (value.shape for value in call.operands[:2])
+    columns, rows = len(first) == 3, len(second) == 3
+    length = second[-1] if columns else first[0 if rows else 1]
+    (groups,) = call.shape("offs")
+    return {"offs": tuple(length * number // groups for number in range(1, groups + 1))}
+
+
 def einsum_alias(call: Call) -> Alias:
     """A view where one tensor is permuted, or its diagonal taken, and nothing summed."""
     before, arrow, after = str(call.arguments["equation"]).partition("->")
@@ -185,7 +196,13 @@ EXPERTS = ParallelForm(
     backward=(DISPATCH, COMBINE, DISPATCH),
 )
 # One matrix for each group of rows; the third operand says where groups end.
-GROUPED_ROWS = op("t! k, e! k n, e! -> t! n", linear="input, weight", distributed=[EXPERTS], flops=product(grouped_sizes, 0, 1))
+GROUPED_ROWS = op(
+    "t! k, e! k n, e! -> t! n",
+    linear="input, weight",
+    distributed=[EXPERTS],
+    flops=product(grouped_sizes, 0, 1),
+    timed=even_ends,
+)
 
 TABLE: dict[str, Rule] = {
     # products of matrices
@@ -293,7 +310,9 @@ TABLE: dict[str, Rule] = {
     "aten.kron.default": op(kron, linear="self, other"),
     "aten.linalg_multi_dot.default": op(multi_dot, flops=chain, autocast=Autocast.LOWER),
     "aten.chain_matmul.default": op(multi_dot, flops=chain, autocast=Autocast.LOWER),
-    "aten._grouped_mm.default": op(grouped, linear="self, mat2", distributed=[EXPERTS], flops=product(grouped_sizes, 0, 1)),
+    "aten._grouped_mm.default": op(
+        grouped, linear="self, mat2", distributed=[EXPERTS], flops=product(grouped_sizes, 0, 1), timed=even_ends
+    ),
     # vectors along a dim
     "aten.linalg_vecdot.default": op(
         "... @dim ..., ... @dim ... -> ...", linear="x, y", flops=contraction, padding=padding.product, autocast=Autocast.LOWER
