@@ -45,7 +45,6 @@ from autopar.planning.plan_search import PADDED, best_shape, best_variant, limit
 from autopar.planning.planner import connected_meshes, read_program, to_plan
 from autopar.planning.schedule_file import is_file, read_schedule
 from autopar.planning.stage_plans import StagePlanner
-from autopar.solver.deadline import NEVER
 from autopar.solver.highs import SlowerError, SolverError, TimeLimitError
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
@@ -236,7 +235,7 @@ class PipelineSearch:
         if not self.large:
             return self._schedules(over, runs, forms(over.options, over.ranks))
         least = self._alone(over, runs)
-        if self.settings.deadline is not NEVER:
+        if self.settings.deadline.seconds < math.inf:
             self.settle()
         return least
 
