@@ -26,7 +26,6 @@ from autopar.plan.plan import Collective, Plan
 from autopar.planning.planner import plan_program, read_program
 
 GIB = 2**30
-PLANNED: dict[tuple[int, str, str], tuple[Plan, object]] = {}  # with what was asked for, kept alive: it is known by its id
 Sample = Mapping[str, torch.Tensor]
 
 
@@ -110,11 +109,8 @@ def mesh(sizes: tuple[int, ...], *links: Link, device: str | Device = "h100") ->
 
 
 def plan(captured: Captured, on: Mesh, **options: object) -> Plan:
-    """The plan of a captured model; what was asked before is not searched again."""
-    key = id(captured), repr(on), repr(sorted(options.items()))
-    if key not in PLANNED:
-        PLANNED[key] = plan_program(captured.program, on, Options(**options)), (captured, options)  # type: ignore[arg-type]
-    return PLANNED[key][0]
+    """The plan of a captured model."""
+    return plan_program(captured.program, on, Options(**options))  # type: ignore[arg-type]
 
 
 def counted(plan: Plan, axis: int | None = None, values: Callable[[str], bool] = lambda name: True) -> Counter[tuple[str, str]]:
