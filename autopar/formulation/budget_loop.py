@@ -61,6 +61,11 @@ class BudgetLoop:
         return bool(self._rows or self._away)
 
     @property
+    def stopped(self) -> bool:
+        """Whether the deadline has come."""
+        return self._settings.deadline.passed
+
+    @property
     def bound(self) -> float:
         """Seconds that every solution takes, within any limit."""
         return self._solver.bound

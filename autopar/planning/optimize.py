@@ -109,7 +109,7 @@ def solved(
             memory_model=memory_model, solution=solution, optimizer=optimizer, strategy=options.strategy, loop=loop
         )
         settings.deadline.note_solution()
-        best = _beside_strategies(best, loop, options, limit, settings, stopped=deadline.passed)
+        best = _beside_strategies(best, loop, options, limit, settings)
     stop("solve")
     return replace(best, stopped=deadline.text if deadline.passed and best.solution.status != "optimal" else "")
 
@@ -133,7 +133,7 @@ def solved_within(
 
 
 def _beside_strategies(
-    best: Optimized, loop: BudgetLoop, options: Options, limit: Bytes, settings: SearchSettings, *, stopped: bool = False
+    best: Optimized, loop: BudgetLoop, options: Options, limit: Bytes, settings: SearchSettings
 ) -> Optimized:
     """The better of a solution and of `zero1` where weights gathered once may be hidden better; where it is far from its bound,
     or may be since its search was stopped, of all named strategies; and of the unconstrained layouts if the limit of its `loop`
@@ -145,7 +145,7 @@ def _beside_strategies(
         if loop.binds and gap > settings.free_layouts_gap:
             best = _with_free_layouts(best, loop, limit, settings)
     once = (ONCE,) if analysis.step.loop or _waits(best) > settings.once_gap else ()  # a program of its own
-    named = NAMED if gap > (settings.gap if stopped else settings.strategies_gap) else once
+    named = NAMED if gap > (settings.gap if loop.stopped else settings.strategies_gap) else once
     return _best_named(best, best.memory_model, options, limit, named, settings, best.solution.bound) or best
 
 

@@ -43,6 +43,7 @@ def best_shape(
     seconds, shapes, refused = math.inf, list[str](), list[AutoparError]()
     for mesh in meshes:
         if best is not None and settings.deadline.passed:
+            best = replace(best, stopped=settings.deadline.text)
             break
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -122,6 +123,7 @@ def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop, set
         if runs < 2 * last:
             continue
         if last and settings.deadline.passed:
+            best = best and replace(best, stopped=settings.deadline.text)
             break
         try:
             part = microbatches(program, runs)
@@ -158,6 +160,7 @@ def _best_padded(step: TrainingStep, mesh: Mesh, options: Options, stop: Stop, s
     refused: list[AutoparError] = []
     for wide in _paddings(step, mesh, options):
         if best is not None and settings.deadline.passed:
+            best = replace(best, stopped=settings.deadline.text)
             break
         try:
             analysis = analysed(wide, mesh, options)

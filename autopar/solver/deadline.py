@@ -6,12 +6,29 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from types import FrameType
+from functools import partial
 
 from autopar.errors import AutoparError
+
+
+@contextmanager
+def interrupts(hear: Callable[[Callable[[], object]], object]) -> Iterator[Callable[[], object]]:
+    """Have Ctrl-C call `hear` with what it does otherwise, which is what is yielded, too.
+
+    Only the main thread hears of it, and only where Python handles it.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: hear(partial(handler, number, frame)))
+    try:
+        yield partial(handler, signal.SIGINT, None)
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 @dataclass(slots=True)
@@ -25,28 +42,21 @@ class Interrupt:
     def heard(self) -> Iterator[None]:
         """Listen to Ctrl-C, which does what it always does where nothing is known, at once, or where it is pressed twice.
 
-        Only the main thread hears of it, and only where Python handles it. Where what was known turns out to be no answer, and
-        the search ends in an error, Ctrl-C does what it does as well.
+        Where what was known turns out to be no answer, and the search ends in an error, it does what it always does as well.
         """
-        handler = signal.getsignal(signal.SIGINT)
-        if not callable(handler) or threading.current_thread() is not threading.main_thread():
-            yield
-            return
 
-        def note(number: int, frame: FrameType | None) -> None:
+        def note(usual: Callable[[], object]) -> None:
             if self.pressed or not self.known:
-                handler(number, frame)
+                usual()
             self.pressed = True
 
-        signal.signal(signal.SIGINT, note)
-        try:
-            yield
-        except AutoparError:
-            if self.pressed:
-                handler(signal.SIGINT, None)
-            raise
-        finally:
-            signal.signal(signal.SIGINT, handler)
+        with interrupts(note) as usual:
+            try:
+                yield
+            except AutoparError:
+                if self.pressed:
+                    usual()
+                raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +80,16 @@ class Deadline:
     @property
     def passed(self) -> bool:
         """Whether the moment has come, or Ctrl-C was pressed."""
-        pressed = self.interrupt is not None and self.interrupt.pressed
-        return pressed or (self.moment < math.inf and time.monotonic() >= self.moment)
+        return self._pressed or (self.moment < math.inf and time.monotonic() >= self.moment)
 
     @property
     def text(self) -> str:
         """What ends the search."""
-        pressed = self.interrupt is not None and self.interrupt.pressed
-        return "Ctrl-C" if pressed else f"the time_limit of {self.seconds:g} s"
+        return "Ctrl-C" if self._pressed else f"the time_limit of {self.seconds:g} s"
+
+    @property
+    def _pressed(self) -> bool:
+        return self.interrupt is not None and self.interrupt.pressed
 
     def only_interrupt(self) -> Deadline:
         """No moment: only Ctrl-C ends the search."""

@@ -6,8 +6,6 @@ every machine. Only a `Deadline` that the user sets, and Ctrl-C, end it before.
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ import highspy
 import numpy as np
 
 from autopar.errors import AutoparError
-from autopar.solver.deadline import NEVER, Deadline
+from autopar.solver.deadline import NEVER, Deadline, interrupts
 from autopar.solver.matrix import SparseBlock
 from autopar.solver.problem import Floats, Ints
 
@@ -38,8 +36,10 @@ class TimeLimitError(SolverError):
 
     def __init__(self, deadline: Deadline, bound: float = 0.0) -> None:
         self.bound = bound
-        fix = "a longer time_limit=, or none; strategy='auto' takes the first named strategy that fits"
-        super().__init__(f"no plan was found in the time_limit of {deadline.seconds:g} s", fix=fix)
+        super().__init__(
+            f"no plan was found in the time_limit of {deadline.seconds:g} s",
+            fix="a longer time_limit=, or none; a larger budget=",
+        )
 
 
 class SlowerError(SolverError):
@@ -166,22 +166,12 @@ def run(solver: highspy.Highs, deadline: Deadline = NEVER) -> Meaning:
 
 @contextmanager
 def _held_interrupts() -> Iterator[list[int]]:
-    """Hold Ctrl-C back until the end, for an exception must not pass through HiGHS; what is yielded says that it was pressed.
-
-    Only the main thread hears of it, and only where Python handles it.
-    """
+    """Hold Ctrl-C back until the end, for an exception must not pass through HiGHS; what is yielded says if it was pressed."""
     pressed: list[int] = []
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+    with interrupts(lambda usual: pressed.append(1)) as usual:
         yield pressed
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, handler)
     if pressed:
-        handler(signal.SIGINT, None)
+        usual()
 
 
 def run_cold(solver: highspy.Highs, deadline: Deadline = NEVER, *, steepest: int, devex: int) -> None:

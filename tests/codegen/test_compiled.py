@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -100,7 +99,6 @@ def test_inductor_has_the_numbers_of_the_eager_module(pool: WorkerPool) -> None:
 
 def in_place(how: Mapping[str, Any]) -> int:
     """`parallel.compile()` beside the eager module."""
-    torch._inductor.config.compile_threads = 1  # or each rank starts processes that import torch, for two kernels
     model, sample = make("small")
     plan = autopar.plan(model, sample, table.mesh((2,)), **how)
     torch._dynamo.reset()
