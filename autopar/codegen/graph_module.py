@@ -47,6 +47,9 @@ class GraphModule(fx.GraphModule):
         """A module with its own parameters in the same processes; fx would copy only what the graph refers to."""
         copied: Self = type(self).__new__(type(self))
         memo[id(self)] = copied
+        # torch copies no DTensor whose local part begins inside its storage, as a gradient within its bucket does
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        memo.update({id(grad): grad.detach().clone() for grad in grads})
         return copied._holding(copy.deepcopy(self.__dict__, memo))
 
     def __copy__(self) -> Self:

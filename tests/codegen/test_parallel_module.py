@@ -157,6 +157,29 @@ def test_parameters_may_be_frozen_later_but_not_unfrozen(pool: WorkerPool, strat
     pool.run(f"{__name__}:froze", strategy, ranks=2)
 
 
+def copied_with_gradients(_: None) -> None:
+    """In the middle of a step, as EMA and sweeps copy a module: the copy goes on by itself."""
+    model, x = odd()
+    parallel = parallel_of(model, x, strategy="fsdp")
+    called(parallel, x).sum().backward()
+    kept = {key: full_tensor(p).detach().clone() for key, p in parallel.named_parameters()}
+    twin = copy.deepcopy(parallel)
+    grads = {key: p.grad for key, p in parallel.named_parameters() if p.grad is not None}
+    assert any(isinstance(grad, DTensor) and grad.storage_offset() for grad in grads.values()), "gradients within a bucket"
+    for key, grad in grads.items():
+        assert torch.equal(full_tensor(twin.get_parameter(key).grad), full_tensor(grad))  # type: ignore[arg-type]
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    called(twin, x).sum().backward()
+    for key, parameter in parallel.named_parameters():
+        assert torch.equal(full_tensor(parameter), kept[key])
+        if key in grads:
+            assert not torch.equal(full_tensor(twin.get_parameter(key)), kept[key])
+
+
+def test_a_module_is_copied_with_its_gradients(pool: WorkerPool) -> None:
+    pool.run(f"{__name__}:copied_with_gradients", ranks=RANKS)
+
+
 def on_merged_axes(_: None) -> None:
     model, x = odd()
     expected = called(model.eval(), x)
