@@ -120,8 +120,9 @@ def plan(
         schedule: "gpipe", "1f1b", "1f1b+2" with so many forwards ahead, "interleaved" for several stages a rank, "zb-h1" or
             "zb-v" with gradients of weights deferred, or a file in torch's notation, "table.csv"; "auto": the fastest of those
             with names.
-        time_limit: seconds after which the search ends with the best plan that it knows; by default none, and no clock
-            decides which plan is chosen. Ctrl-C ends it as well, with KeyboardInterrupt where no plan is known.
+        time_limit: seconds after which the search ends with the best plan that it knows, never worse than the best named
+            strategy; by default none, and no clock decides which plan is chosen. Ctrl-C ends it as well, with
+            KeyboardInterrupt where no plan is known.
 
     Returns:
         The fastest plan that fits the budget, or the best found, with the proven gap.

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from autopar.analysis.analysis import Analysis
-from autopar.analysis.repeated_blocks import ValueClass
 from autopar.analysis.weight_buckets import weight_buckets
 from autopar.formulation.overlap import Sent
 from autopar.formulation.overlap_loads import GRADIENT, REGATHER, OverlapLoads
@@ -16,6 +15,7 @@ from autopar.formulation.prices import Prices, added_up
 from autopar.ir.conversion import WAYS
 from autopar.search_space.buckets import TOGETHER, shared
 from autopar.search_space.layout_graph import LayoutGraph
+from autopar.search_space.reachable import Conversions
 from autopar.search_space.strategies import StrategyConstraints
 from autopar.solver.problem import ChargeTrigger, Edge, FixedCharge, Ints
 
@@ -26,8 +26,7 @@ def fixed_charges(
     analysis: Analysis,
     prices: Prices,
     edges: Sequence[Edge],
-    values: Sequence[ValueClass],
-    spaces: Sequence[LayoutGraph],
+    spaces: Sequence[Conversions],
     constraints: StrategyConstraints,
     loads: OverlapLoads | None = None,
 ) -> Iterator[FixedCharge]:
@@ -38,8 +37,8 @@ def fixed_charges(
     many steps they have gone, unless they change dims on their way. What is sent again is a message of its own: always, if
     gathered weights are dropped, else if the solver says so.
     """
-    place = {member: i for i, found in enumerate(values) for member in found.members}
-    kinds = [_kinds(edge, graph) for edge, graph in zip(edges, spaces, strict=True)]
+    place = {member: i for i, space in enumerate(spaces) for member in space.values.members}
+    kinds = [_kinds(space.graph) for space in spaces]
     groups: dict[bool, dict[frozenset[int], list[str]]] = {False: {}, True: {}}  # the first weight of each bucket of a group
     for moved, alike in groups.items():
         for names in weight_buckets(analysis.program, moved=moved):
@@ -74,8 +73,6 @@ def fixed_charges(
                 yield FixedCharge(name=f"{kind} over {prices.mesh.axes[axis]}", seconds=seconds, triggers=tuple(triggers))
 
 
-def _kinds(edge: Edge, graph: LayoutGraph) -> tuple[Ints, Ints, Ints]:
-    """The axis and the pair of each arc of an edge, and on how many axes its source is shared."""
-    of = {ends: i for i, ends in enumerate(zip(graph.source.tolist(), graph.target.tolist(), strict=True))}
-    arcs = [of[ends] for ends in zip(edge.source.tolist(), edge.target.tolist(), strict=True)]
-    return graph.axis[arcs], graph.pair[arcs], np.array([shared(layout) for layout in graph.nodes])[edge.source]
+def _kinds(graph: LayoutGraph) -> tuple[Ints, Ints, Ints]:
+    """The axis and the pair of each arc, and on how many axes its source is shared."""
+    return graph.axis, graph.pair, np.array([shared(layout) for layout in graph.nodes])[graph.source]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,19 +25,17 @@ from autopar.formulation.prices import Prices, arc_seconds, end_seconds, op_clas
 from autopar.formulation.recompute_terms import reconvert_seconds, repeated_seconds, rerunnable
 from autopar.formulation.step_collectives import Phase, inside, returns
 from autopar.formulation.step_time import StepPrices
-from autopar.ir.conversion import FETCHES, WAYS
-from autopar.ir.layout import I, Layout
+from autopar.ir.conversion import WAYS
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output, Program, Value
 from autopar.search_space.candidates import Candidate, distributed
 from autopar.search_space.domains import offers
-from autopar.search_space.layout_graph import LayoutGraph, layout_graph
+from autopar.search_space.layout_graph import LayoutGraph
+from autopar.search_space.reachable import Conversions, reachable
 from autopar.search_space.strategies import StrategyConstraints
 from autopar.solver.problem import Choice, ConditionalCost, Consumer, Edge, Floats, Ints, Problem, Solution, storages
 
-STILL = [number for number, (forward, _) in enumerate(WAYS.values()) if forward == "identity"]
-TO_INVARIANT = [number for number, (source, target) in enumerate(WAYS) if target == "I" and (source, target) not in FETCHES]
-SUMMED = list(WAYS).index(("I", "R"))
+STILL = np.array([forward == "identity" for forward, _ in WAYS.values()])
 UNCONSTRAINED = StrategyConstraints()
 
 
@@ -74,7 +72,10 @@ class PlanningProblem:
 
     def only(self, solution: Solution) -> PlanningProblem:
         """This problem restricted to the layouts of a solution; recomputation and routes are still to be chosen."""
-        picks = [np.array([pick]) for pick in solution.picks]
+        return self.within([np.array([pick]) for pick in solution.picks])
+
+    def within(self, picks: Sequence[Ints]) -> PlanningProblem:
+        """This problem restricted to these candidates of each choice."""
         return replace(
             self,
             problem=replace(
@@ -95,7 +96,9 @@ class PlanningProblem:
                 ),
                 regions=tuple(region.mapped(lambda load: load.within(picks)) for region in self.problem.regions),
             ),
-            candidates=tuple((found[pick],) for found, pick in zip(self.candidates, solution.picks, strict=True)),
+            candidates=tuple(
+                tuple(found[c] for c in pick.tolist()) for found, pick in zip(self.candidates, picks, strict=True)
+            ),
         )  # fmt: skip
 
 
@@ -116,7 +119,7 @@ def formulate(
     """
     assert mesh.links, "a mesh is priced with its links"
     prices = Prices(mesh=mesh, optimizer=optimizer, model=cost_model)
-    lists = dict(offers(analysis, constraints, sharded_outputs))
+    lists, spaces = reachable(analysis, dict(offers(analysis, constraints, sharded_outputs)), constraints)
     place = {name: i for i, name in enumerate(lists)}
     reruns = rerunnable(analysis, policy)
     recast = _recast(analysis) if constraints.reshard_after_forward else frozenset[str]()
@@ -128,23 +131,16 @@ def formulate(
         )
         for n, (name, found) in enumerate(lists.items())
     )
-    edges: list[Edge] = []
-    values, spaces = [], []
-    for value_class in analysis.classes.values:
-        if value_class.consumers:
-            graph, edge = _edge(analysis, prices, value_class, lists, place, constraints, policy, len(edges), loads)
-            edges.append(edge)
-            values.append(value_class)
-            spaces.append(graph)
-    found = tuple(fixed_charges(analysis, prices, edges, values, spaces, constraints, loads))
+    edges = [_edge(analysis, prices, space, place, constraints, policy, n, loads) for n, space in enumerate(spaces)]
+    found = tuple(fixed_charges(analysis, prices, edges, spaces, constraints, loads))
     return PlanningProblem(
         analysis=analysis,
         prices=prices,
         problem=Problem(choices=choices, edges=tuple(edges), fixed_charges=found, regions=loads.regions() if loads else ()),
         names=tuple(lists),
         candidates=tuple(map(tuple, lists.values())),
-        edges=tuple(values),
-        spaces=tuple(spaces),
+        edges=tuple(space.values for space in spaces),
+        spaces=tuple(space.graph for space in spaces),
         reruns=reruns,
         dropped=constraints.reshard_after_forward,
         once=constraints.once,
@@ -239,39 +235,32 @@ def _inside_by_axis(
 def _edge(
     analysis: Analysis,
     prices: Prices,
-    values: ValueClass,
-    lists: Mapping[str, list[Candidate]],
+    space: Conversions,
     place: Mapping[str, int],
     constraints: StrategyConstraints,
     policy: RecomputePolicy,
     number: int,
     loads: OverlapLoads | None,
-) -> tuple[LayoutGraph, Edge]:
-    program, sizes = analysis.program, analysis.sizes
-    value = program.values[values.example]
-    made = [c.results[values.result] for c in lists[values.producer]]
-    wanted = [[c.operands[position] for c in lists[name]] for name, position in values.consumers]
-    allowed = tuple(
-        tuple(sorted({layout[axis] for layouts in (made, *wanted) for layout in layouts})) for axis in range(len(sizes))
-    )
-    graph = layout_graph(value.shape, sizes, allowed, analysis.blocks[value.name])
-    arcs, count = _arcs(analysis, value, graph, made, itertools.chain(*wanted), constraints), len(values.members)
+) -> Edge:
+    """The edge of a class of values: where each of its conversions leads, and what it costs."""
+    values, graph, count = space.values, space.graph, len(space.values.members)
+    value = analysis.program.values[values.example]
     weight, bucketed = value.name in analysis.weights, value.name in analysis.bucketed
-    found = _arc_prices(analysis, prices, value, graph, arcs, count, constraints, policy)
+    found = _arc_prices(analysis, prices, value, graph, count, constraints, policy)
     if loads is not None:
-        found = loads.edge(number, values.members, graph.pair[arcs], graph.axis[arcs], found, bucketed=bucketed)
+        found = loads.edge(number, values.members, graph.pair, graph.axis, found, bucketed=bucketed)
     repeated = _repeated(analysis, constraints, policy, weight=weight)
     edge = Edge(
         name=value.name,
         producer=place[values.producer],
-        produced=np.array([graph.index[layout] for layout in made], dtype=np.int64),
+        produced=space.produced,
         consumers=tuple(
-            Consumer(choice=place[name], wants=np.array([graph.index[layout] for layout in layouts], dtype=np.int64))
-            for (name, _), layouts in zip(values.consumers, wanted, strict=True)
+            Consumer(choice=place[name], wants=wants)
+            for (name, _), wants in zip(values.consumers, space.wanted, strict=True)
         ),
         nodes=len(graph.nodes),
-        source=graph.source[arcs],
-        target=graph.target[arcs],
+        source=graph.source,
+        target=graph.target,
         seconds=found.there,
         conditional_costs=(
             ConditionalCost(
@@ -280,14 +269,14 @@ def _edge(
             ),
             ConditionalCost(seconds=found.rerun, consumers=_where(values, repeated)),
         ),
-        free=np.isin(graph.pair[arcs], STILL),
+        free=STILL[graph.pair],
         count=count,
         recompute=found.recompute,
         offload=_offload_seconds(analysis, value, graph, count, prices),
     )  # fmt: skip
     if edge.offload is not None:  # said of the memory in which several layouts may lie
         edge = replace(edge, offload=np.where(storages(edge) == np.arange(edge.nodes), edge.offload, np.inf))
-    return graph, edge
+    return edge
 
 
 def _repeated(
@@ -304,7 +293,6 @@ def _arc_prices(
     prices: Prices,
     value: Value,
     graph: LayoutGraph,
-    arcs: Ints,
     count: int,
     constraints: StrategyConstraints,
     policy: RecomputePolicy,
@@ -319,36 +307,9 @@ def _arc_prices(
     if weight and constraints.keep_gathered:
         recompute = None
     return ArcPrices(
-        there=count * there[arcs], back=count * back[arcs], rounding=count * rounding[arcs], rerun=count * again[arcs],
-        recompute=None if recompute is None else count * recompute[arcs],
+        there=count * there, back=count * back, rounding=count * rounding, rerun=count * again,
+        recompute=None if recompute is None else count * recompute,
     )  # fmt: skip
-
-
-def _arcs(
-    analysis: Analysis,
-    value: Value,
-    graph: LayoutGraph,
-    made: Iterable[Layout],
-    wanted: Iterable[Layout],
-    constraints: StrategyConstraints,
-) -> Ints:
-    """The conversions of a value's layout graph that a plan may use, given how it may be made and wanted.
-
-    A weight does not become I on its way to R on an axis, which would put off the sum of its gradient: it is I only where it is
-    used so, and left for R only where it may be stored so.
-    """
-    arcs, axes = np.arange(len(graph.source)), len(graph.nodes[0])
-    if value.name in analysis.written:  # what is written in place is used as it is stored
-        arcs = arcs[:0]
-    if value.name in analysis.bucketed and value.requires_grad:
-        stored, used = (np.array([I in on_axis for on_axis in zip(*layouts, strict=True)]) for layouts in (made, wanted))
-        used &= analysis.step.microbatches == 1  # else what is I is so because it is stored so: see `added_up`
-        axis, pair = graph.axis[arcs], graph.pair[arcs]
-        arcs = arcs[(used[axis] | ~np.isin(pair, TO_INVARIANT)) & (stored[axis] | (pair != SUMMED))]
-    if constraints.weights:
-        allowed = np.array([[constraints.allows_conversion(value.name, axis, *pair) for pair in WAYS] for axis in range(axes)])
-        arcs = arcs[allowed[graph.axis[arcs], graph.pair[arcs]]]
-    return arcs
 
 
 def _offload_seconds(analysis: Analysis, value: Value, graph: LayoutGraph, count: int, prices: Prices) -> Floats | None:

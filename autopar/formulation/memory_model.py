@@ -6,6 +6,7 @@ right-hand side of a row is tightened by the excess that the simulation finds (`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 from autopar.cost_models.optimizers import Optimizer
@@ -24,12 +25,19 @@ OF_CLASSES = ("stored", "gradient", "internal")  # kinds whose name is that of a
 
 
 class MemoryModel:
-    """Liveness analysis and memory rows of one planning problem."""
+    """Liveness analysis and memory rows of one planning problem; each is made where it is asked for."""
 
     def __init__(self, formulated: PlanningProblem, optimizer: Optimizer) -> None:
-        self.formulated = formulated
-        self.liveness = Liveness(formulated.analysis, optimizer)
-        self._rows = MemoryRows(formulated, self.liveness, optimizer)
+        self.formulated, self.optimizer = formulated, optimizer
+
+    @functools.cached_property
+    def liveness(self) -> Liveness:
+        """What is alive when."""
+        return Liveness(self.formulated.analysis, self.optimizer)
+
+    @functools.cached_property
+    def _rows(self) -> MemoryRows:
+        return MemoryRows(self.formulated, self.liveness, self.optimizer)
 
     def walk(self, solution: Solution) -> Floats:
         """Bytes alive at every moment of the step."""
@@ -57,7 +65,7 @@ class MemoryModel:
 
     def away(self, chosen: Assignment) -> Mapping[State, Mapping[str, Bytes]]:
         """Bytes on the host and on the disk by what they are for."""
-        return bytes_away(self.formulated.analysis, self.liveness.optimizer, chosen)
+        return bytes_away(self.formulated.analysis, self.optimizer, chosen)
 
     def excess(self, solution: Solution) -> Mapping[State, Bytes]:
         """By how much a solution exceeds the limits of the host and of the disk, where it does."""

@@ -240,23 +240,23 @@ def arc_seconds(
     small = np.minimum(graph.elements[graph.source], graph.elements[graph.target]) * size
     wider = reduce_dtype.itemsize // size if reduce_dtype else 1
     there, back, rerun, rounding = np.zeros((4, len(large)))
-    for number, (forward, backward) in enumerate(WAYS.values()):
-        for axis in range(len(prices.mesh.sizes)):
-            here = np.flatnonzero((graph.pair == number) & (graph.axis == axis))
-            there[here] = prices.primitive(forward, large[here], small[here], axis)
-            times = wider if backward in SUMS else 1
-            back[here] = prices.primitive(backward, times * large[here], times * small[here], axis)
-            if wider > 1 and backward == WHOLE_SUM:
-                rounding[here] = prices.rounding(large[here], wider)
-                back[here] += rounding[here]
-            if bucketed:
-                there[here] -= prices.latency(forward, axis) if forward in TOGETHER[0] else 0.0
-                back[here] -= prices.latency(backward, axis) if backward in TOGETHER[1] else 0.0
-            if forward in CARRIED:
-                rerun[here] = there[here]
-            times = 1 if bucketed and added_up(forward, backward) else runs
-            back[here] *= times
-            rounding[here] *= times
+    ways = list(WAYS.values())
+    for number, axis in sorted(set(zip(graph.pair.tolist(), graph.axis.tolist(), strict=True))):
+        here, (forward, backward) = np.flatnonzero((graph.pair == number) & (graph.axis == axis)), ways[number]
+        there[here] = prices.primitive(forward, large[here], small[here], axis)
+        times = wider if backward in SUMS else 1
+        back[here] = prices.primitive(backward, times * large[here], times * small[here], axis)
+        if wider > 1 and backward == WHOLE_SUM:
+            rounding[here] = prices.rounding(large[here], wider)
+            back[here] += rounding[here]
+        if bucketed:
+            there[here] -= prices.latency(forward, axis) if forward in TOGETHER[0] else 0.0
+            back[here] -= prices.latency(backward, axis) if backward in TOGETHER[1] else 0.0
+        if forward in CARRIED:
+            rerun[here] = there[here]
+        times = 1 if bucketed and added_up(forward, backward) else runs
+        back[here] *= times
+        rounding[here] *= times
     return runs * there, back, runs * rerun, rounding
 
 

@@ -81,7 +81,7 @@ def solved(
 ) -> Optimized:
     """The solution for an analysed program.
 
-    At the deadline the best that is known counts; else the best named strategy, the first one however long it takes.
+    At the deadline the better of what is known and of the named strategies counts, however long those take.
 
     Raises ConstraintError, MeshError or BudgetError if there is none, SolverError where a limit of the settings leaves no
     answer, and TimeLimitError where the deadline does, or Ctrl-C. Raises SlowerError if no solution is faster than the settings
@@ -293,19 +293,18 @@ def _best_named(
         best: the solution.
         posed: the problem of all layouts, of which every solution takes `bound` seconds or more.
         options, limit, settings: as for `solved`.
-        named: the strategies; at the deadline the others are left out, if anything is known then.
+        named: the strategies; at the deadline they are not left out, so that no plan is worse than the best of them.
         bound: see `posed`.
     """
     analysis, mesh = posed.formulated.analysis, posed.formulated.mesh
-    optimizer = options.stepped
+    optimizer, settings = options.stepped, replace(settings, deadline=settings.deadline.only_interrupt())
     for strategy in named:
         if best is not None and settings.deadline.passed:
             break
         seconds = math.inf if best is None else solution_time(best.formulated, best.solution)
-        deadline = settings.deadline.only_interrupt() if best is None else settings.deadline
         try:
             model = _formulated(analysis, mesh, optimizer, replace(options, strategy=strategy))
-            found = BudgetLoop(model.formulated, model, replace(settings, deadline=deadline)).near(limit, seconds).solution
+            found = BudgetLoop(model.formulated, model, settings).near(limit, seconds).solution
         except ConstraintError:
             continue
         except TimeLimitError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 from autopar.analysis.analysis import Analysis, representatives
 from autopar.analysis.block_counts import Blocks
@@ -12,6 +13,8 @@ from autopar.ir.program import OUTPUT, Output, Parameter, Value
 from autopar.search_space.candidates import Candidate, candidates
 from autopar.search_space.layout_graph import layout_graph, placeable, states
 from autopar.search_space.strategies import StrategyConstraints
+
+_LISTED: WeakKeyDictionary[Analysis, Mapping[str, list[Candidate]]] = WeakKeyDictionary()
 
 
 def offers(
@@ -39,21 +42,7 @@ def _all(
             if name in analysis.stored_anywhere:
                 layouts = [*layouts, *((*layout[:-1], there) for there in analysis.places for layout in layouts)]
             yield name, [Candidate(forms=(), operands=(), results=(layout,)) for layout in layouts]
-    memory: dict[tuple[object, ...], list[Candidate]] = {}
-    for name, op in representatives(program, analysis.classes).items():
-        names = (*op.operands, *(r.name for r in op.results))
-        kinds = tuple((program.values[n].shape, program.values[n].requires_grad, analysis.blocks[n]) for n in names)
-        key = (str(analysis.fits[name]), analysis.fits[name], kinds)
-        if key not in memory:
-            memory[key] = [
-                c
-                for c in candidates(op, analysis.fits[name], program.values, sizes, analysis.blocks)
-                if all(
-                    placeable(layout, shape, sizes, counts)
-                    for layout, (shape, _, counts) in zip((*c.operands, *c.results), kinds, strict=True)
-                )
-            ]
-        yield name, memory[key]
+    yield from _of_ops(analysis).items()
     for output in program.outputs:
         value = program.values[output.value]
         if analysis.step.sends:
@@ -75,6 +64,31 @@ def _all(
             )
         else:
             yield OUTPUT + output.path, [Candidate(forms=(), operands=(whole,), results=())]
+
+
+def _of_ops(analysis: Analysis) -> Mapping[str, list[Candidate]]:
+    """The candidates of every class of ops: whatever the constraints, so that they are listed once."""
+    if analysis in _LISTED:
+        return _LISTED[analysis]
+    program, sizes = analysis.program, analysis.sizes
+    listed: dict[str, list[Candidate]] = {}
+    alike: dict[tuple[object, ...], list[Candidate]] = {}
+    for name, op in representatives(program, analysis.classes).items():
+        names = (*op.operands, *(r.name for r in op.results))
+        kinds = tuple((program.values[n].shape, program.values[n].requires_grad, analysis.blocks[n]) for n in names)
+        key = (str(analysis.fits[name]), analysis.fits[name], kinds)
+        if key not in alike:
+            alike[key] = [
+                c
+                for c in candidates(op, analysis.fits[name], program.values, sizes, analysis.blocks)
+                if all(
+                    placeable(layout, shape, sizes, counts)
+                    for layout, (shape, _, counts) in zip((*c.operands, *c.results), kinds, strict=True)
+                )
+            ]
+        listed[name] = alike[key]
+    _LISTED[analysis] = listed
+    return listed
 
 
 def _any_layout(value: Value, sizes: tuple[int, ...], blocks: Blocks) -> Sequence[Layout]:

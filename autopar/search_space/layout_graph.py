@@ -17,6 +17,8 @@ from autopar.analysis.block_counts import Blocks
 from autopar.ir.conversion import FETCHES, WAYS
 from autopar.ir.layout import I, Layout, P, R, State, away, local_shape, split, valid
 
+Mask = npt.NDArray[np.bool_]
+
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class LayoutGraph:
@@ -32,6 +34,17 @@ class LayoutGraph:
     target: npt.NDArray[np.int64]
     axis: npt.NDArray[np.int64]
     pair: npt.NDArray[np.int64]  # place of (from kind, to kind) in WAYS
+
+    def part(self, *, nodes: Mask | None = None, arcs: Mask | None = None) -> LayoutGraph:
+        """The graph of these nodes, by default all, with those of these arcs, by default all, that lie between them."""
+        if nodes is None:
+            nodes = np.ones(len(self.nodes), dtype=np.bool_)
+        arcs = nodes[self.source] & nodes[self.target] & (True if arcs is None else arcs)
+        place, kept = np.cumsum(nodes) - 1, tuple(itertools.compress(self.nodes, nodes.tolist()))
+        return LayoutGraph(
+            nodes=kept, index={layout: i for i, layout in enumerate(kept)}, elements=self.elements[nodes],
+            source=place[self.source[arcs]], target=place[self.target[arcs]], axis=self.axis[arcs], pair=self.pair[arcs],
+        )  # fmt: skip
 
 
 PAIRS = {pair: i for i, pair in enumerate(WAYS)}

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -217,6 +218,7 @@ class _Ascent:
             for place, consumer in enumerate(routes.edge.consumers):
                 self._in[consumer.choice].append((routes, place))
         self._weight = [1 / max(1, *map(len, self._neighbours(o))) for o in range(len(problem.choices))]
+        self._visited: Sequence[int] = range(len(problem.choices))
 
     def _neighbours(self, choice: int) -> tuple[list[int], list[int]]:
         """The choices before and after one to which a route leads."""
@@ -226,12 +228,13 @@ class _Ascent:
 
     def sweep(self) -> None:
         """Send messages in the order of the choices, and back."""
-        order = range(len(self._problem.choices))
-        for choices, later in ((order, int.__lt__), (reversed(order), int.__gt__)):
+        for choices, later in ((self._visited, int.__lt__), (reversed(self._visited), int.__gt__)):
             for choice in choices:
                 self._send(choice, later)
             for routes in filter(None, self._routes):
                 routes.refresh()
+        several = [len(choice.seconds) > 1 for choice in self._problem.choices]  # elsewhere messages change no more
+        self._visited = [o for o in self._visited if several[o] or any(several[end] for end in chain(*self._neighbours(o)))]
 
     def _send(self, choice: int, later: Callable[[int, int], bool]) -> None:
         """Collect what all routes know of each candidate, and give it to those that lead to a later choice."""

@@ -60,19 +60,13 @@ def test_where_the_search_of_all_layouts_does_not_end_the_plan_is_the_best_named
     assert cut.solution.status == "feasible"
 
 
-def test_a_search_that_ends_sooner_knows_a_plan_that_is_no_better_and_a_bound_that_holds_or_none() -> None:
-    whole, ended = found(Deadline()), 0
-    best = solution_time(whole.formulated, whole.solution)
+def test_a_search_that_ends_sooner_is_between_the_best_named_strategy_and_the_best_with_a_bound_that_holds() -> None:
+    whole, strategies = found(Deadline()), [found(Deadline(), strategy=name) for name in NAMED]
+    best, named = solution_time(whole.formulated, whole.solution), [solution_time(s.formulated, s.solution) for s in strategies]
     for looks in (0, 1, 2, 3, 5, 8, 1000):
-        try:
-            one = found(AfterLooks(looks=looks))
-        except TimeLimitError:
-            assert looks < 1000
-            continue
-        ended += 1
-        assert solution_time(one.formulated, one.solution) >= best * (1 - 1e-9)
+        one = found(AfterLooks(looks=looks))
+        assert best * (1 - 1e-9) <= solution_time(one.formulated, one.solution) <= min(named) * (1 + 1e-9)
         assert one.solution.bound <= best * (1 + 1e-9)
-    assert ended
 
 
 def test_a_limit_that_is_long_enough_changes_nothing_and_one_that_is_too_short_says_what_to_do(tmp_path: Path) -> None:
@@ -89,7 +83,7 @@ def test_a_limit_that_is_long_enough_changes_nothing_and_one_that_is_too_short_s
 
 
 @pytest.mark.parametrize("options", [{}, {"microbatches": "auto"}, {"pipeline": "auto"}, {"budget": "1MB"}], ids=str)
-def test_where_nothing_is_known_at_the_limit_the_plan_is_the_first_named_strategy_that_fits(options: dict[str, str]) -> None:
+def test_where_nothing_is_known_at_the_limit_the_plan_is_the_best_named_strategy_that_fits(options: dict[str, str]) -> None:
     model, sample = Layers(WIDTHS), torch.zeros(32, 64)
     plan = autopar.plan(model, sample, (2, 4), device="h100", time_limit=1e-9, **options)  # type: ignore[arg-type]
     fits = []
@@ -97,7 +91,7 @@ def test_where_nothing_is_known_at_the_limit_the_plan_is_the_first_named_strateg
         with suppress(BudgetError):
             named = autopar.plan(model, sample, (2, 4), device="h100", strategy=name, budget=options.get("budget"))
             fits.append(named.step_time)
-    assert plan.step_time == pytest.approx(fits[0], rel=1e-9)
+    assert plan.step_time == pytest.approx(min(fits), rel=1e-9)
     assert 0 < plan.gap <= 1
     assert "until the time_limit of 1e-09 s" in plan.searched
 
