@@ -1,5 +1,5 @@
 """Planning time of models with a loop in `forward`, as users write them, which capture unrolls; of layers that are all
-different; and of a GPT-2 of two layers on meshes of three to ten axes.
+different; and of a GPT-2 of two layers on meshes of three to ten axes, of many devices, and of numbers that divide nothing.
 
     python -m benchmarks.loops                  every case, each in a process of its own
     python -m benchmarks.loops scan linears     these cases
@@ -168,6 +168,7 @@ def gpt2(layers: int) -> tuple[nn.Module, Batch]:
     return AutoModelForCausalLM.from_config(GPT2Config(n_layer=layers)), {"input_ids": tokens, "labels": tokens}
 
 
+MANY_OR_ODD = ((1024,), (4096, 8), (13,), (7, 11))
 CASES = {
     "scan": Case(made=words(scan), steps=64, mesh=(2, 4)),
     "rnn": Case(made=words(rnn), steps=300, mesh=(2, 4)),
@@ -177,6 +178,7 @@ CASES = {
     "linears-2d": Case(made=linears, steps=100, mesh=(2, 4)),
     "linears": Case(made=linears, steps=100, mesh=(2, 2, 2)),
     **{f"axes-{axes}": Case(made=gpt2, steps=2, mesh=(2,) * axes) for axes in (3, 4, 5, 6, 8, 10)},
+    **{f"mesh-{'x'.join(map(str, sizes))}": Case(made=gpt2, steps=2, mesh=sizes) for sizes in MANY_OR_ODD},
 }
 
 
