@@ -73,8 +73,10 @@ test: $(STAMP)
 	$(MAKE) --jobs=6 --output-sync=target lint $(PARTS) types cost docs
 
 # The cases that `make test` leaves out: of a law, or of a table of models and plans, it runs a sample.
+# And the baselines that take longest to plan.
 thorough: $(STAMP)
 	$(BIN)/python -m pytest -q -m thorough
+	$(BIN)/python -m autopar.explain --check baselines/thorough/
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt2.py
