@@ -64,8 +64,9 @@ def verify(
     if plan is None:
         plan = _planned(model, sample_input, captured, place, options)
         place = connected_mesh(mesh, options, plan)  # of which the plan may have cut an axis
-    plan = _at_sample(plan, model, sample_input, captured, options)
-    _read(plan, captured.program, place)  # raises before any process is started if the plan is for another program
+    else:
+        plan = _at_sample(plan, model, sample_input, captured, options)
+        _read(plan, captured.program, place)  # raises before any process is started if the plan is for another program
     inputs = captured.signature.bind(*arguments(sample_input))
     rows, surplus, missing = compare(captured, tensors, inputs, plan, place, pool)
     with torch.set_grad_enabled(not plan.inference):
