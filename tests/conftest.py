@@ -43,6 +43,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[test] += 1
 
 
+def pytest_collection_finish() -> None:
+    """What was imported is not searched for garbage."""
+    gc.freeze()
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Golden:
     """`golden.check("name.txt", text)` compares with tests/goldens/name.txt."""
