@@ -15,7 +15,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup lint types unit unit-programs unit-operators unit-planning unit-numbers unit-users cost docs test thorough demo verify-all fuzz zoo hub fidelity bench clean
+.PHONY: setup lint types unit unit-operators unit-programs unit-planning cost docs test thorough demo verify-all fuzz zoo hub fidelity bench clean
 
 setup: $(STAMP)
 
@@ -34,32 +34,26 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 # Side by side: many tests keep one core busy, others wait for processes of their own. Each part is the tests of these rooms, about
-# as long as the others; each process of a part imports torch, and starts one pool of workers if it needs one.
+# as long as the others; each process of a part imports torch, starts one pool of workers, and captures equal models once, so that
+# there are few.
 # Ranks that are threads or processes compute on one thread each: with more, those of torch and BLAS wait for each other busily.
-PARTS := unit-programs unit-operators unit-planning unit-numbers unit-users
+PARTS := unit-operators unit-programs unit-planning
 unit $(PARTS) thorough cost: export OMP_NUM_THREADS := 1
 unit: $(STAMP)
-	$(MAKE) --jobs=5 --output-sync=target $(PARTS)
+	$(MAKE) --jobs=3 --output-sync=target $(PARTS)
 
-PROGRAMS := ir capture passes analysis search_space cost_models formulation simulator pipeline plan solver benchmarks
-unit-programs: $(STAMP)
-	$(BIN)/python -m pytest -q --doctest-modules autopar tests/test_*.py $(PROGRAMS:%=tests/%)
-
-OPERATORS := operators codegen runtime
+OPERATORS := operators codegen runtime explain
 unit-operators: $(STAMP)
 	$(BIN)/python -m pytest -q $(OPERATORS:%=tests/%)
 
-PLANNING := planning
+PROGRAMS := ir capture passes analysis search_space cost_models formulation simulator pipeline plan solver benchmarks
+USERS := docs allocate integrations elastic
+unit-programs: $(STAMP)
+	$(BIN)/python -m pytest -q --doctest-modules autopar tests/test_*.py $(PROGRAMS:%=tests/%) $(USERS:%=tests/%)
+
+PLANNING := planning verify fuzz memory
 unit-planning: $(STAMP)
 	$(BIN)/python -m pytest -q $(PLANNING:%=tests/%)
-
-NUMBERS := verify fuzz memory
-unit-numbers: $(STAMP)
-	$(BIN)/python -m pytest -q $(NUMBERS:%=tests/%)
-
-USERS := explain docs allocate integrations elastic
-unit-users: $(STAMP)
-	$(BIN)/python -m pytest -q $(USERS:%=tests/%)
 
 cost: $(STAMP)
 	$(BIN)/python -m autopar.explain --check baselines/
@@ -70,11 +64,13 @@ docs: $(STAMP)
 
 # Side by side, the long ones first: beside the parts of `unit` run, one after another, mypy, the costs and Sphinx.
 test: $(STAMP)
-	$(MAKE) --jobs=6 --output-sync=target lint $(PARTS) types cost docs
+	$(MAKE) --jobs=4 --output-sync=target lint $(PARTS) types cost docs
 
 # The cases that `make test` leaves out: of a law, or of a table of models and plans, it runs a sample.
+# And the baselines that take longest to plan.
 thorough: $(STAMP)
 	$(BIN)/python -m pytest -q -m thorough
+	$(BIN)/python -m autopar.explain --check baselines/thorough/
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt2.py

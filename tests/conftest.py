@@ -43,6 +43,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[test] += 1
 
 
+def pytest_collection_finish() -> None:
+    """What was imported is not searched for garbage."""
+    gc.freeze()
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Golden:
     """`golden.check("name.txt", text)` compares with tests/goldens/name.txt."""
@@ -50,10 +55,25 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[WorkerPool]:
+def pools() -> list[WorkerPool]:
+    """The pool, once a test has asked for it."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def pool(pools: list[WorkerPool]) -> Iterator[WorkerPool]:
     """Eight gloo workers; `pool.run(f"{__name__}:function", payload, ranks=4)` uses fewer."""
     with WorkerPool(8, preload=["autopar.verify.verification", "tests.support.models", "tests.support.preloaded"]) as workers:
+        pools.append(workers)
         yield workers
+
+
+@pytest.fixture(autouse=True)
+def no_idle_workers(request: pytest.FixtureRequest, pools: list[WorkerPool]) -> None:
+    """Workers that were kept end before a test that needs none: gloo's threads wake up 100 times a second."""
+    if "pool" not in request.fixturenames:
+        for workers in pools:
+            workers._kill()
 
 
 @pytest.fixture(scope="session")

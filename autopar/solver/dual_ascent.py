@@ -64,17 +64,18 @@ class _Groups:
     def __init__(self, layouts: Ints) -> None:
         self.order = np.argsort(layouts, kind="stable")
         self.layouts, self._first = np.unique(layouts[self.order], return_index=True)
+        self._single = len(self.layouts) == len(self.order)
 
     def least(self, values: Floats) -> Floats:
         """The least value of each group, which are in order, by row."""
-        found: Floats = np.minimum.reduceat(values, self._first, axis=1)
+        if self._single:
+            return values
+        found: Floats = np.minimum.reduceat(values, self._first, axis=-1)
         return found
 
-    def spread(self, values: Floats, nodes: int) -> Floats:
-        """The least value of each layout by row, infinite where there is none."""
-        found = np.full((len(values), nodes), np.inf)
-        found[:, self.layouts] = self.least(values[:, self.order])
-        return found
+    def spread(self, values: Floats, nodes: Floats) -> None:
+        """Write the least value of each layout into those of all layouts, by row."""
+        nodes[..., self.layouts] = self.least(values.take(self.order, axis=-1))
 
 
 class _Shared:
@@ -125,9 +126,12 @@ class _Routes:
         self.wants = [_Groups(consumer.wants) for consumer in edge.consumers]
         self.shared = [_Shared(edge.seconds, range(number), number)]
         self.shared += [_Shared(cost.seconds, cost.consumers, number) for cost in edge.conditional_costs if cost.consumers]
-        self.sent = self.produced.spread(np.zeros((number, len(edge.produced))), edge.nodes)
-        self.wanted = np.concatenate([ends.spread(np.zeros((1, len(ends.order))), edge.nodes) for ends in self.wants])
+        self.sent, self.wanted = np.full((2, number, edge.nodes), np.inf)
+        self.produced.spread(np.zeros((number, len(edge.produced))), self.sent)
+        for row, ends in zip(self.wanted, self.wants, strict=True):
+            ends.spread(np.zeros(len(ends.order)), row)
         self._stale: list[int] = []  # consumers that gave something since the producer asked
+        self._sources, self._targets = edge.source[self._into.order], edge.target[self._out_of.order]
         self._add_shares()
         self.to_consumers, self.to_producer = self.forward(), self.backward()
 
@@ -135,18 +139,19 @@ class _Routes:
         self.seconds = np.sum([one.shares for one in self.shared], axis=0)
         for share in self._charges:
             self.seconds[share.consumer] += share.seconds * share.arcs
+        self._arriving, self._leaving = self.seconds[:, self._into.order], self.seconds[:, self._out_of.order]
 
     def forward(self, rows: Sequence[int] | slice = slice(None)) -> Floats:
         """The price of the cheapest route that ends in each layout, for these consumers."""
-        return _distances(self.sent[rows], self.seconds[rows], self._into, self.edge.source)
+        return _distances(self.sent[rows], self._arriving[rows], self._into, self._sources)
 
     def backward(self, rows: Sequence[int] | slice = slice(None)) -> Floats:
         """The price of the cheapest route that starts in each layout, for these consumers."""
-        return _distances(self.wanted[rows], self.seconds[rows], self._out_of, self.edge.target)
+        return _distances(self.wanted[rows], self._leaving[rows], self._out_of, self._targets)
 
     def give(self, consumer: int, values: Floats, *, ask: bool) -> None:
         """Take what a consumer gives per candidate; with `ask`, the producer asks for it next."""
-        self.wanted[consumer] = self.wants[consumer].spread(values[None], self.edge.nodes)[0]
+        self.wants[consumer].spread(values, self.wanted[consumer])
         if ask:
             self._stale.append(consumer)
 
@@ -158,7 +163,7 @@ class _Routes:
 
     def send(self, values: Floats, consumers: list[int], free: list[float]) -> None:
         """Take what the producer gives per candidate, divide shared costs again where all consumers follow, and tell them."""
-        self.sent = self.produced.spread(values, self.edge.nodes)
+        self.produced.spread(values, self.sent)
         if not consumers:
             return
         self.to_consumers[consumers] = self.forward(consumers)
@@ -191,17 +196,16 @@ class _Routes:
 
 
 def _distances(start: Floats, seconds: Floats, groups: _Groups, ends: Ints) -> Floats:
-    """Bellman and Ford: the least of `start` and of what lies before, by row, over arcs that lead to or from `groups`."""
-    found, ends = start.copy(), ends[groups.order]
+    """Bellman and Ford: the least of `start` and of what lies before, by row, over arcs to or from `groups`, in their order."""
+    found = start.copy()
     if not len(ends):
         return found
-    seconds = seconds[:, groups.order]
+    before = found.take(groups.layouts, axis=1)
     while True:
-        before = found[:, groups.layouts]
-        after = np.minimum(before, groups.least(found[:, ends] + seconds))
-        if not (after < before).any():
+        after = np.minimum(before, groups.least(found.take(ends, axis=1) + seconds))
+        if not np.count_nonzero(after < before):
             return found
-        found[:, groups.layouts] = after
+        found[:, groups.layouts] = before = after
 
 
 class _Ascent:
@@ -239,23 +243,28 @@ class _Ascent:
     def _send(self, choice: int, later: Callable[[int, int], bool]) -> None:
         """Collect what all routes know of each candidate, and give it to those that lead to a later choice."""
         total = self._problem.choices[choice].seconds.copy()
-        for routes, place in self._in[choice]:
-            total += routes.to_consumers[place, routes.edge.consumers[place].wants]
+        before = [routes.to_consumers[place].take(routes.edge.consumers[place].wants) for routes, place in self._in[choice]]
+        for known in before:
+            total += known
+        after = []
         for routes in self._out[choice]:
             routes.refresh()
-            total += routes.to_producer[:, routes.edge.produced].sum(axis=0)
+            after.append(routes.to_producer.take(routes.edge.produced, axis=1))
+            total += after[-1].sum(axis=0)
         possible = np.isfinite(total)
-        given = np.where(possible, total, 0.0) * self._weight[choice]
-        for routes in self._out[choice]:
-            edge = routes.edge
-            follow = [place for place, consumer in enumerate(edge.consumers) if later(choice, consumer.choice)]
-            values = -np.where(possible, routes.to_producer[:, edge.produced], -np.inf)
+        if not possible.all():
+            total = np.where(possible, total, 0.0)
+            before = [np.where(possible, known, -np.inf) for known in before]
+            after = [np.where(possible, known, -np.inf) for known in after]
+        given = total * self._weight[choice]
+        for routes, known in zip(self._out[choice], after, strict=True):
+            follow = [place for place, consumer in enumerate(routes.edge.consumers) if later(choice, consumer.choice)]
+            values = -known
             values[follow] += given
             routes.send(values, follow, self._free)
-        for routes, place in self._in[choice]:
+        for (routes, place), known in zip(self._in[choice], before, strict=True):
             follows = later(choice, routes.edge.producer)
-            back = np.where(possible, routes.to_consumers[place, routes.edge.consumers[place].wants], -np.inf)
-            routes.give(place, follows * given - back, ask=follows)
+            routes.give(place, follows * given - known, ask=follows)
 
     def bound(self) -> DualBound:
         """The bound of the messages and shares as they are, and the reduced costs there."""

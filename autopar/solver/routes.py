@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,20 +20,42 @@ def tree(edge: Edge, picks: Sequence[int], allowed: npt.NDArray[np.int64] | None
 
     With `allowed`, only these arcs are used; None if they do not reach every consumer.
     """
-    graph: nx.DiGraph[int] = nx.DiGraph()
-    graph.add_nodes_from(range(edge.nodes))
-    for arc in range(len(edge.seconds)) if allowed is None else allowed.tolist():
-        graph.add_edge(int(edge.source[arc]), int(edge.target[arc]), arc=arc)
-    reached = {int(edge.produced[picks[edge.producer]]): None}
-    chosen: list[int] = []
-    for place, consumer in enumerate(edge.consumers):
-        due = sum((s.seconds for s in edge.conditional_costs if place in s.consumers), edge.seconds).tolist()
-        path = _shortest(graph, list(reached), int(consumer.wants[picks[consumer.choice]]), due)
-        if path is None:
-            return None
-        chosen += [graph.edges[step]["arc"] for step in itertools.pairwise(path)]
-        reached |= dict.fromkeys(path)
-    return tuple(chosen)
+    return _Trees(edge, allowed).tree(picks)
+
+
+class _Trees:
+    """The trees of one edge, by different picks."""
+
+    def __init__(self, edge: Edge, allowed: npt.NDArray[np.int64] | None = None) -> None:
+        self._edge, self._allowed = edge, allowed
+
+    def tree(self, picks: Sequence[int]) -> tuple[int, ...] | None:
+        """See `tree`."""
+        edge = self._edge
+        reached = {int(edge.produced[picks[edge.producer]]): None}
+        chosen: list[int] = []
+        for place, consumer in enumerate(edge.consumers):
+            goal = int(consumer.wants[picks[consumer.choice]])
+            if goal in reached:
+                continue
+            due = sum((s.seconds for s in edge.conditional_costs if place in s.consumers), edge.seconds).tolist()
+            path = _shortest(self._graph, list(reached), goal, due)
+            if path is None:
+                return None
+            chosen += [self._graph.edges[step]["arc"] for step in itertools.pairwise(path)]
+            reached |= dict.fromkeys(path)
+        return tuple(chosen)
+
+    @functools.cached_property
+    def _graph(self) -> nx.DiGraph[int]:
+        """The layouts and the arcs between them; made where a layout is not reached without."""
+        edge, allowed = self._edge, slice(None) if self._allowed is None else self._allowed
+        numbers = np.arange(len(edge.seconds))[allowed].tolist()
+        ends = zip(edge.source[allowed].tolist(), edge.target[allowed].tolist(), numbers, strict=True)
+        graph: nx.DiGraph[int] = nx.DiGraph()
+        graph.add_nodes_from(range(edge.nodes))
+        graph.add_edges_from((source, target, {"arc": arc}) for source, target, arc in ends)
+        return graph
 
 
 def _shortest(graph: nx.DiGraph[int], sources: list[int], goal: int, seconds: list[float]) -> list[int] | None:
@@ -68,9 +91,9 @@ def reroute(problem: Problem, solution: Solution, equal: float) -> Solution:
         may = np.isfinite(dues)
         twice = np.where(may, dues, 0.0) * (members / edge.count)
         edge = replace(edge, seconds=edge.seconds + extra[w] + twice)
-        found = []
+        found, trees = [], _Trees(edge)
         for start in _starts(problem, picks, arcs, edge.producer, ends, equal):
-            route = tree(edge, start)
+            route = trees.tree(start)
             if route is not None:
                 found.append((route_price(edge, tuple(start), route), start, route))
         least = min(seconds for seconds, _, _ in found)

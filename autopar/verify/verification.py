@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from autopar.analysis.analysis import analyse
 from autopar.capture import Captured, Signature
 from autopar.codegen import ParallelModule
 from autopar.errors import InputError
@@ -24,12 +23,11 @@ from autopar.ir.dynamic_dims import declared, describe_sizes, dim_sizes, numbers
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, overload
 from autopar.ir.schema import bound
-from autopar.ir.training_step import TrainingStep
 from autopar.parallelize import assemble, tensors_of
 from autopar.passes.no_dropout import HALF, drawn, without_dropout
 from autopar.passes.to_float64 import promote, wide
 from autopar.pipelining import assembled_stages
-from autopar.plan.assignment_text import as_planned, resolve
+from autopar.plan.assignment_text import as_planned
 from autopar.plan.options import Options
 from autopar.plan.plan import Collective, Plan
 from autopar.plan.resolved import ResolvedPlan, read_plan
@@ -64,8 +62,9 @@ def verify(
     if plan is None:
         plan = _planned(model, sample_input, captured, place, options)
         place = connected_mesh(mesh, options, plan)  # of which the plan may have cut an axis
-    plan = _at_sample(plan, model, sample_input, captured, options)
-    _read(plan, captured.program, place)  # raises before any process is started if the plan is for another program
+    else:
+        plan = _at_sample(plan, model, sample_input, captured, options)
+        _read(plan, captured.program, place)  # raises before any process is started if the plan is for another program
     inputs = captured.signature.bind(*arguments(sample_input))
     rows, surplus, missing = compare(captured, tensors, inputs, plan, place, pool)
     with torch.set_grad_enabled(not plan.inference):
@@ -135,10 +134,12 @@ def compare(
         wide_tensors[parameter.value.name].requires_grad_(parameter.value.requires_grad)
     batch = [doubled(tensor.detach()) for tensor in inputs]
     reference = results(sequential(replace(captured, program=program), wide_tensors), program, batch, _loss(plan, program))
+    read: ResolvedPlan | ResolvedPipeline
     if plan.pipeline:
-        plan = read_pipeline(plan, program, alike=True).plan
+        read = read_pipeline(plan, program, alike=True)
     else:
-        plan = replace(plan, hash=as_planned(plan, program).hash)
+        read = read_plan(replace(plan, hash=as_planned(plan, program).hash), program, mesh)
+    plan = read.plan
     payload = _Payload(
         captured=replace(captured, program=program, signature=wide_signature(captured.signature)),
         plan=plan,
@@ -158,7 +159,7 @@ def compare(
         ReportRow(what=what, name=name, error=_error(ranks, what, name), tolerance=DOUBLE) for what, name in payload.reference
     ]
     issued = Counter(line for place, log in _logs(plan, ranks) for line in _lines(place, log))
-    planned = Counter(line for place, of_plan in _expected(program, plan, mesh) for line in _lines(place, of_plan))
+    planned = Counter(line for place, of_plan in _expected(read, mesh) for line in _lines(place, of_plan))
     return rows, tuple((issued - planned).elements()), tuple((planned - issued).elements())
 
 
@@ -181,20 +182,21 @@ def _logs(plan: Plan, ranks: Sequence[RankResult]) -> Iterator[tuple[str, Sequen
         yield f"{plan.pipeline.axis}={place}: ", ranks[place * math.prod(plan.sizes[axis + 1 :])][1]
 
 
-def _expected(program: Program, plan: Plan, mesh: Mesh) -> Iterator[tuple[str, Iterable[Collective]]]:
-    """The plan's collectives for a float64 program, as `_logs` has those that were issued."""
-    if plan.pipeline is None:
-        yield "", _on_cpu(as_planned(plan, program), plan, mesh)
+def _expected(read: ResolvedPlan | ResolvedPipeline, mesh: Mesh) -> Iterator[tuple[str, Iterable[Collective]]]:
+    """The collectives of a plan that was read for a float64 program, as `_logs` has those that were issued."""
+    if isinstance(read, ResolvedPlan):
+        yield "", _on_cpu(read, mesh)
         return
-    found, on = read_pipeline(plan, program), without_axis(mesh, plan.pipeline.axis)
-    for stage, rank in sorted(plan.pipeline.order.rank_of.items()):
-        yield f"{plan.pipeline.axis}={rank}: ", _on_cpu(found.resolved[stage].step, found.resolved[stage].plan, on)
+    pipeline = read.plan.pipeline
+    assert pipeline is not None, "the plan has a pipeline"
+    on = without_axis(mesh, pipeline.axis)
+    for stage, rank in sorted(pipeline.order.rank_of.items()):
+        yield f"{pipeline.axis}={rank}: ", _on_cpu(read.resolved[stage], on)
 
 
-def _on_cpu(step: TrainingStep, plan: Plan, mesh: Mesh) -> Iterable[Collective]:
+def _on_cpu(read: ResolvedPlan, mesh: Mesh) -> Iterable[Collective]:
     """The collectives of a plan on CPUs, where some operators save other tensors."""
-    analysis = replace(analyse(step, mesh), cpu=True)
-    return collectives_of(analysis, resolve(plan, step, analysis.fits), Prices(mesh=mesh))
+    return collectives_of(replace(read.analysis, cpu=True), read.assignment, Prices(mesh=mesh))
 
 
 def _loss(plan: Plan, program: Program) -> Loss:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar import profile
 from autopar.cost_models import catalog
 from autopar.cost_models.collectives import seconds
 from autopar.cost_models.compute import pricer
@@ -109,7 +110,10 @@ def build():
 """
 
 
-def test_a_machine_is_measured_and_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_is_measured_and_planned_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "BYTES", (1 << 10, 1 << 14, 1 << 18))
     (tmp_path / "small.py").write_text(MODEL)
     file = tmp_path / "machine.json"
     assert main([f"{tmp_path}/small.py:build", "--processes", "2", "--save", str(file)]) == 0

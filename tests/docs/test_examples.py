@@ -38,12 +38,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return script
 
 
-def launch(*command: str, processes: int = 0) -> str:
-    """Runs an example in a process of its own, or under torchrun in several; returns what it prints."""
-    local = ["--standalone", "--local-addr", "localhost"]  # or torchrun looks up this machine's name, which need not resolve
-    torchrun = ["-m", "torch.distributed.run", *local, "--nproc-per-node", str(processes)] if processes else []
+def launch(*command: str) -> str:
+    """Runs an example in a process of its own; returns what it prints."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, *torchrun, str(EXAMPLES / command[0]), *command[1:]]
+    words = [sys.executable, str(EXAMPLES / command[0]), *command[1:]]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -65,10 +63,12 @@ def test_the_loss_inside_of_forward_and_outside_train_alike(run: Run) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_checkpoint_resumes_under_another_plan_on_another_number_of_processes(run: Run, tmp_path: Path) -> None:
-    saved = launch("checkpoint.py", "save", str(tmp_path), processes=2)
+def test_a_checkpoint_resumes_under_another_plan_on_another_number_of_processes(
+    pool: WorkerPool, run: Run, tmp_path: Path
+) -> None:
+    saved, _ = pool.run(f"{__name__}:in_worker", ["checkpoint.py", "save", str(tmp_path)], ranks=2)
     resumed = run("checkpoint.py", "resume", str(tmp_path))
-    steps = [(int(step), float(loss)) for step, loss in re.findall(r"step (\d)  loss (\S+)", saved + resumed)]
+    steps = [(int(step), float(loss)) for step, loss in re.findall(r"step (\d)  loss (\S+)", str(saved) + resumed)]
     assert [step for step, _ in steps] == [0, 1, 2, 3, 4, 5]
     losses = [loss for _, loss in steps]
     assert sorted(losses, reverse=True) == losses

@@ -247,13 +247,15 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_module_runs_as_a_command(target: str) -> None:
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "autopar.explain"]
-    good = subprocess.run([*command, f"{target}:build", "--mesh", "2,4", "--device", "h100"], capture_output=True, text=True)
-    assert (good.returncode, good.stderr) == (0, "")
-    headline, *_ = good.stdout.splitlines()
+def test_the_module_runs_as_a_command(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a process of its own where it fails, which says whether its exit code and its messages arrive."""
+    assert main([f"{target}:build", "--mesh", "2,4", "--device", "h100"]) == 0
+    good = capsys.readouterr()
+    headline, *_ = good.out.splitlines()
     assert headline == "nothing is split: every device does all of the work"
-    assert "\nplan  " in good.stdout
+    assert "\nplan  " in good.out
+    assert good.err == ""
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "autopar.explain"]
     bad = subprocess.run([*command, f"{target}:build", "--mesh", "x"], capture_output=True, text=True)
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr.startswith("UsageError: 'x' is not a mesh\n")

@@ -3,14 +3,20 @@
 A capture is found by content: the module as it is pickled, its class, configuration and attributes, its tensors by shape, dtype
 and device (buffers and the sample by their values too), and what else decides how `forward` runs. What cannot be pickled, a
 class inside a test or a hook, is captured every time, and so is everything in tests/capture.
+
+Workers share what they capture through a folder: the first rank captures, the others wait for it and read it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import io
 import pickle
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import FunctionType, MethodType
 
 import torch
@@ -24,9 +30,10 @@ VALUES = 2**20  # elements up to which values of tensors are compared
 
 
 class Captures:
-    """What has been captured, by content."""
+    """What has been captured, by content; by all processes that have the folder, if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
         self.found: dict[bytes, Captured] = {}
         self.hits = 0
 
@@ -45,8 +52,32 @@ class Captures:
         if key in self.found:
             self.hits += 1
         else:
-            self.found[key] = capture(model, sample_input, dtype, places, assumptions)
+            self.found[key] = self._once(key, lambda: capture(model, sample_input, dtype, places, assumptions))
         return self.found[key]
+
+    def _once(self, key: bytes, make: Callable[[], Captured]) -> Captured:
+        """What is made, or what another process has made."""
+        if self.folder is None:
+            return make()
+        file = self.folder / key.hex()
+        with file.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if file.exists():
+                return _loaded(file)
+            found = make()
+            data = io.BytesIO()
+            with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):  # a class inside of a function
+                torch.save(found, data, pickle_protocol=4)
+                file.write_bytes(data.getvalue())
+            return found
+
+
+def _loaded(file: Path) -> Captured:
+    """What another process has captured."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's pickles use names that torch deprecates
+        found: Captured = torch.load(file, weights_only=False)
+    return found
 
 
 def surroundings() -> tuple[object, ...]:

@@ -1,7 +1,12 @@
 """What workers of tests do at first: done once, before they are forked, it costs each of them nothing.
 
 They import these modules when first needed, and torch fills its tables of operators in the first capture and the first step.
+Ranks capture equal models once, but for tests/capture.
 """
+
+import sys
+from pathlib import Path
+from typing import Any
 
 import torch._dynamo.precompile_context
 import torch._export.non_strict_utils
@@ -13,9 +18,23 @@ import torch.fx.experimental.validator
 from transformers import BertForMaskedLM, LlamaForCausalLM, T5ForConditionalGeneration, ViTForImageClassification
 
 import autopar
+from autopar.capture import Captured
+from autopar.capture import capture as captured_anew
+from autopar.planning import planner
 from tests.support import models
+from tests.support.captures import Captures
 
 __all__ = ["BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification"]
+
+CAPTURES = Captures(Path(sys.argv[1]).parent)  # the folder of the pool, which removes it
+
+
+def capture(*asked: Any) -> Captured:
+    """`autopar.capture.capture`, or what a rank has captured of the same content."""
+    return captured_anew(*asked) if "tests.capture" in sys.modules else CAPTURES.capture(*asked)
+
+
+planner.capture = capture
 
 with torch.random.fork_rng(devices=()):
     model, sample = models.make("gpt2")
