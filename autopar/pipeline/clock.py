@@ -11,7 +11,7 @@ sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.pipeline.dependencies import made, needed, runnable
 from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
@@ -36,6 +36,16 @@ class StageSeconds:
     def busy(self) -> float:
         """What the rank computes for one micro-batch."""
         return self.forward + self.backward_input + self.backward_weight
+
+    def times(self, share: float) -> StageSeconds:
+        """A stage with so many times the work, and the same messages."""
+        return replace(
+            self,
+            forward=share * self.forward,
+            backward_input=share * self.backward_input,
+            backward_weight=share * self.backward_weight,
+            once=share * self.once,
+        )
 
     def of(self, kind: ActionKind) -> float:
         """Seconds of an action that computes."""

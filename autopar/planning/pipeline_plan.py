@@ -72,12 +72,19 @@ def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePla
     )
 
 
-def hoped(steps: StageSteps, cut: Cut, planner: StagePlanner) -> Seconds:
-    """What a step would take if each stage held one micro-batch at a time, without messages: hardly more than it takes.
+def guessed(steps: StageSteps, cut: Cut, shares: Sequence[float], planner: StagePlanner) -> list[StageSeconds]:
+    """What stages take if each holds one micro-batch at a time, without messages: the first one as it is planned, the others as
+    their `shares` of the program by rough prices say."""
+    first = next(planner.planned(steps, cut, alone=True)).seconds
+    return [first.times(share / shares[0]) for share in shares]
+
+
+def hoped(steps: StageSteps, cut: Cut, planner: StagePlanner) -> list[StageSeconds]:
+    """What stages take if each holds one micro-batch at a time, without messages: hardly less than with all of them.
 
     Raises BudgetError where one of them does not fit.
     """
-    return Clock(cut.schedule).seconds([stage.seconds for stage in planner.planned(steps, cut, alone=True)])
+    return [stage.seconds for stage in planner.planned(steps, cut, alone=True)]
 
 
 def no_faster(cut: Cut, known: Sequence[StagedStep], below: Seconds, *, even: bool) -> bool:
@@ -92,18 +99,8 @@ def no_faster(cut: Cut, known: Sequence[StagedStep], below: Seconds, *, even: bo
     first, chunks = known[0].stage_seconds, schedule.stages // len(schedule.ranks)
     if sum(schedule.microbatches * one.busy + one.once for one in first) / len(first) >= below:
         return True
-    parts = [
-        replace(
-            first[stage // chunks],
-            forward=first[stage // chunks].forward / chunks,
-            backward_input=first[stage // chunks].backward_input / chunks,
-            backward_weight=first[stage // chunks].backward_weight / chunks,
-            once=first[stage // chunks].once / chunks,
-            activations=first[0].activations,
-            gradients=first[-1].gradients,
-        )
-        for stage in range(schedule.stages)
-    ]
+    ends = {"activations": first[0].activations, "gradients": first[-1].gradients}
+    parts = [replace(first[stage // chunks].times(1 / chunks), **ends) for stage in range(schedule.stages)]
     return even and Clock(schedule).seconds(parts) >= below
 
 
@@ -187,4 +184,4 @@ def with_messages(stages: Sequence[StageSeconds], crossings: Sequence[Crossing],
     )
 
 
-__all__ = ["SlowerStagesError", "StagedStep", "hoped", "no_faster", "staged", "with_messages", "written"]
+__all__ = ["SlowerStagesError", "StagedStep", "guessed", "hoped", "no_faster", "staged", "with_messages", "written"]

@@ -12,9 +12,10 @@ s; of stages that together take p F / m the least such T has all of these equal:
     T >= p F / (m (1 - (1 - 1/m)^p))              and T >= F with several stages a rank, or with backwards in halves
 
 Large programs are not searched to the end: more micro-batches, or ranks, are left out when the last ones made the step longer,
-and fewer when more made it shorter. By then a stage holds one micro-batch at a time, which is soon solved; with all that are in
-flight they are planned afterwards, the best first, until what is left is slower even so. Schedules other than 1f1b are tried
-only with the numbers that were best under that.
+and fewer when more made it shorter. By then only the first stage is planned, with one micro-batch in flight and plenty of
+memory; the others are guessed from it. What may be best by 1f1b is planned next, with one in flight and with all of them, until
+what is left is slower even so, and other schedules with the numbers that were best under 1f1b. Without stages a step is bounded
+first; it is planned before stages are where its bound is below all that these promise, and else afterwards.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -33,14 +36,24 @@ from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.passes.microbatches import counts, microbatches
 from autopar.passes.padding import rooms
+from autopar.pipeline.clock import Clock
 from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Plan
-from autopar.plan.stages import loss_of
+from autopar.plan.stages import StageSteps, loss_of
 from autopar.planning.mesh_shapes import LARGE
-from autopar.planning.optimize import Optimized, solution_time
-from autopar.planning.pipeline_plan import SlowerStagesError, StagedStep, hoped, no_faster, staged, written
-from autopar.planning.pipeline_space import PipelineAxis, ScheduledStages, climbed, cut_mesh, doubled, forms, products_floor
-from autopar.planning.pipeline_stages import StageCuts, without_axis
+from autopar.planning.optimize import Optimized, analysed, least_price, solution_time
+from autopar.planning.pipeline_plan import SlowerStagesError, StagedStep, guessed, hoped, no_faster, staged, written
+from autopar.planning.pipeline_space import (
+    Hope,
+    PipelineAxis,
+    ScheduledStages,
+    climbed,
+    cut_mesh,
+    doubled,
+    forms,
+    products_floor,
+)
+from autopar.planning.pipeline_stages import Cut, StageCuts, without_axis
 from autopar.planning.plan_search import PADDED, best_shape, best_variant, limited
 from autopar.planning.planner import connected_meshes, read_program, to_plan
 from autopar.planning.schedule_file import is_file, read_schedule
@@ -50,6 +63,7 @@ from autopar.solver.settings import DEFAULTS, SearchSettings
 
 FULL = 4  # micro-batches for each rank from which the search of such a program goes up or down at first
 REFINED = 2  # pairs of ranks and micro-batches of such a program for which all schedules are tried
+LEAST_IDLE = "zb-v"  # the schedule of which a step may be shortest
 
 
 def make_pipeline_plan(model: nn.Module, sample_input: object, mesh: object, options: Options) -> Plan:
@@ -90,6 +104,7 @@ def search_pipeline(
             search.over(mesh, options.pipeline)
     search.settle()
     search.refine()
+    search.whole()
     search.fared["shapes of the mesh"] += len(meshes) if len(meshes) > 1 else 0
     return search
 
@@ -137,45 +152,72 @@ class PipelineSearch:
         self.refused: list[AutoparError] = []
         self._known_cuts: dict[int, StageCuts] = {}
         self._full: float = FULL
-        self._hoped: list[tuple[Seconds, PipelineAxis, int]] = []  # of a large program: what 1f1b may take
-        self._swept: list[tuple[Seconds, PipelineAxis, int]] = []  # and what it takes
+        self._hoped: list[Hope] = []  # of a large program: what 1f1b may take
+        self._swept: list[Hope] = []  # and what it takes
+        self._bounds: list[tuple[Mesh, dict[int, Seconds]]] = []  # of a large program without stages, by micro-batches
 
     def both(self, mesh: Mesh) -> None:
-        """Plan without stages and with them; in a large program with them first, for most plans without are proven slower by
-        their relaxation then, which is soon solved."""
+        """Plan without stages and with them: of a large program stages first, unless it is bounded without them below all that
+        they promise. Else most plans without stages are proven slower by their bound in the end."""
         if not self.large:
-            self.whole(mesh)
-        self.cuts(mesh)
-        if self.large:
-            self.settle()
-            self.whole(mesh)
-
-    def whole(self, mesh: Mesh) -> None:
-        """Plan without stages; in a large program from a micro-batch of a sample for each part of the outermost axis on."""
-        if self.large and self.options.microbatches == AUTO:
-            numbers = list(doubled(counts(self.program)))
-            self._climb(numbers, numbers[-1] / mesh.sizes[0], lambda runs: self._whole(mesh, runs))
-        else:
             self._whole(mesh, self.options.microbatches)
+            self.cuts(mesh)
+            return
+        self.cuts(mesh)
+        asked, bounds = self.options.microbatches, dict[int, Seconds]()
+        numbers = list(doubled(counts(self.program))) if asked == AUTO else [int(asked)]
+        self._climb(numbers, numbers[-1] / mesh.sizes[0], lambda runs: bounds.setdefault(runs, self._bounded(mesh, runs)))
+        self._bounds.append((mesh, bounds))
+        if min(bounds.values()) < self._promised():
+            self.whole()
+        self.settle()
+
+    def _bounded(self, mesh: Mesh, runs: int) -> Seconds:
+        """What a step without stages takes at least, in whatever memory; infinite if there is none."""
+        options = replace(self.options, pipeline=None, microbatches=runs)
+        if self._ended():
+            return math.inf
+        try:
+            return least_price(analysed(microbatches(self.program, runs), mesh, options), mesh, options, self.settings)
+        except AutoparError as error:
+            self.refused.append(error)
+            return math.inf
+
+    def whole(self) -> None:
+        """Plan a large program without stages where its bound is below what is known, the least bound first; on each mesh until
+        one that fits is slower than the one before."""
+        for mesh, bounds in self._bounds:
+            last, left = math.inf, sorted(bounds, key=bounds.__getitem__)
+            odd = self.options.strategy in PADDED and bool(rooms(self.program, mesh.sizes, parts=True))  # faster padded, maybe
+            while left and (odd or bounds.get(left[0], 0.0) < self.seconds):
+                found = self._whole(mesh, runs := left.pop(0))
+                if last <= found < math.inf:
+                    self.fared["left out after slower ones"] += len(left)
+                    left.clear()
+                last = found
+                if found == math.inf and not left and self._short() and self.options.microbatches == AUTO:
+                    left = [more for more in doubled(counts(self.program)) if more > max(runs, *bounds)][:1]
+            self.fared["slower without stages, by their bound"] += len(left)
+        self._bounds.clear()
 
     def _whole(self, mesh: Mesh, runs: int | str) -> Seconds:
-        """Plan without stages in so many micro-batches: seconds, or those that are known where it is slower; infinite if there
-        is no plan."""
-        options = replace(self.options, pipeline=None, microbatches=runs)
+        """Plan without stages in so many micro-batches: seconds, or those that are known already where they are less; infinite
+        if there is no plan."""
+        options, known = replace(self.options, pipeline=None, microbatches=runs), self.seconds
         if self._ended():
             return math.inf
         try:
             found = best_variant(self.program, mesh, options, lambda phase: None, replace(self.settings, below=self.seconds))
         except SlowerError:
             self.fared["slower without stages, by their bound"] += 1
-            return self.seconds
+            return known
         except (BudgetError, ConstraintError, MeshError, SolverError) as error:
             self.refused.append(error)
             return math.inf
         seconds = solution_time(found.formulated, found.solution)
         if seconds < self.seconds:
             self.seconds, self.without = seconds, found
-        return seconds
+        return min(seconds, known)
 
     def cuts(self, mesh: Mesh) -> None:
         """Search all ways to cut the outermost axis."""
@@ -218,13 +260,13 @@ class PipelineSearch:
 
     def _climb(self, numbers: Sequence[int], near: float, seconds: Callable[[int], Seconds]) -> tuple[Seconds, int]:
         """The best time over numbers of micro-batches, or of ranks, and the number that has it; see `climbed`."""
-
-        def short() -> bool:
-            return bool(self.refused) and isinstance(self.refused[-1], BudgetError)
-
-        best, number, left = climbed(numbers, near, seconds, short)
+        best, number, left = climbed(numbers, near, seconds, self._short)
         self.fared["left out after slower ones"] += left
         return best, number
+
+    def _short(self) -> bool:
+        """Whether what was refused last does not fit."""
+        return bool(self.refused) and isinstance(self.refused[-1], BudgetError)
 
     def _number(self, over: PipelineAxis, runs: int, products: Seconds) -> Seconds:
         """Search the schedules of so many micro-batches; their best time, infinite if the floor is above what is known. Those
@@ -239,46 +281,80 @@ class PipelineSearch:
             self.settle()
         return least
 
-    def _alone(self, over: PipelineAxis, runs: int) -> Seconds:
-        """What a step takes by the first schedule if each stage holds one micro-batch at a time; infinite if there is none."""
+    def _alone(self, over: PipelineAxis, runs: int, *, guess: bool = True) -> Seconds:
+        """What a step takes by the first schedule if each stage holds one micro-batch at a time, a `guess` by the first stage
+        or by all of them; infinite if there is none."""
         if self._ended():
             return math.inf
-        schedule, stages = next(forms(over.options, over.ranks))
+        schedule, count = next(forms(over.options, over.ranks))
         try:
             cuts = self._cuts(over, runs)
-            cut = cuts.chosen(over.mesh, over.axis, replace(over.options, schedule=schedule, stages=stages), runs)
-            least = hoped(cuts.steps(cut.starts), cut, over.planner)
+            cut = cuts.chosen(over.mesh, over.axis, replace(over.options, schedule=schedule, stages=count), runs)
+            steps = cuts.steps(cut.starts)
+            stages = guessed(steps, cut, cuts.shares(cut.starts), over.beyond) if guess else hoped(steps, cut, over.planner)
         except AutoparError as error:
             self.refused.append(error)
             return math.inf
-        self._hoped.append((least, over, runs))
+        least = Clock(cut.schedule).seconds(stages)
+        self._hoped.append(Hope(seconds=least, over=over, runs=runs, stages=stages, guessed=guess))
         return least
 
     def settle(self) -> None:
         """Plan the stages of a large program by the first schedule, those first that may be fastest, until the others cannot be
         faster. Where all micro-batches in flight do not fit, more of them, which are smaller, may."""
-        tried = {(over, runs) for _, over, runs in (*self._hoped, *self._swept)}
+        tried = {(one.over, one.runs) for one in (*self._hoped, *self._swept)}
         while self._hoped:
             best = min(self._hoped, key=_seconds)
             self._hoped.remove(best)
-            least, over, runs = best
-            if least >= self.seconds:
+            over, runs = best.over, best.runs
+            if best.seconds >= self.seconds:
                 self.fared["slower with one micro-batch in flight"] += 1
-                self._swept.append((least, over, runs))
+                self._swept.append(best)
                 continue
-            found = self._schedules(over, runs, [next(forms(over.options, over.ranks))])
-            if found < math.inf:
-                self._swept.append((found, over, runs))
-            elif over.options.microbatches == AUTO and self.refused and isinstance(self.refused[-1], BudgetError):
+            if best.guessed:
+                found = self._alone(over, runs, guess=False)
+            elif (found := self._schedules(over, runs, [next(forms(over.options, over.ranks))])) < math.inf:
+                self._swept.append(replace(best, seconds=found))
+            if found == math.inf and over.options.microbatches == AUTO and self._short():
                 more = next((other for other in counts(self.program) if other >= 2 * runs), runs)
                 if (over, more) not in tried:
                     tried.add((over, more))
                     self._alone(over, more)
 
+    def _promised(self) -> Seconds:
+        """The least that a step may take in the stages that are hoped for, by 1f1b or by the schedule that idles least."""
+        least = min([self.seconds, *map(_seconds, self._hoped)])
+        for one in sorted(self._hoped, key=Hope.busy):
+            if one.busy() >= least:
+                break
+            with suppress(ConstraintError):  # fewer regions than stages, or one micro-batch
+                least = min([least, *(self._hoped_by(one, way) for way in _least_idle(one))])
+        return least
+
+    def _promises(self, one: Hope) -> Callable[[ScheduledStages], bool]:
+        """Whether a step by a schedule may be faster than what is known, by what stages are hoped to take."""
+
+        def promises(way: ScheduledStages) -> bool:
+            try:
+                faster = self._hoped_by(one, way) < self.seconds
+            except ConstraintError:  # fewer regions than stages, or one micro-batch
+                return True
+            self.fared["slower as guessed from a first stage"] += not faster
+            return faster
+
+        return promises
+
+    def _hoped_by(self, one: Hope, way: ScheduledStages) -> Seconds:
+        """What a step may take by another schedule than the first, by what is hoped for of its stages."""
+        schedule, stages = way
+        cuts, asked = self._cuts(one.over, one.runs), replace(one.over.options, schedule=schedule, stages=stages)
+        cut = cuts.chosen(one.over.mesh, one.over.axis, asked, one.runs)
+        return one.by(cut.schedule, cuts.shares(cut.starts))
+
     def refine(self) -> None:
         """Try all schedules of a large program where 1f1b was fastest."""
-        for _, over, runs in sorted(self._swept, key=_seconds)[:REFINED]:
-            self._schedules(over, runs, forms(over.options, over.ranks))
+        for best in sorted(self._swept, key=_seconds)[:REFINED]:
+            self._schedules(best.over, best.runs, filter(self._promises(best), forms(best.over.options, best.over.ranks)))
 
     def _schedules(self, over: PipelineAxis, runs: int, ways: Iterable[ScheduledStages]) -> Seconds:
         """Search schedules of so many micro-batches; the best time of those that were planned, or else what one of them takes
@@ -302,8 +378,8 @@ class PipelineSearch:
                     continue
                 steps = cuts.steps(cut.starts)
                 if self.large and self.seconds < math.inf:
-                    least = hoped(steps, cut, over.planner)
-                    if least >= self.seconds:
+                    least = self._slower(steps, cut, over, cuts.shares(cut.starts))
+                    if least < math.inf:
                         self.fared["slower with one micro-batch in flight"] += 1
                         slower = min(slower, least)
                         continue
@@ -320,6 +396,15 @@ class PipelineSearch:
             if made.seconds < self.seconds:
                 self.seconds, self.without, self.found = made.seconds, None, (made, over.planner, asked)
         return min((made.seconds for made in known), default=slower)
+
+    def _slower(self, steps: StageSteps, cut: Cut, over: PipelineAxis, shares: Sequence[float]) -> Seconds:
+        """What a step takes that is no faster than what is known even with one micro-batch in flight a stage, as guessed from
+        the first one or by all; infinite where it may be faster."""
+        for known in (partial(guessed, shares=shares), hoped):
+            least = Clock(cut.schedule).seconds(known(steps, cut, planner=over.planner))
+            if least >= self.seconds:
+                return least
+        return math.inf
 
     def _cuts(self, over: PipelineAxis, runs: int) -> StageCuts:
         """The cuts of a step of so many micro-batches, for all meshes, whose device is one."""
@@ -366,8 +451,13 @@ class PipelineSearch:
             warnings.warn(str(error), stacklevel=4)
 
 
-def _seconds(tried: tuple[Seconds, PipelineAxis, int]) -> Seconds:
-    return tried[0]
+def _seconds(tried: Hope) -> Seconds:
+    return tried.seconds
+
+
+def _least_idle(one: Hope) -> list[ScheduledStages]:
+    """Two stages a rank by the schedule that idles least, where this is open."""
+    return [way for way in forms(one.over.options, one.over.ranks) if way == (LEAST_IDLE, 2 * one.over.ranks)]
 
 
 __all__ = ["PipelineSearch", "make_pipeline_plan", "plan_on", "plan_pipeline", "search_pipeline"]

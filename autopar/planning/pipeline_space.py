@@ -13,6 +13,8 @@ from autopar.cost_models.cost_model import CATALOG
 from autopar.cost_models.links import connect
 from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
+from autopar.pipeline.clock import Clock, StageSeconds
+from autopar.pipeline.schedule import PipelineSchedule
 from autopar.plan.options import AUTO, Options
 from autopar.planning.pipeline_stages import without_axis
 from autopar.planning.stage_plans import StagePlanner
@@ -21,17 +23,20 @@ from autopar.solver.settings import SearchSettings
 
 ScheduledStages = tuple[str, int | str | Sequence[str]]  # a schedule, and the stages that it has
 WHOLE = ("gpipe", "1f1b")  # schedules of one stage a rank and of backwards in one piece
+PLENTY = 2**60  # bytes
 CHUNKS = (2, 4)  # stages a rank that are tried where their number is open
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class PipelineAxis:
-    """A mesh with the axis of a pipeline, what is asked for on it, and what is known of stages there."""
+    """A mesh with the axis of a pipeline, what is asked for on it, and what is known of stages there: by the `planner`, and
+    by the one `beyond` the budget, whose memory is plenty."""
 
     mesh: Mesh
     axis: str
     options: Options
     planner: StagePlanner
+    beyond: StagePlanner
 
     @staticmethod
     def of(mesh: Mesh, axis: str, options: Options, settings: SearchSettings) -> PipelineAxis:
@@ -40,8 +45,9 @@ class PipelineAxis:
         spatial = without_axis(mesh, axis)
         if options.pipeline == AUTO:
             options = replace(options, constraints=_on(spatial, mesh, options.constraints))
-        planner = StagePlanner(spatial, mesh.links[mesh.axes.index(axis)], options, settings)
-        return PipelineAxis(mesh=mesh, axis=axis, options=options, planner=planner)
+        link, plenty = mesh.links[mesh.axes.index(axis)], replace(options, budget=PLENTY)
+        planner, beyond = (StagePlanner(spatial, link, asked, settings) for asked in (options, plenty))
+        return PipelineAxis(mesh=mesh, axis=axis, options=options, planner=planner, beyond=beyond)
 
     @property
     def ranks(self) -> int:
@@ -53,6 +59,28 @@ class PipelineAxis:
         if self.options.schedule.partition("+")[0] not in WHOLE:
             return products
         return self.ranks * products / (runs * (1 - (1 - 1 / runs) ** self.ranks))
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Hope:
+    """What a step of so many micro-batches may take over an axis by the first schedule that is open: if its `stages` hold one
+    of them at a time each, or are `guessed` from the first, whose memory is plenty then."""
+
+    seconds: Seconds
+    over: PipelineAxis
+    runs: int
+    stages: Sequence[StageSeconds] = ()
+    guessed: bool = False
+
+    def busy(self) -> Seconds:
+        """What a step would take in which no rank is ever idle."""
+        return sum(self.runs * stage.busy + stage.once for stage in self.stages) / self.over.ranks
+
+    def by(self, schedule: PipelineSchedule, shares: Sequence[float]) -> Seconds:
+        """What a step would take by another schedule in stages that have these shares of the program."""
+        first = self.stages[0]
+        whole = first.times(sum(stage.busy for stage in self.stages) / first.busy)
+        return Clock(schedule).seconds([whole.times(share) for share in shares])
 
 
 def forms(options: Options, ranks: int) -> Iterator[ScheduledStages]:
@@ -156,4 +184,4 @@ def products_floor(program: Program, mesh: Mesh, options: Options) -> Seconds:
     return products_at_peak(program, device) / mesh.size
 
 
-__all__ = ["PipelineAxis", "climbed", "cut_mesh", "doubled", "forms", "products_floor"]
+__all__ = ["Hope", "PipelineAxis", "climbed", "cut_mesh", "doubled", "forms", "products_floor"]

@@ -75,6 +75,10 @@ class StageCuts:
             self._steps[starts] = StageSteps(self.step, starts)
         return self._steps[starts]
 
+    def shares(self, starts: tuple[int, ...]) -> list[float]:
+        """The parts of the program's seconds, by rough prices, in the stages that begin at these regions."""
+        return self._regions.shares(starts)
+
     def chosen(self, mesh: Mesh, axis: str, options: Options, microbatches: int) -> Cut:
         """The stages that the options ask for, of which the axis of the mesh has the ranks.
 
@@ -180,6 +184,11 @@ class _Regions:
         if schedule not in self._balanced:
             self._balanced[schedule] = self._searched(schedule)
         return self._balanced[schedule]
+
+    def shares(self, starts: tuple[int, ...]) -> list[float]:
+        """The part of the seconds of one device that each of the stages has which begin at these regions."""
+        before = [sum(both) for both in self._seconds]
+        return [(before[stop] - before[start]) / before[-1] for start, stop in itertools.pairwise((*starts, len(before) - 1))]
 
     def _searched(self, schedule: PipelineSchedule) -> tuple[int, ...]:
         seconds = self._seconds

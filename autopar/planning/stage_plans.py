@@ -4,7 +4,8 @@ stage 0 planned, as any program; what it sends keeps the layout in which its pla
 stage 1 planned, which receives that; ...
 
 A stage is solved for one micro-batch in flight first: if its plan fits with all that its schedule has, it is the best of those
-that do. Else it is solved with what they all hold in the rows of the memory.
+that do. Else it takes the plan that the same stage has with more of them in flight, if that is within `FLIGHTS_GAP`; else
+it is solved with what they all hold in the rows of the memory.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ from autopar.planning.planner import to_plan
 from autopar.search_space.strategies import constrained, targets
 from autopar.solver.problem import Floats
 from autopar.solver.settings import DEFAULTS, SearchSettings
+
+FLIGHTS_GAP = 1e-2
+"""Relative gap to the plan with one micro-batch in flight up to which a stage takes a plan with more of them than its own.
+
+The equal stages of Llama-3 70B in 32 have 31 to 20 in flight, whose plans take 1.1 to 0% longer, and 4 CPU seconds each."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -89,6 +95,7 @@ class StagePlanner:
     def __init__(self, mesh: Mesh, link: Link, options: Options, settings: SearchSettings = DEFAULTS) -> None:
         self.mesh, self.link, self.options, self.settings = mesh, link, replace(options, pipeline=None), settings
         self._known: dict[str, _Solved | BudgetError] = {}
+        self._full: dict[str, dict[int, _Solved]] = {}  # by the micro-batches in flight, of which one alone did not suffice
 
     def planned(self, steps: StageSteps, cut: Cut, *, alone: bool = False) -> Iterator[StagePlan]:
         """The stages in order: what the one before it sends a stage receives, and what stages share they store alike.
@@ -147,15 +154,17 @@ class StagePlanner:
         What is deferred counts like micro-batches in flight in the rows, which is more where I frees what W does not need.
         """
         least, filled = 0, object()
+        alone: _Solved | None = None
         for flights in dict.fromkeys((1, step.flights, max(now.flights + now.waiting for now in times))):
             try:
-                made = self._flying(step, flights, options)
+                made = self._fuller(step, flights, options, alone) if alone else self._flying(step, flights, options)
             except BudgetError as error:  # the budget that the last one needs is that of the stage
                 least, filled = int(str(error.details[SMALLEST]).removeprefix("budget=")), error.details["filled"]
                 continue
             least, filled = made.peak(times), "what is deferred"
             if least <= limit:
                 return made
+            alone = alone or made
         raise BudgetError(
             f"stage {place} of the pipeline: no plan fits into {size_text(limit)} per device with {step.flights} "
             f"micro-batches in flight; the smallest budget of such a stage is {size_text(least)}",
@@ -166,8 +175,23 @@ class StagePlanner:
 
     def _flying(self, step: TrainingStep, flights: int, options: Options) -> _Solved:
         """A stage solved with so many micro-batches in flight in the rows of its memory."""
+        return self._solved(self._with(step, flights), options)
+
+    def _with(self, step: TrainingStep, flights: int) -> TrainingStep:
+        """A stage with so many micro-batches in flight, as it is solved."""
         assert step.stage is not None, "it is a stage"
-        return self._solved(replace(step, stage=replace(step.stage, flights=flights, link=self.link)), options)
+        return replace(step, stage=replace(step.stage, flights=flights, link=self.link))
+
+    def _fuller(self, step: TrainingStep, flights: int, options: Options, alone: _Solved) -> _Solved:
+        """A stage solved with at least so many micro-batches in flight: with more where it takes hardly longer than `alone`."""
+        least = step.microbatches * alone.seconds.busy + alone.seconds.once
+        known = self._full.setdefault(_signature(self._with(step, 1), options), {})
+        for more, made in known.items():
+            own = step.microbatches * made.seconds.busy + made.seconds.once
+            if more >= flights and own <= (1 + FLIGHTS_GAP) * least:
+                return made
+        known[flights] = self._flying(step, flights, options)
+        return known[flights]
 
     def _solved(self, step: TrainingStep, options: Options) -> _Solved:
         """A stage solved as it is, or as one like it was."""

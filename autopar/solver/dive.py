@@ -45,7 +45,7 @@ def _fix_to_zero(solver: highspy.Highs, columns: list[Ints], iterations: int, de
     *_, upper, _ = solver.getCols(len(fixed), fixed)
     solver.changeColsBounds(len(fixed), fixed, zeros, zeros)
     solver.setOptionValue("simplex_iteration_limit", max(0, iterations))
-    if highs.run(solver, deadline) is Meaning.SOLVED:
+    if not highs.plainly_infeasible(solver) and highs.run(solver, deadline) is Meaning.SOLVED:
         return True
     solver.changeColsBounds(len(fixed), fixed, zeros, np.array(upper))
     return False

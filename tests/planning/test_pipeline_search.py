@@ -6,8 +6,9 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +16,18 @@ import torch
 from torch import nn
 
 from autopar.cost_models import catalog
-from autopar.errors import AutoparError, ConstraintError, PlanError
+from autopar.errors import AutoparError, BudgetError, ConstraintError, PlanError
 from autopar.ir.mesh import Device, Mesh
 from autopar.ir.program import Program
+from autopar.pipeline.clock import Clock, StageSeconds
+from autopar.pipeline.named_schedules import named
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.planning import pipeline_search
-from autopar.planning.pipeline_search import plan_pipeline
-from autopar.planning.pipeline_space import climbed
+from autopar.planning.pipeline_search import PipelineSearch, plan_pipeline
+from autopar.planning.pipeline_space import Hope, PipelineAxis, climbed
 from autopar.planning.planner import connected_mesh, plan_program, planned_mesh, read_program
+from autopar.solver.settings import DEFAULTS, SearchSettings
 from tests.support import models, planning
 from tests.support.pipelines import SLOW
 
@@ -118,7 +122,7 @@ def test_a_large_program_is_not_searched_to_the_end_and_has_the_same_plan(
     found = plan(blocks(), mesh, pipeline="auto", **options)
     assert found.step_time == pytest.approx(whole.step_time, rel=1e-9)
     assert (found.microbatches, found.sizes, found.pipeline) == (whole.microbatches, whole.sizes, whole.pipeline)
-    assert "slower with one micro-batch in flight" in found.searched
+    assert "slower as guessed from a first stage" in found.searched
 
 
 def test_what_falls_and_then_rises_is_climbed_to_its_least() -> None:
@@ -139,6 +143,62 @@ def test_what_falls_and_then_rises_is_climbed_to_its_least() -> None:
         assert left <= len(numbers) - len(seen)
         asked += len(seen)
     assert asked < 0.7 * 200 * len(numbers)
+
+
+@pytest.mark.parametrize(
+    "known, times, planned",
+    [
+        (10.5, {1: 9.1, 2: 11.2}, [1, 2]),
+        (9.0, {1: 9.1, 2: 11.2}, [1, 2]),
+        (8.0, {}, []),
+        (math.inf, {8: 12.0}, [1, 2, 4, 8]),
+    ],
+)
+def test_of_numbers_without_stages_the_least_bound_comes_first_until_one_is_slower(
+    monkeypatch: pytest.MonkeyPatch, known: float, times: dict[int, float], planned: list[int]
+) -> None:
+    """A number that is slower than stages that are known does not say that fewer micro-batches are; its bound does. Where none
+    of those that are bounded fits, more do, which are smaller."""
+    bounds, asked_for = {1: 8.5, 2: 8.9, 4: 9.4, 8: 9.9}, list[int]()
+
+    def variant(
+        program: Program, mesh: Mesh, options: Options, stop: Callable[[str], None], settings: SearchSettings
+    ) -> SimpleNamespace:
+        assert isinstance(options.microbatches, int)
+        asked_for.append(options.microbatches)
+        if options.microbatches not in times:
+            raise BudgetError("no plan fits")
+        return SimpleNamespace(formulated=None, solution=times[options.microbatches])
+
+    monkeypatch.setattr(pipeline_search, "LARGE", 0)
+    monkeypatch.setattr(pipeline_search, "least_price", lambda analysis, *_: bounds[analysis.step.microbatches])
+    monkeypatch.setattr(pipeline_search, "best_variant", variant)
+    monkeypatch.setattr(pipeline_search, "solution_time", lambda formulated, solution: solution)
+    asked = Options(microbatches="auto", pipeline="auto", device=device())
+    search = PipelineSearch(blocks(), asked, DEFAULTS)
+    monkeypatch.setattr(search, "cuts", lambda mesh: None)
+    search.seconds = known
+    search.both(connected_mesh((4,), asked))
+    search.whole()
+    assert search.seconds == min([known, *times.values()])
+    assert asked_for == planned
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_schedule_is_faster_than_ranks_that_are_never_idle_and_equal_stages_take_what_the_clock_says(seed: int) -> None:
+    draw, asked = random.Random(seed), Options(microbatches="auto", device=device(), pipeline="pp")
+    ranks, runs = draw.choice((2, 4)), draw.choice((4, 8))
+    over = PipelineAxis.of(connected_mesh({"pp": ranks}, asked), "pp", asked, DEFAULTS)
+    seconds = dict.fromkeys(("forward", "backward_input", "backward_weight", "once"), 0.0)
+    stages = [StageSeconds(**{name: draw.uniform(0.5, 1.5) for name in seconds}) for _ in range(ranks)]
+    hope = Hope(seconds=0.0, over=over, runs=runs, stages=stages)
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        assert hope.busy() <= Clock(named(name, ranks, runs)).seconds(stages) * (1 + 1e-9)
+    equal, halves = replace(hope, stages=stages[:1] * ranks), named("zb-v", ranks, runs, chunks=2)
+    assert equal.busy() <= equal.by(halves, [0.5 / ranks] * 2 * ranks) * (1 + 1e-9)
+    assert equal.by(halves, [0.5 / ranks] * 2 * ranks) == pytest.approx(
+        Clock(halves).seconds([stages[0].times(0.5)] * 2 * ranks), rel=1e-9
+    )
 
 
 def test_forwards_ahead_are_of_1f1b_and_hold_more() -> None:
