@@ -70,7 +70,8 @@ def totals(plan: Plan) -> Iterator[Part]:
         table.add_row("", staged_proof(plan.gap, plan.pipeline))
         table.add_row("pipeline", summary(plan, plan.pipeline))
     else:
-        table.add_row("step", f"{milliseconds(plan.step_time)} ms predicted: {parts}; {proof(plan.gap)}")
+        among = ", among plans without stages" if plan.options.get("pipeline") else ""
+        table.add_row("step", f"{milliseconds(plan.step_time)} ms predicted: {parts}; {proof(plan.gap, among)}")
         for name, text in simulation(plan.breakdown.simulated, plan.step_time):
             table.add_row(name, text)
         if plan.inference and (tokens := plan.breakdown.simulated.tokens):
@@ -136,14 +137,14 @@ def mfu(plan: Plan) -> float:
     return step.at_peak / plan.step_time if plan.step_time else 0.0
 
 
-def proof(gap: float) -> str:
-    """How far a plan may be from the optimum.
+def proof(gap: float, among: str = "") -> str:
+    """How far a plan may be from the optimum, of all plans or `among` some.
 
     >>> proof(0.015)
     'within 1.50% of the optimum under this cost model'
     """
     share = f"{gap:.2%}"
-    return f"{'proven optimal' if share == '0.00%' else f'within {share} of the optimum'} under this cost model"
+    return f"{'proven optimal' if share == '0.00%' else f'within {share} of the optimum'} under this cost model{among}"
 
 
 def staged_proof(gap: float, pipeline: Pipeline) -> str:

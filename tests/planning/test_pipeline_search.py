@@ -214,6 +214,7 @@ def test_forwards_ahead_are_of_1f1b_and_hold_more() -> None:
 def test_gpt2_on_one_node_has_no_stages_and_a_large_one_over_slow_links_has() -> None:
     fast = plan(planning.gpt2(16, 1024, 768, depth=2).program, (8,), device="h100", pipeline="auto", microbatches=2)
     assert fast.pipeline is None
+    assert "under this cost model, among plans without stages" in " ".join(str(fast).split())
     slow, wide = replace(catalog.device("h100"), outer="ethernet-25g"), planning.gpt2(64, 2048, 5120, depth=2).program
     found = plan(wide, (8, 8), device=slow, pipeline="auto", microbatches=16)  # two of the blocks of GPT-3 13B
     assert found.pipeline is not None
