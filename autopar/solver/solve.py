@@ -19,8 +19,8 @@ Without rows that bind, only the core is relaxed (`_without_rows`). Where messag
 is the one to start from (0 to 1% above the bound on 15 baselines), and the long rows of regions join in the window of what
 could be better (`_proven`): 0.2 CPU seconds for GPT-2 on (2, 2, 2) of A100, 11 in the whole. In a large problem regions are
 prices instead (`link_weights`). Where rows bind (`_within_rows`),
-the whole is relaxed, for nobody knows what a solution will cost, and narrow windows are searched until one holds a solution
-(`_near`). `search.search_rows` is rows to reroute in one of them.
+nobody knows what a solution will cost: a wide core is relaxed, or the whole where that holds none, and narrow windows are
+searched until one holds a solution (`_near`). `search.search_rows` is rows to reroute in one of them.
 The answer is checked, not trusted: its price is summed from its own picks and arcs (`problem.price`). No step reads a
 clock, unless the user sets a deadline: then the best solution so far is the answer, with the bound that is known.
 """
@@ -31,7 +31,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autopar.solver.core import Core, core, whole
+from autopar.solver.core import Core, core, whole, wide
 from autopar.solver.highs import TimeLimitError
 from autopar.solver.lazy_rows import Judge, LazyRows
 from autopar.solver.link_weights import Weighed, best_weights
@@ -66,7 +66,7 @@ class Solver:
     def __init__(self, problem: Problem, settings: SearchSettings = DEFAULTS) -> None:
         self.settings, self._presolved = settings, merge_followers(problem, settings)
         self._core: Core | None = None  # where nothing binds
-        self._whole: Core | None = None  # where rows bind
+        self._base: Core | None = None  # where rows bind
         self._weighed: Weighed | None = None  # where regions are prices there
         self._series = False  # whether a limit was searched before
 
@@ -145,30 +145,46 @@ class Solver:
         return Outcome(solution=best if best is not None and best.seconds < cutoff else None, bound=bound)
 
     def _within_rows(self, memory: LazyRows, cutoff: float) -> Outcome:
-        """The cheapest solution where rows bind: what is known of a core says nothing of solutions that are more expensive."""
-        if self._whole is None:
-            weighed = self._weigh()
-            base = whole(self._presolved.problem if weighed is None else weighed.problem, self.settings, cutoff)
-            if base.relaxed.result is None:
-                return Outcome(solution=None, bound=base.bound)
-            self._whole = base
-        found = Outcome(solution=None, bound=self._whole.bound)
+        """The cheapest solution where rows bind: what is known of the first core says nothing of solutions that are more
+        expensive. A wide one is searched, and the whole where that holds none."""
+        if self._base is None:
+            self._base = self._wide(cutoff) or self._everything(cutoff)
+            if self._base.relaxed.result is None:
+                return Outcome(solution=None, bound=self._base.bound)
+        found = Outcome(solution=None, bound=self._base.bound)
         enough = 0.0 if self._weighed is None else self.settings.dive_gap
         try:
-            found = self._near(self._whole, memory, cutoff)
+            found = self._near(self._base, memory, cutoff)
+            if found.seconds > self._base.holds and not found.complete:
+                self._base = self._everything(cutoff)
+                if self._base.relaxed.result is None:
+                    return Outcome(solution=None, bound=self._base.bound)
+                found = self._near(self._base, memory, cutoff)
             if found.solution is not None:
                 self.settings.deadline.note_solution()
             if found.solution is not None and not found.complete and found.seconds > (1 + enough) * found.bound:
-                found = self._proven(self._whole, memory, found.solution, found.bound)
+                found = self._proven(self._base, memory, found.solution, found.bound)
                 self._series = True
             if found.solution is None and not found.complete:
-                last = search_rows(self._whole.everything(), memory, cutoff)
+                last = search_rows(self._base.everything(), memory, cutoff)
                 found = replace(last, bound=max(found.bound, last.bound))
         except TimeLimitError as error:
             if found.solution is None:
-                raise TimeLimitError(self.settings.deadline, self._whole.bound) from error
+                raise TimeLimitError(self.settings.deadline, self._base.bound) from error
         best = found.solution and self._with_regions(memory, found.solution)
         return replace(found, solution=None if best is None or best.seconds >= cutoff else best)
+
+    def _wide(self, cutoff: float) -> Core | None:
+        """A core that holds what costs little more than nothing binds; None where regions are prices, or that is not known."""
+        if self._weigh() is not None or self._core is None or self._core.dual is None:
+            return None
+        found = wide(self._presolved.problem, self._core.dual, self.settings, cutoff)
+        return None if found is None or found.relaxed.result is None else found
+
+    def _everything(self, cutoff: float) -> Core:
+        """The core that leaves nothing out."""
+        weighed = self._weigh()
+        return whole(self._presolved.problem if weighed is None else weighed.problem, self.settings, cutoff)
 
     def _weigh(self) -> Weighed | None:
         """A large problem with its regions as prices, for with their long rows it takes minutes; None if it is not one."""
@@ -204,9 +220,10 @@ class Solver:
     def _near(self, base: Core, memory: LazyRows, cutoff: float) -> Outcome:
         """A solution of the first window that holds one; it is best if it costs no more than the window holds."""
         settings, bound = self.settings, base.bound
+        largest = settings.largest_window if base.holds == math.inf else 1.0
         for share in settings.windows:
-            widest = (1 + share) * base.bound
-            part = base.window(widest, settings.largest_window)
+            widest = min(base.holds, (1 + share) * base.bound)
+            part = base.window(widest, largest)
             if part is None:
                 break
             search = Search.of(part, settings, quick=share == settings.windows[0])
