@@ -179,7 +179,7 @@ class Solver:
         if self._weigh() is not None or self._core is None or self._core.dual is None:
             return None
         found = wide(self._presolved.problem, self._core.dual, self.settings, cutoff)
-        return None if found is None or found.relaxed.result is None else found
+        return found if found is not None and found.relaxed.result is not None and found.relaxed.bound < found.holds else None
 
     def _everything(self, cutoff: float) -> Core:
         """The core that leaves nothing out."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
 import pulp
 import pytest
 
+from autopar.solver.core import Core
 from autopar.solver.integer_program import IntegerProgram
+from autopar.solver.lazy_rows import Excess
 from autopar.solver.matrix import MICROSECONDS
-from autopar.solver.problem import Problem, Solution, price
+from autopar.solver.problem import Problem, Row, Solution, price
 from autopar.solver.pulp_export import to_pulp
 from autopar.solver.routes import reroute
 from autopar.solver.settings import EXACT, SearchSettings
-from autopar.solver.solve import solve
+from autopar.solver.solve import Solver, solve
 from tests.solver.random_problems import bytes_of, enumerate_all, random_problem, random_row, trees, with_regions
 
 
@@ -33,6 +39,42 @@ def certify(problem: Problem, seed: int) -> None:
     assert solution.bound <= best + 1e-6
     assert solution.seconds == price(problem, solution.picks, solution.arcs)
     assert all(bytes_of(problem, row, solution.picks, solution.arcs) <= row.limit * (1 + 1e-6) for row in rows)
+
+
+@pytest.mark.parametrize("share", [0.05, 10.0])
+def test_the_optimum_is_found_in_a_wide_core_or_beyond_it(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rows that bind once a solution breaks them: they put the optimum beyond a core that holds little more than a bound."""
+    settings, found = replace(EXACT, core_windows=(share,), largest_core=1.0), Counter[str]()
+    for name in ("_wide", "_everything"):
+        monkeypatch.setattr(Solver, name, counted(getattr(Solver, name), found))
+    for seed in range(60):
+        problem = random_problem(seed) if seed % 4 < 2 else with_regions(random_problem(seed), seed)
+        rows = [random_row(problem, 7 * seed + i) for i in range(1 + seed % 2)]
+
+        def judge(one: Solution, problem: Problem = problem, rows: list[Row] = rows) -> Iterator[Excess]:
+            for row in rows:
+                more = bytes_of(problem, row, one.picks, one.arcs) - row.limit
+                if more > 1e-6 * row.limit:
+                    yield Excess(row=row, bytes=more)
+
+        best, solution = enumerate_all(problem, rows), solve(problem, judge, settings=settings).solution
+        assert (solution is None) == (best is None)
+        if solution is not None:
+            assert solution.seconds == pytest.approx(best, rel=1e-6, abs=1e-9)
+            assert solution.bound <= solution.seconds * (1 + 1e-6)
+            assert not list(judge(solution))
+    assert found["_wide"] > found["_everything"] > 0 if share > 1 else found["_everything"] > 5
+
+
+def counted(method: Callable[..., Core | None], found: Counter[str]) -> Callable[..., Core | None]:
+    """A method that counts the cores that it makes."""
+
+    def made(*arguments: object) -> Core | None:
+        core = method(*arguments)
+        found[method.__name__] += core is not None
+        return core
+
+    return made
 
 
 @pytest.mark.one_in(5)
