@@ -15,7 +15,7 @@ from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.pipeline.clock import Clock, StageSeconds
 from autopar.pipeline.schedule import PipelineSchedule
-from autopar.plan.options import AUTO, Options
+from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.planning.pipeline_stages import without_axis
 from autopar.planning.stage_plans import StagePlanner
 from autopar.simulator.figures import products_at_peak
@@ -23,7 +23,6 @@ from autopar.solver.settings import SearchSettings
 
 ScheduledStages = tuple[str, int | str | Sequence[str]]  # a schedule, and the stages that it has
 WHOLE = ("gpipe", "1f1b")  # schedules of one stage a rank and of backwards in one piece
-PLENTY = 2**60  # bytes
 CHUNKS = (2, 4)  # stages a rank that are tried where their number is open
 
 

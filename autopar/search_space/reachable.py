@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -59,12 +59,10 @@ class Conversions:
         there = _reached(len(graph.nodes), produced, graph.source, graph.target)
         back = _reached(len(graph.nodes), np.concatenate(wanted), graph.target, graph.source)
         used = there & back
-        if used.all():
-            return Conversions(values=self.values, graph=graph, produced=produced, wanted=wanted)
         place = np.cumsum(used) - 1
-        return Conversions(
-            values=self.values,
-            graph=graph.part(nodes=used),
+        return replace(
+            self,
+            graph=graph if used.all() else graph.part(nodes=used),
             produced=place[produced],
             wanted=tuple(place[wants] for wants in wanted),
         )

@@ -62,8 +62,8 @@ def whole(problem: Problem, settings: SearchSettings, cutoff: float = math.inf) 
 
 
 def wide(problem: Problem, dual: DualBound, settings: SearchSettings, cutoff: float) -> Core | None:
-    """The widest core that is tried, which relaxes much sooner than the whole: 1 CPU second and 46 of GPT-3 on (8, 16, 8). None
-    if it is nearly everything."""
+    """The widest core that is tried; None if it is nearly everything. It relaxes much sooner than the whole: of GPT-3 on
+    (8, 16, 8) at peaks, without overlap, in 1 CPU second instead of 46."""
     return _up_to((1 + settings.core_windows[-1]) * dual.bound, whole_problem(problem), dual, settings, cutoff)
 
 

@@ -104,7 +104,8 @@ class SearchSettings:
     weighed_columns: int = 100_000
     """Candidates and arcs of a problem from which on its regions are prices: GPT-3 on (8, 16, 8), 183,000, takes
     61 CPU seconds in all, and 1,192 with rows of regions and of memory together; without those of memory 96 for a bound that is
-    not found in 20,000 iterations, and 6 so (planning: gpt3)."""
+    not found in 20,000 iterations, and 6 so (planning: gpt3). Without regions a wide core is relaxed from there on, before the
+    whole, where rows bind."""
 
     # a proposal by sums, for the simulator
 
