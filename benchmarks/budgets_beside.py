@@ -6,7 +6,8 @@
 Kernels run at the peaks of an H100 and hide no message, links have one latency and one bandwidth: so both price a plan alike,
 and their answers can be compared. Budgets divide the way from the peak of the best plan to the least memory that the checkout
 knows. "faster" is how much sooner the plan of now is done with a step, "found" the CPU seconds of its search beside those of
-before.
+before. Each plan of before is also priced here, which gives the same, and its memory counted here, with all messages in flight:
+where that is more than the budget ("holds"), it is not an answer that the one of now is held against.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -29,11 +30,19 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARES = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05)
 MODELS, MESHES = ("gpt2", "llama", "vit"), ((4,), (2, 4))
 LINKS = {"node": (3e-6, 450e9), "network": (14e-6, 50e9)}  # latency in seconds, bytes per second
-Answer = tuple[float, float]  # seconds of a step, infinite where no plan fits; CPU seconds
+Answer = tuple[float, float, Any]  # seconds of a step, infinite where no plan fits; CPU seconds; the plan as lists
 
 
-def here(model: str, sizes: tuple[int, ...], budgets: Sequence[int]) -> tuple[list[int], list[Answer]]:
-    """The budgets, made up where none are given, and the answers of the package and benchmarks that Python finds."""
+def here(
+    model: str, sizes: tuple[int, ...], earlier: Mapping[str, Any]
+) -> tuple[dict[int, Answer], dict[int, tuple[float, float]]]:
+    """Answers of the package and benchmarks that Python finds, by budget, and what this code says of the earlier ones: seconds
+    and bytes.
+
+    Args:
+        model, sizes: of the table.
+        earlier: plans as lists by budget; the budgets are made up where there are none.
+    """
     import torch
 
     made: Any = importlib.import_module("benchmarks.budgets")
@@ -59,21 +68,90 @@ def here(model: str, sizes: tuple[int, ...], budgets: Sequence[int]) -> tuple[li
         try:
             found = made.solved(analysis, on, replace(options, budget=budget))
         except made.BudgetError:
-            return math.inf, time.process_time() - start
+            return math.inf, time.process_time() - start, None
         spent = time.process_time() - start
-        return (made.finish if before else made.to_plan)(found, options).step_time, spent
+        if not before:
+            return made.to_plan(found, options).step_time, spent, None
+        assignment = importlib.import_module("autopar.solver.formulate").decisions(found.ledger.formulated, found.solution)
+        return made.finish(found, options).step_time, spent, as_lists(assignment)
 
-    budgets = budgets or [round(least + share * (most - least)) for share in SHARES]
-    return list(budgets), [answer(budget) for budget in budgets]
+    def counted(plan: Any) -> tuple[float, float]:
+        chosen = from_lists(plan, free.formulated)
+        return made.to_plan(free, options, chosen).step_time, float(memory.liveness.walk(chosen).max())
+
+    budgets = list(map(int, earlier)) or [round(least + share * (most - least)) for share in SHARES]
+    return {budget: answer(budget) for budget in budgets}, {int(b): counted(plan) for b, plan in earlier.items() if plan}
 
 
-def asked(checkout: Path, model: str, sizes: tuple[int, ...], budgets: Sequence[int]) -> tuple[list[int], list[Answer]]:
+def as_lists(chosen: Any) -> Any:
+    """What 29786cc decides, as lists: its layouts and conversions are not tuples."""
+
+    def layout(of: Any) -> list[list[Any]]:
+        return [[state.kind, state.dim, state.stride] for state in of]
+
+    def step(of: Any) -> list[Any]:
+        return [of.axis, layout(of.source), layout(of.target)]
+
+    return {
+        "ops": {name: [list(map(layout, one.operands)), list(map(layout, one.results))] for name, one in chosen.ops.items()},
+        "given": {name: layout(of) for name, of in chosen.given.items()},
+        "outputs": {path: layout(of) for path, of in chosen.outputs.items()},
+        "routes": {name: list(map(step, steps)) for name, steps in chosen.routes.items()},
+        "reruns": sorted(chosen.again.ops),
+        "reconverts": [[name, step(of)] for name, of in chosen.again.steps],
+        "offload": [[name, layout(of)] for name, of in chosen.again.away],
+        "once": chosen.once,
+    }
+
+
+def from_lists(plan: Any, formulated: Any) -> Any:
+    """The assignment that lists stand for."""
+    space = importlib.import_module("autopar.search_space.assignment")
+    state, conversion = (
+        importlib.import_module("autopar.ir.layout").State,
+        importlib.import_module("autopar.ir.conversion").Conversion,
+    )
+    candidates = {
+        (name, one.operands, one.results): one
+        for name, found in zip(formulated.names, formulated.candidates, strict=True)
+        for one in found
+    }
+
+    def layout(of: Any) -> Any:
+        return tuple(state(*one) for one in of)
+
+    def step(of: Any) -> Any:
+        return conversion(axis=of[0], source=layout(of[1]), target=layout(of[2]))
+
+    def layouts(of: Any) -> Any:
+        return tuple(map(layout, of))
+
+    of = formulated.analysis.classes.of
+    return space.Assignment(
+        ops={name: candidates[of[name], layouts(wants), layouts(makes)] for name, (wants, makes) in plan["ops"].items()},
+        given={name: layout(of) for name, of in plan["given"].items()},
+        outputs={path: layout(of) for path, of in plan["outputs"].items()},
+        routes={name: tuple(map(step, steps)) for name, steps in plan["routes"].items()},
+        recompute=space.RecomputeChoice(
+            ops=frozenset(plan["reruns"]),
+            steps=frozenset((name, step(of)) for name, of in plan["reconverts"]),
+            offload=frozenset((name, layout(of)) for name, of in plan["offload"]),
+        ),
+        once=plan["once"],
+    )
+
+
+def asked(
+    checkout: Path, model: str, sizes: tuple[int, ...], earlier: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `here` finds in a process of its own, by a checkout."""
     environment = os.environ | {"PYTHONPATH": str(checkout)}
-    command = [sys.executable, __file__, str(checkout), model, ",".join(map(str, sizes)), "--here", json.dumps(list(budgets))]
-    ran = subprocess.run(command, cwd=checkout, env=environment, check=True, stdout=subprocess.PIPE)
-    found, answers = json.loads(ran.stdout.splitlines()[-1])
-    return found, [(seconds, spent) for seconds, spent in answers]
+    command = [sys.executable, __file__, str(checkout), model, ",".join(map(str, sizes)), "--here"]
+    ran = subprocess.run(
+        command, cwd=checkout, env=environment, check=True, stdout=subprocess.PIPE, input=json.dumps(earlier).encode()
+    )
+    found, counted = json.loads(ran.stdout.splitlines()[-1])
+    return found, counted
 
 
 def main() -> int:
@@ -81,25 +159,34 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, metavar="PATH", help="a checkout of 29786cc")
     parser.add_argument("model", nargs="?", choices=MODELS)
     parser.add_argument("mesh", nargs="?", type=lambda text: tuple(map(int, text.split(","))))
-    parser.add_argument("--here", type=json.loads, metavar="BUDGETS", help=argparse.SUPPRESS)
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.here is not None:
+    if options.here:
         sys.path[0] = str(options.checkout)  # its benchmarks, not those beside this file
-        print(json.dumps(here(options.model, options.mesh, options.here)))
+        print(json.dumps(here(options.model, options.mesh, json.load(sys.stdin))))
         return 0
     ratios, gains = [], []
     for model in [options.model] if options.model else MODELS:
         for sizes in [options.mesh] if options.mesh else MESHES:
-            budgets, before = asked(options.checkout.resolve(), model, sizes, [])
-            _, now = asked(ROOT, model, sizes, budgets)
+            before, _ = asked(options.checkout.resolve(), model, sizes, {})
+            now, counted = asked(ROOT, model, sizes, {budget: plan for budget, (_, _, plan) in before.items()})
             print(
-                f"{model} on {'x'.join(map(str, sizes))}\n{'budget':>12}{'ms before':>12}{'now':>12}{'faster':>9}{'found':>16}"
+                f"{model} on {'x'.join(map(str, sizes))}\n"
+                f"{'budget':>12}{'ms before':>12}{'now':>12}{'faster':>9}{'found':>16}{'holds':>13}"
             )
-            for budget, (old, spent), (new, took) in zip(budgets, before, now, strict=True):
+            for budget, (old, spent, _) in before.items():
+                new, took, _ = now[budget]
+                again, holds = counted.get(budget, (old, 0))
+                assert old == math.inf or math.isclose(again, old, rel_tol=1e-4), "this code prices the plan otherwise"
                 gains.append(1 - new / old if new < math.inf else 0.0 if old == math.inf else -math.inf)
                 ratios.append(took / spent)
-                found = f"{took:.1f} / {spent:.1f} s"
-                print(f"{budget:>12}{1e3 * old:>12.4f}{1e3 * new:>12.4f}{gains[-1]:>9.2%}{found:>16}", flush=True)
+                found, more = f"{took:.1f} / {spent:.1f} s", f"{holds:.0f}" if holds > int(budget) else ""
+                print(
+                    f"{budget:>12}{1e3 * old:>12.4f}{1e3 * new:>12.4f}{gains[-1]:>9.2%}{found:>16}{more:>13}".rstrip(),
+                    flush=True,
+                )
+                if more:
+                    gains.pop()
     print(f"median of CPU seconds now / before: {median(ratios):.2f}; the worst answer is {min(gains):.3%} faster")
     return 0
 

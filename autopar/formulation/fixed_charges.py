@@ -13,6 +13,7 @@ from autopar.formulation.overlap import Sent
 from autopar.formulation.overlap_loads import GRADIENT, REGATHER, OverlapLoads
 from autopar.formulation.prices import Prices, added_up
 from autopar.ir.conversion import WAYS
+from autopar.ir.layout import R
 from autopar.search_space.buckets import TOGETHER, shared
 from autopar.search_space.layout_graph import LayoutGraph
 from autopar.search_space.reachable import Conversions
@@ -32,10 +33,11 @@ def fixed_charges(
 ) -> Iterator[FixedCharge]:
     """The latency of every message in which the weights of a bucket may travel, buckets of alike weights together.
 
-    It is that of the large buckets wherever only gradients travel, though within a block if the weight has moved before. What
-    moves goes over one axis after the other: weights share a message that are `shared` on as many axes before, which is how
-    many steps they have gone, unless they change dims on their way. What is sent again is a message of its own: always, if
-    gathered weights are dropped, else if the solver says so.
+    It is that of the large buckets where only gradients travel. What moves goes over one axis after the other: weights share a
+    message that are `shared` on as many axes before, which is how many steps they have gone, unless they change dims on their
+    way. So does a gradient alone that is reduced over an axis before one on which the weight is shared already: it has moved,
+    for where none moves axes are taken in order. (Over an axis after that one it may have moved or not: the large buckets.)
+    What is sent again is a message of its own: always, if gathered weights are dropped, else if the solver says so.
     """
     place = {member: i for i, space in enumerate(spaces) for member in space.values.members}
     kinds = [_kinds(space.graph) for space in spaces]
@@ -46,16 +48,14 @@ def fixed_charges(
     charges = itertools.count()
     axes = range(len(prices.mesh.sizes))
     for (number, (forward, backward)), axis, before in itertools.product(enumerate(WAYS.values()), axes, axes):
-        if before and forward == "identity":
-            continue
+        moved = forward != "identity" or before > 0
         sent = [(forward, None), (forward, REGATHER)] if forward in TOGETHER[0] else []
         sent += [(backward, GRADIENT)] if backward in TOGETHER[1] else []
-        for (group, buckets), (kind, condition) in itertools.product(groups[forward != "identity"].items(), sent):
+        for (group, buckets), (kind, condition) in itertools.product(groups[moved].items(), sent):
             triggers = []
             for w in sorted(group):
                 edge, arcs = edges[w], (kinds[w][0] == axis) & (kinds[w][1] == number)
-                if forward != "identity":
-                    arcs &= kinds[w][2] == before
+                arcs &= (kinds[w][2] if forward != "identity" else kinds[w][3]) == before
                 consumers: frozenset[int] | None = frozenset(range(len(edge.consumers)))
                 if condition is not None:
                     consumers = edge.conditional_costs[condition].consumers
@@ -63,16 +63,18 @@ def fixed_charges(
                     consumers = None if edge.recompute is not None else frozenset()
                 if consumers != frozenset() and arcs.any():
                     triggers.append(ChargeTrigger(edge=w, consumers=consumers, arcs=arcs))
-            together = constraints.once or (kind == backward and added_up(forward, backward))
+            together = constraints.once or (not moved and kind == backward and added_up(forward, backward))
             runs = 1 if together else analysis.step.microbatches
             seconds = runs * len(buckets) * prices.latency(kind, axis)
             if triggers and seconds > 0:
                 if loads is not None:
-                    shares = loads.overlap.shares(buckets, SENT[condition], moved=forward != "identity")
+                    shares = loads.overlap.shares(buckets, SENT[condition], moved=moved)
                     seconds = loads.charge(next(charges), seconds, axis, shares)
                 yield FixedCharge(name=f"{kind} over {prices.mesh.axes[axis]}", seconds=seconds, triggers=tuple(triggers))
 
 
-def _kinds(graph: LayoutGraph) -> tuple[Ints, Ints, Ints]:
-    """The axis and the pair of each arc, and on how many axes its source is shared."""
-    return graph.axis, graph.pair, np.array([shared(layout) for layout in graph.nodes])[graph.source]
+def _kinds(graph: LayoutGraph) -> tuple[Ints, Ints, Ints, Ints]:
+    """The axis and the pair of each arc, on how many axes its source is shared, and that if one of them is a later one."""
+    counts = np.array([shared(layout) for layout in graph.nodes])[graph.source]
+    last = np.array([max((a for a, state in enumerate(layout) if state == R), default=-1) for layout in graph.nodes])
+    return graph.axis, graph.pair, counts, np.where(last[graph.source] > graph.axis, counts, 0)

@@ -1,8 +1,8 @@
 """Memory rows that are added only where a solution breaks them, and tightened where one that is there does not suffice.
 
 A row counts at most the bytes that are alive at its moment, so that a solution may keep to it and still not fit. Then its
-`constant` asks for more: the excess, and twice as much each time, until a solution fits. What is searched for lies between the
-last constant that did not suffice and the first that did: `halfway`.
+`constant` is what the row does not count of that solution, so that it counts the next one like it in full, until a solution
+fits. What is searched for lies between the last constant that did not suffice and the first that did: `halfway`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.solver.problem import Row, Solution
+from autopar.solver.problem import Row, Solution, row_bytes
 from autopar.solver.reduced_cost_fixing import Window
 from autopar.solver.settings import SearchSettings
 
@@ -54,12 +54,18 @@ class LazyRows:
         """The rows of moments that only copies of these have, as rows of a window."""
         return self.take(window, [row for name, row in self._met.items() if name not in self.rows])
 
-    def tightened(self, window: Window, excess: Sequence[Excess]) -> list[Row]:
-        """The row of the worst moment, which has one that does not suffice: it asks for the excess more, and for twice as
-        much at least."""
-        row, settings = self.rows[excess[0].row.name], self._settings
-        more = max(excess[0].bytes, row.constant, settings.tighten_least * row.limit)
-        return self.take(window, [replace(row, constant=row.constant + more)])
+    def tightened(self, window: Window, solution: Solution, excess: Sequence[Excess]) -> list[Row]:
+        """The row of the worst moment, which has one that does not suffice, with what it does not count of the solution."""
+        row = replace(self.rows[excess[0].row.name], constant=0.0)
+        seen = row_bytes(window.problem, window.row(row), solution.picks, solution.arcs, solution.recompute)
+        least = self.rows[row.name].constant + self._settings.tighten_least * row.limit
+        return self.take(window, [replace(row, constant=max(least, row.limit + excess[0].bytes - seen))])
+
+    def as_tight(self, window: Window, other: LazyRows) -> list[Row]:
+        """The rows of a copy that are not here, or ask for more than here, as rows of a window."""
+        here = self.rows
+        tighter = [row for name, row in other.rows.items() if name not in here or row.constant > here[name].constant]
+        return self.take(window, tighter)
 
     def take(self, window: Window, rows: Sequence[Row]) -> list[Row]:
         """Take rows, or other constants of rows that are here; returns them as rows of a window."""

@@ -47,7 +47,7 @@ class WholeMembers:
         while found is not None and (excess := self.rows.excess(self._window, found)):
             fresh = self.rows.fresh(self._window, excess)
             less, least = (less, least) if fresh else (dict(self.rows.rows), found.seconds)
-            self._add(fresh or self.rows.tightened(self._window, excess))
+            self._add(fresh or self.rows.tightened(self._window, found, excess))
             found = self._solved(below)
         more = dict(self.rows.rows)
         for _ in range(self._settings.tighten_halvings if less else 0):
@@ -60,6 +60,7 @@ class WholeMembers:
                 less, least = dict(self.rows.rows), other.seconds
             else:
                 more, found = dict(self.rows.rows), other or found
+        self.rows.rows = more
         return found
 
     def _add(self, rows: Iterable[Row]) -> None:

@@ -92,12 +92,12 @@ def search_rows(search: Search, memory: LazyRows, cutoff: float) -> Outcome:
         if solution is None:
             break
         bound = bound if search.tightened else max(bound, solution.bound)
-        solution, excess, rows = _with_whole_members(search, memory, solution)
+        solution, excess, rows = _with_whole_members(search, memory, solution, math.inf if best is None else best.seconds)
         if not excess:
             best = solution if best is None or solution.seconds < best.seconds else best
             if not rows or best.gap <= settings.gap:
                 break
-        rows = rows or memory.tightened(window, excess)
+        rows = rows or memory.tightened(window, solution, excess)
     if best is None:
         return Outcome(solution=None, bound=bound)
     best = rerouted(search, memory, best)
@@ -112,18 +112,26 @@ def rerouted(search: Search, memory: LazyRows, best: Solution) -> Solution:
     return other if cheap and search.keeps(other) and not memory.excess(search.window, other) else best
 
 
-def _with_whole_members(search: Search, memory: LazyRows, solution: Solution) -> tuple[Solution, list[Excess], list[Row]]:
+def _with_whole_members(
+    search: Search, memory: LazyRows, solution: Solution, known: float
+) -> tuple[Solution, list[Excess], list[Row]]:
     """A solution with the best whole numbers of members, where its own hold too much or are far from the bound; when it holds
-    too much, and the rows of moments that had none."""
+    too much; and the rows of moments that had none.
+
+    Where it takes less than the `known` seconds and is still far from the bound, rows as tight as its members needed: other
+    layouts may be better then.
+    """
     window, settings = search.window, search.settings
     excess = memory.excess(window, solution)
     rows = memory.fresh(window, excess)
     if rows or not search.relaxation.bounds_memory or not (excess or solution.gap > settings.gap):
         return solution, excess, rows
-    better = WholeMembers(window, solution, memory.copy(), settings).best(math.inf if excess else solution.seconds)
-    if better is not None:
-        solution, excess = better, []
-    return solution, excess, memory.met_by_copies(window)
+    members = WholeMembers(window, solution, memory.copy(), settings)
+    better = members.best(math.inf if excess else solution.seconds)
+    if better is None:
+        return solution, excess, memory.met_by_copies(window)
+    far = better.gap > settings.dive_gap and better.seconds < (1 - settings.gap) * known
+    return better, [], memory.as_tight(window, members.rows) if far else memory.met_by_copies(window)
 
 
 def round_and_judge(search: Search, memory: LazyRows, relaxed: SolverResult) -> tuple[Solution | None, list[Row]]:
