@@ -1,6 +1,6 @@
 """What is left open of a pipeline: parts of an axis, numbers, schedules; and the least that a step may take.
 
-See `pipeline_search`, which tries them.
+See `pipeline_search` and `large_pipelines`, which try them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from autopar.pipeline.clock import Clock, StageSeconds
 from autopar.pipeline.schedule import PipelineSchedule
 from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.planning.pipeline_stages import without_axis
+from autopar.planning.schedule_file import is_file, read_schedule
 from autopar.planning.stage_plans import StagePlanner
 from autopar.simulator.figures import products_at_peak
 from autopar.solver.settings import SearchSettings
@@ -114,6 +115,13 @@ def forms(options: Options, ranks: int) -> Iterator[ScheduledStages]:
     yield "gpipe", stages
 
 
+def given_microbatches(options: Options) -> int | None:
+    """How many micro-batches a step has where that is not open: as is asked for, or as in the file of its schedule."""
+    if isinstance(options.microbatches, int):
+        return options.microbatches
+    return read_schedule(options.schedule).microbatches if is_file(options.schedule) else None
+
+
 def doubled(numbers: Iterable[int]) -> Iterator[int]:
     """The numbers of which each is at least twice the one before.
 
@@ -183,4 +191,4 @@ def products_floor(program: Program, mesh: Mesh, options: Options) -> Seconds:
     return products_at_peak(program, device) / mesh.size
 
 
-__all__ = ["Hope", "PipelineAxis", "climbed", "cut_mesh", "doubled", "forms", "products_floor"]
+__all__ = ["Hope", "PipelineAxis", "climbed", "cut_mesh", "doubled", "forms", "given_microbatches", "products_floor"]

@@ -23,8 +23,9 @@ from autopar.pipeline.clock import Clock, StageSeconds
 from autopar.pipeline.named_schedules import named
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
-from autopar.planning import pipeline_search
-from autopar.planning.pipeline_search import PipelineSearch, plan_pipeline
+from autopar.planning import large_pipelines, pipeline_search, pipeline_trials
+from autopar.planning.large_pipelines import LargePipelineSearch
+from autopar.planning.pipeline_search import plan_pipeline
 from autopar.planning.pipeline_space import Hope, PipelineAxis, climbed
 from autopar.planning.planner import connected_mesh, plan_program, planned_mesh, read_program
 from autopar.solver.settings import DEFAULTS, SearchSettings
@@ -170,16 +171,15 @@ def test_of_numbers_without_stages_the_least_bound_comes_first_until_one_is_slow
             raise BudgetError("no plan fits")
         return SimpleNamespace(formulated=None, solution=times[options.microbatches])
 
-    monkeypatch.setattr(pipeline_search, "LARGE", 0)
-    monkeypatch.setattr(pipeline_search, "least_price", lambda analysis, *_: bounds[analysis.step.microbatches])
-    monkeypatch.setattr(pipeline_search, "best_variant", variant)
-    monkeypatch.setattr(pipeline_search, "solution_time", lambda formulated, solution: solution)
+    monkeypatch.setattr(large_pipelines, "least_price", lambda analysis, *_: bounds[analysis.step.microbatches])
+    monkeypatch.setattr(pipeline_trials, "best_variant", variant)
+    monkeypatch.setattr(pipeline_trials, "solution_time", lambda formulated, solution: solution)
     asked = Options(microbatches="auto", pipeline="auto", device=device())
-    search = PipelineSearch(blocks(), asked, DEFAULTS)
-    monkeypatch.setattr(search, "cuts", lambda mesh: None)
+    search = LargePipelineSearch(blocks(), asked, DEFAULTS)
+    monkeypatch.setattr(search, "guess", lambda mesh: None)
     search.seconds = known
     search.both(connected_mesh((4,), asked))
-    search.whole()
+    search.finish()
     assert search.seconds == min([known, *times.values()])
     assert asked_for == planned
 

@@ -1,0 +1,222 @@
+"""The search for a pipeline of a large program, which is not searched to the end: guess, settle, refine.
+
+    guess      the first stage is planned with one micro-batch in flight and plenty of memory; the others are guessed from it.
+               More micro-batches, or ranks, are left out when the last ones made the step longer, and fewer when more made it
+               shorter
+    settle     what may be best by 1f1b is planned, with one in flight and with all of them, until the others are slower
+    refine     other schedules are tried with the numbers that were best under 1f1b
+
+Without stages a step is bounded first; it is planned before stages are where its bound is below all that these promise, and
+else afterwards: most numbers of micro-batches are slower by their bound by then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from autopar.errors import AutoparError, ConstraintError
+from autopar.ir.mesh import Mesh, Seconds
+from autopar.ir.program import Program
+from autopar.passes.microbatches import counts, microbatches
+from autopar.passes.padding import rooms
+from autopar.pipeline.clock import Clock
+from autopar.plan.options import AUTO, Options
+from autopar.plan.stages import StageSteps
+from autopar.planning.optimize import analysed, least_price
+from autopar.planning.pipeline_plan import guessed, hoped
+from autopar.planning.pipeline_space import Hope, PipelineAxis, ScheduledStages, climbed, doubled, forms
+from autopar.planning.pipeline_stages import Cut
+from autopar.planning.pipeline_trials import PipelineTrials
+from autopar.planning.plan_search import PADDED
+from autopar.solver.settings import SearchSettings
+
+FULL = 4  # micro-batches for each rank from which the search goes up or down at first
+REFINED = 2  # pairs of ranks and micro-batches for which all schedules are tried
+LEAST_IDLE = "zb-v"  # the schedule of which a step may be shortest
+
+
+class LargePipelineSearch(PipelineTrials):
+    """The search for a pipeline of a large program: what is guessed of it, what is hoped for and what is left for the end."""
+
+    even = True
+
+    def __init__(self, program: Program, options: Options, settings: SearchSettings) -> None:
+        super().__init__(program, options, settings)
+        self._full: float = FULL
+        self._hoped: list[Hope] = []  # what 1f1b may take
+        self._swept: list[Hope] = []  # and what it takes
+        self._bounds: list[tuple[Mesh, dict[int, Seconds]]] = []  # without stages, by micro-batches
+
+    def both(self, mesh: Mesh) -> None:
+        """Stages first, unless a step without them is bounded below all that they promise."""
+        self.guess(mesh)
+        asked, bounds = self.options.microbatches, dict[int, Seconds]()
+        numbers = list(doubled(counts(self.program))) if asked == AUTO else [int(asked)]
+        self._climb(numbers, numbers[-1] / mesh.sizes[0], lambda runs: bounds.setdefault(runs, self._bounded(mesh, runs)))
+        self._bounds.append((mesh, bounds))
+        if min(bounds.values()) < self._promised():
+            self._without_stages()
+        self._settle()
+
+    def guess(self, mesh: Mesh) -> None:
+        """Guess what pipelines over the outermost axis take."""
+        numbers = self.ways_to_cut(mesh)
+        if numbers:
+            self._climb(numbers, math.sqrt(numbers[-1]), lambda ranks: self.cut(mesh, ranks))
+
+    def finish(self) -> None:
+        self._settle()
+        self._refine()
+        self._without_stages()
+
+    def numbers(self, over: PipelineAxis, products: Seconds) -> Seconds:
+        def seconds(runs: int) -> Seconds:
+            return math.inf if self.below_floor(over, runs, products) else self.number(over, runs)
+
+        best, runs = self._climb(list(doubled(counts(self.program))), self._full * over.ranks, seconds)
+        if best < math.inf:
+            self._full = runs / over.ranks  # other numbers of ranks are fastest with about as many for each
+        return best
+
+    def number(self, over: PipelineAxis, runs: int) -> Seconds:
+        """What 1f1b may take; its stages are left for `_settle`, unless there is a deadline, by which there is to be a plan."""
+        least = self._alone(over, runs)
+        if self.settings.deadline.seconds < math.inf:
+            self._settle()
+        return least
+
+    def _climb(self, numbers: Sequence[int], near: float, seconds: Callable[[int], Seconds]) -> tuple[Seconds, int]:
+        """The best time over numbers of micro-batches, or of ranks, and the number that has it; see `climbed`."""
+        best, number, left = climbed(numbers, near, seconds, lambda: self.short)
+        self.fared["left out after slower ones"] += left
+        return best, number
+
+    def _alone(self, over: PipelineAxis, runs: int, *, guess: bool = True) -> Seconds:
+        """What a step takes by the first schedule if each stage holds one micro-batch at a time, a `guess` by the first stage
+        or by all of them; infinite if there is none."""
+        if self.ended:
+            return math.inf
+        schedule, count = next(forms(over.options, over.ranks))
+        try:
+            cuts = self.cuts(over, runs)
+            cut = cuts.chosen(over.mesh, over.axis, replace(over.options, schedule=schedule, stages=count), runs)
+            steps = cuts.steps(cut.starts)
+            stages = guessed(steps, cut, cuts.shares(cut.starts), over.beyond) if guess else hoped(steps, cut, over.planner)
+        except AutoparError as error:
+            self.refused.append(error)
+            return math.inf
+        least = Clock(cut.schedule).seconds(stages)
+        self._hoped.append(Hope(seconds=least, over=over, runs=runs, stages=stages, guessed=guess))
+        return least
+
+    def _settle(self) -> None:
+        """Plan the stages by the first schedule, those first that may be fastest, until the others cannot be
+        faster. Where all micro-batches in flight do not fit, more of them, which are smaller, may."""
+        tried = {(one.over, one.runs) for one in (*self._hoped, *self._swept)}
+        while self._hoped:
+            best = min(self._hoped, key=_seconds)
+            self._hoped.remove(best)
+            over, runs = best.over, best.runs
+            if best.seconds >= self.seconds:
+                self.fared["slower with one micro-batch in flight"] += 1
+                self._swept.append(best)
+                continue
+            if best.guessed:
+                found = self._alone(over, runs, guess=False)
+            elif (found := self.schedules(over, runs, [next(forms(over.options, over.ranks))])) < math.inf:
+                self._swept.append(replace(best, seconds=found))
+            if found == math.inf and over.options.microbatches == AUTO and self.short:
+                more = next((other for other in counts(self.program) if other >= 2 * runs), runs)
+                if (over, more) not in tried:
+                    tried.add((over, more))
+                    self._alone(over, more)
+
+    def _promised(self) -> Seconds:
+        """The least that a step may take in the stages that are hoped for, by 1f1b or by the schedule that idles least."""
+        least = min([self.seconds, *map(_seconds, self._hoped)])
+        for one in sorted(self._hoped, key=Hope.busy):
+            if one.busy() >= least:
+                break
+            with suppress(ConstraintError):  # fewer regions than stages, or one micro-batch
+                least = min([least, *(self._hoped_by(one, way) for way in _least_idle(one))])
+        return least
+
+    def _promises(self, one: Hope) -> Callable[[ScheduledStages], bool]:
+        """Whether a step by a schedule may be faster than what is known, by what stages are hoped to take."""
+
+        def promises(way: ScheduledStages) -> bool:
+            try:
+                faster = self._hoped_by(one, way) < self.seconds
+            except ConstraintError:  # fewer regions than stages, or one micro-batch
+                return True
+            self.fared["slower as guessed from a first stage"] += not faster
+            return faster
+
+        return promises
+
+    def _hoped_by(self, one: Hope, way: ScheduledStages) -> Seconds:
+        """What a step may take by another schedule than the first, by what is hoped for of its stages."""
+        schedule, stages = way
+        cuts, asked = self.cuts(one.over, one.runs), replace(one.over.options, schedule=schedule, stages=stages)
+        cut = cuts.chosen(one.over.mesh, one.over.axis, asked, one.runs)
+        return one.by(cut.schedule, cuts.shares(cut.starts))
+
+    def _refine(self) -> None:
+        """Try all schedules where 1f1b was fastest."""
+        for best in sorted(self._swept, key=_seconds)[:REFINED]:
+            self.schedules(best.over, best.runs, filter(self._promises(best), forms(best.over.options, best.over.ranks)))
+
+    def unlikely(self, steps: StageSteps, cut: Cut, over: PipelineAxis) -> Seconds:
+        """What a step takes that is no faster than what is known even with one micro-batch in flight a stage, as guessed from
+        the first one or by all; infinite where it may be faster."""
+        shares = self.cuts(over, steps.step.microbatches).shares(cut.starts)
+        for known in (partial(guessed, shares=shares), hoped) if self.seconds < math.inf else ():
+            least = Clock(cut.schedule).seconds(known(steps, cut, planner=over.planner))
+            if least >= self.seconds:
+                self.fared["slower with one micro-batch in flight"] += 1
+                return least
+        return math.inf
+
+    def _bounded(self, mesh: Mesh, runs: int) -> Seconds:
+        """What a step without stages takes at least, in whatever memory; infinite if there is none."""
+        options = replace(self.options, pipeline=None, microbatches=runs)
+        if self.ended:
+            return math.inf
+        try:
+            return least_price(analysed(microbatches(self.program, runs), mesh, options), mesh, options, self.settings)
+        except AutoparError as error:
+            self.refused.append(error)
+            return math.inf
+
+    def _without_stages(self) -> None:
+        """Plan without stages where its bound is below what is known, the least bound first; on each mesh until
+        one that fits is slower than the one before."""
+        for mesh, bounds in self._bounds:
+            last, left = math.inf, sorted(bounds, key=bounds.__getitem__)
+            odd = self.options.strategy in PADDED and bool(rooms(self.program, mesh.sizes, parts=True))  # faster padded, maybe
+            while left and (odd or bounds.get(left[0], 0.0) < self.seconds):
+                found = self.whole(mesh, runs := left.pop(0))
+                if last <= found < math.inf:
+                    self.fared["left out after slower ones"] += len(left)
+                    left.clear()
+                last = found
+                if found == math.inf and not left and self.short and self.options.microbatches == AUTO:
+                    left = [more for more in doubled(counts(self.program)) if more > max(runs, *bounds)][:1]
+            self.fared["slower without stages, by their bound"] += len(left)
+        self._bounds.clear()
+
+
+def _seconds(tried: Hope) -> Seconds:
+    return tried.seconds
+
+
+def _least_idle(one: Hope) -> list[ScheduledStages]:
+    """Two stages a rank by the schedule that idles least, where this is open."""
+    return [way for way in forms(one.over.options, one.over.ranks) if way == (LEAST_IDLE, 2 * one.over.ranks)]
+
+
+__all__ = ["LargePipelineSearch"]

@@ -1,0 +1,39 @@
+"""What is said of options and of a program before a pipeline is searched: of what stages do not have."""
+
+from __future__ import annotations
+
+from autopar.capture.assumptions import ASSUMED
+from autopar.errors import ConstraintError
+from autopar.ir.program import Program
+from autopar.plan.options import AUTO, Options
+from autopar.plan.stages import loss_of
+
+
+def check_options(options: Options) -> None:
+    """Raise ConstraintError for options that a pipeline does not have."""
+    if options.dynamic:
+        raise ConstraintError("a pipeline has no sizes that vary yet", fix="drop dynamic= or pipeline=")
+    runs = options.microbatches
+    if runs != AUTO and (isinstance(runs, bool) or not isinstance(runs, int)):
+        raise ConstraintError(f"microbatches={runs!r} is not a number", fix=f"how many a step has, or {AUTO!r}")
+    if options.pipeline != AUTO:
+        return
+    if options.stages != AUTO:
+        what = f"stages={options.stages!r} are of the ranks of an axis, and pipeline={AUTO!r} chooses how many these are"
+        raise ConstraintError(what, fix="pipeline= the name of the axis, or no stages=")
+    for name, line in options.constraints.items():
+        if line.partition(",")[0].strip() != "*":
+            what = f"the constraint {name!r} names a layout on the outermost axis, which pipeline={AUTO!r} may cut"
+            raise ConstraintError(what, layout=line, fix="* for that axis, or pipeline= the name of an axis")
+
+
+def check_program(program: Program) -> None:
+    """Raise ConstraintError for a program that has no stages."""
+    if any(value.requires_grad for value in program.inputs):
+        raise ConstraintError("a pipeline computes no gradients of inputs", fix="a sample whose tensors require none")
+    if any(output.path.startswith(ASSUMED) for output in program.outputs):
+        raise ConstraintError("a pipeline does not compare what was assumed yet", fix="drop assume= or pipeline=")
+    loss_of(program)
+
+
+__all__ = ["check_options", "check_program"]

@@ -1,0 +1,216 @@
+"""Pipelines that are tried one after the other: the best so far, how the others fared, and what is used again.
+
+    cut the mesh for so many ranks -> cut the program of so many micro-batches -> plan its stages, time the step
+
+What is tried, and in which order, is another's: `pipeline_search` tries all of it, `large_pipelines` what may be best.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError
+from autopar.ir.mesh import Mesh, Seconds
+from autopar.ir.program import Program
+from autopar.passes.microbatches import microbatches
+from autopar.passes.padding import rooms
+from autopar.plan.options import AUTO, Options
+from autopar.plan.plan import Plan
+from autopar.plan.stages import StageSteps
+from autopar.planning.optimize import Optimized, solution_time
+from autopar.planning.pipeline_checks import check_program
+from autopar.planning.pipeline_plan import SlowerStagesError, StagedStep, no_faster, staged, written
+from autopar.planning.pipeline_space import PipelineAxis, ScheduledStages, cut_mesh, given_microbatches, products_floor
+from autopar.planning.pipeline_stages import Cut, StageCuts, without_axis
+from autopar.planning.plan_search import PADDED, best_variant
+from autopar.planning.planner import to_plan
+from autopar.planning.stage_plans import StagePlanner
+from autopar.solver.highs import SlowerError, SolverError, TimeLimitError
+from autopar.solver.settings import SearchSettings
+
+
+class PipelineTrials(ABC):
+    """A search over what is left open of a pipeline, with what it knows.
+
+    `found` are the stages of the best plan, with their planner and options; `without` is the best plan if it has none;
+    `refused` why there were no plans.
+    """
+
+    even = False  # whether stages that are parts of known ones are taken to be equal
+
+    def __init__(self, program: Program, options: Options, settings: SearchSettings) -> None:
+        self.program, self.options, self.settings = program, options, settings
+        self.seconds = math.inf
+        self.without: Optimized | None = None  # stages
+        self.found: tuple[StagedStep, StagePlanner, Options] | None = None
+        self.fared: Counter[str] = Counter()
+        self.refused: list[AutoparError] = []
+        self._known_cuts: dict[int, StageCuts] = {}
+
+    @abstractmethod
+    def both(self, mesh: Mesh) -> None:
+        """Search a mesh without stages, and in all ways to cut its outermost axis."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Try what was left for later, when all meshes are known."""
+
+    @abstractmethod
+    def numbers(self, over: PipelineAxis, products: Seconds) -> Seconds:
+        """Search all numbers of micro-batches, of which a step takes `products` at the devices' peak; the best time."""
+
+    @abstractmethod
+    def number(self, over: PipelineAxis, runs: int) -> Seconds:
+        """Search the schedules of so many micro-batches; their best time, infinite if there is no plan."""
+
+    def unlikely(self, steps: StageSteps, cut: Cut, over: PipelineAxis) -> Seconds:
+        """What a step takes that is no faster than what is known, by less than its plan; infinite where it may be faster."""
+        return math.inf
+
+    def ways_to_cut(self, mesh: Mesh) -> list[int]:
+        """How many ranks a pipeline over the outermost axis may have; none if the program has no stages."""
+        try:
+            check_program(self.program)
+        except ConstraintError as error:
+            self.refused.append(error)
+            return []
+        return [ranks for ranks in range(2, mesh.sizes[0] + 1) if mesh.sizes[0] % ranks == 0]
+
+    def cut(self, mesh: Mesh, ranks: int) -> Seconds:
+        """Search the pipelines of so many ranks of the outermost axis; the best time there, infinite if there are none."""
+        try:
+            cut = cut_mesh(mesh, ranks)
+            return self.over(cut, cut.axes[0])
+        except (ConstraintError, MeshError) as error:
+            self.refused.append(error)
+            return math.inf
+
+    def over(self, mesh: Mesh, axis: str) -> Seconds:
+        """Search all numbers of micro-batches and schedules over an axis that has stages; the best time there."""
+        over = PipelineAxis.of(mesh, axis, self.options, self.settings)
+        given = given_microbatches(self.options)
+        if given is not None:
+            return self.number(over, given)
+        return self.numbers(over, products_floor(self.program, mesh, self.options))
+
+    def below_floor(self, over: PipelineAxis, runs: int, products: Seconds) -> bool:
+        """Whether what is known is faster than a step of so many micro-batches can be, whose products take so long."""
+        below = self.seconds <= over.floor(products, runs)
+        self.fared["slower by their floor"] += below
+        return below
+
+    def whole(self, mesh: Mesh, runs: int | str) -> Seconds:
+        """Plan without stages in so many micro-batches: seconds, or those that are known already where they are less; infinite
+        if there is no plan."""
+        options, known = replace(self.options, pipeline=None, microbatches=runs), self.seconds
+        if self.ended:
+            return math.inf
+        try:
+            found = best_variant(self.program, mesh, options, lambda phase: None, replace(self.settings, below=known))
+        except SlowerError:
+            self.fared["slower without stages, by their bound"] += 1
+            return known
+        except (BudgetError, ConstraintError, MeshError, SolverError) as error:
+            self.refused.append(error)
+            return math.inf
+        seconds = solution_time(found.formulated, found.solution)
+        if seconds < self.seconds:
+            self.seconds, self.without = seconds, found
+        return min(seconds, known)
+
+    def schedules(self, over: PipelineAxis, runs: int, ways: Iterable[ScheduledStages]) -> Seconds:
+        """Search schedules of so many micro-batches; the best time of those that were planned, or else what one of them takes
+        at least."""
+        known, slower = list[StagedStep](), math.inf
+        if self.ended:
+            return math.inf
+        try:
+            cuts = self.cuts(over, runs)
+        except ConstraintError as error:
+            self.refused.append(error)
+            return math.inf
+        for schedule, stages in ways:
+            if self.ended:
+                break
+            asked = replace(over.options, schedule=schedule, stages=stages)
+            try:
+                cut = cuts.chosen(over.mesh, over.axis, asked, runs)
+                if no_faster(cut, known, self.seconds, even=self.even):
+                    self.fared["no faster by the time of their schedule"] += 1
+                    continue
+                steps = cuts.steps(cut.starts)
+                least = self.unlikely(steps, cut, over)
+                if least < math.inf:
+                    slower = min(slower, least)
+                    continue
+                made = staged(steps, over.mesh, over.axis, cut, over.planner, self.seconds)
+            except SlowerStagesError as error:
+                self.fared["slower by their first stages"] += 1
+                slower = min(slower, error.seconds)
+                continue
+            except AutoparError as error:
+                self.refused.append(error)
+                continue
+            self.fared["planned"] += 1
+            known.append(made)
+            if made.seconds < self.seconds:
+                self.seconds, self.without, self.found = made.seconds, None, (made, over.planner, asked)
+        return min((made.seconds for made in known), default=slower)
+
+    def cuts(self, over: PipelineAxis, runs: int) -> StageCuts:
+        """The cuts of a step of so many micro-batches, for all meshes, whose device is one."""
+        if runs not in self._known_cuts:
+            assert over.mesh.device is not None, "a mesh is planned with its device"
+            self._known_cuts[runs] = StageCuts(microbatches(self.program, runs), over.mesh.device)
+        return self._known_cuts[runs]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the deadline has come, and something was tried."""
+        return self.settings.deadline.passed and (self.seconds < math.inf or bool(self.refused))
+
+    @property
+    def short(self) -> bool:
+        """Whether what was refused last does not fit."""
+        return bool(self.refused) and isinstance(self.refused[-1], BudgetError)
+
+    def plan(self) -> Plan:
+        """The plan of the best that was found. Raises the error of what is nearest to one, if nothing was."""
+        fared = f"{self.fared.pop('planned', 0)} pipelines planned"
+        searched = "; ".join([fared, *(f"{count} {how}" for how, count in self.fared.items() if count)])
+        if self.settings.deadline.passed:
+            searched += f"; until {self.settings.deadline.text}"
+        if self.without is not None:
+            return replace(to_plan(self.without, self.options), searched=f"no stages is best: {searched}")
+        if self.found is None:
+            if self.settings.deadline.passed:
+                raise TimeLimitError(self.settings.deadline)
+            short = [error for error in self.refused if isinstance(error, BudgetError)]
+            if not short:
+                raise self.refused[0]
+            raise short[0] if self.options.pipeline == AUTO else short[-1]
+        made, planner, _ = self.found
+        self._warn(made)
+        open_ = AUTO in (self.options.pipeline, self.options.microbatches, self.options.schedule)
+        return written(made, planner, self.options, searched if open_ else "")
+
+    def _warn(self, made: StagedStep) -> None:
+        """Warn of parameters that a plan without stages could pad, and that are whole in stages."""
+        if self.options.strategy not in PADDED or self.options.pipeline == AUTO:
+            return
+        odd = rooms(made.steps.step.program, without_axis(made.mesh, made.axis).sizes)
+        if odd:
+            error = ConstraintError(
+                "dims that the mesh does not divide are not padded in pipeline stages: planned whole there",
+                parameters=", ".join(list(odd)[:4]),
+                fix="sizes that the axes divide, or no pipeline",
+            )
+            warnings.warn(str(error), stacklevel=4)
+
+
+__all__ = ["PipelineTrials"]
