@@ -1,7 +1,11 @@
-"""The sharding of every op of a program by its rule, found once: padding, micro-batches and analysis all ask for it."""
+"""The sharding of every op of a program by its rule, found once: padding, micro-batches and analysis all ask for it.
+
+Ops of equal signature have one, of which a model of many layers has as many as layers.
+"""
 
 from __future__ import annotations
 
+from autopar.analysis.signatures import signature
 from autopar.ir.program import Program, remembered
 from autopar.operators import OpSharding, Rule, fit, rule_of
 
@@ -13,4 +17,14 @@ def fit_of(program: Program, op: str) -> OpSharding | None:
 
 @remembered
 def _fit(program: Program, op: str, rule: Rule | None) -> OpSharding | None:
-    return fit(program.op[op], program.values, rule=rule)
+    known, one = _of_kind(program, rule), program.op[op]
+    kind = signature(one, program.values)
+    if kind not in known or (rule and rule.when):  # which may ask for a number that a signature leaves out
+        known[kind] = fit(one, program.values, rule=rule)
+    return known[kind]
+
+
+@remembered
+def _of_kind(program: Program, rule: Rule | None) -> dict[str, OpSharding | None]:
+    """The shardings that a rule gave to ops of a program, by their signatures."""
+    return {}

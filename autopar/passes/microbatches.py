@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from autopar.analysis.block_counts import block_counts
 from autopar.analysis.fits import fit_of
+from autopar.analysis.signatures import signature
 from autopar.errors import ConstraintError
 from autopar.ir.builder import Builder, kinds
 from autopar.ir.layout import I, P, R, State, local_shape, split
@@ -73,6 +74,7 @@ class _Cutter:
         self.states = dict.fromkeys(program.values, I)
         self.refs = {(name, I): Ref(name) for name in program.values if name not in program.producer}
         self.makers: dict[tuple[str, State], Candidate | None] = {}
+        self.known: dict[object, list[Candidate]] = {}
         batch = batch_of(program)
         for value in program.inputs:
             if value.shape[:1] == (batch,):
@@ -109,7 +111,7 @@ class _Cutter:
         ways = [candidate(op, self.fits[op.name], self.program.values, (INVARIANT,))]
         if not self.of_batch.isdisjoint(op.operands):
             self.of_batch.update(result.name for result in op.results)
-            ways = candidates(op, self.fits[op.name], self.program.values, self.sizes, self.blocks)
+            ways = self._ways(op)
         chosen = min(ways, key=lambda way: self._effort_of(op, way))
         effort = self._effort_of(op, chosen)
         if effort >= HOISTED and op.results[0].name in self.hoistable:
@@ -121,6 +123,14 @@ class _Cutter:
             self._refuse(f"{op.target} {why}", op)
         self._emit(op, chosen)
         self.states |= {result.name: _state(layout[0]) for result, layout in zip(op.results, chosen.results, strict=True)}
+
+    def _ways(self, op: Op) -> list[Candidate]:
+        """All candidates of an op: those of any op of its signature whose values have as many blocks."""
+        values, names = self.program.values, (*op.operands, *(result.name for result in op.results))
+        kind = signature(op, values), tuple(self.blocks[name] for name in names)
+        if kind not in self.known:
+            self.known[kind] = candidates(op, self.fits[op.name], values, self.sizes, self.blocks)
+        return self.known[kind]
 
     def _certain(self, op: Op) -> bool:
         """Whether an op computes the same whenever it runs, has no gradient, and needs no weights."""
@@ -161,7 +171,7 @@ class _Cutter:
         fitted, place = self.fits[op.name], [result.name for result in op.results].index(name)
         if want.kind != "S" or fitted is None or (fitted.random and self.reads.count(name) > 1):
             return None
-        ways = candidates(op, fitted, self.program.values, self.sizes, self.blocks)
+        ways = self._ways(op)
         able = [way for way in ways if way.results[place] == (want,) and math.isfinite(self._effort_of(op, way))]
         return min(able, key=lambda way: self._effort_of(op, way), default=None)
 
