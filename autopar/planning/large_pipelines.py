@@ -6,12 +6,16 @@
     settle     what may be best by 1f1b is planned, with one in flight and with all of them, until the others are slower
     refine     other schedules are tried with the numbers that were best under 1f1b
 
-Without stages a step is bounded first; it is planned before stages are where its bound is below all that these promise, and
-else afterwards: most numbers of micro-batches are slower by their bound by then.
+Without stages a step is bounded once one number of ranks is guessed. It is planned then where its bound is below all that these
+promise, and else when stages are: most numbers of micro-batches are slower by their bound by then.
+
+A time limit ends the search: what is most promising comes first, and nothing new is begun with the share of it that `solved`
+keeps for the named strategies, once there is a plan.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,7 +32,7 @@ from autopar.plan.options import AUTO, Options
 from autopar.plan.stages import StageSteps
 from autopar.planning.optimize import analysed, least_price
 from autopar.planning.pipeline_plan import guessed, hoped
-from autopar.planning.pipeline_space import Hope, PipelineAxis, ScheduledStages, climbed, doubled, forms
+from autopar.planning.pipeline_space import Hope, PipelineAxis, ScheduledStages, climbed, doubled, forms, nearest
 from autopar.planning.pipeline_stages import Cut
 from autopar.planning.pipeline_trials import PipelineTrials
 from autopar.planning.plan_search import PADDED
@@ -52,21 +56,19 @@ class LargePipelineSearch(PipelineTrials):
         self._bounds: list[tuple[Mesh, dict[int, Seconds]]] = []  # without stages, by micro-batches
 
     def both(self, mesh: Mesh) -> None:
-        """Stages first, unless a step without them is bounded below all that they promise."""
-        self.guess(mesh)
-        asked, bounds = self.options.microbatches, dict[int, Seconds]()
-        numbers = list(doubled(counts(self.program))) if asked == AUTO else [int(asked)]
-        self._climb(numbers, numbers[-1] / mesh.sizes[0], lambda runs: bounds.setdefault(runs, self._bounded(mesh, runs)))
-        self._bounds.append((mesh, bounds))
-        if min(bounds.values()) < self._promised():
-            self._without_stages()
-        self._settle()
-
-    def guess(self, mesh: Mesh) -> None:
-        """Guess what pipelines over the outermost axis take."""
-        numbers = self.ways_to_cut(mesh)
+        """The number of ranks that is likely best says what stages promise: if a step without them is bounded below that, it
+        is planned next, and the other numbers are searched afterwards."""
+        numbers, guess = self.ways_to_cut(mesh), functools.cache(partial(self.cut, mesh))
+        near = math.sqrt(numbers[-1]) if numbers else 1.0
         if numbers:
-            self._climb(numbers, math.sqrt(numbers[-1]), lambda ranks: self.cut(mesh, ranks))
+            guess(numbers[nearest(numbers, near)])
+        if self._bound(mesh) < self._promised():
+            self._without_stages()
+        elif self.settings.deadline.seconds < math.inf:  # by which there is to be a plan
+            self._settle()
+        if numbers:
+            self._climb(numbers, near, guess)
+        self._settle()
 
     def finish(self) -> None:
         self._settle()
@@ -83,11 +85,8 @@ class LargePipelineSearch(PipelineTrials):
         return best
 
     def number(self, over: PipelineAxis, runs: int) -> Seconds:
-        """What 1f1b may take; its stages are left for `_settle`, unless there is a deadline, by which there is to be a plan."""
-        least = self._alone(over, runs)
-        if self.settings.deadline.seconds < math.inf:
-            self._settle()
-        return least
+        """What 1f1b may take; its stages are left for `_settle`."""
+        return self._alone(over, runs)
 
     def _climb(self, numbers: Sequence[int], near: float, seconds: Callable[[int], Seconds]) -> tuple[Seconds, int]:
         """The best time over numbers of micro-batches, or of ranks, and the number that has it; see `climbed`."""
@@ -98,7 +97,7 @@ class LargePipelineSearch(PipelineTrials):
     def _alone(self, over: PipelineAxis, runs: int, *, guess: bool = True) -> Seconds:
         """What a step takes by the first schedule if each stage holds one micro-batch at a time, a `guess` by the first stage
         or by all of them; infinite if there is none."""
-        if self.ended:
+        if self.ended or (guess and self._hoped and self.settings.deadline.passed):
             return math.inf
         schedule, count = next(forms(over.options, over.ranks))
         try:
@@ -125,7 +124,7 @@ class LargePipelineSearch(PipelineTrials):
                 self.fared["slower with one micro-batch in flight"] += 1
                 self._swept.append(best)
                 continue
-            if best.guessed:
+            if best.guessed and not self.settings.deadline.passed:
                 found = self._alone(over, runs, guess=False)
             elif (found := self.schedules(over, runs, [next(forms(over.options, over.ranks))])) < math.inf:
                 self._swept.append(replace(best, seconds=found))
@@ -181,11 +180,20 @@ class LargePipelineSearch(PipelineTrials):
                 return least
         return math.inf
 
+    def _bound(self, mesh: Mesh) -> Seconds:
+        """What a step without stages takes at least. The bound is least in the fewest micro-batches, as a rule: there kernels
+        are largest."""
+        asked, bounds = self.options.microbatches, dict[int, Seconds]()
+        numbers = list(doubled(counts(self.program))) if asked == AUTO else [int(asked)]
+        self._climb(numbers, numbers[0], lambda runs: bounds.setdefault(runs, self._bounded(mesh, runs)))
+        self._bounds.append((mesh, bounds))
+        return min(bounds.values())
+
     def _bounded(self, mesh: Mesh, runs: int) -> Seconds:
-        """What a step without stages takes at least, in whatever memory; infinite if there is none."""
+        """What a step without stages takes at least, in whatever memory; infinite if there is none, or no time left to see."""
         options = replace(self.options, pipeline=None, microbatches=runs)
-        if self.ended:
-            return math.inf
+        if self.settings.deadline.passed:
+            return math.inf if self._hoped else 0.0
         try:
             return least_price(analysed(microbatches(self.program, runs), mesh, options), mesh, options, self.settings)
         except AutoparError as error:

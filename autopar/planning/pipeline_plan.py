@@ -22,7 +22,7 @@ from autopar.plan.stages import StageSteps, crossing_values
 from autopar.planning.pipeline_bound import least_step
 from autopar.planning.pipeline_stages import Cut, without_axis
 from autopar.planning.stage_plans import StagePlan, StagePlanner
-from autopar.solver.highs import SlowerError
+from autopar.solver.highs import SlowerError, TimeLimitError
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePla
     """The step of these stages.
 
     Raises BudgetError where one of them does not fit, and SlowerStagesError as soon as those that are planned say that the step
-    takes `below` seconds or longer.
+    takes `below` seconds or longer; TimeLimitError between two stages at the deadline, where a step of `below` is known.
     """
     stages = tuple(_planned(steps, cut, planner, below))
     sent = [(one.step.program, one.outputs) for one in stages]
@@ -105,9 +105,11 @@ def no_faster(cut: Cut, known: Sequence[StagedStep], below: Seconds, *, even: bo
 
 
 def _planned(steps: StageSteps, cut: Cut, planner: StagePlanner, below: Seconds) -> Iterator[StagePlan]:
-    """The stages in order, until they take too long."""
+    """The stages in order, until they take too long, or it takes too long to plan them."""
     known: list[StageSeconds] = []
     for stage in planner.planned(steps, cut):
+        if below < math.inf and planner.settings.deadline.passed:
+            raise TimeLimitError(planner.settings.deadline)
         known.append(stage.seconds)
         if (least := least_seconds(cut.schedule, known)) >= below:
             raise SlowerStagesError(least)

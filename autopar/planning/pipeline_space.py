@@ -135,6 +135,15 @@ def doubled(numbers: Iterable[int]) -> Iterator[int]:
             last = number
 
 
+def nearest(numbers: Sequence[int], near: float) -> int:
+    """The place of the number by which `near` has the smallest factor.
+
+    >>> nearest([1, 2, 4, 8, 16], 5)
+    2
+    """
+    return min(range(len(numbers)), key=lambda place: abs(math.log(numbers[place] / near)))
+
+
 def climbed(
     numbers: Sequence[int], near: float, seconds: Callable[[int], Seconds], short: Callable[[], bool]
 ) -> tuple[Seconds, int, int]:
@@ -146,7 +155,7 @@ def climbed(
     >>> climbed([1, 2, 4, 8, 16], 4, {4: 3.0, 8: 2.0, 16: 5.0}.__getitem__, lambda: False)
     (2.0, 8, 2)
     """
-    start = min(range(len(numbers)), key=lambda place: abs(math.log(numbers[place] / near)))
+    start = nearest(numbers, near)
     first, left = seconds(numbers[start]), 0
     best = first, numbers[start]
     for side, fewer in ((numbers[start + 1 :], False), (numbers[:start][::-1], True)):
@@ -191,4 +200,4 @@ def products_floor(program: Program, mesh: Mesh, options: Options) -> Seconds:
     return products_at_peak(program, device) / mesh.size
 
 
-__all__ = ["Hope", "PipelineAxis", "climbed", "cut_mesh", "doubled", "forms", "given_microbatches", "products_floor"]
+__all__ = ["Hope", "PipelineAxis", "climbed", "cut_mesh", "doubled", "forms", "given_microbatches", "nearest", "products_floor"]

@@ -51,6 +51,7 @@ class PipelineTrials(ABC):
         self.fared: Counter[str] = Counter()
         self.refused: list[AutoparError] = []
         self._known_cuts: dict[int, StageCuts] = {}
+        self._products: dict[int, Seconds] = {}
 
     @abstractmethod
     def both(self, mesh: Mesh) -> None:
@@ -96,7 +97,9 @@ class PipelineTrials(ABC):
         given = given_microbatches(self.options)
         if given is not None:
             return self.number(over, given)
-        return self.numbers(over, products_floor(self.program, mesh, self.options))
+        if mesh.size not in self._products:  # of one device, however the mesh is cut
+            self._products[mesh.size] = products_floor(self.program, mesh, self.options)
+        return self.numbers(over, self._products[mesh.size])
 
     def below_floor(self, over: PipelineAxis, runs: int, products: Seconds) -> bool:
         """Whether what is known is faster than a step of so many micro-batches can be, whose products take so long."""
@@ -171,8 +174,12 @@ class PipelineTrials(ABC):
 
     @property
     def ended(self) -> bool:
-        """Whether the deadline has come, and something was tried."""
-        return self.settings.deadline.passed and (self.seconds < math.inf or bool(self.refused))
+        """Whether the deadline has come, and something was tried; with a plan, whether what is left of it is for the named
+        strategies: a search that begins now would end with one of these."""
+        deadline = self.settings.deadline
+        if self.seconds < math.inf:
+            return deadline.earlier(self.settings.named_share).passed
+        return deadline.passed and bool(self.refused)
 
     @property
     def short(self) -> bool:
@@ -183,7 +190,7 @@ class PipelineTrials(ABC):
         """The plan of the best that was found. Raises the error of what is nearest to one, if nothing was."""
         fared = f"{self.fared.pop('planned', 0)} pipelines planned"
         searched = "; ".join([fared, *(f"{count} {how}" for how, count in self.fared.items() if count)])
-        if self.settings.deadline.passed:
+        if self.ended or self.settings.deadline.passed:
             searched += f"; until {self.settings.deadline.text}"
         if self.without is not None:
             return replace(to_plan(self.without, self.options), searched=f"no stages is best: {searched}")

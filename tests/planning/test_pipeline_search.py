@@ -25,6 +25,7 @@ from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.planning import large_pipelines, pipeline_search, pipeline_trials
 from autopar.planning.large_pipelines import LargePipelineSearch
+from autopar.planning.pipeline_plan import guessed
 from autopar.planning.pipeline_search import plan_pipeline
 from autopar.planning.pipeline_space import Hope, PipelineAxis, climbed
 from autopar.planning.planner import connected_mesh, plan_program, planned_mesh, read_program
@@ -126,6 +127,22 @@ def test_a_large_program_is_not_searched_to_the_end_and_has_the_same_plan(
     assert "slower as guessed from a first stage" in found.searched
 
 
+def test_at_the_time_limit_a_large_program_has_a_plan_after_the_first_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    guesses = list[object]()
+
+    def counted(*asked: Any, **more: Any) -> list[StageSeconds]:
+        guesses.append(asked)
+        return guessed(*asked, **more)
+
+    monkeypatch.setattr(pipeline_search, "LARGE", 0)
+    monkeypatch.setattr(large_pipelines, "guessed", counted)
+    found = plan(blocks(), (4,), pipeline="auto", time_limit=1e-9)
+    assert len(guesses) == 1
+    assert "until the time_limit of 1e-09 s" in found.searched
+    assert found.step_time >= plan(blocks(), (4,), pipeline="auto").step_time * (1 - 1e-9)
+    assert len(guesses) > 2
+
+
 def test_what_falls_and_then_rises_is_climbed_to_its_least() -> None:
     """From anywhere; what is infinite at first does not fit."""
     draw, asked, numbers = random.Random(1), 0, [2**n for n in range(10)]
@@ -176,7 +193,7 @@ def test_of_numbers_without_stages_the_least_bound_comes_first_until_one_is_slow
     monkeypatch.setattr(pipeline_trials, "solution_time", lambda formulated, solution: solution)
     asked = Options(microbatches="auto", pipeline="auto", device=device())
     search = LargePipelineSearch(blocks(), asked, DEFAULTS)
-    monkeypatch.setattr(search, "guess", lambda mesh: None)
+    monkeypatch.setattr(search, "ways_to_cut", lambda mesh: [])
     search.seconds = known
     search.both(connected_mesh((4,), asked))
     search.finish()
