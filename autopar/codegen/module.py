@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from autopar.codegen.variants import combinations
 from autopar.errors import InputError
 from autopar.ir.program import Program
 from autopar.runtime.call_agreement import CallAgreement
+from autopar.runtime.first_message import runs_eagerly
 from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.input_parts import BatchSampler
 from autopar.runtime.profiler_ranges import profiling
@@ -234,7 +236,9 @@ class ParallelModule(GraphModule):
             refused = error
         paths = (planned.path for planned in self.autopar.signature.tensors)
         named = {} if refused else dict(zip(paths, inputs, strict=True))
-        self.autopar.agreement.begin(aspects_of(self, kind, named), named, refused)
+        random = self.autopar.rng_state
+        undo = partial(random.load_state_dict, random.state_dict())
+        self.autopar.agreement.begin(aspects_of(self, kind, named), named, refused, undo)
         serving = self._serving(inputs)
         if serving is not self:
             check_gradients(serving, inputs)
@@ -314,6 +318,7 @@ class ParallelModule(GraphModule):
             return self._emitted(inputs)
 
     def _emitted(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        runs_eagerly()
         return list(ProfiledRun(self).outputs(inputs) if profiling() else self.emitted(*inputs))
 
     def _serving(self, inputs: Sequence[torch.Tensor]) -> ParallelModule:

@@ -5,21 +5,23 @@ all-gathered over a group of its own on the host (gloo, whatever carries the mod
 the aspects themselves are gathered, and every rank raises the same error. An input of which ranks give different parts has a
 number of its own, which is compared between those that give the same one.
 
-On a CPU, where every collective blocks anyway, a rank waits for the digests before it runs the model. On other devices it
-waits after it has issued the forward, unless its own call differs from its last one: what other ranks do differently can make
-kernels wait in vain, but not the host. Values that are on a device are compared one call later, when they have arrived.
+A rank waits for the digests at once where its own call differs from its last one. Else it runs the model beside them: on a CPU,
+where what other ranks do differently would make a collective wait in vain, until the first collective of the model (at once, if
+torch.compile has the model, or may have); on other devices, where kernels would wait but not the host, until it has issued the
+forward. Values that are on a device are compared one call later, when they have arrived.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from autopar.errors import InputError
+from autopar.runtime.first_message import awaited
 from autopar.runtime.lost_ranks import lost
 from autopar.runtime.world import Context
 
@@ -54,6 +56,7 @@ class _Sent:
 
     described: Sequence[Aspect]
     refused: Exception | None
+    undo: Callable[[], None]
     digests: torch.Tensor
     work: dist.Work
 
@@ -69,14 +72,22 @@ class CallAgreement:
         self._late: tuple[Mapping[str, torch.Tensor], torch.cuda.Event] | None = None  # elements on their way to the host
         self._last: Sequence[Aspect] = ()  # of the call before, without its random state and values
         self._sent: _Sent | None = None
+        self.eager = False  # whether the program of the last call ran eagerly
 
-    def begin(self, aspects: Sequence[Aspect], inputs: Mapping[str, torch.Tensor], refused: Exception | None = None) -> None:
+    def begin(
+        self,
+        aspects: Sequence[Aspect],
+        inputs: Mapping[str, torch.Tensor],
+        refused: Exception | None = None,
+        undo: Callable[[], None] = lambda: None,
+    ) -> None:
         """Compare this call with those of the other ranks, or begin to.
 
         Args:
             aspects: what must not differ, beside the values of the inputs.
             inputs: the tensors of the call, by path; none if it was refused.
             refused: why this rank cannot make the call; it still takes part, so that the others hear of it.
+            undo: takes back what this rank did of a call that turns out to be refused.
 
         Raises:
             InputError: the calls differ, on every rank; `refused` itself on a rank that has it.
@@ -92,11 +103,14 @@ class CallAgreement:
         mine = torch.frombuffer(bytearray(b"".join(map(_number, told))), dtype=torch.int64)
         found = torch.empty(self.context.mesh.size, len(told), dtype=torch.int64)
         work = dist.all_gather([*found.unbind()], mine, group=self.context.control, async_op=True)
-        self._sent = _Sent(described=described, refused=refused, digests=found, work=work)
+        self._sent = _Sent(described=described, refused=refused, undo=undo, digests=found, work=work)
         steady = [aspect for aspect in aspects if aspect.kind != "random"]  # whose count goes on with every call
-        changed = self._last != steady
-        self._last, self.calls = steady, self.calls + 1
-        if changed or self.context.device.type == "cpu":
+        on_cpu = self.context.device.type == "cpu"
+        alone = self._last != steady or (on_cpu and not self.eager)
+        self._last, self.calls, self.eager = steady, self.calls + 1, False
+        if on_cpu:
+            awaited.set(self)
+        if alone:
             self.settle()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -111,6 +125,7 @@ class CallAgreement:
             raise lost(error, ON_HOST) from error
         firsts = torch.tensor([[0] * self.context.mesh.size, *self.owners.values()]).T
         if bool((sent.digests != sent.digests.gather(0, firsts)).any()):
+            sent.undo()
             raise self._difference(sent)
         if sent.refused:
             raise sent.refused

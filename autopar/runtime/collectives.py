@@ -25,6 +25,7 @@ import torch.distributed  # registers the operators of `_c10d_functional`
 from autopar.errors import LayoutError
 from autopar.ir.conversion import CONVERSIONS, Conversion
 from autopar.ir.layout import take
+from autopar.runtime.first_message import before_message
 from autopar.runtime.lost_ranks import lost
 from autopar.runtime.profiler_ranges import named_range, profiling
 from autopar.runtime.world import Axis
@@ -120,6 +121,7 @@ def reduce_scatter_start(rows: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def issue(collective: str, axis: Axis, operator: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
     """What an operator of `_c10d_functional` returns, called on an axis; under a profiler in a range that names both."""
+    before_message()
     if not profiling():
         return operator(*arguments, axis.group)
     with named_range(f"{collective} over {axis.name}"):

@@ -21,6 +21,7 @@ from torch.utils.data import Sampler
 
 from autopar.errors import InputError, LayoutError
 from autopar.ir.layout import I, Layout, Shape, each_split, join, parse, shard, text
+from autopar.runtime.first_message import before_message
 from autopar.runtime.storage import placements
 from autopar.runtime.world import Context
 
@@ -95,6 +96,7 @@ class InputParts:
             return part
         own = part.detach().contiguous()
         parts = [torch.empty_like(own) for _ in range(self.context.mesh.size)]
+        before_message()
         dist.all_gather(parts, own)
         return join([parts[rank] for rank in self._ranks], shape, self._at(path, shape), self.context.mesh.sizes)
 

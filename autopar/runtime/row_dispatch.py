@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from autopar.operators.families.contraction import misplaced
+from autopar.runtime.first_message import before_message
 from autopar.runtime.lost_ranks import lost
 from autopar.runtime.second_derivatives import once_differentiable
 from autopar.runtime.world import Axis
@@ -29,6 +30,7 @@ def dispatch_rows(x: Tensor, output_splits: list[int], input_splits: list[int], 
 
     `rows` is how many rows the plan counts for this collective: the real number is larger on one rank and smaller on another.
     """
+    before_message()
     issued = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), output_splits, input_splits, group)
     try:
         received: Tensor = torch.ops._c10d_functional.wait_tensor(issued)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.errors import InputError
-from autopar.runtime.call_agreement import SAMPLED
+from autopar.runtime.call_agreement import SAMPLED, CallAgreement
 from autopar.runtime.workers import WorkerPool
 
 LIMIT = 60.0  # seconds within which every rank has its error, on however busy a machine: otherwise it hangs for minutes
@@ -224,3 +226,63 @@ def compiled(_: None) -> None:
 
 def test_the_ranks_compare_their_calls_outside_of_a_compiled_graph(pool: WorkerPool) -> None:
     pool.run(f"{__name__}:compiled", ranks=2)
+
+
+class _Order(TorchDispatchMode):
+    """Logs products ("compute") and collectives ("message") as they are called."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "linear") or (func.namespace == "_c10d_functional" and name != "wait_tensor"):
+            self.log.append("message" if func.namespace == "_c10d_functional" else "compute")
+        return func(*args, **(kwargs or {}))
+
+
+def order_of_calls(strategy: str) -> list[list[str]]:
+    """What the first call, the second one, one of another size, and two by torch.compile do: each thing once."""
+    parallel, x = made(strategy, dynamic={"batch": 0})
+    fast = torch.compile(parallel, backend="eager")
+    settle, found = CallAgreement.settle, []
+
+    def logged(self: CallAgreement) -> None:
+        found[-1].append("settled" if self._sent is not None else "nothing")
+        settle(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CallAgreement, "settle", logged)
+        for call, given in ((parallel, x), (parallel, x), (parallel, x[:6]), (fast, x), (fast, x)):
+            found.append([])
+            with _Order(found[-1]) if call is parallel else nullcontext():
+                call(given)
+    return [[*dict.fromkeys(event for event in events if event != "nothing")] for events in found]
+
+
+@pytest.mark.parametrize("strategy, second", [("ddp", ["compute", "settled", "message"]), ("fsdp", ["settled", "message"])])
+def test_a_call_like_the_last_one_waits_for_the_others_before_its_first_message(
+    pool: WorkerPool, strategy: str, second: list[str]
+) -> None:
+    for first, found, resized, *by_compiler in pool.run(f"{__name__}:order_of_calls", strategy, ranks=2):
+        assert first[0] == resized[0] == "settled"
+        assert by_compiler == [["settled"], ["settled"]], "at once: what is traced asks nobody"
+        assert found[: len(second)] == second
+
+
+def other_batch_again(_: None) -> bool:
+    """Whether the ranks draw alike after a call that was refused in the middle of its forward."""
+    parallel, x = made("ddp")
+    parallel(x)
+    parallel(x)
+    with pytest.raises(InputError, match="different values for x"):
+        parallel(x + dist.get_rank())
+    parallel(x)
+    return parallel.autopar.rng_state.call == 3
+
+
+def test_a_call_that_is_refused_late_draws_nothing(pool: WorkerPool) -> None:
+    assert pool.run(f"{__name__}:other_batch_again", ranks=2) == [True, True]
