@@ -9,7 +9,6 @@ autopar --version
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command with the arguments after its name; returns the exit code."""
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments), ""]
     if name in COMMANDS:
-        gc.set_threshold(100_000, 50, 1_000)  # collections over all of torch would be a tenth of planning
+        from autopar.planning.garbage import collect_seldom
+
+        collect_seldom()
         code: int = importlib.import_module(COMMANDS[name]).main(rest[:-1])
         return code
     if name == "completion":

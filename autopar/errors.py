@@ -75,6 +75,8 @@ class CheckpointError(AutoparError):
 class DiskError(AutoparError):
     """A weight on the disk cannot be written, or is damaged."""
 
+    another = 'disk="FOLDER" of parallelize names a folder on another disk'  # a way out
+
 
 class InputError(AutoparError):
     """A call does not have the planned arguments, or not those of the other ranks."""

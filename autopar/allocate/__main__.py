@@ -1,10 +1,10 @@
 """`python -m autopar.allocate`."""
 
-import gc
 import sys
 
 from autopar.allocate import main
+from autopar.planning.garbage import collect_seldom
 
 if __name__ == "__main__":
-    gc.set_threshold(100_000, 50, 1_000)  # collections over all of torch would be a tenth of planning
+    collect_seldom()
     sys.exit(main())

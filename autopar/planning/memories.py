@@ -78,21 +78,22 @@ def check_host(plan: Plan, ranks: int) -> None:
 
 def check_disk(plan: Plan, ranks: int, folder: str) -> None:
     """Raise DiskError for a folder in which no file can be made, BudgetError for one without the room for so many ranks."""
-    another = 'disk="FOLDER" of parallelize names a folder on another disk'
     if not Path(folder).is_dir():
         raise DiskError(f"the folder {folder} for weights on the disk does not exist", fix="make it, or name another as disk=")
     try:
         tempfile.TemporaryFile(dir=folder).close()
         there = shutil.disk_usage(folder).free
     except OSError as error:
-        raise DiskError(f"no file can be made in {folder}, where weights are to lie", error=error, fix=another) from error
+        raise DiskError(
+            f"no file can be made in {folder}, where weights are to lie", error=error, fix=DiskError.another
+        ) from error
     needed = ranks * plan.disk_memory
     if needed > there:
         raise BudgetError(
             f"the plan has {size_text(needed)} on this disk, which has {size_text(there)} left",
             folder=folder,
             ranks=f"{ranks}, of {size_text(plan.disk_memory)} each",
-            fix=f'plan with disk_memory="{there // 10**9}GB" or less, or {another}',
+            fix=f'plan with disk_memory="{there // 10**9}GB" or less, or {DiskError.another}',
         )
 
 

@@ -29,7 +29,6 @@ from autopar.runtime.rematerialize.recompute import Tensors
 CHUNK = 32 << 20  # bytes that are read at once
 WORD = 8  # bytes; a chunk is a whole number of words
 MASK = (1 << 8 * WORD) - 1
-ANOTHER = 'disk="FOLDER" of parallelize names a folder on another disk'
 
 
 @dataclass(slots=True)
@@ -63,7 +62,7 @@ def empty_on_disk(shape: Sequence[int], dtype: torch.dtype, device: torch.device
                 made: torch.Tensor = torch.empty(0, dtype=dtype).set_(mapped, 0, tuple(shape))  # type: ignore[call-overload]
     except OSError as error:
         what = f"{size / 2**20:.2f} MiB more cannot be written to the disk"
-        raise DiskError(what, folder=folder, error=error, fix=f"free some of it, or {ANOTHER}") from error
+        raise DiskError(what, folder=folder, error=error, fix=f"free some of it, or {DiskError.another}") from error
     key = _address(made)
     mapping = weakref.ref(made.untyped_storage(), lambda _: _files.pop(key, None))
     _files[key] = File(device=device, folder=folder, mapping=mapping)
@@ -117,7 +116,7 @@ def check(tensor: torch.Tensor, name: str = "a tensor", checksum: int | None = N
             f"{name} of shape {tuple(tensor.shape)} on the disk is damaged: it is not what was written",
             folder=found.folder,
             checksum=f"{read:016x}, and {found.checksum:016x} when it was written",
-            fix=f"load a checkpoint; {ANOTHER}. What is written through `.data` looks so, too: use torch.no_grad()",
+            fix=f"load a checkpoint; {DiskError.another}. What is written through `.data` looks so, too: use torch.no_grad()",
         )
     found.checksum, found.version = read, tensor._version
 
