@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -93,7 +93,11 @@ class Analysis:
     @functools.cached_property
     def casts(self) -> frozenset[str]:
         """The ops that cast a parameter."""
-        return frozenset(self.program.producer[copy].name for copy in self.copies)
+        return self.casts_to(self.copies.keys())
+
+    def casts_to(self, weights: Set[str]) -> frozenset[str]:
+        """The ops that cast a parameter to one of these."""
+        return frozenset(self.program.producer[copy].name for copy in weights & self.copies.keys())
 
     @functools.cached_property
     def written(self) -> frozenset[str]:

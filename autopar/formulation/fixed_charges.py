@@ -29,6 +29,7 @@ def fixed_charges(
     edges: Sequence[Edge],
     spaces: Sequence[Conversions],
     constraints: StrategyConstraints,
+    dropped: frozenset[str],
     loads: OverlapLoads | None = None,
 ) -> Iterator[FixedCharge]:
     """The latency of every message in which the weights of a bucket may travel, buckets of alike weights together.
@@ -37,7 +38,8 @@ def fixed_charges(
     message that are `shared` on as many axes before, which is how many steps they have gone, unless they change dims on their
     way. So does a gradient alone that is reduced over an axis before one on which the weight is shared already: it has moved,
     for where none moves axes are taken in order. (Over an axis after that one it may have moved or not: the large buckets.)
-    What is sent again is a message of its own: always, if gathered weights are dropped, else if the solver says so.
+    What is sent again is a message of its own: always, if weights are `dropped` once they were used, else if the solver says
+    so.
     """
     place = {member: i for i, space in enumerate(spaces) for member in space.values.members}
     kinds = [_kinds(space.graph) for space in spaces]
@@ -59,7 +61,7 @@ def fixed_charges(
                 consumers: frozenset[int] | None = frozenset(range(len(edge.consumers)))
                 if condition is not None:
                     consumers = edge.conditional_costs[condition].consumers
-                if condition == REGATHER and not constraints.reshard_after_forward:
+                if condition == REGATHER and spaces[w].values.example not in dropped:
                     consumers = None if edge.recompute is not None else frozenset()
                 if consumers != frozenset() and arcs.any():
                     triggers.append(ChargeTrigger(edge=w, consumers=consumers, arcs=arcs))

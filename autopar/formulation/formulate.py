@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.analysis.analysis import Analysis, has_gradient, saves
+from autopar.analysis.dropped_weights import dropped_weights
 from autopar.analysis.recompute_policy import FREE, RecomputePolicy
 from autopar.analysis.repeated_blocks import ValueClass
 from autopar.cost_models.cost_model import CATALOG, CostModel
@@ -51,7 +52,7 @@ class PlanningProblem:
     edges: tuple[ValueClass, ...]
     spaces: tuple[LayoutGraph, ...]
     reruns: frozenset[str]  # ops that may be recomputed, or that come back with what does
-    dropped: bool  # whether gathered weights are dropped after their use, whatever that costs
+    dropped: frozenset[str]  # weights that are dropped after their use once they were gathered, whatever that costs
     once: bool  # whether they are gathered once for all micro-batches
     policy: RecomputePolicy
 
@@ -122,7 +123,8 @@ def formulate(
     lists, spaces = reachable(analysis, dict(offers(analysis, constraints, sharded_outputs)), constraints)
     place = {name: i for i, name in enumerate(lists)}
     reruns = rerunnable(analysis, policy)
-    recast = _recast(analysis) if constraints.reshard_after_forward else frozenset[str]()
+    dropped = dropped_weights(analysis) if constraints.reshard_after_forward else frozenset[str]()
+    recast = _recast(analysis, dropped)
     overlap = Overlap.of(analysis, mesh, once=constraints.once)
     loads = OverlapLoads(overlap) if overlap else None
     choices = tuple(
@@ -131,8 +133,8 @@ def formulate(
         )
         for n, (name, found) in enumerate(lists.items())
     )
-    edges = [_edge(analysis, prices, space, place, constraints, policy, n, loads) for n, space in enumerate(spaces)]
-    found = tuple(fixed_charges(analysis, prices, edges, spaces, constraints, loads))
+    edges = [_edge(analysis, prices, space, place, constraints, dropped, policy, n, loads) for n, space in enumerate(spaces)]
+    found = tuple(fixed_charges(analysis, prices, edges, spaces, constraints, dropped, loads))
     return PlanningProblem(
         analysis=analysis,
         prices=prices,
@@ -142,7 +144,7 @@ def formulate(
         edges=tuple(space.values for space in spaces),
         spaces=tuple(space.graph for space in spaces),
         reruns=reruns,
-        dropped=constraints.reshard_after_forward,
+        dropped=dropped,
         once=constraints.once,
         policy=policy,
     )
@@ -185,10 +187,10 @@ def _choice(
     )
 
 
-def _recast(analysis: Analysis) -> frozenset[str]:
+def _recast(analysis: Analysis, dropped: frozenset[str]) -> frozenset[str]:
     """The classes of ops that cast weights which the backward needs: recomputed where gathered weights are dropped."""
     of = analysis.classes.of
-    runs = analysis.recomputable & analysis.casts
+    runs = analysis.recomputable & analysis.casts_to(dropped)
     return frozenset(of[name] for name in runs if saves(analysis, of[name], 0))
 
 
@@ -238,6 +240,7 @@ def _edge(
     space: Conversions,
     place: Mapping[str, int],
     constraints: StrategyConstraints,
+    dropped: frozenset[str],
     policy: RecomputePolicy,
     number: int,
     loads: OverlapLoads | None,
@@ -249,7 +252,7 @@ def _edge(
     found = _arc_prices(analysis, prices, value, graph, count, constraints, policy)
     if loads is not None:
         found = loads.edge(number, values.members, graph.pair, graph.axis, found, bucketed=bucketed)
-    repeated = _repeated(analysis, constraints, policy, weight=weight)
+    repeated = _repeated(analysis, policy, weight=weight, dropped=value.name in dropped)
     edge = Edge(
         name=value.name,
         producer=place[values.producer],
@@ -279,12 +282,10 @@ def _edge(
     return edge
 
 
-def _repeated(
-    analysis: Analysis, constraints: StrategyConstraints, policy: RecomputePolicy, *, weight: bool
-) -> Callable[[str, int], bool]:
+def _repeated(analysis: Analysis, policy: RecomputePolicy, *, weight: bool, dropped: bool) -> Callable[[str, int], bool]:
     """Whether the backward converts a value again for a consumer: a weight that was dropped, or what is recomputed."""
     if weight:
-        return lambda name, position: constraints.reshard_after_forward and saves(analysis, name, position)
+        return lambda name, position: dropped and saves(analysis, name, position)
     return lambda name, position: (name, position) in policy.uses
 
 

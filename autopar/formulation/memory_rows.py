@@ -114,7 +114,7 @@ class MemoryRows:
     def _turn(self) -> _Held:
         """What one micro-batch holds at the turn; weights that are gathered for all of them, or again, are not its own."""
         turn = self.liveness.count
-        of_all = self.formulated.analysis.weights if self.formulated.dropped or self.formulated.once else frozenset[str]()
+        of_all = self.formulated.analysis.weights if self.formulated.once else self.formulated.dropped
         kept = [
             life
             for life in self.lives

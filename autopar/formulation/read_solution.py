@@ -40,7 +40,7 @@ def assignment(formulated: PlanningProblem, solution: Solution) -> Assignment:
 def _recompute_choice(
     formulated: PlanningProblem, solution: Solution, routes: Mapping[str, tuple[Conversion, ...]]
 ) -> RecomputeChoice:
-    """What a solution recomputes: the first members of classes and values; gathered weights and casts if all are dropped."""
+    """What a solution recomputes: the first members of classes and values; gathered weights and casts that are dropped."""
     analysis, ops, steps = formulated.analysis, set[str](), set[tuple[str, Conversion]]()
     for choice, count in solution.recompute.choices.items():
         ops.update(analysis.classes.members[formulated.names[choice]][:count])
@@ -51,12 +51,12 @@ def _recompute_choice(
     ops.update(formulated.policy.ops)
     steps.update(formulated.policy.steps(routes))
     offload = frozenset(_offloaded(formulated, solution))
-    for name in analysis.weights & routes.keys() if formulated.dropped else ():
+    for name in formulated.dropped & routes.keys():
         view = name in analysis.program.producer
         steps.update((name, step) for step in routes[name] if view or _gathered(routes[name], step))
     beside = list(_with_their_bucket(analysis, routes, steps)) if steps else []
     steps.update(beside)
-    ops.update(analysis.casts if formulated.dropped else ())
+    ops.update(analysis.casts_to(formulated.dropped))
     ops.update(analysis.program.producer[name].name for name, _ in beside if name in analysis.copies)
     return RecomputeChoice(ops=frozenset(ops) & analysis.recomputable, steps=frozenset(steps), offload=offload)
 

@@ -52,9 +52,9 @@ class LivenessInputs:
 
     `saved` says what autograd saves of an op that has a backward; `backward` are the values that get a gradient and `ends`
     those that the user differentiates; `weights` are the parameters and their views; `views` are the ops whose results
-    alias their first operand; `reruns` may be recomputed (or alias a result that may); `dropped` says whether gathered weights
-    are freed after the forward, `accumulated` whether gradients are those of several micro-batches; `elsewhere` are the
-    parameters that the host or the disk may store.
+    alias their first operand; `reruns` may be recomputed (or alias a result that may); `dropped` are the weights that are
+    freed in the forward once they were gathered and used, `accumulated` whether gradients are those of several micro-batches;
+    `elsewhere` are the parameters that the host or the disk may store.
     """
 
     saved: Callable[[Op], SavedTensors | None]
@@ -63,7 +63,7 @@ class LivenessInputs:
     weights: Set[str]
     views: Set[str]
     reruns: Set[str]
-    dropped: bool
+    dropped: Set[str]
     accumulated: bool
     elsewhere: Set[str] = frozenset()
 
@@ -121,7 +121,7 @@ class _Uses:
             yield SavedLiveRange(kind="between", name=name, start=first, stop=last - 1)
         for i, saver in self.savers[name]:
             start = i + 1
-            if self.terms.dropped and name in self.terms.weights:
+            if name in self.terms.dropped:
                 start = self.back(i)
             yield SavedLiveRange(kind="kept", name=name, start=start, stop=self.back(i), needed=self.needed_at[name], end=saver)
 
@@ -159,7 +159,7 @@ class _Uses:
         readers = [j for name in names for j, _ in self.readers[name]]
         stop = self.back(i if own else min([j for name in names for j, _ in self.savers[name]] or readers or [i]))
         for position, name in enumerate(op.operands):
-            if name not in self.given and not (self.terms.dropped and name in self.terms.weights):
+            if name not in self.given and name not in self.terms.dropped:
                 needed = self.back(i) if name in self.terms.weights else self.needed_at[name]
                 yield SavedLiveRange(kind="rerun", name=name, start=i + 1, stop=stop, needed=needed, end=(op.name, position))
 

@@ -4,7 +4,7 @@ ddp        parameters I, inputs S(0)
 zero1      every parameter S on its first dim that divides, gathered at the top, once for all micro-batches; inputs S(0). The
            outermost axis is gathered first: what crosses the network is a shard, not a whole weight
 zero2      the same, gathered where it is first used in each
-fsdp       the same, gathered once more for the backward
+fsdp       the same, gathered once more for the backward, but for those that it begins with (`analysis.dropped_weights`)
 hsdp       fsdp on all axes but the first, over which parameters are I
 megatron   on the last axis no parameter is gathered, those of matrix products are split, and inputs are I; data parallel
            on the others

@@ -224,7 +224,8 @@ def gradient(model: nn.Module) -> torch.Tensor:
 def test_where_gathered_weights_are_dropped_they_are_cast_again_which_takes_time() -> None:
     plan = made("gpt2", "fsdp", precision=MIXED)
     casts = {entry for entry, lines in plan.recompute.items() if "run" in lines}
-    assert casts == plan.breakdown.copies.keys()
+    head = {"transformer.wte:to#0", "transformer.wpe:to#0"}  # one bucket, with which the backward begins
+    assert casts == plan.breakdown.copies.keys() - head
     assert plan.breakdown.recompute.keys() == {entry for entry in casts if plan.breakdown.copies[entry].endswith(SAVED)}
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
+from autopar.analysis.analysis import analyse
+from autopar.analysis.dropped_weights import dropped_weights
 from autopar.analysis.weight_buckets import SPARE
 from autopar.capture import Captured
 from autopar.errors import AutoparError, ConstraintError
 from autopar.ir.mesh import Mesh
+from autopar.ir.training_step import StageEnds, TrainingStep
 from autopar.plan.plan import Plan
 from tests.support import planning
 from tests.support.planning import GIB, NETWORK, NVLINK, counted, link, mesh
@@ -308,6 +312,35 @@ def test_fsdp_with_tensor_parallelism_sends_what_megatron_sequence_parallelism_a
         assert [state[0] for state in held] == ["I"] * (len(on.sizes) - 2) + ["S", "S"]
     boundary = [layout for name, layout in plan.layouts.items() if name.startswith(block) and "add" in name][-1]
     assert boundary.endswith("S(1)")
+
+
+@pytest.mark.parametrize(
+    "model, kept",
+    [
+        (partial(planning.gpt2, 8, 64, 256), ("transformer.wte.weight", "transformer.ln_f.weight", "transformer.ln_f.bias")),
+        (partial(planning.llama, 8, 64, 256), ("model.norm.weight", "lm_head.weight")),
+    ],
+    ids=["tied", "untied"],
+)
+def test_fsdp_gathers_the_weights_with_which_the_backward_begins_once_as_fsdp2_does(model: Model, kept: Sequence[str]) -> None:
+    captured = model()
+    plan = planning.plan(captured, mesh((8,), NETWORK), strategy="fsdp")
+    blocks = [name for name in matrices(captured) if ".h." in name or ".layers." in name]
+    assert blocks
+    assert all(of_matrix(plan, name)["all_gather", BACKWARD] == 1 for name in blocks)
+    for where in (FORWARD, BACKWARD):
+        gathered = {n for c in plan.collectives if (c.kind, c.where) == ("all_gather", where) for n in planning.names(c)}
+        assert gathered.isdisjoint(kept) == (where == BACKWARD)
+
+
+def test_stages_with_several_micro_batches_in_flight_drop_all_weights() -> None:
+    """What each of them kept would be as much again."""
+    captured = planning.llama(8, 64, 256)
+    stage = StageEnds(received=(), sends=False, batch=8, random_ops=0)
+    for flights, kept in ((1, {"model.norm.weight", "lm_head.weight"}), (2, set())):
+        step = TrainingStep(program=captured.program, stage=replace(stage, flights=flights))
+        found = analyse(step, mesh((8,), NETWORK))
+        assert found.weights - dropped_weights(found) == kept
 
 
 def test_hybrid_sharding_gathers_within_the_inner_axis_and_adds_shards_over_the_outer() -> None:
