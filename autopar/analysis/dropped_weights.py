@@ -4,8 +4,8 @@
     h.0  h.1     dropped, and gathered again
     ln_f  head   kept: the backward needs them at once, and never later
 
-To drop what is gathered again at once saves nothing at the peak of memory. FSDP2 keeps the weights of the root module in
-the same way (`reshard_after_forward=None`, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
+To drop what is gathered again at once saves memory while the loss is computed, and nowhere else. FSDP2 keeps the weights of the
+root module in the same way (`reshard_after_forward=None`, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 """
 
 from __future__ import annotations
