@@ -21,6 +21,7 @@ from autopar.errors import AutoparError
 from autopar.ir.dynamic_dims import Dynamic
 from autopar.ir.mesh import Device, Disk, Link, Mesh
 from autopar.plan.plan import Plan
+from autopar.runtime.gathered_steps import step_gathered
 from autopar.runtime.grad_scaler import GradScaler
 from autopar.runtime.local_steps import step_locally
 from autopar.verify import testing
@@ -29,5 +30,5 @@ from autopar.verify.report import Report
 __all__ = [
     "AutoparError", "Cluster", "ClusterAllocation", "Device", "Disk", "Dynamic", "GradScaler", "Link", "Mesh", "Plan", "Report",
     "TrainingJob", "allocate", "check_rule", "discover_rule", "elastic", "explain", "inductor_options", "initialize", "launch",
-    "parallelize", "plan", "register_rule", "step_in_backward", "step_locally", "testing", "verify",
+    "parallelize", "plan", "register_rule", "step_gathered", "step_in_backward", "step_locally", "testing", "verify",
 ]  # fmt: skip

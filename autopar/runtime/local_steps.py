@@ -40,7 +40,7 @@ def step_locally(optimizer: optim.Optimizer) -> optim.Optimizer:
         raise InputError(
             f"{type(optimizer).__name__} is not known to compute each element by itself",
             known=", ".join(kind.__name__ for kind in ELEMENTWISE),
-            fix="leave step_locally out: its steps are computed on DTensors",
+            fix="leave step_locally out: its steps are computed on DTensors; Adafactor's by autopar.step_gathered",
         )
     steps = _LocalSteps()
     optimizer.register_step_pre_hook(steps.before)

@@ -1,0 +1,115 @@
+"""Optimizer steps on whole tensors, one weight at a time: for optimizers that look at a weight as a matrix, such as Adafactor.
+
+Before a step each weight is gathered with its gradient, stepped alone and whole, and cut again: every rank computes the same.
+What is kept of a weight's own shape lies between steps as the weight does; all else (means of rows and columns) is whole on
+every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import optim
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import InputError
+from autopar.runtime.storage import full_tensor, given_like
+
+# Those that step each weight by itself; others (L-BFGS) take all of them for one vector, and compute with DTensors.
+WEIGHT_BY_WEIGHT = (optim.Adafactor,)
+
+
+def step_gathered(optimizer: optim.Optimizer) -> optim.Optimizer:
+    """Have an optimizer step on whole weights, gathered one at a time with their gradients; returns it.
+
+    Its numbers are those of one process. A step takes the memory of the largest weight, its gradient and its state beside what
+    is stored, and sends as much as two all-gathers of all weights; Adafactor on split weights has no other way in torch.
+
+    Args:
+        optimizer: Adafactor of torch.optim, over the parameters of a parallel module; without a closure.
+
+    Raises:
+        InputError: the optimizer is of another class. In its step: it was given a closure.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2, 2))
+    >>> step_gathered(optim.Adafactor([weight], lr=0.5)).defaults["lr"]
+    0.5
+    """
+    if type(optimizer) not in WEIGHT_BY_WEIGHT:
+        raise InputError(
+            f"{type(optimizer).__name__} is not known to step each weight by itself",
+            known=", ".join(kind.__name__ for kind in WEIGHT_BY_WEIGHT),
+            fix="autopar.step_locally for those of torch.optim that compute element by element; others step on DTensors",
+        )
+    steps = _GatheredSteps()
+    optimizer.register_step_pre_hook(steps.before)
+    optimizer.register_step_post_hook(steps.after)
+    return optimizer
+
+
+class _GatheredSteps:
+    """The hooks of one optimizer."""
+
+    def __init__(self) -> None:
+        self._groups: list[list[torch.Tensor]] = []  # the parameters of each group while a step runs
+        self._alone = False  # whether one weight is being stepped
+
+    @torch.no_grad()
+    def before(self, optimizer: optim.Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Step split weights one by one; the step itself has what is left."""
+        if self._alone:
+            return
+        if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
+            raise InputError("a gathered step takes no closure", fix="compute the gradients, then step()")
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._alone = True
+        try:
+            for group in optimizer.param_groups:
+                group["params"] = []
+            for group, held in zip(optimizer.param_groups, groups, strict=True):
+                for parameter in held:
+                    if isinstance(parameter, DTensor) and parameter.grad is not None:
+                        _step(optimizer, group, parameter)
+        except BaseException:
+            self._restore(optimizer, groups)
+            raise
+        finally:
+            self._alone = False
+        self._groups = groups
+        for group, held in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = [parameter for parameter in held if not isinstance(parameter, DTensor)]
+
+    def after(self, optimizer: optim.Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Put all parameters back."""
+        if not self._alone:
+            self._restore(optimizer, self._groups)
+
+    def _restore(self, optimizer: optim.Optimizer, groups: list[list[torch.Tensor]]) -> None:
+        for group, held in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = held
+
+
+def _step(optimizer: optim.Optimizer, group: dict[str, object], parameter: DTensor) -> None:
+    """Step one weight of a group, whose other weights are elsewhere."""
+    whole = torch.nn.Parameter(full_tensor(parameter))
+    assert isinstance(parameter.grad, torch.Tensor)
+    whole.grad = full_tensor(parameter.grad)
+    kept = optimizer.state.pop(parameter, {})
+    optimizer.state[whole] = {name: full_tensor(v) if isinstance(v, torch.Tensor) else v for name, v in kept.items()}
+    group["params"] = [whole]
+    try:
+        optimizer.step()
+    finally:
+        group["params"] = []
+        found = optimizer.state.pop(whole)
+        optimizer.state[parameter] = {name: _cut(value, parameter) for name, value in found.items()}
+    parameter.copy_(given_like(whole.detach(), parameter))
+
+
+def _cut(value: object, parameter: DTensor) -> object:
+    """What is kept of a weight: a tensor of its shape as it is stored, all else as it is."""
+    return given_like(value, parameter) if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+__all__ = ["WEIGHT_BY_WEIGHT", "step_gathered"]

@@ -1,0 +1,93 @@
+"""Optimizers that need whole weights: the numbers of one process, over weights that are split any way."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+import autopar
+from autopar.errors import InputError
+from autopar.runtime.gathered_steps import step_gathered
+from autopar.runtime.storage import full_tensor
+from autopar.runtime.workers import WorkerPool
+
+Make = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
+ADAFACTOR: list[Make] = [functools.partial(optim.Adafactor, lr=0.1, weight_decay=0.1, foreach=how) for how in (False, True)]
+PLANS: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
+    "fsdp": ((2,), {"strategy": "fsdp"}),
+    "megatron": ((2,), {"strategy": "megatron"}),
+    "rows and columns": ((2, 2), {"constraints": {"0.weight": "S(1), S(0)", "0.bias": "I, S(0)", "2.weight": "I, S(1)"}}),
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+
+
+def compared(name: str) -> None:
+    """Three steps beside those of one process; before the last the state is saved, and loaded by another optimizer."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mesh, options = PLANS[name]
+    for make in ADAFACTOR:
+        plain = model()
+        parallel = autopar.parallelize(model(), x, mesh, device="h100", outputs="whole", **options)
+        pair = [(plain, make(plain.parameters())), (parallel, step_gathered(make(parallel.parameters())))]
+        for step in range(3):
+            if step == 2:
+                state = get_optimizer_state_dict(parallel, pair[1][1])
+                pair[1] = parallel, step_gathered(make(parallel.parameters()))
+                set_optimizer_state_dict(parallel, pair[1][1], state)
+            for module, optimizer in pair:
+                functional.mse_loss(module(x), x.sin()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for own, expected in zip(parallel.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full_tensor(own.detach()), expected.detach(), rtol=1e-10, atol=1e-12)
+        assert {*pair[1][1].state} == {*parallel.parameters()}
+        assert any(p.to_local().shape != p.shape for p in parallel.parameters() if isinstance(p, DTensor))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_adafactor_over_split_weights_has_the_numbers_of_one_process(pool: WorkerPool, name: str) -> None:
+    pool.run(f"{__name__}:compared", name, ranks=math.prod(PLANS[name][0]))
+
+
+def by_lbfgs(strategy: str) -> None:
+    """Three steps of L-BFGS, which computes with DTensors, beside those of one process."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    losses = []
+    for module in (model(), autopar.parallelize(model(), x, (2,), device="h100", outputs="whole", strategy=strategy)):
+        optimizer = optim.LBFGS(module.parameters(), lr=0.1, max_iter=5)
+
+        def closure(module: nn.Module = module, optimizer: optim.Optimizer = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = functional.mse_loss(module(x), x.sin())
+            loss.backward()
+            return loss.detach()
+
+        losses.append([float(optimizer.step(closure)) for _ in range(3)])
+    assert losses[0][2] < losses[0][0] / 2
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_l_bfgs_over_split_weights_has_the_numbers_of_one_process(pool: WorkerPool, strategy: str) -> None:
+    pool.run(f"{__name__}:by_lbfgs", strategy, ranks=2)
+
+
+def test_what_does_not_step_weight_by_weight_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(InputError, match="LBFGS is not known to step each weight by itself"):
+        step_gathered(optim.LBFGS([weight]))
+    weight.grad = torch.ones(2, 2)
+    with pytest.raises(InputError, match="takes no closure"):
+        step_gathered(optim.Adafactor([weight])).step(lambda: 0.0)
