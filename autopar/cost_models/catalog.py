@@ -3,7 +3,7 @@
 Peaks count a multiply and an add as two operations, without structured sparsity, as torch uses the device by default:
 
     float32   on the ordinary cores: torch leaves TF32 off for matrix products
-    float64   on the tensor cores where they have it (A100, H100, H200), else on the ordinary cores
+    float64   on the tensor cores where they have it (A100, H100, H200, B200), else on the ordinary cores
     float16, bfloat16   tensor cores with float32 accumulation
     int8      tensor cores; dp4a on V100
 
@@ -41,8 +41,8 @@ LAUNCH: Seconds = 3.8e-6
 INTERFERENCE = 0.45
 LAUNCH_SOURCE = "launch: NVIDIA, Getting Started with CUDA Graphs, 2019"
 
-# The bus to the host that devices with these links have: data sheets of V100, A100, H100; else the link is the bus.
-HOSTS = {"nvlink2": "pcie3", "nvlink3": "pcie4", "nvlink4": "pcie5", "pcie3": "pcie3", "pcie4": "pcie4"}
+# The bus to the host that devices with these links have: data sheets of V100, A100, H100, DGX B200; else the link is the bus.
+HOSTS = {"nvlink2": "pcie3", "nvlink3": "pcie4", "nvlink4": "pcie5", "nvlink5": "pcie5", "pcie3": "pcie3", "pcie4": "pcie4"}
 
 # The host of a node: memory in GiB, 0 where nodes differ, and bandwidth in 10^9 bytes/s, channels times their rate by JEDEC
 # JESD79-4 and JESD79-5.
@@ -52,6 +52,7 @@ HOST_MEMORY: dict[str, tuple[float, float, str]] = {
     "a100-80gb": (2048, 409.6, "DGX A100 640GB data sheet, 2021: 2 TB; two EPYC 7742, eight channels of DDR4-3200 each"),
     "h100": (2048, 614.4, "DGX H100 data sheet, 2023: 2 TB; two Xeon 8480C, eight channels of DDR5-4800 each"),
     "h200": (2048, 614.4, "DGX H200 data sheet, 2024: 2 TB; two Xeon 8480C, eight channels of DDR5-4800 each"),
+    "b200": (2048, 716.8, "DGX B200 data sheet, 2024: 2 TB; two Xeon 8570, eight channels of DDR5-5600 each"),
     "l4": (768, 409.6, "g6.48xlarge of AWS: 768 GiB; two EPYC 7R13, eight channels of DDR4-3200 each"),
     "l40s": (1536, 409.6, "g6e.48xlarge of AWS: 1536 GiB; two EPYC 7R13, eight channels of DDR4-3200 each"),
     "t4": (192, 140.8, "g4dn.12xlarge of AWS: 192 GiB; one Xeon 8259CL, six channels of DDR4-2933"),
@@ -106,6 +107,11 @@ ENTRIES = {
     "h200": _gpu(
         peaks=(67, 67, 989.4, 989.4, 1978.9), memory=141, bandwidth=4800, inner="nvlink4", outer="ib-ndr", per_node=8,
         source="H200 SXM data sheet, 2024, half of its figures with sparsity; node: DGX H200",
+    ),
+    "b200": _gpu(
+        peaks=(40, 80, 2250, 2250, 4500), memory=180, bandwidth=8000, inner="nvlink5", outer="ib-ndr", per_node=8,
+        source="HGX B200 in NVIDIA's Blackwell architecture technical brief, 2024, half of its figures with sparsity; memory "
+        "and node: DGX B200 data sheet, 2024",
     ),
     "l4": _gpu(
         peaks=(0.47, 30.3, 121, 121, 242), memory=24 * 15 / 16, bandwidth=300, inner="pcie4", outer="ethernet-25g", per_node=8,

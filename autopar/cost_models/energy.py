@@ -36,6 +36,7 @@ BOARDS: dict[str, BoardPower] = {
         ("a100-80gb", 400, HBM, "A100 SXM4 80GB data sheet, 2021"),
         ("h100", 700, HBM, "H100 SXM5 data sheet, 2023"),
         ("h200", 700, HBM, "H200 SXM data sheet, 2024"),
+        ("b200", 1000, HBM, "Blackwell architecture technical brief, NVIDIA, 2024"),
         ("l4", 72, GDDR, "L4 data sheet, 2023"),
         ("l40s", 350, GDDR, "L40S data sheet, 2023"),
         ("t4", 70, GDDR, "T4 data sheet, 2019"),

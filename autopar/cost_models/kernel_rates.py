@@ -110,6 +110,18 @@ KERNELS: dict[str, Kernels] = {
     "a100-80gb": A100,
     "h100": H100,
     "h200": H100,  # the same processors and power; only its memory differs
+    "b200": Kernels(
+        processors=148,
+        fraction=0.652,
+        source="assumed, nothing measured: g of H100, the architecture before it",
+        attention=replace(
+            H100.attention,
+            forward=_scaled(H100.attention.forward, 148 / 132),
+            backward=_scaled(H100.attention.backward, 148 / 132),
+            source="assumed, nothing measured: FlashAttention-2, without Blackwell's own instructions: H100's by processors",
+        ),
+        achieved=ACHIEVED["a100"],
+    ),
     "l4": L4,
     "l40s": Kernels(
         processors=142,

@@ -13,7 +13,7 @@ from autopar.errors import MeshError
 from autopar.ir.mesh import Device
 
 NAMES = (
-    *("v100-32gb", "a100-40gb", "a100-80gb", "h100", "h200", "l4", "l40s", "t4"),
+    *("v100-32gb", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "l4", "l40s", "t4"),
     *("rtx4090", "rtx3090", "rtx3080-10gb", "rtx2060-6gb"),
 )
 
@@ -24,6 +24,7 @@ DRIVERS = {
     "NVIDIA A100-SXM4-80GB": (79.1, "a100-80gb"),
     "NVIDIA H100 80GB HBM3": (79.1, "h100"),
     "NVIDIA H200": (139.8, "h200"),
+    "NVIDIA B200": (179.1, "b200"),
     "NVIDIA L4": (22.0, "l4"),
     "NVIDIA L40S": (44.4, "l40s"),
     "Tesla T4": (14.6, "t4"),
@@ -74,7 +75,7 @@ def test_a_driver_s_name_and_memory_find_the_entry(name: str, expected: tuple[fl
     assert (found.name, found.memory) == (expected[1], memory)
 
 
-@pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA H100 PCIe", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA B200"])
+@pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA H100 PCIe", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GB200"])
 def test_a_board_that_is_not_in_the_catalog_is_refused_by_name(name: str) -> None:
     with pytest.raises(MeshError, match=f"this machine's device '{name}' is not in the catalog"):
         recognise(name, 24 * GIB)

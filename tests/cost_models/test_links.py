@@ -31,7 +31,7 @@ def test_every_link_is_in_plausible_units_and_cites_a_source(link: Link) -> None
 
 
 def test_newer_generations_are_faster() -> None:
-    for family in (["nvlink2", "nvlink3", "nvlink4"], ["pcie3", "pcie4", "pcie5"], ["ib-edr", "ib-hdr", "ib-ndr"]):
+    for family in (["nvlink2", "nvlink3", "nvlink4", "nvlink5"], ["pcie3", "pcie4", "pcie5"], ["ib-edr", "ib-hdr", "ib-ndr"]):
         rates = [LINKS[name].bandwidth for name in family]
         assert rates == sorted(set(rates))
 
