@@ -130,7 +130,7 @@ def run(name: str, sizes: tuple[int, ...]) -> None:
     assert mesh.device is not None
     summed = replace(mesh, device=replace(mesh.device, interference=1.0))
     sums, overlap = judged(program, summed, options, mesh), judged(program, mesh, options, mesh)
-    price = solution_time(overlap.found.formulated, overlap.found.solution)
+    price = solution_time(overlap.found.memory_model, overlap.found.solution)
     differ = sum(overlap.stored.get(weight) != layout for weight, layout in sums.stored.items())
     times = f"{sums.seconds * 1e3:>11.3f}{overlap.seconds * 1e3:>12.3f}{overlap.seconds / sums.seconds - 1:>+8.1%}"
     law = f"{price * 1e3:>11.3f}{overlap.seconds / price - 1:>+7.1%}"

@@ -57,7 +57,7 @@ def sensitivity(planned: Planned, options: Options) -> Iterator[Sensitivity]:
         prices = Prices(mesh=formulated.mesh, optimizer=planned.solved.optimizer, model=model)
         other = solved(formulated.analysis, formulated.mesh, replace(options, cost_model=model))
         own = step_time(schedule, StepPrices(formulated.analysis, prices))
-        best = min(own, solution_time(other.formulated, other.solution))  # a search that stops at a gap may miss the plan
+        best = min(own, solution_time(other.memory_model, other.solution))  # a search that stops at a gap may miss the plan
         yield Sensitivity(what=what, speed=speed, step_time=own, best=best, bound=min(best, other.solution.bound))
 
 

@@ -12,9 +12,10 @@ stages together by the exact clock.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -69,6 +70,7 @@ class StepPrices:
         self.analysis, self.prices = analysis, prices
         self._ops: dict[tuple[str, Candidate], tuple[Seconds, Seconds]] = {}
         self._overlap: dict[bool, Overlap | None] = {}
+        self.events: MutableMapping[Schedule, list[StepEvent]] = WeakKeyDictionary()  # of `step_events`
 
     def op(self, op: Op, candidate: Candidate) -> tuple[Seconds, Seconds]:
         """Forward and backward seconds of an op under a candidate, in all micro-batches."""
@@ -132,9 +134,11 @@ def hidden_time(events: Sequence[StepEvent], prices: StepPrices, *, once: bool) 
 
 def unhidden_time(schedule: Schedule, prices: StepPrices) -> Seconds:
     """Seconds by which a step would be shorter if computing hid every message of weights that it could hide anywhere."""
-    events, overlap, once = step_events(schedule, prices), prices.overlap(once=schedule.chosen.once), schedule.chosen.once
+    once = schedule.chosen.once
+    overlap = prices.overlap(once=once)
     if overlap is None:
         return 0.0
+    events = step_events(schedule, prices)
     ahead = sum(event.seconds for event in events if _place(event, overlap, prices.analysis)[1])
     return (1 - overlap.beta) * ahead - hidden_time(events, prices, once=once)
 
@@ -152,7 +156,13 @@ def _place(event: StepEvent, overlap: Overlap, analysis: Analysis) -> tuple[int 
 
 
 def step_events(schedule: Schedule, prices: StepPrices) -> list[StepEvent]:
-    """Everything that takes time in a step, in the order of the schedule."""
+    """Everything that takes time in a step, in the order of the schedule; of a schedule it is collected once."""
+    if schedule not in prices.events:
+        prices.events[schedule] = _events(schedule, prices)
+    return prices.events[schedule]
+
+
+def _events(schedule: Schedule, prices: StepPrices) -> list[StepEvent]:
     chosen, analysis = schedule.chosen, prices.analysis
     run = reruns(analysis, chosen)
     found = [*_ops(schedule, prices, run), *_ends(schedule, prices, run)]

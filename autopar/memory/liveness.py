@@ -54,6 +54,9 @@ class Workspace:
     backward: Bytes
 
 
+REMEMBERED = 4  # steps: the best of a search and what is judged on the way to a proposal beside it
+
+
 class Liveness:
     """Liveness analysis of a program; whatever does not depend on the assignment is computed once."""
 
@@ -73,7 +76,7 @@ class Liveness:
         )
         self._bytes: dict[Node, Bytes] = {}
         self._own: dict[tuple[str, Candidate], Workspace] = {}
-        self._last: _Step | None = None  # an assignment is walked once for its curve, its peak and its schedule
+        self._steps: list[_Step] = []  # the last ones first
 
     def walk(self, chosen: Assignment) -> Floats:
         """The memory curve: the largest number of bytes alive within each moment of the step."""
@@ -113,9 +116,11 @@ class Liveness:
         return self._step(chosen).rematerialization
 
     def _step(self, chosen: Assignment) -> _Step:
-        if self._last is None or self._last.chosen is not chosen:
-            self._last = _Step(self, chosen)
-        return self._last
+        """The step of an assignment, which is walked once for its curve, its peak, its schedule and its price: a search asks
+        for all of them again of its best solutions."""
+        found = next((one for one in self._steps if one.chosen == chosen), None) or _Step(self, chosen)
+        self._steps = [found, *(one for one in self._steps if one is not found)][:REMEMBERED]
+        return found
 
     def bytes(self, node: Node) -> Bytes:
         """Bytes of one rank's part of a value in a layout on its device."""

@@ -45,6 +45,7 @@ class _Walk:
         self.analysis, self.chosen, self.program = analysis, chosen, analysis.program
         self.into = {(name, step.target): step for name, route in chosen.routes.items() for step in route}
         self.tensors: dict[Use, torch.Tensor] = {}
+        self._ran: dict[object, tuple[SavedTensors, list[torch.Tensor]]] = {}  # members of a class that run alike run once
 
     def asked(self) -> RecomputeChoice:
         """The closure of what autograd saves under the chosen recomputations and offloads."""
@@ -107,6 +108,18 @@ class _Walk:
 
     def _kept(self, op: Op) -> SavedTensors:
         """What autograd saves of an op as one rank runs it; records the results in `tensors`."""
+        candidate, operands = self.chosen.ops[op.name], [self._tensor(use) for use in self._read(op)]
+        specs = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in operands)
+        key = self.analysis.classes.of[op.name], candidate, specs
+        if key not in self._ran:
+            self._ran[key] = self._run(op, operands)
+        kept, results = self._ran[key]
+        for result, layout, tensor in zip(op.results, candidate.results, results, strict=True):
+            self.tensors[result.name, layout] = tensor
+        return kept
+
+    def _run(self, op: Op, operands: list[torch.Tensor]) -> tuple[SavedTensors, list[torch.Tensor]]:
+        """What autograd saves of an op as one rank runs it on these operands, and its results."""
         values, sizes, candidate = self.program.values, self.analysis.sizes, self.chosen.ops[op.name]
         fitted = self.analysis.fits[op.name]
         inside = [local_shape(values[name].shape, layout, sizes) for name, layout in self._read(op)]
@@ -115,11 +128,7 @@ class _Walk:
         if fitted and not parallel:
             args, kwargs = localise(op, fitted, inside, outside, parts_of(fitted, candidate, sizes))
             op = replace(op, args=args, kwargs=kwargs)
-        operands = [self._tensor(use) for use in self._read(op)]
-        kept, results = saved_here(op, values, operands, outside, cpu=self.analysis.cpu, parallel=parallel)
-        for result, layout, tensor in zip(op.results, candidate.results, results, strict=True):
-            self.tensors[result.name, layout] = tensor
-        return kept
+        return saved_here(op, values, operands, outside, cpu=self.analysis.cpu, parallel=parallel)
 
     def _tensor(self, use: Use) -> torch.Tensor:
         """A value as one rank has it: contiguous after a conversion, unless that aliases it or keeps its strides."""

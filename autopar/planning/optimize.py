@@ -23,7 +23,6 @@ from autopar.ir.layout import D, H
 from autopar.ir.mesh import Bytes, Mesh, Seconds
 from autopar.ir.program import Output, Program
 from autopar.ir.training_step import TrainingStep
-from autopar.memory.schedule import Schedule
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, Options
 from autopar.plan.text import size_text
@@ -151,14 +150,14 @@ def _beside_strategies(
 
 def _waits(found: Optimized) -> float:
     """The share of a solution's step that messages of weights take because nothing hides them where they are."""
-    formulated, seconds = found.formulated, solution_time(found.formulated, found.solution)
-    schedule = Schedule(formulated.program, assignment(formulated, found.solution))
+    formulated, seconds = found.formulated, solution_time(found.memory_model, found.solution)
+    schedule = found.memory_model.liveness.schedule(assignment(formulated, found.solution))
     return unhidden_time(schedule, formulated.step_prices) / seconds if seconds else 0.0
 
 
 def _gap(found: Optimized) -> float:
     """How much faster, relative, the best plan may be than a solution's step with all that it really sends."""
-    seconds = solution_time(found.formulated, found.solution)
+    seconds = solution_time(found.memory_model, found.solution)
     return (seconds - found.solution.bound) / seconds if seconds else 0.0
 
 
@@ -167,11 +166,14 @@ def cheaper(best: Optimized, analysis: Analysis, mesh: Mesh, options: Options, s
 
     Raises ConstraintError if the other form cannot run as is asked for.
     """
-    memory_model, seconds = _formulated(analysis, mesh, best.optimizer, options), solution_time(best.formulated, best.solution)
+    memory_model, seconds = (
+        _formulated(analysis, mesh, best.optimizer, options),
+        solution_time(best.memory_model, best.solution),
+    )
     limit, cutoff = parse_bytes(options.budget, mesh), (1 - settings.padding_gain) * seconds
     loop = BudgetLoop(memory_model.formulated, memory_model, settings.near_relaxation())
     found = loop.within(limit, cutoff=cutoff)
-    if found is None or solution_time(memory_model.formulated, found) >= seconds:
+    if found is None or solution_time(memory_model, found) >= seconds:
         return best
     return replace(best, memory_model=memory_model, solution=found, loop=loop)
 
@@ -197,11 +199,12 @@ def least_price(analysis: Analysis, mesh: Mesh, options: Options, settings: Sear
     return min(least)
 
 
-def solution_time(formulated: PlanningProblem, solution: Solution) -> Seconds:
+def solution_time(memory_model: MemoryModel, solution: Solution) -> Seconds:
     """Seconds of the step that a solution stands for, with its messages as they are sent; see `Prices.sending` for what a
     stage sends to the next."""
+    formulated = memory_model.formulated
     chosen = assignment(formulated, solution)
-    return step_time(Schedule(formulated.program, chosen), formulated.step_prices) + sent_seconds(formulated, chosen)
+    return step_time(memory_model.liveness.schedule(chosen), formulated.step_prices) + sent_seconds(formulated, chosen)
 
 
 def sent_seconds(formulated: PlanningProblem, chosen: Assignment) -> Seconds:
@@ -270,12 +273,12 @@ def _with_free_layouts(best: Optimized, loop: BudgetLoop, limit: Bytes, settings
     if free is None:
         return best
     other = formulated.only(free)
-    cutoff = solution_time(formulated, solution)
+    cutoff = solution_time(best.memory_model, solution)
     found = within(other, MemoryModel(other, best.optimizer), limit, cutoff=cutoff, settings=settings)
     if found is None:
         return best
     found = replace(found, picks=free.picks, bound=min(solution.bound, found.seconds), status="feasible")
-    return min(best, replace(best, solution=found), key=lambda one: solution_time(one.formulated, one.solution))
+    return min(best, replace(best, solution=found), key=lambda one: solution_time(one.memory_model, one.solution))
 
 
 def _best_named(
@@ -301,7 +304,7 @@ def _best_named(
     for strategy in named:
         if best is not None and settings.deadline.passed:
             break
-        seconds = math.inf if best is None else solution_time(best.formulated, best.solution)
+        seconds = math.inf if best is None else solution_time(best.memory_model, best.solution)
         try:
             model = _formulated(analysis, mesh, optimizer, replace(options, strategy=strategy))
             found = BudgetLoop(model.formulated, model, settings).near(limit, seconds).solution
@@ -309,7 +312,7 @@ def _best_named(
             continue
         except TimeLimitError:
             break
-        if found is not None and solution_time(model.formulated, found) < seconds:
+        if found is not None and solution_time(model, found) < seconds:
             solution = replace(found, bound=min(bound, found.seconds), status="feasible")
             best = Optimized(memory_model=model, solution=solution, optimizer=optimizer, strategy=strategy)
     return best

@@ -121,7 +121,7 @@ class PipelineTrials(ABC):
         except (BudgetError, ConstraintError, MeshError, SolverError) as error:
             self.refused.append(error)
             return math.inf
-        seconds = solution_time(found.formulated, found.solution)
+        seconds = solution_time(found.memory_model, found.solution)
         if seconds < self.seconds:
             self.seconds, self.without = seconds, found
         return min(seconds, known)

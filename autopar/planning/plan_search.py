@@ -53,7 +53,7 @@ def best_shape(
                 refused.append(error)
                 shapes.append(f"{mesh.sizes} {'slower' if isinstance(error, SlowerError) else 'no plan'}")
                 continue
-        took = solution_time(one.formulated, one.solution)
+        took = solution_time(one.memory_model, one.solution)
         shapes.append(f"{mesh.sizes} {1e3 * took:.3f} ms")
         if took < seconds:
             best, seconds, warned = one, took, said

@@ -107,7 +107,7 @@ def test_a_stage_within_a_budget_is_as_good_as_with_all_micro_batches_in_flight_
         assert stage.step.stage is not None
         flying = replace(stage.step, stage=replace(stage.step.stage, link=over.planner.link))
         direct = solved(analysed(flying, over.planner.mesh, stage.options), over.planner.mesh, stage.options)
-        own, judged = (solution_time(one.formulated, one.solution) for one in (stage.found, direct))
+        own, judged = (solution_time(one.memory_model, one.solution) for one in (stage.found, direct))
         assert stage.found.solution.bound <= judged * (1 + 1e-9)
         if direct.solution.gap <= 0.01:
             assert own <= (1 + FLIGHTS_GAP) * judged

@@ -186,11 +186,11 @@ def test_of_numbers_without_stages_the_least_bound_comes_first_until_one_is_slow
         asked_for.append(options.microbatches)
         if options.microbatches not in times:
             raise BudgetError("no plan fits")
-        return SimpleNamespace(formulated=None, solution=times[options.microbatches])
+        return SimpleNamespace(memory_model=None, solution=times[options.microbatches])
 
     monkeypatch.setattr(large_pipelines, "least_price", lambda analysis, *_: bounds[analysis.step.microbatches])
     monkeypatch.setattr(pipeline_trials, "best_variant", variant)
-    monkeypatch.setattr(pipeline_trials, "solution_time", lambda formulated, solution: solution)
+    monkeypatch.setattr(pipeline_trials, "solution_time", lambda memory_model, solution: solution)
     asked = Options(microbatches="auto", pipeline="auto", device=device())
     search = LargePipelineSearch(blocks(), asked, DEFAULTS)
     monkeypatch.setattr(search, "ways_to_cut", lambda mesh: [])

@@ -50,22 +50,25 @@ class NamedOnly(Deadline):
 
 def test_where_the_search_of_all_layouts_does_not_end_the_plan_is_the_best_named_strategy() -> None:
     strategies = {name: found(Deadline(), strategy=name) for name in NAMED}
-    seconds = {name: solution_time(one.formulated, one.solution) for name, one in strategies.items()}
+    seconds = {name: solution_time(one.memory_model, one.solution) for name, one in strategies.items()}
     cut, whole = found(NamedOnly()), found(Deadline())
     assert cut.strategy in NAMED
     assert cut.stopped
     assert not whole.stopped
-    assert solution_time(cut.formulated, cut.solution) == pytest.approx(min(seconds.values()), rel=1e-9)
-    assert cut.solution.bound <= solution_time(whole.formulated, whole.solution) * (1 + 1e-9)
+    assert solution_time(cut.memory_model, cut.solution) == pytest.approx(min(seconds.values()), rel=1e-9)
+    assert cut.solution.bound <= solution_time(whole.memory_model, whole.solution) * (1 + 1e-9)
     assert cut.solution.status == "feasible"
 
 
 def test_a_search_that_ends_sooner_is_between_the_best_named_strategy_and_the_best_with_a_bound_that_holds() -> None:
     whole, strategies = found(Deadline()), [found(Deadline(), strategy=name) for name in NAMED]
-    best, named = solution_time(whole.formulated, whole.solution), [solution_time(s.formulated, s.solution) for s in strategies]
+    best, named = (
+        solution_time(whole.memory_model, whole.solution),
+        [solution_time(s.memory_model, s.solution) for s in strategies],
+    )
     for looks in (0, 1, 2, 3, 5, 8, 1000):
         one = found(AfterLooks(looks=looks))
-        assert best * (1 - 1e-9) <= solution_time(one.formulated, one.solution) <= min(named) * (1 + 1e-9)
+        assert best * (1 - 1e-9) <= solution_time(one.memory_model, one.solution) <= min(named) * (1 + 1e-9)
         assert one.solution.bound <= best * (1 + 1e-9)
 
 
