@@ -88,6 +88,11 @@ class LargePipelineSearch(PipelineTrials):
         """What 1f1b may take; its stages are left for `_settle`."""
         return self._alone(over, runs)
 
+    @property
+    def ended(self) -> bool:
+        """As of every search, but where there is no plan, and stages are hoped for that may be one."""
+        return super().ended and (self.seconds < math.inf or not self._hoped)
+
     def _climb(self, numbers: Sequence[int], near: float, seconds: Callable[[int], Seconds]) -> tuple[Seconds, int]:
         """The best time over numbers of micro-batches, or of ranks, and the number that has it; see `climbed`."""
         best, number, left = climbed(numbers, near, seconds, lambda: self.short)
@@ -118,16 +123,17 @@ class LargePipelineSearch(PipelineTrials):
         tried = {(one.over, one.runs) for one in (*self._hoped, *self._swept)}
         while self._hoped:
             best = min(self._hoped, key=_seconds)
-            self._hoped.remove(best)
             over, runs = best.over, best.runs
             if best.seconds >= self.seconds:
                 self.fared["slower with one micro-batch in flight"] += 1
+                self._hoped.remove(best)
                 self._swept.append(best)
                 continue
             if best.guessed and not self.settings.deadline.passed:
                 found = self._alone(over, runs, guess=False)
             elif (found := self.schedules(over, runs, [next(forms(over.options, over.ranks))])) < math.inf:
                 self._swept.append(replace(best, seconds=found))
+            self._hoped.remove(best)
             if found == math.inf and over.options.microbatches == AUTO and self.short:
                 more = next((other for other in counts(self.program) if other >= 2 * runs), runs)
                 if (over, more) not in tried:
@@ -185,15 +191,15 @@ class LargePipelineSearch(PipelineTrials):
         are largest."""
         asked, bounds = self.options.microbatches, dict[int, Seconds]()
         numbers = list(doubled(counts(self.program))) if asked == AUTO else [int(asked)]
+        if self.settings.deadline.passed:
+            numbers = numbers[:1]
         self._climb(numbers, numbers[0], lambda runs: bounds.setdefault(runs, self._bounded(mesh, runs)))
         self._bounds.append((mesh, bounds))
         return min(bounds.values())
 
     def _bounded(self, mesh: Mesh, runs: int) -> Seconds:
-        """What a step without stages takes at least, in whatever memory; infinite if there is none, or no time left to see."""
+        """What a step without stages takes at least, in whatever memory; infinite if there is none."""
         options = replace(self.options, pipeline=None, microbatches=runs)
-        if self.settings.deadline.passed:
-            return math.inf if self._hoped else 0.0
         try:
             return least_price(analysed(microbatches(self.program, runs), mesh, options), mesh, options, self.settings)
         except AutoparError as error:
