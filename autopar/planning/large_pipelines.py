@@ -90,7 +90,7 @@ class LargePipelineSearch(PipelineTrials):
 
     @property
     def ended(self) -> bool:
-        """As of every search, but where there is no plan, and stages are hoped for that may be one."""
+        """Whether the deadline has come; not yet where there is no plan, and stages are hoped for that may be one."""
         return super().ended and (self.seconds < math.inf or not self._hoped)
 
     def _climb(self, numbers: Sequence[int], near: float, seconds: Callable[[int], Seconds]) -> tuple[Seconds, int]:
