@@ -119,7 +119,7 @@ def _with_whole_members(
     too much; and the rows of moments that had none.
 
     Where it takes less than the `known` seconds and is still far from the bound, rows as tight as its members needed: other
-    layouts may be better then.
+    layouts may be better then. Not in a large program, where relaxing once more takes longer than all before.
     """
     window, settings = search.window, search.settings
     excess = memory.excess(window, solution)
@@ -130,7 +130,7 @@ def _with_whole_members(
     better = members.best(math.inf if excess else solution.seconds)
     if better is None:
         return solution, excess, memory.met_by_copies(window)
-    far = better.gap > settings.dive_gap and better.seconds < (1 - settings.gap) * known
+    far = better.gap > settings.dive_gap and better.seconds < (1 - settings.gap) * known and not _large(search)
     return better, [], memory.as_tight(window, members.rows) if far else memory.met_by_copies(window)
 
 
@@ -183,7 +183,7 @@ def _near(search: Search, relaxed: SolverResult) -> Solution | None:
     In a large program, where a dive is slow, that neighbourhood comes first.
     """
     program, settings = search.relaxation.program, search.settings
-    if settings.rens_nodes and program.matrix.rows > settings.devex_rows:
+    if settings.rens_nodes and _large(search):
         found = rens(program, relaxed, settings)
         if found is not None:
             return rounded(program, found, settings)
@@ -200,6 +200,11 @@ def _near(search: Search, relaxed: SolverResult) -> Solution | None:
     if solution is None or (other.seconds < solution.seconds and search.keeps(other)):
         return other
     return replace(solution, bound=max(solution.bound, min(better.bound, solution.seconds)))
+
+
+def _large(search: Search) -> bool:
+    """Whether a relaxation takes long."""
+    return search.relaxation.program.matrix.rows > search.settings.devex_rows
 
 
 def _small(search: Search) -> bool:
