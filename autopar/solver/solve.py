@@ -10,7 +10,8 @@
     dive       dive.dive                       where rows bind or messages overlap: a solution near the relaxation
     rens       branch.rens                     where that is far from its bound: the best one of what relaxation and dive use
     branch     branch.branch                   where no rows bind, nor dive and rens find one: a solution within the gap
-    members    members.WholeMembers            the best whole numbers of members of its layouts, which break no row
+    members    members.WholeMembers            the best whole numbers of members of its layouts, which break no row; far from
+                                               the bound, layouts are chosen once more with what rows did not count of it
     judge      LazyRows.excess                 the solution breaks no row, those included that nobody has asked for yet
     reroute    routes.reroute                  the same layouts for no more, in fewer messages
     prove      Solver._proven                  how far from the optimum the solution can be; if far, a better one

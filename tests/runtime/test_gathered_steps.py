@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import nn, optim
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import autopar
 from autopar.errors import InputError
 from autopar.runtime.gathered_steps import step_gathered
-from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
+from tests.support.optimizer_steps import Make, model, sample, stepped_alike
 
-Make = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 ADAFACTOR: list[Make] = [functools.partial(optim.Adafactor, lr=0.1, weight_decay=0.1, foreach=how) for how in (False, True)]
 PLANS: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
     "fsdp": ((2,), {"strategy": "fsdp"}),
@@ -28,31 +25,13 @@ PLANS: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
 }
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
-
-
 def compared(name: str) -> None:
-    """Three steps beside those of one process; before the last the state is saved, and loaded by another optimizer."""
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    """Three steps beside those of one process."""
     mesh, options = PLANS[name]
     for make in ADAFACTOR:
-        plain = model()
-        parallel = autopar.parallelize(model(), x, mesh, device="h100", outputs="whole", **options)
-        pair = [(plain, make(plain.parameters())), (parallel, step_gathered(make(parallel.parameters())))]
-        for step in range(3):
-            if step == 2:
-                state = get_optimizer_state_dict(parallel, pair[1][1])
-                pair[1] = parallel, step_gathered(make(parallel.parameters()))
-                set_optimizer_state_dict(parallel, pair[1][1], state)
-            for module, optimizer in pair:
-                functional.mse_loss(module(x), x.sin()).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        for own, expected in zip(parallel.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(full_tensor(own.detach()), expected.detach(), rtol=1e-10, atol=1e-12)
-        assert {*pair[1][1].state} == {*parallel.parameters()}
+        parallel = autopar.parallelize(model(), sample(), mesh, device="h100", outputs="whole", **options)
+        optimizer = stepped_alike(parallel, make, step_gathered, rtol=1e-10, atol=1e-12)
+        assert {*optimizer.state} == {*parallel.parameters()}
         assert any(p.to_local().shape != p.shape for p in parallel.parameters() if isinstance(p, DTensor))
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import nn, optim
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -17,42 +15,20 @@ from autopar.errors import InputError
 from autopar.runtime.local_steps import ELEMENTWISE, step_locally
 from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
+from tests.support.optimizer_steps import Make, model, sample, stepped_alike
 
-Make = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 LAYOUTS = {"0.weight": "S(1), S(0)", "0.bias": "I, S(0)", "2.weight": "I, S(1)", "2.bias": "I, I"}
 FUSED: list[Make] = [functools.partial(kind, lr=0.1, fused=True) for kind in (optim.SGD, optim.AdamW, optim.Adagrad)]
 MOMENTUM: Make = functools.partial(optim.SGD, lr=0.1, momentum=0.9, foreach=True)
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
-
-
 def compared(_: None) -> None:
     """Three steps of every optimizer beside the sequential ones; before the last its state is saved, and loaded by another."""
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    parallel = autopar.parallelize(model(), x, (2, 2), device="h100", constraints=LAYOUTS, outputs="whole")
+    parallel = autopar.parallelize(model(), sample(), (2, 2), device="h100", constraints=LAYOUTS, outputs="whole")
     start = {name: full_tensor(p.detach()).clone() for name, p in parallel.named_parameters()}
     for make in (*ELEMENTWISE, *FUSED, MOMENTUM):
-        plain = model()
         parallel.load_state_dict(start)
-        pair: list[tuple[nn.Module, optim.Optimizer]] = [
-            (plain, make(plain.parameters())),
-            (parallel, step_locally(make(parallel.parameters()))),
-        ]
-        for step in range(3):
-            if step == 2:
-                state = get_optimizer_state_dict(parallel, pair[1][1])
-                pair[1] = parallel, step_locally(make(parallel.parameters()))
-                set_optimizer_state_dict(parallel, pair[1][1], state)
-            for module, optimizer in pair:
-                functional.mse_loss(module(x), x.sin()).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        for own, expected in zip(parallel.parameters(), plain.parameters(), strict=True):
-            assert torch.allclose(full_tensor(own.detach()), expected, rtol=1e-9, atol=1e-11), make
-        optimizer = pair[1][1]
+        optimizer = stepped_alike(parallel, make, step_locally, rtol=1e-9, atol=1e-11)
         assert {*optimizer.state} <= {*parallel.parameters()}
         kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
         assert all(isinstance(value, DTensor) for value in kept if value.dim())
