@@ -66,6 +66,7 @@ def plan(
     stages: int | str | Sequence[str] = "auto",
     schedule: str = "auto",
     time_limit: float | None = None,
+    compiled: bool = False,
 ) -> Plan:
     """Plan how a model trains on a mesh; needs neither processes nor weights (the model may be on `meta`).
 
@@ -123,6 +124,8 @@ def plan(
         time_limit: seconds after which the search ends with the best plan that it knows, never worse than the best named
             strategy; by default none, and no clock decides which plan is chosen. Ctrl-C ends it as well, with
             KeyboardInterrupt where no plan is known.
+        compiled: price the step as `torch.compile` runs it (`parallel.compile()`), which fuses what goes over memory into few
+            kernels; by default each operator is one. Operators that a profile has measured cost what was measured.
 
     Returns:
         The fastest plan that fits the budget, or the best found, with the proven gap.
@@ -147,7 +150,7 @@ def plan(
         "microbatches": microbatches, "offload": offload, "host_memory": host_memory, "recompute": recompute,
         "disk_memory": disk_memory,
         "dynamic": dynamic, "static": static, "assume": assume, "cost_model": cost_model, "pipeline": pipeline,
-        "stages": stages, "schedule": schedule, "time_limit": time_limit,
+        "stages": stages, "schedule": schedule, "time_limit": time_limit, "compiled": compiled,
     }  # fmt: skip
     mesh, asked = declared(mesh, config, devices, asked)
     options = Options(**options_of(asked))  # type: ignore[arg-type]

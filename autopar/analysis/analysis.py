@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from autopar.analysis.block_counts import Blocks, block_counts
 from autopar.analysis.fits import fit_of
+from autopar.analysis.fusion import fused
 from autopar.analysis.recomputability import recomputable
 from autopar.analysis.repeated_blocks import Classes, fold
 from autopar.analysis.saved_tensors import SavedTensors, saved, workspace
@@ -125,6 +126,8 @@ def analyse(
 
     Raises RuleError on a mesh of several devices for an op with a sparse gradient, which cannot be reduced.
     """
+    if mesh.device is not None and mesh.device.compiled:
+        step = replace(step, program=fused(step.program))
     program = step.program
     if mesh.size > 1:
         _dense(program)

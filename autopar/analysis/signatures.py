@@ -28,7 +28,8 @@ def signature(op: Op, values: Mapping[str, Value]) -> str:
         arguments = [f"{name}={written(value)}" for name, value in named.items()]
     else:
         arguments = [*map(written, op.args), *(f"{name}={written(a)}" for name, a in op.kwargs)]
-    return f"{op.target}({', '.join(arguments)}) -> {', '.join(map(kind_of, op.results))}"
+    part = f" {op.fused}" if op.fused else ""
+    return f"{op.target}({', '.join(arguments)}) -> {', '.join(map(kind_of, op.results))}{part}"
 
 
 def kind_of(value: Value) -> str:

@@ -29,7 +29,7 @@ from autopar.analysis.saved_tensors import NOTHING, SavedTensors, saved
 from autopar.cost_models.kernels import attention_seconds, products_seconds
 from autopar.ir.layout import Shape
 from autopar.ir.mesh import Device, Seconds
-from autopar.ir.program import Op, Value, aten, filled, overload
+from autopar.ir.program import Fused, Op, Value, aten, filled, overload
 from autopar.operators import Rule, fit, row_of, view_of, writes
 from autopar.operators.call import Call, Local
 from autopar.operators.facts import OpKind
@@ -52,7 +52,7 @@ class Work:
 
 def roofline(work: Work, arithmetic: Seconds, bandwidth: float, launch: Seconds) -> Seconds:
     """The time of some work whose operations take so long; no kernels take no time."""
-    return max(arithmetic, work.bytes / bandwidth, work.kernels * launch) if work.kernels else 0.0
+    return max(arithmetic, work.bytes / bandwidth, work.kernels * launch) if work.kernels or work.bytes else 0.0
 
 
 def peak(dtype: torch.dtype, device: Device) -> float:
@@ -79,6 +79,7 @@ class Pricer:
     operations: Operations | None  # None: one per element
     fused: bool  # one kernel runs all of its products, and one their backward
     attention: bool
+    draws: bool
     shares: tuple[float, float]  # of the memory bandwidth that its kernels reach, forward and backward
     picks: int | None  # the operand of which only the picked elements are read
     continuous: bool  # whether it computes with floating-point numbers
@@ -87,6 +88,7 @@ class Pricer:
     results_with_gradient: tuple[int, ...]
     handed_on: frozenset[int]
     saved: SavedTensors
+    part: Fused | None  # of a kernel of several ops
     rates: tuple[float, float] | None  # measured, of the forward and the backward
 
     def __call__(self, operands: Shapes, results: Shapes) -> Seconds:
@@ -131,12 +133,39 @@ class Pricer:
         if self.writes:  # as many elements of the first operand as the largest of the others has, which it reads
             given = [math.prod(s) * size for s, size in zip(operands[1:], self.operands[1:], strict=True)]
             return Work(flops=0, bytes=sum(given) + max(given), kernels=1)
+        if self.part:
+            return self._part(self.part, operands, results)
         read = sum(math.prod(s) * size for s, size in zip(operands, self.operands, strict=True))
         written = sum(math.prod(s) * size for s, size in zip(results, self.results, strict=True))
         if self.picks is not None:
             read += written - math.prod(operands[self.picks]) * self.operands[self.picks]
         inside = self.saved.local_internal(operands, results)
         return Work(flops=self.flops(operands, results), bytes=read + written + inside, kernels=1)
+
+    def _part(self, part: Fused, operands: Shapes, results: Shapes) -> Work:
+        """The forward's share in a kernel of several ops, whose launch is that of what it writes."""
+        like = [results[0] if p == self.picks else shape for p, shape in enumerate(operands)]
+        read = sum(math.prod(like[p]) * (self.results[0] if p == self.picks else self.operands[p]) for p in part.operands)
+        written = sum(math.prod(results[p]) * self.results[p] for p in part.results) + self._mask(operands, results)
+        return Work(flops=self.flops(operands, results), bytes=read + written, kernels=len(part.results))
+
+    def _part_gradient(self, part: Fused, operands: Shapes, results: Shapes) -> Work:
+        """The backward's share in a kernel of several ops; of a view that is a kernel of its own, that of its part."""
+        sizes = [math.prod(s) * size for s, size in zip(operands, self.operands, strict=True)]
+        made = [math.prod(s) * size for s, size in zip(results, self.results, strict=True)]
+        gradients = [p for p in part.gradients if p in self.gradients]
+        written = [min(sizes[p], made[0]) if self.free else sizes[p] for p in gradients]
+        read = sum(made[p] for p in part.arriving if p in self.results_with_gradient)
+        read += sum(sizes[p] for p in part.again) + sum(made[p] for p in self.saved.results if p in part.results)
+        read += self._mask(operands, results)
+        summed = not self.free and any(math.prod(operands[p]) < max(map(math.prod, results)) for p in gradients)
+        if summed:  # over other dims than the rest of the backward, which is read once more for it
+            read += sum(made[p] for p in self.results_with_gradient) + sum(sizes[p] for p in self.saved.operands)
+        return Work(flops=self.backward_flops(operands, results), bytes=read + sum(written), kernels=bool(written))
+
+    def _mask(self, operands: Shapes, results: Shapes) -> int:
+        """Bytes of the mask of a dropout: what is drawn is kept, what is computed inside is computed again."""
+        return self.saved.local_internal(operands, results) if self.draws else 0
 
     def flops(self, operands: Shapes, results: Shapes) -> int:
         """Floating-point operations of one forward."""
@@ -158,6 +187,8 @@ class Pricer:
         if self.free:  # a view's gradient is a view too, unless the view leaves out or repeats elements
             same = len(results) == 1 and math.prod(operands[0]) == math.prod(results[0])
             written = [] if same else written
+        if self.part and (written or not self.free):
+            return self._part_gradient(self.part, operands, results)
         if not written:
             return Work()
         moved = sum(math.prod(results[p]) * self.results[p] for p in self.results_with_gradient)
@@ -201,6 +232,7 @@ def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
     row, call = row_of(op), Call.of(op, values)
     backward = op.requires_grad
     dtype = dtype_of(op, call.operands)
+    part = op.fused if op.target not in device.rates else None
     return Pricer(
         device=device,
         peak=peak(dtype, device),
@@ -211,7 +243,8 @@ def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
         operations=_operations(op, row, call, values),
         fused=row.flops is None or row.kind is OpKind.ATTENTION,
         attention=row.kind is OpKind.ATTENTION,
-        shares=device.share(row.kind.name.lower() if row.kind else ""),
+        draws=row.kind is OpKind.DROPOUT,
+        shares=device.share(row.kind.name.lower() if row.kind and not part else ""),
         picks=next(iter(call.positions(row.picks)), None),
         continuous=dtype.is_floating_point or dtype.is_complex,
         backward=backward,
@@ -219,6 +252,7 @@ def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
         results_with_gradient=tuple(p for p, value in enumerate(op.results) if value.requires_grad),
         handed_on=frozenset(p for name in row.hands_on for p in call.positions(name)),
         saved=saved(op, values, cpu=device.cpu) if backward else NOTHING,
+        part=part,
         rates=device.rates.get(op.target),
     )
 

@@ -24,7 +24,7 @@ from autopar.plan.plan import Plan
 FORMAT = 2
 OPTIONS = {
     "mode", "strategy", "optimizer", "budget", "outputs", "precision", "reduce", "microbatches", "recompute", "pipeline",
-    "stages", "schedule",
+    "stages", "schedule", "compiled",
 }  # fmt: skip
 REWRITE = "delete it and write it again: --update with its TARGET, or pytest --update-plan-costs"
 

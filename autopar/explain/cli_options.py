@@ -27,7 +27,7 @@ from autopar.search_space.schemes import STRATEGIES
 
 OPTIONS = (
     "device", "budget", "mode", "strategy", "optimizer", "precision", "reduce", "microbatches", "recompute", "pipeline",
-    "stages", "schedule", "time_limit", "offload", "host_memory", "disk_memory",
+    "stages", "schedule", "time_limit", "compiled", "offload", "host_memory", "disk_memory",
 )  # fmt: skip
 PLANNING = ("mesh", *OPTIONS, "constraint", "dynamic", "static", "assume")  # options that make another plan
 ENERGY = ("energy", "epoch")
@@ -81,6 +81,8 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", help=order)
     end = "end the search after so many seconds with the best plan so far; by default no clock decides which plan is chosen"
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help=end)
+    kernels = "price the step as torch.compile runs it, which fuses what goes over memory into few kernels"
+    parser.add_argument("--compiled", action="store_true", default=None, help=kernels)
 
 
 def _add_inputs(parser: argparse.ArgumentParser) -> None:

@@ -105,6 +105,7 @@ class Device:
     # What kernels reach of these peaks, by the laws of `cost_models.kernels`; without them, a roofline at the peaks themselves.
     product: ProductRate | None = None  # matrix products
     attention: AttentionRate | None = None  # fused attention
+    compiled: bool = False  # whether torch.compile makes the kernels of what it can fuse
     # Shares of the memory bandwidth that kernels reach, forward and backward: "stream", and by the kind of operator "norm",
     # "softmax", "dropout", as a stream where there is none; 1 where none is given.
     achieved: Mapping[str, tuple[float, float]] = field(default_factory=dict)

@@ -64,6 +64,21 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """What memory traffic an op has left as part of a kernel of several ops: positions of its operands and results.
+
+    It reads `operands` and writes `results`. Its backward reads the gradients that arrive for its results, one from each kernel
+    that reads them, and the operands `again`, and writes the gradients of the operands `gradients`.
+    """
+
+    operands: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    arriving: tuple[int, ...] = ()
+    again: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One operator: `results = target(*args, **kwargs)`; `module` and `source` say where it stands in the user's model."""
 
@@ -74,6 +89,7 @@ class Op:
     results: tuple[Value, ...]
     module: str = field(default="", compare=False)
     source: str = field(default="", compare=False)
+    fused: Fused | None = field(default=None, repr=False, compare=False)  # None: a kernel of its own
     # Names of the tensors it reads, in argument order (a list of tensors counts one by one).
     operands: tuple[str, ...] = field(init=False, repr=False, compare=False)
 

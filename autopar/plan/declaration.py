@@ -24,7 +24,7 @@ KEYS: Mapping[str, tuple[type, ...]] = {
     "gradient_accumulation": (int, str), "mode": (str,), "devices": (int,), "device": (str,), "budget": (int, str),
     "optimizer": (str,), "constraints": (Mapping,), "outputs": (str,), "strict": (bool,), "recompute": (str,),
     "dynamic": (Mapping,), "static": (list, tuple), "assume": (Mapping,), "time_limit": (int, float), "host_memory": (int, str),
-    "disk_memory": (int, str), "disk": (str,),
+    "disk_memory": (int, str), "disk": (str,), "compiled": (bool,),
 }  # fmt: skip
 PARALLEL: Mapping[str, tuple[type, ...]] = {"data": (int, str), "pipeline": (int, str, Mapping), "tensor": (int, str, Mapping)}
 PIPELINE: Mapping[str, tuple[type, ...]] = {"size": (int, str), "stages": (int, str, list, tuple), "schedule": (str,)}

@@ -32,7 +32,7 @@ class Options:
     `analysis.recompute_policy`; `offload` says what may go to the host and the disk (`planning.memories`), which may
     store `host_memory` and `disk_memory` bytes in each node, the disk in the folder `disk`; `cost_model` prices the step, by
     default from the catalog; `time_limit` is in seconds, by default none; `static` names inputs that are constants, `assume`
-    says what lines of forward ask.
+    says what lines of forward ask; `compiled` is whether torch.compile runs it, by which kernels are priced.
     """
 
     device: str | Device | None = None
@@ -59,6 +59,7 @@ class Options:
     schedule: str = AUTO
     cost_model: CostModel = CATALOG
     time_limit: float | None = None
+    compiled: bool = False
 
     @property
     def assumptions(self) -> Assumptions:
@@ -95,6 +96,7 @@ class Options:
             **({} if self.schedule == AUTO else {"schedule": self.schedule}),
             **({"static": ", ".join(self.static)} if self.static else {}),
             **({"assume": "; ".join(f"{line}: {answer}" for line, answer in self.assume.items())} if self.assume else {}),
+            **({"compiled": "yes"} if self.compiled else {}),
             **({} if self.time_limit is None else {"time_limit": f"{self.time_limit:g}"}),
             **({"cost_model": self.cost_model.name} if self.cost_model.name != CATALOG.name else {}),
         }
@@ -108,6 +110,8 @@ class Options:
             found["microbatches"] = int(runs)
         if texts.get("offload", "") == "no":
             found["offload"] = False
+        if texts.get("compiled"):
+            found["compiled"] = True
         if stages := texts.get("stages", ""):
             found["stages"] = int(stages) if stages.isdecimal() else stages.split(", ")
         if static := texts.get("static", ""):
@@ -134,6 +138,7 @@ class Options:
             offload=found.get("offload", self.offload) if plan and plan.mesh.has_memories else self.offload,
             host_memory=found.get("host_memory") or self.host_memory,
             disk_memory=found.get("disk_memory") or self.disk_memory,
+            compiled=self.compiled or bool(found.get("compiled")),
             static=self.static or kept.static,
             assume=self.assume or kept.assume,
         )

@@ -44,7 +44,7 @@ def connected_shapes(mesh: AutoMesh, options: Options, ops: int) -> tuple[Mesh, 
     Raises MeshError where the device has no links for any of them, or an axis is named; ConstraintError for constraints.
     """
     _check(options)
-    device = catalog.device(options.device, processes=mesh.devices)
+    device = replace(catalog.device(options.device, processes=mesh.devices), compiled=options.compiled)
     found: list[Mesh] = []
     refused: list[MeshError] = []
     for sizes in shapes(mesh.devices, device.per_node, axes=3 if ops <= LARGE else 2):

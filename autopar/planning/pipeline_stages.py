@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.analysis.fits import fit_of
+from autopar.analysis.fusion import fused
 from autopar.analysis.regions import regions
 from autopar.analysis.signatures import signature
 from autopar.errors import ConstraintError, MeshError
@@ -145,6 +146,7 @@ class _Regions:
     def __init__(self, program: Program, device: Device) -> None:
         self.program, self.again = program, made_again(program)
         self.firsts = [0, *(end + 1 for end in dict.fromkeys(regions(program)))][:-1]
+        self._compiled = fused(program) if device.compiled else program  # whose ops are priced
         self._prices = Prices(mesh=Mesh(axes=("device",), sizes=(1,), device=device))
         self._balanced: dict[PipelineSchedule, tuple[int, ...]] = {}
 
@@ -211,7 +213,7 @@ class _Regions:
     @functools.cached_property
     def _seconds(self) -> list[tuple[Seconds, Seconds]]:
         """Seconds of the forward and of the backward of all regions before each one, and of all; alike ops are priced once."""
-        program, priced, seconds = self.program, dict[str, tuple[Seconds, Seconds]](), [(0.0, 0.0)]
+        program, priced, seconds = self._compiled, dict[str, tuple[Seconds, Seconds]](), [(0.0, 0.0)]
         for first, stop in itertools.pairwise([*self.firsts, len(program.ops)]):
             there, back = seconds[-1]
             for op in program.ops[first:stop]:

@@ -144,7 +144,7 @@ def connected_mesh(mesh: object, options: Options, plan: Plan | None = None) -> 
     """
     found = Mesh.of(mesh).devices if plan is not None else Mesh.of(mesh)
     wanted = options.device if options.device is not None else found.device
-    device = catalog.device(wanted, processes=found.size)
+    device = replace(catalog.device(wanted, processes=found.size), compiled=options.compiled)
     if plan is not None:
         found = planned_mesh(plan, found).devices
     elif len(found.sizes) > MOST_AXES and options.strategy == AUTO and not (_names_axes(options) or options.constraints):
