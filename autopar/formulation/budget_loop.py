@@ -65,10 +65,9 @@ class BudgetLoop:
         """Whether the deadline has come."""
         return self._settings.deadline.passed
 
-    @property
-    def bound(self) -> float:
-        """Seconds that every solution takes, within any limit."""
-        return self._solver.bound
+    def none_below(self, limit: Bytes, cutoff: float) -> bool:
+        """Whether it is proven that no solution within a limit takes less than `cutoff` seconds."""
+        return self._solver.none_below(cutoff, self._judge(limit))
 
     def within(self, limit: Bytes, *, cutoff: float = math.inf) -> Solution | None:
         """The cheapest solution whose walk stays within `limit` bytes per device; None if there is none below `cutoff` seconds.

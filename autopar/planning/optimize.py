@@ -92,7 +92,7 @@ def solved(
     deadline = settings.deadline.earlier(settings.named_share if options.strategy == AUTO else 0.0)
     loop = BudgetLoop(memory_model.formulated, memory_model, replace(settings, deadline=deadline))
     try:
-        if settings.below < math.inf and loop.bound >= settings.below:
+        if settings.below < math.inf and _none_below(loop, analysis, mesh, options, limit, settings):
             raise SlowerError("no plan is faster than one that is known")
         solution = loop.within(limit)
     except TimeLimitError as error:
@@ -129,6 +129,26 @@ def solved_within(
         if solution is not None:
             found = Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer, strategy=options.strategy)
             yield limit, _beside_strategies(found, loop, options, limit, settings)
+
+
+def _none_below(
+    loop: BudgetLoop, analysis: Analysis, mesh: Mesh, options: Options, limit: Bytes, settings: SearchSettings
+) -> bool:
+    """Whether it is proven that no solution of a `loop` is faster than the settings ask for, nor one by a named strategy."""
+    if not loop.none_below(limit, settings.below):
+        return False
+    for strategy in _apart(analysis, options):
+        with suppress(ConstraintError):
+            model = _formulated(analysis, mesh, options.stepped, replace(options, strategy=strategy))
+            if not BudgetLoop(model.formulated, model, settings).none_below(limit, settings.below):
+                return False
+    return True
+
+
+def _apart(analysis: Analysis, options: Options) -> tuple[str, ...]:
+    """The named strategies whose programs are apart from that of all layouts: they gather weights once for all
+    micro-batches."""
+    return (ONCE,) if options.strategy == AUTO and analysis.step.loop else ()
 
 
 def _beside_strategies(
@@ -190,9 +210,8 @@ def least_price(analysis: Analysis, mesh: Mesh, options: Options, settings: Sear
 
     With `strategy="auto"` so does every named strategy: one that gathers weights once for all micro-batches is a program apart.
     """
-    once = (ONCE,) if options.strategy == AUTO and analysis.step.loop else ()
     least = []
-    for strategy in (options.strategy, *once):
+    for strategy in (options.strategy, *_apart(analysis, options)):
         with suppress(ConstraintError):
             posed = _formulated(analysis, mesh, options.stepped, replace(options, strategy=strategy)).formulated.problem
             least.append(dual_ascent(merge_followers(posed, settings).problem, settings).bound)

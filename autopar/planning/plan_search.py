@@ -129,8 +129,9 @@ def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop, set
             part = microbatches(program, runs)
         except ConstraintError:  # it cannot be cut
             break
+        known = settings.below if best is None else min(settings.below, best.solution.seconds)
         try:
-            found = _best_padded(part, mesh, options, stop, settings)
+            found = _best_padded(part, mesh, options, stop, replace(settings, below=known))
         except BudgetError as error:
             if SMALLEST not in error.details:
                 raise

@@ -95,9 +95,9 @@ class SolverResult:
     bound: float
 
 
-def load(block: SparseBlock, *, devex: bool = False) -> highspy.Highs:
+def load(block: SparseBlock, *, devex: bool = False, presolve: bool = True) -> highspy.Highs:
     """A HiGHS object that holds a program: columns from 0 up, rows between their bounds. Edges are weighed by the steepest one,
-    or by Devex."""
+    or by Devex; without `presolve` the program is solved as it is."""
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(block.cost), len(block.lower)
     lp.col_cost_ = block.cost
@@ -110,6 +110,8 @@ def load(block: SparseBlock, *, devex: bool = False) -> highspy.Highs:
     solver.setOptionValue("random_seed", 0)
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("simplex_dual_edge_weight_strategy", _DEVEX if devex else _CHOOSE)
+    if not presolve:
+        solver.setOptionValue("presolve", "off")
     solver.passModel(lp)
     return solver
 

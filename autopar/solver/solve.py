@@ -34,12 +34,14 @@ from dataclasses import replace
 
 from autopar.solver.core import Core, core, whole, wide
 from autopar.solver.highs import TimeLimitError
+from autopar.solver.integer_program import IntegerProgram
 from autopar.solver.lazy_rows import Judge, LazyRows
 from autopar.solver.link_weights import Weighed, best_weights
 from autopar.solver.presolve import merge_followers
 from autopar.solver.problem import Problem, Row, Solution, price
 from autopar.solver.proposal import by_sums
-from autopar.solver.reduced_cost_fixing import window
+from autopar.solver.reduced_cost_fixing import whole_problem, window
+from autopar.solver.relaxation import Relaxation
 from autopar.solver.search import Outcome, Search, rerouted, round_and_judge, search_rows
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
@@ -111,6 +113,25 @@ class Solver:
             return None
         seconds = price(presolved.problem, found.picks, found.arcs, found.recompute)
         return presolved.expand(replace(found, seconds=seconds).bounded(best.bound, settings.equal_price))
+
+    def none_below(self, cutoff: float, judge: Judge) -> bool:
+        """Whether it is proven that no solution which every row allows costs less than `cutoff` seconds: by the bound without
+        rows, or by a relaxation of all that is cheaper, with the rows that a judge has of the cheapest solution."""
+        presolved, settings = self._presolved, self.settings
+        bound, first = self.bound, self._core
+        if first is None or first.relaxed.result is None or bound >= cutoff:
+            return bound >= cutoff
+        memory = LazyRows(lambda one: judge(presolved.expand(one)), presolved.row, (), settings)
+        round_and_judge(first.search, memory, first.relaxed.result)
+        if not memory.rows:
+            return False
+        dual = first.dual
+        assert dual is not None, "a core is bounded by messages first"
+        part = window(whole_problem(presolved.problem), dual.candidates, dual.arcs, cutoff - dual.bound, 1.0)
+        assert part is not None, "no share is too large"
+        relaxation = Relaxation(IntegerProgram(part.problem), settings, presolve=False)
+        relaxation.add_rows(map(part.row, memory.rows.values()))
+        return relaxation.relax(cutoff).bound >= cutoff
 
     @property
     def bound(self) -> float:
