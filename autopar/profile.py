@@ -57,6 +57,7 @@ from autopar.runtime.memory_rates import DiskTimes, disk_times
 from autopar.runtime.progress import progress
 from autopar.runtime.workers import WorkerPool
 from autopar.search_space.assignment import Assignment
+from autopar.search_space.candidates import parts_of
 
 BYTES = tuple(1 << power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
 GPU_BYTES = tuple(1 << power for power in range(14, 31, 2))  # 16 KiB to 1 GiB
@@ -236,11 +237,9 @@ def _local(op: Op, fitted: OpSharding | None, program: Program, chosen: Assignme
     candidate, values = chosen.ops[op.name], program.values
     inside = [local_shape(values[n].shape, x, mesh.sizes) for n, x in zip(op.operands, candidate.operands, strict=True)]
     outside = [local_shape(r.shape, x, mesh.sizes) for r, x in zip(op.results, candidate.results, strict=True)]
-    parts = [1] * (len(fitted.factors) if fitted else 0)
-    for (kind, factor, _), size in zip(candidate.forms, mesh.sizes, strict=True):
-        if kind == "S":
-            parts[factor] *= size
-    args, kwargs = localise(op, fitted, inside, outside, parts) if fitted else (op.args, op.kwargs)
+    args, kwargs = (
+        localise(op, fitted, inside, outside, parts_of(fitted, candidate, mesh.sizes)) if fitted else (op.args, op.kwargs)
+    )
     results = tuple(dataclasses.replace(r, shape=s) for r, s in zip(op.results, outside, strict=True))
     local = {n: dataclasses.replace(values[n], shape=s) for s, n in zip(inside, op.operands, strict=True)}
     return dataclasses.replace(op, args=args, kwargs=kwargs, results=results), local

@@ -5,14 +5,25 @@ Ops of equal signature have one, of which a model of many layers has as many as 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.analysis.own_orders import own_rows
 from autopar.analysis.signatures import signature
 from autopar.ir.program import Program, remembered
-from autopar.operators import OpSharding, Rule, fit, rule_of
+from autopar.operators import OpSharding, OwnRows, Rule, fit, rule_of
 
 
 def fit_of(program: Program, op: str) -> OpSharding | None:
     """The factors of the op of this name by its present rule; None without a rule. Raises RuleError where it does not fit."""
-    return _fit(program, op, rule_of(program.op[op].target))
+    fitted, own = _fit(program, op, rule_of(program.op[op].target)), own_rows_of(program).get(op)
+    return replace(fitted, own=own) if fitted and own else fitted
+
+
+@remembered
+def own_rows_of(program: Program) -> Mapping[str, OwnRows]:
+    """How the ops of a program run on own rows, by their names."""
+    return own_rows(program, lambda op: _fit(program, op.name, rule_of(op.target)))
 
 
 @remembered

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from autopar.analysis.fits import own_rows_of
 from autopar.analysis.interchangeable import operand_places, result_places
 from autopar.analysis.repeated_steps import repeated_steps
 from autopar.analysis.signatures import kind_of, signature
@@ -113,7 +114,7 @@ def _value_classes(
 
 def _row(op: Op, program: Program, apart: Callable[[str], str]) -> str:
     names = (*op.operands, *(r.name for r in op.results))
-    return signature(op, program.values) + "".join(map(apart, names))
+    return f"{signature(op, program.values)}{own_rows_of(program).get(op.name, '')}{''.join(map(apart, names))}"
 
 
 def block_of(name: str) -> str:

@@ -10,7 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from autopar.plan.breakdown import ADDENDS, REPEATED, WHOLE
+from autopar.plan.breakdown import ADDENDS, OWN_ROWS, REPEATED, WHOLE
 from autopar.plan.plan import Plan
 from autopar.plan.text import joined
 
@@ -20,7 +20,7 @@ BATCH, SEQUENCE, TENSOR, VOCABULARY, EXPERT, PARTIAL, SHARDS, SAME = (
 )  # fmt: skip
 SCHEMES = BATCH, SEQUENCE, TENSOR, VOCABULARY, EXPERT
 SCHEME_OF = {
-    "batch": BATCH, "rows": BATCH, "sequence": SEQUENCE, "vocabulary": VOCABULARY, "classes": VOCABULARY,
+    "batch": BATCH, "rows": BATCH, OWN_ROWS: BATCH, "sequence": SEQUENCE, "vocabulary": VOCABULARY, "classes": VOCABULARY,
     ADDENDS: PARTIAL, WHOLE: SAME, REPEATED: SAME,
 }  # fmt: skip
 GATHERED = {("S", "R"), ("S", "I")}  # what a weight is before and after an all-gather

@@ -27,6 +27,7 @@ from autopar.plan.breakdown import (
     INPUT,
     ON_DISK,
     OPTIMIZER,
+    OWN_ROWS,
     REPEATED,
     WHOLE,
     Allocation,
@@ -187,7 +188,7 @@ def words(op: Op, fitted: OpSharding | None, candidate: Candidate, program: Prog
             first, *_ = fitted.factors_of(fitted.distributed[which])
             return role(op, fitted, first, stride, program.values, sample) + sent(fitted.distributed[which])
         if kind != "S" or fitted is None:
-            return {"I": WHOLE, "R": REPEATED, "P": ADDENDS}[kind]
+            return {"I": WHOLE, "R": REPEATED, "P": ADDENDS, "O": OWN_ROWS}[kind]
         return role(op, fitted, which, stride, program.values, sample)
 
     return tuple(map(word, candidate.forms))

@@ -6,6 +6,7 @@ On each mesh axis a value is in one of four states; a layout is one state per ax
     R       replicated   the same on all ranks of the axis         gradient partial: addends
     P       partial      addends of the value                      gradient complete, the same everywhere
     S(d/k)  split        a chunk of each of k blocks of dim d      gradient: the matching chunk
+    O(d)    own order    a chunk of dim d, rows in another order   gradient: the matching chunk
     H       on the host  stored in the host's memory               gradient there, too
     D       on the disk  stored in a file of the disk              gradient there, too
 
@@ -16,6 +17,11 @@ A split is kept as a *digit*: write the index of the dim in mixed radix; the axi
 `(index // stride) % n`, and a rank holds the elements whose digit is its coordinate, in their old order. A contiguous
 split of a dim of size D over n devices is the digit of stride D/n; a split blocked k times has stride D/(k n); axes nested in
 one dim own digits of falling stride, outer to inner. So a layout has one form only, whatever the order in which it was made.
+
+O is a split of what a sort has brought into another order: a rank holds its own rows, those of its chunk of what was sorted,
+in the order in which a sort of these alone brings them. What counts rows is then O without a dim: the counts of the rank's own.
+Neither is converted to anything, since no rank knows where its rows are among all; what takes them back into the order that
+they had is S (`autopar.operators.own_order`).
 
 What a program computes is cut into equal parts. A tensor that is stored or returned may also be cut by one axis into *chunks*
 that it does not divide: of ceil(D/n) each but the last ones, which are shorter or empty, as torch's own `Shard` has them.
@@ -41,18 +47,27 @@ Shape = tuple[int, ...]
 class State(NamedTuple):
     """The state of a value on one mesh axis; `dim` and `stride` are those of a split, 0 otherwise.
 
+    S and P in a rank's `own` order are written O.
+
     A tuple, whose hash and comparisons are those of C: planning looks up layouts millions of times.
     """
 
     kind: str  # "I", "R", "P", "S", "H", "D"
     dim: int = 0
     stride: int = 0
+    own: bool = False
+
+    @property
+    def letter(self) -> str:
+        """The kind as it is written."""
+        return "O" if self.own else self.kind
 
     def __repr__(self) -> str:
-        return f"S({self.dim}@{self.stride})" if self.kind == "S" else self.kind
+        return f"{self.letter}({self.dim}@{self.stride})" if self.kind == "S" else self.letter
 
 
 I, R, P, H, D = State("I"), State("R"), State("P"), State("H"), State("D")
+OWN_ADDENDS = State("P", own=True)
 AWAY = (H, D)  # from the device
 Layout = tuple[State, ...]  # one state per mesh axis
 
@@ -134,7 +149,7 @@ def storable(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> 
     ways = (_even, _chunked)
     if not all(dim < len(shape) and any(way(layout, dim, shape[dim], sizes) for way in ways) for dim in dims):
         return False
-    if any(state.kind not in "ISHD" for state in layout):
+    if any(state.own or state.kind not in "ISHD" for state in layout):
         return False
     nests = [[axis for axis, _ in digits(layout, dim)] for dim in range(len(shape))]
     blocked = [any(blocks(layout, axis, shape, sizes) > 1 for axis in nest) for nest in nests]
@@ -193,17 +208,17 @@ def text(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> str:
     >>> text((split(0, 2), split(0, 4)), (16,), (2, 4))
     'S(0)/2, S(0)/1'
     """
-    entries = [s.kind for s in layout]
+    entries = [s.letter for s in layout]
     for dim in sorted({s.dim for s in layout if s.kind == "S"}):
         axes = [axis for axis, _ in digits(layout, dim)]
         for place, axis in enumerate(axes):
             count = blocks(layout, axis, shape, sizes)
             number = "" if axes == sorted(axes) else f"/{place + 1}"
-            entries[axis] = f"S({dim}{f'/{count}' if count > 1 else ''}){number}"
+            entries[axis] += f"({dim}{f'/{count}' if count > 1 else ''}){number}"
     return ", ".join(entries)
 
 
-ENTRY = re.compile(r"(?P<kind>[IRPHD*])|S\((?P<dim>-?\d+)(/(?P<blocks>\d+))?\)(/(?P<place>\d+))?")
+ENTRY = re.compile(r"(?P<kind>[IRPOHD*])|[SO]\((?P<dim>-?\d+)(/(?P<blocks>\d+))?\)(/(?P<place>\d+))?")
 
 
 def parse(line: str, shape: tuple[int, ...], sizes: tuple[int, ...], name: str = "a tensor") -> tuple[State | None, ...]:
@@ -226,7 +241,7 @@ def parse(line: str, shape: tuple[int, ...], sizes: tuple[int, ...], name: str =
     nests: dict[int, list[tuple[int, int, int]]] = {}
     for axis, match in enumerate(m for m in found if m):
         if match["kind"]:
-            states.append(None if match["kind"] == "*" else State(match["kind"]))
+            states.append({"*": None, "O": OWN_ADDENDS}.get(match["kind"], State(match["kind"])))
             continue
         dim = int(match["dim"]) + (len(shape) if match["dim"].startswith("-") else 0)
         if not 0 <= dim < len(shape):
@@ -252,7 +267,7 @@ def parse(line: str, shape: tuple[int, ...], sizes: tuple[int, ...], name: str =
                     ),
                     fix="leave the dim whole on this axis",
                 )
-            index, states[axis] = held, split(dim, stride)
+            index, states[axis] = held, State("S", dim, stride, entries[axis].startswith("O"))
     return tuple(states)
 
 

@@ -28,13 +28,14 @@ from autopar.operators.registry import (
     view_of,
     writes,
 )
-from autopar.operators.rule import Factor, InternalCollective, OpSharding, ParallelForm, Rule, op
+from autopar.operators.rule import Factor, InternalCollective, OpSharding, OwnRows, ParallelForm, Rule, op
 
 __all__ = [
     "RULES",
     "Factor",
     "InternalCollective",
     "OpSharding",
+    "OwnRows",
     "ParallelForm",
     "Rule",
     "alias_of",

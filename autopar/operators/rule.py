@@ -6,10 +6,12 @@ decide. A `OpSharding` is what it says about one op, with sizes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from autopar.ir.layout import State
 from autopar.operators.facts import Alias, Autocast, Mean, Mixed, OpKind, Says
 from autopar.operators.notation import parse
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from autopar.operators.call import Call, Local
     from autopar.operators.flops import Flops
     from autopar.operators.index_facts.call import FactRule
+    from autopar.operators.own_order import OwnOrderRule
     from autopar.operators.padding import Padding
 
 Dims = tuple[tuple[int, ...], ...]  # per dim of one tensor: its factors, outer to inner
@@ -78,6 +81,17 @@ class ParallelForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnRows:
+    """How an op runs on what a rank has of rows in an order of its own (`autopar.operators.own_order`).
+
+    The states of operands and results, with no stride; None for operands that are whole on each rank.
+    """
+
+    operands: tuple[State | None, ...]
+    results: tuple[State, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpSharding:
     """A rule fitted to one op: every dim of every tensor as a product of factors.
 
@@ -93,6 +107,7 @@ class OpSharding:
     asks: tuple[tuple[str, int, int, int], ...] = ()  # ("operand"|"result", position, dim, factor): wants a blocked split
     random: bool = False  # draws random numbers
     distributed: tuple[ParallelForm, ...] = ()
+    own: OwnRows | None = None  # where it is known from the program that it may run on own rows
     text: str = field(default="", compare=False, repr=False)  # the pattern that was laid over the shapes
 
     def factors_of(self, form: ParallelForm) -> tuple[int, ...]:
@@ -113,6 +128,17 @@ class OpSharding:
         """The factors along which a form cuts dims on so many ranks, and the stride within each."""
         parts = self.parts(form, ranks)
         return {f: self.factors[f].size // parts[f] for f in (*parts,)[1 if form.nested else 0 :]}
+
+    @property
+    def own_dims(self) -> tuple[tuple[int, ...], ...]:
+        """The factors of every dim that is split where a rank has its own rows."""
+        states = (*self.own.operands, *self.own.results) if self.own else ()
+        tensors = zip((*self.operands, *self.results), states, strict=True) if states else ()
+        return tuple(dims[state.dim] for dims, state in tensors if state and state.kind == "S")
+
+    def size(self, dim: tuple[int, ...]) -> int:
+        """The size of a dim of these factors."""
+        return math.prod(self.factors[f].size for f in dim)
 
     @property
     def summed(self) -> tuple[int, ...]:
@@ -144,6 +170,7 @@ class Rule:
     averages: Callable[[Call], bool] | None = None  # whether what is summed away is then divided by its global count
     when: tuple[tuple[str, Argument], ...] = ()  # static arguments that a call must have; other calls have no rule
     distributed: tuple[ParallelForm, ...] = ()  # other ways to split it
+    own_order: OwnOrderRule | None = None  # whether it may run on a rank's own rows where something is known of its operands
     # What it costs.
     flops: Flops | None = None  # the products that it consists of; None: one operation per element
     picks: str = ""  # the argument of which it reads only the elements that its indices pick: the table of an embedding
@@ -198,6 +225,7 @@ def op(
     averages: Callable[[Call], bool] | None = None,
     when: Mapping[str, Argument] | None = None,
     distributed: Sequence[ParallelForm] = (),
+    own_order: OwnOrderRule | None = None,
     flops: Flops | None = None,
     picks: str = "",
     indifferent: str = "",
@@ -232,6 +260,7 @@ def op(
         averages=averages,
         when=tuple((when or {}).items()),
         distributed=tuple(distributed),
+        own_order=own_order,
         flops=flops,
         picks=picks,
         indifferent=tuple(indifferent.split()),

@@ -247,7 +247,7 @@ class _Cutter:
 
 def _undistributed(fitted: OpSharding | None) -> OpSharding | None:
     """Runs follow each other: none can ask another one for anything."""
-    return replace(fitted, distributed=()) if fitted else None
+    return replace(fitted, distributed=(), own=None) if fitted else None
 
 
 def _state(state: State) -> State:

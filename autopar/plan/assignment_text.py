@@ -16,6 +16,7 @@ from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding
 from autopar.passes.microbatches import microbatches
 from autopar.passes.padding import MOST, padded
+from autopar.plan.breakdown import OWN_ROWS
 from autopar.plan.plan import Plan
 from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.search_space.candidates import Candidate, Form, candidate
@@ -37,6 +38,8 @@ def form_text(form: Form, fitted: OpSharding | None) -> str:
     if kind == "D":
         assert fitted is not None
         return f"{fitted.distributed[which].name}/{stride}"
+    if kind == "O":
+        return f"{OWN_ROWS}/{stride}"
     return f"P {which}" if kind == "P" else kind
 
 
@@ -48,6 +51,10 @@ def _form(entry: str, fitted: OpSharding | None) -> Form:
     if entry.startswith("P "):
         return "P", range(len(fitted.linear))[int(entry[2:])], 0
     name, _, stride = entry.rpartition("/")
+    if name == OWN_ROWS and fitted.own:
+        if int(stride) < 1 or any(fitted.size(dim) % int(stride) for dim in fitted.own_dims):
+            raise ValueError(f"{entry!r} does not cut all rows into equal parts")
+        return "O", 0, int(stride)
     names = [factor.name for factor in fitted.factors]
     forms = [form.name for form in fitted.distributed]
     if name in forms:
@@ -201,7 +208,7 @@ class _Reader:
         elsewhere = [state for state in layout if state in AWAY]
         if elsewhere and not (self.plan.mesh.has_memories and [layout[-1]] == elsewhere and name in parameters):
             raise ValueError(f"layouts[{name!r}] is {line!r}, but {elsewhere[0]} is of parameters, on the axis of memories")
-        if any(state.kind not in "ISHD" for state in layout):
+        if any(state.own or state.kind not in "ISHD" for state in layout):
             raise ValueError(f"layouts[{name!r}] is {line!r}, but what is stored, given or returned is I or S on every axis")
         return layout
 
@@ -210,7 +217,8 @@ class _Reader:
         for line in lines:
             source, target = (self.layout(name, shape, part) for part in line.split(" -> "))
             changed = [axis for axis, (s, t) in enumerate(zip(source, target, strict=True)) if s != t]
-            if len(changed) != 1 or (source[changed[0]].kind, target[changed[0]].kind) not in WAYS:
+            ends = [layout[axis] for axis in changed for layout in (source, target)]
+            if len(changed) != 1 or any(state.own for state in ends) or tuple(state.kind for state in ends) not in WAYS:
                 raise ValueError(f"routes[{name!r}]: {line!r} is not a conversion on one axis")
             yield Conversion(axis=changed[0], source=source, target=target)
 

@@ -15,6 +15,7 @@ INPUT = "input:"  # before the names of arguments in `stored`
 DEVICE, OPTIMIZER, BUDGET, ACCURACY = "device", "optimizer", "budget", "accuracy"
 # What is not split on an axis: states I, R, P, H and D.
 WHOLE, REPEATED, ADDENDS, HOSTED, ON_DISK = "whole", "repeated", "addends", "host", "disk"
+OWN_ROWS = "own rows"  # sorted by each rank alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

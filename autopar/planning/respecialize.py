@@ -16,7 +16,7 @@ from autopar.analysis.analysis import Analysis, analyse
 from autopar.errors import CaptureError, InputError
 from autopar.ir.conversion import Conversion
 from autopar.ir.dynamic_dims import InputDim, Size, dim_sizes
-from autopar.ir.layout import Layout, State, split, valid
+from autopar.ir.layout import Layout, State, valid
 from autopar.ir.program import Argument, Op, Program, Value
 from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding
@@ -147,7 +147,7 @@ def _shape_of(fitted: OpSharding | None) -> object:
         return None
     names = [(factor.name, factor.whole) for factor in fitted.factors]
     forms = [form.name for form in fitted.distributed]
-    return names, fitted.operands, fitted.results, fitted.added, fitted.linear, forms
+    return names, fitted.operands, fitted.results, fitted.added, fitted.linear, forms, fitted.own
 
 
 def _other(op: Op, called: str, what: str = "") -> CaptureError:
@@ -200,7 +200,7 @@ class _Carrier:
         def state(axis: int, old: State) -> State:
             if old.kind != "S":
                 return old
-            return split(old.dim, self.strides[Split("value", value.name, old.dim, axis, old.stride)])
+            return old._replace(stride=self.strides[Split("value", value.name, old.dim, axis, old.stride)])
 
         found = tuple(state(axis, old) for axis, old in enumerate(layout))
         if not valid(found, value.shape, self.new.sizes):

@@ -12,6 +12,7 @@ says so.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,11 +21,14 @@ from autopar.ir.layout import I, Layout, P, R, State, split
 from autopar.ir.program import Op, Value
 from autopar.operators import OpSharding, ParallelForm
 
-# ("I"|"R", 0, 0), ("P", group, 0), ("S", factor, stride within the factor), ("D", distributed form, stride of its last factor)
+# ("I"|"R", 0, 0), ("P", group, 0), ("S", factor, stride within the factor), ("D", distributed form, stride of its last factor),
+# ("O", 0, parts into which own rows are cut by this axis and those outside it)
 Form = tuple[str, int, int]
 
 INVARIANT: Form = ("I", 0, 0)
 REPLICATED: Form = ("R", 0, 0)
+OWN: Form = ("O", 0, 0)
+OWN_ROWS = -1  # in the place of a factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +72,21 @@ def parts_of(fitted: OpSharding | None, candidate: Candidate, sizes: Sequence[in
     """Into how many parts a candidate splits each factor."""
     parts = [1] * (len(fitted.factors) if fitted else 0)
     for (kind, factor, _), size in zip(candidate.forms, sizes, strict=True):
-        own = fitted.parts(fitted.distributed[factor], size) if kind == "D" and fitted else {}
-        for f, count in {factor: size}.items() if kind == "S" else own.items():
+        for f, count in _parts(fitted, kind, factor, size).items() if fitted else ():
             parts[f] *= count
     return parts
+
+
+def _parts(fitted: OpSharding, kind: str, which: int, size: int) -> dict[int, int]:
+    """Into how many parts a form splits which factors on an axis."""
+    match kind:
+        case "S":
+            return {which: size}
+        case "D":
+            return fitted.parts(fitted.distributed[which], size)
+        case "O":
+            return {f: size for dim in fitted.own_dims for f in dim[:1]}
+    return {}
 
 
 def form_factors(fitted: OpSharding | None, number: int) -> tuple[int, ...]:
@@ -102,19 +117,26 @@ def _assignments(
     if fitted:
         plain += [("P", group, 0) for group in range(len(fitted.linear))]
     splits: list[Form] = [("S", f, count) for f, counts in enumerate(factors) for count in counts]
+    splits += [OWN] if fitted and fitted.own else []
     choices = [[*plain, *splits, *_distributed_over(fitted, size)] if size > 1 else [INVARIANT] for size in sizes]
     for forms in itertools.product(*choices):
         if any(form[0] == "D" for form in forms) and not _apart(fitted, forms):
             continue
+        if OWN in forms and not _own_apart(fitted, forms):
+            continue
         groups: dict[int, list[int]] = {}
         for axis, form in enumerate(forms):
-            if form[0] == "S":
-                groups.setdefault(form[1], []).append(axis)
+            if form[0] in "SO":
+                groups.setdefault(form[1] if form[0] == "S" else OWN_ROWS, []).append(axis)
         if not groups:
             yield forms
             continue
         assert fitted is not None
-        for orders in itertools.product(*(_nests(axes, forms, fitted.factors[f].size, sizes) for f, axes in groups.items())):
+        nests = (
+            _own_nests(axes, fitted, sizes) if f == OWN_ROWS else _nests(axes, forms, fitted.factors[f].size, sizes)
+            for f, axes in groups.items()
+        )
+        for orders in itertools.product(*nests):
             strides = dict(pair for order in orders for pair in order)
             yield tuple((form[0], form[1], strides[axis]) if axis in strides else form for axis, form in enumerate(forms))
 
@@ -130,6 +152,22 @@ def _apart(fitted: OpSharding | None, forms: Sequence[Form]) -> bool:
     """Whether one form is distributed, and its factors are split by no other axis."""
     numbers = [number for kind, number, _ in forms if kind == "D"]
     return len(numbers) == 1 and {f for kind, f, _ in forms if kind == "S"}.isdisjoint(form_factors(fitted, numbers[0]))
+
+
+def _own_apart(fitted: OpSharding | None, forms: Sequence[Form]) -> bool:
+    """Whether own rows, and what they come from, are split by no other axis in another way."""
+    assert fitted is not None
+    own = {f for dim in fitted.own_dims for f in dim}
+    others = ({f} if kind == "S" else set(form_factors(fitted, f)) for kind, f, _ in forms if kind in "SD")
+    return all(own.isdisjoint(other) for other in others)
+
+
+def _own_nests(axes: list[int], fitted: OpSharding, sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """`(axis, parts)` for every order in which axes can nest in own rows."""
+    for order in itertools.permutations(axes):
+        parts = list(itertools.accumulate((sizes[axis] for axis in order), operator.mul))
+        if all(fitted.size(dim) % parts[-1] == 0 for dim in fitted.own_dims):
+            yield tuple(zip(order, parts, strict=True))
 
 
 def _nests(axes: list[int], forms: Sequence[Form], size: int, sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -170,6 +208,10 @@ def _states(
         group = fitted.linear[which]
         inside = [P if i in group else R for i in range(len(operand_grads))]
         outside = [P] * len(result_grads)
+    elif kind == "O" and fitted.own:
+        rows = fitted.own
+        inside = [_own(state, dims, stride, fitted) for state, dims in zip(rows.operands, fitted.operands, strict=True)]
+        outside = [_own(state, dims, stride, fitted) for state, dims in zip(rows.results, fitted.results, strict=True)]
     elif kind == "D":
         own = fitted.distributed[which]
         inside = [
@@ -188,6 +230,13 @@ def _states(
         [I if s == R and not grad else s for s, grad in zip(inside, operand_grads, strict=True)],
         [I if s == R and not grad else s for s, grad in zip(outside, result_grads, strict=True)],
     )
+
+
+def _own(state: State | None, dims: tuple[tuple[int, ...], ...], parts: int, fitted: OpSharding) -> State:
+    """The state of an operand or result where a rank has its own rows."""
+    if state is None:
+        return R
+    return state._replace(stride=fitted.size(dims[state.dim]) // parts) if state.kind == "S" else state
 
 
 def _digit(dims: tuple[tuple[int, ...], ...], factor: int, stride: int, fitted: OpSharding) -> State | None:

@@ -121,7 +121,7 @@ def _arcs(
             pair = PAIRS.get(kinds)
             if away(layout) and kinds not in FETCHES:  # it comes to the device as it is stored
                 continue
-            if other == state or pair is None or not _apart(state, other, sizes[axis]):
+            if state.own or other.own or other == state or pair is None or not _apart(state, other, sizes[axis]):
                 continue
             there = index.get((*layout[:axis], other, *layout[axis + 1 :]))
             if there is not None:

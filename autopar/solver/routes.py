@@ -23,6 +23,18 @@ def tree(edge: Edge, picks: Sequence[int], allowed: npt.NDArray[np.int64] | None
     return _Trees(edge, allowed).tree(picks)
 
 
+def components(edge: Edge) -> npt.NDArray[np.int64]:
+    """For each layout the number of its part: conversions lead between layouts of one part only."""
+    numbers = np.arange(edge.nodes)
+    while True:
+        least = numbers.copy()
+        np.minimum.at(least, edge.source, numbers[edge.target])
+        np.minimum.at(least, edge.target, numbers[edge.source])
+        if (least == numbers).all():
+            return np.unique(numbers, return_inverse=True)[1].astype(np.int64)
+        numbers = least
+
+
 class _Trees:
     """The trees of one edge, by different picks."""
 

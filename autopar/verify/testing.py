@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,7 +34,7 @@ from autopar.runtime.memory_tracker import MemoryTracker, Peak
 from autopar.runtime.storage import to_local
 from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.solver.problem import Problem, Solution, price
-from autopar.solver.routes import tree
+from autopar.solver.routes import components, tree
 
 
 def peak(
@@ -133,13 +134,38 @@ def random_again(analysis: Analysis, chosen: Assignment, draw: random.Random, *,
     )
 
 
+def _joined(drawn: list[int], problem: Problem, draw: random.Random) -> list[int]:
+    """The picks, drawn again where no conversion leads from what is produced to what is wanted.
+
+    Layouts between which there are no conversions, as between rows in a rank's own order and any other, are parts of which the
+    ends of a value must have one. If what was drawn leaves a choice nothing, all at such values are the first: whole.
+    """
+    parts = {edge: components(edge) for edge in problem.edges}
+    cut = [edge for edge, found in parts.items() if found.max(initial=0) > 0]
+    ends = {edge: [(edge.producer, edge.produced), *((one.choice, one.wants) for one in edge.consumers)] for edge in cut}
+    at = {choice: [edge for edge in cut if choice in dict(ends[edge])] for edge in cut for choice, _ in ends[edge]}
+    left = {choice: np.ones(len(problem.choices[choice].seconds), dtype=np.bool_) for choice in at}
+    for choice, mask in left.items():
+        if not mask.any():
+            return [0 if choice in at else pick for choice, pick in enumerate(drawn)]
+        if not mask[drawn[choice]]:
+            drawn[choice] = draw.choice(np.flatnonzero(mask).tolist())
+        mask &= np.arange(len(mask)) == drawn[choice]
+        waiting = list(at[choice])
+        while waiting:
+            edge = waiting.pop()
+            common = functools.reduce(np.intersect1d, (parts[edge][layouts[left[other]]] for other, layouts in ends[edge]))
+            for other, layouts in ends[edge]:
+                kept = left[other] & np.isin(parts[edge][layouts], common)
+                if (kept != left[other]).any():
+                    left[other][:] = kept
+                    waiting += at[other]
+    return drawn
+
+
 def random_solution(problem: Problem, draw: random.Random) -> Solution:
     """Random picks, with routes that are cheapest under random prices."""
-    drawn = [draw.randrange(len(choice.seconds)) for choice in problem.choices]
-    for edge in problem.edges:
-        if not len(edge.seconds) and edge.nodes > 1:  # no conversion is allowed: used as it is stored, which is first: whole
-            for choice in (edge.producer, *(consumer.choice for consumer in edge.consumers)):
-                drawn[choice] = 0
+    drawn = _joined([draw.randrange(len(choice.seconds)) for choice in problem.choices], problem, draw)
     for edge in reversed(problem.edges):
         if tree(edge, drawn) is None:  # it is stored otherwise than its consumers can have it: whole, which is first, they can
             drawn[edge.producer] = 0
@@ -148,7 +174,7 @@ def random_solution(problem: Problem, draw: random.Random) -> Solution:
     for edge in problem.edges:
         weights = np.array([draw.random() for _ in edge.seconds])
         found = tree(replace(edge, seconds=weights), picks)
-        assert found is not None, f"{edge.name}: the layout graph is connected"
+        assert found is not None, f"{edge.name}: a conversion leads there"
         arcs.append(found)
     seconds = price(problem, picks, tuple(arcs))
     return Solution(picks=picks, arcs=tuple(arcs), seconds=seconds, bound=0.0, status="feasible")

@@ -469,6 +469,7 @@ TABLE: dict[str, list[Example]] = {
     **{f"aten.{n}.default": [ex(t(4, 6, 10), 1)] for n in "cumprod cummax cummin logcumsumexp sort cumsum glu".split()},
     "aten.sort.stable": [ex(t(4, 6), stable=True, dim=0)],
     "aten.argsort.default": [ex(t(4, 6))],
+    "aten.argsort.stable": [ex(t(4, 6), stable=True)],
     "aten.topk.default": [ex(t(4, 6), 2), ex(t(4, 6), 2, 0)],
     "aten.diff.default": [ex(t(4, 6)), ex(t(4, 6), 1, 0, t(2, 6))],
     "aten.flip.default": [ex(t(4, 6, 10), (0, -1))],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from autopar.ir.program import Argument
+from autopar.operators import own_order
 from autopar.operators.call import Call, Local
 from autopar.operators.facts import OpKind
 from autopar.operators.families.views import result_size
@@ -30,7 +31,7 @@ TABLE: dict[str, Rule] = {
     "aten.full.default": op(
         "-> ...", local=result_size("size"), fills="fill_value", indifferent="fill_value", index_fact=integers.fill
     ),
-    "aten.zeros_like.default": op("... -> ...", index_fact=integers.zeros),
+    "aten.zeros_like.default": op("... -> ...", index_fact=integers.zeros, own_order=own_order.empty_like),
     "aten.ones_like.default": op("... -> ...", index_fact=integers.ones),
     "aten.full_like.default": op("... -> ...", index_fact=integers.fill),
     "aten.new_zeros.default": op("_... -> ...", local=result_size("size"), fills=0),
@@ -38,8 +39,8 @@ TABLE: dict[str, Rule] = {
     "aten.new_full.default": op("_... -> ...", local=result_size("size"), fills="fill_value"),
     "aten.scalar_tensor.default": op("-> ()", fills="s"),
     # positions
-    "aten.arange.default": op("-> _", index_fact=integers.arange),
-    "aten.arange.start": op("-> _", index_fact=integers.arange),
+    "aten.arange.default": op("-> _", local=own_order.arange_end, index_fact=integers.arange, own_order=own_order.arange),
+    "aten.arange.start": op("-> _", local=own_order.arange_end, index_fact=integers.arange, own_order=own_order.arange),
     "aten.arange.start_step": op("-> _", index_fact=integers.arange),
     "aten.linspace.default": op("-> _"),
     "aten.logspace.default": op("-> _"),
@@ -57,6 +58,6 @@ TABLE: dict[str, Rule] = {
     # memory that is not written yet is as good as drawn at random
     "aten.empty.memory_format": op("-> ...", local=result_size("size"), random=True),
     "aten.empty_strided.default": op(strided, local=strides),
-    "aten.empty_like.default": op("... -> ...", random=True),
+    "aten.empty_like.default": op("... -> ...", random=True, own_order=own_order.empty_like),
     "aten.new_empty.default": op("_... -> ...", local=result_size("size"), random=True),
 }

@@ -7,7 +7,7 @@ import string
 from dataclasses import replace
 
 from autopar.ir.program import Argument
-from autopar.operators import padding
+from autopar.operators import own_order, padding
 from autopar.operators.call import Call, Local
 from autopar.operators.facts import Alias, Autocast, says
 from autopar.operators.flops import ProductSizes, chain, contraction, product
@@ -202,6 +202,7 @@ GROUPED_ROWS = op(
     distributed=[EXPERTS],
     flops=product(grouped_sizes, 0, 1),
     timed=even_ends,
+    own_order=own_order.grouped_products,
 )
 
 TABLE: dict[str, Rule] = {
@@ -311,7 +312,12 @@ TABLE: dict[str, Rule] = {
     "aten.linalg_multi_dot.default": op(multi_dot, flops=chain, autocast=Autocast.LOWER),
     "aten.chain_matmul.default": op(multi_dot, flops=chain, autocast=Autocast.LOWER),
     "aten._grouped_mm.default": op(
-        grouped, linear="self, mat2", distributed=[EXPERTS], flops=product(grouped_sizes, 0, 1), timed=even_ends
+        grouped,
+        linear="self, mat2",
+        distributed=[EXPERTS],
+        flops=product(grouped_sizes, 0, 1),
+        timed=even_ends,
+        own_order=own_order.grouped_products,
     ),
     # vectors along a dim
     "aten.linalg_vecdot.default": op(

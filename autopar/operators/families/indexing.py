@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from autopar.ir.program import Argument, Ref
+from autopar.operators import own_order
 from autopar.operators.call import Call, Local
 from autopar.operators.facts import Alias, Autocast
 from autopar.operators.index_facts import views
@@ -144,13 +145,19 @@ def input_sizes(call: Call, local: Local) -> dict[str, Argument]:
 
 TABLE: dict[str, Rule] = {
     # by tensors of indices
-    "aten.index.Tensor": op(index, linear="self", distributed=[FETCHED], picks="self", index_fact=views.index),
+    "aten.index.Tensor": op(
+        index, linear="self", distributed=[FETCHED], picks="self", index_fact=views.index, own_order=own_order.index
+    ),
     "aten._unsafe_index.Tensor": op(index, linear="self", picks="self"),
-    "aten.index_put.default": op(index_put, linear="self values", autocast=Autocast.WIDEST),
+    "aten.index_put.default": op(index_put, linear="self values", autocast=Autocast.WIDEST, own_order=own_order.index_put),
     "aten._unsafe_index_put.default": op(index_put, linear="self values"),
     # by one tensor of indices along a dim
-    "aten.index_select.default": op("... _@dim ..., [i] -> ... i@dim ...", linear="self", picks="self"),
-    "aten.index_add.default": op("+... _@dim ..., [n], ... n@dim ... -> ... _@dim ...", linear="self source"),
+    "aten.index_select.default": op(
+        "... _@dim ..., [i] -> ... i@dim ...", linear="self", picks="self", own_order=own_order.index_select
+    ),
+    "aten.index_add.default": op(
+        "+... _@dim ..., [n], ... n@dim ... -> ... _@dim ...", linear="self source", own_order=own_order.index_add
+    ),
     "aten.index_copy.default": op("... _@dim ..., _..., ... _@dim ... -> ... _@dim ...", linear="self source"),
     "aten.index_reduce.default": op("... _@dim ..., _..., ... _@dim ... -> ... _@dim ..."),
     "aten.index_copy_.default": op("... _@dim ..., _..., ... _@dim ... -> ... _@dim ...", alias=Alias.ALWAYS),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.operators import padding
+from autopar.operators import own_order, padding
 from autopar.operators.call import Call
 from autopar.operators.facts import Alias, Autocast, Mixed, OpKind
 from autopar.operators.index_facts import integers, predicates
@@ -49,8 +49,8 @@ TABLE: dict[str, Rule] = {
     "aten.copy_.default": op("..., ... -> ...", alias=Alias.ALWAYS),  # of a buffer, whose layout it then has
     "aten.fill.Tensor": op("..., ... -> ...", linear="value"),
     # arithmetic that is not linear
-    "aten.div.Tensor_mode": op("..., ... -> ..."),
-    "aten.floor_divide.default": op("..., ... -> ..."),
+    "aten.div.Tensor_mode": op("..., ... -> ...", own_order=own_order.floor_divide),
+    "aten.floor_divide.default": op("..., ... -> ...", own_order=own_order.floor_divide),
     "aten.remainder.Tensor": op("..., ... -> ..."),
     "aten.fmod.Tensor": op("..., ... -> ..."),
     "aten.pow.Tensor_Tensor": op("..., ... -> ...", autocast=Autocast.FP32),

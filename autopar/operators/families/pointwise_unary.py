@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.operators import padding
+from autopar.operators import own_order, padding
 from autopar.operators.call import Call
 from autopar.operators.facts import Alias, Autocast, OpKind
 from autopar.operators.index_facts import integers, predicates
@@ -80,8 +80,8 @@ TABLE: dict[str, Rule] = {
     "aten.multiply.Scalar": op("... -> ...", linear="self", padding=padding.scaled, index_fact=predicates.product),
     "aten.div.Scalar": op("... -> ...", linear="self", padding=padding.divided),
     "aten.divide.Scalar": op("... -> ...", linear="self", padding=padding.divided),
-    "aten.div.Scalar_mode": op("... -> ..."),
-    "aten.floor_divide.Scalar": op("... -> ..."),
+    "aten.div.Scalar_mode": op("... -> ...", own_order=own_order.floor_divide),
+    "aten.floor_divide.Scalar": op("... -> ...", own_order=own_order.floor_divide),
     "aten.remainder.Scalar": op("... -> ..."),
     "aten.fmod.Scalar": op("... -> ..."),
     "aten.deg2rad.default": op("... -> ...", linear="self"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.operators import padding
+from autopar.operators import own_order, padding
 from autopar.operators.call import Call
 from autopar.operators.facts import Autocast
 from autopar.operators.index_facts import integers, predicates
@@ -84,7 +84,7 @@ TABLE: dict[str, Rule] = {
     "aten.quantile.scalar": op("... @dim! ... -> ... ..."),
     "aten.nanquantile.default": op(quantile),
     "aten.nanquantile.scalar": op("... @dim! ... -> ... ..."),
-    "aten.histc.default": op(histogram),
+    "aten.histc.default": op(histogram, own_order=own_order.histc),
     # products and exponentials
     "aten.prod.default": op("...! -> ()", autocast=Autocast.FP32),
     "aten.prod.dim_int": op("... @dim! ... -> ... ...", autocast=Autocast.FP32),
@@ -105,15 +105,20 @@ TABLE: dict[str, Rule] = {
     "aten.cosine_similarity.default": op("... k@dim! ..., ... k@dim! ... -> ...", autocast=Autocast.FP32),
     # along a dim, which stays whole; the results may be longer or shorter there
     "aten.cumsum.default": op(
-        "... _@dim ... -> ... _@dim ...", linear="self", autocast=Autocast.FP32, index_fact=integers.cumsum
+        "... _@dim ... -> ... _@dim ...",
+        linear="self",
+        autocast=Autocast.FP32,
+        index_fact=integers.cumsum,
+        own_order=own_order.cumsum,
     ),
     "aten.cumprod.default": op("... _@dim ... -> ... _@dim ...", autocast=Autocast.FP32),
     "aten.cummax.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ..."),
     "aten.cummin.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ..."),
     "aten.logcumsumexp.default": op("... _@dim ... -> ... _@dim ..."),
-    "aten.sort.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ..."),
-    "aten.sort.stable": op("... _@dim ... -> ... _@dim ..., ... _@dim ..."),
-    "aten.argsort.default": op("... _@dim ... -> ... _@dim ..."),
+    "aten.sort.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ...", own_order=own_order.sort),
+    "aten.sort.stable": op("... _@dim ... -> ... _@dim ..., ... _@dim ...", own_order=own_order.sort),
+    "aten.argsort.default": op("... _@dim ... -> ... _@dim ...", own_order=own_order.sort),
+    "aten.argsort.stable": op("... _@dim ... -> ... _@dim ...", own_order=own_order.sort),
     "aten.topk.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ..."),
     "aten.diff.default": op(
         "... _@dim ..., ... _@dim ..., ... _@dim ... -> ... _@dim ...", linear="self prepend append", index_fact=integers.diff
