@@ -137,7 +137,7 @@ def smallest(formulated: PlanningProblem, memory_model: MemoryModel, *, settings
     """A solution of least peak memory, up to `least_memory_step`; None if the problem has no solution."""
     if memory_model in _LEAST:
         return _LEAST[memory_model]
-    least = better = _least(formulated, memory_model, settings)
+    least = better = _least_of_both(formulated, memory_model, settings)
     loop = BudgetLoop(formulated, memory_model, replace(settings, rens_nodes=0))
     while better is not None:
         least = better
@@ -149,6 +149,19 @@ def smallest(formulated: PlanningProblem, memory_model: MemoryModel, *, settings
     if least is not None:
         _LEAST[memory_model] = least
     return least
+
+
+def _least_of_both(formulated: PlanningProblem, memory_model: MemoryModel, settings: SearchSettings) -> Solution | None:
+    """The better of what `_least` finds with own rows and without them, between which its dive does not change its mind."""
+    found = [_least(formulated, memory_model, settings)]
+    shared = [np.array([i for i, c in enumerate(known) if not c.own], dtype=np.int64) for known in formulated.candidates]
+    if any(len(left) < len(known) for left, known in zip(shared, formulated.candidates, strict=True)) and all(map(len, shared)):
+        inner = formulated.within(shared)
+        other = _least(inner, MemoryModel(inner, memory_model.optimizer), settings)
+        if other is not None:
+            picks = tuple(int(left[pick]) for left, pick in zip(shared, other.picks, strict=True))
+            found.append(replace(other, picks=picks))
+    return min(filter(None, found), key=lambda one: float(memory_model.walk(one).max()), default=None)
 
 
 def _least(formulated: PlanningProblem, memory_model: MemoryModel, settings: SearchSettings) -> Solution | None:

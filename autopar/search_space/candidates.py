@@ -39,6 +39,11 @@ class Candidate:
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
 
+    @property
+    def own(self) -> bool:
+        """Whether it runs on own rows on some axis."""
+        return any(kind == "O" for kind, _, _ in self.forms)
+
 
 def candidates(
     op: Op,

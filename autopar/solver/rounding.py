@@ -10,7 +10,7 @@ import numpy as np
 from autopar.solver.highs import SolverResult
 from autopar.solver.integer_program import IntegerProgram
 from autopar.solver.problem import RecomputeCounts, Solution, price, storages
-from autopar.solver.routes import tree
+from autopar.solver.routes import joined, tree
 from autopar.solver.settings import SearchSettings
 
 
@@ -24,10 +24,12 @@ def rounded(program: IntegerProgram, result: SolverResult, settings: SearchSetti
     Raises NoRouteError if the layouts that were picked are not joined.
     """
     problem, columns, values, tolerance = program.problem, program.columns, result.values, settings.integrality
-    picks = tuple(
-        int(np.argmax(values[first : first + len(choice.seconds)]))
-        for first, choice in zip(columns.pick, problem.choices, strict=True)
-    )
+    shares = [values[first : first + len(choice.seconds)] for first, choice in zip(columns.pick, problem.choices, strict=True)]
+    picks = tuple(int(np.argmax(share)) for share in shares)
+    if any(tree(edge, picks) is None for edge in problem.edges):
+        surest = np.argsort([-float(share.max()) for share in shares], kind="stable").tolist()
+        again = joined(problem, picks, surest, lambda choice, left: int(np.where(left, shares[choice], -1.0).argmax()))
+        picks = picks if again is None else tuple(again)
     arcs: list[tuple[int, ...]] = []
     for edge, use in zip(problem.edges, columns.use, strict=True):
         used = np.flatnonzero(values[use : use + len(edge.seconds)] > tolerance)

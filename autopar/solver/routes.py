@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from autopar.solver.problem import Edge, Problem, Solution, charge_share, price, route_price
+from autopar.solver.problem import Bools, Edge, Problem, Solution, charge_share, price, route_price
 
 
 def tree(edge: Edge, picks: Sequence[int], allowed: npt.NDArray[np.int64] | None = None) -> tuple[int, ...] | None:
@@ -23,15 +23,52 @@ def tree(edge: Edge, picks: Sequence[int], allowed: npt.NDArray[np.int64] | None
     return _Trees(edge, allowed).tree(picks)
 
 
-def components(edge: Edge) -> npt.NDArray[np.int64]:
-    """For each layout the number of its part: conversions lead between layouts of one part only."""
+def joined(problem: Problem, picks: Sequence[int], order: Iterable[int], pick: Callable[[int, Bools], int]) -> list[int] | None:
+    """The picks, made again where no conversions lead from what is produced to what is wanted; None if that leaves nothing.
+
+    Layouts between which there are no conversions, as between rows in a rank's own order and any other, are in different parts
+    of a layout graph, of which the ends of a value must have one. In this `order` each choice keeps its pick if that is left,
+    or takes that of `pick(choice, left)`.
+    """
+    parts = {edge: _parts(edge) for edge in problem.edges}
+    ends = {
+        edge: [(edge.producer, edge.produced), *((one.choice, one.wants) for one in edge.consumers)]
+        for edge, found in parts.items()
+        if found.any()
+    }
+    at: dict[int, list[Edge]] = {}
+    for edge, found in ends.items():
+        for choice in {choice for choice, _ in found}:
+            at.setdefault(choice, []).append(edge)
+    made, left = list(picks), {choice: np.ones(len(problem.choices[choice].seconds), dtype=np.bool_) for choice in at}
+    for choice in filter(at.__contains__, order):
+        mask = left[choice]
+        if not mask.any():
+            return None
+        if not mask[made[choice]]:
+            made[choice] = pick(choice, mask)
+        mask &= np.arange(len(mask)) == made[choice]
+        waiting = list(at[choice])
+        while waiting:
+            edge = waiting.pop()
+            common = functools.reduce(np.intersect1d, (parts[edge][layouts[left[other]]] for other, layouts in ends[edge]))
+            for other, layouts in ends[edge]:
+                kept = left[other] & np.isin(parts[edge][layouts], common)
+                if (kept != left[other]).any():
+                    left[other] = kept
+                    waiting += at[other]
+    return made
+
+
+def _parts(edge: Edge) -> npt.NDArray[np.int64]:
+    """For each layout the least one of its part: conversions lead between layouts of one part only."""
     numbers = np.arange(edge.nodes)
     while True:
         least = numbers.copy()
         np.minimum.at(least, edge.source, numbers[edge.target])
         np.minimum.at(least, edge.target, numbers[edge.source])
         if (least == numbers).all():
-            return np.unique(numbers, return_inverse=True)[1].astype(np.int64)
+            return numbers
         numbers = least
 
 

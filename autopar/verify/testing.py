@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,7 +33,7 @@ from autopar.runtime.memory_tracker import MemoryTracker, Peak
 from autopar.runtime.storage import to_local
 from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.solver.problem import Problem, Solution, price
-from autopar.solver.routes import components, tree
+from autopar.solver.routes import joined, tree
 
 
 def peak(
@@ -134,38 +133,11 @@ def random_again(analysis: Analysis, chosen: Assignment, draw: random.Random, *,
     )
 
 
-def _joined(drawn: list[int], problem: Problem, draw: random.Random) -> list[int]:
-    """The picks, drawn again where no conversion leads from what is produced to what is wanted.
-
-    Layouts between which there are no conversions, as between rows in a rank's own order and any other, are parts of which the
-    ends of a value must have one. If what was drawn leaves a choice nothing, all at such values are the first: whole.
-    """
-    parts = {edge: components(edge) for edge in problem.edges}
-    cut = [edge for edge, found in parts.items() if found.max(initial=0) > 0]
-    ends = {edge: [(edge.producer, edge.produced), *((one.choice, one.wants) for one in edge.consumers)] for edge in cut}
-    at = {choice: [edge for edge in cut if choice in dict(ends[edge])] for edge in cut for choice, _ in ends[edge]}
-    left = {choice: np.ones(len(problem.choices[choice].seconds), dtype=np.bool_) for choice in at}
-    for choice, mask in left.items():
-        if not mask.any():
-            return [0 if choice in at else pick for choice, pick in enumerate(drawn)]
-        if not mask[drawn[choice]]:
-            drawn[choice] = draw.choice(np.flatnonzero(mask).tolist())
-        mask &= np.arange(len(mask)) == drawn[choice]
-        waiting = list(at[choice])
-        while waiting:
-            edge = waiting.pop()
-            common = functools.reduce(np.intersect1d, (parts[edge][layouts[left[other]]] for other, layouts in ends[edge]))
-            for other, layouts in ends[edge]:
-                kept = left[other] & np.isin(parts[edge][layouts], common)
-                if (kept != left[other]).any():
-                    left[other][:] = kept
-                    waiting += at[other]
-    return drawn
-
-
 def random_solution(problem: Problem, draw: random.Random) -> Solution:
     """Random picks, with routes that are cheapest under random prices."""
-    drawn = _joined([draw.randrange(len(choice.seconds)) for choice in problem.choices], problem, draw)
+    drawn = [draw.randrange(len(choice.seconds)) for choice in problem.choices]
+    again = joined(problem, drawn, range(len(drawn)), lambda choice, left: draw.choice(np.flatnonzero(left).tolist()))
+    drawn = [0] * len(drawn) if again is None else again
     for edge in reversed(problem.edges):
         if tree(edge, drawn) is None:  # it is stored otherwise than its consumers can have it: whole, which is first, they can
             drawn[edge.producer] = 0
