@@ -32,9 +32,7 @@ class Relaxation:
         program: what is relaxed. Fixed charges and regions that it lacks can be added after a first solve.
         settings: limits and tolerances.
         quick: the first look at rows, after which there are others: iterations are limited without regard to size.
-        presolve: whether HiGHS presolves it. A program with memory rows that is solved once, from prices that are all
-            positive, it solves sooner as it is: of Llama-3 70B in two micro-batches on 512 devices, 53,703 rows of what is
-            below a known price, in 4 CPU seconds, and in 17 after presolving, after which rows are denser.
+        presolve: whether HiGHS presolves it although it is large (`unpresolved_rows`).
     """
 
     def __init__(
@@ -51,8 +49,9 @@ class Relaxation:
     def _highs(self) -> highspy.Highs:
         """The program in HiGHS, where it is loaded when it is solved first; without rows (excess) that nothing has broken."""
         if self._loaded is None:
-            devex = self.program.matrix.rows > self.settings.devex_rows
-            self._loaded = highs.load(self.program.block(), devex=devex, presolve=self._presolve)
+            rows, settings = self.program.matrix.rows, self.settings
+            devex, presolve = rows > settings.devex_rows, self._presolve or rows <= settings.unpresolved_rows
+            self._loaded = highs.load(self.program.block(), devex=devex, presolve=presolve)
             self._let_wait(self._loaded)
         return self._loaded
 

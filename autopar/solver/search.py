@@ -46,9 +46,9 @@ class Search:
     rows: dict[str, Row] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, window: Window, settings: SearchSettings, *, quick: bool = False) -> Search:
-        """The search of a window that is relaxed with rows only (`quick`: see `Relaxation`)."""
-        return cls(window, settings, Relaxation(IntegerProgram(window.problem), settings, quick=quick))
+    def of(cls, window: Window, settings: SearchSettings, *, quick: bool = False, presolve: bool = True) -> Search:
+        """The search of a window that is relaxed with rows only (`quick`, `presolve`: see `Relaxation`)."""
+        return cls(window, settings, Relaxation(IntegerProgram(window.problem), settings, quick=quick, presolve=presolve))
 
     @property
     def tightened(self) -> bool:

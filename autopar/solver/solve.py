@@ -276,7 +276,7 @@ class Solver:
             return self._proven_by_weights(memory, best, bound)
         largest = settings.largest_window if self._series else 1.0  # the whole takes longer, but only once in a series
         part = base.window(best.seconds, largest)
-        search = base.everything() if part is None else Search.of(part, settings)
+        search = base.everything() if part is None else Search.of(part, settings, presolve=not memory.rows)
         search.add([search.window.row(replace(row, constant=0.0)) for row in memory.rows.values()])
         relaxed = search.relaxation.relax(proving=not memory.rows, improving=bool(self._weighed and memory.rows))
         bound = max(bound, min(most, relaxed.bound))
