@@ -9,7 +9,7 @@ import numpy as np
 
 from autopar.solver.highs import SolverResult
 from autopar.solver.integer_program import IntegerProgram
-from autopar.solver.problem import RecomputeCounts, Solution, price, storages
+from autopar.solver.problem import Floats, RecomputeCounts, Solution, price, storages
 from autopar.solver.routes import joined, tree
 from autopar.solver.settings import SearchSettings
 
@@ -21,24 +21,19 @@ class NoRouteError(Exception):
 def rounded(program: IntegerProgram, result: SolverResult, settings: SearchSettings) -> Solution:
     """The largest pick of each choice, the cheapest trees of the arcs that are used, members rounded up.
 
-    Raises NoRouteError if the layouts that were picked are not joined.
+    Picks that no conversions join are made again, the surest first. Raises NoRouteError if that leaves nothing.
     """
     problem, columns, values, tolerance = program.problem, program.columns, result.values, settings.integrality
     shares = [values[first : first + len(choice.seconds)] for first, choice in zip(columns.pick, problem.choices, strict=True)]
-    picks = tuple(int(np.argmax(share)) for share in shares)
-    if any(tree(edge, picks) is None for edge in problem.edges):
+    picks = [int(np.argmax(share)) for share in shares]
+    try:
+        arcs = _trees(program, values, picks, tolerance)
+    except NoRouteError:
         surest = np.argsort([-float(share.max()) for share in shares], kind="stable").tolist()
         again = joined(problem, picks, surest, lambda choice, left: int(np.where(left, shares[choice], -1.0).argmax()))
-        picks = picks if again is None else tuple(again)
-    arcs: list[tuple[int, ...]] = []
-    for edge, use in zip(problem.edges, columns.use, strict=True):
-        used = np.flatnonzero(values[use : use + len(edge.seconds)] > tolerance)
-        route = tree(edge, picks, used)
-        if route is None:
-            route = tree(edge, picks)
-        if route is None:
-            raise NoRouteError(f"{edge.name}: no route to the layouts that were picked")
-        arcs.append(route)
+        if again is None:
+            raise
+        picks, arcs = again, _trees(program, values, again, tolerance)
     rerun = {choice: _members(values[first + picks[choice]], tolerance) for choice, first in columns.rerun.items()}
     reconverted = {
         (w, arc): _members(values[first + arc], tolerance) for w, first in columns.reconvert.items() for arc in arcs[w]
@@ -48,9 +43,24 @@ def rounded(program: IntegerProgram, result: SolverResult, settings: SearchSetti
         arcs={end: members for end, members in reconverted.items() if members},
         offload=_offloaded(program, result, picks, arcs, tolerance),
     )
-    seconds = price(problem, picks, tuple(arcs), recompute)
-    solution = Solution(picks=picks, arcs=tuple(arcs), seconds=seconds, bound=0.0, recompute=recompute, status="feasible")
+    made = tuple(picks)
+    seconds = price(problem, made, tuple(arcs), recompute)
+    solution = Solution(picks=made, arcs=tuple(arcs), seconds=seconds, bound=0.0, recompute=recompute, status="feasible")
     return solution.bounded(result.bound, settings.equal_price)
+
+
+def _trees(program: IntegerProgram, values: Floats, picks: Sequence[int], tolerance: float) -> list[tuple[int, ...]]:
+    """The cheapest trees of the arcs that are used, or of all; raises NoRouteError."""
+    arcs = []
+    for edge, use in zip(program.problem.edges, program.columns.use, strict=True):
+        used = np.flatnonzero(values[use : use + len(edge.seconds)] > tolerance)
+        route = tree(edge, picks, used)
+        if route is None:
+            route = tree(edge, picks)
+        if route is None:
+            raise NoRouteError(f"{edge.name}: no route to the layouts that were picked")
+        arcs.append(route)
+    return arcs
 
 
 def _offloaded(
