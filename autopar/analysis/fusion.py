@@ -47,9 +47,6 @@ FUSED = (
     concat_repeat, constructors, indexing, losses, normalization, pointwise_binary, pointwise_unary, pooling_padding,
     random_ops, reductions,
 )  # fmt: skip
-ALONE = frozenset((
-    "aten.sort.default", "aten.sort.stable", "aten.topk.default", "aten.multinomial.default", "aten.histc.default",
-))  # fmt: skip
 
 
 def fused(program: Program) -> Program:
@@ -59,8 +56,8 @@ def fused(program: Program) -> Program:
 
 def fusible(op: Op) -> bool:
     """Whether `torch.compile` generates the kernel of an op, instead of calling one that is written by hand."""
-    known = any(op.target in family.TABLE for family in FUSED) and row_of(op).flops is None
-    return known and op.target not in ALONE and not writes(op)
+    row = row_of(op)
+    return any(op.target in family.TABLE for family in FUSED) and row.flops is None and not row.alone and not writes(op)
 
 
 class _Fuser:

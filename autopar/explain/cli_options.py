@@ -98,7 +98,9 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
-    """What is written, and how the answer is printed."""
+    """What is read and written, and how the answer is printed."""
+    before = "a plan that was saved: questions about TARGET are answered for it, at the prices of today, and nothing is planned"
+    parser.add_argument("--plan", metavar="PLAN.json", help=before)
     parser.add_argument("--save", metavar="PLAN.json", help="write the plan to a file")
     trace = "write the simulated step, which https://ui.perfetto.dev draws: what a device computes and sends, and when it waits"
     parser.add_argument("--trace", metavar="STEP.json", help=trace)

@@ -46,7 +46,7 @@ from autopar.explain.cli_options import (
     several_meshes,
 )
 from autopar.explain.difference import difference
-from autopar.explain.explanation import Explanation, explained
+from autopar.explain.explanation import Explanation, explained, explained_before
 from autopar.explain.html_report import Questions, html_report, require
 from autopar.explain.output import CommandOutput, of_difference, of_energy, of_model, of_page, of_plan, of_scaling, of_stages
 from autopar.explain.scaling import scaling
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _checked(options: argparse.Namespace) -> int:
     """Compare plans with their baselines; returns the exit code."""
-    refuse(options, (*MODEL, *ENERGY, "html", *COUNTS[1:], "diff", "json"), "--check prints no report")
+    refuse(options, (*MODEL, *ENERGY, "html", *COUNTS[1:], "plan", "diff", "json"), "--check prints no report")
     if options.mesh != AUTO:
         refuse(options, ("devices",), "--check compares one plan", fix="--mesh, or --mesh auto --devices 64")
     if not options.target:
@@ -101,7 +101,9 @@ def _print(answer: CommandOutput, *, json: bool) -> None:
 
 def _answer(options: argparse.Namespace) -> CommandOutput:
     if options.diff:
-        refuse(options, (*PLANNING, *MODEL, *ENERGY, *COUNTS, "target", "save", "html"), "--diff compares two saved plans")
+        refuse(
+            options, (*PLANNING, *MODEL, *ENERGY, *COUNTS, "target", "plan", "save", "html"), "--diff compares two saved plans"
+        )
         return of_difference(difference(*map(_loaded, options.diff)))
     if not options.target:
         raise UsageError("no TARGET given", fix=f"TARGET: {HOW}")
@@ -126,9 +128,10 @@ def _saved(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
     """A plan that was saved before, and the report of it."""
     saved = f"{options.target} is a saved plan"
     refuse(options, PLANNING, saved, "cannot change it", "name the model to plan it again")
+    refuse(options, ("plan",), saved, "names another one", f"MODEL --plan {options.target}")
     plan = _loaded(options.target)
     needed = [name for name in (*MODEL, "devices") if not (name == "trace" and plan.pipeline)]  # a clock needs only the plan
-    refuse(options, needed, saved, "need the model", "name the model, and the mesh that it was planned for")
+    refuse(options, needed, saved, "need the model", f"MODEL --plan {options.target}, with the model that it was planned for")
     if options.trace:
         _write(options.trace, trace_of(plan))
     if options.energy:
@@ -142,7 +145,7 @@ def _saved(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
 def _scaled(options: argparse.Namespace) -> CommandOutput:
     """The plans of a model on several numbers of devices."""
     shapes = options.mesh == AUTO
-    alone = *(() if shapes else ("mesh",)), "constraint", "dynamic", "diff", "save", *MODEL, *ENERGY
+    alone = *(() if shapes else ("mesh",)), "constraint", "dynamic", "plan", "diff", "save", *MODEL, *ENERGY
     refuse(options, alone, "--devices plans for several meshes")
     if options.target.endswith(".json"):
         raise UsageError(f"{options.target} is a saved plan: --devices plans a model", fix=HOW)
@@ -223,7 +226,13 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> Explanation | StagedExplanation:
-    """The model that the command line names, planned as it asks."""
+    """The model that the command line names, planned as it asks or as a plan that was saved says."""
+    if options.plan:
+        others = [name for name in PLANNING if name != "device"]
+        refuse(options, (*others, "devices"), f"{options.plan} is a saved plan", "cannot change it", "leave --plan out")
+        tell("building the model")
+        model, sample = built(options.target)
+        return explained_before(_loaded(options.plan), model, sample, options.device, phases(tell))
     mesh, asked = mesh_of(options), planning_options(options)
     model, sample = built(options.target)
     tell("capturing the model")

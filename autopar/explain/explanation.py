@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from autopar.api import declared, options_of
+from autopar.errors import ConstraintError
 from autopar.explain.code import code
 from autopar.explain.comparison import Compared, compare, comparison
 from autopar.explain.report import report
@@ -25,6 +26,7 @@ from autopar.plan.text import Part, plain
 from autopar.planning.optimize import Stop
 from autopar.planning.pipeline_search import search_pipeline
 from autopar.planning.planner import Planned, connected_meshes, make_plan, read_program
+from autopar.planning.saved_plan import planned_before
 from autopar.simulator.instructions import simulated
 from autopar.simulator.timeline import Timeline
 from autopar.simulator.trace import trace
@@ -104,11 +106,40 @@ def explain(
     *,
     config: Mapping[str, object] | str | Path | None = None,
     devices: int | None = None,
+    plan: Plan | None = None,
     **options: object,
 ) -> Explanation | StagedExplanation:
-    """Plan a model and explain the plan; arguments and errors are those of `autopar.plan`."""
+    """Plan a model and explain the plan; arguments and errors are those of `autopar.plan`.
+
+    Args:
+        model: as for `autopar.plan`.
+        sample_input: as there.
+        mesh: as there.
+        config: as there.
+        devices: as there.
+        plan: one that was made before for this model and sample, which is explained at the prices of today instead of making
+            one; its mesh and options count, and no others may be given but `device`.
+        **options: as there.
+
+    Raises:
+        PlanError: the plan was made for another model or sample, in pipeline stages, or by other rules.
+        AutoparError: what `autopar.plan` raises.
+    """
+    if plan is not None:
+        given = {"mesh": mesh, "config": config, "devices": devices} | {n: o for n, o in options.items() if n != "device"}
+        if names := [name for name, value in given.items() if value is not None]:
+            raise ConstraintError(f"a plan that was made has its own {', '.join(names)}", fix="leave them out, or plan= out")
+        return explained_before(plan, model, sample_input, options.get("device"))
     mesh, options = declared(mesh, config, devices, options)
     return explained(model, sample_input, mesh, Options(**options_of(options)))  # type: ignore[arg-type]
+
+
+def explained_before(
+    plan: Plan, model: nn.Module, sample_input: object, device: object = None, stop: Stop = lambda phase: None
+) -> Explanation:
+    """The explanation of a plan that was made before; raises as `planned_before` does."""
+    planned, options = planned_before(plan, model, sample_input, device, stop)  # type: ignore[arg-type]
+    return Explanation(planned=planned, options=options)
 
 
 def explained(

@@ -1,8 +1,10 @@
-"""From a solution of the integer program to the assignment that it stands for: the inverse of `formulate`."""
+"""From a solution of the integer program to the assignment that it stands for, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
+from typing import TypeVar
 
 from autopar.analysis.analysis import Analysis, saves
 from autopar.analysis.weight_buckets import weight_buckets
@@ -11,7 +13,9 @@ from autopar.ir.conversion import CARRIED, Conversion
 from autopar.ir.layout import Layout
 from autopar.ir.program import OUTPUT
 from autopar.search_space.assignment import Assignment, RecomputeChoice
-from autopar.solver.problem import Solution, storages
+from autopar.solver.problem import RecomputeCounts, Solution, price, storages
+
+Key = TypeVar("Key")
 
 
 def assignment(formulated: PlanningProblem, solution: Solution) -> Assignment:
@@ -35,6 +39,73 @@ def assignment(formulated: PlanningProblem, solution: Solution) -> Assignment:
         recompute=_recompute_choice(formulated, solution, routes),
         once=formulated.once,
     )
+
+
+class NoSolutionError(Exception):
+    """No solution of a problem stands for an assignment."""
+
+
+def solution_of(formulated: PlanningProblem, chosen: Assignment, *, gap: float, status: str) -> Solution:
+    """The solution that stands for an assignment, at the problem's prices; its bound is that of the `gap`, relative.
+
+    Raises NoSolutionError if there is none: members of a class differ, or the problem allows something else.
+    """
+    bare = Solution(
+        picks=tuple(_picks(formulated, chosen)),
+        arcs=tuple(_arcs(formulated, chosen)),
+        seconds=0.0,
+        bound=0.0,
+        status=status,
+    )
+    found = replace(bare, recompute=_counts(formulated, bare, chosen.recompute))
+    if assignment(formulated, found) != chosen:
+        raise NoSolutionError("the solution of the first members stands for another assignment")
+    seconds = price(formulated.problem, found.picks, found.arcs, found.recompute)
+    return replace(found, seconds=seconds, bound=(1 - gap) * seconds)
+
+
+def _picks(formulated: PlanningProblem, chosen: Assignment) -> Iterator[int]:
+    """The candidate of each choice, by its first member."""
+    program = formulated.program
+    for name, found in zip(formulated.names, formulated.candidates, strict=True):
+        if name in program.op:
+            alike = [candidate == chosen.ops[name] for candidate in found]
+        elif name in program.values:
+            alike = [candidate.results[0] == chosen.given[name] for candidate in found]
+        else:
+            alike = [candidate.operands[0] == chosen.outputs[name.removeprefix(OUTPUT)] for candidate in found]
+        if True not in alike:
+            raise NoSolutionError(f"{name} has no such candidate")
+        yield alike.index(True)
+
+
+def _arcs(formulated: PlanningProblem, chosen: Assignment) -> Iterator[tuple[int, ...]]:
+    """The arcs of each edge, by its first member."""
+    for values, graph, edge in zip(formulated.edges, formulated.spaces, formulated.problem.edges, strict=True):
+        ends = [(graph.nodes[s], graph.nodes[t]) for s, t in zip(edge.source.tolist(), edge.target.tolist(), strict=True)]
+        steps = [(step.source, step.target) for step in chosen.routes.get(values.example, ())]
+        if not set(steps) <= set(ends):
+            raise NoSolutionError(f"{values.example} has no such conversions")
+        yield tuple(map(ends.index, steps))
+
+
+def _counts(formulated: PlanningProblem, bare: Solution, chosen: RecomputeChoice) -> RecomputeCounts:
+    """How many members run again, are converted again and come back from the host, beyond what does so in any case."""
+    analysis, anyway = formulated.analysis, assignment(formulated, bare)
+    ops, steps = chosen.ops - anyway.recompute.ops, chosen.steps - anyway.recompute.steps
+    members = analysis.classes.members
+    again = {choice: len(ops.intersection(members[name])) for choice, name in enumerate(formulated.names) if name in members}
+    arcs, offload = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
+    for w, values in enumerate(formulated.edges):
+        for place, arc in enumerate(bare.arcs[w]):
+            arcs[w, arc] = sum((member, anyway.routes[member][place]) in steps for member in values.members)
+        for node, layout in enumerate(formulated.spaces[w].nodes):
+            offload[w, node] = sum((member, layout) in chosen.offload for member in values.members)
+    return RecomputeCounts(choices=_positive(again), arcs=_positive(arcs), offload=_positive(offload))
+
+
+def _positive(counts: Mapping[Key, int]) -> dict[Key, int]:
+    return {key: count for key, count in counts.items() if count}
 
 
 def _recompute_choice(
@@ -97,4 +168,4 @@ def _step(source: Layout, target: Layout) -> Conversion:
     return Conversion(axis=axis, source=source, target=target)
 
 
-__all__ = ["assignment"]
+__all__ = ["NoSolutionError", "assignment", "solution_of"]

@@ -177,6 +177,7 @@ class Rule:
     indifferent: tuple[str, ...] = ()  # arguments whose number decides neither layouts nor prices: which row, not how many
     timed: Callable[[Call], Mapping[str, tuple[int, ...]]] | None = None  # what integers are timed with, if not 0
     defers: tuple[str, ...] = ()  # the activation and the weight of a product, if the weight's gradient may be made later
+    alone: bool = False  # torch.compile does not fuse it, though it goes over memory as those that it fuses
     hands_on: tuple[str, ...] = ()  # arguments whose gradient is the result's as it is, where the shapes are equal
     # What it does to memory and state.
     alias: Alias | Callable[[Call], Alias] = Alias.NEVER  # whether the results share the memory of the first operand
@@ -231,6 +232,7 @@ def op(
     indifferent: str = "",
     timed: Callable[[Call], Mapping[str, tuple[int, ...]]] | None = None,
     defers: str = "",
+    alone: bool = False,
     hands_on: str = "",
     alias: Alias | Callable[[Call], Alias] = Alias.NEVER,
     writes: str = "",
@@ -266,6 +268,7 @@ def op(
         indifferent=tuple(indifferent.split()),
         timed=timed,
         defers=tuple(defers.split()),
+        alone=alone,
         hands_on=tuple(hands_on.split()),
         alias=alias,
         writes=tuple(writes.split()),

@@ -87,7 +87,7 @@ def solved(
     ask for.
     """
     optimizer, limit = options.stepped, parse_bytes(options.budget, mesh)
-    memory_model = _formulated(analysis, mesh, optimizer, options)
+    memory_model = problem_of(analysis, mesh, optimizer, options)
     stop("formulate")
     deadline = settings.deadline.earlier(settings.named_share if options.strategy == AUTO else 0.0)
     loop = BudgetLoop(memory_model.formulated, memory_model, replace(settings, deadline=deadline))
@@ -122,7 +122,7 @@ def solved_within(
     The limits fall. Raises as `solved` does, but for limits that nothing fits into.
     """
     optimizer = options.stepped
-    memory_model = _formulated(analysis, mesh, optimizer, options)
+    memory_model = problem_of(analysis, mesh, optimizer, options)
     loop = BudgetLoop(memory_model.formulated, memory_model, settings)
     for limit in limits:
         solution = loop.within(limit)
@@ -139,7 +139,7 @@ def _none_below(
         return False
     for strategy in _apart(analysis, options):
         with suppress(ConstraintError):
-            model = _formulated(analysis, mesh, options.stepped, replace(options, strategy=strategy))
+            model = problem_of(analysis, mesh, options.stepped, replace(options, strategy=strategy))
             if not BudgetLoop(model.formulated, model, settings).none_below(limit, settings.below):
                 return False
     return True
@@ -187,7 +187,7 @@ def cheaper(best: Optimized, analysis: Analysis, mesh: Mesh, options: Options, s
     Raises ConstraintError if the other form cannot run as is asked for.
     """
     memory_model, seconds = (
-        _formulated(analysis, mesh, best.optimizer, options),
+        problem_of(analysis, mesh, best.optimizer, options),
         solution_time(best.memory_model, best.solution),
     )
     limit, cutoff = parse_bytes(options.budget, mesh), (1 - settings.padding_gain) * seconds
@@ -201,7 +201,7 @@ def cheaper(best: Optimized, analysis: Analysis, mesh: Mesh, options: Options, s
 def transferred(found: Optimized, analysis: Analysis, mesh: Mesh, options: Options) -> Optimized:
     """The solution of one program as that of another that differs in names alone, whose problem is the same number by
     number."""
-    memory_model = _formulated(analysis, mesh, found.optimizer, replace(options, strategy=found.strategy))
+    memory_model = problem_of(analysis, mesh, found.optimizer, replace(options, strategy=found.strategy))
     return replace(found, memory_model=memory_model, loop=None)
 
 
@@ -213,8 +213,8 @@ def least_price(analysis: Analysis, mesh: Mesh, options: Options, settings: Sear
     least = []
     for strategy in (options.strategy, *_apart(analysis, options)):
         with suppress(ConstraintError):
-            posed = _formulated(analysis, mesh, options.stepped, replace(options, strategy=strategy)).formulated.problem
-            least.append(dual_ascent(merge_followers(posed, settings).problem, settings).bound)
+            problem = problem_of(analysis, mesh, options.stepped, replace(options, strategy=strategy)).formulated.problem
+            least.append(dual_ascent(merge_followers(problem, settings).problem, settings).bound)
     return min(least)
 
 
@@ -242,7 +242,7 @@ def sharded(program: Program, outputs: str | None) -> Callable[[Output], bool]:
     return lambda output: split and bool(program.values[output.value].shape)
 
 
-def _formulated(analysis: Analysis, mesh: Mesh, optimizer: Optimizer, options: Options) -> MemoryModel:
+def problem_of(analysis: Analysis, mesh: Mesh, optimizer: Optimizer, options: Options) -> MemoryModel:
     """The problem that the options pose.
 
     Raises ConstraintError if they leave no way to run the program.
@@ -325,7 +325,7 @@ def _best_named(
             break
         seconds = math.inf if best is None else solution_time(best.memory_model, best.solution)
         try:
-            model = _formulated(analysis, mesh, optimizer, replace(options, strategy=strategy))
+            model = problem_of(analysis, mesh, optimizer, replace(options, strategy=strategy))
             found = BudgetLoop(model.formulated, model, settings).near(limit, seconds).solution
         except ConstraintError:
             continue

@@ -19,6 +19,7 @@ from autopar.cost_models.collectives import seconds as collective_seconds
 from autopar.cost_models.compute import pricer
 from autopar.errors import BudgetError
 from autopar.formulation.formulate import formulate
+from autopar.formulation.read_solution import solution_of
 from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Device, Mesh
 from autopar.ir.program import elements
@@ -26,7 +27,6 @@ from autopar.ir.training_step import TrainingStep
 from autopar.operators import fit, row_of
 from autopar.plan.assignment_text import resolve
 from autopar.plan.plan import Plan
-from autopar.solver.problem import price
 from tests.support import planning
 from tests.support.planning import NETWORK, NVLINK, link, mesh
 from tests.support.prices import bill
@@ -67,8 +67,9 @@ def test_folding_repeated_blocks_drops_nothing(model: Model, on: Mesh) -> None:
         optimizers.optimizer("adamw"),
         sharded_outputs=planning.beside_scalar,
     )
-    picks, arcs = planning.solution_of(plan, apart)
-    assert price(apart.problem, picks, arcs) == pytest.approx(plan.step_time, rel=1e-9)
+    chosen = resolve(plan, apart.analysis.step, apart.analysis.fits)
+    found = solution_of(apart, chosen, gap=plan.gap, status=plan.status)
+    assert found.seconds == pytest.approx(plan.step_time, rel=1e-9)
     folded = analyse(TrainingStep(program=captured.program), on).classes
     assert sum(len(v.members) for v in folded.values) == len(captured.program.values)
     assert len(apart.problem.choices) > 1.5 * len(folded.members)

@@ -17,10 +17,8 @@ from torch import nn
 from autopar.capture import Captured
 from autopar.cost_models import catalog
 from autopar.errors import BudgetError
-from autopar.formulation.formulate import PlanningProblem
 from autopar.ir.mesh import Device, Link, Mesh
-from autopar.ir.program import OUTPUT, Output
-from autopar.plan.assignment_text import resolve
+from autopar.ir.program import Output
 from autopar.plan.options import Options
 from autopar.plan.plan import Collective, Plan
 from autopar.planning.planner import plan_program, read_program
@@ -149,27 +147,6 @@ def smallest(captured: Captured, on: Mesh) -> int:
 def beside_scalar(output: Output) -> bool:
     """Whether an output of a language model may leave split: what stands beside its loss."""
     return output.path != "loss"
-
-
-def solution_of(plan: Plan, formulated: PlanningProblem) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """The picks and arcs of a problem, in which every class has one member or all take the same, that a plan stands for."""
-    program = formulated.program
-    chosen = resolve(plan, formulated.analysis.step, formulated.analysis.fits)
-    picks = []
-    for name, found in zip(formulated.names, formulated.candidates, strict=True):
-        if name in program.op:
-            wanted = chosen.ops[name]
-            picks.append(next(i for i, c in enumerate(found) if (c.operands, c.results) == (wanted.operands, wanted.results)))
-        elif name in program.values:
-            picks.append(next(i for i, c in enumerate(found) if c.results[0] == chosen.given[name]))
-        else:
-            path = name.removeprefix(OUTPUT)
-            picks.append(next(i for i, c in enumerate(found) if c.operands[0] == chosen.outputs[path]))
-    arcs = []
-    for values, graph, edge in zip(formulated.edges, formulated.spaces, formulated.problem.edges, strict=True):
-        ends = [(graph.nodes[s], graph.nodes[t]) for s, t in zip(edge.source.tolist(), edge.target.tolist(), strict=True)]
-        arcs.append(tuple(ends.index((step.source, step.target)) for step in chosen.routes.get(values.example, ())))
-    return tuple(picks), tuple(arcs)
 
 
 def form(plan: Plan, name: str) -> str:

@@ -56,5 +56,5 @@ TABLE: dict[str, Rule] = {
     "aten.binomial.default": op("..., ... -> ...", random=True),
     "aten.normal.Tensor_Tensor": op("..., ... -> ...", random=True, kind=OpKind.DRAW),
     # samples of each row's classes
-    "aten.multinomial.default": op("... _ -> ... _", random=True),
+    "aten.multinomial.default": op("... _ -> ... _", random=True, alone=True),
 }

@@ -84,7 +84,7 @@ TABLE: dict[str, Rule] = {
     "aten.quantile.scalar": op("... @dim! ... -> ... ..."),
     "aten.nanquantile.default": op(quantile),
     "aten.nanquantile.scalar": op("... @dim! ... -> ... ..."),
-    "aten.histc.default": op(histogram, own_order=own_order.histc),
+    "aten.histc.default": op(histogram, own_order=own_order.histc, alone=True),
     # products and exponentials
     "aten.prod.default": op("...! -> ()", autocast=Autocast.FP32),
     "aten.prod.dim_int": op("... @dim! ... -> ... ...", autocast=Autocast.FP32),
@@ -115,11 +115,11 @@ TABLE: dict[str, Rule] = {
     "aten.cummax.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ..."),
     "aten.cummin.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ..."),
     "aten.logcumsumexp.default": op("... _@dim ... -> ... _@dim ..."),
-    "aten.sort.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ...", own_order=own_order.sort),
-    "aten.sort.stable": op("... _@dim ... -> ... _@dim ..., ... _@dim ...", own_order=own_order.sort),
-    "aten.argsort.default": op("... _@dim ... -> ... _@dim ...", own_order=own_order.sort),
-    "aten.argsort.stable": op("... _@dim ... -> ... _@dim ...", own_order=own_order.sort),
-    "aten.topk.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ..."),
+    "aten.sort.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ...", own_order=own_order.sort, alone=True),
+    "aten.sort.stable": op("... _@dim ... -> ... _@dim ..., ... _@dim ...", own_order=own_order.sort, alone=True),
+    "aten.argsort.default": op("... _@dim ... -> ... _@dim ...", own_order=own_order.sort, alone=True),
+    "aten.argsort.stable": op("... _@dim ... -> ... _@dim ...", own_order=own_order.sort, alone=True),
+    "aten.topk.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ...", alone=True),
     "aten.diff.default": op(
         "... _@dim ..., ... _@dim ..., ... _@dim ... -> ... _@dim ...", linear="self prepend append", index_fact=integers.diff
     ),

@@ -1,0 +1,78 @@
+"""A plan that was made before, as if it had just been solved: its problem and its solution, at the prices of today.
+
+plan, model -> program, assignment -> the problem in which a solution stands for that assignment -> the solution
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from torch import nn
+
+from autopar.analysis.analysis import analyse
+from autopar.errors import ConstraintError, MeshError, PlanError
+from autopar.formulation.read_solution import NoSolutionError, solution_of
+from autopar.ir.mesh import Device, Mesh
+from autopar.plan.options import Options
+from autopar.plan.plan import Plan
+from autopar.plan.resolved import ResolvedPlan, read_plan
+from autopar.planning.optimize import NAMED, Optimized, Stop, analysed, problem_of
+from autopar.planning.planner import Planned, connected_mesh, read_program
+
+
+def planned_before(
+    plan: Plan, model: nn.Module, sample_input: object, device: str | Device | None = None, stop: Stop = lambda phase: None
+) -> tuple[Planned, Options]:
+    """A plan with its model, and the options that it was made by; `stop` is called at the end of each phase.
+
+    Args:
+        plan: made for this model and sample, without pipeline stages.
+        model: may be on `meta`.
+        sample_input: the global batch.
+        device: by default the entry of the catalog that the plan names.
+
+    Raises:
+        PlanError: the plan was made for another model or sample, has pipeline stages, or is no solution of the problem that its
+            options pose.
+        MeshError: the catalog has no such device.
+    """
+    if plan.pipeline:
+        fix = "name the model with the options of the plan, which is then made again"
+        raise PlanError("a plan in pipeline stages answers no questions about its model", pipeline=plan.pipeline.axis, fix=fix)
+    try:
+        options = Options.read(plan.options, device=device or plan.device)
+        captured = read_program(model, sample_input, options)
+        stop("capture")
+        mesh = connected_mesh(plan.mesh.devices, options, plan)
+    except MeshError as error:
+        fix = f"device= an autopar.Device, or the profile.json from which {plan.device} comes"
+        raise MeshError(error.what, **{**error.details, "fix": fix}) from error
+    resolved = read_plan(plan, captured.program, mesh)
+    for found in _readings(resolved, mesh, options):
+        stop("formulate")
+        return Planned(resolved=resolved, captured=captured, solved=found, phases={}), options
+    raise PlanError(
+        "the plan is no solution of the problem that its options pose",
+        plan=plan.hash,
+        strategy=plan.options["strategy"],
+        fix="plan the model again: the plan was edited, or made by other rules than those of now",
+    )
+
+
+def _readings(resolved: ResolvedPlan, mesh: Mesh, options: Options) -> Iterator[Optimized]:
+    """The plan as a solution: of the strategy that was asked for, else of one that was better; all members of a class alike,
+    else each for itself."""
+    plan, step = resolved.plan, resolved.step
+    folded = analysed(step, mesh, options), analyse(step, mesh, repeated=False)
+    strategies = dict.fromkeys((options.strategy, *(NAMED if options.strategy == "auto" else ())))
+    for analysis, strategy in itertools.product(folded, strategies):
+        with suppress(ConstraintError, NoSolutionError):
+            model = problem_of(analysis, mesh, options.stepped, replace(options, strategy=strategy))
+            solution = solution_of(model.formulated, resolved.assignment, gap=plan.gap, status=plan.status)
+            yield Optimized(memory_model=model, solution=solution, optimizer=options.stepped, strategy=strategy)
+
+
+__all__ = ["planned_before"]
