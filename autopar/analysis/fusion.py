@@ -27,37 +27,14 @@ from dataclasses import replace
 
 from autopar.analysis.saved_tensors import saved
 from autopar.ir.program import Fused, Op, Program
-from autopar.operators import row_of, view_of, writes
+from autopar.operators import fusible, row_of, view_of, writes
 from autopar.operators.call import Call
 from autopar.operators.facts import OpKind
-from autopar.operators.families import (
-    concat_repeat,
-    constructors,
-    indexing,
-    losses,
-    normalization,
-    pointwise_binary,
-    pointwise_unary,
-    pooling_padding,
-    random_ops,
-    reductions,
-)
-
-FUSED = (
-    concat_repeat, constructors, indexing, losses, normalization, pointwise_binary, pointwise_unary, pooling_padding,
-    random_ops, reductions,
-)  # fmt: skip
 
 
 def fused(program: Program) -> Program:
     """The program, of which every op knows what it leaves to the kernel that it becomes part of (`Op.fused`)."""
     return _Fuser(program).fused()
-
-
-def fusible(op: Op) -> bool:
-    """Whether `torch.compile` generates the kernel of an op, instead of calling one that is written by hand."""
-    row = row_of(op)
-    return any(op.target in family.TABLE for family in FUSED) and row.flops is None and not row.alone and not writes(op)
 
 
 class _Fuser:
@@ -105,7 +82,9 @@ class _Fuser:
 
         def first(name: str, op: Op, known: set[tuple[str, int]]) -> bool:
             key = (name, self.level[op.name])
-            return not (key in known or known.add(key))  # type: ignore[func-returns-value]
+            fresh = key not in known
+            known.add(key)
+            return fresh
 
         for op in self.program.ops:
             if op.name not in self.fusible:
@@ -119,7 +98,7 @@ class _Fuser:
                 results=tuple(p for p, result in enumerate(op.results) if result.name in self.elsewhere),
                 arriving=tuple(p for p, result in enumerate(op.results) for _ in arriving[result.name]),
                 again=tuple(p for p, name in outside if p in again[op.name] and first(self.base[name], op, read_again)),
-                gradients=tuple(p for p, name in outside if first(name, op, written) and p not in handed[0 if alone else 1 :]),
+                gradients=tuple(p for p, name in outside if p not in handed[0 if alone else 1 :] and first(name, op, written)),
             )
         return found
 
@@ -165,4 +144,4 @@ class _Fuser:
                 by_hand.update(op.operands)
 
 
-__all__ = ["fused", "fusible"]
+__all__ = ["fused"]

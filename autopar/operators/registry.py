@@ -54,6 +54,10 @@ FAMILIES: Mapping[str, ModuleType] = {  # under the titles of docs/operators.md
     "New tensors": constructors,
     "Backward operators": backward_ops,
 }
+FUSED = (  # families of operators that go over memory, of which torch.compile generates the kernels
+    concat_repeat, constructors, indexing, losses, normalization, pointwise_binary, pointwise_unary, pooling_padding,
+    random_ops, reductions,
+)  # fmt: skip
 RULES: Mapping[str, Rule] = {target: row for family in FAMILIES.values() for target, row in family.TABLE.items()}
 OTHERS: Mapping[str, Rule] = {
     # of a library that need not be there
@@ -167,6 +171,12 @@ def writes(op: Op) -> tuple[str, ...]:
     if row.writes and row.training and not arguments[row.training]:
         return ()
     return tuple(ref.name for name in changed for ref in refs(arguments[name]))
+
+
+def fusible(op: Op) -> bool:
+    """Whether `torch.compile` generates the kernel of an op, instead of calling one that is written by hand."""
+    row = row_of(op)
+    return any(op.target in family.TABLE for family in FUSED) and row.flops is None and not row.alone and not writes(op)
 
 
 def training_flag(op: Op) -> str:

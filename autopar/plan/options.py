@@ -110,6 +110,8 @@ class Options:
             found["microbatches"] = int(runs)
         if texts.get("offload", "") == "no":
             found["offload"] = False
+        if limit := texts.get("time_limit", ""):
+            found["time_limit"] = float(limit)
         if texts.get("compiled"):
             found["compiled"] = True
         if stages := texts.get("stages", ""):

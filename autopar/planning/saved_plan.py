@@ -35,13 +35,16 @@ def planned_before(
         device: by default the entry of the catalog that the plan names.
 
     Raises:
-        PlanError: the plan was made for another model or sample, has pipeline stages, or is no solution of the problem that its
-            options pose.
+        PlanError: the plan was made for another model or sample, has pipeline stages or prices of your own, or is no solution
+            of the problem that its options pose.
         MeshError: the catalog has no such device.
     """
     if plan.pipeline:
         fix = "name the model with the options of the plan, which is then made again"
         raise PlanError("a plan in pipeline stages answers no questions about its model", pipeline=plan.pipeline.axis, fix=fix)
+    if model_of_prices := plan.options.get("cost_model"):
+        what = "the plan was priced by a cost model of your own, which its file does not hold"
+        raise PlanError(what, cost_model=model_of_prices, fix="plan the model again with it")
     try:
         options = Options.read(plan.options, device=device or plan.device)
         captured = read_program(model, sample_input, options)

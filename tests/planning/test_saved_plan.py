@@ -82,6 +82,10 @@ def test_a_plan_has_its_own_mesh_and_options() -> None:
         explain(*made(), (2,), plan=plan, strategy="ddp")
     with pytest.raises(MeshError, match="from which a farm comes"):
         explain(*made(), plan=replace(plan, device="a farm"))
+    with pytest.raises(PlanError, match="a cost model of your own"):
+        explain(*made(), plan=replace(plan, options={**plan.options, "cost_model": "congested"}))
+    limited = explain(*made(), plan=replace(plan, options={**plan.options, "time_limit": "600"}))
+    assert limited.options.time_limit == 600.0
 
 
 def test_the_command_line_reads_a_saved_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
