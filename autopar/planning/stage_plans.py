@@ -4,12 +4,16 @@ stage 0 planned, as any program; what it sends keeps the layout in which its pla
 stage 1 planned, which receives that; ...
 
 A stage is solved for one micro-batch in flight first: if its plan fits with all that its schedule has, it is the best of those
-that do. Else it takes the plan that the same stage has with more of them in flight, if that is within `FLIGHTS_GAP`; else
-it is solved with what they all hold in the rows of the memory.
+that do. Else it takes a plan that fits of those that the same stage has with more of them in flight, if that is within
+`FLIGHTS_GAP`; else it is solved with what they all hold in the rows of the memory.
+
+The stages of a rank share its memory by need: if all of them fit with what is in flight, in proportion to that; else each has
+what it holds with one micro-batch in flight, and of the rest a part as large as what it holds with all of them beyond that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -71,18 +75,36 @@ class _Solved:
         """The most bytes that are alive over the moments of a schedule."""
         return max(self.ending, *map(self._alive, times))
 
+    def counted(self, flights: int) -> Bytes:
+        """The most bytes that rows count with so many micro-batches in flight."""
+        return max(self.ending, self.running + (flights - 1) * self.held)
+
     def _alive(self, now: StageMoment) -> Bytes:
         own = self.halving if now.halves else self.running
         return own + (now.flights - 1) * self.held + now.waiting * self.deferred
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """What a stage may hold of a rank's memory, and the `part` that it gets of every byte more."""
+
+    bytes: Bytes
+    part: float
+
+    def budget(self, least: Bytes, limit: Bytes) -> Bytes:
+        """Of a rank that has the `limit` now, where the stage holds at least so many bytes."""
+        return limit + math.ceil((least - self.bytes) / self.part)
+
+
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class StagePlan:
-    """A planned stage: what it takes of a step and holds, and in which layouts it sends its outputs, by path."""
+    """A planned stage: what it takes of a step and holds, with one micro-batch in flight (`alone`) and at its `peak`, and in
+    which layouts it sends its outputs, by path."""
 
     step: TrainingStep
     options: Options
     seconds: StageSeconds
+    alone: Bytes
     peak: Bytes
     outputs: Mapping[str, Layout]
     found: Optimized  # its own solution, or that of a stage like it
@@ -95,7 +117,7 @@ class StagePlanner:
     def __init__(self, mesh: Mesh, link: Link, options: Options, settings: SearchSettings = DEFAULTS) -> None:
         self.mesh, self.link, self.options, self.settings = mesh, link, replace(options, pipeline=None), settings
         self._known: dict[str, _Solved | BudgetError] = {}
-        self._full: dict[str, dict[int, _Solved]] = {}  # by the micro-batches in flight, of which one alone did not suffice
+        self._full: dict[str, list[_Solved]] = {}  # with more micro-batches in flight, where one alone did not suffice
 
     def planned(self, steps: StageSteps, cut: Cut, *, alone: bool = False) -> Iterator[StagePlan]:
         """The stages in order: what the one before it sends a stage receives, and what stages share they store alike.
@@ -106,8 +128,9 @@ class StagePlanner:
         constrained(steps.step, self.mesh, self.options.constraints)  # which raises for what is in no stage
         wanted = _by_value(steps.step.program, self.options.constraints)
         shared, chunks = shared_parameters(steps.stages), len(steps.stages) // len(cut.schedule.ranks)
-        limit = parse_bytes(self.options.budget, self.mesh) // chunks
-        budget = self.options.budget if chunks == 1 else limit
+        limit = parse_bytes(self.options.budget, self.mesh)
+        shares = None if alone else self._shares(steps, cut, limit)
+        budget = self.options.budget if chunks == 1 else limit // chunks
         layouts: Mapping[str, Layout] = {}
         whole = ", ".join(["I"] * len(self.mesh.sizes))
         alike = {buffer.value.name: whole for buffer in steps.step.program.buffers if buffer.value.name in steps.hoisting}
@@ -116,7 +139,7 @@ class StagePlanner:
             known, names = wanted | alike, step.program.values.keys() - step.received.keys()
             of_stage = {escape(name): line for name, line in known.items() if name in names}
             asked = replace(self.options, constraints=of_stage, budget=budget)
-            made = self._flying(step, 1, asked) if alone else self._within(step, times, asked, limit, place, chunks)
+            made = self._within(step, times, asked, limit, shares[place], place) if shares else self._flying(step, 1, asked)
             program, ends = step.program, dict(zip(_stored(step.program), made.stored, strict=True))
             layouts = {output.path: layout for output, layout in zip(program.outputs, made.outputs, strict=True)}
             alike |= {
@@ -128,6 +151,7 @@ class StagePlanner:
                 step=step,
                 options=asked,
                 seconds=made.seconds,
+                alone=made.counted(1),
                 peak=made.peak(times),
                 outputs=layouts,
                 found=made.found,
@@ -146,29 +170,61 @@ class StagePlanner:
         """The solution of a stage under its own names."""
         return transferred(stage.found, analysed(stage.step, self.mesh, stage.options), self.mesh, stage.options)
 
-    def _within(
-        self, step: TrainingStep, times: Sequence[StageMoment], options: Options, limit: Bytes, place: int, chunks: int
-    ) -> _Solved:
-        """A stage solved so that it fits with all micro-batches that are in flight; `chunks` of them share a rank's memory.
+    def _shares(self, steps: StageSteps, cut: Cut, limit: Bytes) -> list[_Share]:
+        """What each stage may hold of the memory of its rank, which is the limit."""
+        schedule, stages = cut.schedule, range(cut.schedule.stages)
+        of_rank = [[stage for stage in stages if schedule.rank_of[stage] == rank] for rank in range(len(schedule.ranks))]
+        chunks = [len(of_rank[schedule.rank_of[stage]]) for stage in stages]
+        shares = [_Share(bytes=limit // count, part=1 / count) for count in chunks]
+        if len(stages) == len(schedule.ranks):
+            return shares
+        try:
+            known = list(self.planned(steps, cut, alone=True))
+        except BudgetError:  # one of them does not fit into an even share
+            return shares
+        for own in of_rank:
+            fits = sum(known[stage].peak for stage in own) <= limit
+            kept = {stage: known[stage].peak if fits else known[stage].alone for stage in own}
+            parts = {stage: known[stage].peak if fits else known[stage].peak - known[stage].alone for stage in own}
+            rest, whole = limit - sum(kept.values()), sum(parts.values())
+            if rest >= 0 and all(parts.values()):
+                for stage in own:
+                    part = parts[stage] / whole
+                    shares[stage] = _Share(bytes=kept[stage] + math.floor(part * rest), part=part)
+        return shares
 
-        What is deferred counts like micro-batches in flight in the rows, which is more where I frees what W does not need.
+    def _within(
+        self, step: TrainingStep, times: Sequence[StageMoment], options: Options, limit: Bytes, share: _Share, place: int
+    ) -> _Solved:
+        """A stage solved so that it fits into its share of a rank's memory with all micro-batches that are in flight.
+
+        What is deferred counts like micro-batches in flight in the rows, which is more where I frees what W does not need. What
+        I frees less than a whole backward is in no row: the stage is solved once more in a budget that is smaller by it.
         """
-        least, filled = 0, object()
+        least, filled, missed = 0, object(), 0
         alone: _Solved | None = None
-        for flights in dict.fromkeys((1, step.flights, max(now.flights + now.waiting for now in times))):
+        most = max(now.flights + now.waiting for now in times)
+        asked = options if share.bytes == limit else replace(options, budget=share.bytes)
+        tries = [(1, options), *((flights, asked) for flights in dict.fromkeys((step.flights, most)) if flights > 1)]
+        while tries:
+            flights, own = tries.pop(0)
             try:
-                made = self._fuller(step, flights, options, alone) if alone else self._flying(step, flights, options)
+                made = self._fuller(step, flights, own, alone, share, times) if alone else self._flying(step, flights, own)
             except BudgetError as error:  # the budget that the last one needs is that of the stage
-                least, filled = int(str(error.details[SMALLEST]).removeprefix("budget=")), error.details["filled"]
+                least = int(str(error.details[SMALLEST]).removeprefix("budget=")) + missed
+                filled = error.details["filled"]
                 continue
             least, filled = made.peak(times), "what is deferred"
-            if least <= limit:
+            if least <= share.bytes:
                 return made
             alone = alone or made
+            if not tries and not missed:
+                missed = least - made.counted(most)
+                tries += [(most, replace(options, budget=share.bytes - missed))] if 0 < missed < share.bytes else []
         raise BudgetError(
-            f"stage {place} of the pipeline: no plan fits into {size_text(limit)} per device with {step.flights} "
+            f"stage {place} of the pipeline: no plan fits into {size_text(share.bytes)} per device with {step.flights} "
             f"micro-batches in flight; the smallest budget of such a stage is {size_text(least)}",
-            **{SMALLEST: f"budget={chunks * least}"},
+            **{SMALLEST: f"budget={share.budget(least, limit)}"},
             filled=filled,
             fix="more micro-batches of fewer samples, more stages, 1f1b in the place of gpipe, or a larger budget",
         )
@@ -182,16 +238,19 @@ class StagePlanner:
         assert step.stage is not None, "it is a stage"
         return replace(step, stage=replace(step.stage, flights=flights, link=self.link))
 
-    def _fuller(self, step: TrainingStep, flights: int, options: Options, alone: _Solved) -> _Solved:
-        """A stage solved with at least so many micro-batches in flight: with more where it takes hardly longer than `alone`."""
+    def _fuller(
+        self, step: TrainingStep, flights: int, options: Options, alone: _Solved, share: _Share, times: Sequence[StageMoment]
+    ) -> _Solved:
+        """A stage solved with so many micro-batches in flight, or as one like it, where that fits and takes hardly longer than
+        `alone`."""
         least = step.microbatches * alone.seconds.busy + alone.seconds.once
-        known = self._full.setdefault(_signature(self._with(step, 1), options), {})
-        for more, made in known.items():
+        known = self._full.setdefault(_signature(self._with(step, 1), replace(options, budget=None)), [])
+        for made in known:
             own = step.microbatches * made.seconds.busy + made.seconds.once
-            if more >= flights and own <= (1 + FLIGHTS_GAP) * least:
+            if made.peak(times) <= share.bytes and own <= (1 + FLIGHTS_GAP) * least:
                 return made
-        known[flights] = self._flying(step, flights, options)
-        return known[flights]
+        known.append(self._flying(step, flights, options))
+        return known[-1]
 
     def _solved(self, step: TrainingStep, options: Options) -> _Solved:
         """A stage solved as it is, or as one like it was."""

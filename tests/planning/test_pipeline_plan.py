@@ -75,6 +75,17 @@ def test_memory_counts_the_micro_batches_in_flight() -> None:
     assert one <= 4 << 20
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_the_stages_of_a_rank_share_its_memory_as_they_need_it(schedule: str) -> None:
+    """What holds so many bytes fits into them: the first stage of a rank has more micro-batches in flight than the last."""
+    asked: dict[str, Any] = {"model": "t5", "mesh": {"pp": 2}, "microbatches": 8, "stages": 4}
+    free = planned(**asked, schedule=schedule, budget="1TB")
+    tight = planned(**asked, schedule=schedule, budget=free.peak_memory)
+    assert max(stage.peak_memory for stage in free.stages) > free.peak_memory / 2
+    assert tight.step_time == free.step_time
+    assert tight.peak_memory <= free.peak_memory
+
+
 class Two(nn.Module):
     """Two scalars, neither of which is called the loss."""
 
