@@ -39,11 +39,12 @@ from autopar.search_space.assignment import Assignment
 from autopar.search_space.candidates import Candidate, Form
 
 SAVED, RECOMPUTED, TEMPORARY = "saved activations", "recomputed activations", "temporary"
+DEFERRED = "deferred gradients of weights"
 # What memory is for, in the order of the report; and that of the memory model's kinds, except what is stored all the time.
-PURPOSES = ("parameters", "gradients", "optimizer state", SAVED, RECOMPUTED, TEMPORARY, "inputs", "buffers")
+PURPOSES = ("parameters", "gradients", "optimizer state", SAVED, RECOMPUTED, DEFERRED, TEMPORARY, "inputs", "buffers")
 PURPOSE = {
-    "gradient": "gradients", "kept": SAVED, "internal": SAVED, "waiting": SAVED, "recompute": RECOMPUTED, "produced": TEMPORARY,
-    "converted": TEMPORARY, "flowing": TEMPORARY, "flight": TEMPORARY, "transient": TEMPORARY,
+    "gradient": "gradients", "kept": SAVED, "internal": SAVED, "waiting": SAVED, "deferred": DEFERRED, "recompute": RECOMPUTED,
+    "produced": TEMPORARY, "converted": TEMPORARY, "flowing": TEMPORARY, "flight": TEMPORARY, "transient": TEMPORARY,
 }  # fmt: skip
 
 

@@ -18,7 +18,9 @@ from autopar.cost_models.optimizers import Optimizer
 from autopar.formulation.formulate import PlanningProblem
 from autopar.ir.layout import H, State, place
 from autopar.ir.program import Value, elements
+from autopar.ir.training_step import StageMoment
 from autopar.memory.alias_sets import AliasSets
+from autopar.memory.in_flight import deferred_products, moments_of
 from autopar.memory.live_ranges import LivenessInputs, SavedLiveRange, lifetimes
 from autopar.memory.liveness import Liveness, Workspace
 from autopar.memory.places import tensors_of
@@ -79,17 +81,19 @@ class MemoryRows:
         retained   values that something reads or keeps, or that rerun ops need
         in_flight  values between two layouts, gradients that wait: the smallest of the layouts that are there
 
-        Every other micro-batch in flight holds beside them what it keeps at the turn from its forward to its backward.
+        Every other micro-batch in flight holds beside them what it keeps at the turn from its forward to its backward; what is
+        deferred is told by picks.
         """
         now = [self.lives[i] for i in np.flatnonzero((self.starts <= moment) & (moment <= self.stops)).tolist()]
         known, waiting = self.alias_sets.gradients(now)
         live, between = self.alias_sets.values(now)
-        last, others = moment == 2 * self.liveness.count, self.formulated.analysis.step.flights - 1
+        last, others = moment == 2 * self.liveness.count, self._fullest.flights - 1
         given = self.given + (self.stepped if last else self.received)
         held = self._turn if others and not last else NOTHING_HELD
+        deferred = () if last else self._deferred(moment)
         return Row(
             name=f"moment {moment}", limit=limit, constant=constant, uses={},
-            picks=_total((*given, *self._of_ops(now), *self._of_gradients(known), *_times(others, held.picks))),
+            picks=_total((*given, *self._of_ops(now), *self._of_gradients(known), *_times(others, held.picks), *deferred)),
             recompute=_total((*self._of_ops([x for x in now if moment < x.needed], sign=-1), *_times(others, held.recompute))),
             retained=(
                 *self._kept([x for x in now if x.kind == "rerun" or x.name in live], moment),
@@ -109,6 +113,34 @@ class MemoryRows:
             sizes = [value.local_bytes(layout, self.liveness.sizes) * (place(layout) == there) for layout in layouts]
             picks[choice] = picks.get(choice, 0.0) + times * np.array(sizes, dtype=np.float64)
         return Row(name="host" if there == H else "disk", limit=limit, picks=picks, uses={}, retained=(), fixed=True)
+
+    @functools.cached_property
+    def _fullest(self) -> StageMoment:
+        """The moment of the schedule that rows count: that of most micro-batches, in flight rather than deferred."""
+        return max(
+            moments_of(self.formulated.analysis.step), key=lambda now: (now.flights + now.waiting, now.flights, now.halves)
+        )
+
+    def _deferred(self, moment: int) -> Iterator[tuple[int, Floats]]:
+        """What is deferred of other micro-batches, and of this one after the half I of each product."""
+        for start, choice, sizes in self._products if self._fullest.waiting or self._fullest.halves else ():
+            count = self._fullest.waiting + (self._fullest.halves and start <= moment)
+            if count:
+                yield choice, count * sizes
+
+    @functools.cached_property
+    def _products(self) -> list[tuple[int, int, Floats]]:
+        """The moment from which factors of each product are deferred, its choice, and their bytes by candidate; an activation
+        that several products read counts with the first."""
+        found, known, size = list[tuple[int, int, Floats]](), set[str](), self.liveness.bytes
+        for number, op, x in deferred_products(self.program):
+            choice, position = self.choice[self.of[op.name]], op.operands.index(x)
+            candidates, result = self.formulated.candidates[choice], op.results[0].name
+            read = [0 if x in known else size((x, one.operands[position])) for one in candidates]
+            made = [size((result, one.results[0])) for one in candidates]
+            known.add(x)
+            found.append((2 * self.liveness.count - number, choice, np.array(read, dtype=np.float64) + made))
+        return found
 
     @functools.cached_property
     def _turn(self) -> _Held:

@@ -34,6 +34,16 @@ class MicrobatchLoop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageMoment:
+    """While an action of a stage runs: the micro-batches between their forward and the end of their backward, or of its half
+    I; the others between I and W; and whether the action is an I."""
+
+    flights: int
+    waiting: int
+    halves: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageEnds:
     """How a pipeline stage meets its neighbours: what it has `received`, and whether its outputs are what it sends.
 
@@ -41,7 +51,8 @@ class StageEnds:
     value and of the gradient, so that parts cross a cut as they are. The `batch` is the samples of one micro-batch, and
     `random_ops` how many random operators are in earlier stages, so that this one draws what the whole program would; `flights`
     the most micro-batches that the schedule has between their forward and their backward here, which all hold what is kept.
-    What is sent goes over the `link`, where the stage is priced.
+    They are the most of the schedule's `moments`, of which some with backwards in halves hold more. What is sent goes over the
+    `link`, where the stage is priced.
     """
 
     received: tuple[tuple[str, Layout], ...]
@@ -49,6 +60,7 @@ class StageEnds:
     batch: int
     random_ops: int
     flights: int = 1
+    moments: tuple[StageMoment, ...] = field(default=(), repr=False)  # each once; of no part in what the step is
     link: Link | None = field(default=None, repr=False, compare=False)  # of no part in what the step is
 
 
@@ -121,4 +133,4 @@ class TrainingStep:
         return digest(text)
 
 
-__all__ = ["MicrobatchLoop", "StageEnds", "TrainingStep"]
+__all__ = ["MicrobatchLoop", "StageEnds", "StageMoment", "TrainingStep"]

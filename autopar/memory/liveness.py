@@ -11,6 +11,7 @@ Times are those of `memory.schedule`. Each storage has one or more live ranges, 
     flight       send and receive buffers of a bucket of weights            from when the message is issued until it arrives
     transient    workspace of an op or a conversion                         while it runs
     waiting      what each other micro-batch in flight holds at the turn    until the last backward of the step
+    deferred     factors of gradients of weights that the half W makes      from the op's backward until then
     gradient, flowing: see `memory.gradients`
 
 A view, or the result of a conversion that moves nothing, has no storage of its own: it extends the live range of the storage
@@ -35,6 +36,7 @@ from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Bytes
 from autopar.ir.program import Op, elements
 from autopar.memory.gradients import Gradients
+from autopar.memory.in_flight import StageMemory, deferred_products, moments_of
 from autopar.memory.prefetch import Node
 from autopar.memory.rematerialization import Rematerialization
 from autopar.memory.schedule import SPAN, ConversionEvent, LiveRange, Schedule, Step, at
@@ -80,10 +82,7 @@ class Liveness:
 
     def walk(self, chosen: Assignment) -> Floats:
         """The memory curve: the largest number of bytes alive within each moment of the step."""
-        times, alive = _memory_curve(self.lives(chosen))
-        most = np.zeros(2 * self.count + 1)
-        np.maximum.at(most, times // SPAN, alive)
-        return most
+        return _by_moment(self.lives(chosen), self.count)
 
     def alive(self, chosen: Assignment, moment: int) -> list[LiveRange]:
         """The live ranges at the fullest time within a moment."""
@@ -102,10 +101,9 @@ class Liveness:
         """All live ranges of the step."""
         return self._step(chosen).all
 
-    def waiting(self, chosen: Assignment) -> Bytes:
-        """Bytes that one micro-batch holds at the turn from its forward to its backward, and of which each in flight has its
-        own."""
-        return sum(life.bytes for life in self._step(chosen).held)
+    def stage_memory(self, chosen: Assignment) -> StageMemory:
+        """What a pipeline stage holds, whatever its schedule."""
+        return self._step(chosen).memory
 
     def schedule(self, chosen: Assignment) -> Schedule:
         """The order and the times of the step's ops and conversions."""
@@ -153,6 +151,14 @@ def _memory_curve(lives: Sequence[LiveRange]) -> tuple[Ints, Floats]:
     return times[:-1], np.cumsum(change)[:-1]
 
 
+def _by_moment(lives: Sequence[LiveRange], count: int) -> Floats:
+    """The largest number of bytes alive within each moment of the step of so many ops."""
+    times, alive = _memory_curve(lives)
+    most = np.zeros(2 * count + 1)
+    np.maximum.at(most, times // SPAN, alive)
+    return most
+
+
 class _Step:
     """The live ranges of one step under one assignment."""
 
@@ -195,11 +201,42 @@ class _Step:
         yield from self._converting()
         yield from self.of.gradients.lives(self.chosen, self.schedule)
 
+    @functools.cached_property
+    def deferred(self) -> list[LiveRange]:
+        """What is kept for the gradients of weights in products of one micro-batch: activations, of which some serve several
+        products, and gradients of results, from the backward of each product on."""
+        known, found = set[Node](), list[LiveRange]()
+        for place, op, x in deferred_products(self.program):
+            candidate = self.chosen.ops[op.name]
+            node = x, candidate.operands[op.operands.index(x)]
+            size = 0 if node in known else self.of.bytes(node)
+            known.add(node)
+            size += self.of.bytes((op.results[0].name, candidate.results[0]))
+            found.append(LiveRange("deferred", op.name, at(2 * self.n - place), self.schedule.end - 1, size))
+        return found
+
+    @functools.cached_property
+    def memory(self) -> StageMemory:
+        """What the stage holds, whatever its schedule."""
+        alone, halved = (_by_moment(lives, self.n) for lives in (self.own, [*self.own, *self.deferred]))
+        return StageMemory(
+            running=round(float(alone[:-1].max())),
+            ending=round(float(alone[-1])),
+            held=sum(life.bytes for life in self.held),
+            halving=round(float(halved[:-1].max())),
+            deferred=sum(life.bytes for life in self.deferred),
+        )
+
     def _waiting(self) -> Iterator[LiveRange]:
-        """What the other micro-batches in flight hold between their forward and their backward, while this one runs."""
-        others, end = self.of.analysis.step.flights - 1, self.schedule.end - 1
-        for life in self.held if others else ():
-            yield LiveRange("waiting", life.name, 0, end, others * life.bytes)
+        """What a stage holds beside the micro-batch that runs, at the fullest moment of its schedule: what the others in flight
+        hold between their forward and their backward, and what is deferred."""
+        times, end = moments_of(self.of.analysis.step), self.schedule.end - 1
+        now = max(times, key=self.memory.alive) if len(times) > 1 else times[0]
+        for life in self.held if now.flights > 1 else ():
+            yield LiveRange("waiting", life.name, 0, end, (now.flights - 1) * life.bytes)
+        for life in self.deferred if now.waiting else ():
+            yield LiveRange("deferred", life.name, 0, end, now.waiting * life.bytes)
+        yield from self.deferred if now.halves else ()
 
     def home(self, node: Node) -> Node:
         """The value in a layout whose storage this one aliases; itself where it has storage of its own."""

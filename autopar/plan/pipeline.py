@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.mesh import Bytes
+from autopar.ir.training_step import StageMoment
 from autopar.pipeline.clock import Clock, PipelineTimeline, StageSeconds
 from autopar.pipeline.schedule import ActionKind, PipelineSchedule, parse
 
@@ -65,16 +66,6 @@ class Pipeline:
 def in_flight(order: PipelineSchedule, stage: int) -> int:
     """The most micro-batches between their forward and their backward in one stage of a schedule."""
     return max(moment.flights for moment in moments(order, stage))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageMoment:
-    """While an action of a stage runs: the micro-batches between their forward and the end of their backward, or of its half
-    I; the others between I and W; and whether the action is an I."""
-
-    flights: int
-    waiting: int
-    halves: bool
 
 
 def moments(order: PipelineSchedule, stage: int) -> Iterator[StageMoment]:

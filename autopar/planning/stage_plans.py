@@ -14,12 +14,10 @@ what it holds with one micro-batch in flight, and of the rest a part as large as
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import escape
-
-import numpy as np
 
 from autopar.analysis.deferrable import deferrable
 from autopar.analysis.repeated_blocks import block_of
@@ -29,12 +27,13 @@ from autopar.formulation.step_time import StepPrices, hidden_time, step_events
 from autopar.ir.layout import Layout, text
 from autopar.ir.mesh import Bytes, Link, Mesh, Seconds
 from autopar.ir.program import Argument, Program, Ref, Static, digest, substitute
-from autopar.ir.training_step import TrainingStep
+from autopar.ir.training_step import StageMoment, TrainingStep
+from autopar.memory.in_flight import StageMemory
 from autopar.passes.stages import shared_parameters
 from autopar.pipeline.clock import StageSeconds
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import Options
-from autopar.plan.pipeline import StageMoment, in_flight, moments
+from autopar.plan.pipeline import moments
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps
 from autopar.plan.text import size_text
@@ -43,7 +42,6 @@ from autopar.planning.optimize import SMALLEST, Optimized, analysed, solved, tra
 from autopar.planning.pipeline_stages import Cut
 from autopar.planning.planner import to_plan
 from autopar.search_space.strategies import constrained, targets
-from autopar.solver.problem import Floats
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
 FLIGHTS_GAP = 1e-2
@@ -54,34 +52,13 @@ The equal stages of Llama-3 70B in 32 have 31 to 20 in flight, whose plans take 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class _Solved:
-    """The solution of a stage: its seconds, layouts in the order of outputs and of stored tensors, and its memory.
-
-    With k micro-batches in flight, and w others whose gradients of weights are deferred, it holds
-    max(`running` + (k - 1) `held` + w `deferred`, `ending`) bytes; `halving` stands in the place of `running` while it runs the
-    half I of a backward, which frees less.
-    """
+    """The solution of a stage: its seconds, layouts in the order of outputs and of stored tensors, and its memory."""
 
     found: Optimized
     seconds: StageSeconds
     outputs: tuple[Layout, ...]
     stored: tuple[Layout, ...]
-    running: Bytes
-    ending: Bytes
-    held: Bytes
-    halving: Bytes
-    deferred: Bytes
-
-    def peak(self, times: Iterable[StageMoment]) -> Bytes:
-        """The most bytes that are alive over the moments of a schedule."""
-        return max(self.ending, *map(self._alive, times))
-
-    def counted(self, flights: int) -> Bytes:
-        """The most bytes that rows count with so many micro-batches in flight."""
-        return max(self.ending, self.running + (flights - 1) * self.held)
-
-    def _alive(self, now: StageMoment) -> Bytes:
-        own = self.halving if now.halves else self.running
-        return own + (now.flights - 1) * self.held + now.waiting * self.deferred
+    memory: StageMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +112,12 @@ class StagePlanner:
         whole = ", ".join(["I"] * len(self.mesh.sizes))
         alike = {buffer.value.name: whole for buffer in steps.step.program.buffers if buffer.value.name in steps.hoisting}
         for place in range(len(steps.stages)):
-            step, times = steps.made(place, layouts, in_flight(cut.schedule, place)), tuple(moments(cut.schedule, place))
+            times = tuple(dict.fromkeys(now for now in moments(cut.schedule, place) if now.flights))
+            step = self._with(steps.made(place, layouts), times)
             known, names = wanted | alike, step.program.values.keys() - step.received.keys()
             of_stage = {escape(name): line for name, line in known.items() if name in names}
             asked = replace(self.options, constraints=of_stage, budget=budget)
-            made = self._within(step, times, asked, limit, shares[place], place) if shares else self._flying(step, 1, asked)
+            made = self._within(step, asked, limit, shares[place], place) if shares else self._alone(step, asked)
             program, ends = step.program, dict(zip(_stored(step.program), made.stored, strict=True))
             layouts = {output.path: layout for output, layout in zip(program.outputs, made.outputs, strict=True)}
             alike |= {
@@ -151,20 +129,15 @@ class StagePlanner:
                 step=step,
                 options=asked,
                 seconds=made.seconds,
-                alone=made.counted(1),
-                peak=made.peak(times),
+                alone=max(made.memory.running, made.memory.ending),
+                peak=made.memory.peak(times),
                 outputs=layouts,
                 found=made.found,
             )
 
     def written(self, stage: StagePlan) -> Plan:
         """The plan of a stage under its own names."""
-        plan = replace(to_plan(self.named(stage), stage.options), options=self.options.text())
-        more = stage.peak - plan.peak_memory
-        if more <= 0:
-            return plan
-        memory = {**plan.breakdown.memory, "deferred gradients of weights": more}
-        return replace(plan, peak_memory=stage.peak, breakdown=replace(plan.breakdown, memory=memory))
+        return replace(to_plan(self.named(stage), stage.options), options=self.options.text())
 
     def named(self, stage: StagePlan) -> Optimized:
         """The solution of a stage under its own names."""
@@ -193,63 +166,50 @@ class StagePlanner:
                     shares[stage] = _Share(bytes=kept[stage] + math.floor(part * rest), part=part)
         return shares
 
-    def _within(
-        self, step: TrainingStep, times: Sequence[StageMoment], options: Options, limit: Bytes, share: _Share, place: int
-    ) -> _Solved:
-        """A stage solved so that it fits into its share of a rank's memory with all micro-batches that are in flight.
-
-        What is deferred counts like micro-batches in flight in the rows, which is more where I frees what W does not need. What
-        I frees less than a whole backward is in no row: the stage is solved once more in a budget that is smaller by it.
-        """
-        least, filled, missed = 0, object(), 0
-        alone: _Solved | None = None
-        most = max(now.flights + now.waiting for now in times)
-        asked = options if share.bytes == limit else replace(options, budget=share.bytes)
-        tries = [(1, options), *((flights, asked) for flights in dict.fromkeys((step.flights, most)) if flights > 1)]
-        while tries:
-            flights, own = tries.pop(0)
-            try:
-                made = self._fuller(step, flights, own, alone, share, times) if alone else self._flying(step, flights, own)
-            except BudgetError as error:  # the budget that the last one needs is that of the stage
-                least = int(str(error.details[SMALLEST]).removeprefix("budget=")) + missed
-                filled = error.details["filled"]
-                continue
-            least, filled = made.peak(times), "what is deferred"
-            if least <= share.bytes:
-                return made
-            alone = alone or made
-            if not tries and not missed:
-                missed = least - made.counted(most)
-                tries += [(most, replace(options, budget=share.bytes - missed))] if 0 < missed < share.bytes else []
-        raise BudgetError(
-            f"stage {place} of the pipeline: no plan fits into {size_text(share.bytes)} per device with {step.flights} "
-            f"micro-batches in flight; the smallest budget of such a stage is {size_text(least)}",
-            **{SMALLEST: f"budget={share.budget(least, limit)}"},
-            filled=filled,
-            fix="more micro-batches of fewer samples, more stages, 1f1b in the place of gpipe, or a larger budget",
-        )
-
-    def _flying(self, step: TrainingStep, flights: int, options: Options) -> _Solved:
-        """A stage solved with so many micro-batches in flight in the rows of its memory."""
-        return self._solved(self._with(step, flights), options)
-
-    def _with(self, step: TrainingStep, flights: int) -> TrainingStep:
-        """A stage with so many micro-batches in flight, as it is solved."""
+    def _within(self, step: TrainingStep, options: Options, limit: Bytes, share: _Share, place: int) -> _Solved:
+        """A stage solved so that it fits into its share of a rank's memory with all micro-batches that are in flight."""
         assert step.stage is not None, "it is a stage"
-        return replace(step, stage=replace(step.stage, flights=flights, link=self.link))
+        full = options if share.bytes == limit else replace(options, budget=share.bytes)
+        try:
+            alone = self._alone(step, options)
+        except BudgetError:
+            alone = None
+        try:
+            if alone is None:
+                return self._solved(step, full)
+            fits = alone.memory.peak(step.stage.moments) <= share.bytes
+            return alone if fits else self._fuller(step, full, alone, share)
+        except BudgetError as error:
+            least = int(str(error.details[SMALLEST]).removeprefix("budget="))
+            raise BudgetError(
+                f"stage {place} of the pipeline: no plan fits into {size_text(share.bytes)} per device with {step.flights} "
+                f"micro-batches in flight; the smallest budget of such a stage is {size_text(least)}",
+                **{SMALLEST: f"budget={share.budget(least, limit)}"},
+                filled=error.details["filled"],
+                fix="more micro-batches of fewer samples, more stages, 1f1b in the place of gpipe, or a larger budget",
+            ) from None
 
-    def _fuller(
-        self, step: TrainingStep, flights: int, options: Options, alone: _Solved, share: _Share, times: Sequence[StageMoment]
-    ) -> _Solved:
-        """A stage solved with so many micro-batches in flight, or as one like it, where that fits and takes hardly longer than
+    def _alone(self, step: TrainingStep, options: Options) -> _Solved:
+        """A stage solved with one micro-batch in flight, whatever its schedule has."""
+        return self._solved(self._with(step, ()), options)
+
+    def _with(self, step: TrainingStep, times: tuple[StageMoment, ...]) -> TrainingStep:
+        """A stage with the moments of a schedule, as it is solved."""
+        assert step.stage is not None, "it is a stage"
+        flights = max((now.flights for now in times), default=1)
+        return replace(step, stage=replace(step.stage, flights=flights, moments=times, link=self.link))
+
+    def _fuller(self, step: TrainingStep, options: Options, alone: _Solved, share: _Share) -> _Solved:
+        """A stage solved with all that are in flight, or as one like it, where that fits and takes hardly longer than
         `alone`."""
+        assert step.stage is not None, "it is a stage"
         least = step.microbatches * alone.seconds.busy + alone.seconds.once
-        known = self._full.setdefault(_signature(self._with(step, 1), replace(options, budget=None)), [])
+        known = self._full.setdefault(_signature(self._with(step, ()), replace(options, budget=None)), [])
         for made in known:
             own = step.microbatches * made.seconds.busy + made.seconds.once
-            if made.peak(times) <= share.bytes and own <= (1 + FLIGHTS_GAP) * least:
+            if made.memory.peak(step.stage.moments) <= share.bytes and own <= (1 + FLIGHTS_GAP) * least:
                 return made
-        known.append(self._flying(step, flights, options))
+        known.append(self._solved(step, options))
         return known[-1]
 
     def _solved(self, step: TrainingStep, options: Options) -> _Solved:
@@ -270,18 +230,12 @@ class StagePlanner:
         without_rule(analysis, strict=options.strict)
         found = replace(solved(analysis, self.mesh, options, settings=self.settings), loop=None)
         chosen, liveness = assignment(found.formulated, found.solution), found.memory_model.liveness
-        deferred = _deferred(found)
-        alive, others = liveness.walk(chosen), liveness.waiting(chosen) * (step.flights - 1)
         return _Solved(
             found=found,
             seconds=stage_seconds(found, found.formulated.step_prices),
-            halving=round(float((alive[:-1] + deferred[:-1]).max())) - others,
-            deferred=round(float(deferred[-1])),
             outputs=tuple(chosen.outputs[output.path] for output in step.program.outputs),
             stored=tuple(chosen.given[name] for name in _stored(step.program)),
-            running=round(float(alive[:-1].max())) - others,
-            ending=round(float(alive[-1])),
-            held=liveness.waiting(chosen),
+            memory=liveness.stage_memory(chosen),
         )
 
 
@@ -318,23 +272,6 @@ def stage_seconds(found: Optimized, prices: StepPrices) -> StageSeconds:
     )
 
 
-def _deferred(found: Optimized) -> Floats:
-    """What is kept for the gradients of weights in products of one micro-batch, in bytes by moment: activations, and gradients
-    of results, from the backward of each product on; at last all of it."""
-    formulated = found.formulated
-    chosen, program, prices = assignment(formulated, found.solution), formulated.program, formulated.step_prices
-    later, kept = deferrable(program), np.zeros(2 * len(program.ops) + 1)
-    known: set[tuple[str, Layout]] = set()
-    for place, op in reversed(list(enumerate(program.ops))):
-        if op.name in later:
-            x, candidate = later[op.name][0], chosen.ops[op.name]
-            node = x, candidate.operands[op.operands.index(x)]
-            activation = 0 if node in known else prices.bytes_of(*node)
-            known.add(node)
-            kept[2 * len(program.ops) - place :] += activation + prices.bytes_of(op.results[0].name, candidate.results[0])
-    return kept
-
-
 def _signature(step: TrainingStep, options: Options) -> str:
     """What decides the solution of a stage, as text without names: equal for stages that differ in those alone."""
     program, ends = step.program, step.stage
@@ -350,8 +287,9 @@ def _signature(step: TrainingStep, options: Options) -> str:
         lines.append((op.target, read, [name for name, _ in op.kwargs], made, _place(block_of(op.name), blocks)))
     lines += [number[output.value] for output in program.outputs]
     loop = step.loop and (step.loop.count, step.loop.inputs, step.loop.outputs)
+    held = ends.flights, sorted(map(repr, ends.moments))
     asked = sorted((number[name], options.constraints[key]) for name in number if (key := escape(name)) in options.constraints)
-    return digest(repr((lines, loop, ends.sends, ends.batch, ends.flights, asked, options.budget)))
+    return digest(repr((lines, loop, ends.sends, ends.batch, held, asked, options.budget)))
 
 
 def _numbered(leaf: Ref | Static, number: Mapping[str, str]) -> Argument:

@@ -1,0 +1,54 @@
+"""What a pipeline stage holds while others of its micro-batches are in flight, or wait for the gradients of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from autopar.analysis.deferrable import deferrable
+from autopar.ir.mesh import Bytes
+from autopar.ir.program import Op, Program
+from autopar.ir.training_step import StageMoment, TrainingStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """The memory of a stage, whatever its schedule.
+
+    With k micro-batches in flight, and w others whose gradients of weights are deferred, it holds
+    max(`running` + (k - 1) `held` + w `deferred`, `ending`) bytes; `halving` stands in the place of `running` while it runs the
+    half I of a backward, which frees less.
+    """
+
+    running: Bytes
+    ending: Bytes
+    held: Bytes
+    halving: Bytes
+    deferred: Bytes
+
+    def peak(self, moments: Iterable[StageMoment]) -> Bytes:
+        """The most bytes that are alive over the moments of a schedule."""
+        return max(self.ending, *map(self.alive, moments))
+
+    def alive(self, now: StageMoment) -> Bytes:
+        """The most bytes that are alive at a moment."""
+        own = self.halving if now.halves else self.running
+        return own + (now.flights - 1) * self.held + now.waiting * self.deferred
+
+
+def moments_of(step: TrainingStep) -> tuple[StageMoment, ...]:
+    """The moments of a step's schedule; of one that is no stage, or has no halves, that with most micro-batches in flight."""
+    known = step.stage.moments if step.stage else ()
+    return known or (StageMoment(flights=step.flights, waiting=0, halves=False),)
+
+
+def deferred_products(program: Program) -> Iterator[tuple[int, Op, str]]:
+    """The products whose gradients of weights may be deferred, in the order of the backward, each with its place in the program
+    and its activation."""
+    later = deferrable(program)
+    for place, op in reversed(list(enumerate(program.ops))):
+        if op.name in later:
+            yield place, op, later[op.name][0]
+
+
+__all__ = ["StageMemory", "deferred_products", "moments_of"]
