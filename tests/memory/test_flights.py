@@ -72,9 +72,7 @@ def test_a_schedule_in_halves_holds_the_factors_of_deferred_products(place: int,
     assert more[-2] == more[:-1].max() > more[0] > 0
     assert more[-2] <= 4 * sum(kept.values())
     assert more[-1] == 0
-    assert halved.walk(solution).max() == alone.liveness.stage_memory(chosen).peak(
-        halved.formulated.analysis.step.stage.moments
-    )
+    assert halved.walk(solution).max() == alone.liveness.stage_memory(chosen).peak(HALVED[-1:])
 
 
 @pytest.mark.parametrize("place", [0, 1])
