@@ -325,6 +325,7 @@ def _declared(
 OF_TRAINING = {"optimizer": None, "microbatches": 1, "pipeline": None, "recompute": AUTO, "reduce": None}
 OF_GRADIENTS = 'strategy="fsdp" shards weights; zero1 and zero2 shard the optimizer\'s state and gradients'
 OFFLOADS = (True, False, HOST, DISK, AUTO)
+OF_STAGES = ("stages", "schedule")
 UNSAID = ("constraints", "dynamic", "microbatches", "assume", "optimizer")  # options whose None says nothing
 
 
@@ -337,6 +338,10 @@ def options_of(options: Mapping[str, object]) -> dict[str, object]:
     _check_mode(found)
     if (offload := found.get("offload", True)) not in OFFLOADS:
         raise ConstraintError(f"offload={offload!r} is not known", fix=", ".join(map(repr, OFFLOADS)))
+    asked = next((name for name in OF_STAGES if found.get(name) not in (None, AUTO)), None)
+    if asked and found.get("pipeline") is None:
+        what = f"{asked}={found[asked]!r} is of pipeline stages, and no pipeline= says whose ranks have them"
+        raise ConstraintError(what, fix=f'pipeline= the name of a mesh axis, or "auto"; or no {asked}=')
     return {"microbatches": AUTO} | found if found.get("pipeline") is not None else found
 
 

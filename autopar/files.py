@@ -34,7 +34,7 @@ def write(path: str | Path, text: str) -> None:
     processes may write one file at the same time. Permissions are those of a plain write: an existing file keeps its own. A
     symbolic link is followed, and stays. What is no regular file (a terminal, a pipe) is written plainly.
 
-    Raises OSError where a plain write would, and if the folder takes no new file.
+    Raises OSError where a plain write would, and if the folder takes no new file; it names the path that was asked for.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         Path(path).write_text(text, encoding="utf-8")
@@ -50,8 +50,10 @@ def write(path: str | Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is not None:
+            error.filename = str(path)
         raise
 
 

@@ -100,8 +100,10 @@ def test_links_stay_and_what_is_no_file_is_written_plainly(path: Path, tmp_path:
     files.write("/dev/null", NEW)
     with pytest.raises(IsADirectoryError):
         files.write(tmp_path, NEW)
-    with pytest.raises(FileNotFoundError):
-        files.write(tmp_path / "nowhere" / "plan.json", NEW)
+    nowhere = tmp_path / "nowhere" / "plan.json"
+    with pytest.raises(FileNotFoundError) as wrong:
+        files.write(nowhere, NEW)
+    assert wrong.value.filename == str(nowhere)
 
 
 def test_of_a_file_no_more_is_read_than_it_may_have(path: Path, tmp_path: Path) -> None:

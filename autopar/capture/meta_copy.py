@@ -17,6 +17,13 @@ from torch import nn
 from autopar.errors import CaptureError
 from autopar.ir.program import Parameter, Value
 
+# Where the classes are defined of modules and parameters that are no longer those of an ordinary model: what they are.
+MADE = {
+    "autopar.codegen.": ("what autopar.parallelize returned", "give the model that it was made of"),
+    "torch.distributed.": ("parallel already, by torch.distributed", "give the model before fully_shard or parallelize_module"),
+    "torch.nn.parallel.distributed": ("wrapped in DistributedDataParallel", "give its .module"),
+    "torch.jit.": ("TorchScript", "give the module before torch.jit.script or trace"),
+}
 READABLE = 1024  # elements of a buffer of integers whose values are looked at
 
 
@@ -35,8 +42,8 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool
     """Copy `model` without its weights, and list its parameters and buffers in the order in which it names them.
 
     Tensors that are plain attributes count as buffers outside the state dict. What is floating is copied in `dtype`, if one is
-    given; with `frozen` nothing in it has a gradient. Raises CaptureError if the module cannot be copied or a parameter has a
-    hook.
+    given; with `frozen` nothing in it has a gradient. Raises CaptureError if the module cannot be copied, or has a parameter
+    that was made parallel before or has a hook.
     """
     parameters: list[tuple[str, torch.Tensor]] = list(model.named_parameters(remove_duplicate=False))
     buffers = [*model.named_buffers(remove_duplicate=False), *attributes(model)]
@@ -53,6 +60,7 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool
             )
     memo: dict[int, torch.Tensor] = {}
     for name, tensor in (*parameters, *buffers):
+        refuse_made(name, tensor)
         if nn.parameter.is_lazy(tensor):
             raise CaptureError(f"{name} has no shape yet: its module is lazy", fix="call the model once before it is captured")
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
@@ -72,6 +80,13 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool
     first = {name: held.value.name for held in (*known[0], *known[1]) for name in held.names}
     values = {name: tensor.detach() for name, tensor in buffers if _readable(tensor)}
     return MetaCopy(module=hollow, parameters=known[0], buffers=known[1], first=first, values=values)
+
+
+def refuse_made(name: str, held: object) -> None:
+    """Raise CaptureError for a module or a tensor of a class that is defined in `MADE`."""
+    for base in type(held).__mro__:
+        if found := next((what for path, what in MADE.items() if f"{base.__module__}.".startswith(path)), None):
+            raise CaptureError(f"{name} is {found[0]}", fix=found[1])
 
 
 def _readable(tensor: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
@@ -10,12 +11,15 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.meta_copy import refuse_made
 from autopar.capture.nested import STATIC, distinct, known, walk
 from autopar.capture.returned import ReturnSpec
 from autopar.capture.static_inputs import StaticInput, read_static
 from autopar.errors import InputError
 from autopar.ir.dynamic_dims import InputDim, Shape, Size, numbers
 from autopar.ir.program import Static
+
+ANOTHER_CALL = "call the model as it was planned, or plan this call too, over the same weights: parallelize(..., over=parallel)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +115,7 @@ class Signature:
         defaults = dict(self.defaults)
         for path, value in self.constants:
             if path not in given and not (path in defaults and _same(value, defaults[path])):
-                raise InputError(f"argument {path} is missing", planned=repr(value), fix="call the model as it was planned")
+                raise InputError(f"argument {path} is missing", planned=repr(value), fix=ANOTHER_CALL)
         return tensors
 
     def mapped(self, sample: object, function: Callable[[str, torch.Tensor], torch.Tensor]) -> object:
@@ -209,10 +213,12 @@ def read_call(model: nn.Module, sample_input: object, static: Sequence[str] = ()
     """A sample (a tensor, a tuple or list of positional arguments, or a mapping of keywords) as a call on the meta device.
 
     `use_cache=False` is added where `forward` takes it and the sample does not say. `static` names inputs that are constants.
-    Raises InputError for arguments that are neither tensors nor constants, and for those that `forward` does not take.
+    Raises InputError for arguments that are neither tensors nor constants, and for those that `forward` does not take,
+    CaptureError for a model that was made parallel before, or TorchScript.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}", fix="give a torch.nn.Module")
+    refuse_made("the model", model)
     known(sample_input)
     args, kwargs = _split(sample_input)
     taken = inspect.signature(model.forward)
@@ -296,12 +302,12 @@ def _same(value: object, planned: Static) -> bool:
 def _describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return repr(value)
+    return textwrap.shorten(repr(value), 100, placeholder=" ...")
 
 
 def _checked(planned: TensorSpec, given: object, varying: Set[InputDim]) -> torch.Tensor:
     if given is None:
-        raise InputError(f"argument {planned.path} is missing", planned=planned, fix="call the model as it was planned")
+        raise InputError(f"argument {planned.path} is missing", planned=planned, fix=ANOTHER_CALL)
     if not isinstance(given, torch.Tensor):
         raise InputError(
             f"argument {planned.path} is not a tensor", given=_describe(given), planned=planned, fix="give a tensor"

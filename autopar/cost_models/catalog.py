@@ -178,9 +178,9 @@ def device(name: str | Device | None = None, processes: int = 1) -> Device:
         return name
     if name is None:
         return _accelerator() if torch.cuda.is_available() else cpu(processes)
-    if name.endswith(".json"):
+    if str(name).endswith(".json"):
         return load(name)
-    key = name.lower()
+    key = str(name).lower()
     if key == "cpu":
         return cpu(processes)
     if key not in DEVICES:

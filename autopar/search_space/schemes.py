@@ -95,7 +95,7 @@ def scheme_of(strategy: str, mesh: Mesh) -> Scheme:
     elif strategy == "data":
         found, needed, example = Scheme(copies=len(mesh.sizes), free=True), 1, 'mesh={"data": 2}'
     else:
-        data, _, mode = strategy.rpartition("+")
+        data, _, mode = str(strategy).rpartition("+")
         if mode not in MODES or (data and data not in DATA):
             fix = f"one of {', '.join(STRATEGIES)}, or {', '.join(DATA)} + {', '.join(MODES)}"
             raise ConstraintError(f"no strategy is called {strategy!r}", fix=fix)

@@ -6,14 +6,19 @@ import contextlib
 import io
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar import AutoparError, Plan
@@ -98,11 +103,19 @@ def test_a_mesh_larger_than_the_world_is_refused() -> None:
     check(lambda: autopar.parallelize(model(), X, (2, 4)), MeshError, first, "torchrun --nproc-per-node 8")
 
 
+STAGES = "is of pipeline stages, and no pipeline= says whose ranks have them"
+
+
 @pytest.mark.parametrize(
     "options, kind, first, fix",
     [
         ({"strategy": "fast"}, ConstraintError, "no strategy is called 'fast'", "auto, ddp, zero1, zero2, fsdp, "),
+        ({"strategy": None}, ConstraintError, "no strategy is called None", "auto, ddp, zero1, zero2, fsdp, "),
         ({"device": "tpu"}, MeshError, "no device is called 'tpu'", "autopar.Device"),
+        ({"device": 3}, MeshError, "no device is called 3", "autopar.Device"),
+        ({"stages": 2}, ConstraintError, f"stages=2 {STAGES}", "no stages="),
+        ({"schedule": "1f1b"}, ConstraintError, f"schedule='1f1b' {STAGES}", "no schedule="),
+        ({"static": 3}, InputError, "static=3 is no list of names", "static=['3']"),
         ({"optimizer": "magic"}, InputError, "no optimizer is called 'magic'", "one of these names"),
         ({"outputs": "all"}, ConstraintError, "outputs='all' is unknown", '"whole" or "sharded"'),
         ({"budget": "lots"}, BudgetError, "'lots' is not a memory budget", '"24GiB"'),
@@ -360,3 +373,26 @@ def test_parameters_that_share_memory_are_refused_unless_they_are_one_or_lie_sid
 def test_a_strategy_that_splits_the_batch_is_refused_a_number(strategy: str) -> None:
     first = f"strategy {strategy!r} splits the batch, but input has no dim"
     check(lambda: autopar.plan(nn.ReLU(), torch.ones(()), (2, 2), strategy=strategy), ConstraintError, first, "strategy='auto'")
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=(tmp_path / "rendezvous").as_uri(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_model_that_was_made_parallel_before_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = parallelize_module(model(), mesh, {"0": ColwiseParallel()})
+    for made, what, fix in (
+        (single(), "the model is what autopar.parallelize returned", "give the model that it was made of"),
+        (fully_shard(model(), mesh=mesh), "the model is parallel already, by torch.distributed", "before fully_shard"),
+        (sharded, "0.weight is parallel already, by torch.distributed", "before fully_shard or parallelize_module"),
+        (DistributedDataParallel(model()), "the model is wrapped in DistributedDataParallel", ".module"),
+        (torch.jit.trace(model(), X), "the model is TorchScript", "before torch.jit.script"),
+    ):
+        check(lambda made=made: autopar.plan(made, X, (2,), **DEVICE), CaptureError, what, fix)  # type: ignore[misc]
