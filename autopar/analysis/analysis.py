@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.analysis.block_counts import Blocks, block_counts
+from autopar.analysis.block_counts import Blocks, block_counts, blocks_of
 from autopar.analysis.fits import fit_of
 from autopar.analysis.fusion import fused
 from autopar.analysis.recomputability import recomputable
@@ -18,7 +18,7 @@ from autopar.analysis.saved_tensors import SavedTensors, saved, workspace
 from autopar.analysis.weight_buckets import weight_buckets
 from autopar.analysis.weights import copies, reduce_dtypes, views, weights
 from autopar.errors import RuleError
-from autopar.ir.layout import State
+from autopar.ir.layout import Layout, State
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Program
 from autopar.ir.schema import bound
@@ -120,9 +120,16 @@ class Analysis:
 
 
 def analyse(
-    step: TrainingStep, mesh: Mesh, *, apart: Callable[[str], str] = lambda value: "", repeated: bool = True
+    step: TrainingStep,
+    mesh: Mesh,
+    *,
+    apart: Callable[[str], str] = lambda value: "",
+    repeated: bool = True,
+    settled: Mapping[str, Layout] | None = None,
 ) -> Analysis:
     """Fit rules, propagate block counts, fold repeated blocks; see `fold` for `apart` and `repeated`.
+
+    `settled` has layouts of given values that were chosen elsewhere, as those are that a stage receives.
 
     Raises RuleError on a mesh of several devices for an op with a sparse gradient, which cannot be reduced.
     """
@@ -132,6 +139,8 @@ def analyse(
     if mesh.size > 1:
         _dense(program)
     classes = fold(program, apart=apart, repeated=repeated)
+    chosen = {**step.received, **(settled or {})}
+    arriving = {name: blocks_of(layout, program.values[name].shape, mesh.sizes) for name, layout in chosen.items()}
     by_class = {name: fit_of(program, name) for name in representatives(program, classes)}
     fits = {op.name: by_class[classes.of[op.name]] for op in program.ops}
     return Analysis(
@@ -139,7 +148,7 @@ def analyse(
         sizes=mesh.sizes,
         classes=classes,
         fits=fits,
-        blocks=block_counts(program, fits, list(_alike(program, classes))),
+        blocks=block_counts(program, fits, list(_alike(program, classes)), arriving),
         cpu=mesh.device is not None and mesh.device.cpu,
         places=tuple(map(State, mesh.places)),
     )

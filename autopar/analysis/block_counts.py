@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autopar.ir.layout import Layout
 from autopar.ir.program import Op, Program
 from autopar.operators import OpSharding
 
@@ -14,14 +15,21 @@ Blocks = tuple[tuple[int, ...], ...]  # per dim: how many blocks it may be cut i
 
 
 def block_counts(
-    program: Program, fits: Mapping[str, OpSharding | None], alike: Sequence[Sequence[str]] = ()
+    program: Program,
+    fits: Mapping[str, OpSharding | None],
+    alike: Sequence[Sequence[str]] = (),
+    arriving: Mapping[str, Blocks] | None = None,
 ) -> dict[str, Blocks]:
-    """The block counts of every dim of every value: 1, and those that a split, chunk or merge of dims needs.
+    """The block counts of every dim of every value: 1, and those that a split, chunk or merge of dims needs, or that are
+    `arriving`.
 
     They are propagated along factors to all values that have them, and within each group of `alike`: values of one shape, of
     which one decision is made.
     """
     known: dict[str, list[set[int]]] = {name: [{1} for _ in value.shape] for name, value in program.values.items()}
+    for name, dims in (arriving or {}).items():
+        for have, counts in zip(known[name], dims, strict=True):
+            have.update(counts)
     for op in program.ops:
         fitted = fits[op.name]
         for side, position, dim, factor in fitted.asks if fitted else ():
@@ -33,6 +41,23 @@ def block_counts(
         changed = sum(_spread(op, fits[op.name], known) for op in (*program.ops, *reversed(program.ops))) > 0
         changed |= sum(_share([known[name] for name in names]) for names in alike) > 0
     return {name: tuple(tuple(sorted(k)) for k in dims) for name, dims in known.items()}
+
+
+def blocks_of(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Blocks:
+    """The block counts that a layout needs: a digit that is nested in no other one begins a block.
+
+    >>> from autopar.ir.layout import split
+    >>> blocks_of((split(0, 1), split(0, 2)), (16, 4), (2, 2))
+    ((1, 4), (1,))
+    """
+    found: list[set[int]] = [{1} for _ in shape]
+    edge: dict[int, int] = {}
+    owned = ((state, size) for state, size in zip(layout, sizes, strict=True) if state.kind == "S")
+    for state, size in sorted(owned, key=lambda one: -one[0].stride):
+        if state.stride * size != edge.get(state.dim):
+            found[state.dim].add(shape[state.dim] // (state.stride * size))
+        edge[state.dim] = state.stride
+    return tuple(tuple(sorted(counts)) for counts in found)
 
 
 def _spread(op: Op, fitted: OpSharding | None, known: dict[str, list[set[int]]]) -> bool:

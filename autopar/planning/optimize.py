@@ -67,7 +67,9 @@ class Optimized:
 def analysed(step: TrainingStep, mesh: Mesh, options: Options) -> Analysis:
     """What is known of a step before any choice, where the constraints keep apart what they treat differently."""
     user = constrained(step, mesh, options.constraints)
-    return analyse(step, mesh, apart=lambda name: str(user.get(name, "")))
+    stored = {held.value.name for held in (*step.program.parameters, *step.program.buffers) if step.stage}
+    shared = {name: tuple(filter(None, user[name])) for name in stored & user.keys() if None not in user[name]}
+    return analyse(step, mesh, apart=lambda name: str(user.get(name, "")), settled=shared)  # as another stage stores them
 
 
 def solved(

@@ -14,6 +14,7 @@ what it holds with one micro-batch in flight, and of the rest a part as large as
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -29,7 +30,6 @@ from autopar.ir.mesh import Bytes, Link, Mesh, Seconds
 from autopar.ir.program import Argument, Program, Ref, Static, digest, substitute
 from autopar.ir.training_step import StageMoment, TrainingStep
 from autopar.memory.in_flight import StageMemory
-from autopar.passes.stages import shared_parameters
 from autopar.pipeline.clock import StageSeconds
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import Options
@@ -104,7 +104,8 @@ class StagePlanner:
         """
         constrained(steps.step, self.mesh, self.options.constraints)  # which raises for what is in no stage
         wanted = _by_value(steps.step.program, self.options.constraints)
-        shared, chunks = shared_parameters(steps.stages), len(steps.stages) // len(cut.schedule.ranks)
+        readers = Counter(name for stage in steps.stages for name in _stored(stage.program))
+        chunks = len(steps.stages) // len(cut.schedule.ranks)
         limit = parse_bytes(self.options.budget, self.mesh)
         shares = None if alone else self._shares(steps, cut, limit)
         budget = self.options.budget if chunks == 1 else limit // chunks
@@ -121,9 +122,9 @@ class StagePlanner:
             program, ends = step.program, dict(zip(_stored(step.program), made.stored, strict=True))
             layouts = {output.path: layout for output, layout in zip(program.outputs, made.outputs, strict=True)}
             alike |= {
-                name: text(ends[name], program.values[name].shape, self.mesh.sizes)
-                for name, places in shared.items()
-                if place in places
+                name: text(layout, program.values[name].shape, self.mesh.sizes)
+                for name, layout in ends.items()
+                if readers[name] > 1
             }
             yield StagePlan(
                 step=step,

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 
 import autopar
 from autopar.errors import PlanError
 from autopar.plan.options import Options
 from autopar.runtime.workers import WorkerPool
 from autopar.verify import verification
-from tests.support import models, planning
+from tests.support import models, planning, table
 from tests.support.random_stages import random_stages
 from tests.support.threads import Threads
 
@@ -44,6 +45,62 @@ def test_stages_are_verified_like_whole_models(
     named = {row.name for row in report.rows if row.what == "gradient"}
     assert named == trained
     assert {"loss", "logits"} <= {row.name for row in report.rows if row.what == "output"}
+
+
+class Windows(nn.Module):
+    """Attention in windows of 4 x 4, as in Swin: all layers look up the offsets in one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 24), nn.Linear(8, 8)) for _ in range(2))
+        self.register_buffer("offsets", torch.arange(256) % 31)
+        self.bias = nn.Parameter(torch.linspace(-1, 1, 31))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, columns = x.shape[1] // 4, x.shape[2] // 4
+        for layer in self.layers:
+            h = x.unflatten(2, (columns, 4)).unflatten(1, (rows, 4)).transpose(2, 3).reshape(-1, 16, 8)
+            q, k, v = layer[0](h).chunk(3, -1)
+            h = (q @ k.transpose(1, 2) + self.bias[self.offsets].view(16, 16)).softmax(-1) @ v
+            h = layer[1](h).view(-1, rows, columns, 4, 4, 8).transpose(2, 3)
+            x = x + h.reshape(x.shape)
+        return x.square().mean()
+
+
+class Tied(nn.Module):
+    """One weight, which the first layers use in thirds and the last ones whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(4))
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 192).view(24, 8).sin())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.layers[0](x)
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in nn.functional.linear(x, self.weight).chunk(3, -1))
+        x = x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        for layer in self.layers[1:]:
+            x = x + layer(x)
+        return (x + nn.functional.linear(x, self.weight).tanh() @ self.weight).square().mean()
+
+
+@pytest.mark.parametrize(
+    "made, sizes, options",
+    [
+        (Windows, (4, 8, 8, 8), {"stages": 2}),  # the second stage receives merged windows, split along the rows of each image
+        (Windows, (4, 8, 8, 8), {"stages": 4}),  # two stages of a rank look the offsets up
+        (Tied, (4, 4, 8), {"stages": 2, "strategy": "megatron"}),  # the second stage stores thirds that it does not ask for
+    ],
+)
+def test_a_stage_takes_what_another_one_splits_in_blocks_of_its_own(
+    made: type[nn.Module], sizes: tuple[int, ...], options: dict[str, Any], threads: Threads
+) -> None:
+    model, sample, mesh = made(), torch.randn(sizes, generator=torch.Generator().manual_seed(0)), table.mesh((2, 2))
+    plan = autopar.plan(model, sample, mesh, pipeline=mesh.axes[0], microbatches=2, **options)
+    report = verification.verify(model, sample, mesh, plan, Options(), threads)
+    assert report.ok, report
+    for name in model.state_dict():
+        assert len({stage.layouts[name] for stage in plan.stages if name in stage.layouts}) == 1
 
 
 def test_what_a_stage_issues_beyond_its_plan_is_seen(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
