@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.ir.program import Program
+from autopar.passes.batched_gathers import gathered
 from autopar.passes.broadcast_attention import expanded
 from autopar.passes.causal_masks import causal
 from autopar.passes.dead_code_elimination import dead
@@ -12,12 +13,12 @@ from autopar.passes.in_place import in_place
 from autopar.passes.mean_losses import means
 from autopar.passes.simplify import simplify
 
-PASSES: tuple[Callable[[Program], Program], ...] = (simplify, causal, expanded, means, dead, in_place)
+PASSES: tuple[Callable[[Program], Program], ...] = (simplify, causal, gathered, expanded, means, dead, in_place)
 
 
 def normalise(program: Program) -> Program:
-    """The program in normal form: canonical ops, known causal masks, plain attention, means as quotients, no dead code, and
-    caches that are written in place.
+    """The program in normal form: canonical ops, known causal masks, gathers within samples, plain attention, means as
+    quotients, no dead code, and caches that are written in place.
     """
     for rewrite in PASSES:
         program = rewrite(program)
