@@ -1,7 +1,7 @@
 """What `torch.compile` sees of a parallel module: the program of one micro-batch, whole; and Inductor's passes for collectives.
 
 around   a frame that is not traced, while what it calls is: the loop over micro-batches, say
-eager    neither is: checks of a call, which talk to other ranks; the backward, which autograd runs
+eager    neither is: checks of a call, which talk to other ranks; what micro-batches share; the backward, which autograd runs
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from typing import Any, TypeVar
 import torch
 import torch._inductor
 from torch import fx
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from autopar.codegen.names import STATE
 from autopar.errors import InputError
 from autopar.ir.conversion import FETCHES
 from autopar.runtime.bucketed_collectives import PAIRS
-from autopar.runtime.gradient_accumulation import accumulate_gradients, start_once
+from autopar.runtime.gradient_accumulation import accumulate_gradients, start_once, wait_once
 from autopar.runtime.rematerialize.manager import offload
 
 Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 
-# Copies on streams of their own, in hooks on what autograd saves.
+# Copies on streams of their own, in hooks on what autograd saves: these are not traced.
 HOOKED = {offload, *(PAIRS["__".join(ways)][0] for ways in FETCHES.values())}
-STATEFUL = {accumulate_gradients, start_once}  # which are traced up to here, and after it
+SHARED = {accumulate_gradients, wait_once}  # what they return goes from one micro-batch to the next
 
 # Inductor's own scheduling of collectives: https://github.com/pytorch/pytorch/blob/main/torch/_inductor/config.py
 PASSES = "aten_distributed_optimizations"
@@ -71,9 +72,36 @@ def recomputes(graph: fx.Graph) -> bool:
 
 
 def traceable(graph: fx.Graph) -> bool:
-    """Whether `torch.compile` can trace an emitted program: what is recomputed must be traced whole."""
-    called = {node.target for node in graph.nodes if node.op == "call_function"}
-    return called.isdisjoint(HOOKED | STATEFUL if recomputes(graph) else HOOKED)
+    """Whether `torch.compile` can trace an emitted program."""
+    called = [node for node in graph.nodes if node.op == "call_function"]
+    once = (PAIRS[node.args[2]][0] for node in called if node.target is start_once)
+    return HOOKED.isdisjoint(node.target for node in called) and HOOKED.isdisjoint(once)
+
+
+def shared_weights(graph: fx.Graph) -> fx.Graph | None:
+    """The part of an emitted program that makes the weights which all micro-batches of a step share; None if there are none.
+
+    It runs eagerly, once a step, before the micro-batches: then their program keeps nothing, and is traced whole.
+    """
+    found, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in SHARED:
+            _copy(node, found, copied)
+    found.output(())
+    return found if copied else None
+
+
+def _copy(node: fx.Node, into: fx.Graph, copied: dict[fx.Node, fx.Node]) -> fx.Node:
+    """A node of another graph, after what it is computed from; chains are short: they are of a weight."""
+    if node not in copied:
+        copied[node] = into.node_copy(node, lambda operand: _copy(operand, into, copied))
+    return copied[node]
+
+
+@around
+def compiling() -> bool:
+    """Whether `torch.compile` traces what is called from here; `torch.compiler.is_compiling` says it of what is traced."""
+    return callable(get_eval_frame_callback())
 
 
 def inductor_options(*, overlap: bool = True, async_tensor_parallel: bool = False) -> dict[str, bool | str]:
@@ -100,4 +128,4 @@ def inductor_options(*, overlap: bool = True, async_tensor_parallel: bool = Fals
     return options
 
 
-__all__ = ["Untraced", "around", "eager", "inductor_options", "recomputes", "traceable"]
+__all__ = ["Untraced", "around", "compiling", "eager", "inductor_options", "recomputes", "shared_weights", "traceable"]

@@ -17,7 +17,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from autopar.capture.returned import ReturnSpec
 from autopar.codegen.call_checks import aspects_of, check_call, check_gradients
-from autopar.codegen.compiled import Untraced, around, eager, inductor_options, recomputes, traceable
+from autopar.codegen.compiled import Untraced, around, compiling, eager, inductor_options, recomputes, shared_weights, traceable
 from autopar.codegen.graph_module import GraphModule
 from autopar.codegen.module_state import ModuleState
 from autopar.codegen.profiled import ProfiledRun
@@ -41,7 +41,7 @@ class ParallelModule(GraphModule):
     def __init__(self, graph: fx.Graph, program: Program, tensors: Mapping[str, torch.Tensor], state: ModuleState) -> None:
         super().__init__(graph, "ParallelModule")
         self.autopar = state
-        state.recomputes, state.traceable = recomputes(graph), traceable(graph)
+        state.recomputes, state.traceable, state.shared_weights = recomputes(graph), traceable(graph), shared_weights(graph)
         held = (*program.parameters, *program.buffers)
         state.constant = frozenset(
             name for stored in held if stored.used and not stored.value.requires_grad for name in stored.names
@@ -102,9 +102,9 @@ class ParallelModule(GraphModule):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile calls and steps in place, by `torch.compile` with these arguments.
 
-        What is compiled is the program of one micro-batch, whole, and its backward; checks of a call, the sum over
-        micro-batches and the structure of its results stay around it. Eager remains what cannot be traced: plans that offload
-        activations or have weights on the host, and plans that recompute and have micro-batches.
+        What is compiled is the program of one micro-batch, whole, and its backward; checks of a call, weights that the
+        micro-batches share and the structure of its results stay around it. Eager remains what cannot be traced: plans that
+        offload activations or have weights on the host.
 
         Args:
             args, kwargs: as `torch.compile` takes them: `backend`, `mode`, `fullgraph`, `options`, ... For Inductor on CUDA,
@@ -262,9 +262,31 @@ class ParallelModule(GraphModule):
     ) -> None:
         parts, accumulator = self._parts(inputs), self.autopar.accumulator
         with Untraced(accumulator.step):
+            if self.autopar.shared_weights is not None and compiling():
+                self._share_weights()
             for part in parts:
                 with Untraced(nullcontext if part is parts[-1] else accumulator.no_sync):
-                    _differentiate(self._checked(part), loss, agreement)
+                    self._differentiate(self._checked(part), loss, agreement)
+
+    @eager
+    def _differentiate(
+        self,
+        outputs: Sequence[torch.Tensor],
+        loss: Callable[[Sequence[torch.Tensor]], torch.Tensor | None],
+        agreement: CallAgreement,
+    ) -> None:
+        """The backward of one micro-batch."""
+        found = loss(outputs)
+        agreement.settle()
+        self.autopar.accumulator.hand_over()
+        if found is not None:
+            found.backward()  # type: ignore[no-untyped-call]
+
+    @eager
+    def _share_weights(self) -> None:
+        """Make what all micro-batches of this step read, before the first of them is traced."""
+        with self.autopar.accumulator.no_sync():
+            fx.Interpreter(self, graph=self.autopar.shared_weights).run()
 
     @around
     def _outputs(self, inputs: Sequence[torch.Tensor], agreement: CallAgreement) -> list[torch.Tensor]:
@@ -344,19 +366,6 @@ class ParallelModule(GraphModule):
         """Whether another module still has this one's parameters, which the user may have replaced."""
         own = dict(self.named_parameters())
         return all(own[name] is held for name, held in other.named_parameters())
-
-
-@eager
-def _differentiate(
-    outputs: Sequence[torch.Tensor],
-    loss: Callable[[Sequence[torch.Tensor]], torch.Tensor | None],
-    agreement: CallAgreement,
-) -> None:
-    """The backward of one micro-batch."""
-    found = loss(outputs)
-    agreement.settle()
-    if found is not None:
-        found.backward()  # type: ignore[no-untyped-call]
 
 
 @eager

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import fx
 
 from autopar.capture import Signature
 from autopar.capture.decided import Decided
@@ -78,6 +79,7 @@ class ModuleState:
         self.stepped: StepsInBackward | None = None  # steps some weights before the optimizer does
         self.recomputes = False  # whether the emitted program marks what its backward recomputes
         self.traceable = True  # whether torch.compile can trace it
+        self.shared_weights: fx.Graph | None = None  # what is made ahead of compiled micro-batches
         self.compiled_step: Callable[..., torch.Tensor] | None = None  # once `compile` was called
         self.twin: ParallelModule | None = None
         self.sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule] | None = None  # builds it for other sizes

@@ -9,7 +9,8 @@
 leaves that share their memory, whose `.grad` accumulates. Plans may also gather a bucket once per step (`start_once`,
 `wait_once`): then all micro-batches use the gathered weights, and their gradients are reduced after the last one.
 
-`torch.compile` cuts its graph at these functions: what they keep goes from one micro-batch to the next.
+Compiled, the leaves are made before the first micro-batch (`codegen.compiled.shared_weights`), so that the program of a
+micro-batch only reads them: as a whole graph, in which the last one adds what they have accumulated to its gradients.
 
 Outside of `step` every forward and backward communicates. With `defer_all` all micro-batches use the leaves, and what is
 accumulated is reduced when the step ends: their backwards may come in halves, in any order.
@@ -113,7 +114,14 @@ class GradientAccumulator:
         leaves = self._leaves.get(number)
         if not leaves:
             return list(weights)
+        if torch.compiler.is_compiling():
+            return [_traced(*pair) for pair in zip(weights, leaves, strict=True)]
         return [_AddAccumulated.apply(*pair) for pair in zip(weights, leaves, strict=True)]  # type: ignore[no-untyped-call]
+
+    def hand_over(self) -> None:
+        """After a forward: what was accumulated is held only by its backward, if that adds it."""
+        if not (self._no_sync or self.defer_all or self._gathered):
+            self._leaves.clear()
 
     def __deepcopy__(self, memo: dict[int, object]) -> GradientAccumulator:
         return GradientAccumulator()
@@ -124,7 +132,6 @@ def _leaves(weights: Tensors) -> list[torch.Tensor]:
     return [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def start_once(
     accumulator: GradientAccumulator,
     number: int,
@@ -140,7 +147,6 @@ def start_once(
     return None if accumulator.is_gathered(number) else bucket_autograd.start_bucket(conversion, weights, axis, reduce_dtype)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def wait_once(
     accumulator: GradientAccumulator,
     number: int,
@@ -159,7 +165,6 @@ def wait_once(
     return accumulator.share(number, bucket_autograd.wait_bucket(conversion, bucket, axis, splits, rematerializer))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def accumulate_gradients(accumulator: GradientAccumulator, number: int, weights: Tensors) -> list[torch.Tensor]:
     """The weights of bucket `number`, whose gradients are accumulated over micro-batches before they are reduced.
 
@@ -170,7 +175,9 @@ def accumulate_gradients(accumulator: GradientAccumulator, number: int, weights:
 
 class _Context(Protocol):
     leaf: torch.Tensor
+    saved_tensors: tuple[torch.Tensor, ...]
 
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
     def set_materialize_grads(self, value: bool) -> None: ...
 
 
@@ -189,3 +196,25 @@ class _AddAccumulated(torch.autograd.Function):
         if total is None or gradient is None:
             return (total if gradient is None else gradient), None
         return total.add_(gradient), None
+
+
+def _traced(weight: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """`_AddAccumulated` in a graph, of which the total is an input."""
+    if leaf.grad is None:
+        return weight
+    found: torch.Tensor = _AddTotal.apply(weight, leaf.grad)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _AddTotal(torch.autograd.Function):
+    """The weight itself; the total is added to its gradient."""
+
+    @staticmethod
+    def forward(ctx: _Context, weight: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(total)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (total,) = ctx.saved_tensors
+        return total + gradient, None
