@@ -14,6 +14,7 @@ from torch import optim
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError
+from autopar.runtime.step_hooks import check_class, hooked
 from autopar.runtime.storage import full_tensor, given_like
 
 # Those that step each weight by itself; others (L-BFGS) take all of them for one vector, and compute with DTensors.
@@ -36,16 +37,9 @@ def step_gathered(optimizer: optim.Optimizer) -> optim.Optimizer:
     >>> step_gathered(optim.Adafactor([weight], lr=0.5)).defaults["lr"]
     0.5
     """
-    if type(optimizer) not in WEIGHT_BY_WEIGHT:
-        raise InputError(
-            f"{type(optimizer).__name__} is not known to step each weight by itself",
-            known=", ".join(kind.__name__ for kind in WEIGHT_BY_WEIGHT),
-            fix="autopar.step_locally for those of torch.optim that compute element by element; others step on DTensors",
-        )
-    steps = _GatheredSteps()
-    optimizer.register_step_pre_hook(steps.before)
-    optimizer.register_step_post_hook(steps.after)
-    return optimizer
+    fix = "autopar.step_locally for those of torch.optim that compute element by element; others step on DTensors"
+    check_class(optimizer, WEIGHT_BY_WEIGHT, "step each weight by itself", fix)
+    return hooked(optimizer, _GatheredSteps())
 
 
 class _GatheredSteps:

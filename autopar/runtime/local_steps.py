@@ -12,7 +12,7 @@ import torch
 from torch import optim
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import InputError
+from autopar.runtime.step_hooks import check_class, hooked
 
 # Those that compute each element by itself; others (norms of tensors, products) need whole ones.
 ELEMENTWISE = (
@@ -36,16 +36,9 @@ def step_locally(optimizer: optim.Optimizer) -> optim.Optimizer:
     >>> step_locally(optim.SGD([weight], lr=0.5)).defaults["lr"]
     0.5
     """
-    if type(optimizer) not in ELEMENTWISE:
-        raise InputError(
-            f"{type(optimizer).__name__} is not known to compute each element by itself",
-            known=", ".join(kind.__name__ for kind in ELEMENTWISE),
-            fix="leave step_locally out: its steps are computed on DTensors; Adafactor's by autopar.step_gathered",
-        )
-    steps = _LocalSteps()
-    optimizer.register_step_pre_hook(steps.before)
-    optimizer.register_step_post_hook(steps.after)
-    return optimizer
+    fix = "leave step_locally out: its steps are computed on DTensors; Adafactor's by autopar.step_gathered"
+    check_class(optimizer, ELEMENTWISE, "compute each element by itself", fix)
+    return hooked(optimizer, _LocalSteps())
 
 
 class _LocalSteps:

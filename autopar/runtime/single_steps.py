@@ -9,8 +9,8 @@ import torch
 from torch import optim
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import InputError
 from autopar.runtime.local_steps import ELEMENTWISE
+from autopar.runtime.step_hooks import check_class
 
 
 @contextmanager
@@ -28,12 +28,8 @@ def only(optimizer: optim.Optimizer, parameter: torch.Tensor) -> Iterator[None]:
 
 def check_single_steps(optimizer: optim.Optimizer, where: str) -> None:
     """Raise InputError for an optimizer that may need other parameters to step one that is `where`."""
-    if type(optimizer) not in ELEMENTWISE:
-        raise InputError(
-            f"{type(optimizer).__name__} is not known to compute each element by itself, as steps of what is {where} must",
-            known=", ".join(kind.__name__ for kind in ELEMENTWISE),
-            fix="one of these, or weights on the device",
-        )
+    does = f"compute each element by itself, as steps of what is {where} must"
+    check_class(optimizer, ELEMENTWISE, does, "one of these, or weights on the device")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

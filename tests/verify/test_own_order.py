@@ -24,6 +24,8 @@ from tests.verify.test_parallel_recurrence_and_experts import mixture
 EXPERTS, TWO, WIDTH = 4, 2, 8
 grouped_mm = torch.ops.autopar.grouped_mm
 
+Routed = Callable[["Experts", Tensor, Tensor, Tensor], Tensor]  # tokens through their experts: x, shares, numbers of experts
+
 
 def own(plan: Plan) -> set[str]:
     """The ops that run on own rows, without numbers."""
@@ -47,7 +49,7 @@ def test_each_rank_sorts_its_own_tokens(threads: Threads, sizes: tuple[int, ...]
 class Experts(nn.Module):
     """Two of four experts for each token, and a loss."""
 
-    def __init__(self, routed: Callable[[Experts, Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, routed: Routed) -> None:
         super().__init__()
         self.routed, self.gate = routed, nn.Linear(WIDTH, EXPERTS)
         self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 3 * WIDTH))
@@ -90,17 +92,21 @@ def added_up(self: Experts, x: Tensor, shares: Tensor, ids: Tensor) -> Tensor:
     return (self.products(x[order // TWO], ends_of(keys), keys) * shares[order].unsqueeze(1)).sum(0)
 
 
-@pytest.mark.parametrize("routed", [added_at_tokens, sorted_twice, added_up])
-def test_however_rows_are_counted_and_taken_back(
-    threads: Threads, routed: Callable[[Experts, Tensor, Tensor, Tensor], Tensor]
-) -> None:
+def verified(routed: Routed, ranks: int, threads: Threads) -> Plan:
+    """The plan of such experts under data parallelism, which has the numbers of one process."""
     torch.manual_seed(0)
-    model, x, on = Experts(routed), torch.randn(16, WIDTH), table.mesh((4,))
+    model, x, on = Experts(routed), torch.randn(16, WIDTH), table.mesh((ranks,))
     plan = autopar.plan(model, x, on, strategy="ddp")
-    assert {"grouped_mm", "gelu", "index"} <= own(plan)
-    assert not planning.of(plan, *(name for name in plan.choices if not name.startswith("gate") and "sum" not in name))
     report = verify(model, x, on, plan, Options(strategy="ddp"), threads)
     assert report.ok, report
+    return plan
+
+
+@pytest.mark.parametrize("routed", [added_at_tokens, sorted_twice, added_up])
+def test_however_rows_are_counted_and_taken_back(threads: Threads, routed: Routed) -> None:
+    plan = verified(routed, 4, threads)
+    assert {"grouped_mm", "gelu", "index"} <= own(plan)
+    assert not planning.of(plan, *(name for name in plan.choices if not name.startswith("gate") and "sum" not in name))
 
 
 def shifted(self: Experts, x: Tensor, shares: Tensor, ids: Tensor) -> Tensor:
@@ -149,15 +155,8 @@ def too_few_bins(self: Experts, x: Tensor, shares: Tensor, ids: Tensor) -> Tenso
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("routed", [shifted, other_ends, falling, mixed, reversed_rows, places_as_numbers, too_few_bins])
-def test_what_depends_on_the_rows_of_other_ranks_stays_together(
-    threads: Threads, routed: Callable[[Experts, Tensor, Tensor, Tensor], Tensor]
-) -> None:
-    torch.manual_seed(0)
-    model, x, on = Experts(routed), torch.randn(16, WIDTH), table.mesh((2,))
-    plan = autopar.plan(model, x, on, strategy="ddp")
-    assert not own(plan) & {"grouped_mm", "gelu"}
-    report = verify(model, x, on, plan, Options(strategy="ddp"), threads)
-    assert report.ok, report
+def test_what_depends_on_the_rows_of_other_ranks_stays_together(threads: Threads, routed: Routed) -> None:
+    assert not own(verified(routed, 2, threads)) & {"grouped_mm", "gelu"}
 
 
 ROWS = "model.layers.0.mlp.experts:mul#1"

@@ -1,0 +1,35 @@
+"""Hooks around an optimizer's steps, of classes of which it is known what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import optim
+
+from autopar.errors import InputError
+
+
+class StepHooks(Protocol):
+    """What runs before and after every step of one optimizer."""
+
+    def before(self, optimizer: optim.Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None: ...
+    def after(self, optimizer: optim.Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None: ...
+
+
+def hooked(optimizer: optim.Optimizer, hooks: StepHooks) -> optim.Optimizer:
+    """The optimizer itself, with these hooks around its steps."""
+    optimizer.register_step_pre_hook(hooks.before)
+    optimizer.register_step_post_hook(hooks.after)
+    return optimizer
+
+
+def check_class(optimizer: optim.Optimizer, known: Sequence[type[optim.Optimizer]], does: str, fix: str) -> None:
+    """Raise InputError for an optimizer of a class that is not known to do what is said."""
+    if type(optimizer) not in known:
+        raise InputError(
+            f"{type(optimizer).__name__} is not known to {does}", known=", ".join(kind.__name__ for kind in known), fix=fix
+        )
+
+
+__all__ = ["check_class", "hooked"]
