@@ -6,7 +6,7 @@ analyse -> formulate -> merge followers -> solve, walk the memory, bound it, sol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -94,13 +94,11 @@ def solved(
     deadline = settings.deadline.earlier(settings.named_share if options.strategy == AUTO else 0.0)
     loop = BudgetLoop(memory_model.formulated, memory_model, replace(settings, deadline=deadline))
     try:
-        if settings.below < math.inf and _none_below(loop, analysis, mesh, options, limit, settings):
-            raise SlowerError("no plan is faster than one that is known")
+        apart = _faster(loop, analysis, mesh, options, limit, settings) if settings.below < math.inf else {}
         solution = loop.within(limit)
     except TimeLimitError as error:
-        best = (
-            None if options.strategy != AUTO else _best_named(None, memory_model, options, limit, NAMED, settings, error.bound)
-        )
+        named = NAMED if options.strategy == AUTO else ()
+        best = _best_named(None, memory_model, options, limit, named, settings, error.bound, {})
         if best is None:
             raise
     else:
@@ -110,7 +108,7 @@ def solved(
             memory_model=memory_model, solution=solution, optimizer=optimizer, strategy=options.strategy, loop=loop
         )
         settings.deadline.note_solution()
-        best = _beside_strategies(best, loop, options, limit, settings)
+        best = _beside_strategies(best, loop, options, limit, settings, apart)
     stop("solve")
     return replace(best, stopped=deadline.text if deadline.passed and best.solution.status != "optimal" else "")
 
@@ -130,21 +128,25 @@ def solved_within(
         solution = loop.within(limit)
         if solution is not None:
             found = Optimized(memory_model=memory_model, solution=solution, optimizer=optimizer, strategy=options.strategy)
-            yield limit, _beside_strategies(found, loop, options, limit, settings)
+            yield limit, _beside_strategies(found, loop, options, limit, settings, {})
 
 
-def _none_below(
+def _faster(
     loop: BudgetLoop, analysis: Analysis, mesh: Mesh, options: Options, limit: Bytes, settings: SearchSettings
-) -> bool:
-    """Whether it is proven that no solution of a `loop` is faster than the settings ask for, nor one by a named strategy."""
+) -> dict[str, MemoryModel]:
+    """The problems of named strategies that were formulated to see whether a solution may be faster than the settings ask for.
+
+    Raises SlowerError where it is proven that none is, neither of the `loop` nor by such a strategy.
+    """
+    formulated: dict[str, MemoryModel] = {}
     if not loop.none_below(limit, settings.below):
-        return False
+        return formulated
     for strategy in _apart(analysis, options):
         with suppress(ConstraintError):
-            model = problem_of(analysis, mesh, options.stepped, replace(options, strategy=strategy))
+            formulated[strategy] = model = problem_of(analysis, mesh, options.stepped, replace(options, strategy=strategy))
             if not BudgetLoop(model.formulated, model, settings).none_below(limit, settings.below):
-                return False
-    return True
+                return formulated
+    raise SlowerError("no plan is faster than one that is known")
 
 
 def _apart(analysis: Analysis, options: Options) -> tuple[str, ...]:
@@ -154,11 +156,16 @@ def _apart(analysis: Analysis, options: Options) -> tuple[str, ...]:
 
 
 def _beside_strategies(
-    best: Optimized, loop: BudgetLoop, options: Options, limit: Bytes, settings: SearchSettings
+    best: Optimized,
+    loop: BudgetLoop,
+    options: Options,
+    limit: Bytes,
+    settings: SearchSettings,
+    apart: Mapping[str, MemoryModel],
 ) -> Optimized:
     """The better of a solution and of `zero1` where weights gathered once may be hidden better; where it is far from its bound,
     or may be since its search was stopped, of all named strategies; and of the unconstrained layouts if the limit of its `loop`
-    binds."""
+    binds. `apart` has what is formulated of strategies already."""
     if options.strategy != "auto":
         return best
     analysis, gap = best.formulated.analysis, _gap(best)
@@ -167,7 +174,7 @@ def _beside_strategies(
             best = _with_free_layouts(best, loop, limit, settings)
     once = (ONCE,) if analysis.step.loop or _waits(best) > settings.once_gap else ()  # a program of its own
     named = NAMED if gap > (settings.gap if loop.stopped else settings.strategies_gap) else once
-    return _best_named(best, best.memory_model, options, limit, named, settings, best.solution.bound) or best
+    return _best_named(best, best.memory_model, options, limit, named, settings, best.solution.bound, apart) or best
 
 
 def _waits(found: Optimized) -> float:
@@ -310,6 +317,7 @@ def _best_named(
     named: Sequence[str],
     settings: SearchSettings,
     bound: Seconds,
+    apart: Mapping[str, MemoryModel],
 ) -> Optimized | None:
     """The best of a solution, if there is one, and of named strategies, by what they really send.
 
@@ -319,6 +327,7 @@ def _best_named(
         options, limit, settings: as for `solved`.
         named: the strategies; at the deadline they are not left out, so that no plan is worse than the best of them.
         bound: see `posed`.
+        apart: the problems of strategies that are formulated already.
     """
     analysis, mesh = posed.formulated.analysis, posed.formulated.mesh
     optimizer, settings = options.stepped, replace(settings, deadline=settings.deadline.only_interrupt())
@@ -327,7 +336,7 @@ def _best_named(
             break
         seconds = math.inf if best is None else solution_time(best.memory_model, best.solution)
         try:
-            model = problem_of(analysis, mesh, optimizer, replace(options, strategy=strategy))
+            model = apart.get(strategy) or problem_of(analysis, mesh, optimizer, replace(options, strategy=strategy))
             found = BudgetLoop(model.formulated, model, settings).near(limit, seconds).solution
         except ConstraintError:
             continue
