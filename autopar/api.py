@@ -326,6 +326,7 @@ OF_TRAINING = {"optimizer": None, "microbatches": 1, "pipeline": None, "recomput
 OF_GRADIENTS = 'strategy="fsdp" shards weights; zero1 and zero2 shard the optimizer\'s state and gradients'
 OFFLOADS = (True, False, HOST, DISK, AUTO)
 OF_STAGES = ("stages", "schedule")
+FLAGS = ("strict", "compiled")
 UNSAID = ("constraints", "dynamic", "microbatches", "assume", "optimizer")  # options whose None says nothing
 
 
@@ -336,6 +337,12 @@ def options_of(options: Mapping[str, object]) -> dict[str, object]:
         raise TypeError(f"unexpected keyword argument {sorted(wrong)[0]!r}; the options are {', '.join(sorted(known))}")
     found = {name: value for name, value in options.items() if value is not None or name not in UNSAID}
     _check_mode(found)
+    for name in FLAGS:
+        if not isinstance(found.get(name, False), bool):
+            raise ConstraintError(f"{name}={found[name]!r} is neither True nor False", fix="one of the two")
+    if not isinstance(found.get("cost_model", CATALOG), CostModel):
+        what = f"cost_model={found['cost_model']!r} has not all prices of a cost model"
+        raise ConstraintError(what, fix="an instance of a subclass of autopar.cost_models.cost_model.CatalogCostModel")
     if (offload := found.get("offload", True)) not in OFFLOADS:
         raise ConstraintError(f"offload={offload!r} is not known", fix=", ".join(map(repr, OFFLOADS)))
     asked = next((name for name in OF_STAGES if found.get(name) not in (None, AUTO)), None)

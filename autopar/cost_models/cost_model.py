@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ class OpCost(Protocol):
         ...
 
 
+@runtime_checkable
 class CostModel(Protocol):
     """What everything in a training step costs, in seconds on one device.
 

@@ -7,6 +7,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
+from typing import Any
 
 from autopar.errors import MeshError, printable
 from autopar.ir.kernel_rates import AttentionRate, ProductRate, positive
@@ -201,12 +203,12 @@ class Mesh:
         """A mesh from a `Mesh`, a size, a tuple of sizes, a dict name -> size, or a torch `DeviceMesh`."""
         if isinstance(mesh, Mesh):
             return mesh
-        if isinstance(mesh, int):
+        if isinstance(mesh, Integral):
             mesh = (mesh,)
         if isinstance(mesh, Mapping):
-            return Mesh(axes=tuple(map(str, mesh)), sizes=tuple(mesh.values()))
+            return Mesh(axes=tuple(map(str, mesh)), sizes=tuple(map(_plain, mesh.values())))
         if isinstance(mesh, (tuple, list)):
-            return Mesh(axes=tuple(f"axis{i}" for i in range(len(mesh))), sizes=tuple(mesh))
+            return Mesh(axes=tuple(f"axis{i}" for i in range(len(mesh))), sizes=tuple(map(_plain, mesh)))
         names, ranks = getattr(mesh, "mesh_dim_names", None), getattr(mesh, "mesh", None)
         if ranks is None:
             raise MeshError(
@@ -322,3 +324,8 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh{self}"
+
+
+def _plain(size: Any) -> Any:
+    """An integer of another library as Python's own."""
+    return int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size

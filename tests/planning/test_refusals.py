@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -396,3 +397,26 @@ def test_a_model_that_was_made_parallel_before_is_refused() -> None:
         (torch.jit.trace(model(), X), "the model is TorchScript", "before torch.jit.script"),
     ):
         check(lambda made=made: autopar.plan(made, X, (2,), **DEVICE), CaptureError, what, fix)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "options, what, fix",
+    [
+        ({"cost_model": 3}, "cost_model=3 has not all prices of a cost model", "CatalogCostModel"),
+        ({"compiled": "yes"}, "compiled='yes' is neither True nor False", "one of the two"),
+        ({"strict": 1}, "strict=1 is neither True nor False", "one of the two"),
+    ],
+)
+def test_an_option_of_another_type_is_refused(options: dict[str, Any], what: str, fix: str) -> None:
+    check(lambda: plan(**options), ConstraintError, what, fix)
+
+
+def test_sizes_of_a_mesh_may_be_numpys() -> None:
+    assert plan(np.int64(2)).sizes == plan((np.int32(2),)).sizes == plan({"dp": np.int64(2)}).sizes == (2,)
+
+
+SUBMODULE = "a submodule of a parallel module cannot be called: only the whole was planned"
+
+
+def test_a_submodule_of_a_parallel_module_cannot_be_called() -> None:
+    check(lambda: single().get_submodule("0")(X), InputError, SUBMODULE, "by itself")
