@@ -30,10 +30,7 @@ PARTED: list[tuple[Asked, int]] = [
 PARTED_REST: list[tuple[Asked, int]] = [
     (("small", {"strategy": "ddp", "microbatches": 2}, "aot_eager"), 3),
     (("blocks", RECOMPUTED | {"strategy": "fsdp", "microbatches": 4}, "aot_eager"), 1),
-    (("blocks", GATHERED_ONCE | {"microbatches": 4}, "inductor"), 2),
     (("blocks", RECOMPUTED | {"microbatches": 2}, "inductor"), 3),
-    (("gpt2", RECOMPUTED | {"microbatches": 2}, "aot_eager"), 3),
-    (("gpt2", RECOMPUTED | {"microbatches": 2}, "inductor"), 3),
 ]
 SAMPLED: list[Asked] = [("gpt2", RECOMPUTED, "aot_eager")]
 REST: list[Asked] = [
