@@ -71,16 +71,19 @@ def rens(
     known: SolverResult | None = None,
     *,
     whole: bool = False,
+    useless: Bools | None = None,
 ) -> SolverResult | None:
     """The best solution of the candidates and arcs that the relaxation, or a `known` solution, uses at all.
 
     Relaxation enforced neighbourhood search: T. Berthold, "RENS: the optimal rounding", Mathematical Programming Computation
-    6 (2014). With `whole` all columns are searched, which raises the bound too. None if no solution is found in
-    `settings.rens_nodes` nodes.
+    6 (2014). With `whole` all columns are searched, which raises the bound too, but for `useless` ones: every solution with
+    one of these costs more than the known one. None if no solution is found in `settings.rens_nodes` nodes.
     """
     unused = (relaxed.values <= settings.integrality) & (not whole)
     if known is not None:
         unused &= known.values <= settings.integrality
+    if useless is not None:
+        unused |= useless
     integers = program.integers(arcs=True)
     zeros = [np.flatnonzero(unused & integers)]
     found = _branch(program, settings, settings.rens_nodes, integers, zeros=zeros, start=known).result

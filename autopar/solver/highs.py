@@ -135,12 +135,14 @@ def require_integers(solver: highspy.Highs, columns: Ints, most: float) -> None:
 
 
 def trust_start(solver: highspy.Highs) -> None:
-    """Look for no other solutions by programs within the program: one is known, of a dive or of a smaller search.
+    """Look for no other solutions by programs within the program: one is known, of a dive or of a smaller search. Nor start the
+    root again with what it could fix: it ends soon.
 
-    ViT-L on (8, 8): 0.7 CPU seconds, 1.8 with them.
+    ViT-L on (8, 8): 0.7 CPU seconds, 1.8 with them, and 1.3 with restarts.
     """
     for heuristic in ("rins", "rens", "root_reduced_cost"):
         solver.setOptionValue(f"mip_heuristic_run_{heuristic}", False)
+    solver.setOptionValue("mip_allow_restart", False)
 
 
 def run(solver: highspy.Highs, deadline: Deadline = NEVER) -> Meaning:

@@ -50,7 +50,8 @@ def by_sums(
     if part is None or sum(map(len, (*part.picks, *part.arcs))) > settings.proposal_columns:
         return None
     try:
-        found = search_rows(Search(part, quick, relaxation_of(part.problem, quick)), memory, math.inf).solution
+        search = Search.of(part, quick) if memory.rows else Search(part, quick, relaxation_of(part.problem, quick))
+        found = search_rows(search, memory, math.inf).solution
     except SolverError:
         return None
     return found and part.expand(found)

@@ -194,6 +194,12 @@ class Relaxation:
             arcs.append(duals[use : use + number] + np.minimum.reduce(cheapest))
         return [picks for _, picks in picks_of(self.program, duals)], arcs
 
+    def useless(self, seconds: float) -> Bools:
+        """By their reduced costs, the columns that no solution uses which costs less than so many seconds."""
+        duals, info = np.array(self._highs.getSolution().col_dual), self._highs.getInfo()
+        width = seconds * MICROSECONDS * (1 + self.settings.equal_price) - info.objective_function_value
+        return np.asarray(duals > width)
+
     def link_duals(self) -> list[Floats]:
         """The duals of rows (excess): how much a second less on each link of each region would save, from 0 to 1."""
         duals = np.clip(np.array(self._highs.getSolution().row_dual), 0.0, 1.0)

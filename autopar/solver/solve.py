@@ -42,7 +42,7 @@ from autopar.solver.problem import Problem, Row, Solution, price
 from autopar.solver.proposal import by_sums
 from autopar.solver.reduced_cost_fixing import whole_problem, window
 from autopar.solver.relaxation import Relaxation
-from autopar.solver.search import Outcome, Search, rerouted, round_and_judge, search_rows
+from autopar.solver.search import Outcome, Search, round_and_judge, search_rows
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
 
@@ -152,7 +152,7 @@ class Solver:
         if memory.rows:
             return None
         if start is not None:
-            start = found.search.window.expand(rerouted(found.search, memory, start))
+            start = found.search.window.expand(start)
         try:
             if start is not None and start.seconds < cutoff and self._presolved.problem.regions:
                 return self._proven(found, memory, start, found.bound)
