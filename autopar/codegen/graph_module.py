@@ -18,7 +18,7 @@ from autopar.errors import InputError
 HELD = ("_modules", "_parameters", "_buffers")  # the tables in which torch keeps a module's content
 
 
-class Part(nn.Module):
+class Submodule(nn.Module):
     """A submodule, which holds what its namesake held, and has no code of its own: that is in the graph of the whole."""
 
     def forward(self, *args: object, **kwargs: object) -> NoReturn:
@@ -38,14 +38,14 @@ class GraphModule(fx.GraphModule):
         self.graph = graph
 
     def hold(self, name: str, tensor: torch.Tensor, *, persistent: bool) -> None:
-        """Register a parameter or buffer under its dotted name, with `Part`s for its parents.
+        """Register a parameter or buffer under its dotted name, with `Submodule`s for its parents.
 
         torch's own functions would refuse names that `fx.GraphModule` uses, like "graph".
         """
         root: nn.Module = self
         *path, leaf = name.split(".")
         for part in path:
-            root = root._modules.setdefault(part, Part())  # type: ignore[assignment]
+            root = root._modules.setdefault(part, Submodule())  # type: ignore[assignment]
         if isinstance(tensor, nn.Parameter):
             root._parameters[leaf] = tensor
         else:

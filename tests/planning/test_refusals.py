@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,9 +24,13 @@ import autopar
 from autopar import AutoparError, Plan
 from autopar.errors import BudgetError, CaptureError, ConstraintError, InputError, MeshError, PlanError, RuleError
 from autopar.plan.plan import VERSION
+from autopar.runtime.workers import WorkerPool
 
 X = torch.ones(32, 64)
 DEVICE: dict[str, Any] = {"device": "h100"}
+
+
+BY_TORCH, BEFORE = "{} is parallel already, by torch.distributed", "give the model before fully_shard or parallelize_module"
 
 
 def model() -> nn.Module:
@@ -376,27 +379,33 @@ def test_a_strategy_that_splits_the_batch_is_refused_a_number(strategy: str) -> 
     check(lambda: autopar.plan(nn.ReLU(), torch.ones(()), (2, 2), strategy=strategy), ConstraintError, first, "strategy='auto'")
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=(tmp_path / "rendezvous").as_uri(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
-def test_a_model_that_was_made_parallel_before_is_refused() -> None:
+def made_before(_: object) -> list[tuple[str, str]]:
+    """What is said of models that were made parallel before, and the way out; in a process that has a group."""
     mesh = init_device_mesh("cpu", (1,))
-    sharded = parallelize_module(model(), mesh, {"0": ColwiseParallel()})
-    for made, what, fix in (
-        (single(), "the model is what autopar.parallelize returned", "give the model that it was made of"),
-        (fully_shard(model(), mesh=mesh), "the model is parallel already, by torch.distributed", "before fully_shard"),
-        (sharded, "0.weight is parallel already, by torch.distributed", "before fully_shard or parallelize_module"),
-        (DistributedDataParallel(model()), "the model is wrapped in DistributedDataParallel", ".module"),
-        (torch.jit.trace(model(), X), "the model is TorchScript", "before torch.jit.script"),
+    said = []
+    for made in (
+        single(),
+        fully_shard(model(), mesh=mesh),
+        parallelize_module(model(), mesh, {"0": ColwiseParallel()}),
+        DistributedDataParallel(model()),
+        torch.jit.trace(model(), X),
     ):
-        check(lambda made=made: autopar.plan(made, X, (2,), **DEVICE), CaptureError, what, fix)  # type: ignore[misc]
+        with pytest.raises(CaptureError) as refusal:
+            autopar.plan(made, X, (2,), **DEVICE)
+        said.append((refusal.value.what, str(refusal.value.details["fix"])))
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_model_that_was_made_parallel_before_is_refused(pool: WorkerPool) -> None:
+    (said,) = pool.run(f"{__name__}:made_before", ranks=1)
+    assert said == [
+        ("the model is what autopar.parallelize returned", "give the model that it was made of"),
+        (BY_TORCH.format("the model"), BEFORE),
+        (BY_TORCH.format("0.weight"), BEFORE),
+        ("the model is wrapped in DistributedDataParallel", "give its .module"),
+        ("the model is TorchScript", "give the module before torch.jit.script or trace"),
+    ]
 
 
 @pytest.mark.parametrize(
