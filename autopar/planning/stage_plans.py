@@ -113,6 +113,7 @@ class StagePlanner:
         whole = ", ".join(["I"] * len(self.mesh.sizes))
         alike = {buffer.value.name: whole for buffer in steps.step.program.buffers if buffer.value.name in steps.hoisting}
         for place in range(len(steps.stages)):
+            # a W with none in flight holds no more than the I before it
             times = tuple(dict.fromkeys(now for now in moments(cut.schedule, place) if now.flights))
             step = self._with(steps.made(place, layouts), times)
             known, names = wanted | alike, step.program.values.keys() - step.received.keys()

@@ -18,9 +18,8 @@ from tests.support import table
 from tests.support.threads import Threads
 
 Indexed = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-PICKED: dict[
-    str, tuple[Indexed, tuple[int, ...], torch.dtype]
-] = {  # the shape and dtype of what x of (6, 5, 4, 3) is indexed by
+# How x of (6, 5, 4, 3) is indexed, and by what shape and dtype.
+PICKED: dict[str, tuple[Indexed, tuple[int, ...], torch.dtype]] = {
     "a row each": (lambda x, i: x[torch.arange(6), i], (6,), torch.int64),
     "rows each": (lambda x, i: x[torch.arange(6)[:, None], i], (6, 2), torch.int64),
     "a matrix of rows each": (lambda x, i: x[torch.arange(6)[:, None, None], i], (6, 2, 3), torch.int64),
