@@ -75,7 +75,8 @@ class KnownValues:
         """What notes the buffers that a tensor is computed from, when it is read."""
         node = node_of(tensor)
         names = [self._given[one][0] for one in (_sources(node) if node else ()) if one in self._given]
-        return lambda: self.decided.update((name, source_location.of_frame(frame)) for name in names)
+        at = source_location.of_frame(frame) if names else ""  # not later: a frame keeps the model and its tensors alive
+        return lambda: self.decided.update(dict.fromkeys(names, at))
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a traced tensor, if they are known now."""
