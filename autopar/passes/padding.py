@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 
 import torch
 
@@ -36,6 +37,18 @@ from autopar.operators.facts import OpKind
 Rooms = Mapping[str, Shape]  # the shapes of padded values: of every group one, and every parameter of which it is a whole dim
 MOST = 1 / 3  # of a dim: more padding is more than what a few devices can win
 HEADS = -3  # which dim of attention's result they are
+
+
+class Padding(Enum):
+    """How much of a program is padded: nothing, the whole dims of parameters, or heads that are parts of dims too."""
+
+    NONE = "none"
+    DIMS = "whole dims"
+    PARTS = "parts of dims"
+
+    def rooms(self, program: Program, sizes: Sequence[int]) -> Rooms:
+        """The shapes that are padded on a mesh of these sizes."""
+        return {} if self is Padding.NONE else rooms(program, sizes, parts=self is Padding.PARTS)
 
 
 def rooms(program: Program, sizes: Sequence[int], *, parts: bool = False) -> dict[str, Shape]:
@@ -184,4 +197,4 @@ def _beside(
     return ref
 
 
-__all__ = ["Rooms", "longer", "padded", "rooms"]
+__all__ = ["Padding", "Rooms", "longer", "padded", "rooms"]

@@ -9,13 +9,13 @@ from autopar.analysis.analysis import analyse
 from autopar.analysis.fits import fit_of
 from autopar.analysis.recomputability import is_random
 from autopar.errors import ConstraintError, PlanError
-from autopar.ir.layout import I, Layout, text
+from autopar.ir.layout import I, Layout, Shape, text
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.training_step import MicrobatchLoop, StageEnds, TrainingStep
-from autopar.passes.microbatches import batch_of, microbatches
+from autopar.passes.microbatches import batch_of
 from autopar.passes.stages import Stage, cut, shared_parameters
-from autopar.plan.assignment_text import check_step, resolve
+from autopar.plan.assignment_text import as_planned, check_step, resolve
 from autopar.plan.pipeline import Crossing, Pipeline
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import ResolvedPlan
@@ -55,7 +55,12 @@ class StageSteps:
             random_ops=sum(name in self._random for name in before),
             flights=flights,
         )
-        return TrainingStep(program=program, loop=self._loop(program), stage=ends)
+        return TrainingStep(program=program, loop=self._loop(program), padding=self._padding(program, last=last), stage=ends)
+
+    def _padding(self, program: Program, *, last: bool) -> tuple[tuple[str, Shape], ...]:
+        """The padding of parameters, and of the outputs of the last stage: what stages send to each other keeps its padding."""
+        ends = {held.value.name for held in program.parameters} | {output.value for output in program.outputs if last}
+        return tuple((name, shape) for name, shape in self.step.padding if name in ends)
 
     def _loop(self, program: Program) -> MicrobatchLoop | None:
         """The loop over the micro-batches; what is hoisted out of it comes to a stage like other inputs."""
@@ -121,7 +126,7 @@ def read_pipeline(plan: Plan, program: Program, *, alike: bool = False) -> Resol
     """
     pipeline = plan.pipeline
     assert pipeline is not None, "the plan has a pipeline"
-    step = microbatches(program, plan.microbatches)
+    step = as_planned(plan, program)
     plan = replace(plan, hash=step.hash) if alike else plan
     check_step(plan, step)
     try:

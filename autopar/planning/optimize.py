@@ -218,12 +218,18 @@ def least_price(analysis: Analysis, mesh: Mesh, options: Options, settings: Sear
     """Seconds that every solution for an analysed program takes, in whatever memory: by the bound of dual ascent.
 
     With `strategy="auto"` so does every named strategy: one that gathers weights once for all micro-batches is a program apart.
+    Raises ConstraintError if none can run as is asked for.
     """
-    least = []
+    least, refused = [], []
     for strategy in (options.strategy, *_apart(analysis, options)):
-        with suppress(ConstraintError):
+        try:
             problem = problem_of(analysis, mesh, options.stepped, replace(options, strategy=strategy)).formulated.problem
+        except ConstraintError as error:
+            refused.append(error)
+        else:
             least.append(dual_ascent(merge_followers(problem, settings).problem, settings).bound)
+    if not least:
+        raise refused[0]
     return min(least)
 
 

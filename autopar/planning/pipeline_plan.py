@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from autopar.ir.mesh import Bytes, Link, Mesh, Seconds
 from autopar.passes.stages import shared_parameters
 from autopar.pipeline.clock import Clock, StageSeconds, least_seconds
+from autopar.plan.assignment_text import paddings
 from autopar.plan.breakdown import CostParameter
 from autopar.plan.options import Options
 from autopar.plan.pipeline import Crossing, Pipeline
@@ -152,7 +153,7 @@ def written(made: StagedStep, planner: StagePlanner, options: Options, searched:
         layouts={},
         routes={},
         recompute={},
-        padded={},
+        padded=paddings(step),
         collectives=(),
         breakdown=replace(
             slowest.breakdown,

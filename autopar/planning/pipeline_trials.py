@@ -8,7 +8,6 @@ What is tried, and in which order, is another's: `pipeline_search` tries all of 
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
@@ -18,7 +17,7 @@ from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError
 from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.passes.microbatches import microbatches
-from autopar.passes.padding import rooms
+from autopar.passes.padding import Padding, padded
 from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps
@@ -26,12 +25,14 @@ from autopar.planning.optimize import Optimized, solution_time
 from autopar.planning.pipeline_checks import check_program
 from autopar.planning.pipeline_plan import SlowerStagesError, StagedStep, no_faster, staged, written
 from autopar.planning.pipeline_space import PipelineAxis, ScheduledStages, cut_mesh, given_microbatches, products_floor
-from autopar.planning.pipeline_stages import Cut, StageCuts, without_axis
-from autopar.planning.plan_search import PADDED, best_variant
+from autopar.planning.pipeline_stages import Cut, StageCuts
+from autopar.planning.plan_search import best_variant, least_padded
 from autopar.planning.planner import to_plan
 from autopar.planning.stage_plans import StagePlanner
 from autopar.solver.highs import SlowerError, SolverError, TimeLimitError
 from autopar.solver.settings import SearchSettings
+
+Sizes = tuple[int, ...]
 
 
 class PipelineTrials(ABC):
@@ -50,7 +51,8 @@ class PipelineTrials(ABC):
         self.found: tuple[StagedStep, StagePlanner, Options] | None = None
         self.fared: Counter[str] = Counter()
         self.refused: list[AutoparError] = []
-        self._known_cuts: dict[int, StageCuts] = {}
+        self._known_cuts: dict[tuple[int, Sizes], StageCuts] = {}  # by micro-batches, and the stages' mesh if it pads
+        self._padding: dict[Sizes, Padding] = {}  # by the mesh of a stage
         self._products: dict[int, Seconds] = {}
 
     @abstractmethod
@@ -166,11 +168,18 @@ class PipelineTrials(ABC):
         return min((made.seconds for made in known), default=slower)
 
     def cuts(self, over: PipelineAxis, runs: int) -> StageCuts:
-        """The cuts of a step of so many micro-batches, for all meshes, whose device is one."""
-        if runs not in self._known_cuts:
-            assert over.mesh.device is not None, "a mesh is planned with its device"
-            self._known_cuts[runs] = StageCuts(microbatches(self.program, runs), over.mesh.device)
-        return self._known_cuts[runs]
+        """The cuts of a step of so many micro-batches, padded as is best on the mesh of a stage; meshes have one device."""
+        mesh, sizes = over.planner.mesh, over.planner.mesh.sizes
+        if sizes not in self._padding:
+            step = microbatches(self.program, runs)
+            self._padding[sizes] = least_padded(step, mesh, over.planner.options, self.settings)
+        padding = self._padding[sizes]
+        known = runs, sizes if padding is not Padding.NONE else ()
+        if known not in self._known_cuts:
+            assert mesh.device is not None, "a mesh is planned with its device"
+            step = microbatches(self.program, runs)
+            self._known_cuts[known] = StageCuts(padded(step, padding.rooms(step.program, sizes)), mesh.device)
+        return self._known_cuts[known]
 
     @property
     def ended(self) -> bool:
@@ -202,22 +211,8 @@ class PipelineTrials(ABC):
                 raise self.refused[0]
             raise short[0] if self.options.pipeline == AUTO else short[-1]
         made, planner, _ = self.found
-        self._warn(made)
         open_ = AUTO in (self.options.pipeline, self.options.microbatches, self.options.schedule)
         return written(made, planner, self.options, searched if open_ else "")
-
-    def _warn(self, made: StagedStep) -> None:
-        """Warn of parameters that a plan without stages could pad, and that are whole in stages."""
-        if self.options.strategy not in PADDED or self.options.pipeline == AUTO:
-            return
-        odd = rooms(made.steps.step.program, without_axis(made.mesh, made.axis).sizes)
-        if odd:
-            error = ConstraintError(
-                "dims that the mesh does not divide are not padded in pipeline stages: planned whole there",
-                parameters=", ".join(list(odd)[:4]),
-                fix="sizes that the axes divide, or no pipeline",
-            )
-            warnings.warn(str(error), stacklevel=4)
 
 
 __all__ = ["PipelineTrials"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar import files
@@ -13,11 +13,11 @@ from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import counts, microbatches
-from autopar.passes.padding import padded, rooms
+from autopar.passes.padding import Padding, Rooms, padded
 from autopar.plan.options import AUTO, Options
 from autopar.planning.decide import decided
 from autopar.planning.model_checks import useless_axes, without_rule
-from autopar.planning.optimize import SMALLEST, Optimized, Stop, analysed, cheaper, solution_time, solved
+from autopar.planning.optimize import SMALLEST, Optimized, Stop, analysed, cheaper, least_price, solution_time, solved
 from autopar.solver.deadline import NEVER, Deadline, Interrupt
 from autopar.solver.highs import SlowerError, SolverError, TimeLimitError
 from autopar.solver.settings import DEFAULTS, SearchSettings
@@ -159,7 +159,8 @@ def _best_padded(step: TrainingStep, mesh: Mesh, options: Options, stop: Stop, s
     """The solution for a step whose number of micro-batches is settled, padded where that is better or the only way."""
     best: Optimized | None = None
     refused: list[AutoparError] = []
-    for wide in _paddings(step, mesh, options):
+    for rooms in _paddings(step.program, mesh, options).values():
+        wide = padded(step, rooms)
         if best is not None and settings.deadline.passed:
             best = replace(best, stopped=settings.deadline.text)
             break
@@ -182,17 +183,29 @@ def _best_padded(step: TrainingStep, mesh: Mesh, options: Options, stop: Stop, s
     return best
 
 
-def _paddings(step: TrainingStep, mesh: Mesh, options: Options) -> Iterator[TrainingStep]:
-    """The step, the same with what can be stored in chunks padded, and with all that can be; what differs."""
-    yield step
-    if options.strategy not in PADDED:
-        return
-    light = rooms(step.program, mesh.sizes)
-    if light:
-        yield padded(step, light)
-    heavy = rooms(step.program, mesh.sizes, parts=True)
-    if heavy != light:
-        yield padded(step, heavy)
+def least_padded(step: TrainingStep, mesh: Mesh, options: Options, settings: SearchSettings) -> Padding:
+    """The padding with which a step whose number of micro-batches is settled takes least by its bound, in whatever memory;
+    none where that wins less than `padding_gain`."""
+
+    def least(padding: Padding) -> Seconds:
+        try:
+            bound = least_price(analysed(padded(step, ways[padding]), mesh, options), mesh, options, settings)
+        except (ConstraintError, MeshError):
+            return math.inf
+        return (1 - settings.padding_gain) * bound if padding is Padding.NONE else bound
+
+    ways = _paddings(step.program, mesh, options)
+    return min(ways, key=least) if len(ways) > 1 else Padding.NONE
+
+
+def _paddings(program: Program, mesh: Mesh, options: Options) -> dict[Padding, Rooms]:
+    """What each padding makes room for on a mesh, where it differs from the one before."""
+    found: dict[Padding, Rooms] = {}
+    for padding in Padding if options.strategy in PADDED else (Padding.NONE,):
+        rooms = padding.rooms(program, mesh.sizes)
+        if rooms not in found.values():
+            found[padding] = rooms
+    return found
 
 
 def _spent(best: Optimized, wide: Program) -> Seconds:
@@ -218,4 +231,4 @@ def _nearest(refused: Sequence[BudgetError]) -> BudgetError:
     return min(refused, key=lambda error: int(error.details[SMALLEST].removeprefix("budget=")))
 
 
-__all__ = ["best_shape", "best_variant", "limited"]
+__all__ = ["best_shape", "best_variant", "least_padded", "limited"]

@@ -288,6 +288,7 @@ def _signature(step: TrainingStep, options: Options) -> str:
         made = [(value.shape, value.dtype, value.requires_grad) for value in op.results]
         lines.append((op.target, read, [name for name, _ in op.kwargs], made, _place(block_of(op.name), blocks)))
     lines += [number[output.value] for output in program.outputs]
+    lines += [(number[name], shape) for name, shape in step.padding]
     loop = step.loop and (step.loop.count, step.loop.inputs, step.loop.outputs)
     held = ends.flights, sorted(map(repr, ends.moments))
     asked = sorted((number[name], options.constraints[key]) for name in number if (key := escape(name)) in options.constraints)

@@ -11,7 +11,15 @@ import torch
 from autopar.runtime.workers import WorkerPool
 from tests.support.pipeline_checkpoints import Tensors, model
 
-SAVED: dict[str, Any] = {"mesh": {"pp": 2, "dp": 2}, "pipeline": "pp", "strategy": "fsdp", "microbatches": 2}
+SAVED: dict[str, dict[str, Any]] = {
+    "fsdp": {"mesh": {"pp": 2, "dp": 2}, "pipeline": "pp", "strategy": "fsdp", "microbatches": 2},
+    "padded": {
+        "mesh": {"pp": 2, "tp": 2},
+        "pipeline": "pp",
+        "constraints": {"transformer.wte.weight": "S(0)", "lm_head:linear": "S(2)"},
+        "microbatches": 2,
+    },
+}
 LOADED: dict[str, dict[str, Any]] = {
     "no stages": {"mesh": {"dp": 4}, "strategy": "fsdp"},
     "tensor parallel": {"mesh": {"tp": 2, "pp": 2}, "pipeline": "pp", "strategy": "megatron", "microbatches": 4},
@@ -21,8 +29,9 @@ EXACT = 1e-9
 
 
 @pytest.mark.parametrize("into", [["no stages"], pytest.param(["tensor parallel", "four stages"], marks=pytest.mark.thorough)])
-def test_a_checkpoint_of_stages_is_that_of_the_model(pool: WorkerPool, tmp_path: Path, into: list[str]) -> None:
-    case = (str(tmp_path / "checkpoint"), SAVED, {name: LOADED[name] for name in into})
+@pytest.mark.parametrize("saved", SAVED)
+def test_a_checkpoint_of_stages_is_that_of_the_model(pool: WorkerPool, tmp_path: Path, saved: str, into: list[str]) -> None:
+    case = (str(tmp_path / "checkpoint"), SAVED[saved], {name: LOADED[name] for name in into})
     ranks: list[dict[str, tuple[Tensors, float]]] = pool.run(  # type: ignore[assignment]
         "tests.support.pipeline_checkpoints:saved_and_loaded", case, ranks=4
     )

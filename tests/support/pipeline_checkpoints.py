@@ -17,11 +17,12 @@ from tests.support.pipelines import next_token_loss
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # names in the place of groups: ranks have different parameters
 Tensors = dict[str, torch.Tensor]
+WORDS = 61
 
 
 def model() -> nn.Module:
-    """A model of four blocks and a tied embedding."""
-    sizes = {"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    """A model of four blocks and a tied embedding, whose rows are odd."""
+    sizes = {"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": WORDS, "n_positions": 32}
     made = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     made.loss_function = next_token_loss  # the library's own is in float32
     return made
@@ -29,7 +30,7 @@ def model() -> nn.Module:
 
 def batch() -> dict[str, torch.Tensor]:
     """The same tokens on every rank."""
-    tokens = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(WORDS, (8, 16), generator=torch.Generator().manual_seed(1))
     return {"input_ids": tokens, "labels": tokens}
 
 

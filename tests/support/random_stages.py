@@ -10,7 +10,7 @@ from torch import nn
 
 import autopar
 from autopar.ir.layout import Layout
-from autopar.passes.microbatches import microbatches
+from autopar.plan.assignment_text import as_planned
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps, crossing_values
@@ -28,7 +28,7 @@ def random_stages(model: nn.Module, sample: object, mesh: Mapping[str, int], axi
     assert made.pipeline is not None
     assert not made.pipeline.tied
     whole = connected_mesh(dict(mesh), Options(device="h100"))
-    step = microbatches(read_program(model, sample).program, made.microbatches)
+    step = as_planned(made, read_program(model, sample).program)
     steps, on = StageSteps(step, made.pipeline.starts), without_axis(whole, axis)
     found, layouts = [], dict[str, Layout]()
     for place in range(len(made.stages)):
