@@ -127,7 +127,7 @@ def _follow(problem: Problem, number: int, produced: Ints, results: list[int], e
         if load is not None and not any(_put(load, problem, w) for w in results):
             continue
         before = _due(problem, number, load)[inside]
-        after = np.sum([np.where(arcs < 0, np.inf, _due(problem, w, load)[arcs]) for w, arcs in moved], axis=0)
+        after = np.sum([np.append(_due(problem, w, load), np.inf)[arcs] for w, arcs in moved], axis=0)  # inf: no such arc
         if (after > before * (1 + equal)).any():
             return None
     return of[produced]

@@ -212,6 +212,27 @@ def test_followers_are_merged_at_all() -> None:
     assert sum(before == after for before, after in sizes) > 5
 
 
+def test_a_follower_all_of_whose_candidates_leave_one_layout_has_a_problem_too() -> None:
+    """Its result has no conversions, as that of a detached weight under data parallelism."""
+
+    def edge(name: str, producer: int, nodes: int, produced: list[int], wants: list[int], arcs: int) -> Edge:
+        at = np.arange(arcs)
+        zero = ConditionalCost(seconds=np.zeros(arcs), consumers=frozenset())
+        return Edge(
+            name=name, producer=producer, produced=np.array(produced), nodes=nodes, source=at, target=at + 1,
+            consumers=(Consumer(choice=producer + 1, wants=np.array(wants)),), seconds=np.zeros(arcs),
+            conditional_costs=(zero,), free=np.ones(arcs, bool),
+        )  # fmt: skip
+
+    counts = {"weight": 1, "detach": 2, "mul": 2}
+    choices = tuple(Choice(name=name, seconds=np.zeros(n), tie=np.zeros(n)) for name, n in counts.items())
+    problem = Problem(choices=choices, edges=(edge("weight", 0, 2, [0], [0, 1], 1), edge("detach", 1, 1, [0, 0], [0, 0], 0)))
+    merged = merge_followers(problem)
+    found = solve(merged.problem, settings=replace(EXACT, presolve=False)).solution
+    assert found is not None
+    assert price(problem, merged.expand(found).picks, merged.expand(found).arcs) == 0.0
+
+
 @pytest.mark.parametrize("seed", range(80))
 def test_a_row_said_of_the_merged_problem_is_the_row_of_the_original(seed: int) -> None:
     problem = chained(seed)
