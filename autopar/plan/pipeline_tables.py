@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from autopar.pipeline.clock import TimedAction
 from autopar.pipeline.schedule import ActionKind
 from autopar.plan.pipeline import Pipeline
-from autopar.plan.text import Part, folded, grid, milliseconds, size_text
+from autopar.plan.text import Part, by_block, folded, grid, milliseconds, size_text
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
@@ -49,7 +49,7 @@ def _stages(plan: Plan, pipeline: Pipeline) -> Iterator[Part]:
             milliseconds(seconds.once),
             str(pipeline.in_flight(stage)),
             size_text(plan.stages[stage].peak_memory),
-            f"{folded([crossing.value for crossing in sent])} as {'; '.join(layouts)}" if sent else "",
+            f"{', '.join(map(folded, by_block(crossing.value for crossing in sent)))} as {'; '.join(layouts)}" if sent else "",
             size_text(sum(crossing.bytes for crossing in sent)) if sent else "",
         )
     yield table

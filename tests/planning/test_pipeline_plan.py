@@ -162,6 +162,28 @@ def test_what_is_asked_for_and_cannot_be_is_an_error_with_a_way_out(
     assert fix in caught.value.details["fix"]
 
 
+class Skipping(nn.Module):
+    """What the stem makes crosses every cut, beside what the blocks make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return (x + first).square().sum()
+
+
+def test_a_plan_whose_stages_send_values_of_several_modules_is_printed() -> None:
+    made = autopar.plan(Skipping(), torch.randn(4, 8), {"pp": 2}, device="h100", pipeline="pp", microbatches=2)
+    assert made.pipeline is not None
+    assert {crossing.value for crossing in made.pipeline.crossings} == {"stem:linear#0", "layers.0.1:linear#0"}
+    assert "stem:linear#0, layers.0.1:linear#0 as I" in str(made)
+
+
 def test_stages_out_of_order_are_refused() -> None:
     with pytest.raises(ConstraintError, match="are not in the order of the program: encoder"):
         planned("t5", {"pp": 3}, stages=["decoder.block.1", "encoder.block.1"])
