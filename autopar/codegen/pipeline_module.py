@@ -21,6 +21,7 @@ from autopar.ir.program import Program, Value
 from autopar.pipeline.schedule import ActionKind, PipelineSchedule
 from autopar.pipeline.transfers import with_messages
 from autopar.plan.pipeline import Pipeline
+from autopar.plan.stages import differentiated
 from autopar.runtime.call_agreement import CallAgreement
 from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.pipeline import CrossingPart, PipelineRank, PipelineStep, StageRun, tied_gradients
@@ -67,6 +68,8 @@ class PipelineModule(ParallelModule):
         self.stages = parts
         order, seconds = parts.pipeline.order, parts.pipeline.seconds
         self.trained, self.forwards = with_messages(order, seconds), with_messages(_forwards(order), seconds)
+        with_gradient = differentiated(parts.program, parts.program.outputs[parts.loss].value)
+        self.tied = {name: stages for name, stages in sorted(parts.pipeline.tied.items()) if name in with_gradient}
         for stage in parts.stages.values():
             stage.module.__dict__.update({name: self.__dict__[name] for name in HELD})
 
@@ -137,7 +140,7 @@ class PipelineModule(ParallelModule):
         order, held = self.stages.pipeline.order, dict(self.named_parameters(remove_duplicate=False))
         tied = [
             (held.get(name), sorted({order.rank_of[stage] for stage in of}, key=[order.rank_of[s] for s in of].index))
-            for name, of in sorted(self.stages.pipeline.tied.items())
+            for name, of in self.tied.items()
         ]
         with tied_gradients([(p, ranks) for p, ranks in tied if len(ranks) > 1], self.stages.rank), torch.enable_grad():
             self._run(self.trained, inputs, loss)

@@ -132,6 +132,14 @@ def test_dropout_draws_what_the_model_draws_without_stages(case: dict[str, Any],
         assert gradient <= EXACT
 
 
+def test_a_weight_that_stages_share_and_none_trains_has_no_gradient(pool: WorkerPool) -> None:
+    """Gradients of zeros would have an optimizer decay it."""
+    for stages, gradient, scale in pool.run("tests.support.pipelines:detached", 2, ranks=2, keep=True):  # type: ignore[misc]
+        assert len(stages) == 2
+        assert not gradient
+        assert torch.equal(scale, torch.ones(8))
+
+
 @pytest.mark.parametrize("model, steps", [("gpt2", 4), *(further(model, 20) for model in ("gpt2", "t5", "albert"))])
 def test_copies_of_a_tied_parameter_stay_equal_to_the_bit(model: str, steps: int, pool: WorkerPool) -> None:
     case = model, steps

@@ -154,6 +154,29 @@ def copies_of_ties(case: tuple[str, int]) -> list[torch.Tensor]:
     return [full_tensor(parallel.get_parameter(shared)).detach() for shared in sorted(pipeline.tied)]
 
 
+class Detached(nn.Module):
+    """Blocks that all read one weight, which gets no gradient of any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x * self.scale.detach())
+        return x.square().mean()
+
+
+def detached(pp: int) -> tuple[tuple[int, ...], bool, torch.Tensor]:
+    """The stages that read the weight of `Detached`, whether it has a gradient after a step, and what AdamW makes of it."""
+    model, x = Detached(), torch.ones(8, 8)
+    parallel = autopar.parallelize(model, x, {"pp": pp}, device="h100", pipeline="pp", microbatches=2)
+    parallel.step(x)
+    torch.optim.AdamW(parallel.parameters(), weight_decay=0.5).step()
+    return parallel.autopar.plan.pipeline.tied["scale"], parallel.scale.grad is not None, parallel.scale.detach()
+
+
 def peaks(case: Case) -> tuple[int, int, int]:
     """The most bytes that were alive on this rank in a step, those that its stage was planned with, and those of the batch.
 
