@@ -20,6 +20,7 @@ from autopar.analysis.fits import fit_of
 from autopar.analysis.fusion import fused
 from autopar.analysis.regions import regions
 from autopar.analysis.signatures import signature
+from autopar.analysis.weights import weights
 from autopar.errors import ConstraintError, MeshError
 from autopar.formulation.prices import Prices, op_seconds
 from autopar.ir.mesh import Device, Mesh, Seconds
@@ -193,22 +194,36 @@ class _Regions:
         return [(before[stop] - before[start]) / before[-1] for start, stop in itertools.pairwise((*starts, len(before) - 1))]
 
     def _searched(self, schedule: PipelineSchedule) -> tuple[int, ...]:
-        seconds = self._seconds
+        """The best parts; where a rank has one, such that it reads a parameter if there are any: optimizers want some."""
+        seconds, read = self._seconds, self._parameters
 
         def price(stage: int, start: int, stop: int) -> StageSeconds:
             (a, b), (c, d) = seconds[start], seconds[stop]
             return StageSeconds(forward=c - a, backward_input=(d - b) / 2, backward_weight=(d - b) / 2)
 
-        found = partition(
+        def stored(stage: int, start: int, stop: int) -> StageSeconds | None:
+            return price(stage, start, stop) if read[start] < read[stop] else None
+
+        search = functools.partial(
+            partition,
             schedule,
             len(self.firsts),
-            price,
             nodes=NODES,
             simulations=max(1, ACTIONS // sum(map(len, schedule.ranks))),
             start=_even([sum(both) for both in seconds], schedule.stages),
         )
+        found = search(price=stored) if schedule.stages == len(schedule.ranks) else None
+        found = found or search(price=price)
         assert found is not None, "there are as many regions as stages, and every stage has a price"
         return found.cuts[:-1]
+
+    @functools.cached_property
+    def _parameters(self) -> list[int]:
+        """How many ops that no other stage runs read a parameter, or a view or cast of one, before each region and in all."""
+        ops, known = self.program.ops, weights(self.program)
+        reading = (op.name not in self.again and not known.isdisjoint(op.operands) for op in ops)
+        reads = [0, *itertools.accumulate(reading)]
+        return [reads[first] for first in (*self.firsts, len(ops))]
 
     @functools.cached_property
     def _seconds(self) -> list[tuple[Seconds, Seconds]]:

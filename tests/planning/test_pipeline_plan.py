@@ -184,6 +184,22 @@ def test_a_plan_whose_stages_send_values_of_several_modules_is_printed() -> None
     assert "stem:linear#0, layers.0.1:linear#0 as I" in str(made)
 
 
+class Sines(nn.Module):
+    """What takes longer than a few layers, and has no parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20):
+            x = x.sin()
+        return x.sum()
+
+
+def test_every_rank_has_a_parameter_for_its_optimizer() -> None:
+    """torch.optim refuses an empty list of them."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)), Sines())
+    made = autopar.plan(model, torch.randn(4096, 8), {"pp": 3}, device="h100", pipeline="pp", microbatches=2)
+    assert all(any(name.endswith(".weight") for name in stage.layouts) for stage in made.stages)
+
+
 def test_stages_out_of_order_are_refused() -> None:
     with pytest.raises(ConstraintError, match="are not in the order of the program: encoder"):
         planned("t5", {"pp": 3}, stages=["decoder.block.1", "encoder.block.1"])
