@@ -31,6 +31,16 @@ class AutoparError(Exception):
         rows = (f"  {name:<{width}}  {text}" for name, text in self.details.items())
         super().__init__("\n".join([self.what, *rows]))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """As other ranks raise it: of its class, whatever that is made of."""
+        return _made_again, (type(self), self.what, self.details), {**self.__dict__}
+
+
+def _made_again(kind: type[AutoparError], what: str, details: dict[str, str]) -> AutoparError:
+    error = kind.__new__(kind)
+    AutoparError.__init__(error, what, **details)
+    return error
+
 
 class CaptureError(AutoparError):
     """The model cannot be captured as a graph."""
