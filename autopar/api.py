@@ -327,7 +327,7 @@ OF_GRADIENTS = 'strategy="fsdp" shards weights; zero1 and zero2 shard the optimi
 OFFLOADS = (True, False, HOST, DISK, AUTO)
 OF_STAGES = ("stages", "schedule")
 FLAGS = ("strict", "compiled")
-UNSAID = ("constraints", "dynamic", "microbatches", "assume", "optimizer")  # options whose None says nothing
+UNSAID = ("constraints", "dynamic", "microbatches", "assume", "optimizer", *OF_STAGES)  # options whose None says nothing
 
 
 def options_of(options: Mapping[str, object]) -> dict[str, object]:
@@ -336,6 +336,8 @@ def options_of(options: Mapping[str, object]) -> dict[str, object]:
     if wrong := set(options) - known:
         raise TypeError(f"unexpected keyword argument {sorted(wrong)[0]!r}; the options are {', '.join(sorted(known))}")
     found = {name: value for name, value in options.items() if value is not None or name not in UNSAID}
+    if isinstance(found.get("schedule"), Path):
+        found["schedule"] = str(found["schedule"])
     _check_mode(found)
     for name in FLAGS:
         if not isinstance(found.get(name, False), bool):

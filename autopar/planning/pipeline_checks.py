@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.capture.assumptions import ASSUMED
 from autopar.errors import ConstraintError
 from autopar.ir.program import Program
+from autopar.pipeline.named_schedules import CHUNKS
 from autopar.plan.options import AUTO, Options
 from autopar.plan.stages import loss_of
 
@@ -13,6 +16,10 @@ def check_options(options: Options) -> None:
     """Raise ConstraintError for options that a pipeline does not have."""
     if options.dynamic:
         raise ConstraintError("a pipeline has no sizes that vary yet", fix="drop dynamic= or pipeline=")
+    _check_stages(options.stages)
+    if not isinstance(options.schedule, str):
+        what = f"schedule={options.schedule!r} is neither the name of a pipeline schedule nor a file"
+        raise ConstraintError(what, fix=f"{AUTO!r}, {', '.join(map(repr, (*CHUNKS, 'interleaved')))}, or a file.csv")
     runs = options.microbatches
     if runs != AUTO and (isinstance(runs, bool) or not isinstance(runs, int)):
         raise ConstraintError(f"microbatches={runs!r} is not a number", fix=f"how many a step has, or {AUTO!r}")
@@ -25,6 +32,14 @@ def check_options(options: Options) -> None:
         if line.partition(",")[0].strip() != "*":
             what = f"the constraint {name!r} names a layout on the outermost axis, which pipeline={AUTO!r} may cut"
             raise ConstraintError(what, layout=line, fix="* for that axis, or pipeline= the name of an axis")
+
+
+def _check_stages(stages: object) -> None:
+    """Raise ConstraintError for what is neither a number of stages nor a list of modules."""
+    number = isinstance(stages, int) and not isinstance(stages, bool) and stages > 0
+    if stages != AUTO and (isinstance(stages, str) or not (number or isinstance(stages, Sequence))):
+        fix = f"{AUTO!r}, their number, or a list of the modules at which all but the first begin"
+        raise ConstraintError(f"stages={stages!r} is not a number of stages", fix=fix)
 
 
 def check_program(program: Program) -> None:

@@ -110,15 +110,8 @@ class StageCuts:
 
 
 def _number(options: Options, ranks: int, starts: Sequence[int] | None) -> int:
-    if starts:
-        return len(starts)
-    stages = options.stages
-    if stages == AUTO:
-        return ranks * CHUNKS.get(options.schedule, 1)
-    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
-        fix = f"{AUTO!r}, their number, or a list of the modules at which all but the first begin"
-        raise ConstraintError(f"stages={stages!r} is not a number of stages", fix=fix)
-    return stages
+    stages = len(starts) if starts else options.stages
+    return stages if isinstance(stages, int) else ranks * CHUNKS.get(options.schedule, 1)
 
 
 def _schedule(asked: str, ranks: int, chunks: int, microbatches: int) -> tuple[str, PipelineSchedule]:
