@@ -29,6 +29,8 @@ _BRANCH = (
     'and assume={"model.py:12": False} a line whose answer is always the same'
 )
 _DEVICE = "make new tensors on the device of an input (device=x.device), or register them as buffers"
+_CAST = "give inputs the dtypes that the model computes with, or cast them in forward: x.to(dtype)"
+_OF_DTYPES = re.compile(r"dtype|scalar type|type \(|tensors used as indices")  # what torch says of operands of other dtypes
 _FAKE = "give it one that makes an empty tensor of the result's shape: @op.register_fake, or torch.library.register_fake"
 _NO_FAKE = re.compile(  # in what torch says of an operator of another library that it cannot trace
     r"no fake impl registered for <CustomOpDef\(([\w:.]+)\)|([\w:.]+): attempted to run this operator with Meta tensors"
@@ -119,9 +121,11 @@ def explained(error: Exception, model: str) -> AutoparError:
     if unknown := next((found for link in source_location.chain(error) if (found := _NO_FAKE.search(str(link)))), None):
         name = next(filter(None, unknown.groups()))
         return CaptureError(f"{name} has no fake implementation, so the shapes of its results are unknown", at=at, fix=_FAKE)
-    fix = (
-        _DEVICE if "FakeTensorDeviceMismatchError" in kinds or "on the same device" in said else "see the error above this one"
-    )
+    fix = "see the error above this one"
+    if "FakeTensorDeviceMismatchError" in kinds or "on the same device" in said:
+        fix = _DEVICE
+    elif _OF_DTYPES.search(said):
+        fix = _CAST
     return CaptureError(f"{model} cannot be captured: {said}", error=type(error).__name__, at=at, fix=fix)
 
 

@@ -34,6 +34,7 @@ from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.plan.plan import Collective, Plan
 from autopar.plan.resolved import ResolvedPlan
+from autopar.planning.dtype_checks import refuse_dtypes
 from autopar.planning.memories import with_memories
 from autopar.planning.mesh_shapes import connected_shapes
 from autopar.planning.optimize import Optimized, Stop, sent_seconds
@@ -109,10 +110,11 @@ def read_program(
     dtype = stored(options.precision, options.reduce)
     captured = capture(model, sample_input, dtype, places, replace(options.assumptions, buffers=buffers or {}))
     program = normalise(captured.program)
-    if dtype is not None:
-        program = received(program, {planned.path: planned.dtype for planned in captured.signature.tensors})
     if options.precision in MIXED:
         program = mixed(program, DTYPES[options.reduce] if options.reduce else None, MIXED[options.precision])
+    refuse_dtypes(program, options.precision)
+    if dtype is not None:
+        program = received(program, {planned.path: planned.dtype for planned in captured.signature.tensors})
     return replace(captured, program=program)
 
 
