@@ -31,6 +31,7 @@ PARTED_REST: list[tuple[Asked, int]] = [
     (("small", {"strategy": "ddp", "microbatches": 2}, "aot_eager"), 3),
     (("blocks", RECOMPUTED | {"strategy": "fsdp", "microbatches": 4}, "aot_eager"), 1),
     (("blocks", RECOMPUTED | {"microbatches": 2}, "inductor"), 3),
+    (("gpt2", {"strategy": "ddp", "microbatches": 2}, "inductor"), 3),
 ]
 SAMPLED: list[Asked] = [("gpt2", RECOMPUTED, "aot_eager")]
 REST: list[Asked] = [
