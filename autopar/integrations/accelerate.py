@@ -16,9 +16,12 @@ from contextlib import contextmanager
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import recursively_apply
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, RandomSampler
 
 from autopar.codegen import ParallelModule
@@ -108,6 +111,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.unscale_gradients()
         return self.parallel.clip_grad_norm_(max_norm, norm_type)
 
+    def gather(self, tensor: object) -> object:
+        """Results of a parallel module, and parts of its batches, whole on every rank; every rank calls it."""
+        if self.parallel is None:
+            return super().gather(tensor)
+        return recursively_apply(self._whole, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> object:
+        """As `gather`: prepared loaders leave out what fills no batch, so that no sample comes twice."""
+        if self.parallel is None or use_gather_object:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        return self.gather(input_data)
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The whole weights of a parallel module on rank 0, nothing elsewhere; every rank calls it."""
         if isinstance(model, ParallelModule):
@@ -131,6 +146,22 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             super().load_state(input_dir, load_kwargs, **options)
         if self.parallel is not None:
             load_training_state(self.parallel, self._own_optimizers(), os.path.join(input_dir, STATES))
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of which each rank has a part, by samples, on every rank; a number of each rank in a row."""
+        assert self.parallel is not None
+        if isinstance(tensor, DTensor):
+            return tensor.full_tensor()
+        if tensor.ndim == 0:
+            found: torch.Tensor = super().gather(tensor)
+            return found
+        if self.parallel.data_world == 1 or len(tensor) == self.parallel.autopar.inputs.batch:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tensor.contiguous())
+        ranks: list[int] = [0] * len(parts)
+        dist.all_gather_object(ranks, self.parallel.data_rank)
+        return torch.cat([parts[ranks.index(share)] for share in range(self.parallel.data_world)])
 
     def _own_optimizers(self) -> list[torch.optim.Optimizer]:
         """The prepared optimizers themselves, which the library wraps."""

@@ -88,6 +88,39 @@ def test_a_loop_with_a_restart_has_the_losses_of_one_process(pool: WorkerPool, t
     assert [kept for _, kept in found] == [names, []]  # type: ignore[misc]
 
 
+class Predicts(Net):
+    """With its prediction beside the loss."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        found = self.body(x)
+        return {"loss": functional.mse_loss(found, y), "found": found}
+
+
+def evaluated(strategy: str) -> list[tuple[torch.Tensor, ...]]:
+    """What the library's evaluation gathers of each batch: predictions, targets, and the loss of each rank."""
+    launched()
+    accelerator = Accelerator(cpu=True)
+    parallel = autopar.parallelize(Predicts(), DATA[:BATCH], (2,), device="h100", strategy=strategy, inputs="sharded")
+    loader = DataLoader(DATA, batch_size=BATCH // parallel.data_world)
+    parallel, loader = accelerator.prepare(parallel.eval(), loader)
+    with torch.no_grad():
+        found = [(parallel(*own), own[1]) for own in loader]
+        return [accelerator.gather_for_metrics((one["found"], y, one["loss"])) for one, y in found]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_what_an_evaluation_gathers_is_whole_and_in_order(pool: WorkerPool, strategy: str) -> None:
+    model = Predicts().eval()
+    for batches in pool.run(f"{__name__}:evaluated", strategy, ranks=2):
+        assert len(batches) == STEPS  # type: ignore[arg-type]
+        for number, (found, y, losses) in enumerate(batches):  # type: ignore[arg-type, misc]
+            x, target = DATA[number * BATCH : (number + 1) * BATCH]
+            expected = model(x, target)
+            torch.testing.assert_close(found, expected["found"].detach())
+            assert torch.equal(y, target)
+            torch.testing.assert_close(losses, expected["loss"].detach().expand(2))
+
+
 def test_other_batches_and_autocast_are_refused() -> None:
     accelerator, parallel = Accelerator(cpu=True), autopar.parallelize(Net(), DATA[:BATCH], (1,))
     with pytest.raises(InputError, match=r"batches of 3, but the planned batch is 8, in 1 share\(s\)"):
