@@ -10,8 +10,9 @@ rank 0's part of the weights and of the optimizer's state. Needs the packages tr
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer import SCHEDULER_NAME
 
 from autopar.codegen import ParallelModule
@@ -71,6 +73,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         super().__init__(model=parallel, **options)
         self.is_distributed_loading_by_transformers = True  # the library's word for: neither wrap it nor shard it
         self.model_accepts_loss_kwargs = False
+        self.counted = counted_labels(model)
+        self.weights: list[float] = []  # of the losses of the batches that are still to come in this step
         paths = [planned.path for planned in parallel.autopar.signature.tensors]
         if self.args.label_names is None:
             self.label_names = [path for path in paths if "label" in path]
@@ -86,6 +90,28 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
         """The samples of an optimizer step."""
         return int(self.model.autopar.inputs.batch * args.gradient_accumulation_steps)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[object], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, torch.Tensor]], None]:
+        """The batches of an optimizer step; where the library counts labels, each loss, a mean, is worth its share of them."""
+        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.weights = []
+        if self.counted is not None and samples and isinstance(samples[0].get("labels"), torch.Tensor):
+            counts = torch.stack([batch["labels"][self.counted].ne(-100).sum() for batch in samples]).to(device)
+            if dist.is_initialized():
+                dist.all_reduce(counts)
+            self.weights = (counts * len(samples) / counts.sum().clamp(min=1)).tolist()
+        return samples, None
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, torch.Tensor], return_outputs: bool = False, num_items_in_batch: object = None
+    ) -> object:
+        """The loss of a batch, which the library then divides by the number of batches in a step."""
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        if self.model.training and self.weights:
+            loss = loss * self.weights.pop(0)
+        return (loss, outputs) if return_outputs else loss
 
     def get_train_dataloader(self) -> DataLoader[object]:
         """The samples of this rank, in an order that `seed` and the number of the epoch fix."""
@@ -197,6 +223,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         prepared = self.optimizer
         own: torch.optim.Optimizer = prepared.optimizer if isinstance(prepared, AcceleratedOptimizer) else prepared
         return own
+
+
+def counted_labels(model: nn.Module) -> tuple[object, ...] | None:
+    """The labels that the library counts so that a step's loss is a mean over all of them: an index; None if it counts none.
+
+    It does where forward takes what it does not name. Where labels are shifted, the first of a row is the target of no token.
+    """
+    inner = next((found for found in model.modules() if isinstance(found, transformers.PreTrainedModel)), model)
+    if all(one.kind is not one.VAR_KEYWORD for one in inspect.signature(inner.forward).parameters.values()):
+        return None
+    shifted = isinstance(inner, transformers.PreTrainedModel) and LOSS_MAPPING.get(inner.loss_type) is ForCausalLMLoss
+    return (..., slice(1, None)) if shifted and not getattr(inner.config, "is_encoder_decoder", False) else (...,)
 
 
 class EpochLoader(DataLoader[object]):

@@ -28,8 +28,11 @@ SIZES = LlamaConfig(
 )
 BATCH, STEPS = 8, 6
 WORDS = torch.randint(48, (40, 10), generator=torch.Generator().manual_seed(0))
-DATA = [{"input_ids": words, "labels": words} for words in WORDS]
-SAMPLE = {"input_ids": WORDS[:BATCH], "labels": WORDS[:BATCH]}
+LABELS = WORDS.masked_fill(
+    torch.arange(10) < torch.arange(40)[:, None] // 4, -100
+)  # fewer in each batch than in the one before
+DATA = [{"input_ids": words, "labels": labels} for words, labels in zip(WORDS, LABELS, strict=True)]
+SAMPLE = {"input_ids": WORDS[:BATCH], "labels": LABELS[:BATCH]}
 
 
 def arguments(folder: Path, batch: int, **options: object) -> TrainingArguments:
