@@ -82,7 +82,12 @@ def compared(folder: Path) -> list[str]:
 def there_and_back(parallel: fx.GraphModule, plain: nn.Module, folder: Path) -> None:
     """Weights saved in the background, whole on rank 0, and from there on all ranks again."""
     kept = copy.deepcopy(plain.state_dict())
-    dcp.async_save({"model": parallel.state_dict()}, checkpoint_id=str(folder / "state")).result()
+    group = dist.new_group(backend="gloo")  # messages of the save and of the model, in one group, would be taken for each other
+    saved = dcp.async_save({"model": parallel.state_dict()}, checkpoint_id=str(folder / "state"), process_group=group)
+    for _ in range(3):
+        parallel(batches()[0, 0]).backward()
+    parallel.zero_grad()
+    saved.result()
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     whole = get_model_state_dict(parallel, options=options)
     assert bool(whole) == (dist.get_rank() == 0)
