@@ -169,11 +169,9 @@ class _Regions:
                 before = (op.name for op in self.program.ops[: self.firsts[region]] if _within(op.name, path))
                 if self.again.issuperset(before):
                     return region
-        raise ConstraintError(
-            f"no stage of the pipeline can begin at {path!r}",
-            known=", ".join(sorted(begins, key=begins.__getitem__)),
-            fix="a module at which a repeated block begins, as above",
-        )
+        known = [module for module, region in sorted(begins.items(), key=lambda one: one[1]) if module and region]
+        fix = "a module at which a repeated block begins, as above" if known else "how many stages: blocks begin in no module"
+        raise ConstraintError(f"no stage of the pipeline can begin at {path!r}", known=", ".join(known), fix=fix)
 
     def balanced(self, schedule: PipelineSchedule) -> tuple[int, ...]:
         """The starts by which a schedule is fastest, of regions that one device runs whole."""

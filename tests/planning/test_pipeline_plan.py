@@ -187,6 +187,21 @@ def test_a_plan_whose_stages_send_values_of_several_modules_is_printed() -> None
     assert "stem:linear#0, layers.0.1:linear#0 as I" in str(made)
 
 
+class Halving(Skipping):
+    """Whose blocks begin with what the model itself does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x / 2)
+        return x.sum()
+
+
+def test_where_blocks_begin_in_no_module_their_number_is_the_way_out() -> None:
+    with pytest.raises(ConstraintError, match="no stage of the pipeline can begin at 'layers.1'") as caught:
+        autopar.plan(Halving(), torch.randn(4, 8), {"pp": 2}, device="h100", pipeline="pp", stages=["layers.1"])
+    assert caught.value.details == {"fix": "how many stages: blocks begin in no module"}
+
+
 class Sines(nn.Module):
     """What takes longer than a few layers, and has no parameters."""
 
