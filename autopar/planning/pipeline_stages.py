@@ -165,7 +165,7 @@ class _Regions:
         """The region that begins with a module."""
         begins = {self.module(region): region for region in reversed(range(len(self.firsts)))}
         for module, region in begins.items():
-            if isinstance(path, str) and _within(module, path):
+            if isinstance(path, str) and path and _within(module, path):
                 before = (op.name for op in self.program.ops[: self.firsts[region]] if _within(op.name, path))
                 if self.again.issuperset(before):
                     return region

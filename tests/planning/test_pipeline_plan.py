@@ -200,6 +200,8 @@ def test_where_blocks_begin_in_no_module_their_number_is_the_way_out() -> None:
     with pytest.raises(ConstraintError, match=r"can begin at 'layers\.1'") as caught:
         autopar.plan(Halving(), torch.randn(4, 8), {"pp": 2}, device="h100", pipeline="pp", stages=["layers.1"])
     assert caught.value.details == {"fix": "how many stages: blocks begin in no module"}
+    with pytest.raises(ConstraintError, match="can begin at ''"):  # of `--stages ""`
+        autopar.plan(Halving(), torch.randn(4, 8), {"pp": 2}, device="h100", pipeline="pp", stages=[""])
 
 
 class Sines(nn.Module):
