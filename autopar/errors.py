@@ -32,7 +32,7 @@ class AutoparError(Exception):
         super().__init__("\n".join([self.what, *rows]))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """As other ranks raise it: of its class, whatever that is made of."""
+        """The error as other ranks raise it: of its class, whatever its constructor takes."""
         return _made_again, (type(self), self.what, self.details), {**self.__dict__}
 
 
