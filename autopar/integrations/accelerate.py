@@ -118,7 +118,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return recursively_apply(self._whole, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> object:
-        """As `gather`: prepared loaders leave out what fills no batch, so that no sample comes twice."""
+        """What `gather` gives: prepared loaders leave out what fills no batch, so that no sample comes twice."""
         if self.parallel is None or use_gather_object:
             return super().gather_for_metrics(input_data, use_gather_object)
         return self.gather(input_data)

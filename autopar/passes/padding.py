@@ -39,7 +39,7 @@ MOST = 1 / 3  # of a dim: more padding is more than what a few devices can win
 HEADS = -3  # which dim of attention's result they are
 
 
-class Padding(Enum):
+class PaddingExtent(Enum):
     """How much of a program is padded: nothing, the whole dims of parameters, or heads that are parts of dims too."""
 
     NONE = "none"
@@ -48,7 +48,7 @@ class Padding(Enum):
 
     def rooms(self, program: Program, sizes: Sequence[int]) -> Rooms:
         """The shapes that are padded on a mesh of these sizes."""
-        return {} if self is Padding.NONE else rooms(program, sizes, parts=self is Padding.PARTS)
+        return {} if self is PaddingExtent.NONE else rooms(program, sizes, parts=self is PaddingExtent.PARTS)
 
 
 def rooms(program: Program, sizes: Sequence[int], *, parts: bool = False) -> dict[str, Shape]:
@@ -197,4 +197,4 @@ def _beside(
     return ref
 
 
-__all__ = ["Padding", "Rooms", "longer", "padded", "rooms"]
+__all__ = ["PaddingExtent", "Rooms", "longer", "padded", "rooms"]

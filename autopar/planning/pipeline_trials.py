@@ -17,7 +17,7 @@ from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError
 from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.passes.microbatches import microbatches
-from autopar.passes.padding import Padding, padded
+from autopar.passes.padding import PaddingExtent, padded
 from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps
@@ -32,7 +32,7 @@ from autopar.planning.stage_plans import StagePlanner
 from autopar.solver.highs import SlowerError, SolverError, TimeLimitError
 from autopar.solver.settings import SearchSettings
 
-Sizes = tuple[int, ...]
+MeshSizes = tuple[int, ...]
 
 
 class PipelineTrials(ABC):
@@ -51,8 +51,8 @@ class PipelineTrials(ABC):
         self.found: tuple[StagedStep, StagePlanner, Options] | None = None
         self.fared: Counter[str] = Counter()
         self.refused: list[AutoparError] = []
-        self._known_cuts: dict[tuple[int, Sizes], StageCuts] = {}  # by micro-batches, and the stages' mesh if it pads
-        self._padding: dict[Sizes, Padding] = {}  # by the mesh of a stage
+        self._known_cuts: dict[tuple[int, MeshSizes], StageCuts] = {}  # by micro-batches, and the stages' mesh if it pads
+        self._padding: dict[MeshSizes, PaddingExtent] = {}  # by the mesh of a stage
         self._products: dict[int, Seconds] = {}
 
     @abstractmethod
@@ -174,7 +174,7 @@ class PipelineTrials(ABC):
             step = microbatches(self.program, runs)
             self._padding[sizes] = least_padded(step, mesh, over.planner.options, self.settings)
         padding = self._padding[sizes]
-        known = runs, sizes if padding is not Padding.NONE else ()
+        known = runs, sizes if padding is not PaddingExtent.NONE else ()
         if known not in self._known_cuts:
             assert mesh.device is not None, "a mesh is planned with its device"
             step = microbatches(self.program, runs)

@@ -13,7 +13,7 @@ from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import counts, microbatches
-from autopar.passes.padding import Padding, Rooms, padded
+from autopar.passes.padding import PaddingExtent, Rooms, padded
 from autopar.plan.options import AUTO, Options
 from autopar.planning.decide import decided
 from autopar.planning.model_checks import useless_axes, without_rule
@@ -183,25 +183,25 @@ def _best_padded(step: TrainingStep, mesh: Mesh, options: Options, stop: Stop, s
     return best
 
 
-def least_padded(step: TrainingStep, mesh: Mesh, options: Options, settings: SearchSettings) -> Padding:
+def least_padded(step: TrainingStep, mesh: Mesh, options: Options, settings: SearchSettings) -> PaddingExtent:
     """The padding with which a step whose number of micro-batches is settled takes least by its bound, in whatever memory;
     none where that wins less than `padding_gain`."""
 
-    def least(padding: Padding) -> Seconds:
+    def least(padding: PaddingExtent) -> Seconds:
         try:
             bound = least_price(analysed(padded(step, ways[padding]), mesh, options), mesh, options, settings)
         except (ConstraintError, MeshError):
             return math.inf
-        return (1 - settings.padding_gain) * bound if padding is Padding.NONE else bound
+        return (1 - settings.padding_gain) * bound if padding is PaddingExtent.NONE else bound
 
     ways = _paddings(step.program, mesh, options)
-    return min(ways, key=least) if len(ways) > 1 else Padding.NONE
+    return min(ways, key=least) if len(ways) > 1 else PaddingExtent.NONE
 
 
-def _paddings(program: Program, mesh: Mesh, options: Options) -> dict[Padding, Rooms]:
+def _paddings(program: Program, mesh: Mesh, options: Options) -> dict[PaddingExtent, Rooms]:
     """What each padding makes room for on a mesh, where it differs from the one before."""
-    found: dict[Padding, Rooms] = {}
-    for padding in Padding if options.strategy in PADDED else (Padding.NONE,):
+    found: dict[PaddingExtent, Rooms] = {}
+    for padding in PaddingExtent if options.strategy in PADDED else (PaddingExtent.NONE,):
         rooms = padding.rooms(program, mesh.sizes)
         if rooms not in found.values():
             found[padding] = rooms

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,20 +141,20 @@ def untied() -> tuple[torch.nn.Module, object]:
 
 
 SEEDS = (
-    pytest.param(linears, range(3), id="linears"),
-    pytest.param(linears, range(3, 200), id="200 of linears", marks=pytest.mark.thorough),
+    pytest.param(linears, (1, 10, 16), id="linears"),
+    pytest.param(linears, range(200), id="200 of linears", marks=pytest.mark.thorough),
     pytest.param(untied, range(12), id="gpt2", marks=pytest.mark.thorough),
 )
 
 
 @pytest.mark.parametrize("made, seeds", SEEDS)
 def test_random_plans_of_stages_that_send_in_every_state_have_equal_numbers(
-    threads: Threads, made: Callable[[], tuple[torch.nn.Module, object]], seeds: range
+    threads: Threads, made: Callable[[], tuple[torch.nn.Module, object]], seeds: Sequence[int]
 ) -> None:
     """A state says what a value and its gradient are, so that sending each rank's part as it lies is exact in all four."""
     states = set()
-    for seed in seeds:
-        schedule = ("1f1b", "zb-h1", "gpipe")[seed % 3]
+    for number, seed in enumerate(seeds):
+        schedule = ("1f1b", "zb-h1", "gpipe")[number % 3]
         torch.manual_seed(seed)
         model, sample = made()
         mesh = {"pp": 2, "x": 2, "y": 2}
