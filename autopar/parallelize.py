@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from glob import escape
 
 import torch
@@ -12,26 +12,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import Captured
-from autopar.capture.meta_copy import attributes, skeleton
+from autopar.capture.meta_copy import attributes
 from autopar.capture.python_state import Settings
-from autopar.capture.signature import on_meta
 from autopar.codegen import ModuleState, OutputLayout, ParallelModule, Steps, emit
 from autopar.errors import ConstraintError, InputError, PlanError
-from autopar.ir.dynamic_dims import InputDim, Size, declared, describe_sizes, dim_sizes
+from autopar.ir.dynamic_dims import Size, declared, describe_sizes, dim_sizes
 from autopar.ir.layout import I, Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.training_step import MicrobatchLoop, TrainingStep
-from autopar.passes import normalise
-from autopar.passes.no_dropout import switched, without_training
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import ResolvedPlan, read_plan
 from autopar.planning.memories import check_disk, check_host
 from autopar.planning.optimize import sharded
-from autopar.planning.planner import connected_mesh, planned_mesh, read_program, resolve_program, stored_layouts
+from autopar.planning.planner import connected_mesh, planned_mesh, resolve_program, stored_layouts
 from autopar.planning.respecialize import Respecializer, varied
 from autopar.planning.shared_storage import stored_as
+from autopar.planning.source import ModelSource, serves
 from autopar.runtime.disk import folder_of
 from autopar.runtime.input_parts import InputParts
 from autopar.runtime.progress import phases, progress
@@ -59,17 +57,15 @@ def build(
     options = options.under(plan)
     bare = replace(priced, links=(), device=None)
     context = _context_of(over, bare) if over else replace(connect(bare, device_mesh=device_mesh), disk=str(options.disk))
-    source = _Source(model, sample_input, options)
+    source = ModelSource(model, sample_input, options)
     captured = source.read(dim_sizes(plan.dynamic) if plan else {})
-    sizes = _sizes(plan, options, captured)
+    sizes = sizes_of(plan, options, captured)
     check_program(captured.program.hash, context)
     source = replace(source, options=_as_stored(over, captured.program, options)) if over else source
-    hollow = skeleton(model)
-    sample = on_meta(sample_input, captured.signature)
-    source = replace(source, model=hollow.module, sample=sample, buffers=hollow.values)
+    source = source.hollow(captured)
 
     def planned() -> ResolvedPlan:
-        return read_plan(plan, captured.program, context.mesh) if plan else source.plan(captured, priced, sizes)
+        return read_plan(plan, captured.program, context.mesh) if plan else _planned(source, captured, priced, sizes)
 
     resolved = _from_rank_0(planned, captured, context)
     if over:
@@ -97,7 +93,7 @@ def _from_rank_0(make: Callable[[], ResolvedPlan], captured: Captured, context: 
     return own[0] if own else read_plan(Plan.from_json(line), captured.program, context.mesh)
 
 
-def _sizes(plan: Plan | None, options: Options, captured: Captured) -> tuple[Size, ...]:
+def sizes_of(plan: Plan | None, options: Options, captured: Captured) -> tuple[Size, ...]:
     """The sizes that may vary; raises PlanError if a plan knows others than are asked for."""
     asked = declared(options.dynamic, captured.signature.shapes)
     if plan is None:
@@ -111,30 +107,17 @@ def _sizes(plan: Plan | None, options: Options, captured: Captured) -> tuple[Siz
     return plan.dynamic
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """What a module was made from: the model without its weights, the sample, and what was asked for."""
-
-    model: nn.Module
-    sample: object
-    options: Options
-    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # whose values the model has not
-
-    def read(self, places: Mapping[InputDim, int]) -> Captured:
-        """The model captured with these sizes at dims of its sample."""
-        return read_program(self.model, self.sample, self.options, places, self.buffers)
-
-    def plan(self, captured: Captured, mesh: Mesh, sizes: Sequence[Size]) -> ResolvedPlan:
-        """The plan of what was captured, for sizes that vary."""
-        with progress("planning: analysing the program") as tell:
-            found = resolve_program(captured.program, mesh, self.options, phases(tell))
-        return varied(found, sizes, lambda places: self.read(places).program)
+def _planned(source: ModelSource, captured: Captured, mesh: Mesh, sizes: Sequence[Size]) -> ResolvedPlan:
+    """The plan of what was captured, for sizes that vary."""
+    with progress("planning: analysing the program") as tell:
+        found = resolve_program(captured.program, mesh, source.options, phases(tell))
+    return varied(found, sizes, source.program_at)
 
 
 class _Sized:
     """Builds the module for other dynamic sizes, under the same plan and over the same stored parameters."""
 
-    def __init__(self, source: _Source, resolved: ResolvedPlan) -> None:
+    def __init__(self, source: ModelSource, resolved: ResolvedPlan) -> None:
         self.source, self.resizer = source, Respecializer(resolved)
 
     def __call__(self, parallel: ParallelModule, numbers: tuple[int, ...]) -> ParallelModule:
@@ -142,7 +125,7 @@ class _Sized:
         state, sizes = parallel.autopar, self.resizer.plan.dynamic
         captured = self.source.read(dim_sizes(sizes, numbers))
         resolved = self.resizer.plan_for(captured.program, describe_sizes(sizes, numbers))
-        held, sharded_inputs = _held(parallel, captured.program), state.inputs.sharded
+        held, sharded_inputs = held_by(parallel, captured.program), state.inputs.sharded
         made = _emitted(captured, held, resolved, state.context, state.rng_state.seed, sharded_inputs)
         made.autopar.rng_state = state.rng_state
         return made
@@ -151,18 +134,17 @@ class _Sized:
 class _Other:
     """Builds the module for the other of training and evaluation, when first needed, over the same stored parameters."""
 
-    def __init__(self, source: _Source, captured: Captured, mesh: Mesh, plan: Plan) -> None:
+    def __init__(self, source: ModelSource, captured: Captured, mesh: Mesh, plan: Plan) -> None:
         self.source, self.captured, self.mesh, self.plan = source, captured, mesh, plan
 
     def __call__(self, parallel: ParallelModule) -> ParallelModule | None:
         """The module for `parallel`'s present mode; None if its own graph serves, because its flags are all that differs."""
-        source = replace(self.source, model=skeleton(self.source.model).module.train(parallel.training))
+        source = self.source.in_mode(parallel.training)
         captured = source.read(dim_sizes(self.plan.dynamic))
-        live = any(map(switched, captured.program.ops))
-        if not parallel.training and not live and quiet(captured.program) == quiet(self.captured.program):
+        if serves(self.captured.program, captured.program, parallel.training):
             return None
         state, program = parallel.autopar, captured.program
-        held = _held(parallel, program)
+        held = held_by(parallel, program)
         given = [value.name for value in program.inputs] if state.inputs.sharded else []
         options = replace(
             source.options,
@@ -173,7 +155,7 @@ class _Other:
         )
         source = replace(source, options=options)
         sizes = [replace(size, multiple=1) for size in self.plan.dynamic]
-        resolved = _from_rank_0(lambda: source.plan(captured, self.mesh, sizes), captured, state.context)
+        resolved = _from_rank_0(lambda: _planned(source, captured, self.mesh, sizes), captured, state.context)
         twin = _emitted(captured, held, resolved, state.context, state.rng_state.seed, state.inputs.sharded)
         twin.autopar.rng_state = state.rng_state  # one count of calls, whichever mode the model was captured in
         twin.autopar.vary(_Sized(source, resolved), resolved.plan.dynamic)
@@ -185,7 +167,7 @@ def _refuse_training(parallel: ParallelModule) -> ParallelModule:
     raise InputError("the module was planned for inference, and is in training mode", fix='eval(), or mode="training"')
 
 
-def _held(parallel: ParallelModule, program: Program) -> dict[str, torch.Tensor]:
+def held_by(parallel: ParallelModule, program: Program) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a program as a module has them."""
     tensors = tensors_of(parallel)
     return {p.value.name: tensors[p.value.name] for p in (*program.parameters, *program.buffers)}
@@ -231,14 +213,9 @@ def _assembled_over(
         if (own := resolved.plan.layouts[name]) != layout:
             fix = f"plan with the constraint {{{name!r}: {layout!r}}}, or leave plan= out"
             raise PlanError(f"the plan stores {name} as {own}, and over= has it as {layout}", fix=fix)
-    made = _emitted(captured, _held(over, program), resolved, state.context, state.rng_state.seed, sharded_inputs)
+    made = _emitted(captured, held_by(over, program), resolved, state.context, state.rng_state.seed, sharded_inputs)
     made.autopar.rng_state = state.rng_state
     return made
-
-
-def quiet(program: Program) -> str:
-    """The hash of a program as evaluation runs it."""
-    return normalise(without_training(program)).hash
 
 
 def assemble(captured: Captured, tensors: Mapping[str, torch.Tensor], plan: Plan, context: Context) -> ParallelModule:

@@ -14,17 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
 
 from autopar.capture import Captured
-from autopar.capture.meta_copy import skeleton
 from autopar.capture.python_state import Settings
-from autopar.capture.signature import on_meta
 from autopar.codegen import ModuleState, OutputLayout, ParallelModule, emit
 from autopar.codegen.pipeline_module import PipelineModule, PipelineParts, StageModule
 from autopar.errors import PlanError
+from autopar.ir.dynamic_dims import describe_sizes, dim_sizes
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import AutoMesh, Mesh
 from autopar.ir.program import Value
-from autopar.parallelize import build, quiet, steps_of, tensors_of
-from autopar.passes.no_dropout import switched
+from autopar.parallelize import build, sizes_of, steps_of, tensors_of
 from autopar.pipeline.schedule import ActionKind
 from autopar.plan.options import AUTO, Options
 from autopar.plan.pipeline import Pipeline
@@ -34,6 +32,9 @@ from autopar.planning.optimize import sharded
 from autopar.planning.pipeline_search import make_pipeline_plan, plan_pipeline
 from autopar.planning.plan_cache import cached
 from autopar.planning.planner import connected_mesh, connected_meshes, make_plan, read_program
+from autopar.planning.respecialize import StagesRespecializer, varied_plan
+from autopar.planning.source import ModelSource, serves
+from autopar.planning.stages_alike import check_stored, planned_alike, stored_by_rank
 from autopar.runtime.pipeline import CrossingPart, PipelineRank
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.rank_consistency import check_program, from_rank_0
@@ -87,18 +88,24 @@ def _built(model: nn.Module, sample_input: object, mesh: object, plan: Plan | No
         raise PlanError("the plan has no pipeline, which was asked for", pipeline=options.pipeline, fix=fix)
     options = options.under(plan)
     context = connect(replace(priced, links=(), device=None), device_mesh=device_mesh)
-    captured = read_program(model, sample_input, options)
+    source = ModelSource(model, sample_input, options)
+    captured = source.read(dim_sizes(plan.dynamic) if plan else {})
+    sizes = sizes_of(plan, options, captured)
     check_program(captured.program.hash, context)
+    source = source.hollow(captured)
 
     def planned() -> str:
-        return (plan or plan_pipeline(captured.program, priced, options)).to_json()
+        if plan is not None:
+            return plan.to_json()
+        made = plan_pipeline(captured.program, priced, options)
+        return varied_plan(made, captured.program, sizes, source.program_at).to_json()
 
     found = read_pipeline(Plan.from_json(from_rank_0(planned, context)), captured.program)
     module = assembled_stages(captured, tensors_of(model), found, context)
     module.autopar.mode, module.autopar.settings = model.training, Settings.of(model, captured.kept)
     module.autopar.decided = captured.decided.stored(module.local_buffers)
-    serves = _Modes(skeleton(model).module, on_meta(sample_input, captured.signature), options, captured, model.training)
-    module.stages = replace(module.stages, serves=serves)
+    module.autopar.vary(_SizedStages(source, found), found.plan.dynamic)
+    module.autopar.other = _OtherStages(source, captured, priced, found)
     return module.train(model.training)
 
 
@@ -109,40 +116,81 @@ def assembled_stages(
     return _Builder(captured, found, context).module(tensors)
 
 
-class _Modes:
-    """Whether one program serves a mode: that in which the model was captured, or one that differs by flags alone."""
+class _SizedStages:
+    """Builds the stages for other dynamic sizes, under the same plan and over the same stored parameters."""
 
-    def __init__(self, model: nn.Module, sample: object, options: Options, captured: Captured, mode: bool) -> None:
-        self.model, self.sample, self.options, self.program = model, sample, options, captured.program
-        self._known = {mode: True}
+    def __init__(self, source: ModelSource, found: ResolvedPipeline) -> None:
+        self.source, self.resizer = source, StagesRespecializer(found)
 
-    def __call__(self, training: bool) -> bool:
-        if training not in self._known:
-            model = skeleton(self.model).module.train(training)
-            other = read_program(model, self.sample, self.options).program
-            live = any(map(switched, other.ops))
-            self._known[training] = not training and not live and quiet(other) == quiet(self.program)
-        return self._known[training]
+    def __call__(self, parallel: ParallelModule, numbers: tuple[int, ...]) -> PipelineModule:
+        """The module for these numbers of the plan's sizes."""
+        sizes = self.resizer.plan.dynamic
+        captured = self.source.read(dim_sizes(sizes, numbers))
+        return _over(parallel, captured, self.resizer.plan_for(captured.program, describe_sizes(sizes, numbers)))
+
+
+class _OtherStages:
+    """Builds the stages for the other of training and evaluation, when first needed, over the same stored parameters."""
+
+    def __init__(self, source: ModelSource, captured: Captured, mesh: Mesh, found: ResolvedPipeline) -> None:
+        self.source, self.captured, self.mesh, self.found = source, captured, mesh, found
+
+    def __call__(self, parallel: ParallelModule) -> PipelineModule | None:
+        """The module for `parallel`'s present mode; None if its own stages serve, because flags are all that differs."""
+        source, plan = self.source.in_mode(parallel.training), self.found.plan
+        captured = source.read(dim_sizes(plan.dynamic))
+        if serves(self.captured.program, captured.program, parallel.training):
+            return None
+        sizes = [replace(size, multiple=1) for size in plan.dynamic]
+
+        def planned() -> str:
+            made = planned_alike(captured.program, self.found, self.mesh, source.options)
+            return varied_plan(made, captured.program, sizes, source.program_at).to_json()
+
+        text = from_rank_0(planned, parallel.autopar.context)
+        found = read_pipeline(Plan.from_json(text), captured.program)
+        check_stored(self.found, found)
+        twin = _over(parallel, captured, found)
+        twin.autopar.vary(_SizedStages(source, found), found.plan.dynamic)
+        return twin
+
+
+def _over(parallel: ParallelModule, captured: Captured, found: ResolvedPipeline) -> PipelineModule:
+    """The stages of another program over the tensors of a module."""
+    assert isinstance(parallel, PipelineModule), "it has stages"
+    state = parallel.autopar
+    made = _Builder(captured, found, state.context, parallel.stages.rank).over(tensors_of(parallel), state.rng_state.seed)
+    made.autopar.rng_state = state.rng_state
+    return made
 
 
 class _Builder:
     """Builds the module of this rank from a plan that was read."""
 
-    def __init__(self, captured: Captured, found: ResolvedPipeline, context: Context) -> None:
+    def __init__(self, captured: Captured, found: ResolvedPipeline, context: Context, rank: PipelineRank | None = None) -> None:
         assert found.plan.pipeline is not None, "the plan has a pipeline"
         self.captured, self.found, self.context = captured, found, context
         self.pipeline: Pipeline = found.plan.pipeline
         self.axis = context.axis(self.pipeline.axis)
         self.stage_context = _without(context, self.pipeline.axis)
-        group = _resolve_process_group(GroupName(self.axis.group)) if self.axis.group else None
-        self.rank = PipelineRank(index=self.axis.index, group=group, device=context.device, failures=StepFailures.of(context))
+        self.rank, self.layouts = rank or self._rank(), stored_by_rank(found)
         self.mine = [stage for stage, rank in sorted(self.pipeline.order.rank_of.items()) if rank == self.axis.index]
+
+    def _rank(self) -> PipelineRank:
+        """This rank of the pipeline's axis, of a module that all ranks build."""
+        group = _resolve_process_group(GroupName(self.axis.group)) if self.axis.group else None
+        failures = StepFailures.of(self.context)
+        return PipelineRank(index=self.axis.index, group=group, device=self.context.device, failures=failures)
 
     def module(self, tensors: Mapping[str, torch.Tensor]) -> PipelineModule:
         """The module, with this rank's parts of rank 0's tensors."""
-        plan, step = self.found.plan, self.found.step
         seed = agreed_seed(self.context)
-        stored, unsharded = self._stored(tensors)
+        return self.over(self._stored(tensors), seed)
+
+    def over(self, tensors: Mapping[str, torch.Tensor], seed: int) -> PipelineModule:
+        """The module over tensors that are stored as the plan says; others among them are not of it."""
+        plan, step, mine = self.found.plan, self.found.step, self.layouts[self.axis.index]
+        stored, unsharded = {name: tensors[name] for name in mine}, all_unsharded(mine.values())
         stages = {number: self._stage(number, stored, unsharded, seed) for number in self.mine}
         steps = steps_of(step.loop, {}, self.stage_context) if step.loop else None
         state = ModuleState(
@@ -157,28 +205,19 @@ class _Builder:
             stages=stages,
             program=step.program,
             loss=[output.value for output in step.program.outputs].index(loss_of(step.program)),
-            serves=lambda training: True,
         )
         return PipelineModule(parts, stored, state)
 
-    def _stored(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], bool]:
-        """The stored tensors of this rank's stages, and whether they are plain.
+    def _stored(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The stored tensors of this rank's stages.
 
         Rank 0 sends each one whole to the first rank of the stages that read it, which shares it out.
         """
-        layouts: dict[int, dict[str, Layout]] = {}
-        for stage, rank in sorted(self.pipeline.order.rank_of.items()):
-            resolved = self.found.resolved[stage]
-            known = layouts.setdefault(rank, {})
-            for held in (*resolved.program.parameters, *resolved.program.buffers):
-                layout = resolved.assignment.given[held.value.name]
-                if known.setdefault(held.value.name, layout) != layout:
-                    raise PlanError(f"the plan is damaged: two stages of a rank store {held.value.name} differently")
         empty = [{name: tensor.is_meta for name, tensor in tensors.items()}]
         if self.context.device_mesh is not None:
             dist.broadcast_object_list(empty, src=0, device=self.context.device)
         own: dict[str, torch.Tensor] = {}
-        for rank, known in sorted(layouts.items()):
+        for rank, known in sorted(self.layouts.items()):
             for name in known:
                 dtype = self.found.step.program.values[name].dtype
                 tensor = with_dtype(tensors[name], dtype)
@@ -186,9 +225,8 @@ class _Builder:
                     own[name] = tensor
                 if rank and not empty[0][name]:
                     self._carry(tensor, rank, own, name)
-        mine = layouts[self.axis.index]
-        made = store(own, mine, self.stage_context, [empty[0][name] for name in own])
-        return made, all_unsharded(mine.values())
+        mine = self.layouts[self.axis.index]
+        return store(own, mine, self.stage_context, [empty[0][name] for name in own])
 
     def _carry(self, tensor: torch.Tensor, rank: int, own: dict[str, torch.Tensor], name: str) -> None:
         """Send a whole tensor from rank 0 to the first rank at a place of the pipeline's axis."""

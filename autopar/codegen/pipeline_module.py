@@ -47,7 +47,6 @@ class PipelineParts:
     program: Program
     stages: Mapping[int, StageModule]
     loss: int  # which of the model's outputs is the loss
-    serves: Callable[[bool], bool]  # whether the program is that of the model in train(), or in eval()
 
     @property
     def outputs(self) -> list[Value]:
@@ -89,10 +88,10 @@ class PipelineModule(ParallelModule):
         """
         found: list[Tensors] = []
         with self.stages.rank.failures.watched():
-            tensors = self._begun("a forward", args, kwargs)
+            serving, tensors = self._begun("a forward", args, kwargs)
             self.autopar.agreement.settle()
-            self._run(self.forwards, tensors, lambda outputs: found.append(outputs))
-            return self.autopar.signature.rebuild(self.joined(found))
+            serving._run(serving.forwards, tensors, lambda outputs: found.append(outputs))
+            return self.autopar.signature.rebuild(serving.joined(found))
 
     def step(self, *args: object, **kwargs: object) -> torch.Tensor:
         """Forward and backward of a training step on the *global* batch, by the plan's schedule; every rank gets the loss.
@@ -108,13 +107,15 @@ class PipelineModule(ParallelModule):
         """
         losses: list[torch.Tensor] = []
 
-        def loss(outputs: Tensors) -> torch.Tensor:
-            found = outputs[self.stages.loss]
-            losses.append(found.detach())
-            return self._scaled(found)
-
         with self.stages.rank.failures.watched():
-            self._accumulate(self._begun("a step", args, kwargs), loss, self.autopar.agreement)
+            serving, tensors = self._begun("a step", args, kwargs)
+
+            def loss(outputs: Tensors) -> torch.Tensor:
+                found = outputs[serving.stages.loss]
+                losses.append(found.detach())
+                return self._scaled(found)
+
+            serving._accumulate(tensors, loss, self.autopar.agreement)
             total = torch.stack(losses).sum() if losses else None
             return self._from_last(total, self.stages.outputs[self.stages.loss].dtype)
 
@@ -151,8 +152,10 @@ class PipelineModule(ParallelModule):
         counted = (parameter for name, parameter in self.named_parameters() if name not in elsewhere)
         return rank.norm(norm_of(counted, norm_type), norm_type)
 
-    def _begun(self, kind: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Sequence[torch.Tensor]:
-        """The checked inputs of a call, after the ranks have compared theirs."""
+    def _begun(
+        self, kind: str, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> tuple[PipelineModule, Sequence[torch.Tensor]]:
+        """The stages that serve a call, and its checked inputs, after the ranks have compared theirs."""
 
         def bound() -> list[torch.Tensor]:
             if kind == "a forward" and torch.is_grad_enabled():
@@ -160,15 +163,11 @@ class PipelineModule(ParallelModule):
                     "a pipeline was called with gradients: its forwards and backwards alternate",
                     fix="parallel.step(...), which returns the loss; or call it under torch.no_grad()",
                 )
-            if not self.stages.serves(self.training):
-                raise InputError(
-                    f"the model is another program in {'train' if self.training else 'eval'}() than the one that was planned",
-                    fix="parallelize it once more in that mode: a pipeline has no stages of the other one yet",
-                )
             return self._bound(args, kwargs)
 
-        tensors: Sequence[torch.Tensor] = self._agreed(kind, bound)[1]
-        return tensors
+        serving, tensors = self._agreed(kind, bound)
+        assert isinstance(serving, PipelineModule), "stages are served by stages"
+        return serving, tensors
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run(

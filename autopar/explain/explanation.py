@@ -19,13 +19,15 @@ from autopar.explain.staged import StagedExplanation
 from autopar.explain.why import Why, why
 from autopar.explain.whynot import WhyNot, why_not
 from autopar.formulation.read_solution import assignment
+from autopar.ir import dynamic_dims
 from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import ResolvedPlan
 from autopar.plan.text import Part, plain
 from autopar.planning.optimize import Stop
 from autopar.planning.pipeline_search import search_pipeline
-from autopar.planning.planner import Planned, connected_meshes, make_plan, read_program
+from autopar.planning.planner import Planned, at_sizes, connected_meshes, make_plan, read_program
+from autopar.planning.respecialize import varied_plan
 from autopar.planning.saved_plan import planned_before
 from autopar.simulator.instructions import simulated
 from autopar.simulator.timeline import Timeline
@@ -152,7 +154,8 @@ def explained(
     stop("capture")
     meshes = connected_meshes(mesh, options, captured.program)
     search = search_pipeline(captured.program, meshes, options)
-    plan, without = search.plan(), search.without
+    sizes, plan = dynamic_dims.declared(options.dynamic, captured.signature.shapes), search.plan()
+    plan, without = varied_plan(plan, captured.program, sizes, at_sizes(plan, model, sample_input)), search.without
     stop("solve")
     if without is not None:
         chosen = assignment(without.formulated, without.solution)

@@ -72,6 +72,15 @@ class Conversion:
         """
         return state.dim, blocks(layout, self.axis, shape, sizes)
 
+    def possible(self, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+        """Whether collectives do it: an all-to-all within a dim needs blocks that are cut where those of the other side are."""
+        ends = [(layout[self.axis], layout) for layout in (self.source, self.target)]
+        (before, _), (after, _) = ends
+        if (before.kind, after.kind) != ("S", "S") or before.dim != after.dim:
+            return True
+        outer, inner = sorted(self.place(state, layout, shape, sizes)[1] for state, layout in ends)
+        return inner == outer or inner % (outer * sizes[self.axis]) == 0
+
 
 def beside(step: Conversion, value: Value, sizes: tuple[int, ...], *, back: bool = False) -> Bytes:
     """What a primitive takes while it runs beside the tensor that it is given and the one that it gives.

@@ -220,7 +220,10 @@ class _Reader:
             ends = [layout[axis] for axis in changed for layout in (source, target)]
             if len(changed) != 1 or any(state.own for state in ends) or tuple(state.kind for state in ends) not in WAYS:
                 raise ValueError(f"routes[{name!r}]: {line!r} is not a conversion on one axis")
-            yield Conversion(axis=changed[0], source=source, target=target)
+            step = Conversion(axis=changed[0], source=source, target=target)
+            if not step.possible(shape, self.plan.sizes):
+                raise ValueError(f"routes[{name!r}]: no collective makes {line!r} of a shape of {list(shape)}")
+            yield step
 
     def recompute(self, allowed: Set[str]) -> RecomputeChoice:
         """What is recomputed or offloaded: only ops that are `allowed` to, and only conversions that are on a route."""

@@ -18,7 +18,7 @@ from autopar.passes.stages import Stage, cut, shared_parameters
 from autopar.plan.assignment_text import as_planned, check_step, resolve
 from autopar.plan.pipeline import Crossing, Pipeline
 from autopar.plan.plan import Plan
-from autopar.plan.resolved import ResolvedPlan
+from autopar.plan.resolved import ResolvedPlan, read_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +146,11 @@ def read_pipeline(plan: Plan, program: Program, *, alike: bool = False) -> Resol
     return ResolvedPipeline(plan=plan, step=step, stages=steps.stages, resolved=tuple(found))
 
 
+def read_any(plan: Plan, program: Program, mesh: Mesh) -> ResolvedPlan | ResolvedPipeline:
+    """A plan, in stages or not, read for the captured program of the whole batch. Raises PlanError if it is for another one."""
+    return read_pipeline(plan, program) if plan.pipeline else read_plan(plan, program, mesh)
+
+
 def _check_sent(pipeline: Pipeline, program: Program, stages: Sequence[Stage], found: Sequence[ResolvedPlan]) -> None:
     """Raise PlanError for a plan that says otherwise than its stages what they send, or which parameters they share."""
     known = crossing_values(program, [(one.program, one.assignment.outputs) for one in found], found[0].plan.mesh)
@@ -155,4 +160,4 @@ def _check_sent(pipeline: Pipeline, program: Program, stages: Sequence[Stage], f
             raise PlanError(f"the plan is damaged: its pipeline.{what} are not those of its stages", fix="make the plan again")
 
 
-__all__ = ["ResolvedPipeline", "StageSteps", "crossing_values", "differentiated", "loss_of", "read_pipeline"]
+__all__ = ["ResolvedPipeline", "StageSteps", "crossing_values", "differentiated", "loss_of", "read_any", "read_pipeline"]

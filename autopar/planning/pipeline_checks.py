@@ -14,8 +14,6 @@ from autopar.plan.stages import loss_of
 
 def check_options(options: Options) -> None:
     """Raise ConstraintError for options that a pipeline does not have."""
-    if options.dynamic:
-        raise ConstraintError("a pipeline has no sizes that vary yet", fix="drop dynamic= or pipeline=")
     _check_stages(options.stages)
     if not isinstance(options.schedule, str):
         what = f"schedule={options.schedule!r} is neither the name of a pipeline schedule nor a file"

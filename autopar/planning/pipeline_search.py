@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from autopar.ir.dynamic_dims import declared
 from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.passes.microbatches import counts
@@ -32,7 +33,8 @@ from autopar.planning.pipeline_checks import check_options, check_program
 from autopar.planning.pipeline_space import PipelineAxis, forms
 from autopar.planning.pipeline_trials import PipelineTrials
 from autopar.planning.plan_search import best_shape, limited
-from autopar.planning.planner import connected_meshes, read_program, to_plan
+from autopar.planning.planner import at_sizes, connected_meshes, read_program, to_plan
+from autopar.planning.respecialize import varied_plan
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
 
@@ -40,8 +42,10 @@ def make_pipeline_plan(model: nn.Module, sample_input: object, mesh: object, opt
     """Capture a model and plan it in stages; see `autopar.plan`."""
     settings = limited(DEFAULTS, options)
     captured = read_program(model, sample_input, options)
+    sizes = declared(options.dynamic, captured.signature.shapes)
     with settings.deadline.heard():
-        return search_pipeline(captured.program, connected_meshes(mesh, options, captured.program), options, settings).plan()
+        plan = search_pipeline(captured.program, connected_meshes(mesh, options, captured.program), options, settings).plan()
+    return varied_plan(plan, captured.program, sizes, at_sizes(plan, model, sample_input))
 
 
 def plan_on(program: Program, meshes: Sequence[Mesh], options: Options) -> Plan:

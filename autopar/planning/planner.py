@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -123,12 +123,13 @@ def with_dynamic_sizes(resolved: ResolvedPlan, sizes: Sequence[Size], model: nn.
 
     Raises CaptureError if the model computes something else at other sizes.
     """
-    asked = Options().under(resolved.plan)
+    return varied(resolved, sizes, at_sizes(resolved.plan, model, sample_input))
 
-    def at(places: dict[InputDim, int]) -> Program:
-        return read_program(model, sample_input, asked, places).program
 
-    return varied(resolved, sizes, at)
+def at_sizes(plan: Plan, model: nn.Module, sample_input: object) -> Callable[[dict[InputDim, int]], Program]:
+    """What captures the model of a plan at other sizes."""
+    asked = Options().under(plan)
+    return lambda places: read_program(model, sample_input, asked, places).program
 
 
 def connected_meshes(mesh: object, options: Options, program: Program) -> tuple[Mesh, ...]:

@@ -8,9 +8,10 @@ there. What a plan says of an op by name holds at any size but for the strides o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import TypeVar
 
 from autopar.analysis.analysis import Analysis, analyse
 from autopar.errors import CaptureError, InputError
@@ -21,10 +22,15 @@ from autopar.ir.program import Argument, Op, Program, Value
 from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding
 from autopar.plan.assignment_text import as_planned, describe, paddings
+from autopar.plan.plan import Plan
 from autopar.plan.resolved import ResolvedPlan
+from autopar.plan.stages import ResolvedPipeline, StageSteps, crossing_values, read_any
 from autopar.planning.stride_inference import Split, StrideInference
 from autopar.search_space.assignment import Assignment, RecomputeChoice
 from autopar.search_space.candidates import Form, candidate
+
+Strides = Mapping[Split, Fraction]
+NONE: Strides = {}
 
 
 class Respecializer:
@@ -39,27 +45,17 @@ class Respecializer:
 
         Raises CaptureError if it is another program, and InputError if the mesh does not divide it as the plan does.
         """
-        new = self._new(program, called)
-        strides = {digit: self._whole(digit, stride, called) for digit, stride in self._strides(new, called).items()}
-        made = _Carrier(self.assignment, new, strides, called).assignment()
-        choices, layouts, routes, recompute = describe(new.program, made, new.fits, self.mesh.sizes)
-        plan = replace(
-            self.plan, hash=new.step.hash, choices=choices, layouts=layouts, routes=routes, recompute=recompute,
-            padded=paddings(new.step),
-        )  # fmt: skip
-        return ResolvedPlan(plan=plan, analysis=new, assignment=made)
+        new = self.analysed(as_planned(self.plan, program), called)
+        return self.carried(new, self.strides(new, called), called)
 
     def multiple(self, size: Size, program: Program, number: int) -> int:
         """What a size must be a multiple of, found by the program at another number of it."""
         called = f"{size.name}={number}"
-        strides = self._strides(self._new(program, called), called)
-        path, dim = size.places[0]
-        part = self.program.values[path].shape[dim]  # of a micro-batch
-        grown = [digit.stride for digit, stride in strides.items() if stride / digit.stride == Fraction(number, size.sample)]
-        return part // math.gcd(part, *grown) * (size.sample // part)
+        new = self.analysed(as_planned(self.plan, program), called)
+        return _multiple(size, self.program, number, self.strides(new, called))
 
-    def _new(self, program: Program, called: str) -> Analysis:
-        new = as_planned(self.plan, program)
+    def analysed(self, new: TrainingStep, called: str) -> Analysis:
+        """The step at other sizes. Raises CaptureError if it is another one."""
         same_structure(self.step, new, called)
         analysis = analyse(new, self.mesh)
         for op in new.program.ops:
@@ -67,8 +63,22 @@ class Respecializer:
                 raise _other(op, called, f"{op.target} may be split in other ways")
         return analysis
 
-    def _strides(self, new: Analysis, called: str) -> dict[Split, Fraction]:
-        return StrideInference(self.program, self.fits, self.assignment, new, self.mesh.sizes, called).solve()
+    def strides(self, new: Analysis, called: str, known: Strides = NONE) -> Strides:
+        """The stride of every split at the new sizes; those of what a stage receives are `known`."""
+        received = self.step.received
+        inference = StrideInference(self.program, self.fits, self.assignment, new, self.mesh.sizes, called)
+        return inference.solve({split: known[split] for split in known if split.kind == "value" and split.name in received})
+
+    def carried(self, new: Analysis, strides: Strides, called: str) -> ResolvedPlan:
+        """The plan with these strides. Raises InputError for one that is not whole."""
+        whole = {digit: self._whole(digit, stride, called) for digit, stride in strides.items()}
+        made = _Carrier(self.assignment, new, whole, called).assignment()
+        choices, layouts, routes, recompute = describe(new.program, made, new.fits, self.mesh.sizes)
+        plan = replace(
+            self.plan, hash=new.step.hash, choices=choices, layouts=layouts, routes=routes, recompute=recompute,
+            padded=paddings(new.step),
+        )  # fmt: skip
+        return ResolvedPlan(plan=plan, analysis=new, assignment=made)
 
     def _whole(self, digit: Split, stride: Fraction, called: str) -> int:
         if stride.denominator == 1:
@@ -81,20 +91,93 @@ class Respecializer:
         )
 
 
-def varied(resolved: ResolvedPlan, sizes: Sequence[Size], at: Callable[[dict[InputDim, int]], Program]) -> ResolvedPlan:
+class StagesRespecializer:
+    """Carries a plan in pipeline stages over to other sizes: each stage by itself, from what the one before it sends."""
+
+    def __init__(self, found: ResolvedPipeline) -> None:
+        assert found.plan.pipeline is not None, "the plan has a pipeline"
+        self.plan, self.found, self.pipeline = found.plan, found, found.plan.pipeline
+        self._stages = [Respecializer(one) for one in found.resolved]
+
+    def plan_for(self, program: Program, called: str) -> ResolvedPipeline:
+        """The plan for the whole batch's program at other sizes; raises as `Respecializer.plan_for` does."""
+        steps, made = self._steps(program, called), list[ResolvedPlan]()
+        layouts: Mapping[str, Layout] = {}
+        known: Strides = {}
+        for place, stage in enumerate(self._stages):
+            new = stage.analysed(steps.made(place, layouts, self.pipeline.in_flight(place)), called)
+            known = stage.strides(new, called, known)
+            made.append(stage.carried(new, known, called))
+            layouts = made[-1].assignment.outputs
+        sent = [(one.program, one.assignment.outputs) for one in made]
+        crossings = tuple(crossing_values(steps.step.program, sent, made[0].plan.mesh))
+        plan = replace(
+            self.plan,
+            hash=steps.step.hash,
+            stages=tuple(one.plan for one in made),
+            padded=paddings(steps.step),
+            pipeline=replace(self.pipeline, crossings=crossings),
+        )
+        return ResolvedPipeline(plan=plan, step=steps.step, stages=steps.stages, resolved=tuple(made))
+
+    def multiple(self, size: Size, program: Program, number: int) -> int:
+        """What a size must be a multiple of, found by the program at another number of it."""
+        called = f"{size.name}={number}"
+        strides: dict[Split, Fraction] = {}
+        for known in self._strides(self._steps(program, called), called):
+            strides |= known
+        return _multiple(size, self.found.step.program, number, strides)
+
+    def _steps(self, program: Program, called: str) -> StageSteps:
+        """The stages at other sizes. Raises CaptureError if the program is another one."""
+        step = as_planned(self.plan, program)
+        same_structure(self.found.step, step, called)
+        return StageSteps(step, self.pipeline.starts)
+
+    def _strides(self, steps: StageSteps, called: str) -> Iterator[Strides]:
+        """The strides of each stage, also where these are not whole: layouts of what it receives are those of the sample."""
+        known: Strides = {}
+        for place, stage in enumerate(self._stages):
+            new = stage.analysed(steps.made(place, stage.step.received, self.pipeline.in_flight(place)), called)
+            known = stage.strides(new, called, known)
+            yield known
+
+
+def respecializer(resolved: ResolvedPlan | ResolvedPipeline) -> Respecializer | StagesRespecializer:
+    """What carries a plan to other sizes."""
+    return StagesRespecializer(resolved) if isinstance(resolved, ResolvedPipeline) else Respecializer(resolved)
+
+
+Resolved = TypeVar("Resolved", bound=ResolvedPlan | ResolvedPipeline)
+
+
+def varied(resolved: Resolved, sizes: Sequence[Size], at: Callable[[dict[InputDim, int]], Program]) -> Resolved:
     """A plan that knows which sizes may vary and in what steps; `at` gives the whole batch's program at other sizes.
 
     Raises CaptureError if the model computes something else at another size.
     """
     if not sizes:
         return resolved
-    resizer = Respecializer(resolved)
+    resizer = respecializer(resolved)
     found = []
     for size in sizes:
         number = _another(size)
         other = at(dim_sizes(sizes, [number if one is size else one.sample for one in sizes]))
         found.append(replace(size, multiple=resizer.multiple(size, other, number)))
     return replace(resolved, plan=replace(resolved.plan, dynamic=tuple(found)))
+
+
+def varied_plan(plan: Plan, program: Program, sizes: Sequence[Size], at: Callable[[dict[InputDim, int]], Program]) -> Plan:
+    """A plan of a captured program, in stages or not, that knows which sizes may vary; see `varied`."""
+    return varied(read_any(plan, program, plan.mesh), sizes, at).plan if sizes else plan
+
+
+def _multiple(size: Size, program: Program, number: int, strides: Strides) -> int:
+    """What a size must be a multiple of, by the strides of the program's splits at another number of it."""
+    path, dim = size.places[0]
+    part = program.values[path].shape[dim]  # of a micro-batch
+    grown = [digit.stride for digit, stride in strides.items() if stride / digit.stride == Fraction(number, size.sample)]
+    return part // math.gcd(part, *grown) * (size.sample // part)
 
 
 def _another(size: Size) -> int:
@@ -204,13 +287,19 @@ class _Carrier:
 
         found = tuple(state(axis, old) for axis, old in enumerate(layout))
         if not valid(found, value.shape, self.new.sizes):
-            fix = "a size that the plan's layouts divide, or a plan made for this one"
-            raise InputError(f"{self.called} cannot be split as the plan does: {value.name} is {list(value.shape)}", fix=fix)
+            raise self._undivided(value)
         return found
 
     def _step(self, name: str, step: Conversion) -> Conversion:
         value = self.new.program.values[name]
-        return replace(step, source=self._layout(value, step.source), target=self._layout(value, step.target))
+        made = replace(step, source=self._layout(value, step.source), target=self._layout(value, step.target))
+        if not made.possible(value.shape, self.new.sizes):
+            raise self._undivided(value)
+        return made
+
+    def _undivided(self, value: Value) -> InputError:
+        fix = "a size that the plan's layouts divide, or a plan made for this one"
+        return InputError(f"{self.called} cannot be split as the plan does: {value.name} is {list(value.shape)}", fix=fix)
 
 
-__all__ = ["Respecializer", "same_structure", "varied"]
+__all__ = ["Respecializer", "StagesRespecializer", "respecializer", "same_structure", "varied", "varied_plan"]

@@ -62,13 +62,18 @@ class StrideInference:
             for name in dict.fromkeys((*op.operands, *(result.name for result in op.results))):
                 self.touching.setdefault(name, []).append(op)
 
-    def solve(self) -> dict[Split, Fraction]:
-        """The stride of every digit, not whole where the mesh does not divide; raises InputError if one is not clear."""
+    def solve(self, known: Mapping[Split, Fraction]) -> dict[Split, Fraction]:
+        """The stride of every digit, not whole where the mesh does not divide; raises InputError if one is not clear.
+
+        `known` are digits of values that are given, with their strides.
+        """
         for op in self.old.ops:
             self._op(op)
         for name, layouts in _layouts(self.old, self.assignment).items():
             for layout in layouts:
                 self._layout(name, layout)
+        for digit in known:
+            self._settle(digit, known[digit])
         for outer, *_ in self.nests:
             before, now = self.lengths[outer]
             if before == self._extent(outer):  # nothing is left of it

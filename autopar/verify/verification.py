@@ -31,11 +31,11 @@ from autopar.plan.assignment_text import as_planned
 from autopar.plan.options import Options
 from autopar.plan.plan import Collective, Plan
 from autopar.plan.resolved import ResolvedPlan, read_plan
-from autopar.plan.stages import ResolvedPipeline, loss_of, read_pipeline
+from autopar.plan.stages import ResolvedPipeline, loss_of, read_any, read_pipeline
 from autopar.planning.pipeline_search import plan_pipeline
 from autopar.planning.pipeline_stages import without_axis
-from autopar.planning.planner import collectives_of, connected_mesh, read_program, resolve_program, with_dynamic_sizes
-from autopar.planning.respecialize import Respecializer
+from autopar.planning.planner import at_sizes, collectives_of, connected_mesh, read_program, resolve_program, with_dynamic_sizes
+from autopar.planning.respecialize import respecializer, varied_plan
 from autopar.runtime.custom_ops import Operators
 from autopar.runtime.recorder import Issued, recorded
 from autopar.runtime.storage import full_tensor
@@ -64,7 +64,7 @@ def verify(
         place = connected_mesh(mesh, options, plan)  # of which the plan may have cut an axis
     else:
         plan = _at_sample(plan, model, sample_input, captured, options)
-        _read(plan, captured.program, place)  # raises before any process is started if the plan is for another program
+        read_any(plan, captured.program, place)  # raises before any process is started if the plan is for another program
     inputs = captured.signature.bind(*arguments(sample_input))
     rows, surplus, missing = compare(captured, tensors, inputs, plan, place, pool)
     with torch.set_grad_enabled(not plan.inference):
@@ -77,15 +77,11 @@ def verify(
 
 def _planned(model: nn.Module, sample_input: object, captured: Captured, mesh: Mesh, options: Options) -> Plan:
     """A plan for the captured program and its dynamic sizes."""
-    if options.pipeline is not None:
-        return plan_pipeline(captured.program, mesh, options)
     sizes = declared(options.dynamic, captured.signature.shapes)
-    return with_dynamic_sizes(resolve_program(captured.program, mesh, options), sizes, model, sample_input).plan
-
-
-def _read(plan: Plan, program: Program, mesh: Mesh) -> ResolvedPlan | ResolvedPipeline:
-    """A plan read for a program. Raises PlanError if it was made for another one."""
-    return read_pipeline(plan, program) if plan.pipeline else read_plan(plan, program, mesh)
+    if options.pipeline is None:
+        return with_dynamic_sizes(resolve_program(captured.program, mesh, options), sizes, model, sample_input).plan
+    plan = plan_pipeline(captured.program, mesh, options)
+    return varied_plan(plan, captured.program, sizes, at_sizes(plan, model, sample_input))
 
 
 def _at_sample(plan: Plan, model: nn.Module, sample_input: object, captured: Captured, options: Options) -> Plan:
@@ -94,8 +90,8 @@ def _at_sample(plan: Plan, model: nn.Module, sample_input: object, captured: Cap
     if found == tuple(size.sample for size in plan.dynamic):
         return plan
     planned = read_program(model, sample_input, options, dim_sizes(plan.dynamic))
-    resizer = Respecializer(read_plan(plan, planned.program, plan.mesh))
-    return resizer.plan_for(captured.program, describe_sizes(plan.dynamic, found)).plan
+    read = read_any(plan, planned.program, plan.mesh)
+    return respecializer(read).plan_for(captured.program, describe_sizes(plan.dynamic, found)).plan
 
 
 def _notes(program: Program) -> Iterator[str]:

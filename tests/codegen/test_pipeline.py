@@ -132,6 +132,24 @@ def test_dropout_draws_what_the_model_draws_without_stages(case: dict[str, Any],
         assert gradient <= EXACT
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"model": "gpt2", "mesh": {"pp": 2, "dp": 2}, "strategy": "fsdp", "microbatches": 2},
+        further({"model": "gpt2", "mesh": {"pp": 2, "tp": 2}, "strategy": "megatron", "microbatches": 2, "schedule": "zb-h1"}),
+        further({"model": "t5", "mesh": {"pp": 2}, "stages": 4, "microbatches": 2}),
+        further({"model": "bert", "mesh": {"pp": 2}, "microbatches": 1}),
+    ],
+    ids=str,
+)
+def test_stages_evaluate_and_take_other_batches_as_the_model_does(case: dict[str, Any], pool: WorkerPool) -> None:
+    ranks, tolerance = math.prod(case["mesh"].values()), SINGLE if case["model"] == "t5" else EXACT
+    found: list[dict[str, float]] = pool.run("tests.support.pipelines:other_calls", case, ranks=ranks, keep=True)  # type: ignore[assignment]
+    for errors in found:
+        assert len(errors) > 4
+        assert {name: error for name, error in errors.items() if not error <= tolerance} == {}
+
+
 def test_a_weight_that_stages_share_and_none_trains_has_no_gradient(pool: WorkerPool) -> None:
     """Gradients of zeros would have an optimizer decay it."""
     for stages, gradient, scale in pool.run("tests.support.pipelines:detached", 2, ranks=2, keep=True):  # type: ignore[misc]

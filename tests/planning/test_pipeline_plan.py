@@ -110,7 +110,6 @@ WRONG: list[tuple[dict[str, Any], type[AutoparError], str, str]] = [
     ({"pipeline": "tp"}, MeshError, "the mesh has no axis 'tp' for the pipeline", "one of pp, dp"),
     ({"pipeline": "auto", "stages": 2}, ConstraintError, "stages=2 are of the ranks of an axis", "the name of the axis"),
     ({"pipeline": "auto", "stages": ["transformer.h.1"]}, ConstraintError, "are of the ranks of an axis", "no stages="),
-    ({"pipeline": "auto", "dynamic": {"batch": 0}}, ConstraintError, "a pipeline has no sizes that vary yet", "drop dynamic="),
     (
         {"pipeline": "auto", "constraints": {"*.weight": "S(0), I"}},
         ConstraintError,
@@ -142,7 +141,7 @@ WRONG: list[tuple[dict[str, Any], type[AutoparError], str, str]] = [
     ({"schedule": "zb-h1", "microbatches": 1}, ConstraintError, "of one micro-batch", "two, or 1f1b"),
     ({"schedule": "2f2b"}, ConstraintError, "'2f2b' is not a pipeline schedule", "interleaved"),
     ({"schedule": "interleaved"}, ConstraintError, "no pipeline schedule interleaved of 2 ranks", "at least two chunks"),
-    ({"dynamic": {"batch": 0}}, ConstraintError, "a pipeline has no sizes that vary yet", "drop dynamic="),
+    ({"dynamic": {"batch": 7}}, ConstraintError, "dynamic['batch'] is not a dim of any input", "a dim, a mapping"),
     ({"constraints": {"nothing": "I"}}, ConstraintError, "the constraint 'nothing' names nothing", "a parameter"),
     ({"budget": "20KiB"}, BudgetError, "stage 0 of the pipeline: no plan fits", "budget"),
 ]

@@ -126,6 +126,49 @@ def with_dropout(case: Case) -> tuple[list[float], float]:
     return [abs(a - b) for a, b in zip(alone, staged, strict=True)], worst
 
 
+def other_calls(case: Case) -> dict[str, float]:
+    """Errors of what a model in stages computes in calls that are not the planned one, beside the user's own module.
+
+    It takes a step on another batch than the planned one, is evaluated, with changed weights and on a third batch, and trained
+    again.
+    """
+    case = dict(case)
+    model, sample = made(case.pop("model"))
+    model.train()
+    given = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in sample.items()}
+    options = {"device": "h100", "pipeline": "pp", "dynamic": {"batch": 0}} | case
+    parallel = autopar.parallelize(model, given, options.pop("mesh"), **options)
+    larger, smaller = ({name: tensor[rows] for name, tensor in given.items()} for rows in (LARGER, SMALLER))
+    parallel.step(**larger)
+    parallel.eval()
+    model.eval()
+    errors = {"beside training": evaluated(parallel, model, given)}
+    with torch.no_grad():
+        for module in (parallel, model):
+            for parameter in module.parameters():
+                parameter.mul_(0.5)
+    errors |= {"changed weights": evaluated(parallel, model, given), "smaller": evaluated(parallel, model, smaller)}
+    parallel.zero_grad()
+    loss, gradients = whole(model, smaller)
+    errors["a step in evaluation"] = largest(parallel.step(**smaller), loss)
+    for name, parameter in parallel.named_parameters():
+        if parameter.grad is not None:
+            errors[name] = largest(parameter.grad, gradients[name])
+    assert float(parallel.train().step(**smaller)) != float(loss)  # with dropout
+    return errors
+
+
+LARGER, SMALLER = torch.arange(16) % 8, torch.arange(4)
+
+
+def evaluated(parallel: nn.Module, model: nn.Module, sample: models.Sample) -> float:
+    """The largest error of what evaluation returns on this rank."""
+    with torch.no_grad():
+        found, expected = parallel(**sample), model(**sample)
+    pairs = [(found[name], expected[name]) for name in ("loss", "logits") if found.get(name) is not None]
+    return max(largest(one, other) for one, other in pairs)
+
+
 def albert() -> models.Built:
     """Factorised embedding, tied to the head; all layers share their weights."""
     config = transformers.AlbertConfig(

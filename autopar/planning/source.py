@@ -1,0 +1,67 @@
+"""What a parallel module was made from, by which its model is captured again: at other sizes, or in its other mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from autopar.capture import Captured
+from autopar.capture.meta_copy import skeleton
+from autopar.capture.signature import on_meta
+from autopar.ir.dynamic_dims import InputDim
+from autopar.ir.program import Program
+from autopar.passes import normalise
+from autopar.passes.no_dropout import switched, without_training
+from autopar.plan.options import Options
+from autopar.planning.planner import read_program
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """The model, the sample and what was asked for; `buffers` are the values of those of a model on the meta device.
+
+    With `lent` its tensors are those of another module, and it has those alone that it reads.
+    """
+
+    model: nn.Module
+    sample: object
+    options: Options
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    lent: bool = False
+
+    def read(self, places: Mapping[InputDim, int]) -> Captured:
+        """The model captured with these sizes at dims of its sample."""
+        captured = read_program(self.model, self.sample, self.options, places, self.buffers)
+        return replace(captured, program=_read_alone(captured.program)) if self.lent else captured
+
+    def program_at(self, places: Mapping[InputDim, int]) -> Program:
+        """The program of the model with these sizes."""
+        return self.read(places).program
+
+    def hollow(self, captured: Captured) -> ModelSource:
+        """A source without weights and batch, of a model that was captured."""
+        made = skeleton(self.model)
+        sample = on_meta(self.sample, captured.signature)
+        return replace(self, model=made.module, sample=sample, buffers=made.values)
+
+    def in_mode(self, training: bool) -> ModelSource:
+        """A source of the model in train(), or in eval(), for a module over the tensors of another one."""
+        return replace(self, model=skeleton(self.model).module.train(training), lent=True)
+
+
+def _read_alone(program: Program) -> Program:
+    """A program with the parameters and buffers alone that it reads."""
+    parameters, buffers = (tuple(one for one in held if one.used) for held in (program.parameters, program.buffers))
+    return replace(program, parameters=parameters, buffers=buffers)
+
+
+def serves(planned: Program, program: Program, training: bool) -> bool:
+    """Whether a program that was planned is also that of its model in the other mode, but for flags."""
+    quiet, other = (normalise(without_training(_read_alone(one))).hash for one in (planned, program))
+    return not training and not any(map(switched, program.ops)) and other == quiet
+
+
+__all__ = ["ModelSource", "serves"]

@@ -1,0 +1,113 @@
+"""Stages for another program of a model, over the tensors that the ranks of a pipeline store: evaluation beside training.
+
+The program is cut where the planned one is, by the names of its operators, and each stage is planned as any is, with what it
+stores in the layouts in which it is stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from glob import escape
+
+from autopar.analysis.regions import regions
+from autopar.errors import AutoparError, PlanError
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.passes.stages import made_again
+from autopar.plan.assignment_text import as_planned
+from autopar.plan.options import Options
+from autopar.plan.plan import Plan
+from autopar.plan.stages import ResolvedPipeline, StageSteps
+from autopar.planning.pipeline_plan import staged, written
+from autopar.planning.pipeline_stages import Cut, without_axis
+from autopar.planning.plan_search import limited
+from autopar.planning.stage_plans import StagePlanner
+from autopar.solver.settings import DEFAULTS
+
+
+def planned_alike(program: Program, found: ResolvedPipeline, mesh: Mesh, options: Options) -> Plan:
+    """The plan of the captured program of the whole batch in the stages of another plan, by the same schedule.
+
+    Args:
+        program: another one of the same model.
+        found: the plan whose stages store the model.
+        mesh: that of the plan, with device and links.
+        options: those of the plan; strategy, budget and constraints are open.
+
+    Raises what planning raises, and PlanError for a program that has no such stages.
+    """
+    plan, pipeline = found.plan, found.plan.pipeline
+    assert pipeline is not None, "the plan has a pipeline"
+    known = program.values.keys()
+    step = as_planned(replace(plan, padded={name: line for name, line in plan.padded.items() if name in known}), program)
+    starts = _starts(found, step.program)
+    try:
+        steps = StageSteps(step, starts)
+    except AutoparError as error:
+        raise _other(error.what) from error
+    stored = {escape(name): layout for name, layout in stored_texts(found).items() if name in known}
+    asked = replace(options, strategy="auto", budget=None, constraints=stored, microbatches=plan.microbatches)
+    planner = StagePlanner(
+        without_axis(mesh, pipeline.axis), mesh.links[mesh.axes.index(pipeline.axis)], asked, limited(DEFAULTS, asked)
+    )
+    cut = Cut(starts=starts, modules=pipeline.modules, name=pipeline.schedule, schedule=pipeline.order)
+    return written(staged(steps, mesh, pipeline.axis, cut, planner), planner, asked, "")
+
+
+def stored_texts(found: ResolvedPipeline) -> dict[str, str]:
+    """The layouts in which the stages of a plan store their parameters and buffers."""
+    return {
+        held.value.name: one.plan.layouts[held.value.name]
+        for one in found.resolved
+        for held in (*one.program.parameters, *one.program.buffers)
+    }
+
+
+def stored_by_rank(found: ResolvedPipeline) -> dict[int, dict[str, Layout]]:
+    """What the stages of each rank of the pipeline's axis store, and how. Raises PlanError where two of them disagree."""
+    pipeline = found.plan.pipeline
+    assert pipeline is not None, "the plan has a pipeline"
+    layouts: dict[int, dict[str, Layout]] = {}
+    for stage, rank in sorted(pipeline.order.rank_of.items()):
+        resolved = found.resolved[stage]
+        known = layouts.setdefault(rank, {})
+        for held in (*resolved.program.parameters, *resolved.program.buffers):
+            layout = resolved.assignment.given[held.value.name]
+            if known.setdefault(held.value.name, layout) != layout:
+                raise PlanError(f"the plan is damaged: two stages of a rank store {held.value.name} differently")
+    return layouts
+
+
+def check_stored(found: ResolvedPipeline, other: ResolvedPipeline) -> None:
+    """Raise PlanError unless what the stages of another plan store is stored so by the same ranks under this one."""
+    own = stored_by_rank(found)
+    for rank, known in stored_by_rank(other).items():
+        for name, layout in known.items():
+            if own[rank].get(name) != layout:
+                raise _other(f"its stages need {name} on rank {rank} of the pipeline, which does not store it so")
+
+
+def _starts(found: ResolvedPipeline, program: Program) -> tuple[int, ...]:
+    """The regions of another program in which the stages of a plan begin: the first with an operator of the stage."""
+    again = made_again(program)
+    place = {op.name: number for number, stage in enumerate(found.stages) for op in stage.program.ops if op.name not in again}
+    numbers = {end: number for number, end in enumerate(dict.fromkeys(regions(program)))}
+    first: dict[int, int] = {}
+    for op, end in zip(program.ops, regions(program), strict=True):
+        if op.name in place:
+            first.setdefault(place[op.name], numbers[end])
+    if lost := [stage for stage in range(len(found.stages)) if stage not in first]:
+        raise _other(f"it has no operator of stage {lost[0]}")
+    return (0, *(region for stage, region in sorted(first.items()) if stage))
+
+
+def _other(why: str) -> PlanError:
+    return PlanError(
+        "the model has no stages in its other mode, of training and evaluation, over what the planned ones store",
+        why=why,
+        fix="parallelize it in that mode too, and load its state dict there",
+    )
+
+
+__all__ = ["check_stored", "planned_alike", "stored_by_rank"]
