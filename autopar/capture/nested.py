@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch.utils import _pytree as pytree
@@ -15,14 +16,30 @@ STATIC = (type(None), bool, int, float, complex, str, torch.dtype, torch.device,
 def known(value: object) -> None:
     """Register the dataclasses in a model's arguments or return value as pytree nodes.
 
-    Dataclasses with fields that their constructor does not take remain leaves.
+    Dataclasses with fields that their constructor does not take remain leaves. transformers' outputs register themselves when
+    they are made, though not while torch.export traces: those whose module is first imported in forward are made once more to do
+    so. Registered here alone, the next instance would register its class again, which torch refuses.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(value) if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)]
     made_of_fields = [leaf for leaf in leaves if all(one.init for one in dataclasses.fields(leaf))]
-    for kind in dict.fromkeys(map(type, made_of_fields)):
-        pytree.register_dataclass(kind)
+    for kind, leaf in {type(leaf): leaf for leaf in made_of_fields}.items():
+        with _untraced():
+            again = dataclasses.replace(leaf)
+        if pytree.tree_structure(again).is_leaf():
+            pytree.register_dataclass(kind)
     if made_of_fields:
         known(value)
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    """Have `torch.compiler.is_compiling` say no."""
+    was = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = was
 
 
 def distinct(leaves: Iterable[tuple[str, object]]) -> Iterator[tuple[str, object]]:

@@ -126,3 +126,31 @@ def test_another_batch_than_the_planned_one_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(parallel, source, args=arguments(tmp_path, 8), train_dataset=DATA, eval_dataset=DATA[:12])
     with pytest.raises(InputError, match="the data set has 12 samples, no multiple of the planned batch of 8"):
         trainer.evaluate()
+
+
+LATE = """
+from dataclasses import dataclass
+import torch
+from transformers.utils import ModelOutput
+
+@dataclass
+class Late(ModelOutput):
+    loss: torch.Tensor | None = None
+"""
+
+
+class ImportsLate(nn.Module):
+    def forward(self, x: torch.Tensor) -> object:
+        from late_output import Late
+
+        return Late(loss=x.square().mean())
+
+
+def test_an_output_class_that_is_first_imported_in_forward_is_registered_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "late_output.py").write_text(LATE)
+    monkeypatch.syspath_prepend(tmp_path)
+    x = torch.randn(8, 4)
+    parallel = autopar.parallelize(ImportsLate(), (x,), (1,))
+    assert torch.equal(parallel(x).loss, ImportsLate()(x).loss)
