@@ -17,8 +17,8 @@ def known(value: object) -> None:
     """Register the dataclasses in a model's arguments or return value as pytree nodes.
 
     Dataclasses with fields that their constructor does not take remain leaves. transformers' outputs register themselves when
-    they are made, though not while torch.export traces: those whose module is first imported in forward are made once more to do
-    so. Registered here alone, the next instance would register its class again, which torch refuses.
+    they are made, though not while torch.export traces: those whose module is first imported in forward are made once more to
+    do so. Registered here alone, the next instance would register its class again, which torch refuses.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(value) if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)]
     made_of_fields = [leaf for leaf in leaves if all(one.init for one in dataclasses.fields(leaf))]

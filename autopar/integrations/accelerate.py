@@ -10,6 +10,7 @@ The library's own would wrap the module in DistributedDataParallel, shard the da
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
@@ -19,9 +20,11 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, RandomSampler
 
 from autopar.codegen import ParallelModule
@@ -100,6 +103,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         loader.parallel = self.parallel
         self._dataloaders.append(loader)
         return loader
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """A schedule over the batches of loaders as they are before `prepare`, of which each step takes one for every share."""
+        prepared = super().prepare_scheduler(scheduler)
+        if self.parallel is None or isinstance(prepared, PartScheduler):
+            return prepared
+        self._schedulers.remove(prepared)
+        found = PartScheduler(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer)
+        found.shares = self.parallel.data_world
+        self._schedulers.append(found)
+        return found
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip the gradients of all parameters of the parallel module; others as the library does."""
@@ -189,4 +203,19 @@ class PartLoader(DataLoaderShard):  # type: ignore[misc]
             yield self.parallel.shard(samples, samples=True)
 
 
-__all__ = ["Accelerator", "PartLoader"]
+class PartScheduler(AcceleratedScheduler):  # type: ignore[misc]
+    """A schedule that steps once for each share of a batch, where the library's does for each process."""
+
+    shares: int
+
+    def step(self, *args: object, **options: object) -> None:
+        """Step with the optimizer, as the library does: not while gradients accumulate, nor beyond the end of a schedule."""
+        if not self.step_with_optimizer or not self.gradient_state.sync_gradients:
+            super().step(*args, **options)
+        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            for _ in range(self.shares):
+                if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
+                    self.scheduler.step(*args, **options)
+
+
+__all__ = ["Accelerator", "PartLoader", "PartScheduler"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
@@ -119,6 +120,38 @@ def test_what_an_evaluation_gathers_is_whole_and_in_order(pool: WorkerPool, stra
             torch.testing.assert_close(found, expected["found"].detach())
             assert torch.equal(y, target)
             torch.testing.assert_close(losses, expected["loss"].detach().expand(2))
+
+
+def rates(strategy: str | None) -> list[float]:
+    """The learning rate after each batch, by a schedule over an epoch of the loader as it is before it is prepared."""
+    launched()
+    options = {"cpu": True, "gradient_accumulation_steps": 2}
+    if strategy is None:
+        accelerator, model, shares = accelerate.Accelerator(**options), Net(), 1
+    else:
+        model = autopar.parallelize(Net(), DATA[:BATCH], (2,), device="h100", strategy=strategy, inputs="sharded")
+        accelerator, shares = Accelerator(**options), model.data_world
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = DataLoader(TensorDataset(*DATA[:32]), batch_size=BATCH // shares)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=2 * len(loader) // 2)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    found = []
+    for _ in range(2):
+        for own in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(*own))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            found += schedule.get_last_lr()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_a_schedule_over_a_loader_goes_as_on_one_process(pool: WorkerPool, strategy: str) -> None:
+    (expected,) = pool.run(f"{__name__}:rates", None, ranks=1)
+    for found in pool.run(f"{__name__}:rates", strategy, ranks=2):
+        assert found == pytest.approx(expected)
 
 
 def test_other_batches_and_autocast_are_refused() -> None:
