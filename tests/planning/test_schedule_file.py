@@ -74,6 +74,15 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pyte
         read_schedule(str(path))
 
 
+def test_a_file_of_a_million_actions_is_refused_unread(tmp_path: Path) -> None:
+    """Its parsing and checks took half a minute."""
+    path = tmp_path / "table.csv"
+    path.write_text("0F0," * 2**20)
+    with pytest.raises(ConstraintError, match="cannot read the pipeline schedule") as refused:
+        read_schedule(str(path))
+    assert "it has more than 2097152 bytes" in str(refused.value)
+
+
 def test_numbers_that_a_file_does_not_have_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_text(str(named("1f1b", 2, 4)))
