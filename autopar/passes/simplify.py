@@ -24,6 +24,7 @@ def simplify(program: Program) -> Program:
         c = to.device(b, cpu, float32)    c = to.dtype(a, float32)       (none if a is float32)
         d = slice(c, -1, 0, 2**63 - 1)                                   (d is c)
         e = new_zeros(x, [3])             e = full([3], 0, dtype=...)
+        g = new_empty(x, [3])             g = empty([3], dtype=...)
         f = histc(n, 4, 0, 3)             f = to.dtype(histc(to.dtype(n, float64), 4, 0, 3), int32)     (n is int32)
 
     Histograms of integers are computed in floats, since the CPU has no integer kernel. Clones are dropped unless the program
@@ -99,19 +100,21 @@ def _spell(op: Op, program: Program, rewriter: Rewriter) -> None:
         rewriter.keep(op, args=_slice(op, program.values), kwargs=())
     elif row.fills is not None:
         fill = bound(op)[row.fills] if isinstance(row.fills, str) else row.fills
-        device = bound(op).get("device")
-        rewriter.keep(
-            op,
-            target="aten.full.default",
-            args=(result.shape, fill),
-            kwargs=(("dtype", result.dtype), ("device", torch.device("meta") if device is None else device)),
-        )
+        rewriter.keep(op, target="aten.full.default", args=(result.shape, fill), kwargs=_made(op))
+    elif name == "new_empty":
+        rewriter.keep(op, target="aten.empty.memory_format", args=(result.shape,), kwargs=_made(op))
     elif name == "histc" and isinstance(first, Ref) and not result.dtype.is_floating_point:
         given = rewriter.beside(op, "aten.to.dtype", (rewriter.new(first), torch.float64))
         counted = rewriter.beside(op, op.target, (given, *op.args[1:]), kwargs)
         rewriter.put(op, "aten.to.dtype", (counted, result.dtype), (), kinds(op))
     else:
         rewriter.keep(op, kwargs=kwargs)
+
+
+def _made(op: Op) -> tuple[tuple[str, Argument], ...]:
+    """The keywords of an op that makes a tensor out of nothing."""
+    device = bound(op).get("device")
+    return (("dtype", op.results[0].dtype), ("device", torch.device("meta") if device is None else device))
 
 
 def _slice(op: Op, values: dict[str, Value]) -> tuple[Argument, ...]:

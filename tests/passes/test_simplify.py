@@ -80,6 +80,13 @@ def test_fills_are_spelt_in_one_way() -> None:
     assert targets(simple).count("full.default") == 5
 
 
+def test_memory_is_made_without_the_tensor_whose_dtype_it_has() -> None:
+    simple = simplify(program(lambda x: x.new_empty(len(x), 1).bernoulli_(0.5), X))
+    (made,) = (op for op in simple.ops if op.target == "aten.empty.memory_format")
+    assert made.operands == ()
+    assert (made.results[0].shape, made.results[0].dtype) == ((len(X), 1), torch.float32)
+
+
 def test_simplification_keeps_ops_that_change_something() -> None:
     def body(x: torch.Tensor) -> object:
         return x + 0, F.dropout(x, 0.5, training=False), x.view(torch.int32), x[::2], x.int() + 0
