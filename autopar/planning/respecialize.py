@@ -160,9 +160,10 @@ def varied(resolved: Resolved, sizes: Sequence[Size], at: Callable[[dict[InputDi
         return resolved
     resizer = respecializer(resolved)
     found = []
-    for size in sizes:
+    for asked in sizes:
+        size = _bounded(asked, resolved.step.program)
         number = _another(size)
-        other = at(dim_sizes(sizes, [number if one is size else one.sample for one in sizes]))
+        other = at(dim_sizes(sizes, [number if one is asked else one.sample for one in sizes]))
         found.append(replace(size, multiple=resizer.multiple(size, other, number)))
     return replace(resolved, plan=replace(resolved.plan, dynamic=tuple(found)))
 
@@ -170,6 +171,13 @@ def varied(resolved: Resolved, sizes: Sequence[Size], at: Callable[[dict[InputDi
 def varied_plan(plan: Plan, program: Program, sizes: Sequence[Size], at: Callable[[dict[InputDim, int]], Program]) -> Plan:
     """A plan of a captured program, in stages or not, that knows which sizes may vary; see `varied`."""
     return varied(read_any(plan, program, plan.mesh), sizes, at).plan if sizes else plan
+
+
+def _bounded(size: Size, program: Program) -> Size:
+    """A size of which each micro-batch, whose program this is, has 2 or more: a dim of size 1 is another program."""
+    path, dim = size.places[0]
+    part = program.values[path].shape[dim]
+    return replace(size, least=max(size.least, 2 * size.sample // part)) if part > 1 else size
 
 
 def _multiple(size: Size, program: Program, number: int, strides: Strides) -> int:

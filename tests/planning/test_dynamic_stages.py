@@ -118,10 +118,18 @@ def test_random_stages_are_carried_to_other_sizes_or_refused(threads: Threads, s
 
 
 @pytest.mark.parametrize(
-    "microbatches, mesh, allowed", [(2, {"pp": 2, "dp": 2}, "multiples of 4"), (4, {"pp": 2, "dp": 2}, "multiples of 8")]
+    "microbatches, mesh, allowed",
+    [
+        (2, {"pp": 2, "dp": 2}, "multiples of 4"),
+        (4, {"pp": 2, "dp": 2}, "multiples of 8"),
+        (2, {"pp": 2}, "multiples of 2 from 4"),
+        (4, {"pp": 2}, "multiples of 4 from 8"),
+    ],
 )
 def test_a_size_is_a_multiple_of_micro_batches_times_the_split(microbatches: int, mesh: dict[str, int], allowed: str) -> None:
-    plan = asked("gpt2", strategy="fsdp", microbatches=microbatches, mesh=mesh, dynamic={"batch": 0})
+    """And a micro-batch has two samples or more: of one it is another program."""
+    strategy = "fsdp" if "dp" in mesh else "auto"
+    plan = asked("gpt2", strategy=strategy, microbatches=microbatches, mesh=mesh, dynamic={"batch": 0})
     assert [size.allowed for size in plan.dynamic] == [allowed]
 
 
