@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import platform
 import sys
 import time
@@ -27,7 +28,7 @@ import torch
 import transformers
 
 from autopar.cost_models import catalog
-from autopar.errors import AutoparError, ConstraintError
+from autopar.errors import AutoparError, BudgetError, ConstraintError
 from autopar.ir.program import Program
 from autopar.passes.microbatches import microbatches
 from autopar.plan.options import AUTO, Options
@@ -42,6 +43,7 @@ from autopar.solver.settings import DEFAULTS
 RESULTS = Path(__file__).parent / "results" / "stages_auto.txt"
 LAYERS, WIDTH, HEADS, VOCABULARY, BATCH, LENGTH = 4, 2048, 16, 4096, 8, 1024
 CHUNKS = (2, 3, 4)  # stages of a rank, beside one
+NONE = math.inf, "none fits"  # seconds of a plan, and what it is
 LINE = "{:<8} {:<6} {:>10}  {:<44} {:>10}  {:<44} {:>6} {:>6}"
 
 
@@ -121,8 +123,9 @@ def forced(program: Program, case: Case, options: Options) -> Iterator[tuple[flo
 
     What was solved of a stage is known to the schedules of one number of ranks and of micro-batches.
     """
-    plain = planned(program, case.sizes, options)
-    yield plain.step_time, said(plain.sizes, "no stages", plain.microbatches)
+    with suppress(BudgetError):
+        plain = planned(program, case.sizes, options)
+        yield plain.step_time, said(plain.sizes, "no stages", plain.microbatches)
     mesh = connected_mesh(case.sizes, options)
     assert mesh.device is not None
     numbers = [runs for runs in range(1, BATCH + 1) if BATCH % runs == 0]
@@ -148,13 +151,15 @@ def row(model: str, mesh: str) -> tuple[str, bool]:
     if case.memory is not None:
         budget = round(case.memory * planned(program, case.sizes, auto).peak_memory)
         options, auto = replace(options, budget=budget), replace(auto, budget=budget)
-    found, others = planned(program, case.sizes, auto), sorted(forced(program, case, options))
-    how = f"{len(found.stages)} stages by {found.pipeline.schedule}" if found.pipeline else "no stages"
-    chosen, (seconds, best) = said(found.sizes, how, found.microbatches), others[0]
+    chosen, others = NONE, sorted(forced(program, case, options))
+    with suppress(BudgetError):
+        found = planned(program, case.sizes, auto)
+        how = f"{len(found.stages)} stages by {found.pipeline.schedule}" if found.pipeline else "no stages"
+        chosen = found.step_time, said(found.sizes, how, found.microbatches)
+    best = others[0] if others else NONE
     took = f"{time.process_time() - begin:.0f}"
-    times = f"{found.step_time * 1e3:.3f}", f"{seconds * 1e3:.3f}"
-    line = LINE.format(model, mesh, times[0], chosen, times[1], best, len(others), took)
-    return line, found.step_time <= seconds * (1 + DEFAULTS.gap)
+    line = LINE.format(model, mesh, f"{chosen[0] * 1e3:.3f}", chosen[1], f"{best[0] * 1e3:.3f}", best[1], len(others), took)
+    return line, chosen[0] <= best[0] * (1 + DEFAULTS.gap)
 
 
 def said(sizes: tuple[int, ...], how: str, runs: int) -> str:
