@@ -125,7 +125,7 @@ class _Sized:
         state, sizes = parallel.autopar, self.resizer.plan.dynamic
         captured = self.source.read(dim_sizes(sizes, numbers))
         resolved = self.resizer.plan_for(captured.program, describe_sizes(sizes, numbers))
-        held, sharded_inputs = held_by(parallel, captured.program), state.inputs.sharded
+        held, sharded_inputs = _held(parallel, captured.program), state.inputs.sharded
         made = _emitted(captured, held, resolved, state.context, state.rng_state.seed, sharded_inputs)
         made.autopar.rng_state = state.rng_state
         return made
@@ -144,7 +144,7 @@ class _Other:
         if serves(self.captured.program, captured.program, parallel.training):
             return None
         state, program = parallel.autopar, captured.program
-        held = held_by(parallel, program)
+        held = _held(parallel, program)
         given = [value.name for value in program.inputs] if state.inputs.sharded else []
         options = replace(
             source.options,
@@ -167,7 +167,7 @@ def _refuse_training(parallel: ParallelModule) -> ParallelModule:
     raise InputError("the module was planned for inference, and is in training mode", fix='eval(), or mode="training"')
 
 
-def held_by(parallel: ParallelModule, program: Program) -> dict[str, torch.Tensor]:
+def _held(parallel: ParallelModule, program: Program) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a program as a module has them."""
     tensors = tensors_of(parallel)
     return {p.value.name: tensors[p.value.name] for p in (*program.parameters, *program.buffers)}
@@ -213,7 +213,7 @@ def _assembled_over(
         if (own := resolved.plan.layouts[name]) != layout:
             fix = f"plan with the constraint {{{name!r}: {layout!r}}}, or leave plan= out"
             raise PlanError(f"the plan stores {name} as {own}, and over= has it as {layout}", fix=fix)
-    made = _emitted(captured, held_by(over, program), resolved, state.context, state.rng_state.seed, sharded_inputs)
+    made = _emitted(captured, _held(over, program), resolved, state.context, state.rng_state.seed, sharded_inputs)
     made.autopar.rng_state = state.rng_state
     return made
 

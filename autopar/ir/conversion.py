@@ -74,11 +74,10 @@ class Conversion:
 
     def possible(self, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
         """Whether collectives do it: an all-to-all within a dim needs blocks that are cut where those of the other side are."""
-        ends = [(layout[self.axis], layout) for layout in (self.source, self.target)]
-        (before, _), (after, _) = ends
+        before, after = self.source[self.axis], self.target[self.axis]
         if (before.kind, after.kind) != ("S", "S") or before.dim != after.dim:
             return True
-        outer, inner = sorted(self.place(state, layout, shape, sizes)[1] for state, layout in ends)
+        outer, inner = sorted(blocks(layout, self.axis, shape, sizes) for layout in (self.source, self.target))
         return inner == outer or inner % (outer * sizes[self.axis]) == 0
 
 

@@ -22,6 +22,7 @@ from autopar.plan.stages import ResolvedPipeline, StageSteps
 from autopar.planning.pipeline_plan import staged, written
 from autopar.planning.pipeline_stages import Cut, without_axis
 from autopar.planning.plan_search import limited
+from autopar.planning.planner import stored_layouts
 from autopar.planning.stage_plans import StagePlanner
 from autopar.solver.settings import DEFAULTS
 
@@ -46,22 +47,18 @@ def planned_alike(program: Program, found: ResolvedPipeline, mesh: Mesh, options
         steps = StageSteps(step, starts)
     except AutoparError as error:
         raise _other(error.what) from error
-    stored = {escape(name): layout for name, layout in stored_texts(found).items() if name in known}
+    stored = {
+        escape(name): layout
+        for one in found.resolved
+        for name, layout in stored_layouts(one.plan, one.program).items()
+        if name in known
+    }
     asked = replace(options, strategy="auto", budget=None, constraints=stored, microbatches=plan.microbatches)
     planner = StagePlanner(
         without_axis(mesh, pipeline.axis), mesh.links[mesh.axes.index(pipeline.axis)], asked, limited(DEFAULTS, asked)
     )
     cut = Cut(starts=starts, modules=pipeline.modules, name=pipeline.schedule, schedule=pipeline.order)
     return written(staged(steps, mesh, pipeline.axis, cut, planner), planner, asked, "")
-
-
-def stored_texts(found: ResolvedPipeline) -> dict[str, str]:
-    """The layouts in which the stages of a plan store their parameters and buffers."""
-    return {
-        held.value.name: one.plan.layouts[held.value.name]
-        for one in found.resolved
-        for held in (*one.program.parameters, *one.program.buffers)
-    }
 
 
 def stored_by_rank(found: ResolvedPipeline) -> dict[int, dict[str, Layout]]:
@@ -92,9 +89,10 @@ def _starts(found: ResolvedPipeline, program: Program) -> tuple[int, ...]:
     """The regions of another program in which the stages of a plan begin: the first with an operator of the stage."""
     again = made_again(program)
     place = {op.name: number for number, stage in enumerate(found.stages) for op in stage.program.ops if op.name not in again}
-    numbers = {end: number for number, end in enumerate(dict.fromkeys(regions(program)))}
+    ends = regions(program)
+    numbers = {end: number for number, end in enumerate(dict.fromkeys(ends))}
     first: dict[int, int] = {}
-    for op, end in zip(program.ops, regions(program), strict=True):
+    for op, end in zip(program.ops, ends, strict=True):
         if op.name in place:
             first.setdefault(place[op.name], numbers[end])
     if lost := [stage for stage in range(len(found.stages)) if stage not in first]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def test_loss_and_gradients_of_stages_at_another_size_are_those_of_the_sequentia
     assert any(note.startswith("may vary: batch (dim 0 of") for note in report.notes)
 
 
-REFUSED = (19,)  # random stages that change, within one merged dim, from blocks to blocks that other sizes do not have
+REFUSED = (19,)  # it changes, within a merged dim, between blocks for which 3 samples have no all-to-all over 4 ranks
 
 
 class Merging(nn.Module):
@@ -107,14 +108,10 @@ def test_random_stages_are_carried_to_other_sizes_or_refused(threads: Threads, s
     sizes = declared(dynamic, program.signature.shapes)
     plan = varied_plan(plan, program.program, sizes, at_sizes(plan, model, sample))
     batch, rows = (3 * size.multiple for size in plan.dynamic)
-    try:
+    refusal = pytest.raises(InputError, match=r"^batch=.* cannot be split as the plan does")
+    with refusal if seed in REFUSED else nullcontext():
         report = verify(model, {"x": torch.randn(batch, rows, 5)}, mesh, plan, Options(), threads)
-    except InputError as error:  # 3 samples have no all-to-all between rows and samples over 4 ranks
-        assert error.what.startswith("batch=") and "cannot be split as the plan does" in error.what  # noqa: PT017, PT018
-        assert seed in REFUSED
-    else:
         assert report.ok, report
-        assert seed not in REFUSED
 
 
 @pytest.mark.parametrize(

@@ -135,19 +135,18 @@ def other_calls(case: Case) -> dict[str, float]:
     case = dict(case)
     model, sample = made(case.pop("model"))
     model.train()
-    given = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in sample.items()}
     options = {"device": "h100", "pipeline": "pp", "dynamic": {"batch": 0}} | case
-    parallel = autopar.parallelize(model, given, options.pop("mesh"), **options)
-    larger, smaller = ({name: tensor[rows] for name, tensor in given.items()} for rows in (LARGER, SMALLER))
+    parallel = autopar.parallelize(model, sample, options.pop("mesh"), **options)
+    larger, smaller = ({name: tensor[rows] for name, tensor in sample.items()} for rows in (LARGER, SMALLER))
     parallel.step(**larger)
     parallel.eval()
     model.eval()
-    errors = {"beside training": evaluated(parallel, model, given)}
+    errors = {"beside training": evaluated(parallel, model, sample)}
     with torch.no_grad():
         for module in (parallel, model):
             for parameter in module.parameters():
                 parameter.mul_(0.5)
-    errors |= {"changed weights": evaluated(parallel, model, given), "smaller": evaluated(parallel, model, smaller)}
+    errors |= {"changed weights": evaluated(parallel, model, sample), "smaller": evaluated(parallel, model, smaller)}
     parallel.zero_grad()
     loss, gradients = whole(model, smaller)
     errors["a step in evaluation"] = largest(parallel.step(**smaller), loss)
