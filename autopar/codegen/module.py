@@ -110,11 +110,14 @@ class ParallelModule(GraphModule):
             args, kwargs: as `torch.compile` takes them: `backend`, `mode`, `fullgraph`, `options`, ... For Inductor on CUDA,
                 without `mode` and `options`, the options are `autopar.inductor_options()`.
         """
-        ours = kwargs.get("backend", "inductor") == "inductor" and not args and not kwargs.keys() & {"mode", "options"}
-        if ours and self.autopar.context.device.type == "cuda":
-            kwargs["options"] = inductor_options()
+        kwargs = self._compiling(args, kwargs)
         super().compile(*args, **kwargs)
         self.autopar.compiled_step = torch.compile(self._step, *args, **kwargs)
+
+    def _compiling(self, args: Sequence[object], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keywords of `torch.compile`, with our options for Inductor if there are none."""
+        ours = kwargs.get("backend", "inductor") == "inductor" and not args and not kwargs.keys() & {"mode", "options"}
+        return kwargs | ({"options": inductor_options()} if ours and self.autopar.context.device.type == "cuda" else {})
 
     @eager
     def _rebuilt(self, outputs: Sequence[torch.Tensor]) -> object:
@@ -323,7 +326,8 @@ class ParallelModule(GraphModule):
     def _once(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The forward of one micro-batch: this rank's part of the outputs."""
         self.autopar.rng_state.advance()
-        found: list[torch.Tensor] = self._program(inputs) if self.autopar.traceable else self._untraced(inputs)
+        program = self.autopar.compiled_program or self._program
+        found: list[torch.Tensor] = program(inputs) if self.autopar.traceable else self._untraced(inputs)
         return found
 
     @eager

@@ -81,6 +81,7 @@ class ModuleState:
         self.traceable = True  # whether torch.compile can trace it
         self.shared_weights: fx.Graph | None = None  # what is made ahead of compiled micro-batches
         self.compiled_step: Callable[..., torch.Tensor] | None = None  # once `compile` was called
+        self.compiled_program: Callable[..., list[torch.Tensor]] | None = None  # of a pipeline's stage, then
         self.twin: ParallelModule | None = None
         self.sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule] | None = None  # builds it for other sizes
         self.variants = Variants()

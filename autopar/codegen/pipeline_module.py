@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 
+from autopar.codegen.compiled import eager
 from autopar.codegen.graph_module import HELD
 from autopar.codegen.module import ParallelModule
 from autopar.codegen.module_state import ModuleState
@@ -26,6 +28,8 @@ from autopar.runtime.call_agreement import CallAgreement
 from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.pipeline import CrossingPart, PipelineRank, PipelineStep, StageRun, tied_gradients
 from autopar.runtime.rematerialize.recompute import Tensors
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,7 @@ class PipelineModule(ParallelModule):
         first, *_ = parts.stages.values()
         super().__init__(first.module.graph, _stored_by(parts.program, tensors), tensors, state)
         self.stages = parts
+        self.compiler: Compiler | None = None  # once `compile` was called
         order, seconds = parts.pipeline.order, parts.pipeline.seconds
         self.trained, self.forwards = with_messages(order, seconds), with_messages(_forwards(order), seconds)
         with_gradient = differentiated(parts.program, parts.program.outputs[parts.loss].value)
@@ -78,6 +83,7 @@ class PipelineModule(ParallelModule):
     def __copy__(self) -> NoReturn:
         self.__deepcopy__({})
 
+    @eager
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run a forward without gradients on the *global* batch; every rank passes the same arguments.
 
@@ -93,6 +99,7 @@ class PipelineModule(ParallelModule):
             serving._run(serving.forwards, tensors, lambda outputs: found.append(outputs))
             return self.autopar.signature.rebuild(serving.joined(found))
 
+    @eager
     def step(self, *args: object, **kwargs: object) -> torch.Tensor:
         """Forward and backward of a training step on the *global* batch, by the plan's schedule; every rank gets the loss.
 
@@ -119,9 +126,30 @@ class PipelineModule(ParallelModule):
             total = torch.stack(losses).sum() if losses else None
             return self._from_last(total, self.stages.outputs[self.stages.loss].dtype)
 
-    def compile(self, *args: object, **kwargs: object) -> None:
-        """Not for stages; raises InputError."""
-        raise InputError("a module in pipeline stages is not compiled", fix="train it as it is, or plan without pipeline=")
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the programs of this rank's stages in place, by `torch.compile` with these arguments; all ranks call it.
+
+        Each is that of one micro-batch, whole, and its backward; actions of the schedule and messages stay around it. Gradients
+        that are accumulated over micro-batches are reduced when the step ends: the last forward, whose graph would take the
+        sum of the others, may run before these have it.
+
+        Args:
+            args, kwargs: as without stages.
+
+        Raises:
+            InputError: the schedule has backwards in halves.
+        """
+        pipeline = self.stages.pipeline
+        if pipeline.order.deferred:
+            what = f"the schedule {pipeline.schedule} defers gradients of weights, which a compiled backward makes at once"
+            raise InputError(what, fix="plan with compiled=True, which chooses another; or train it as it is")
+        self._compile_stages(partial(torch.compile, *args, **self._compiling(args, kwargs)))
+
+    def _compile_stages(self, compiler: Compiler) -> None:
+        self.compiler = compiler
+        for stage in self.stages.stages.values():
+            stage.module.autopar.compiled_program = compiler(stage.module._program)
+            stage.module.autopar.accumulator.defer_all = True
 
     def joined(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor | None]:  # type: ignore[override]
         """The outputs of all micro-batches, which the last stage has, joined as the user gets them."""
@@ -167,9 +195,10 @@ class PipelineModule(ParallelModule):
 
         serving, tensors = self._agreed(kind, bound)
         assert isinstance(serving, PipelineModule), "stages are served by stages"
+        if self.compiler and serving.compiler is not self.compiler:
+            serving._compile_stages(self.compiler)
         return serving, tensors
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run(
         self, schedule: PipelineSchedule, tensors: Sequence[torch.Tensor], loss: Callable[[Tensors], torch.Tensor | None]
     ) -> None:
@@ -191,8 +220,13 @@ class PipelineModule(ParallelModule):
 
             return forward
 
+        def begins(module: ParallelModule) -> Callable[[], None] | None:
+            shares = module.autopar.compiled_program and module.autopar.shared_weights and torch.is_grad_enabled()
+            return module._share_weights if shares else None
+
         stages = {
             number: StageRun(
+                begin=begins(stage.module),
                 forward=runs(stage),
                 received=stage.received,
                 sent=stage.sent,

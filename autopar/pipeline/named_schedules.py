@@ -49,6 +49,7 @@ def named(name: str, ranks: int, microbatches: int, *, chunks: int = 1, ahead: i
 
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
+DEFERRED = {"zb-h1", "zb-v"}  # backwards come in halves
 
 
 def _refuse(name: str, ranks: int, microbatches: int, chunks: int, ahead: int) -> None:
@@ -151,4 +152,4 @@ def _zero_bubble_v(r: int, p: int, m: int) -> Actions:
     return [action for action in actions if action.microbatch < m]
 
 
-__all__ = ["CHUNKS", "named"]
+__all__ = ["CHUNKS", "DEFERRED", "named"]

@@ -14,6 +14,7 @@ from autopar.cost_models.links import connect
 from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.pipeline.clock import Clock, StageSeconds
+from autopar.pipeline.named_schedules import DEFERRED
 from autopar.pipeline.schedule import PipelineSchedule
 from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.planning.pipeline_stages import without_axis
@@ -84,7 +85,15 @@ class Hope:
 
 
 def forms(options: Options, ranks: int) -> Iterator[ScheduledStages]:
-    """The schedules and numbers of stages that options leave open, those first that hold least."""
+    """The schedules and numbers of stages that options leave open, those first that hold least.
+
+    A backward that is compiled does not come in halves.
+    """
+    chosen = options.schedule == AUTO and options.compiled
+    return (form for form in _forms(options, ranks) if not (chosen and form[0] in DEFERRED))
+
+
+def _forms(options: Options, ranks: int) -> Iterator[ScheduledStages]:
     stages, asked = options.stages, options.schedule
     several = tuple(("interleaved", chunks * ranks) for chunks in CHUNKS) if ranks > 1 else ()
     if asked != AUTO:

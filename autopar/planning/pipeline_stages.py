@@ -105,6 +105,9 @@ class StageCuts:
             name, schedule = _schedule(options.schedule, ranks, count // ranks, microbatches)
         if schedule.deferred and microbatches == 1:
             raise ConstraintError(f"the schedule {name} defers gradients of weights, of one micro-batch", fix="two, or 1f1b")
+        if schedule.deferred and options.compiled:
+            what = f"the schedule {name} defers gradients of weights, which a compiled backward makes at once"
+            raise ConstraintError(what, fix='schedule="1f1b" or "interleaved"; or plan without compiled=True')
         starts = starts or found.balanced(given or _few(name, ranks, count // ranks, microbatches))
         return Cut(starts=starts, modules=tuple(map(found.module, starts)), name=name, schedule=schedule)
 

@@ -105,7 +105,7 @@ class GradientAccumulator:
         """What one micro-batch uses in place of a bucket's weights, so that their gradients accumulate."""
         if not torch.is_grad_enabled():
             return list(weights)
-        if self._no_sync or (self.defer_all and self._in_step):
+        if (self.defer_all and self._in_step) or self._no_sync:
             if number not in self._leaves:
                 self._leaves[number] = _leaves(weights)
                 if self.defer_all:

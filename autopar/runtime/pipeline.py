@@ -48,7 +48,8 @@ class CrossingPart:
 class StageRun:
     """What runs a stage: `forward` maps a micro-batch's number and what was received for it to the stage's outputs.
 
-    The last stage sends nothing: its outputs are those of the model.
+    `begin` makes what all micro-batches of a step share, if that is not left to the first of them. The last stage sends
+    nothing: its outputs are those of the model.
     """
 
     forward: Callable[[int, Tensors], Tensors]
@@ -56,6 +57,7 @@ class StageRun:
     sent: tuple[CrossingPart, ...]
     accumulator: GradientAccumulator
     deferred: DeferredProducts
+    begin: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,8 @@ class PipelineStep:
             for stage in self.stages.values():
                 stack.callback(stage.deferred.clear)
                 stack.enter_context(stage.accumulator.step())
+                if stage.begin:
+                    stage.begin()
             for action in self.schedule.ranks[self.rank.index]:
                 self._run(action)
 
