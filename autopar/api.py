@@ -224,9 +224,7 @@ def parallelize(
         return build(model, sample_input, mesh, plan, asked, sharded_inputs=inputs == "sharded", over=over)
     if over is not None:
         raise ConstraintError("a pipeline has no second program", fix="leave over= out, or pipeline=")
-    if inputs == "sharded":
-        raise ConstraintError("a pipeline takes the whole batch", fix='leave inputs="sharded" out')
-    return build_pipeline(model, sample_input, mesh, plan, asked)
+    return build_pipeline(model, sample_input, mesh, plan, asked, sharded_inputs=inputs == "sharded")
 
 
 def step_in_backward(optimizer: torch.optim.Optimizer, parallel: fx.GraphModule) -> torch.optim.Optimizer:

@@ -280,7 +280,8 @@ def _emitted(
         plan=plan, signature=captured.signature, context=context, seed=seed, outputs=outputs, steps=steps, inputs=inputs
     )
     fits = dict(resolved.analysis.fits)
-    graph = emit(step, assignment, fits, context, training=captured.training, parts=sharded_inputs)
+    own = {name: assignment.given[name] for name in given} if sharded_inputs else {}
+    graph = emit(step, assignment, fits, context, training=captured.training, given=own)
     return ParallelModule(graph, program, stored, state)
 
 

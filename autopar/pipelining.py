@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from autopar.codegen import ModuleState, OutputLayout, ParallelModule, emit
 from autopar.codegen.pipeline_module import PipelineModule, PipelineParts, StageModule
 from autopar.errors import PlanError
 from autopar.ir.dynamic_dims import describe_sizes, dim_sizes
-from autopar.ir.layout import Layout, local_shape
+from autopar.ir.layout import I, Layout, local_shape
 from autopar.ir.mesh import AutoMesh, Mesh
 from autopar.ir.program import Value
 from autopar.parallelize import build, sizes_of, steps_of, tensors_of
@@ -34,7 +34,8 @@ from autopar.planning.plan_cache import cached
 from autopar.planning.planner import connected_mesh, connected_meshes, make_plan, read_program
 from autopar.planning.respecialize import StagesRespecializer, varied_plan
 from autopar.planning.source import ModelSource, serves
-from autopar.planning.stages_alike import check_stored, planned_alike, stored_by_rank
+from autopar.planning.stages_alike import check_stored, given_alike, planned_alike, stored_by_rank
+from autopar.runtime.input_parts import InputParts
 from autopar.runtime.pipeline import CrossingPart, PipelineRank
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.rank_consistency import check_program, from_rank_0
@@ -44,15 +45,21 @@ from autopar.runtime.world import Context, connect
 
 
 def build_pipeline(
-    model: nn.Module, sample_input: object, mesh: object, plan: Plan | None, options: Options
+    model: nn.Module,
+    sample_input: object,
+    mesh: object,
+    plan: Plan | None,
+    options: Options,
+    *,
+    sharded_inputs: bool = False,
 ) -> PipelineModule | ParallelModule:
     """See `autopar.parallelize`; where it is open whether there are stages, rank 0 plans before anything is built."""
     if options.pipeline == AUTO:
         plan = plan or planned_by_rank_0(model, sample_input, mesh, options)
         options = replace(options, pipeline=plan.pipeline.axis if plan.pipeline else None, microbatches=plan.microbatches)
         if plan.pipeline is None:
-            return build(model, sample_input, mesh, plan, options)
-    return _built(model, sample_input, mesh, plan, options)
+            return build(model, sample_input, mesh, plan, options, sharded_inputs=sharded_inputs)
+    return _built(model, sample_input, mesh, plan, options, sharded_inputs=sharded_inputs)
 
 
 def planned_by_rank_0(
@@ -79,7 +86,9 @@ def planned_by_rank_0(
     return Plan.from_json(from_rank_0(text, context))
 
 
-def _built(model: nn.Module, sample_input: object, mesh: object, plan: Plan | None, options: Options) -> PipelineModule:
+def _built(
+    model: nn.Module, sample_input: object, mesh: object, plan: Plan | None, options: Options, *, sharded_inputs: bool
+) -> PipelineModule:
     """The module of a plan with a pipeline, which rank 0 makes if there is none."""
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     priced = connected_mesh(mesh, options, plan)
@@ -101,7 +110,7 @@ def _built(model: nn.Module, sample_input: object, mesh: object, plan: Plan | No
         return varied_plan(made, captured.program, sizes, source.program_at).to_json()
 
     found = read_pipeline(Plan.from_json(from_rank_0(planned, context)), captured.program)
-    module = assembled_stages(captured, tensors_of(model), found, context)
+    module = assembled_stages(captured, tensors_of(model), found, context, sharded_inputs=sharded_inputs)
     module.autopar.mode, module.autopar.settings = model.training, Settings.of(model, captured.kept)
     module.autopar.decided = captured.decided.stored(module.local_buffers)
     module.autopar.vary(_SizedStages(source, found), found.plan.dynamic)
@@ -110,10 +119,30 @@ def _built(model: nn.Module, sample_input: object, mesh: object, plan: Plan | No
 
 
 def assembled_stages(
-    captured: Captured, tensors: Mapping[str, torch.Tensor], found: ResolvedPipeline, context: Context
+    captured: Captured,
+    tensors: Mapping[str, torch.Tensor],
+    found: ResolvedPipeline,
+    context: Context,
+    *,
+    sharded_inputs: bool = False,
 ) -> PipelineModule:
-    """The module of a captured program under a plan in stages, with this rank's parts of rank 0's whole tensors."""
-    return _Builder(captured, found, context).module(tensors)
+    """The module of a captured program under a plan in stages, with this rank's parts of rank 0's whole tensors.
+
+    With `sharded_inputs` a call takes this rank's parts of the batch, alike along the pipeline's axis.
+    """
+    assert found.plan.pipeline is not None, "the plan has a pipeline"
+    axes, shapes = found.plan.stages[0].axes, captured.signature.shapes
+    layouts = {
+        path: dict(zip(axes, layout, strict=True)) | {found.plan.pipeline.axis: I}
+        for path, layout in zip(shapes, given_alike(found).values(), strict=False)
+    }
+    inputs = InputParts(
+        context=context,
+        shapes=shapes,
+        layouts={path: tuple(states[axis] for axis in context.mesh.axes) for path, states in layouts.items()},
+        sharded=sharded_inputs,
+    )
+    return _Builder(captured, found, context, inputs).module(tensors)
 
 
 class _SizedStages:
@@ -144,7 +173,8 @@ class _OtherStages:
         sizes = [replace(size, multiple=1) for size in plan.dynamic]
 
         def planned() -> str:
-            made = planned_alike(captured.program, self.found, self.mesh, source.options)
+            given = given_alike(self.found) if parallel.autopar.inputs.sharded else {}
+            made = planned_alike(captured.program, self.found, self.mesh, source.options, given)
             return varied_plan(made, captured.program, sizes, source.program_at).to_json()
 
         text = from_rank_0(planned, parallel.autopar.context)
@@ -159,7 +189,9 @@ def _over(parallel: ParallelModule, captured: Captured, found: ResolvedPipeline)
     """The stages of another program over the tensors of a module."""
     assert isinstance(parallel, PipelineModule), "it has stages"
     state = parallel.autopar
-    made = _Builder(captured, found, state.context, parallel.stages.rank).over(tensors_of(parallel), state.rng_state.seed)
+    inputs = state.inputs.resized(captured.signature.shapes)
+    builder = _Builder(captured, found, state.context, inputs, parallel.stages.rank)
+    made = builder.over(tensors_of(parallel), state.rng_state.seed)
     made.autopar.rng_state = state.rng_state
     return made
 
@@ -167,9 +199,16 @@ def _over(parallel: ParallelModule, captured: Captured, found: ResolvedPipeline)
 class _Builder:
     """Builds the module of this rank from a plan that was read."""
 
-    def __init__(self, captured: Captured, found: ResolvedPipeline, context: Context, rank: PipelineRank | None = None) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        found: ResolvedPipeline,
+        context: Context,
+        inputs: InputParts,
+        rank: PipelineRank | None = None,
+    ) -> None:
         assert found.plan.pipeline is not None, "the plan has a pipeline"
-        self.captured, self.found, self.context = captured, found, context
+        self.captured, self.found, self.context, self.inputs = captured, found, context, inputs
         self.pipeline: Pipeline = found.plan.pipeline
         self.axis = context.axis(self.pipeline.axis)
         self.stage_context = _without(context, self.pipeline.axis)
@@ -194,8 +233,9 @@ class _Builder:
         stages = {number: self._stage(number, stored, unsharded, seed) for number in self.mine}
         steps = steps_of(step.loop, {}, self.stage_context) if step.loop else None
         state = ModuleState(
-            plan=plan, signature=self.captured.signature, context=self.context, seed=seed, outputs=(), steps=steps
-        )
+            plan=plan, signature=self.captured.signature, context=self.context, seed=seed, outputs=(), steps=steps,
+            inputs=self.inputs,
+        )  # fmt: skip
         state.alike, state.storage = False, self.stage_context
         for stage in stages.values():
             stage.module.autopar.steps = steps
@@ -252,7 +292,10 @@ class _Builder:
             ]
         fits, training = dict(resolved.analysis.fits), self.captured.training
         deferred = self.pipeline.order.deferred
-        graph = emit(step, chosen, fits, self.stage_context, training=training, unsharded=unsharded, deferred=deferred)
+        given = {value.name: layout for value, layout in self._given() if value in program.inputs}
+        graph = emit(
+            step, chosen, fits, self.stage_context, training=training, unsharded=unsharded, given=given, deferred=deferred
+        )
         state = ModuleState(
             plan=resolved.plan, signature=self.captured.signature, context=self.stage_context, seed=seed, outputs=outputs
         )
@@ -264,6 +307,13 @@ class _Builder:
         return StageModule(
             module=ParallelModule(graph, program, stored, state), program=program, received=tuple(received), sent=tuple(sent)
         )
+
+    def _given(self) -> Iterator[tuple[Value, Layout]]:
+        """The inputs of which ranks give parts, and how these lie on the mesh of a stage."""
+        axes = [self.context.mesh.axes.index(axis) for axis in self.stage_context.mesh.axes]
+        layouts = self.inputs.layouts.values() if self.inputs.sharded else ()
+        for value, layout in zip(self.found.step.program.inputs, layouts, strict=False):
+            yield value, tuple(layout[axis] for axis in axes)
 
     def _part(self, value: Value, layout: Layout, back: set[str]) -> CrossingPart:
         shape = local_shape(value.shape, layout, self.stage_context.mesh.sizes)

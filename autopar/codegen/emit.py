@@ -11,7 +11,7 @@ module, for the comments in the printed code.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import fx
@@ -41,6 +41,7 @@ from autopar.search_space.buckets import Bucket
 from autopar.search_space.candidates import Candidate, distributed, parts_of
 
 Target = str | Callable[..., object]
+WHOLE: Mapping[str, Layout] = {}
 
 
 def emit(
@@ -51,13 +52,13 @@ def emit(
     *,
     training: bool = True,
     unsharded: bool | None = None,
-    parts: bool = False,
+    given: Mapping[str, Layout] = WHOLE,
     deferred: bool = False,
 ) -> fx.Graph:
     """The graph that one rank runs: its inputs are global tensors, its outputs the local parts of the program's outputs.
 
-    With `parts` the inputs that the user gives are this rank's parts, in the layouts of the plan. With `deferred` a backward
-    leaves the gradients of weights in products to `autopar.runtime.deferred_products`.
+    Of an input in `given` the user gives this rank's part in that layout, from which the plan's is sliced. With `deferred` a
+    backward leaves the gradients of weights in products to `autopar.runtime.deferred_products`.
 
     Training flags of ops that were on when the program was captured in `training` mode become the module's `training`; flags
     that are on in evaluation mode stay on. `unsharded` says whether what is stored is plain tensors, by default those of a
@@ -66,7 +67,7 @@ def emit(
     if unsharded is None:
         stored = (p.value.name for p in (*step.program.parameters, *step.program.buffers))
         unsharded = storage.all_unsharded(assignment.given[name] for name in stored)
-    return _Emitter(step, assignment, fits, context, training, unsharded, parts, deferred).graph
+    return _Emitter(step, assignment, fits, context, training, unsharded, given, deferred).graph
 
 
 class _Emitter:
@@ -80,7 +81,7 @@ class _Emitter:
         context: Context,
         training: bool,
         unsharded: bool,
-        parts: bool,
+        given: Mapping[str, Layout],
         deferred: bool,
     ) -> None:
         program = step.program
@@ -94,8 +95,7 @@ class _Emitter:
         self.pending: dict[Bucket, fx.Node] = {}
         self.copies, self.recomputed = copies(program), RecomputedValues(program=program, assignment=assignment)
         self.unsharded = unsharded or context.device_mesh is None
-        given = [value.name for value in program.inputs if value not in step.hoisted] if parts else []
-        self.received = {**step.received, **{name: assignment.given[name] for name in given}}  # this rank's parts already
+        self.received = {**step.received, **given}  # this rank's parts already
         self.random_ops = step.stage.random_ops if step.stage else 0  # those before this one, which number it
         self.deferrable = deferrable(program) if deferred else {}
         self._prelude(program, training)
@@ -139,14 +139,9 @@ class _Emitter:
         yield from reversed(rest)
 
     def _arrive(self) -> None:
-        """Slice every input that the plan splits; from here on it exists in the plan's layout only.
-
-        What another stage or the user gives in parts is this rank's already.
-        """
+        """Slice every input that the plan splits, and that does not come split; from here on it has the plan's layout only."""
         for value in self.program.inputs:
-            if value.name in self.received:
-                continue
-            for step in arrival(self.assignment.given[value.name]):
+            for step in arrival(self.assignment.given[value.name], self.received.get(value.name)):
                 self._convert(value, step)
                 del self.values[value.name, step.source]
 

@@ -1,8 +1,8 @@
 """The module of one rank of a pipeline: the stages of the rank, each a parallel module over the parameters of this one.
 
 A stage's module is what any parallel module is, on the mesh without the pipeline's axis; it is called with this rank's parts of
-what the stage before has sent. This module has their parameters under the original names, takes the whole batch, and runs the
-actions of its rank.
+what the stage before has sent. This module has their parameters under the original names, takes the batch, and runs the actions
+of its rank.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class PipelineModule(ParallelModule):
     def step(self, *args: object, **kwargs: object) -> torch.Tensor:
         """Forward and backward of a training step on the *global* batch, by the plan's schedule; every rank gets the loss.
 
-        Gradients are accumulated in `.grad`; those of parameters that several stages read are added up.
+        Gradients are accumulated in `.grad`; those of parameters that several stages read are added up. With
+        `inputs="sharded"` a rank gives its part of the batch, in all stages the same for one `data_rank`.
 
         Args:
             args, kwargs: those of the module's own call.

@@ -102,10 +102,12 @@ def beside(step: Conversion, value: Value, sizes: tuple[int, ...], *, back: bool
     return 0
 
 
-def arrival(layout: Layout) -> tuple[Conversion, ...]:
-    """How an input, which arrives whole on every rank, comes to a layout of I and S: it is sliced axis by axis."""
-    steps, before = [], (I,) * len(layout)
+def arrival(layout: Layout, given: Layout | None = None) -> tuple[Conversion, ...]:
+    """How an input comes to a layout of I and S: it is sliced axis by axis where it is not `given` split, by default whole."""
+    steps, before = [], given or (I,) * len(layout)
     for axis, state in each_split(layout):
+        if before[axis] == state:
+            continue
         after = (*before[:axis], state, *before[axis + 1 :])
         steps.append(Conversion(axis=axis, source=before, target=after))
         before = after

@@ -6,12 +6,13 @@ stores in the layouts in which it is stored.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from glob import escape
 
 from autopar.analysis.regions import regions
 from autopar.errors import AutoparError, PlanError
-from autopar.ir.layout import Layout
+from autopar.ir.layout import I, Layout, Shape, text
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.stages import made_again
@@ -27,7 +28,7 @@ from autopar.planning.stage_plans import StagePlanner
 from autopar.solver.settings import DEFAULTS
 
 
-def planned_alike(program: Program, found: ResolvedPipeline, mesh: Mesh, options: Options) -> Plan:
+def planned_alike(program: Program, found: ResolvedPipeline, mesh: Mesh, options: Options, given: Mapping[str, Layout]) -> Plan:
     """The plan of the captured program of the whole batch in the stages of another plan, by the same schedule.
 
     Args:
@@ -35,6 +36,7 @@ def planned_alike(program: Program, found: ResolvedPipeline, mesh: Mesh, options
         found: the plan whose stages store the model.
         mesh: that of the plan, with device and links.
         options: those of the plan; strategy, budget and constraints are open.
+        given: the inputs of which ranks give parts, as `given_alike` says.
 
     Raises what planning raises, and PlanError for a program that has no such stages.
     """
@@ -53,7 +55,8 @@ def planned_alike(program: Program, found: ResolvedPipeline, mesh: Mesh, options
         for name, layout in stored_layouts(one.plan, one.program).items()
         if name in known
     }
-    asked = replace(options, strategy="auto", budget=None, constraints=stored, microbatches=plan.microbatches)
+    inputs = {escape(name): _at_least(found, name, layout) for name, layout in given.items()}
+    asked = replace(options, strategy="auto", budget=None, constraints=stored | inputs, microbatches=plan.microbatches)
     planner = StagePlanner(
         without_axis(mesh, pipeline.axis), mesh.links[mesh.axes.index(pipeline.axis)], asked, limited(DEFAULTS, asked)
     )
@@ -74,6 +77,29 @@ def stored_by_rank(found: ResolvedPipeline) -> dict[int, dict[str, Layout]]:
             if known.setdefault(held.value.name, layout) != layout:
                 raise PlanError(f"the plan is damaged: two stages of a rank store {held.value.name} differently")
     return layouts
+
+
+def given_alike(found: ResolvedPipeline) -> dict[str, Layout]:
+    """How each input of the whole program may be given to all stages: split where those that read it split it alike.
+
+    One that no stage reads is split in its first dim like another one of that size.
+    """
+    given: dict[str, Layout] = {}
+    samples: dict[Shape, Layout] = {}  # by the size of the first dim
+    for value in found.step.program.inputs:
+        if having := [one.assignment.given[value.name] for one in found.resolved if value in one.program.inputs]:
+            states = zip(*having, strict=True)
+            given[value.name] = tuple(first if all(state == first for state in others) else I for first, *others in states)
+            first = tuple(state if state.kind == "S" and state.dim == 0 else I for state in given[value.name])
+            samples.setdefault(value.shape[:1], first)
+    whole = (I,) * len(found.resolved[0].plan.sizes)
+    return {v.name: given.get(v.name, samples.get(v.shape[:1], whole)) for v in found.step.program.inputs}
+
+
+def _at_least(found: ResolvedPipeline, name: str, layout: Layout) -> str:
+    """The constraint to split an input as this layout does, and perhaps further."""
+    line = text(layout, found.step.program.values[name].shape, found.resolved[0].plan.sizes)
+    return ", ".join("*" if state == "I" else state for state in line.split(", "))
 
 
 def check_stored(found: ResolvedPipeline, other: ResolvedPipeline) -> None:
@@ -108,4 +134,4 @@ def _other(why: str) -> PlanError:
     )
 
 
-__all__ = ["check_stored", "planned_alike", "stored_by_rank"]
+__all__ = ["check_stored", "given_alike", "planned_alike", "stored_by_rank"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,11 @@ class InputParts:
     def layout(self, path: str) -> Layout:
         """How an input is given: all I where it is whole on every rank."""
         return self.layouts[path] if self.sharded else (I,) * len(self.context.axes)
+
+    def resized(self, shapes: Mapping[str, Shape]) -> InputParts:
+        """The same for a batch of other sizes; raises InputError for one that cannot be cut so."""
+        layouts = {path: self._at(path, shape) for path, shape in shapes.items()}
+        return replace(self, shapes=shapes, layouts=layouts)
 
     def counts(self, path: str) -> Shape:
         """Into how many parts each dim of an input is cut between ranks."""

@@ -136,6 +136,7 @@ def test_dropout_draws_what_the_model_draws_without_stages(case: dict[str, Any],
     "case",
     [
         {"model": "gpt2", "mesh": {"pp": 2, "dp": 2}, "strategy": "fsdp", "microbatches": 2},
+        {"model": "gpt2", "mesh": {"dp": 2, "pp": 2}, "strategy": "ddp", "microbatches": 2, "inputs": "sharded"},
         further({"model": "gpt2", "mesh": {"pp": 2, "tp": 2}, "strategy": "megatron", "microbatches": 2, "schedule": "zb-h1"}),
         further({"model": "t5", "mesh": {"pp": 2}, "stages": 4, "microbatches": 2}),
         further({"model": "bert", "mesh": {"pp": 2}, "microbatches": 1}),

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import autopar
 from autopar.errors import ConstraintError, InputError
+from autopar.runtime.storage import full_tensor, placements
 from autopar.runtime.workers import WorkerPool
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -156,8 +157,46 @@ def test_parts_of_a_batch_of_another_size(pool: WorkerPool) -> None:
     assert pool.run(f"{__name__}:resized", ranks=2) == [0.0, 0.0]
 
 
+def staged(_: None) -> list[float]:
+    """Differences of losses and gradients over an epoch of pipeline stages, beside the user's module on whole batches.
+
+    Then DTensors in the planned layout; and a rank is given what the others of its share are not.
+    """
+    model = Net().double().eval()
+    mesh, options = {"pp": 2, "dp": 2}, {"pipeline": "pp", "strategy": "fsdp", "microbatches": 2}
+    parallel = autopar.parallelize(model, batch(0), mesh, inputs="sharded", device="h100", **options)
+    rank, found = dist.get_rank(), []
+    assert (parallel.data_rank, parallel.data_world) == (rank % 2, 2)
+    dataset = TensorDataset(*batch(7, samples=20))
+    loader = DataLoader(dataset, batch_sampler=parallel.sampler(dataset, shuffle=True, seed=3))
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(3))
+    for own, rows in zip(loader, order[:16].split(8), strict=True):
+        assert len(own[0]) == 4
+        found.append(float(parallel.step(*parallel.shard(own, samples=True)) - trained(model, dataset[rows])))
+    own, (ids, labels) = parallel.autopar.inputs, parallel.shard(dataset[rows])
+    where = placements(own.layout("ids"), (8, 6), (2, 2))
+    given = DTensor.from_local(ids, own.context.device_mesh, where)
+    found.append(float(parallel.step(given, labels) - trained(model, dataset[rows])))
+    expected = dict(model.named_parameters())
+    found += [float((full_tensor(p.grad) - expected[name].grad).abs().max()) for name, p in parallel.named_parameters()]
+    with pytest.raises(InputError, match=r"same part of ids were given different values\n +ranks +rank 3 differs from rank 1"):
+        parallel.step(ids + (rank == 3), labels)
+    return found
+
+
+def trained(model: nn.Module, sample: Batch) -> torch.Tensor:
+    """The loss of a step; gradients add up."""
+    loss: torch.Tensor = model(*sample)
+    loss.backward()
+    return loss.detach()
+
+
+def test_ranks_of_all_stages_load_the_samples_of_their_share(pool: WorkerPool) -> None:
+    for found in pool.run(f"{__name__}:staged", ranks=4):
+        assert len(found) > 4
+        assert max(map(abs, found)) < 1e-12
+
+
 def test_an_unknown_way_of_giving_inputs_is_refused() -> None:
     with pytest.raises(ConstraintError, match="inputs='halves' is not known"):
         autopar.parallelize(Net(), batch(0), (1,), inputs="halves")
-    with pytest.raises(ConstraintError, match="a pipeline takes the whole batch"):
-        autopar.parallelize(Net(), batch(0), {"pp": 2}, inputs="sharded", pipeline="pp")

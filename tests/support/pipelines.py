@@ -137,8 +137,9 @@ def other_calls(case: Case) -> dict[str, float]:
     model.train()
     options = {"device": "h100", "pipeline": "pp", "dynamic": {"batch": 0}} | case
     parallel = autopar.parallelize(model, sample, options.pop("mesh"), **options)
+    given = parallel.shard
     larger, smaller = ({name: tensor[rows] for name, tensor in sample.items()} for rows in (LARGER, SMALLER))
-    parallel.step(**larger)
+    parallel.step(**given(larger))
     parallel.eval()
     model.eval()
     errors = {"beside training": evaluated(parallel, model, sample)}
@@ -149,11 +150,11 @@ def other_calls(case: Case) -> dict[str, float]:
     errors |= {"changed weights": evaluated(parallel, model, sample), "smaller": evaluated(parallel, model, smaller)}
     parallel.zero_grad()
     loss, gradients = whole(model, smaller)
-    errors["a step in evaluation"] = largest(parallel.step(**smaller), loss)
+    errors["a step in evaluation"] = largest(parallel.step(**given(smaller)), loss)
     for name, parameter in parallel.named_parameters():
         if parameter.grad is not None:
             errors[name] = largest(parameter.grad, gradients[name])
-    assert float(parallel.train().step(**smaller)) != float(loss)  # with dropout
+    assert float(parallel.train().step(**given(smaller))) != float(loss)  # with dropout
     return errors
 
 
@@ -163,7 +164,7 @@ LARGER, SMALLER = torch.arange(16) % 8, torch.arange(4)
 def evaluated(parallel: nn.Module, model: nn.Module, sample: models.Sample) -> float:
     """The largest error of what evaluation returns on this rank."""
     with torch.no_grad():
-        found, expected = parallel(**sample), model(**sample)
+        found, expected = parallel(**parallel.shard(sample)), model(**sample)
     pairs = [(found[name], expected[name]) for name in ("loss", "logits") if found.get(name) is not None]
     return max(largest(one, other) for one, other in pairs)
 
