@@ -84,6 +84,51 @@ def saved_and_loaded(case: tuple[str, dict[str, Any], dict[str, dict[str, Any]]]
     return found
 
 
+OPTIMIZERS = {
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-2),
+    "local": lambda weights: autopar.step_locally(torch.optim.AdamW(weights, lr=1e-2, fused=True)),
+    "adafactor": lambda weights: torch.optim.Adafactor(weights, lr=0.1, weight_decay=0.1),
+    "gathered": lambda weights: autopar.step_gathered(torch.optim.Adafactor(weights, lr=0.1, weight_decay=0.1)),
+}
+
+
+def stepped(case: tuple[str, str, str, dict[str, Any], dict[str, Any]]) -> tuple[list[float], torch.Tensor | None]:
+    """The differences of losses and weights from those of the user's module, over four steps of these optimizers of both.
+
+    Behind the second, the stages are saved, and loaded by other options. Then the tied embedding, if this rank stores it.
+    """
+    folder, own, alone, first, second = case
+    torch.manual_seed(0)
+    sample, user = batch(), model().double().eval()
+    optimizers, found, known = OPTIMIZERS[alone](user.parameters()), list[float](), dict(user.named_parameters())
+
+    def step(parallel: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        expected = user(**sample)["loss"]
+        expected.backward()
+        found.append(abs(_step(parallel, optimizer, sample) - float(expected.detach())))
+        optimizers.step()
+        optimizers.zero_grad()
+        found.extend(float((full_tensor(p) - known[name]).detach().abs().max()) for name, p in parallel.named_parameters())
+
+    def state(parallel: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {"model": parallel.state_dict(), "optimizer": get_optimizer_state_dict(parallel, optimizer, options=FLAT)}
+
+    for options, start in ((first, user), (second, model().double().eval())):
+        parallel = autopar.parallelize(start, sample, device="h100", **options)
+        optimizer = OPTIMIZERS[own](parallel.parameters())
+        if options is second:
+            loaded = state(parallel, optimizer)
+            dcp.load(loaded, checkpoint_id=folder)
+            parallel.load_state_dict(loaded["model"], strict=False)
+            set_optimizer_state_dict(parallel, optimizer, loaded["optimizer"], options=FLAT)
+        for _ in range(2):
+            step(parallel, optimizer)
+        if options is first:
+            dcp.save(state(parallel, optimizer), checkpoint_id=folder)
+    tied = dict(parallel.named_parameters()).get("transformer.wte.weight")
+    return found, None if tied is None else full_tensor(tied).detach()
+
+
 class Copying(transformers.GPT2LMHeadModel):
     """A model whose code computes a weight of one block from that of another."""
 
