@@ -13,6 +13,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial, update_wrapper
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,11 +22,12 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
-from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqLMOutput
 
 from autopar.api import parallelize
 from autopar.codegen import ParallelModule
 from autopar.errors import InputError
+from autopar.integrations.generation_call import PlannedCall, generating_model
 from autopar.integrations.generation_plan import (
     GenerationPlan,
     cached_model,
@@ -54,49 +57,60 @@ class Generating(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return self.parallel.autopar.context.device
 
 
-class Generator(Generating):
-    """A causal language model that generates by the forwards of a parallel module.
+class Unread(nn.Module):
+    """What the library takes for an encoder: its output is what it was given, which each forward encodes again."""
 
-    Every rank calls `generate` with the same prompts, and with the same seed where it draws. Prompts are padded on the right up
-    to the planned batch and length, which later positions cannot change; sequences may not grow beyond it, nor be padded on
-    the left.
+    def forward(
+        self, input_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None, **kwargs: object
+    ) -> BaseModelOutput:
+        """The tokens that an encoder is to read."""
+        return BaseModelOutput(last_hidden_state=inputs_embeds if input_ids is None else input_ids)
+
+
+class Generator(Generating):
+    """A language model, with an encoder or without, that generates by the forwards of a parallel module.
+
+    Every rank calls `generate` with the same prompts, and with the same seed where it draws. Prompts may be padded as the
+    whole model's are, on the left unless an encoder reads them. Each new token is one forward of the planned batch, or several
+    where prompts and beams are more; sequences may not grow beyond the planned length.
 
     Args:
-        parallel: what `autopar.parallelize` returned, planned with `input_ids`, perhaps with `labels`, and nothing else.
-        model: the model that was passed to it, for its configuration.
+        parallel: what `autopar.parallelize` returned, planned with `input_ids`, perhaps with `attention_mask`, `position_ids`
+            and `labels`; for an encoder and a decoder with `labels` or `decoder_input_ids`, perhaps with their masks.
+        model: the model that was passed to it, for its configuration, and for what it gives to a forward.
 
     Raises:
-        InputError: the module was planned with other arguments.
+        InputError: the module was planned with other arguments, or the model's `generate` is not the library's.
     """
 
     def __init__(self, parallel: ParallelModule, model: nn.Module) -> None:
-        shapes = parallel.autopar.signature.shapes
-        if not {"input_ids"} <= shapes.keys() <= {"input_ids", "labels"}:
-            raise InputError(
-                "the parallel module cannot generate: it needs other arguments than input_ids and labels",
-                planned=", ".join(shapes),
-                fix="parallelize with a sample of input_ids alone",
-            )
-        super().__init__(parallel, model)
-        self.batch, self.length = shapes["input_ids"]
+        inner = generating_model(model)
+        super().__init__(parallel, inner)
+        self.call = PlannedCall.of(parallel.autopar.signature, inner)
+        self.prepare_inputs_for_generation = inner.prepare_inputs_for_generation
+        self.forward = update_wrapper(partial(self._logits), inner.forward)  # by its parameters the library knows what to give
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **unused: object) -> CausalLMOutput:
-        """The logits of these prompts; raises InputError for more or longer ones than planned, or padded ones."""
-        rows, length = input_ids.shape
-        if rows > self.batch or length > self.length:
-            raise InputError(
-                f"{rows} sequences of {length} tokens, but the module was planned for {self.batch} of {self.length}",
-                fix="fewer prompts, beams or new tokens, or plan with a larger sample",
-            )
-        if attention_mask is not None and not bool(attention_mask.all()):
-            raise InputError("the prompts are padded", fix="prompts of one length")
-        padded = nn.functional.pad(input_ids, (0, self.length - length, 0, self.batch - rows))
-        names = self.parallel.autopar.signature.shapes
-        given = self.parallel.shard(dict.fromkeys(names, padded))
-        assert isinstance(given, Mapping), "as it was given"
-        logits = self.parallel(**given)["logits"]
-        whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
-        return CausalLMOutput(logits=whole[:rows, :length])
+    def get_encoder(self, modality: str | None = None) -> nn.Module:
+        """None of its own: what it would read goes on to each forward."""
+        return Unread()
+
+    def _logits(self, past_key_values: object = None, **given: Any) -> Seq2SeqLMOutput:
+        """The logits of tokens, as the model's own forward gives them; raises InputError for what was not planned."""
+        if past_key_values is not None:
+            raise InputError("a Generator has no cache", fix="leave use_cache and assistants out; parallel_generator has one")
+        tensors, places = self.call.tensors(**given)
+        calls = len(tensors["input_ids"]) // self.call.specs["input_ids"].shape[0]
+        rows = zip(*(tensor.to(self.device).chunk(calls) for tensor in tensors.values()), strict=True)
+        logits = torch.cat([self._called(dict(zip(tensors, call, strict=True))) for call in rows])[: len(places)]
+        columns = places.to(logits.device)[..., None].expand(-1, -1, logits.shape[-1])
+        return Seq2SeqLMOutput(logits=logits.gather(1, columns))
+
+    def _called(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The logits of one planned call, whole."""
+        parts = self.parallel.shard(tensors)
+        assert isinstance(parts, Mapping), "as it was given"
+        logits: torch.Tensor = self.parallel(**parts)["logits"]
+        return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
     @torch.no_grad()
     def generate(self, *args: object, **options: object) -> object:
