@@ -84,6 +84,8 @@ class Generator(Generating):
     """
 
     def __init__(self, parallel: ParallelModule, model: nn.Module) -> None:
+        if not parallel.autopar.alike:
+            raise InputError("only the last stage of a pipeline has logits", fix="parallelize without pipeline=")
         inner = generating_model(model)
         super().__init__(parallel, inner)
         self.call = PlannedCall.of(parallel.autopar.signature, inner)

@@ -61,11 +61,15 @@ class PlannedCall:
         specs, encoder = {one.path: one for one in signature.tensors}, bool(model.config.is_encoder_decoder)
         groups = (SOURCE, TARGET) if encoder else (CAUSAL,)
         shapes = [{specs[name].shape for name in group if name in specs} for group in groups]
-        known = "input_ids" in specs and specs.keys() <= {name for group in groups for name in group}
+        known = (
+            "input_ids" in specs
+            and "logits" in signature.returned.paths
+            and specs.keys() <= {name for group in groups for name in group}
+        )
         known &= not encoder or not specs.keys().isdisjoint(("decoder_input_ids", "labels"))
         if not known or any(len(found) != 1 or len(next(iter(found))) != 2 for found in shapes):
             raise InputError(
-                "the parallel module cannot generate: its arguments are not those of a sequence of tokens",
+                "the parallel module cannot generate: it takes more than tokens, or returns no logits",
                 planned=", ".join(f"{name}{list(one.shape)}" for name, one in specs.items()),
                 fix=f"parallelize with a sample of {' and '.join(', '.join(group) for group in groups)}, or some of them",
             )

@@ -142,6 +142,10 @@ def refused(_: None) -> list[str]:
         with pytest.raises(InputError) as error:
             made(case)
         found.append(str(error.value).splitlines()[0])
+    model, words = whole_model("gpt2"), torch.full((4, 12), 3)
+    staged = autopar.parallelize(model, {"input_ids": words, "labels": words}, {"stage": 2}, device="h100", pipeline="stage")
+    with pytest.raises(InputError, match="only the last stage of a pipeline has logits"):
+        Generator(staged, model)
     return found
 
 
@@ -157,5 +161,5 @@ def test_what_cannot_be_generated_is_refused_on_every_rank(pool: WorkerPool) -> 
             "an encoder reads embeddings, or has read before",
             "no labels make the model decode these tokens",
             "RobertaForCausalLM has other positions where it generates than where none are given",
-            "the parallel module cannot generate: its arguments are not those of a sequence of tokens",
+            "the parallel module cannot generate: it takes more than tokens, or returns no logits",
         ]
