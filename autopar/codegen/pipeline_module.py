@@ -216,7 +216,8 @@ class PipelineModule(ParallelModule):
                 own = given[k] | {part.name: tensor for part, tensor in zip(stage.received, received, strict=True)}
                 stage.module.autopar.rng_state.call = first + k
                 stage.module.autopar.rng_state.seed = state.rng_state.seed
-                outputs: Tensors = stage.module._once([own[name] for name in taken])
+                once = stage.module._once if stage.sent else stage.module._checked  # only the last one has what was assumed
+                outputs: Tensors = once([own[name] for name in taken])
                 return outputs
 
             return forward

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.capture.assumptions import ASSUMED
 from autopar.errors import ConstraintError
 from autopar.ir.program import Program
 from autopar.pipeline.named_schedules import CHUNKS
@@ -44,8 +43,6 @@ def check_program(program: Program) -> None:
     """Raise ConstraintError for a program that has no stages."""
     if any(value.requires_grad for value in program.inputs):
         raise ConstraintError("a pipeline computes no gradients of inputs", fix="a sample whose tensors require none")
-    if any(output.path.startswith(ASSUMED) for output in program.outputs):
-        raise ConstraintError("a pipeline does not compare what was assumed yet", fix="drop assume= or pipeline=")
     loss_of(program)
 
 

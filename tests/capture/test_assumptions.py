@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.capture import Assumptions, assumptions, capture
-from autopar.errors import AutoparError, CaptureError, ConstraintError, InputError
+from autopar.errors import AutoparError, CaptureError, ConstraintError, InputError, RankError
 from autopar.plan.options import Options
 from autopar.runtime.workers import WorkerPool
 from autopar.verify.verification import verify
@@ -163,9 +163,48 @@ def test_another_file_with_the_same_end_is_another() -> None:
         capture(Does(large), X, assumptions=other)
 
 
-def test_a_pipeline_refuses_what_it_would_not_compare() -> None:
-    with pytest.raises(ConstraintError, match="a pipeline does not compare what was assumed"):
-        autopar.plan(Does(large), X, {"pp": 2}, pipeline="pp", assume=assumed(large).assume)
+class Gated(nn.Module):
+    """Blocks, in each of which a branch depends on a weight: in stages the first is asked in another one than has the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Gate() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Gate(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x)
+        return x + y if self.bias.abs().max() < 100 else x  # ask
+
+
+def test_stages_compare_what_was_assumed_in_any_of_them() -> None:
+    """Two stages on one rank, which needs no processes."""
+    model = Gated().double()
+    loss = model(X.double())
+    loss.backward()
+    source, first = inspect.getsourcelines(Gate)
+    line = first + next(at for at, text in enumerate(source) if text.endswith("# ask\n"))
+    asked = {"assume": {f"{__name__.rpartition('.')[2]}.py:{line}": True}}
+    options = {"device": "h100", "pipeline": "pp", "stages": 2, "microbatches": 2, **asked}
+    parallel = autopar.parallelize(model, X.double(), {"pp": 1}, **options)
+    torch.testing.assert_close(parallel.step(X.double()), loss.detach())
+    for name, parameter in parallel.named_parameters():
+        torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(X.double()), loss.detach())
+        parallel.get_parameter("blocks.0.bias")[0] = 1000.0
+    told = rf"failed at 1F0 on rank 0\n  reason  InputError: .*{line} is assumed to be True in every call"
+    with pytest.raises(RankError, match=told):
+        parallel.step(X.double())
 
 
 def test_micro_batches_refuse_a_condition_on_all_samples() -> None:
