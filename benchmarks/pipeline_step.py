@@ -2,6 +2,7 @@
 
     python benchmarks/pipeline_step.py --save          both, and the table of the results
     python benchmarks/pipeline_step.py --rounds 5
+    python benchmarks/pipeline_step.py --compiled      both compiled by Inductor; steps alone
 
 The stages are cut alike: for torch by hand, as its tutorial does (`torch.distributed.pipelining.Schedule1F1B`), for autopar at
 the same modules. Both live in the same four gloo processes, one thread each, and take a step in turn: 1f1b, then AdamW. A step
@@ -27,32 +28,32 @@ from torch_pipeline import LAYERS, MICROBATCHES, RANKS, SHAPE, Rounds
 from autopar import files
 from autopar.runtime.workers import WorkerPool
 
-RESULTS = Path(__file__).with_name("results") / "pipeline_step.txt"
+RESULTS = Path(__file__).with_name("results")
 MIB = 2**20
 ASKED = 1.05  # of torch's step
 
 
-def beside_torch(rounds: int) -> str:
-    """The table of the two steps."""
+def beside_torch(rounds: int, *, compiled: bool) -> str:
+    """The table of the two steps; with memory, if they are eager."""
     with WorkerPool(RANKS) as pool:
-        found: Rounds = pool.run("torch_pipeline:interleaved", rounds, timeout=1800)[0]  # type: ignore[assignment]
+        found: Rounds = pool.run("torch_pipeline:interleaved", (rounds, compiled), timeout=3600)[0]  # type: ignore[assignment]
         memory: dict[str, int] = {}
-        for name in found.steps:
+        for name in () if compiled else found.steps:
             memory |= pool.run("torch_pipeline:alive", name, timeout=600)[0]  # type: ignore[arg-type]
     ratio, share = (_ratio(seconds) for seconds in (found.steps, found.processors))
     rows, length, width = SHAPE
-    step = f"batch {rows} x {length} in {MICROBATCHES} micro-batches, 1f1b"
+    step = f"batch {rows} x {length} in {MICROBATCHES} micro-batches, 1f1b{', compiled' if compiled else ''}"
     lines = [
         f"GPT-2 of {LAYERS} layers, width {width}, {RANKS} stages, {step}",
         f"first loss: {', '.join(f'{name} {loss:.6f}' for name, loss in found.losses.items())}",
-        f"{'variant':<20}{'step ms':>9}  {'quartiles':<19}{'CPU ms':>8}{'MiB':>6}",
+        f"{'variant':<20}{'step ms':>9}  {'quartiles':<19}{'CPU ms':>8}{'MiB' if memory else '':>6}".rstrip(),
     ]
     for name, seconds in found.steps.items():
         low, middle, high = (1e3 * q for q in statistics.quantiles(seconds, n=4))
         spread, used = f"{low:.1f} .. {high:.1f}", 1e3 * statistics.median(found.processors[name])
-        lines.append(f"{name:<20}{middle:>9.1f}  {spread:<19}{used:>8.0f}{memory[name] / MIB:>6.0f}")
-    more = memory["autopar"] / memory["torch"]
-    lines.append(f"median ratio {ratio:.3f} (asked: at most {ASKED}), of CPU time {share:.3f}; memory {more:.3f} of torch's")
+        lines.append(f"{name:<20}{middle:>9.1f}  {spread:<19}{used:>8.0f}" + (f"{memory[name] / MIB:>6.0f}" if memory else ""))
+    more = f"; memory {memory['autopar'] / memory['torch']:.3f} of torch's" if memory else ""
+    lines.append(f"median ratio {ratio:.3f} (asked: at most {ASKED}), of CPU time {share:.3f}{more}")
     return "\n".join(lines)
 
 
@@ -74,12 +75,14 @@ def beside_the_clock() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--compiled", action="store_true", help="compile the stages of both")
+    parser.add_argument("--save", action="store_true", help=f"write to {RESULTS.name}/")
     options = parser.parse_args()
-    text = f"{date.today()}, {options.rounds} rounds\n\n{beside_torch(options.rounds)}\n\n{beside_the_clock()}\n"
+    tables = [beside_torch(options.rounds, compiled=options.compiled), *([] if options.compiled else [beside_the_clock()])]
+    text = "\n\n".join((f"{date.today()}, {options.rounds} rounds", *tables)) + "\n"
     print(text)
     if options.save:
-        files.write(RESULTS, text)
+        files.write(RESULTS / f"pipeline_step{'_compiled' if options.compiled else ''}.txt", text)
 
 
 if __name__ == "__main__":

@@ -75,9 +75,11 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, WORDS), labels[:, 1:].reshape(-1))
 
 
-def by_torch() -> Stepper:
+def by_torch(compiled: bool = False) -> Stepper:
     rank, tokens = dist.get_rank(), batch()
     module = HandCut(model(), rank)
+    if compiled:
+        module.compile()
     stage = PipelineStage(module, rank, RANKS, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=next_token_loss)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
@@ -93,12 +95,14 @@ def by_torch() -> Stepper:
     return step
 
 
-def by_autopar() -> Stepper:
+def by_autopar(compiled: bool = False) -> Stepper:
     tokens = batch()
     sample = {"input_ids": tokens, "labels": tokens}
     parallel = autopar.parallelize(
         model(), sample, {"pp": RANKS}, pipeline="pp", stages=CUTS, schedule="1f1b", microbatches=MICROBATCHES, recompute="none"
     )
+    if compiled:
+        parallel.compile()
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-4)
 
     def step() -> float:
@@ -113,9 +117,10 @@ def by_autopar() -> Stepper:
 VARIANTS = {"autopar": by_autopar, "torch": by_torch}
 
 
-def interleaved(rounds: int) -> Rounds:
-    """Every variant's step once a round, each after a barrier, in an order that alternates."""
-    steps = {name: build() for name, build in VARIANTS.items()}
+def interleaved(asked: tuple[int, bool]) -> Rounds:
+    """Every variant's step once a round, each after a barrier, in an order that alternates; compiled, if asked for."""
+    rounds, compiled = asked
+    steps = {name: build(compiled) for name, build in VARIANTS.items()}
     losses = {}
     for name, step in steps.items():
         first = torch.tensor(step(), dtype=torch.float64)
