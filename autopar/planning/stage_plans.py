@@ -108,7 +108,7 @@ class StagePlanner:
         chunks = len(steps.stages) // len(cut.schedule.ranks)
         limit = parse_bytes(self.options.budget, self.mesh)
         shares = None if alone else self._shares(steps, cut, limit)
-        budget = self.options.budget if chunks == 1 else limit // chunks
+        budget = self.options.budget if chunks == 1 else max(1, limit // chunks)
         layouts: Mapping[str, Layout] = {}
         whole = ", ".join(["I"] * len(self.mesh.sizes))
         alike = {buffer.value.name: whole for buffer in steps.step.program.buffers if buffer.value.name in steps.hoisting}
@@ -150,7 +150,7 @@ class StagePlanner:
         schedule, stages = cut.schedule, range(cut.schedule.stages)
         of_rank = [[stage for stage in stages if schedule.rank_of[stage] == rank] for rank in range(len(schedule.ranks))]
         chunks = [len(of_rank[schedule.rank_of[stage]]) for stage in stages]
-        shares = [_Share(bytes=limit // count, part=1 / count) for count in chunks]
+        shares = [_Share(bytes=max(1, limit // count), part=1 / count) for count in chunks]
         if len(stages) == len(schedule.ranks):
             return shares
         try:
