@@ -35,7 +35,7 @@ from autopar.runtime.input_parts import InputParts
 from autopar.runtime.progress import phases, progress
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.rank_consistency import check_program, from_rank_0
-from autopar.runtime.storage import store, with_dtype
+from autopar.runtime.storage import all_plain, store, with_dtype
 from autopar.runtime.world import Context, connect
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.candidates import INVARIANT, candidate
@@ -281,7 +281,8 @@ def _emitted(
     )
     fits = dict(resolved.analysis.fits)
     own = {name: assignment.given[name] for name in given} if sharded_inputs else {}
-    graph = emit(step, assignment, fits, context, training=captured.training, given=own)
+    plain = all_plain(stored.values())
+    graph = emit(step, assignment, fits, context, training=captured.training, unsharded=plain, given=own)
     return ParallelModule(graph, program, stored, state)
 
 

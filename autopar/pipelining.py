@@ -40,7 +40,7 @@ from autopar.runtime.pipeline import CrossingPart, PipelineRank
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.rank_consistency import check_program, from_rank_0
 from autopar.runtime.rank_failures import StepFailures
-from autopar.runtime.storage import all_unsharded, store, with_dtype
+from autopar.runtime.storage import all_plain, store, with_dtype
 from autopar.runtime.world import Context, connect
 
 
@@ -228,8 +228,9 @@ class _Builder:
 
     def over(self, tensors: Mapping[str, torch.Tensor], seed: int) -> PipelineModule:
         """The module over tensors that are stored as the plan says; others among them are not of it."""
-        plan, step, mine = self.found.plan, self.found.step, self.layouts[self.axis.index]
-        stored, unsharded = {name: tensors[name] for name in mine}, all_unsharded(mine.values())
+        plan, step = self.found.plan, self.found.step
+        stored = {name: tensors[name] for name in self.layouts[self.axis.index]}
+        unsharded = all_plain(stored.values())
         stages = {number: self._stage(number, stored, unsharded, seed) for number in self.mine}
         steps = steps_of(step.loop, {}, self.stage_context) if step.loop else None
         state = ModuleState(
@@ -305,7 +306,10 @@ class _Builder:
         received = [self._part(program.values[name], step.received[name], back) for name in step.received]
         sent = [self._part(program.values[o.value], chosen.outputs[o.path], back) for o in program.outputs if step.sends]
         return StageModule(
-            module=ParallelModule(graph, program, stored, state), program=program, received=tuple(received), sent=tuple(sent)
+            module=ParallelModule(graph, program, stored, state),
+            program=program,
+            received=tuple(received),
+            sent=tuple(sent),
         )
 
     def _given(self) -> Iterator[tuple[Value, Layout]]:

@@ -15,12 +15,14 @@ Cuts are between regions, so that what is recomputed never spans stages. Three k
     sent         everything else, as b; what a later stage needs is relayed by those in between, as h by stage 1: an output that
                  is an input, so that messages pass between neighbours only and autograd adds up the gradients
     stored       parameters and buffers, by each stage that reads them, as w by 0 and 2: its gradient is the sum over them
+
+What no operator reads, perhaps only those of evaluation do: the last stage stores it that runs a part of its module.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.analysis.fits import fit_of
@@ -28,7 +30,7 @@ from autopar.analysis.recomputability import is_random
 from autopar.analysis.regions import regions
 from autopar.analysis.weights import weights
 from autopar.errors import ConstraintError
-from autopar.ir.program import Op, Output, Program
+from autopar.ir.program import Op, Output, Parameter, Program
 from autopar.operators import writes
 
 
@@ -90,6 +92,8 @@ class _Cutter:
             for op, region in zip(program.ops, region_of, strict=True)
             if op.name not in again
         }  # fmt: skip
+        run = [op for op in program.ops if op.name in self.stage_of and op.target != "aten.alias.default"]
+        self.last = {path: self.stage_of[op.name] for op in run for path in (op.module, *_around(op.module))}
         self.order = {name: n for n, name in enumerate(program.values)}
 
     def cut(self) -> tuple[Stage, ...]:
@@ -117,17 +121,19 @@ class _Cutter:
         made = {result.name for op in ops for result in op.results}
         outside = sorted((name for name in needed - made if name in self.program.producer), key=self.order.__getitem__)
         received = tuple(self.program.values[name] for name in outside)
-        first = stage == 0  # which also keeps the parameters and buffers that no op reads
         program = Program(
             ops=tuple(reversed(ops)),
             inputs=(*(value for value in self.program.inputs if value.name in needed), *received),
-            parameters=tuple(
-                held for held in self.program.parameters if held.value.name in needed or (first and not held.used)
-            ),
-            buffers=tuple(held for held in self.program.buffers if held.value.name in needed or (first and not held.used)),
+            parameters=tuple(held for held in self.program.parameters if self._stores(stage, held, needed)),
+            buffers=tuple(held for held in self.program.buffers if self._stores(stage, held, needed)),
             outputs=outputs,
         )
         return Stage(program=program, received=tuple(outside), sent=sent, regions=self.spans[stage])
+
+    def _stores(self, stage: int, held: Parameter, needed: set[str]) -> bool:
+        if held.used:
+            return held.value.name in needed
+        return next((self.last[path] for path in _around(held.value.name) if path in self.last), 0) == stage
 
     def _refuse_shared_writes(self, stages: Sequence[Stage]) -> None:
         held = [{buffer.value.name for buffer in stage.program.buffers} for stage in stages]
@@ -141,6 +147,13 @@ class _Cutter:
                         at=op.source,
                         fix="a cut elsewhere",
                     )
+
+
+def _around(name: str) -> Iterator[str]:
+    """The modules around a tensor or a module, innermost first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def made_again(program: Program) -> frozenset[str]:

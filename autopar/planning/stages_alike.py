@@ -23,7 +23,6 @@ from autopar.plan.stages import ResolvedPipeline, StageSteps
 from autopar.planning.pipeline_plan import staged, written
 from autopar.planning.pipeline_stages import Cut, without_axis
 from autopar.planning.plan_search import limited
-from autopar.planning.planner import stored_layouts
 from autopar.planning.stage_plans import StagePlanner
 from autopar.solver.settings import DEFAULTS
 
@@ -50,10 +49,10 @@ def planned_alike(program: Program, found: ResolvedPipeline, mesh: Mesh, options
     except AutoparError as error:
         raise _other(error.what) from error
     stored = {
-        escape(name): layout
+        escape(held.value.name): one.plan.layouts[held.value.name]
         for one in found.resolved
-        for name, layout in stored_layouts(one.plan, one.program).items()
-        if name in known
+        for held in (*one.program.parameters, *one.program.buffers)
+        if held.value.name in known
     }
     inputs = {escape(name): _at_least(found, name, layout) for name, layout in given.items()}
     asked = replace(options, strategy="auto", budget=None, constraints=stored | inputs, microbatches=plan.microbatches)

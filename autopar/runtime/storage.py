@@ -207,6 +207,11 @@ def all_unsharded(layouts: Iterable[Layout]) -> bool:
     return all(state in (I, *AWAY) for layout in layouts for state in layout)
 
 
+def all_plain(stored: Iterable[torch.Tensor]) -> bool:
+    """Whether what is stored is plain tensors, as it is where nothing of the model that was stored is split."""
+    return not any(isinstance(tensor, DTensor) for tensor in stored)
+
+
 def with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The tensor cast to a dtype; a parameter stays a parameter."""
     if tensor.dtype == dtype:

@@ -151,6 +151,22 @@ def test_stages_evaluate_and_take_other_batches_as_the_model_does(case: dict[str
         assert {name: error for name, error in errors.items() if not error <= tolerance} == {}
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"mesh": {"pp": 2, "dp": 2}, "pipeline": "pp", "strategy": "fsdp", "stages": 4, "microbatches": 2},
+        further({"mesh": {"pp": 2}, "pipeline": "pp", "microbatches": 2, "train": False}),
+        {"mesh": {"dp": 2}, "strategy": "ddp", "constraints": {"blocks.3.scale": "S(0)"}},  # all that is split
+    ],
+    ids=str,
+)
+def test_a_parameter_that_one_mode_alone_reads_is_where_that_reads_it(case: dict[str, Any], pool: WorkerPool) -> None:
+    ranks = math.prod(case["mesh"].values())
+    for found in pool.run("tests.support.pipelines:in_both_modes", case, ranks=ranks, keep=True):
+        assert len(found) > 6
+        assert max(found) <= EXACT
+
+
 def test_a_weight_that_stages_share_and_none_trains_has_no_gradient(pool: WorkerPool) -> None:
     """Gradients of zeros would have an optimizer decay it."""
     for stages, gradient, scale in pool.run("tests.support.pipelines:detached", 2, ranks=2, keep=True):  # type: ignore[misc]

@@ -220,6 +220,51 @@ def detached(pp: int) -> tuple[tuple[int, ...], bool, torch.Tensor]:
     return parallel.autopar.plan.pipeline.tied["scale"], parallel.scale.grad is not None, parallel.scale.detach()
 
 
+class Moded(nn.Module):
+    """Blocks and an end with parameters that only training reads, and others that only evaluation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ModedBlock() for _ in range(4))
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        if not self.training:
+            x = x / self.temperature
+        return {"loss": (x - y).square().mean(), "x": x}
+
+
+class ModedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale, self.shift = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.b(self.a(x).tanh())
+        return x * self.scale if self.training else x + self.shift
+
+
+def in_both_modes(case: Case) -> list[float]:
+    """Errors of steps of `Moded` in one mode, the other, and the first again, beside the user's own."""
+    case = dict(case)
+    torch.manual_seed(0)
+    model, first = Moded().double(), case.pop("train", True)
+    sample = dict(zip("xy", torch.randn(2, 8, 8, dtype=torch.float64), strict=True))
+    parallel = autopar.parallelize(model.train(first), sample, case.pop("mesh"), device="h100", **case)
+    found = []
+    for mode in (first, not first, first):
+        parallel.train(mode).zero_grad()
+        loss, gradients = whole(model.train(mode), sample)
+        found.append(largest(parallel.step(**sample), loss))
+        trained = {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
+        assert trained.keys() == gradients.keys() & {name for name, _ in parallel.named_parameters()}
+        found += [largest(gradient, gradients[name]) for name, gradient in trained.items()]
+    return found
+
+
 def peaks(case: Case) -> tuple[int, int, int]:
     """The most bytes that were alive on this rank in a step, those that its stage was planned with, and those of the batch.
 
