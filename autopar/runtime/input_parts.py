@@ -44,7 +44,7 @@ class InputParts:
         return self.layouts[path] if self.sharded else (I,) * len(self.context.axes)
 
     def resized(self, shapes: Mapping[str, Shape]) -> InputParts:
-        """The same for a batch of other sizes; raises InputError for one that cannot be cut so."""
+        """How a batch of other sizes is given; raises InputError for one that cannot be cut so."""
         layouts = {path: self._at(path, shape) for path, shape in shapes.items()}
         return replace(self, shapes=shapes, layouts=layouts)
 
