@@ -103,6 +103,20 @@ def test_a_rank_holds_at_its_peak_what_its_stages_say(schedule: str, data: int, 
         assert measured == pytest.approx(planned, rel=0.05)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", further("auto")])
+def test_stages_keep_a_budget_that_recomputes_and_shards(strategy: str, pool: WorkerPool) -> None:
+    """Of 2 MB, where the first stage takes 5.3 and the second 3.4 if they may."""
+    budget = 2_000_000
+    case = {"mesh": {"pp": 2, "dp": 2}, "schedule": "1f1b", "device": "h100", "budget": budget, "strategy": strategy}
+    found: list[tuple[tuple[int, int], list[float], str]] = pool.run("tests.support.pipelines:within_budget", case, ranks=4)  # type: ignore[assignment]
+    plan = Plan.from_json(found[0][2])
+    assert all(stage.recompute and "S(0)" in stage.layouts.values() for stage in plan.stages)
+    for (measured, planned), errors, _ in found:
+        assert planned <= budget
+        assert measured == pytest.approx(planned, rel=0.05)
+        assert max(errors) <= 1e-5  # in float32
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, REPEATED, {"strategy": "fsdp", "mesh": {"pp": 2, "dp": 2}}], ids=str)
 def test_what_a_rank_holds_does_not_grow_with_the_number_of_micro_batches(options: dict[str, Any], pool: WorkerPool) -> None:

@@ -266,19 +266,28 @@ def in_both_modes(case: Case) -> list[float]:
 
 
 def peaks(case: Case) -> tuple[int, int, int]:
-    """The most bytes that were alive on this rank in a step, those that its stage was planned with, and those of the batch.
-
-    A micro-batch has four samples."""
+    """The most bytes that were alive on this rank in a step, those that its stage was planned with, and those of the batch."""
     case = {"microbatches": 8, "recompute": "none"} | case
+    model, sample = gpt2(case["microbatches"], n_layer=4, tie_word_embeddings=False)
+    parallel = autopar.parallelize(model, sample, pipeline="pp", **case)
+    measured, planned = held_and_planned(parallel, sample)
+    return measured, planned, sample["input_ids"].nbytes
+
+
+def gpt2(microbatches: int, **sizes: object) -> models.Built:
+    """A model without dropout whose activations are most of its memory, and a batch of four samples a micro-batch."""
     config = transformers.GPT2Config(
-        n_layer=4, n_embd=64, n_head=2, vocab_size=128, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
+        n_embd=64, n_head=2, vocab_size=128, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0,
+        eos_token_id=0, **sizes,
     )  # fmt: skip
     model = transformers.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"
-    tokens = torch.randint(128, (4 * case["microbatches"], 64), generator=torch.Generator().manual_seed(1))
-    sample = {"input_ids": tokens, "labels": tokens}
-    parallel = autopar.parallelize(model, sample, pipeline="pp", **case)
+    tokens = torch.randint(128, (4 * microbatches, 64), generator=torch.Generator().manual_seed(1))
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def held_and_planned(parallel: Any, sample: models.Sample) -> tuple[int, int]:
+    """The most bytes that were alive on this rank in a step of AdamW, and those that its stage was planned with."""
     optimizer = torch.optim.AdamW(parallel.parameters())
 
     def step() -> None:
@@ -288,4 +297,17 @@ def peaks(case: Case) -> tuple[int, int, int]:
 
     measured = peak(parallel, optimizer, sample.values(), step).bytes
     (stage,) = parallel.stages.stages
-    return measured, parallel.autopar.plan.stages[stage].peak_memory, tokens.nbytes
+    return measured, parallel.autopar.plan.stages[stage].peak_memory
+
+
+def within_budget(case: Case) -> tuple[tuple[int, int], list[float], str]:
+    """As `held_and_planned`, then errors of the loss and of gradients beside the user's module, and the plan as JSON."""
+    torch.manual_seed(0)
+    model, sample = gpt2(4, n_layer=2)
+    parallel = autopar.parallelize(model, sample, pipeline="pp", microbatches=4, **case)
+    loss, gradients = whole(model, sample)
+    errors = [largest(parallel.step(**sample), loss)]
+    errors += [largest(p.grad, gradients[name]) for name, p in parallel.named_parameters()]
+    parallel.zero_grad()
+    del gradients
+    return held_and_planned(parallel, sample), errors, parallel.autopar.plan.to_json()
