@@ -29,6 +29,7 @@ from autopar.codegen import ParallelModule
 from autopar.errors import InputError
 from autopar.integrations.safetensors import full_state_dict, load_pretrained
 from autopar.integrations.training_state import load_training_state, load_weights, save_training_state
+from autopar.integrations.transformers_batches import BatchPadding, LengthGrouped
 
 STATES = "autopar"  # the folder of a checkpoint that has the optimizer's and the random state, and the weights in parts
 
@@ -118,7 +119,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return self._loader(self.train_dataset, shuffle=self.args.train_sampling_strategy != "sequential", seed=seed)
+        strategy = self.args.train_sampling_strategy
+        if strategy not in ("random", "sequential", "group_by_length"):
+            raise InputError(
+                f"train_sampling_strategy={strategy!r} is not supported", fix="random, sequential or group_by_length"
+            )
+        return self._loader(
+            self.train_dataset, shuffle=strategy != "sequential", seed=seed, group=strategy == "group_by_length"
+        )
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[object] | None = None) -> DataLoader[object]:
         """The samples of this rank, in order."""
@@ -167,10 +175,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _loader(self, dataset: Dataset[object], *, shuffle: bool, seed: int) -> DataLoader[object]:
+    def _loader(self, dataset: Dataset[object], *, shuffle: bool, seed: int, group: bool = False) -> DataLoader[object]:
         if not isinstance(dataset, Sized):
             raise InputError("the data set has no length", fix="a data set of samples by number, not an iterable one")
         own, args = self.model.sampler(dataset, shuffle=shuffle, seed=seed), self.args
+        if group:
+            lengths, together = self._get_train_sampler(dataset).lengths, self.get_total_train_batch_size(args)
+            own = LengthGrouped(self.model.autopar.inputs, dataset, lengths, together=together, seed=seed)
         collate = self._get_collator_with_removed_columns(self.data_collator, description="autopar")
         return EpochLoader(
             dataset,
@@ -183,8 +194,22 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         )
 
     def _prepare_inputs(self, inputs: dict[str, torch.Tensor]) -> Mapping[str, object]:
-        found: Mapping[str, object] = self.model.shard(super()._prepare_inputs(inputs), samples=True)
+        group = self.model.autopar.context.control if self.model.data_world > 1 else None
+        padded = self._padding().padded(inputs, group)
+        found: Mapping[str, object] = self.model.shard(super()._prepare_inputs(padded), samples=True)
         return found
+
+    def _padding(self) -> BatchPadding:
+        """What pads batches, as the data collator does."""
+        tokenizer = getattr(self.data_collator, "tokenizer", self.processing_class)
+        left = getattr(tokenizer, "padding_side", "right") == "left"
+        config = getattr(self.source, "config", None)
+        word = getattr(tokenizer, "pad_token_id", getattr(config, "pad_token_id", None)) or 0
+        values = {"input_ids": word, "attention_mask": 0, "token_type_ids": getattr(tokenizer, "pad_token_type_id", 0)}
+        values |= dict.fromkeys(self.label_names, getattr(self.data_collator, "label_pad_token_id", -100))
+        if not left:  # on the left, a collator puts the first word of the decoder before the padding
+            values |= {"decoder_input_ids": word, "decoder_attention_mask": 0}
+        return BatchPadding(signature=self.model.autopar.signature, values=values, left=left)
 
     def _set_signature_columns_if_needed(self) -> None:
         """They are the planned arguments."""

@@ -222,10 +222,15 @@ class BatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         return self.size // self.batch
 
+    def order(self) -> Sequence[int]:
+        """The samples in the order of this epoch."""
+        if not self.shuffle:
+            return range(self.size)
+        order: list[int] = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+        return order
+
     def __iter__(self) -> Iterator[list[int]]:
-        order: Sequence[int] = range(self.size)
-        if self.shuffle:
-            order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+        order = self.order()
         skipped, self.first = self.first, 0
         for first in range(skipped * self.batch, len(self) * self.batch, self.batch):
             yield [order[first + place] for place in self.own]

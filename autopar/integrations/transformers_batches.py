@@ -1,0 +1,87 @@
+"""Batches of tokens of one length on every rank, which load different samples and pad them to the longest of their own.
+
+    rank 0   a b c          a b c . . 0      . up to the longest of all ranks, on the side of the tokenizer
+    rank 1   d e f g h      d e f g h 0      0 up to the planned length, or to a multiple that the plan divides, on the right
+
+The first are what a process that loads the whole batch would have. The others nothing sees: a mask hides them, and they have no
+labels. Where batches are padded on the left there are none: padding there comes before all that its mask lets it see, so that
+what a model makes of it, and trains on, depends on the whole length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from autopar.capture.signature import Signature
+from autopar.runtime.input_parts import BatchSampler, InputParts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPadding:
+    """How the batches of a planned call are padded: the value that pads an input, by name, and the side.
+
+    Nothing is padded where the plan takes no attention mask: a call then says in what ranks differ.
+    """
+
+    signature: Signature
+    values: Mapping[str, int]
+    left: bool
+
+    @property
+    def names(self) -> list[str]:
+        """The inputs that are padded: matrices of tokens."""
+        shapes = self.signature.shapes
+        return [
+            name for name, shape in shapes.items() if name in self.values and len(shape) == 2 and "attention_mask" in shapes
+        ]
+
+    def padded(self, batch: Mapping[str, object], group: dist.ProcessGroup | None) -> dict[str, object]:
+        """The batch as long as the longest of the ranks in this group, and as long as planned where that is fixed.
+
+        All ranks call it. What is longer than planned stays so.
+        """
+        given = {
+            name: tensor for name in self.names if isinstance(tensor := batch.get(name), torch.Tensor) and tensor.ndim == 2
+        }
+        mask = given.get("attention_mask")
+        told: list[int] = [self.left or (mask is not None and bool((mask[:, 0] == 0).any()))]
+        told += [given[name].shape[1] if name in given else 0 for name in self.names]
+        found = torch.tensor(told, dtype=torch.int64)
+        if group is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        left, *lengths = found.tolist()
+        longest = dict(zip(self.names, lengths, strict=True))
+        return {**batch, **{name: self._padded(name, tensor, longest, bool(left)) for name, tensor in given.items()}}
+
+    def _padded(self, name: str, tensor: torch.Tensor, longest: Mapping[str, int], left: bool) -> torch.Tensor:
+        length = longest[name] if left else max(self._planned(name, longest), longest[name])
+        missing = length - tensor.shape[1]
+        return nn.functional.pad(tensor, (missing, 0) if left else (0, missing), value=self.values[name])
+
+    def _planned(self, name: str, longest: Mapping[str, int]) -> int:
+        """The length that a call takes of an input, if ranks have these: the planned one, or the next that the plan allows."""
+        size = next((one for one in self.signature.sizes if (name, 1) in one.places), None)
+        if size is None:
+            return self.signature.shapes[name][1]
+        wanted = max(size.least, *(longest.get(path, 0) for path, dim in size.places if dim == 1))
+        return -(-wanted // size.multiple) * size.multiple
+
+
+class LengthGrouped(BatchSampler):
+    """Batches of samples of about one length, in the library's order for the number of the epoch and a seed."""
+
+    def __init__(self, parts: InputParts, dataset: Sized, lengths: Sequence[int], *, together: int, seed: int) -> None:
+        """`together` samples, those of a step, are grouped."""
+        super().__init__(parts, dataset, shuffle=True, seed=seed)
+        self.lengths, self.together = lengths, together
+
+    def order(self) -> Sequence[int]:
+        """The samples in the order of this epoch."""
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return [*LengthGroupedSampler(self.together, lengths=self.lengths, generator=generator)]

@@ -1,0 +1,180 @@
+"""The Trainer on batches that collators pad: ranks load samples of other lengths, and train as one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from torch.utils.data import SequentialSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+import autopar
+from autopar.errors import InputError
+from autopar.integrations.transformers import Trainer
+from autopar.integrations.transformers_batches import BatchPadding
+from autopar.runtime.workers import WorkerPool
+from tests.integrations.launched import launched
+
+BATCH, STEPS, LONGEST = 4, 3, 9
+WORDS = {"vocab_size": 40, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+LENGTHS = (9, 4, 6, 3, 5, 5, 7, 4, 8, 3, 4, 6)  # the longest of a batch is on one rank, then on the other
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the side on which its batches are padded, and whether lengths vary in the plan or are the planned ones."""
+
+    model: str
+    side: str = "right"
+    dynamic: bool = False
+    strategy: str = "sequential"
+    inputs: str = "sharded"
+
+
+CASES = {
+    "t5, lengths that vary": Case("t5", dynamic=True),
+    "llama, one length, grouped": Case("llama", strategy="group_by_length"),
+    "gpt_neo, padded on the left": Case("gpt_neo", side="left", dynamic=True),
+    "llama, lengths that vary, whole batches": Case("llama", dynamic=True, inputs="whole"),
+}
+
+
+def made(case: Case) -> tuple[nn.Module, transformers.DataCollatorForSeq2Seq, list[dict[str, list[int]]]]:
+    """A model, its collator, and samples of several lengths."""
+    torch.manual_seed(0)
+    model: nn.Module
+    if case.model == "t5":
+        sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0}
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(decoder_start_token_id=0, **sizes, **WORDS))
+    elif case.model == "gpt_neo":  # whose positions are absolute
+        none = dict.fromkeys(("resid_dropout", "embed_dropout", "attention_dropout"), 0.0)
+        sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 4, "max_position_embeddings": 32}
+        config = transformers.GPTNeoConfig(attention_types=[[["global"], 1]], **sizes, **none, **WORDS)
+        model = transformers.GPTNeoForCausalLM(config)
+    else:
+        heads = {"num_hidden_layers": 1, "num_attention_heads": 4}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=16, intermediate_size=32, **heads, **WORDS))
+    words = Tokenizer(WordLevel({f"w{word}": word for word in range(40)}, unk_token="w3"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side=case.side)
+    drawn = torch.Generator().manual_seed(0)
+    samples = [torch.randint(3, 40, (length,), generator=drawn).tolist() for length in LENGTHS]
+    shorter = 2 if case.model == "t5" else 0
+    data = [{"input_ids": words, "labels": words[shorter:]} for words in samples]
+    return model.double(), transformers.DataCollatorForSeq2Seq(tokenizer), data
+
+
+def arguments(case: Case, folder: Path, batch: int) -> transformers.TrainingArguments:
+    return transformers.TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        max_steps=STEPS,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=STEPS,
+        save_strategy="no",
+        learning_rate=1e-2,
+        train_sampling_strategy=case.strategy,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+
+
+def right(found: transformers.EvalPrediction) -> dict[str, float]:
+    logits = found.predictions[0] if isinstance(found.predictions, tuple) else found.predictions
+    seen = found.label_ids != -100
+    return {"right": float((logits.argmax(-1) == found.label_ids)[seen].mean()), "seen": float(seen.sum())}
+
+
+def history(trainer: transformers.Trainer) -> list[float]:
+    names = ("loss", "grad_norm", "eval_loss", "eval_right", "eval_seen")
+    return [value for log in trainer.state.log_history for name, value in sorted(log.items()) if name in names]
+
+
+class OrderedByEpoch(transformers.Trainer):  # type: ignore[misc]
+    """The library's Trainer, whose grouped order is that of the seed, and which evaluates in order."""
+
+    def _get_train_sampler(self, train_dataset: object = None) -> object:
+        sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.generator = torch.Generator().manual_seed(self.args.seed)
+        return sampler
+
+    def _get_eval_sampler(self, eval_dataset: Sized) -> object:
+        return SequentialSampler(eval_dataset)
+
+
+def alone(payload: tuple[Path, str]) -> list[float]:
+    case = CASES[payload[1]]
+    model, collator, data = made(case)
+    given = {"train_dataset": data, "eval_dataset": data, "data_collator": collator, "compute_metrics": right}
+    trainer = OrderedByEpoch(model, args=arguments(case, payload[0], BATCH), **given)
+    trainer.train()
+    return history(trainer)
+
+
+def together(payload: tuple[Path, str]) -> list[float]:
+    launched()
+    case = CASES[payload[1]]
+    model, collator, data = made(case)
+    sample = collator([dict(data[0]) for _ in range(BATCH)])
+    lengths = (
+        {"source": {"input_ids": 1, "attention_mask": 1}, "target": {"labels": 1}} if case.model == "t5" else {"length": 1}
+    )
+    dynamic = lengths if case.dynamic else {}
+    parallel = autopar.parallelize(model, sample, (2,), device="h100", strategy="fsdp", inputs=case.inputs, dynamic=dynamic)
+    given = {"train_dataset": data, "eval_dataset": data, "data_collator": collator, "compute_metrics": right}
+    trainer = Trainer(parallel, model, args=arguments(case, payload[0], BATCH // parallel.data_world), **given)
+    trainer.train()
+    if not case.dynamic:  # the longer sample is one rank's
+        with pytest.raises(InputError, match="dim 1 is 12, planned 9"):
+            trainer.evaluate([*data[:3], {"input_ids": [3] * 12, "labels": [3] * 12}])
+    return history(trainer)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", CASES)
+def test_batches_padded_to_the_longest_train_as_on_one_process(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    expected = pool.run(f"{__name__}:alone", (tmp_path / "alone", name), ranks=1)[0]
+    assert len(expected) == 2 * STEPS + 3  # type: ignore[arg-type]
+    for found in pool.run(f"{__name__}:together", (tmp_path / "parts", name), ranks=2):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_lengths_are_rounded_up_to_what_the_plan_allows_and_nothing_is_padded_that_no_mask_hides() -> None:
+    words = torch.full((2, 8), 3)
+    sample = {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": words}
+    values = {"input_ids": 7, "attention_mask": 0, "labels": -100}
+    model, _, _ = made(Case("llama"))
+    parallel = autopar.parallelize(model, sample, (1,), dynamic={"length": autopar.Dynamic(1, least=6)})
+    padding = BatchPadding(signature=parallel.autopar.signature, values=values, left=False)
+    batch = {name: tensor[:, :3] for name, tensor in sample.items()}
+    found = padding.padded(batch | {"other": 1}, None)
+    assert found["other"] == 1
+    assert found["input_ids"].tolist() == [[3, 3, 3, 7, 7, 7]] * 2  # type: ignore[attr-defined]
+    assert found["attention_mask"].tolist() == [[1, 1, 1, 0, 0, 0]] * 2  # type: ignore[attr-defined]
+    batch["attention_mask"][0, 0] = 0  # padded on the left: not beyond the longest
+    assert padding.padded(batch, None)["input_ids"].equal(batch["input_ids"])  # type: ignore[attr-defined]
+    del sample["attention_mask"]
+    parallel = autopar.parallelize(model, sample, (1,))
+    padding = BatchPadding(signature=parallel.autopar.signature, values=values, left=False)
+    assert padding.padded(batch, None) == batch
+
+
+def test_an_order_that_is_not_ours_is_refused(tmp_path: Path) -> None:
+    case = Case("llama", strategy="batch_rebalance")
+    model, collator, data = made(case)
+    parallel = autopar.parallelize(model, collator([dict(data[0]) for _ in range(BATCH)]), (1,))
+    trainer = Trainer(
+        parallel, model, args=arguments(case, tmp_path, BATCH), train_dataset=data, eval_dataset=data, data_collator=collator
+    )
+    with pytest.raises(InputError, match="train_sampling_strategy='batch_rebalance' is not supported"):
+        trainer.get_train_dataloader()
