@@ -28,7 +28,7 @@ from autopar.planning.pipeline_space import PipelineAxis, ScheduledStages, cut_m
 from autopar.planning.pipeline_stages import Cut, StageCuts
 from autopar.planning.plan_search import best_variant, least_padded
 from autopar.planning.planner import to_plan
-from autopar.planning.stage_plans import StagePlanner
+from autopar.planning.stage_plans import StageBudgetError, StagePlanner
 from autopar.solver.highs import SlowerError, SolverError, TimeLimitError
 from autopar.solver.settings import SearchSettings
 
@@ -131,7 +131,7 @@ class PipelineTrials(ABC):
     def schedules(self, over: PipelineAxis, runs: int, ways: Iterable[ScheduledStages]) -> Seconds:
         """Search schedules of so many micro-batches; the best time of those that were planned, or else what one of them takes
         at least."""
-        known, slower = list[StagedStep](), math.inf
+        known, slower, never = list[StagedStep](), math.inf, set[tuple[int, ...]]()
         if self.ended:
             return math.inf
         try:
@@ -145,6 +145,9 @@ class PipelineTrials(ABC):
             asked = replace(over.options, schedule=schedule, stages=stages)
             try:
                 cut = cuts.chosen(over.mesh, over.axis, asked, runs)
+                if cut.starts in never:
+                    self.fared["with a stage that fits by no schedule"] += 1
+                    continue
                 if no_faster(cut, known, self.seconds, even=self.even):
                     self.fared["no faster by the time of their schedule"] += 1
                     continue
@@ -160,6 +163,8 @@ class PipelineTrials(ABC):
                 continue
             except AutoparError as error:
                 self.refused.append(error)
+                if isinstance(error, StageBudgetError):  # and none has fewer in flight than the first that is tried
+                    never.add(cut.starts)
                 continue
             self.fared["planned"] += 1
             known.append(made)

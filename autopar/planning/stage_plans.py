@@ -183,7 +183,8 @@ class StagePlanner:
             return alone if fits else self._fuller(step, full, alone, share)
         except BudgetError as error:
             least = int(str(error.details[SMALLEST]).removeprefix("budget="))
-            raise BudgetError(
+            never = alone is None and share.bytes == limit
+            raise (StageBudgetError if never else BudgetError)(
                 f"stage {place} of the pipeline: no plan fits into {size_text(share.bytes)} per device with {step.flights} "
                 f"micro-batches in flight; the smallest budget of such a stage is {size_text(least)}",
                 **{SMALLEST: f"budget={share.budget(least, limit)}"},
@@ -239,6 +240,10 @@ class StagePlanner:
             stored=tuple(chosen.given[name] for name in _stored(step.program)),
             memory=liveness.stage_memory(chosen),
         )
+
+
+class StageBudgetError(BudgetError):
+    """A stage has no plan that fits even with a single micro-batch in flight, which is to say by no schedule."""
 
 
 def _stored(program: Program) -> list[str]:
@@ -303,4 +308,4 @@ def _place(block: object, blocks: dict[object, int]) -> int:
     return blocks.setdefault(block, len(blocks))
 
 
-__all__ = ["StagePlan", "StagePlanner", "stage_seconds"]
+__all__ = ["StageBudgetError", "StagePlan", "StagePlanner", "stage_seconds"]

@@ -18,7 +18,7 @@ from autopar.errors import AutoparError, BudgetError, ConstraintError, InputErro
 from autopar.plan.plan import Plan
 from autopar.plan.stages import read_pipeline
 from autopar.planning.planner import read_program
-from tests.support import models
+from tests.support import models, pipeline_checkpoints
 from tests.support.golden import Golden
 
 MESH = {"pp": 2, "dp": 2}
@@ -162,6 +162,12 @@ def test_what_is_asked_for_and_cannot_be_is_an_error_with_a_way_out(
         planned(**options)
     assert what in caught.value.what
     assert fix in caught.value.details["fix"]
+
+
+def test_a_budget_of_fewer_bytes_than_a_rank_has_stages_is_refused_like_any() -> None:
+    options = {"pipeline": "pp", "stages": 4, "microbatches": 4, "schedule": "interleaved", "budget": 1}
+    with pytest.raises(BudgetError, match="stage 0 of the pipeline: no plan fits into 1 B per device"):
+        autopar.plan(pipeline_checkpoints.model(), pipeline_checkpoints.batch(), {"pp": 2}, device="h100", **options)
 
 
 class Skipping(nn.Module):
