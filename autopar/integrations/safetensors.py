@@ -10,7 +10,7 @@ Needs the package safetensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from autopar import files
+from autopar.codegen.pipeline_module import PipelineModule
 from autopar.errors import InputError
-from autopar.runtime.initialize import Parallel, initialize
+from autopar.runtime.initialize import initialize
 from autopar.runtime.storage import full_tensor
 from autopar.runtime.streamed_load import load
 
@@ -111,7 +112,8 @@ def load_pretrained(parallel: nn.Module, model: nn.Module, folder: str | Path) -
         names = parallel.state_dict().keys()
         aliases = _aliases(names, _prefix(model))
         load(parallel, reader, aliases)
-        known = {*names, *(aliases[name] for name in names if name in aliases)}
+        all_names = {*names, *_of_all_stages(parallel)}
+        known = all_names | set(_aliases(all_names, _prefix(model)).values())
         unknown = tuple(sorted(name for name in reader.names() if name not in known))
     if any(tensor.is_meta for tensor in (*parallel.parameters(), *parallel.buffers())):
         initialize(parallel, model)
@@ -121,21 +123,52 @@ def load_pretrained(parallel: nn.Module, model: nn.Module, folder: str | Path) -
 def full_state_dict(parallel: nn.Module) -> dict[str, torch.Tensor]:
     """The whole tensors of a parallel module's state dict on the host of rank 0; elsewhere, an empty dict.
 
-    Every rank calls it: tensors are gathered one by one, and only rank 0 keeps them. Tied names share a tensor. Raises
-    InputError for a pipeline, whose ranks have different tensors.
+    Every rank calls it: tensors are gathered one by one, and only rank 0 keeps them, to which other stages of a pipeline send
+    theirs. Tied names share a tensor.
     """
-    if isinstance(parallel, Parallel) and not parallel.autopar.alike:
-        raise InputError("the ranks of a pipeline have different tensors", fix="torch.distributed.checkpoint")
-    kept: dict[int, torch.Tensor] = {}
     found: dict[str, torch.Tensor] = {}
     first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    for name, stored in parallel.state_dict(keep_vars=True).items():
-        if id(stored) not in kept:
-            whole = full_tensor(stored.detach())
-            kept[id(stored)] = whole.to("cpu", copy=True).contiguous() if first else whole.new_empty(0)
+    for same, whole in _whole_tensors(parallel):
         if first:
-            found[name] = kept[id(stored)]
+            tensor = whole.to("cpu", copy=True).contiguous()
+            found |= dict.fromkeys(same, tensor)
     return found
+
+
+def _whole_tensors(parallel: nn.Module) -> Iterator[tuple[Sequence[str], torch.Tensor]]:
+    """Each tensor of a state dict whole, under all of its names; of a pipeline on the ranks that store it, and on rank 0."""
+    own = parallel.state_dict(keep_vars=True)
+    tied: dict[int, list[str]] = {}
+    for name, stored in own.items():
+        tied.setdefault(id(stored), []).append(name)
+    if not isinstance(parallel, PipelineModule):
+        yield from ((names, full_tensor(own[names[0]].detach())) for names in tied.values())
+        return
+    rank, sent = parallel.stages.rank, set[str]()
+    with_rank_0 = not any(parallel.autopar.storage.coordinates)  # along the pipeline's axis
+    described = [(tuple(names), tuple(own[names[0]].shape), own[names[0]].dtype) for names in tied.values()]
+    for place, tensors in enumerate(rank.described_by_all(described)):
+        for names, shape, dtype in tensors:
+            if names[0] in sent:  # several stages read it
+                continue
+            sent.add(names[0])
+            if place == rank.index:
+                whole = full_tensor(own[names[0]].detach())
+                if place and with_rank_0:
+                    rank.send(whole.to(rank.device).contiguous(), 0).wait()
+                yield names, whole
+            elif with_rank_0 and rank.index == 0:
+                whole = torch.empty(shape, dtype=dtype, device=rank.device)
+                rank.receive(whole, place).wait()
+                yield names, whole
+
+
+def _of_all_stages(parallel: nn.Module) -> set[str]:
+    """The names of what the stages of all ranks store; empty without stages."""
+    if not isinstance(parallel, PipelineModule):
+        return set()
+    program = parallel.stages.program
+    return {name for stored in (*program.parameters, *program.buffers) if stored.persistent for name in stored.names}
 
 
 def _weight_map(index: Path) -> list[str]:

@@ -92,6 +92,14 @@ class PipelineRank:
         except RuntimeError as error:
             raise self.failures.failed(error, where) from error
 
+    def described_by_all(self, own: object) -> list[Any]:
+        """What each place of the axis says of itself, on all of them."""
+        if self.group is None:
+            return [own]
+        found: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(found, own, group=self.group)
+        return found
+
     def from_rank(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         """The tensor of the rank at a place of the axis, on all of them."""
         if self.group is not None:

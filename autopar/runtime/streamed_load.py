@@ -58,7 +58,7 @@ def load(parallel: nn.Module, reader: TensorReader, aliases: Mapping[str, str]) 
         if on_disk(new):
             seal(new)
         if part.is_meta:
-            filled = stored_like(stored, new, layout, parallel.autopar.context)
+            filled = stored_like(stored, new, layout, parallel.autopar.storage)
             for name in names:
                 install(parallel, name, filled)
 

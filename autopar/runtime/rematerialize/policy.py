@@ -38,19 +38,19 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
     return found
 
 
-def _policy(context: object, operator: torch._ops.OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
+def _policy(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     marks = traceback.get_current_meta().get("custom") or {}
     recomputed = marks.get(MARK) and not _saves_cpu_generator(operator, args)
     return CheckpointPolicy.MUST_RECOMPUTE if recomputed else CheckpointPolicy.PREFER_SAVE
 
 
-def _saves_cpu_generator(operator: torch._ops.OpOverload, args: Sequence[object]) -> bool:
+def _saves_cpu_generator(operator: object, args: Sequence[object]) -> bool:
     """Whether torch would save the state of the CPU's generator to recompute an operator: one that may draw, like attention.
 
     In torch 2.13 it takes that state for an opaque input, the mesh of a DTensor, and the forward ends in an AssertionError.
     """
     on_cpu = any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in args)
-    return on_cpu and torch.Tag.nondeterministic_seeded in operator.tags
+    return on_cpu and torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())  # higher-order ones have none
 
 
 __all__ = ["kept", "recomputing"]
