@@ -15,6 +15,7 @@ import autopar
 from autopar.errors import InputError
 from autopar.integrations.training_state import load_training_state, save_training_state
 from autopar.runtime.workers import WorkerPool
+from tests.support import pipeline_checkpoints
 
 BATCH, EPOCH, STOP, END = 4, 5, 7, 12  # samples, and steps
 X = torch.randn(BATCH * EPOCH + 2, 6, generator=torch.Generator().manual_seed(0))
@@ -95,3 +96,31 @@ def test_an_epoch_goes_on_after_the_batches_that_it_has() -> None:
     assert [[*sampler], [*sampler]] == [whole[2:], whole]
     with pytest.raises(InputError, match="an epoch has 5 batches, and cannot go on after 6"):
         sampler.start(0, 6)
+
+
+def of_other_stages(folder: Path) -> tuple[list[float], list[float]]:
+    """Losses of the user's module, and of one in two stages that is saved after a step and goes on in four."""
+    torch.manual_seed(0)
+    model, sample = pipeline_checkpoints.model().double().eval(), pipeline_checkpoints.batch()
+    options = {"mesh": {"pp": 2}, "device": "h100", "pipeline": "pp"}
+    first = autopar.parallelize(model, sample, stages=2, microbatches=2, schedule="1f1b", **options)
+    second = autopar.parallelize(model, sample, stages=4, microbatches=4, schedule="interleaved", **options)
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (model, first, second)]
+    own, staged = [], []
+    for step in range(3):
+        loss = model(**sample).loss
+        loss.backward()
+        own.append(float(loss))
+        staged.append(float((second if step else first).step(**sample)))
+        for optimizer in optimizers if step else optimizers[:2]:
+            optimizer.step()
+            optimizer.zero_grad()
+        if not step:
+            save_training_state(first, optimizers[1:2], folder)
+            load_training_state(second, optimizers[2:], folder)
+    return own, staged
+
+
+def test_a_run_in_stages_goes_on_in_others(pool: WorkerPool, tmp_path: Path) -> None:
+    for own, staged in pool.run(f"{__name__}:of_other_stages", tmp_path, ranks=2):  # type: ignore[misc]
+        assert staged == pytest.approx(own, rel=1e-12)
