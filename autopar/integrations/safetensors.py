@@ -27,6 +27,7 @@ from autopar.runtime.storage import full_tensor
 from autopar.runtime.streamed_load import load
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+GATHERED = "the whole tensors of all stages"  # as errors call what is exchanged
 LARGEST_INDEX = 1 << 28  # bytes of an index that is read
 
 
@@ -109,11 +110,10 @@ def load_pretrained(parallel: nn.Module, model: nn.Module, folder: str | Path) -
         InputError: a file is missing or damaged, or a tensor is missing or has another shape.
     """
     with SafetensorsReader(folder) as reader:
-        names = parallel.state_dict().keys()
+        names = {*parallel.state_dict(), *_of_all_stages(parallel)}
         aliases = _aliases(names, _prefix(model))
         load(parallel, reader, aliases)
-        all_names = {*names, *_of_all_stages(parallel)}
-        known = all_names | set(_aliases(all_names, _prefix(model)).values())
+        known = {*names, *aliases.values()}
         unknown = tuple(sorted(name for name in reader.names() if name not in known))
     if any(tensor.is_meta for tensor in (*parallel.parameters(), *parallel.buffers())):
         initialize(parallel, model)
@@ -155,11 +155,13 @@ def _whole_tensors(parallel: nn.Module) -> Iterator[tuple[Sequence[str], torch.T
             if place == rank.index:
                 whole = full_tensor(own[names[0]].detach())
                 if place and with_rank_0:
-                    rank.send(whole.to(rank.device).contiguous(), 0).wait()
+                    with rank.exchanging(GATHERED):
+                        rank.send(whole.to(rank.device).contiguous(), 0).wait()
                 yield names, whole
             elif with_rank_0 and rank.index == 0:
                 whole = torch.empty(shape, dtype=dtype, device=rank.device)
-                rank.receive(whole, place).wait()
+                with rank.exchanging(GATHERED):
+                    rank.receive(whole, place).wait()
                 yield names, whole
 
 

@@ -97,7 +97,8 @@ class PipelineRank:
         if self.group is None:
             return [own]
         found: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(found, own, group=self.group)
+        with self.exchanging("what each stage stores"):
+            dist.all_gather_object(found, own, group=self.group)
         return found
 
     def from_rank(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
