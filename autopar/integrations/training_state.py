@@ -2,31 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict
 
 from autopar.codegen import ParallelModule
+from autopar.codegen.pipeline_module import PipelineModule
+from autopar.errors import InputError
+
+Group = dict[str, Any]  # of an optimizer's parameters: their names, and its settings
 
 
 def save_training_state(parallel: ParallelModule, optimizers: Sequence[torch.optim.Optimizer], folder: str | Path) -> None:
-    """Write this rank's parts; every rank calls it."""
+    """Write this rank's parts; every rank calls it.
+
+    Raises InputError where ranks with other pipeline stages have another number of parameter groups.
+    """
     weights, steps = get_state_dict(parallel, list(optimizers))
+    groups: Any = steps["param_groups"]
+    name_groups(groups, parallel)
     states = {"model": weights, "optimizer": steps, "random": parallel.autopar.rng_state}
     writer = FileSystemWriter(folder, overwrite=True)  # of a state that was saved there before
     state_dict_saver.save(states, storage_writer=writer)
 
 
 def load_training_state(parallel: ParallelModule, optimizers: Sequence[torch.optim.Optimizer], folder: str | Path) -> None:
-    """Read this rank's parts of what perhaps another number of ranks wrote; every rank calls it."""
+    """Read this rank's parts of what perhaps another number of ranks wrote; every rank calls it.
+
+    Raises InputError where none of the parameters of an optimizer's group was in one.
+    """
     weights, steps = get_state_dict(parallel, list(optimizers))
     states = {"model": weights, "optimizer": steps, "random": parallel.autopar.rng_state}
     state_dict_loader.load(states, checkpoint_id=str(folder))
-    set_state_dict(parallel, list(optimizers), model_state_dict=weights, optim_state_dict=steps)
+    set_model_state_dict(parallel, weights)
+    names = {parameter: name for name, parameter in parallel.named_parameters()}
+    for optimizer in optimizers:
+        optimizer.load_state_dict(state_of(optimizer, names, steps))
+
+
+def name_groups(groups: Sequence[Group], parallel: ParallelModule) -> None:
+    """Give each group its names in all stages: those of one rank are written, and each rank finds its groups by names."""
+    if not isinstance(parallel, PipelineModule):
+        return
+    every: list[list[list[str]]] = parallel.stages.rank.described_by_all([group["params"] for group in groups])
+    if len(numbers := sorted({len(own) for own in every})) > 1:
+        found = " and ".join(map(str, numbers))
+        raise InputError(
+            f"the optimizers of the pipeline's stages have {found} groups of parameters", fix="the same groups on every rank"
+        )
+    for group, names in zip(groups, zip(*every, strict=True), strict=True):
+        group["params"] = [*dict.fromkeys(name for own in names for name in own)]
+
+
+def state_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], steps: Mapping[str, Any]) -> Group:
+    """What an optimizer loads, of a state that has parameters by name.
+
+    A group that is empty on this rank keeps its settings: torch's own `set_state_dict` knows at most one such group.
+    """
+    numbers: dict[str, int] = {}
+    groups: list[Group] = []
+    for group in optimizer.param_groups:
+        own = [names[parameter] for parameter in group["params"]]
+        saved = next((one for one in steps["param_groups"] if not set(own).isdisjoint(one["params"])), None)
+        if own and saved is None:
+            raise InputError(
+                f"no group of parameters that was saved has {own[0]}", fix="an optimizer of the parameters that were saved"
+            )
+        numbers |= {name: number for number, name in enumerate(own, len(numbers))}
+        kept = {key: group[key] for key in ("param_names",) if key in group}  # of an optimizer that was given names
+        groups.append({**(saved or group), **kept, "params": [numbers[name] for name in own]})
+    return {"state": {numbers[name]: one for name, one in steps["state"].items() if name in numbers}, "param_groups": groups}
 
 
 def load_weights(parallel: ParallelModule, folder: str | Path) -> None:
@@ -34,4 +85,4 @@ def load_weights(parallel: ParallelModule, folder: str | Path) -> None:
     state_dict_loader.load({"model": parallel.state_dict()}, checkpoint_id=str(folder))
 
 
-__all__ = ["load_training_state", "load_weights", "save_training_state"]
+__all__ = ["load_training_state", "load_weights", "name_groups", "save_training_state", "state_of"]

@@ -20,10 +20,12 @@ Tensors = dict[str, torch.Tensor]
 WORDS = 61
 
 
-def model() -> nn.Module:
-    """A model of four blocks and a tied embedding, whose rows are odd."""
+def model(tied: bool = True) -> nn.Module:
+    """A model of four blocks and an embedding, perhaps tied, whose rows are odd."""
     sizes = {"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": WORDS, "n_positions": 32}
-    made = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    made = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, tie_word_embeddings=tied)
+    )
     made.loss_function = next_token_loss  # the library's own is in float32
     return made
 
