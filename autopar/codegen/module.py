@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils import _pytree as pytree
 
 from autopar.capture.returned import ReturnSpec
 from autopar.codegen.call_checks import aspects_of, check_call, check_gradients
@@ -30,7 +32,7 @@ from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.input_parts import BatchSampler
 from autopar.runtime.profiler_ranges import profiling
 from autopar.runtime.rematerialize.policy import recomputing
-from autopar.runtime.storage import given_like, to_dtensor, to_local
+from autopar.runtime.storage import full_tensor, given_like, to_dtensor, to_local
 
 
 class ParallelModule(GraphModule):
@@ -120,7 +122,7 @@ class ParallelModule(GraphModule):
         return kwargs | ({"options": inductor_options()} if ours and self.autopar.context.device.type == "cuda" else {})
 
     @eager
-    def _rebuilt(self, outputs: Sequence[torch.Tensor]) -> object:
+    def _rebuilt(self, outputs: Sequence[object]) -> object:
         return self.autopar.signature.rebuild(outputs)
 
     def shard(self, batch: object, *, samples: bool = False) -> object:
@@ -135,6 +137,16 @@ class ParallelModule(GraphModule):
         """
         state = self.autopar
         return state.signature.mapped(batch, lambda path, tensor: state.inputs.part(path, tensor, samples=samples))
+
+    def gather(self, results: object) -> Any:
+        """What a call without gradients returned, whole on every rank; every rank calls it.
+
+        DTensors become plain tensors, and all ranks of a pipeline get what those of its last stage have.
+
+        Args:
+            results: tensors, in whatever containers: all that was returned, or a part of it.
+        """
+        return pytree.tree_map_only(DTensor, full_tensor, results)
 
     @property
     def data_rank(self) -> int:
@@ -224,7 +236,7 @@ class ParallelModule(GraphModule):
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The program's outputs for its inputs, both in the program's order."""
         serving, tensors = self._agreed("a forward", lambda: inputs)
-        outputs: list[torch.Tensor] = serving._outputs(tensors, self.autopar.agreement)
+        outputs: list[Any] = serving._outputs(tensors, self.autopar.agreement)
         return outputs
 
     @eager
@@ -292,17 +304,17 @@ class ParallelModule(GraphModule):
             fx.Interpreter(self, graph=self.autopar.shared_weights).run()
 
     @around
-    def _outputs(self, inputs: Sequence[torch.Tensor], agreement: CallAgreement) -> list[torch.Tensor]:
+    def _outputs(self, inputs: Sequence[torch.Tensor], agreement: CallAgreement) -> list[torch.Tensor | None]:
         outputs = [*map(self._checked, self._parts(inputs))]
         agreement.settle()
         return self.joined(outputs)
 
     @eager
-    def joined(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """The outputs of all micro-batches joined, as the user gets them."""
+    def joined(self, outputs: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+        """The outputs of all micro-batches joined, as the user gets them; None of those that were not kept."""
         steps, state = self.autopar.steps, self.autopar
         return [
-            to_dtensor(result, output.shape, output.layout, state.context) if output.split else result
+            to_dtensor(result, output.shape, output.layout, state.context) if output.split and result is not None else result
             for result, output in zip(steps.join(outputs) if steps else outputs[0], state.outputs, strict=True)
         ]
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from autopar.codegen.compiled import eager
 from autopar.codegen.graph_module import HELD
@@ -25,6 +26,7 @@ from autopar.pipeline.transfers import with_messages
 from autopar.plan.pipeline import Pipeline
 from autopar.plan.stages import differentiated
 from autopar.runtime.call_agreement import CallAgreement
+from autopar.runtime.computed_gradients import ComputedGradients, set_aside
 from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.pipeline import CrossingPart, PipelineRank, PipelineStep, StageRun, tied_gradients
 from autopar.runtime.rematerialize.recompute import Tensors
@@ -61,8 +63,8 @@ class PipelineParts:
 class PipelineModule(ParallelModule):
     """One rank's stages of a parallel model in a pipeline, built by `autopar.parallelize`.
 
-    `step` trains: every rank of the mesh calls it with the global batch, and gets the loss. A call is a forward without
-    gradients. `code` is that of the rank's first stage.
+    Every rank of the mesh calls it with the global batch. A call with gradients runs the backward too, and `loss.backward()`
+    hands its gradients over; `step` does both at once. `code` is that of the rank's first stage.
     """
 
     def __init__(self, parts: PipelineParts, tensors: Mapping[str, torch.Tensor], state: ModuleState) -> None:
@@ -85,19 +87,44 @@ class PipelineModule(ParallelModule):
 
     @eager
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Run a forward without gradients on the *global* batch; every rank passes the same arguments.
+        """Run the model on the *global* batch, by the plan's schedule; every rank passes the same arguments.
 
-        Scalars are returned on every rank, other outputs on the ranks of the last stage: None elsewhere.
+        Scalars are returned on every rank. Other outputs are returned on the ranks of the last stage, and None elsewhere; with
+        gradients they are None on all ranks, as no rank then holds those of more than one micro-batch.
+
+        With gradients, forwards and backwards alternate: both have run when the call returns. `loss.backward()` adds the
+        gradients to `.grad`, times what the loss was multiplied by in between; until then they are held beside those there.
 
         Raises:
-            InputError: gradients are enabled, or the arguments do not match the planned call.
+            InputError: the arguments do not match the planned call.
+            RankError: a stage failed, here or on another rank.
         """
-        found: list[Tensors] = []
+        found: list[Sequence[torch.Tensor | None]] = []
         with self.stages.rank.failures.watched():
-            serving, tensors = self._begun("a forward", args, kwargs)
-            self.autopar.agreement.settle()
-            serving._run(serving.forwards, tensors, lambda outputs: found.append(outputs))
-            return self.autopar.signature.rebuild(serving.joined(found))
+            serving, tensors = self._begun("a call", args, kwargs)
+            if not torch.is_grad_enabled():
+                self.autopar.agreement.settle()
+                serving._run(serving.forwards, tensors, lambda outputs: found.append(outputs))
+                return self.autopar.signature.rebuild(serving.joined(found))
+
+            def loss(outputs: Tensors) -> torch.Tensor:
+                found.append([None if output.ndim else output.detach() for output in outputs])
+                return self._scaled(outputs[serving.stages.loss])
+
+            computed, trained = self._computed(lambda: serving._accumulate(tensors, loss, self.autopar.agreement))
+            joined = serving.joined(found)
+        scalars = {place: output for place, output in enumerate(joined) if output is not None and output.is_floating_point()}
+        for place, output in computed.attached(scalars, serving.stages.loss, trained).items():
+            joined[place] = output
+        return self.autopar.signature.rebuild(joined)
+
+    def _computed(self, step: Callable[[], None]) -> tuple[ComputedGradients, list[nn.Parameter]]:
+        """The gradients that a step adds up, which is run here, and the parameters of which they are."""
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        with set_aside(trained):
+            step()
+            gradients = [parameter.grad for parameter in trained]
+        return ComputedGradients(gradients, scale=self._scaled(torch.ones((), device=self.autopar.context.device))), trained
 
     @eager
     def step(self, *args: object, **kwargs: object) -> torch.Tensor:
@@ -152,7 +179,7 @@ class PipelineModule(ParallelModule):
             stage.module.autopar.compiled_program = compiler(stage.module._program)
             stage.module.autopar.accumulator.defer_all = True
 
-    def joined(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor | None]:  # type: ignore[override]
+    def joined(self, outputs: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
         """The outputs of all micro-batches, which the last stage has, joined as the user gets them."""
         parts = self.stages
         last = parts.stages.get(parts.pipeline.order.stages - 1)
@@ -161,6 +188,11 @@ class PipelineModule(ParallelModule):
             if not output.shape:
                 joined[place] = self._from_last(joined[place], output.dtype)
         return joined
+
+    def gather(self, results: object) -> Any:
+        """What a call without gradients returned, whole on every rank: that of the ranks of the last stage."""
+        order = self.stages.pipeline.order
+        return self.stages.rank.results_from(super().gather(results), order.rank_of[order.stages - 1])
 
     def _accumulate(
         self, inputs: Sequence[torch.Tensor], loss: Callable[[Tensors], torch.Tensor | None], agreement: CallAgreement
@@ -186,15 +218,7 @@ class PipelineModule(ParallelModule):
     ) -> tuple[PipelineModule, Sequence[torch.Tensor]]:
         """The stages that serve a call, and its checked inputs, after the ranks have compared theirs."""
 
-        def bound() -> list[torch.Tensor]:
-            if kind == "a forward" and torch.is_grad_enabled():
-                raise InputError(
-                    "a pipeline was called with gradients: its forwards and backwards alternate",
-                    fix="parallel.step(...), which returns the loss; or call it under torch.no_grad()",
-                )
-            return self._bound(args, kwargs)
-
-        serving, tensors = self._agreed(kind, bound)
+        serving, tensors = self._agreed(kind, lambda: self._bound(args, kwargs))
         assert isinstance(serving, PipelineModule), "stages are served by stages"
         if self.compiler and serving.compiler is not self.compiler:
             serving._compile_stages(self.compiler)

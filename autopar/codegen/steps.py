@@ -34,12 +34,13 @@ class Steps:
         taken = [node for node in self.hoisted.nodes if node.op == "placeholder"]
         return [whole(n, part) if node.users else part for n, (node, part) in enumerate(zip(taken, inputs, strict=True))]
 
-    def join(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """The outputs for the whole batch from those of all micro-batches."""
+    def join(self, outputs: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+        """The outputs for the whole batch from those of all micro-batches; None of those that were not kept."""
         return [_joined(parts, state) for parts, state in zip(zip(*outputs, strict=True), self.loop.outputs, strict=True)]
 
 
-def _joined(parts: Sequence[torch.Tensor], state: State) -> torch.Tensor:
-    if state.kind == "S":
-        return torch.cat([*parts], state.dim)
-    return torch.stack([*parts]).sum(0) if state == P else parts[0]
+def _joined(parts: Sequence[torch.Tensor | None], state: State) -> torch.Tensor | None:
+    kept = [part for part in parts if part is not None]
+    if len(kept) <= 1 or (state.kind != "S" and state != P):
+        return kept[0] if kept else None
+    return torch.cat(kept, state.dim) if state.kind == "S" else torch.stack(kept).sum(0)

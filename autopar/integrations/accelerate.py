@@ -25,6 +25,7 @@ from accelerate.utils import recursively_apply
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, RandomSampler
 
 from autopar.codegen import ParallelModule
@@ -129,7 +130,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Results of a parallel module, and parts of its batches, whole on every rank; every rank calls it."""
         if self.parallel is None:
             return super().gather(tensor)
-        return recursively_apply(self._whole, tensor, error_on_other_type=True)
+        gathered = self.parallel.gather(tensor)  # of a pipeline's last stage
+        if pytree.tree_structure(tensor) == pytree.tree_structure(gathered):
+            gathered = pytree.tree_map(_own, tensor, gathered)
+        return recursively_apply(self._whole, gathered, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> object:
         """What `gather` gives: prepared loaders leave out what fills no batch, so that no sample comes twice."""
@@ -164,8 +168,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of which each rank has a part, by samples, on every rank; a number of each rank in a row."""
         assert self.parallel is not None
-        if isinstance(tensor, DTensor):
-            return tensor.full_tensor()
         if tensor.ndim == 0:
             found: torch.Tensor = super().gather(tensor)
             return found
@@ -191,6 +193,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield
         finally:
             self._models, self._optimizers = models, optimizers
+
+
+def _own(own: object, gathered: object) -> object:
+    """A number or a part of the batch that this rank has; results that are split, or that it lacks, as they were gathered."""
+    return own if isinstance(own, torch.Tensor) and not isinstance(own, DTensor) else gathered
 
 
 class PartLoader(DataLoaderShard):  # type: ignore[misc]

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
@@ -84,8 +83,6 @@ class Generator(Generating):
     """
 
     def __init__(self, parallel: ParallelModule, model: nn.Module) -> None:
-        if not parallel.autopar.alike:
-            raise InputError("only the last stage of a pipeline has logits", fix="parallelize without pipeline=")
         inner = generating_model(model)
         super().__init__(parallel, inner)
         self.call = PlannedCall.of(parallel.autopar.signature, inner)
@@ -111,8 +108,8 @@ class Generator(Generating):
         """The logits of one planned call, whole."""
         parts = self.parallel.shard(tensors)
         assert isinstance(parts, Mapping), "as it was given"
-        logits: torch.Tensor = self.parallel(**parts)["logits"]
-        return logits.full_tensor() if isinstance(logits, DTensor) else logits
+        logits: torch.Tensor = self.parallel.gather(self.parallel(**parts).get("logits"))
+        return logits
 
     @torch.no_grad()
     def generate(self, *args: object, **options: object) -> object:
@@ -210,8 +207,7 @@ class CachedGenerator(Generating):
             given["positions"] = _padded(own, shapes["positions"], 0)
         if self.source is not None:
             given["source"], self.source = _padded(self.source, shapes["source"], 0), None
-        logits = module(**given)
-        return used, logits.full_tensor() if isinstance(logits, DTensor) else logits
+        return used, module.gather(module(**given))
 
     @torch.no_grad()
     def generate(self, inputs: torch.Tensor, **options: object) -> object:

@@ -17,11 +17,21 @@ fewer than ranks where some compute with the same ones. Checkpoints are folders 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+import torch
+from lightning.fabric.utilities.load import _METADATA_FILENAME
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from autopar.codegen import ParallelModule
+from autopar.codegen.pipeline_module import PipelineModule
 from autopar.errors import InputError
+from autopar.integrations.training_state import name_groups, state_of
 
 STATES = "autopar"  # the entry of a checkpoint that has the random states
 
@@ -56,6 +66,33 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
         ((world, rank),) = shares
         return {"num_replicas": world, "rank": rank}
 
+    @property
+    def pipeline(self) -> PipelineModule | None:
+        """The parallel module, if it is one in pipeline stages; raises InputError if it is not alone."""
+        stages = [held for held in self.parallel.values() if isinstance(held, PipelineModule)]
+        if stages and len(self.parallel) > 1:
+            raise InputError("a module in pipeline stages trains alone, and there are others", fix="leave pipeline= out")
+        return stages[0] if stages else None
+
+    def setup(self, trainer: Trainer) -> None:
+        """Make the parallel modules and optimizers; in pipeline stages gradients are clipped over all of them."""
+        super().setup(trainer)
+        if (pipeline := self.pipeline) is not None:
+            known: Precision = self.precision_plugin  # type: ignore[has-type]
+            if type(known) is not Precision:
+                raise InputError(
+                    f"{type(known).__name__} knows no pipeline stages",
+                    fix='plan with precision="bf16-mixed" or "fp16-mixed", and leave precision= of the Trainer out',
+                )
+            self.precision_plugin = StagePrecision(pipeline)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What a checkpoint has of an optimizer."""
+        found: dict[str, Any] = super().optimizer_state(optimizer)
+        if (pipeline := self.pipeline) is not None:
+            name_groups(found["param_groups"], pipeline)
+        return found
+
     def save_checkpoint(self, checkpoint: dict[str, object], filepath: object, storage_options: object = None) -> None:
         """Save parts, and what the parallel modules draw from."""
         states = {name: held.autopar.rng_state.state_dict() for name, held in self.parallel.items()}
@@ -66,7 +103,9 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
 
         Nothing that a file says is executed, unless `weights_only` is False.
         """
-        found: dict[str, object] = super().load_checkpoint(checkpoint_path, weights_only is not False)
+        found = self._load_stages(checkpoint_path, weights_only is not False) if self.pipeline else None
+        if found is None:
+            found = super().load_checkpoint(checkpoint_path, weights_only is not False)
         states = found.get(STATES)
         known: Mapping[str, Mapping[str, object]] = states if isinstance(states, Mapping) else {}
         for name, held in self.parallel.items():
@@ -74,5 +113,34 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
                 held.autopar.rng_state.load_state_dict(known[name])
         return found
 
+    def _load_stages(self, checkpoint_path: object, weights_only: bool) -> dict[str, object]:
+        """As the library loads parts, which knows no ranks that have other parameters."""
+        folder, module = Path(self.broadcast(checkpoint_path)), self.lightning_module
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        state = {"state_dict": get_model_state_dict(module)}
+        state_dict_loader.load(state, checkpoint_id=str(folder))
+        module.load_state_dict(state["state_dict"], strict=module.strict_loading)
+        for number, optimizer in enumerate(self.optimizers):
+            steps = {f"optimizer_{number}": get_optimizer_state_dict(module, optimizer)}
+            state_dict_loader.load(steps, checkpoint_id=str(folder))
+            optimizer.load_state_dict(state_of(optimizer, names, steps[f"optimizer_{number}"]))
+        found: dict[str, object] = torch.load(folder / _METADATA_FILENAME, weights_only=weights_only)
+        return found
 
-__all__ = ["AutoparStrategy"]
+
+class StagePrecision(Precision):  # type: ignore[misc]
+    """The library's own, but gradients are clipped by their norm over all stages."""
+
+    def __init__(self, pipeline: PipelineModule) -> None:
+        super().__init__()
+        self.pipeline = pipeline
+
+    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Clip the gradients of an optimizer of all parameters; raises InputError for one of other parameters."""
+        if set(self.main_params(optimizer)) != set(self.pipeline.parameters()):
+            what = "gradients are clipped by their norm over all stages, and the optimizer has not all of their parameters"
+            raise InputError(what, fix="one optimizer of self.parameters()")
+        self.pipeline.clip_grad_norm_(clip_val)
+
+
+__all__ = ["AutoparStrategy", "StagePrecision"]

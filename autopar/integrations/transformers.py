@@ -20,7 +20,6 @@ import torch.distributed as dist
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer import SCHEDULER_NAME
@@ -157,7 +156,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             several = labels if isinstance(labels, tuple) else (labels,)
             whole = tuple(parts.whole(name, label) for name, label in zip(names, several, strict=True))
             labels = whole if isinstance(labels, tuple) else whole[0]
-        return loss, _whole(logits), labels
+        return loss, logits if prediction_loss_only else self.model.gather(logits), labels
 
     def evaluation_loop(self, *args: object, **options: object) -> object:
         """The library's loop; what it gathers is whole on every rank."""
@@ -268,12 +267,6 @@ class EpochLoader(DataLoader[object]):
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of this epoch from now on."""
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
-
-
-def _whole(found: object) -> object:
-    if isinstance(found, DTensor):
-        return found.full_tensor()
-    return type(found)(map(_whole, found)) if isinstance(found, (tuple, list)) else found
 
 
 __all__ = ["Trainer", "save_pretrained"]

@@ -18,12 +18,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
 
 from autopar.ir.layout import Shape
 from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
@@ -104,9 +106,21 @@ class PipelineRank:
     def from_rank(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         """The tensor of the rank at a place of the axis, on all of them."""
         if self.group is not None:
-            with self.exchanging("the loss of the pipeline's last stage"):
+            with self.exchanging("results of the pipeline's last stage"):
                 self.group.broadcast(tensor, index).wait()
         return tensor
+
+    def results_from(self, results: object, index: int) -> object:
+        """The structure of tensors that the rank at a place of the axis has, on all of them."""
+        if self.group is None:
+            return results
+        empty: Callable[[torch.Tensor], torch.Tensor] = partial(torch.empty_like, device="meta")
+        told = [pytree.tree_map_only(torch.Tensor, empty, results) if self.index == index else None]
+        with self.exchanging("results of the pipeline's last stage"):
+            dist.broadcast_object_list(told, group=self.group, group_src=index, device=self.device)
+        if self.index != index:
+            results = pytree.tree_map_only(torch.Tensor, lambda one: torch.empty_like(one, device=self.device), told[0])
+        return pytree.tree_map_only(torch.Tensor, lambda one: self.from_rank(one.detach().contiguous(), index), results)
 
     def norm(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
         """The norm of a vector of which the ranks of the axis have a part each, by the norms of the parts."""

@@ -33,9 +33,9 @@ def batches() -> torch.Tensor:
 LAYOUTS = {"body.0.weight": "I, I", "body.0.bias": "I, S(0)", "body.2.weight": "S(1), I", "body.2.bias": "I, I"}
 
 
-def expected() -> list[float]:
+def expected(model: nn.Module) -> list[float]:
     """Losses and norms of the sequential loop under torch's autocast, with its scaler."""
-    model, seen = Net(), []
+    seen = []
     optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.05), torch.amp.GradScaler("cpu")
     for x in batches():
         with torch.autocast("cpu", torch.float16):
@@ -82,7 +82,7 @@ def looped(parts: int) -> tuple[list[float], list[object]]:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_loop_in_fp16_has_the_losses_of_autocast_and_one_infinite_part_stops_every_rank(pool: WorkerPool, parts: int) -> None:
     for seen, skipped in pool.run(f"{__name__}:looped", parts, ranks=4):  # type: ignore[misc]
-        assert seen == pytest.approx(expected(), rel=8 * ROUNDING)
+        assert seen == pytest.approx(expected(Net()), rel=8 * ROUNDING)
         assert skipped == [True, 0.5]
 
 

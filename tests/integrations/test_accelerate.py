@@ -27,14 +27,18 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 6))
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 6)) for _ in range(2)))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return functional.mse_loss(self.body(x), y)
 
 
-def made() -> fx.GraphModule:
-    return autopar.parallelize(Net(), DATA[:BATCH], (dist.get_world_size(),), device="h100", strategy="fsdp", inputs="sharded")
+STAGES = {"pipeline": "axis0", "stages": 2, "microbatches": 2}  # of two ranks, which load the same samples
+
+
+def made(model: nn.Module, strategy: str) -> fx.GraphModule:
+    how = STAGES if strategy == "stages" else {"strategy": strategy}
+    return autopar.parallelize(model, DATA[:BATCH], (dist.get_world_size(),), device="h100", inputs="sharded", **how)
 
 
 def expected() -> list[float]:
@@ -53,13 +57,14 @@ def expected() -> list[float]:
     return losses
 
 
-def looped(folder: Path) -> tuple[list[float], list[str]]:
+def looped(case: tuple[Path, str]) -> tuple[list[float], list[str]]:
     """The losses of two epochs, the second after a restart, and the names of the weights that this rank has in the end."""
+    folder, strategy = case
     launched()
     losses: list[float] = []
     for epoch in range(2):
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        parallel = made()
+        parallel = made(Net(), strategy)
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.05)
         loader = DataLoader(DATA, batch_size=BATCH // parallel.data_world)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
@@ -67,7 +72,7 @@ def looped(folder: Path) -> tuple[list[float], list[str]]:
         if epoch:
             accelerator.load_state(str(folder))
         for own in loader:
-            assert len(own[0]) == BATCH // 2
+            assert len(own[0]) == BATCH // (1 if strategy == "stages" else 2)
             with accelerator.accumulate(parallel):
                 loss = parallel(*own)
                 accelerator.backward(loss)
@@ -81,8 +86,9 @@ def looped(folder: Path) -> tuple[list[float], list[str]]:
     return losses, [*accelerator.get_state_dict(parallel)]
 
 
-def test_a_loop_with_a_restart_has_the_losses_of_one_process(pool: WorkerPool, tmp_path: Path) -> None:
-    found = pool.run(f"{__name__}:looped", tmp_path, ranks=2)
+@pytest.mark.parametrize("strategy", ["fsdp", "stages"])
+def test_a_loop_with_a_restart_has_the_losses_of_one_process(pool: WorkerPool, tmp_path: Path, strategy: str) -> None:
+    found = pool.run(f"{__name__}:looped", (tmp_path, strategy), ranks=2)
     for losses, _ in found:  # type: ignore[misc]
         assert losses == pytest.approx(expected(), rel=1e-4)
     names = [*Net().state_dict()]
@@ -101,25 +107,27 @@ def evaluated(strategy: str) -> list[tuple[torch.Tensor, ...]]:
     """What the library's evaluation gathers of each batch: predictions, targets, and the loss of each rank."""
     launched()
     accelerator = Accelerator(cpu=True)
-    parallel = autopar.parallelize(Predicts(), DATA[:BATCH], (2,), device="h100", strategy=strategy, inputs="sharded")
+    parallel = made(Predicts(), strategy)
     loader = DataLoader(DATA, batch_size=BATCH // parallel.data_world)
     parallel, loader = accelerator.prepare(parallel.eval(), loader)
     with torch.no_grad():
         found = [(parallel(*own), own[1]) for own in loader]
-        return [accelerator.gather_for_metrics((one["found"], y, one["loss"])) for one, y in found]
+        rank = torch.tensor(dist.get_rank())
+        return [accelerator.gather_for_metrics((one["found"], y, one["loss"], rank)) for one, y in found]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron", "stages"])
 def test_what_an_evaluation_gathers_is_whole_and_in_order(pool: WorkerPool, strategy: str) -> None:
     model = Predicts().eval()
     for batches in pool.run(f"{__name__}:evaluated", strategy, ranks=2):
         assert len(batches) == STEPS  # type: ignore[arg-type]
-        for number, (found, y, losses) in enumerate(batches):  # type: ignore[arg-type, misc]
+        for number, (found, y, losses, ranks) in enumerate(batches):  # type: ignore[arg-type, misc]
             x, target = DATA[number * BATCH : (number + 1) * BATCH]
             expected = model(x, target)
             torch.testing.assert_close(found, expected["found"].detach())
             assert torch.equal(y, target)
             torch.testing.assert_close(losses, expected["loss"].detach().expand(2))
+            assert ranks.tolist() == [0, 1]
 
 
 def rates(strategy: str | None) -> list[float]:

@@ -22,13 +22,15 @@ from tests.integrations.launched import launched
 BATCH, STEPS = 8, 3
 X = torch.randn(BATCH * STEPS, 6, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, X.sin())
+STAGES = {"pipeline": "axis0", "stages": 2, "microbatches": 2}
 
 
 class Net(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 6))
+        blocks = (nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 6)) for _ in range(2))
+        self.body = nn.Sequential(*blocks)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return functional.mse_loss(self.body(x), y)
@@ -45,8 +47,8 @@ class Training(lightning.LightningModule):
     def configure_model(self) -> None:
         if self.net is None:
             model, mesh = Net(self.dropout), (dist.get_world_size(),)
-            how = {"strategy": self.strategy, "inputs": "sharded", "device": "h100"}
-            self.net = autopar.parallelize(model, DATA[:BATCH], mesh, **how)
+            how = STAGES if self.strategy == "stages" else {"strategy": self.strategy}
+            self.net = autopar.parallelize(model, DATA[:BATCH], mesh, inputs="sharded", device="h100", **how)
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
         assert self.net is not None
@@ -75,12 +77,17 @@ def trained(dropout: float, strategy: str, epochs: int, load: Path | None = None
     return module.losses
 
 
-def fitted(folder: Path) -> tuple[list[list[float]], list[float], list[float]]:
-    """Losses without dropout under two strategies; with it without a stop, and with one."""
+def fitted(folder: Path) -> tuple[list[list[float]], list[list[float]]]:
+    """Losses without dropout under three strategies; and with it, without a stop and with one, under two of them."""
     launched()
     warnings.simplefilter("ignore")
-    plain = [trained(0.0, strategy, 2) for strategy in ("fsdp", "megatron")]
-    return plain, trained(0.5, "fsdp", 2), trained(0.5, "fsdp", 1, save=folder) + trained(0.5, "fsdp", 2, load=folder)
+    plain = [trained(0.0, strategy, 2) for strategy in ("fsdp", "megatron", "stages")]
+    stopped = []
+    for strategy in ("fsdp", "stages"):
+        saved = folder / strategy
+        resumed = trained(0.5, strategy, 1, save=saved) + trained(0.5, strategy, 2, load=saved)
+        stopped += [trained(0.5, strategy, 2), resumed]
+    return plain, stopped
 
 
 def expected(shares: int) -> list[float]:
@@ -104,10 +111,11 @@ def expected(shares: int) -> list[float]:
 
 
 def test_a_fit_has_the_losses_of_one_process_and_resumes_with_its_dropout(pool: WorkerPool, tmp_path: Path) -> None:
-    for plain, without, resumed in pool.run(f"{__name__}:fitted", tmp_path / "state", ranks=2):  # type: ignore[misc]
-        assert plain == [pytest.approx(expected(shares), rel=1e-4) for shares in (2, 1)]
-        assert len(without) == 2 * STEPS
-        assert resumed == pytest.approx(without, rel=1e-6)
+    for plain, stopped in pool.run(f"{__name__}:fitted", tmp_path, ranks=2):  # type: ignore[misc]
+        assert plain == [pytest.approx(expected(shares), rel=1e-4) for shares in (2, 1, 1)]
+        for without, resumed in (stopped[:2], stopped[2:]):
+            assert len(without) == 2 * STEPS
+            assert resumed == pytest.approx(without, rel=1e-6)
 
 
 def test_a_lightning_module_without_a_parallel_one_is_refused() -> None:

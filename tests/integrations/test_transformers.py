@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -15,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 import autopar
 from autopar.errors import InputError
 from autopar.integrations.transformers import Trainer
+from autopar.ir.mesh import Mesh
 from autopar.runtime.workers import WorkerPool
 from tests.integrations.launched import launched
 
@@ -35,6 +38,15 @@ DATA = [{"input_ids": words, "labels": labels} for words, labels in zip(WORDS, L
 SAMPLE = {"input_ids": WORDS[:BATCH], "labels": LABELS[:BATCH]}
 
 
+PLANS: dict[str, dict[str, Any]] = {
+    "fsdp": {"mesh": (2,), "strategy": "fsdp"},
+    "ddp": {"mesh": (2,), "strategy": "ddp"},
+    "megatron": {"mesh": {"dp": 1, "tp": 2}, "strategy": "megatron"},
+    "stages": {"mesh": {"pp": 2}, "pipeline": "pp", "microbatches": 2},
+    "stages of fsdp": {"mesh": {"pp": 2, "dp": 2}, "pipeline": "pp", "microbatches": 2, "strategy": "fsdp"},
+}
+
+
 def arguments(folder: Path, batch: int, **options: object) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder),
@@ -53,6 +65,9 @@ def arguments(folder: Path, batch: int, **options: object) -> TrainingArguments:
         disable_tqdm=True,
         **options,
     )
+
+
+further = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
 def model(lora: bool) -> nn.Module:
@@ -88,8 +103,7 @@ def together(payload: tuple[Path, bool, str]) -> tuple[list[float], list[float]]
     found = []
     for first in (True, False):
         source = model(lora)
-        mesh = {"dp": 1, "tp": 2} if strategy == "megatron" else (2,)
-        parallel = autopar.parallelize(source, SAMPLE, mesh, device="h100", strategy=strategy, inputs="sharded")
+        parallel = autopar.parallelize(source, SAMPLE, device="h100", inputs="sharded", **PLANS[strategy])
         args = arguments(folder, BATCH // parallel.data_world)
         trainer = Trainer(parallel, source, args=args, train_dataset=DATA, eval_dataset=DATA, compute_metrics=accuracy)
         trainer.train(resume_from_checkpoint=None if first else str(folder / "checkpoint-3"))
@@ -106,14 +120,25 @@ def together(payload: tuple[Path, bool, str]) -> tuple[list[float], list[float]]
 
 
 @pytest.mark.parametrize(
-    "strategy, lora", [("fsdp", False), pytest.param("megatron", False, marks=pytest.mark.thorough), ("ddp", True)]
+    "strategy, lora",
+    [
+        ("fsdp", False),
+        further("megatron", False),
+        ("ddp", True),
+        ("stages", False),
+        further("stages", True),
+        further("stages of fsdp", False),
+    ],
 )
 def test_training_and_resuming_have_the_losses_of_one_process(
     pool: WorkerPool, tmp_path: Path, strategy: str, lora: bool
 ) -> None:
-    expected = pool.run(f"{__name__}:alone", (tmp_path / "alone", lora), ranks=1)[0]
+    expected, ranks = (
+        pool.run(f"{__name__}:alone", (tmp_path / "alone", lora), ranks=1)[0],
+        Mesh.of(PLANS[strategy]["mesh"]).size,
+    )
     assert len(expected) == 2 * STEPS + 2 * 2  # type: ignore[arg-type]
-    for straight, resumed in pool.run(f"{__name__}:together", (tmp_path / "parts", lora, strategy), ranks=2):  # type: ignore[misc]
+    for straight, resumed in pool.run(f"{__name__}:together", (tmp_path / "parts", lora, strategy), ranks=ranks):  # type: ignore[misc]
         assert straight == pytest.approx(expected, rel=2e-4)
         assert resumed == pytest.approx(expected, rel=2e-4)
 

@@ -356,9 +356,6 @@ def test_a_module_of_one_rank_says_what_it_does_not_do() -> None:
     model, sample = models.make("gpt2")
     parallel = autopar.parallelize(model, sample, {"pp": 1}, device="h100", pipeline="pp", stages=2, microbatches=2)
     expected = model.eval()(**sample)["loss"]
-    with pytest.raises(InputError, match="a pipeline was called with gradients") as caught:
-        parallel(**sample)
-    assert "parallel.step" in caught.value.details["fix"]
     parallel.eval()
     torch.testing.assert_close(parallel.step(**sample), expected)
     with torch.no_grad():

@@ -1,0 +1,94 @@
+"""A loss whose backward has run: `loss.backward()` hands over the gradients that are there, times the gradient of the loss.
+
+A gradient is linear in that of the loss, so that whatever the loss is multiplied by afterwards (a share of the labels, one of
+several batches, a loss scale) scales the gradients. They go through autograd, which adds them to `.grad` and calls hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from autopar.errors import InputError
+from autopar.runtime.storage import to_local
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class ComputedGradients:
+    """The gradients of a step that has run, until a backward takes them.
+
+    Args:
+        gradients: of each parameter, of `scale` times the loss; None for those that do not lead to it.
+        scale: what the loss was multiplied by, shape ().
+    """
+
+    def __init__(self, gradients: Gradients, scale: torch.Tensor) -> None:
+        self._gradients: Gradients | None = gradients
+        self._scale = scale
+
+    def attached(
+        self, scalars: Mapping[int, torch.Tensor], loss: int, parameters: Sequence[nn.Parameter]
+    ) -> dict[int, torch.Tensor]:
+        """The scalars, of shape (), as results of these parameters; only the loss among them can be differentiated."""
+        anchor = torch.ones((), requires_grad=True)  # for a rank whose parameters are all frozen: it has a backward like others
+        found = _Attached.apply(self, [*scalars].index(loss), len(scalars), *scalars.values(), anchor, *parameters)  # type: ignore[no-untyped-call]
+        return dict(zip(scalars, found, strict=True))
+
+    def taken(self, factor: torch.Tensor) -> Gradients:
+        """The gradients times `factor`, that of the loss; they are scaled in place, and taken once."""
+        gradients, self._gradients = self._gradients, None
+        if gradients is None:
+            raise RuntimeError("the loss of a pipeline has no second backward: the first has handed its gradients over")
+        for gradient in gradients:
+            if gradient is not None:
+                to_local(gradient).mul_(factor / self._scale)
+        return gradients
+
+
+@contextmanager
+def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, parameters have no gradients yet, and no hooks: those are of the backward that hands over what is computed."""
+    before = [(parameter.grad, parameter._backward_hooks, parameter._post_accumulate_grad_hooks) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+        parameter._backward_hooks, parameter._post_accumulate_grad_hooks = {}, {}
+    try:
+        yield
+    finally:
+        for parameter, (gradient, hooks, after) in zip(parameters, before, strict=True):
+            parameter.grad, parameter._backward_hooks, parameter._post_accumulate_grad_hooks = gradient, hooks, after
+
+
+class _Context(Protocol):
+    computed: ComputedGradients
+    loss: int
+    scalars: int
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _Context, computed: ComputedGradients, loss: int, scalars: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.computed, ctx.loss, ctx.scalars = computed, loss, scalars
+        ctx.set_materialize_grads(False)
+        return tuple(scalar.clone() for scalar in tensors[:scalars])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: _Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        factor = gradients[ctx.loss]
+        if factor is None or sum(gradient is not None for gradient in gradients) > 1:
+            what = "a pipeline differentiates its loss alone, and another of its outputs was differentiated"
+            raise InputError(what, fix="add it to the loss in the model's own forward")
+        return (None,) * (3 + ctx.scalars + 1) + (*ctx.computed.taken(factor),)
+
+
+__all__ = ["ComputedGradients", "set_aside"]
