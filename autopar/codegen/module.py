@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree as pytree
 
@@ -146,7 +145,7 @@ class ParallelModule(GraphModule):
         Args:
             results: tensors, in whatever containers: all that was returned, or a part of it.
         """
-        return pytree.tree_map_only(DTensor, full_tensor, results)
+        return pytree.tree_map_only(torch.Tensor, full_tensor, results)
 
     @property
     def data_rank(self) -> int:

@@ -114,7 +114,7 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
         return found
 
     def _load_stages(self, checkpoint_path: object, weights_only: bool) -> dict[str, object]:
-        """As the library loads parts, which knows no ranks that have other parameters."""
+        """Load parts of ranks that have different parameters, which the library's own does not know."""
         folder, module = Path(self.broadcast(checkpoint_path)), self.lightning_module
         names = {parameter: name for name, parameter in module.named_parameters()}
         state = {"state_dict": get_model_state_dict(module)}

@@ -16,7 +16,7 @@ from autopar.codegen import ParallelModule
 from autopar.codegen.pipeline_module import PipelineModule
 from autopar.errors import InputError
 
-Group = dict[str, Any]  # of an optimizer's parameters: their names, and its settings
+OptimizerGroup = dict[str, Any]  # of an optimizer's parameters: their names, and its settings
 
 
 def save_training_state(parallel: ParallelModule, optimizers: Sequence[torch.optim.Optimizer], folder: str | Path) -> None:
@@ -46,7 +46,7 @@ def load_training_state(parallel: ParallelModule, optimizers: Sequence[torch.opt
         optimizer.load_state_dict(state_of(optimizer, names, steps))
 
 
-def name_groups(groups: Sequence[Group], parallel: ParallelModule) -> None:
+def name_groups(groups: Sequence[OptimizerGroup], parallel: ParallelModule) -> None:
     """Give each group its names in all stages: those of one rank are written, and each rank finds its groups by names."""
     if not isinstance(parallel, PipelineModule):
         return
@@ -60,13 +60,13 @@ def name_groups(groups: Sequence[Group], parallel: ParallelModule) -> None:
         group["params"] = [*dict.fromkeys(name for own in names for name in own)]
 
 
-def state_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], steps: Mapping[str, Any]) -> Group:
+def state_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], steps: Mapping[str, Any]) -> OptimizerGroup:
     """What an optimizer loads, of a state that has parameters by name.
 
     A group that is empty on this rank keeps its settings: torch's own `set_state_dict` knows at most one such group.
     """
     numbers: dict[str, int] = {}
-    groups: list[Group] = []
+    groups: list[OptimizerGroup] = []
     for group in optimizer.param_groups:
         own = [names[parameter] for parameter in group["params"]]
         saved = next((one for one in steps["param_groups"] if not set(own).isdisjoint(one["params"])), None)

@@ -16,7 +16,7 @@ from torch import nn
 from autopar.errors import InputError
 from autopar.runtime.storage import to_local
 
-Gradients = Sequence[torch.Tensor | None]
+PerParameter = Sequence[torch.Tensor | None]
 
 
 class ComputedGradients:
@@ -27,8 +27,8 @@ class ComputedGradients:
         scale: what the loss was multiplied by, shape ().
     """
 
-    def __init__(self, gradients: Gradients, scale: torch.Tensor) -> None:
-        self._gradients: Gradients | None = gradients
+    def __init__(self, gradients: PerParameter, scale: torch.Tensor) -> None:
+        self._gradients: PerParameter | None = gradients
         self._scale = scale
 
     def attached(
@@ -39,7 +39,7 @@ class ComputedGradients:
         found = _Attached.apply(self, [*scalars].index(loss), len(scalars), *scalars.values(), anchor, *parameters)  # type: ignore[no-untyped-call]
         return dict(zip(scalars, found, strict=True))
 
-    def taken(self, factor: torch.Tensor) -> Gradients:
+    def taken(self, factor: torch.Tensor) -> PerParameter:
         """The gradients times `factor`, that of the loss; they are scaled in place, and taken once."""
         gradients, self._gradients = self._gradients, None
         if gradients is None:
