@@ -72,6 +72,7 @@ class PipelineModule(ParallelModule):
         super().__init__(first.module.graph, _stored_by(parts.program, tensors), tensors, state)
         self.stages = parts
         self.compiler: Compiler | None = None  # once `compile` was called
+        self.differentiated = False  # whether the loss of the last call was
         order, seconds = parts.pipeline.order, parts.pipeline.seconds
         self.trained, self.forwards = with_messages(order, seconds), with_messages(_forwards(order), seconds)
         with_gradient = differentiated(parts.program, parts.program.outputs[parts.loss].value)
@@ -124,7 +125,8 @@ class PipelineModule(ParallelModule):
         with set_aside(trained):
             step()
             gradients = [parameter.grad for parameter in trained]
-        return ComputedGradients(gradients, scale=self._scaled(torch.ones((), device=self.autopar.context.device))), trained
+        scale = self._scaled(torch.ones((), device=self.autopar.context.device))
+        return ComputedGradients(gradients, scale=scale, told=partial(setattr, self, "differentiated", True)), trained
 
     @eager
     def step(self, *args: object, **kwargs: object) -> torch.Tensor:
@@ -218,7 +220,8 @@ class PipelineModule(ParallelModule):
     ) -> tuple[PipelineModule, Sequence[torch.Tensor]]:
         """The stages that serve a call, and its checked inputs, after the ranks have compared theirs."""
 
-        serving, tensors = self._agreed(kind, lambda: self._bound(args, kwargs))
+        after, self.differentiated = " after loss.backward()" if self.differentiated else "", False
+        serving, tensors = self._agreed(kind + after, lambda: self._bound(args, kwargs))
         assert isinstance(serving, PipelineModule), "stages are served by stages"
         if self.compiler and serving.compiler is not self.compiler:
             serving._compile_stages(self.compiler)

@@ -6,7 +6,7 @@ several batches, a loss scale) scales the gradients. They go through autograd, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -25,11 +25,12 @@ class ComputedGradients:
     Args:
         gradients: of each parameter, of `scale` times the loss; None for those that do not lead to it.
         scale: what the loss was multiplied by, shape ().
+        told: is called when they are taken.
     """
 
-    def __init__(self, gradients: PerParameter, scale: torch.Tensor) -> None:
+    def __init__(self, gradients: PerParameter, *, scale: torch.Tensor, told: Callable[[], None]) -> None:
         self._gradients: PerParameter | None = gradients
-        self._scale = scale
+        self._scale, self._told = scale, told
 
     def attached(
         self, scalars: Mapping[int, torch.Tensor], loss: int, parameters: Sequence[nn.Parameter]
@@ -44,6 +45,7 @@ class ComputedGradients:
         gradients, self._gradients = self._gradients, None
         if gradients is None:
             raise RuntimeError("the loss of a pipeline has no second backward: the first has handed its gradients over")
+        self._told()
         for gradient in gradients:
             if gradient is not None:
                 to_local(gradient).mul_(factor / self._scale)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import autopar
@@ -124,3 +125,22 @@ def test_one_backward_of_the_loss_alone_is_what_a_call_has() -> None:
     with pytest.raises(RuntimeError, match="the loss of a pipeline has no second backward"):
         found["loss"].backward()
     assert all(parameter.grad is None for parameter in parallel.parameters())
+
+
+def on_the_last_rank_alone(_: None) -> str:
+    """What the call says after a backward of which the first stage has heard nothing."""
+    model, sample = made("gpt2")
+    parallel = autopar.parallelize(model, sample, {"pp": 2}, device="h100", pipeline="pp", microbatches=2)
+    for everywhere in (True, False):
+        loss = parallel(**sample)["loss"]
+        if everywhere or dist.get_rank() == 1:
+            loss.backward()
+    with pytest.raises(InputError) as error:
+        parallel(**sample)
+    return str(error.value).splitlines()[0]
+
+
+def test_a_backward_on_some_ranks_alone_is_an_error_on_all_of_them(pool: WorkerPool) -> None:
+    """A habit from schedules of which the last stage alone has the loss."""
+    said = "the calls of the ranks differ in what is called: a call on rank 0; a call after loss.backward() on rank 1"
+    assert pool.run(f"{__name__}:on_the_last_rank_alone", None, ranks=2) == [said, said]
