@@ -36,6 +36,7 @@ class Case:
     dynamic: bool = False
     strategy: str = "sequential"
     inputs: str = "sharded"
+    stages: bool = False
 
 
 CASES = {
@@ -43,6 +44,7 @@ CASES = {
     "llama, one length, grouped": Case("llama", strategy="group_by_length"),
     "gpt_neo, padded on the left": Case("gpt_neo", side="left", dynamic=True),
     "llama, lengths that vary, whole batches": Case("llama", dynamic=True, inputs="whole"),
+    "t5, lengths that vary, stages": Case("t5", dynamic=True, stages=True),
 }
 
 
@@ -51,7 +53,7 @@ def made(case: Case) -> tuple[nn.Module, transformers.DataCollatorForSeq2Seq, li
     torch.manual_seed(0)
     model: nn.Module
     if case.model == "t5":
-        sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0}
+        sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1 + case.stages, "num_heads": 4, "dropout_rate": 0.0}
         model = transformers.T5ForConditionalGeneration(transformers.T5Config(decoder_start_token_id=0, **sizes, **WORDS))
     elif case.model == "gpt_neo":  # whose positions are absolute
         none = dict.fromkeys(("resid_dropout", "embed_dropout", "attention_dropout"), 0.0)
@@ -130,7 +132,8 @@ def together(payload: tuple[Path, str]) -> list[float]:
         {"source": {"input_ids": 1, "attention_mask": 1}, "target": {"labels": 1}} if case.model == "t5" else {"length": 1}
     )
     dynamic = lengths if case.dynamic else {}
-    parallel = autopar.parallelize(model, sample, (2,), device="h100", strategy="fsdp", inputs=case.inputs, dynamic=dynamic)
+    how = {"mesh": {"pp": 2, "dp": 2}, "pipeline": "pp", "microbatches": 2} if case.stages else {"mesh": (2,)}
+    parallel = autopar.parallelize(model, sample, device="h100", strategy="fsdp", inputs=case.inputs, dynamic=dynamic, **how)
     given = {"train_dataset": data, "eval_dataset": data, "data_collator": collator, "compute_metrics": right}
     trainer = Trainer(parallel, model, args=arguments(case, payload[0], BATCH // parallel.data_world), **given)
     trainer.train()
@@ -145,7 +148,7 @@ def together(payload: tuple[Path, str]) -> list[float]:
 def test_batches_padded_to_the_longest_train_as_on_one_process(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     expected = pool.run(f"{__name__}:alone", (tmp_path / "alone", name), ranks=1)[0]
     assert len(expected) == 2 * STEPS + 3  # type: ignore[arg-type]
-    for found in pool.run(f"{__name__}:together", (tmp_path / "parts", name), ranks=2):
+    for found in pool.run(f"{__name__}:together", (tmp_path / "parts", name), ranks=4 if CASES[name].stages else 2):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
