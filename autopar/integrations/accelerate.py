@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 
 import accelerate
@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from autopar.codegen import ParallelModule
 from autopar.errors import InputError
+from autopar.integrations.padded_batches import BatchPadding
 from autopar.integrations.safetensors import full_state_dict
 from autopar.integrations.training_state import load_training_state, save_training_state
 
@@ -102,6 +103,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             worker_init_fn=data_loader.worker_init_fn,
         )
         loader.parallel = self.parallel
+        if hasattr(data_loader.collate_fn, "tokenizer"):
+            signature = self.parallel.autopar.signature
+            labels = [path for path in signature.shapes if "label" in path]
+            loader.padding = BatchPadding.of(signature, data_loader.collate_fn, None, labels)
         self._dataloaders.append(loader)
         return loader
 
@@ -201,13 +206,16 @@ def _own(own: object, gathered: object) -> object:
 
 
 class PartLoader(DataLoaderShard):  # type: ignore[misc]
-    """A loader of this rank's samples that yields its part of every batch."""
+    """A loader of this rank's samples that yields its part of every batch, as long as on the ranks with other samples."""
 
     parallel: ParallelModule
+    padding: BatchPadding | None = None
 
     def __iter__(self) -> Iterator[object]:
+        group = self.parallel.autopar.context.control if self.parallel.data_world > 1 else None
         for samples in super().__iter__():
-            yield self.parallel.shard(samples, samples=True)
+            padded = self.padding.padded(samples, group) if self.padding and isinstance(samples, Mapping) else samples
+            yield self.parallel.shard(padded, samples=True)
 
 
 class PartScheduler(AcceleratedScheduler):  # type: ignore[misc]

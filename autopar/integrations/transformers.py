@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 
 import torch
@@ -23,12 +23,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from autopar.codegen import ParallelModule
 from autopar.errors import InputError
+from autopar.integrations.padded_batches import BatchPadding
 from autopar.integrations.safetensors import full_state_dict, load_pretrained
 from autopar.integrations.training_state import load_training_state, load_weights, save_training_state
-from autopar.integrations.transformers_batches import BatchPadding, LengthGrouped
+from autopar.runtime.input_parts import BatchSampler, InputParts
 
 STATES = "autopar"  # the folder of a checkpoint that has the optimizer's and the random state, and the weights in parts
 
@@ -200,15 +202,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _padding(self) -> BatchPadding:
         """What pads batches, as the data collator does."""
-        tokenizer = getattr(self.data_collator, "tokenizer", self.processing_class)
-        left = getattr(tokenizer, "padding_side", "right") == "left"
-        config = getattr(self.source, "config", None)
-        word = getattr(tokenizer, "pad_token_id", getattr(config, "pad_token_id", None)) or 0
-        values = {"input_ids": word, "attention_mask": 0, "token_type_ids": getattr(tokenizer, "pad_token_type_id", 0)}
-        values |= dict.fromkeys(self.label_names, getattr(self.data_collator, "label_pad_token_id", -100))
-        if not left:  # on the left, a collator puts the first word of the decoder before the padding
-            values |= {"decoder_input_ids": word, "decoder_attention_mask": 0}
-        return BatchPadding(signature=self.model.autopar.signature, values=values, left=left)
+        word = getattr(getattr(self.source, "config", None), "pad_token_id", None) or 0
+        signature = self.model.autopar.signature
+        return BatchPadding.of(signature, self.data_collator, self.processing_class, self.label_names, word=word)
 
     def _set_signature_columns_if_needed(self) -> None:
         """They are the planned arguments."""
@@ -259,6 +255,20 @@ def counted_labels(model: nn.Module) -> tuple[object, ...] | None:
         return None
     shifted = isinstance(inner, transformers.PreTrainedModel) and LOSS_MAPPING.get(inner.loss_type) is ForCausalLMLoss
     return (..., slice(1, None)) if shifted and not getattr(inner.config, "is_encoder_decoder", False) else (...,)
+
+
+class LengthGrouped(BatchSampler):
+    """Batches of samples of about one length, in the library's order for the number of the epoch and a seed."""
+
+    def __init__(self, parts: InputParts, dataset: Sized, lengths: Sequence[int], *, together: int, seed: int) -> None:
+        """`together` samples, those of a step, are grouped."""
+        super().__init__(parts, dataset, shuffle=True, seed=seed)
+        self.lengths, self.together = lengths, together
+
+    def order(self) -> Sequence[int]:
+        """The samples in the order of this epoch."""
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return [*LengthGroupedSampler(self.together, lengths=self.lengths, generator=generator)]
 
 
 class EpochLoader(DataLoader[object]):

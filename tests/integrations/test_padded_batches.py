@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +12,14 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
-from torch.utils.data import SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 import autopar
 from autopar.errors import InputError
+from autopar.integrations.accelerate import Accelerator
+from autopar.integrations.padded_batches import BatchPadding
 from autopar.integrations.transformers import Trainer
-from autopar.integrations.transformers_batches import BatchPadding
 from autopar.runtime.workers import WorkerPool
 from tests.integrations.launched import launched
 
@@ -149,6 +150,36 @@ def test_batches_padded_to_the_longest_train_as_on_one_process(pool: WorkerPool,
     expected = pool.run(f"{__name__}:alone", (tmp_path / "alone", name), ranks=1)[0]
     assert len(expected) == 2 * STEPS + 3  # type: ignore[arg-type]
     for found in pool.run(f"{__name__}:together", (tmp_path / "parts", name), ranks=4 if CASES[name].stages else 2):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def looped(model: nn.Module, loader: Iterable[dict[str, torch.Tensor]]) -> list[float]:
+    """The losses of a plain loop."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), list[float]()
+    for batch in loader:
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def by_accelerate(name: str) -> tuple[list[float], list[float]]:
+    """The losses of a loop over a prepared loader, and of one over whole batches on one process."""
+    launched()
+    case = CASES[name]
+    model, collator, data = made(case)
+    sample = collator([dict(data[0]) for _ in range(BATCH)])
+    parallel = autopar.parallelize(model, sample, (2,), device="h100", strategy="fsdp", inputs=case.inputs)
+    loader = DataLoader(data, batch_size=BATCH // parallel.data_world, collate_fn=collator)
+    parallel, prepared = Accelerator(cpu=True).prepare(parallel, loader)
+    return looped(parallel, prepared), looped(model, DataLoader(data, batch_size=BATCH, collate_fn=collator))
+
+
+def test_accelerates_loaders_pad_as_the_trainers_do(pool: WorkerPool) -> None:
+    for found, expected in pool.run(f"{__name__}:by_accelerate", "llama, one length, grouped", ranks=2):  # type: ignore[misc]
+        assert len(found) == len(LENGTHS) // BATCH
         assert found == pytest.approx(expected, rel=1e-5)
 
 

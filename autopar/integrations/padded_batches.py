@@ -10,16 +10,14 @@ what a model makes of it, and trains on, depends on the whole length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from autopar.capture.signature import Signature
-from autopar.runtime.input_parts import BatchSampler, InputParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +30,29 @@ class BatchPadding:
     signature: Signature
     values: Mapping[str, int]
     left: bool
+
+    @classmethod
+    def of(
+        cls, signature: Signature, collator: object, tokenizer: object, labels: Sequence[str], *, word: int = 0
+    ) -> BatchPadding:
+        """How a data collator of transformers pads.
+
+        Args:
+            signature: the planned call.
+            collator: has perhaps a tokenizer of its own, and `label_pad_token_id`.
+            tokenizer: what pads where the collator has none; perhaps nothing at all.
+            labels: the inputs that are labels.
+            word: what pads tokens where no tokenizer says it.
+        """
+        pads = getattr(collator, "tokenizer", tokenizer)
+        left = getattr(pads, "padding_side", "right") == "left"
+        if (own := getattr(pads, "pad_token_id", None)) is not None:
+            word = own
+        values = {"input_ids": word, "attention_mask": 0, "token_type_ids": getattr(pads, "pad_token_type_id", 0)}
+        values |= dict.fromkeys(labels, getattr(collator, "label_pad_token_id", -100))
+        if not left:  # on the left, a collator puts the first word of the decoder before the padding
+            values |= {"decoder_input_ids": word, "decoder_attention_mask": 0}
+        return cls(signature=signature, values=values, left=left)
 
     @property
     def names(self) -> list[str]:
@@ -71,17 +92,3 @@ class BatchPadding:
             return self.signature.shapes[name][1]
         wanted = max(size.least, *(longest.get(path, 0) for path, dim in size.places if dim == 1))
         return -(-wanted // size.multiple) * size.multiple
-
-
-class LengthGrouped(BatchSampler):
-    """Batches of samples of about one length, in the library's order for the number of the epoch and a seed."""
-
-    def __init__(self, parts: InputParts, dataset: Sized, lengths: Sequence[int], *, together: int, seed: int) -> None:
-        """`together` samples, those of a step, are grouped."""
-        super().__init__(parts, dataset, shuffle=True, seed=seed)
-        self.lengths, self.together = lengths, together
-
-    def order(self) -> Sequence[int]:
-        """The samples in the order of this epoch."""
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return [*LengthGroupedSampler(self.together, lengths=self.lengths, generator=generator)]
