@@ -103,9 +103,8 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
 
         Nothing that a file says is executed, unless `weights_only` is False.
         """
-        found = self._load_stages(checkpoint_path, weights_only is not False) if self.pipeline else None
-        if found is None:
-            found = super().load_checkpoint(checkpoint_path, weights_only is not False)
+        load = super().load_checkpoint if self.pipeline is None else self._load_stages
+        found: dict[str, object] = load(checkpoint_path, weights_only is not False)
         states = found.get(STATES)
         known: Mapping[str, Mapping[str, object]] = states if isinstance(states, Mapping) else {}
         for name, held in self.parallel.items():
