@@ -17,7 +17,6 @@ from tests.support.captures import Captures
 from tests.support.golden import Golden
 from tests.support.threads import Threads
 
-gc.set_threshold(100_000, 50, 1_000)  # collections over all of torch would be a twentieth of the suite
 settings.register_profile("autopar", deadline=None)  # a busy machine is no failure
 settings.load_profile("autopar")
 

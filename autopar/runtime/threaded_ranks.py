@@ -38,8 +38,7 @@ def ranks(form: str, size: int, run: Callable[[int, Callable[..., object]], T]) 
     Raises the first error of any rank.
     """
     with ThreadedRanks() as world:
-        mesh = Mesh(axes=("axis",), sizes=(size,))
-        return world.run(mesh, lambda own: run(own.axes[0].index, functools.partial(PARALLEL_OPS[form], own.axes[0])))
+        return world.operator(form, size, run)
 
 
 class ThreadedRanks:
@@ -64,6 +63,11 @@ class ThreadedRanks:
                 return [future.result() for future in waiting]
             self._forget(mesh, abort=bool(late))
             raise failed
+
+    def operator(self, form: str, size: int, run: Callable[[int, Callable[..., object]], T]) -> list[T]:
+        """The results of `run(rank, function)` on ranks of one axis; `function` is the parallel operator on it."""
+        mesh = Mesh(axes=("axis",), sizes=(size,))
+        return self.run(mesh, lambda own: run(own.axes[0].index, functools.partial(PARALLEL_OPS[form], own.axes[0])))
 
     def close(self) -> None:
         """End the groups of all meshes."""

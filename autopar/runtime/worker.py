@@ -1,4 +1,4 @@
-"""The worker side of `autopar.runtime.workers`: started by the pool as `python -m autopar.runtime.worker ADDRESS MODULE...`.
+"""The worker side of `autopar.runtime.workers`: started by the pool with its address and the modules to import.
 
 The first process (the root) imports torch and the modules once and then forks one worker per rank, so that eight workers cost
 one import. It computes nothing, so it has one thread and may be forked. Root and workers each hold a connection to the pool;
@@ -7,6 +7,7 @@ when it closes, because the pool was closed or its process died, they exit.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle
@@ -61,6 +62,8 @@ def root() -> None:
     torch.set_num_threads(1)
     for module in ("torch._dynamo", *sys.argv[2:]):  # torch imports dynamo with the first DTensor: do it once
         importlib.import_module(module)
+    gc.freeze()  # workers search what they make themselves, not all of torch
+    gc.enable()
     pool = connection()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
     while True:

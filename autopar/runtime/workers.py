@@ -74,7 +74,7 @@ class WorkerPool:
         self._workers: dict[int, tuple[Connection, int]] = {}  # rank -> connection, process id
         key = secrets.token_bytes(16)
         self._listener = Listener(str(Path(self._folder.name, "pool")), backlog=world + 1, authkey=key)
-        start = "from autopar.runtime import worker; worker.root()"
+        start = "import gc; gc.disable(); from autopar.runtime import worker; worker.root()"
         command = [sys.executable, "-c", start, str(self._listener.address), *preload]
         self._process = subprocess.Popen(command, env=_environment(key), stdin=subprocess.DEVNULL)
         self._root: Connection | None = None

@@ -31,11 +31,12 @@ EXACT = 1e-9
 @pytest.mark.parametrize("into", [["no stages"], pytest.param(["tensor parallel", "four stages"], marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("saved", SAVED)
 def test_a_checkpoint_of_stages_is_that_of_the_model(pool: WorkerPool, tmp_path: Path, saved: str, into: list[str]) -> None:
-    case = (str(tmp_path / "checkpoint"), SAVED[saved], {name: LOADED[name] for name in into})
+    blocks = 4 if "four stages" in into else 2
+    case = (str(tmp_path / "checkpoint"), blocks, SAVED[saved], {name: LOADED[name] for name in into})
     ranks: list[dict[str, tuple[Tensors, float]]] = pool.run(  # type: ignore[assignment]
         "tests.support.pipeline_checkpoints:saved_and_loaded", case, ranks=4
     )
-    built = model()
+    built = model(blocks)
     trained = {f"{name}/{key}" for name, _ in built.named_parameters() for key in ("exp_avg", "exp_avg_sq", "step")}
     expected: Tensors = {name: one for rank in ranks for name, one in rank["saved"][0].items()}
     assert expected.keys() == {*built.state_dict()} | trained

@@ -127,7 +127,7 @@ def refused(name: str) -> float:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_says_which_ranks_differ_and_in_what(pool: WorkerPool, name: str) -> None:
-    assert max(pool.run(f"{__name__}:refused", name, ranks=3)) < LIMIT  # type: ignore[type-var, operator]
+    assert max(pool.run(f"{__name__}:refused", name, ranks=3, keep=True)) < LIMIT  # type: ignore[type-var, operator]
 
 
 class Cut(Net):
@@ -267,7 +267,7 @@ def order_of_calls(strategy: str) -> list[list[str]]:
 def test_a_call_like_the_last_one_waits_for_the_others_before_its_first_message(
     pool: WorkerPool, strategy: str, second: list[str]
 ) -> None:
-    for first, found, resized, *by_compiler in pool.run(f"{__name__}:order_of_calls", strategy, ranks=2):
+    for first, found, resized, *by_compiler in pool.run(f"{__name__}:order_of_calls", strategy, ranks=2, keep=True):
         assert first[0] == resized[0] == "settled"
         assert by_compiler == [["settled"], ["settled"]], "at once: what is traced asks nobody"
         assert found[: len(second)] == second

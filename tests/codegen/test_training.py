@@ -31,7 +31,7 @@ PLANS = [
     ("gpt2", "megatron", (2, 2), LEFT),
     pytest.param("llama", "megatron", (2, 2), LEFT, marks=pytest.mark.thorough),
     pytest.param("gpt2", "fsdp", (2, 2), {}, marks=pytest.mark.thorough),
-    ("llama", "auto", (2, 2), {"*.mlp.*.weight": "S(1), S(0)"}),
+    pytest.param("llama", "auto", (2, 2), {"*.mlp.*.weight": "S(1), S(0)"}, marks=pytest.mark.thorough),
 ]
 
 

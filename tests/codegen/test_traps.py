@@ -123,7 +123,7 @@ def test_each_of_two_meshes_in_a_process_has_its_own_prices() -> None:
     captured = planning.gpt2(16, 128, 256, depth=3)
     slow, fast = mesh((2, 4), link(5), link(50)), mesh((2, 4), link(50), link(500))
     other = dataclasses.replace(fast, device=mesh((8,), device="l4").device)
-    for first, second in ((slow, fast), (fast, slow), (fast, other), (other, slow)):
+    for first, second in ((slow, fast), (fast, other), (other, slow)):
         plans = [planning.plan(captured, on, strategy="megatron") for on in (first, second)]
         assert plans[0].step_time != plans[1].step_time
         for plan, on in zip(plans, (first, second), strict=True):

@@ -114,7 +114,7 @@ def of_other_stages(case: tuple[bool, Path]) -> tuple[list[float], list[float]]:
     """
     tied, folder = case
     torch.manual_seed(0)
-    model, sample = pipeline_checkpoints.model(tied).double().eval(), pipeline_checkpoints.batch()
+    model, sample = pipeline_checkpoints.model(tied=tied).double().eval(), pipeline_checkpoints.batch()
     options = {"mesh": {"pp": 2}, "device": "h100", "pipeline": "pp"}
     first = autopar.parallelize(model, sample, stages=2, microbatches=2, schedule="1f1b", **options)
     second = autopar.parallelize(model, sample, stages=4, microbatches=4, schedule="interleaved", **options)

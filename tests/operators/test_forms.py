@@ -20,18 +20,18 @@ from autopar.formulation.prices import Prices
 from autopar.formulation.step_collectives import inside
 from autopar.ir.program import Op, Value, filled
 from autopar.operators import RULES, OpSharding, fit
-from autopar.operators.checking.execution_check import Trial, check, distributed_trials
+from autopar.operators.checking.execution_check import Ranks, Trial, check, distributed_trials
 from autopar.operators.checking.sample_call import Example as Called
 from autopar.operators.double_precision import DOUBLE, grouped_mm
 from autopar.operators.registry import OTHERS
 from autopar.runtime.parallel_ops import PARALLEL_OPS
 from autopar.runtime.recorder import recorded
-from autopar.runtime.threaded_ranks import ranks
 from autopar.search_space.candidates import Candidate
 from tests.operators.drawing import Example, T, buffer, ex, ints, t
 from tests.operators.examples import EXAMPLES
 from tests.support import planning
 from tests.support.forked import printed_by
+from tests.support.threads import Threads
 
 TARGETS = sorted(target for target, rule in RULES.items() if rule.distributed)
 ONCE = {"aten.index.Tensor", "aten._grouped_mm.default"}  # beside attention, whose fused kernels have one derivative only
@@ -49,20 +49,26 @@ F = TypeVar("F")
 Sent = Counter[tuple[str, str, int]]  # kind, pass and bytes
 
 
+@pytest.fixture
+def ranks(threads: Threads) -> Ranks:
+    """Runs the ranks of a form in groups that are kept from test to test."""
+    return threads.threads.operator
+
+
 def test_every_form_of_the_table_can_be_run_and_every_function_is_in_the_table() -> None:
     rules = (*RULES.values(), *OTHERS.values())
     assert {form.name for rule in rules for form in rule.distributed} == set(PARALLEL_OPS)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_ranks_of_a_form_together_give_the_whole_and_send_what_it_says(target: str) -> None:
+def test_the_ranks_of_a_form_together_give_the_whole_and_send_what_it_says(ranks: Ranks, target: str) -> None:
     tried = set()
     for example in EXAMPLES[target]:
         op, values, tensors = example.build(target)
         fitted = fit(op, values)
         assert fitted is not None
         heard: list[Sent] = []
-        check(op, values, tensors, ranks=partial(overheard, heard))
+        check(op, values, tensors, ranks=partial(overheard, ranks, heard))
         trials = list(distributed_trials(fitted))
         tried |= {form.name for form in fitted.distributed if trials}
         assert heard == [said for trial in trials for said in [sent(op, fitted, values, trial)] * math.prod(trial.sizes)]
@@ -71,7 +77,7 @@ def test_the_ranks_of_a_form_together_give_the_whole_and_send_what_it_says(targe
 
 @pytest.mark.parametrize("target, example, scores", HIDDEN, ids=[target for target, *_ in HIDDEN])
 def test_minus_infinity_means_the_same_to_the_ranks_of_a_form_as_to_the_whole(
-    target: str, example: Example, scores: str
+    ranks: Ranks, target: str, example: Example, scores: str
 ) -> None:
     """Classes or keys that are hidden, of one row all that the first ranks have: 0 times minus infinity would be NaN."""
     op, values, tensors = example.build(target)
@@ -82,7 +88,9 @@ def test_minus_infinity_means_the_same_to_the_ranks_of_a_form_as_to_the_whole(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_second_derivatives_of_a_form_are_those_of_the_whole_or_refused(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_derivatives_of_a_form_are_those_of_the_whole_or_refused(
+    ranks: Ranks, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In place of gradients, those of their product with the operands, which lie as the gradients of the gradients do."""
     grad = torch.autograd.grad
 
@@ -103,7 +111,7 @@ def test_second_derivatives_of_a_form_are_those_of_the_whole_or_refused(target: 
 
 
 @pytest.mark.parametrize("form", ["ring_attention", "query_parallel_attention"])
-def test_second_derivatives_of_attention_over_a_split_sequence_are_refused(form: str) -> None:
+def test_second_derivatives_of_attention_over_a_split_sequence_are_refused(ranks: Ranks, form: str) -> None:
     def run(rank: int, function: Callable[..., object]) -> None:
         heads = [torch.randn(2, 4, length, 3).requires_grad_() for length in (6, 12, 12)]
         out = function(*(heads if form == "query_parallel_attention" else heads[:1] * 3), is_causal=True)
@@ -121,7 +129,7 @@ def has_forms(op: Op, values: dict[str, Value]) -> bool:
 
 
 @pytest.mark.parametrize("ends", [(3, 6, 9, 12), (2, 7, 10, 12), (0, 0, 12, 12), (12, 12, 12, 12), (1, 2, 3, 9)], ids=str)
-def test_experts_get_their_rows_however_many_they_are(ends: tuple[int, ...]) -> None:
+def test_experts_get_their_rows_however_many_they_are(ranks: Ranks, ends: tuple[int, ...]) -> None:
     given = torch.randn(12, 5).double(), torch.randn(4, 5, 6).double(), torch.tensor(ends, dtype=torch.int32)
     op, values, tensors = (made := Called.of("transformers::grouped_mm_fallback", given)).op, made.values, made.tensors
     fitted = fit(op, values)
@@ -133,7 +141,7 @@ def test_experts_get_their_rows_however_many_they_are(ends: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize("example", EXAMPLES["aten._grouped_mm.default"], ids=str)
-def test_grouped_products_in_double_precision_are_torchs_and_obey_its_rule(example: Example) -> None:
+def test_grouped_products_in_double_precision_are_torchs_and_obey_its_rule(ranks: Ranks, example: Example) -> None:
     op, values, tensors = example.build("aten._grouped_mm.default")
     args, kwargs = filled(op.args, op.kwargs, lambda ref: tensors[ref.name])
     torch.testing.assert_close(grouped_mm(*args, **kwargs), torch.ops.aten._grouped_mm(*args, **kwargs))
@@ -144,7 +152,7 @@ def test_grouped_products_in_double_precision_are_torchs_and_obey_its_rule(examp
     assert check(double, held, wide, ranks=ranks) == check(op, values, tensors, ranks=ranks) > 0
 
 
-def overheard(heard: list[Sent], form: str, size: int, run: Callable[[int, Callable[..., object]], F]) -> list[F]:
+def overheard(ranks: Ranks, heard: list[Sent], form: str, size: int, run: Callable[[int, Callable[..., object]], F]) -> list[F]:
     """The ranks of a form, and what each of them sends."""
 
     def one(rank: int, function: Callable[..., object]) -> tuple[F, Sent]:
@@ -170,9 +178,10 @@ def sent(op: Op, fitted: OpSharding, values: dict[str, Value], trial: Trial) -> 
     return Counter((one.kind, one.where, one.bytes) for one in said)
 
 
-def test_forms_that_are_made_wrong_are_caught(tmp_path: Path) -> None:
-    """A third of what `sabotage_forms` tries, in a process of its own: a kernel may trust the sizes that it is given."""
-    said = printed_by("tests.operators.sabotage_forms", "--every", "3", log=tmp_path / "said")
+@pytest.mark.parametrize("every", ["6", pytest.param("1", marks=pytest.mark.thorough)])
+def test_forms_that_are_made_wrong_are_caught(every: str, tmp_path: Path) -> None:
+    """Of what `sabotage_forms` tries every sixth, in a process of its own: a kernel may trust the sizes that it is given."""
+    said = printed_by("tests.operators.sabotage_forms", "--every", every, log=tmp_path / "said")
     *lines, last = said.splitlines()
     assert last == f"all {len(lines)} were caught"
     assert {line.partition(" ")[0] for line in lines} == set(PARALLEL_OPS)

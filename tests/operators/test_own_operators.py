@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import textwrap
 import warnings
@@ -26,8 +24,14 @@ from autopar.runtime.custom_ops import Operators
 from autopar.runtime.workers import WorkerPool
 from autopar.verify.verification import verify
 from tests.support import own, table
+from tests.support.forked import ended, run_script
 
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def further(*plans: str | int) -> list[object]:
+    """Cases for `make thorough`."""
+    return [pytest.param(plan, marks=pytest.mark.thorough) for plan in plans]
 
 
 pytestmark = pytest.mark.usefixtures("registry")
@@ -40,7 +44,7 @@ def _rules(registry: None) -> None:
 
 
 @pytest.mark.usefixtures("_rules")
-@pytest.mark.parametrize("plan", ["auto", "ddp", "fsdp", "megatron", 0, 1, 2, 3])
+@pytest.mark.parametrize("plan", ["auto", 0, *further("ddp", "fsdp", "megatron", 1, 2, 3)])
 def test_a_model_of_own_operators_has_equal_numbers(pool: WorkerPool, plan: str | int) -> None:
     model, on = own.Gated(), table.mesh((2, 2))
     chosen = (
@@ -172,25 +176,22 @@ SCRIPT = """
 """
 
 
-def run(script: Path, text: str) -> subprocess.CompletedProcess[str]:
+def run(script: Path, text: str) -> tuple[int, str]:
+    """The exit code of a script and what it prints."""
     script.write_text(textwrap.dedent(text))
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    log = script.with_suffix(".log")
+    return ended(run_script, script, log), log.read_text()
 
 
 def test_a_guarded_script_may_define_operators_and_verify_them(tmp_path: Path) -> None:
-    ran = run(tmp_path / "script.py", SCRIPT.replace("GUARD", '__name__ == "__main__"'))
-    assert ran.stdout == "ok\n", ran.stderr
+    assert run(tmp_path / "script.py", SCRIPT.replace("GUARD", '__name__ == "__main__"')) == (0, "ok\n")
 
 
 def test_a_script_that_verifies_own_operators_without_a_main_guard_is_told_to_add_one(tmp_path: Path) -> None:
-    ran = run(tmp_path / "script.py", SCRIPT.replace("GUARD", "True"))
-    assert ran.returncode == 1
-    assert "a worker process cannot start workers" in ran.stderr
-    assert 'if __name__ == "__main__":' in ran.stderr
+    code, said = run(tmp_path / "script.py", SCRIPT.replace("GUARD", "True"))
+    assert code == 1
+    assert "a worker process cannot start workers" in said
+    assert 'if __name__ == "__main__":' in said
 
 
 def test_an_operator_that_no_other_process_can_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def made(name: str, sizes: tuple[int, ...], strategy: str | int) -> Plan:
 PLANNED = [((4,), "auto"), ((4,), 1), ((2, 4), 0)]  # by turns
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name, sizes, strategy", [(name, *PLANNED[i % 3]) for i, name in enumerate(DYNAMIC)])
 def test_a_plan_carried_to_other_sizes_and_back_is_itself(name: str, sizes: tuple[int, ...], strategy: str | int) -> None:
     model, sample = models.make(name)
@@ -77,10 +77,10 @@ def test_a_plan_carried_to_other_sizes_and_back_is_itself(name: str, sizes: tupl
         ("llama", 4, 16, 5),
         ("t5", 16, 8, "auto"),
         ("llama", 16, 24, "auto"),
-        ("t5", 16, 8, 5),
+        ("cnn", 16, 16, 5),
         ("cnn", 4, 16, "fsdp"),
         ("cnn", 16, 16, "auto"),
-        ("cnn", 16, 16, 5),
+        ("t5", 16, 8, 5),
     ],
 )
 def test_loss_and_gradients_at_another_size_are_those_of_the_sequential_model(
@@ -99,7 +99,7 @@ def test_loss_and_gradients_at_another_size_are_those_of_the_sequential_model(
     [
         ("gpt2", "fsdp", {"microbatches": 2}),
         pytest.param("llama", "megatron", {"microbatches": 4}, marks=pytest.mark.thorough),
-        ("llama", "auto", {"precision": "bf16-mixed"}),
+        ("gpt2", "auto", {"precision": "bf16-mixed"}),
         ("gpt2", "megatron", {"constraints": {"transformer.wte.weight": "S(0)"}}),
     ],
     ids=["accumulated", "many parts", "bf16", "vocabulary"],

@@ -118,8 +118,8 @@ def test_random_stages_are_carried_to_other_sizes_or_refused(threads: Threads, s
     "microbatches, mesh, allowed",
     [
         (2, {"pp": 2, "dp": 2}, "multiples of 4"),
-        (4, {"pp": 2, "dp": 2}, "multiples of 8"),
-        (2, {"pp": 2}, "multiples of 2 from 4"),
+        pytest.param(4, {"pp": 2, "dp": 2}, "multiples of 8", marks=further),
+        pytest.param(2, {"pp": 2}, "multiples of 2 from 4", marks=further),
         (4, {"pp": 2}, "multiples of 4 from 8"),
     ],
 )

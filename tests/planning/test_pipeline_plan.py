@@ -75,7 +75,7 @@ def test_memory_counts_the_micro_batches_in_flight() -> None:
     assert one <= 4 << 20
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+@pytest.mark.parametrize("schedule", [pytest.param("interleaved", marks=pytest.mark.thorough), "zb-v"])
 def test_the_stages_of_a_rank_share_its_memory_as_they_need_it(schedule: str) -> None:
     """What holds so many bytes fits into them: the first stage of a rank has more micro-batches in flight than the last."""
     asked: dict[str, Any] = {"model": "t5", "mesh": {"pp": 2}, "microbatches": 8, "stages": 4}

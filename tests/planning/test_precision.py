@@ -156,7 +156,7 @@ def test_in_its_own_dtypes_a_step_sends_what_its_plan_lists(
 ) -> None:
     run = run_of(name, how, reduce=reduce)
     planned = Counter(Issued(kind=c.kind, axis=c.axis, bytes=c.bytes, where=c.where) for c in run.plan.collectives)
-    for found in pool.run(f"{__name__}:train", run, ranks=4):
+    for found in pool.run(f"{__name__}:train", run, ranks=4, keep=True):
         assert isinstance(found, Found)
         assert Counter(found.issued) == planned
         largest = max(expected.norm() for _, expected in found.gradients.values())
@@ -170,7 +170,11 @@ def test_what_is_made_again_in_its_own_dtypes_is_what_it_was(pool: WorkerPool, n
     run = run_of(name, how)
     kept = replace(run, plan=replace(run.plan, recompute={}))
     assert any(":to#" in entry and "run" in lines for entry, lines in run.plan.recompute.items())
-    pairs = zip(pool.run(f"{__name__}:train", run, ranks=4), pool.run(f"{__name__}:train", kept, ranks=4), strict=True)
+    pairs = zip(
+        pool.run(f"{__name__}:train", run, ranks=4, keep=True),
+        pool.run(f"{__name__}:train", kept, ranks=4, keep=True),
+        strict=True,
+    )
     for found, expected in pairs:
         assert isinstance(found, Found)
         assert isinstance(expected, Found)
@@ -180,7 +184,7 @@ def test_what_is_made_again_in_its_own_dtypes_is_what_it_was(pool: WorkerPool, n
 
 def test_three_steps_of_adamw_go_the_sequential_way_and_store_float32(pool: WorkerPool) -> None:
     run = run_of("gpt2", "fsdp", steps=3)
-    found = pool.run(f"{__name__}:train", run, ranks=4)[0]
+    found = pool.run(f"{__name__}:train", run, ranks=4, keep=True)[0]
     assert isinstance(found, Found)
     for loss, expected in found.losses:
         assert loss == pytest.approx(expected, rel=ROUNDING)

@@ -263,7 +263,7 @@ MESHES = {
 PAIRS = [pair for pair in itertools.product(MODELS, MESHES) if pair != ("llama", "2 by 2 by 2")]  # a minute of planning
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("model, where", PAIRS)
 def test_auto_is_never_priced_above_a_strategy_that_has_a_name(model: str, where: str) -> None:
     captured, on = MODELS[model](), MESHES[where]

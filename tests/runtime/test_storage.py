@@ -61,11 +61,16 @@ def every_layout(payload: tuple[Sizes, int]) -> None:
         assert parameter.grad.placements == parameter.placements  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("sizes, step", [((2, 4), 1), pytest.param((4, 2), 1, marks=pytest.mark.thorough), ((2, 2, 2), 5)])
+def further(*cases: object) -> list[object]:
+    """Cases for `make thorough`."""
+    return [pytest.param(*case, marks=pytest.mark.thorough) for case in cases]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("sizes, step", [((2, 4), 4), ((2, 2, 2), 20), *further(((2, 4), 1), ((4, 2), 1), ((2, 2, 2), 5))])
 def test_every_rank_stores_its_shard_of_rank_0_and_its_gradient_is_that_of_the_whole(
     pool: WorkerPool, sizes: Sizes, step: int
 ) -> None:
-    """Of the layouts over three axes every fifth."""
+    """Of the layouts every so many."""
     pool.run(f"{__name__}:every_layout", (sizes, step), ranks=Mesh.of(sizes).size)
 
 
@@ -119,7 +124,7 @@ def steps(parameters: list[nn.Parameter], name: str, gradients: list[list[torch.
 
 def train(payload: tuple[Sizes, str]) -> None:
     sizes, name = payload
-    chosen = layouts(sizes)[::7]
+    chosen = layouts(sizes)[::12]
     context, parameters = stored(sizes, chosen)
     gradients = [wholes(seed, len(chosen)) for seed in (1, 2, 3)]
     mine = [[shard(g, x, sizes, context.coordinates) for g, x in zip(gs, chosen, strict=True)] for gs in gradients]
@@ -139,7 +144,7 @@ def test_clipped_optimizer_steps_equal_those_on_whole_parameters(pool: WorkerPoo
 
 def save(payload: tuple[Sizes, str]) -> None:
     sizes, folder = payload
-    _, parameters = stored(sizes, layouts(sizes)[::4][:12])
+    _, parameters = stored(sizes, layouts(sizes)[::8][:6])
     optimizer = torch.optim.AdamW(parameters.values())
     for parameter in parameters.values():
         to_local(parameter).sum().backward()
@@ -149,9 +154,9 @@ def save(payload: tuple[Sizes, str]) -> None:
 
 def load(payload: tuple[Sizes, str]) -> None:
     sizes, folder = payload
-    chosen = (layouts(sizes)[::-4] * 12)[:12]
+    chosen = (layouts(sizes)[::-4] * 6)[:6]
     context = connect(Mesh.of(sizes))
-    zeros = {f"p{i}": nn.Parameter(torch.zeros(SHAPE, dtype=torch.float64)) for i in range(12)}
+    zeros = {f"p{i}": nn.Parameter(torch.zeros(SHAPE, dtype=torch.float64)) for i in range(6)}
     parameters = store(zeros, {f"p{i}": layout for i, layout in enumerate(chosen)}, context)
     mine = torch.optim.AdamW(parameters.values())
     for parameter in parameters.values():

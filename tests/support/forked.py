@@ -34,6 +34,13 @@ def printed_by(module: str, *words: str, log: Path) -> str:
     return said
 
 
+def run_script(script: Path, log: Path) -> None:
+    """What `python script` does, in this process, which prints into a file."""
+    prints_into(log)
+    sys.argv = [str(script)]
+    runpy.run_path(str(script), run_name="__main__")
+
+
 def prints_into(log: Path) -> None:
     """From now on this process prints into a file, after what stands there."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

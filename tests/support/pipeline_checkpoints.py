@@ -20,9 +20,9 @@ Tensors = dict[str, torch.Tensor]
 WORDS = 61
 
 
-def model(tied: bool = True) -> nn.Module:
-    """A model of four blocks and an embedding, perhaps tied, whose rows are odd."""
-    sizes = {"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": WORDS, "n_positions": 32}
+def model(blocks: int = 4, *, tied: bool = True) -> nn.Module:
+    """A model with an embedding, perhaps tied, whose rows are odd."""
+    sizes = {"n_layer": blocks, "n_embd": 16, "n_head": 2, "vocab_size": WORDS, "n_positions": 32}
     made = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, tie_word_embeddings=tied)
     )
@@ -36,10 +36,10 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _made(options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+def _made(options: dict[str, Any], blocks: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
     """A model with dropout off in stages, or in none, and its optimizer."""
     sample = batch()
-    parallel = autopar.parallelize(model().double().eval(), sample, device="h100", **options)
+    parallel = autopar.parallelize(model(blocks).double().eval(), sample, device="h100", **options)
     return parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-2), sample
 
 
@@ -58,14 +58,14 @@ def _whole(parallel: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     return held
 
 
-def saved_and_loaded(case: tuple[str, dict[str, Any], dict[str, dict[str, Any]]]) -> dict[str, tuple[Tensors, float]]:
+def saved_and_loaded(case: tuple[str, int, dict[str, Any], dict[str, dict[str, Any]]]) -> dict[str, tuple[Tensors, float]]:
     """Train two steps, save, and go on; load the checkpoint by other options and go on from there.
 
     Each has what was saved or loaded, and the loss of the third step.
     """
-    folder, first, others = case
+    folder, blocks, first, others = case
     found: dict[str, tuple[Tensors, float]] = {}
-    parallel, optimizer, sample = _made(first)
+    parallel, optimizer, sample = _made(first, blocks)
     for _ in range(2):
         _step(parallel, optimizer, sample)
     whole = _whole(parallel, optimizer)
@@ -74,7 +74,7 @@ def saved_and_loaded(case: tuple[str, dict[str, Any], dict[str, dict[str, Any]]]
     found["saved"] = whole, _step(parallel, optimizer, sample)
     for name, options in others.items():
         torch.manual_seed(3)  # other weights than those that were saved
-        parallel, optimizer, sample = _made(options)
+        parallel, optimizer, sample = _made(options, blocks)
         with torch.no_grad():
             for parameter in parallel.parameters():
                 parameter.zero_()

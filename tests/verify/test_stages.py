@@ -87,7 +87,9 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(
     "made, sizes, options",
     [
-        (Windows, (4, 8, 8, 8), {"stages": 2}),  # the second stage receives merged windows, split along the rows of each image
+        pytest.param(
+            Windows, (4, 8, 8, 8), {"stages": 2}, marks=pytest.mark.thorough
+        ),  # the second stage receives merged windows, split along the rows of each image
         (Windows, (4, 8, 8, 8), {"stages": 4}),  # two stages of a rank look the offsets up
         (Tied, (4, 4, 8), {"stages": 2, "strategy": "megatron"}),  # the second stage stores thirds that it does not ask for
     ],
