@@ -24,9 +24,9 @@ GATHERED_ONCE = {"constraints": {"*.weight": "S(0)"}, "recompute": "blocks"}
 # Plans with micro-batches, each with its number of graphs: that of calls, and in a step of the last micro-batch and the others.
 PARTED: list[tuple[Asked, int]] = [
     (("blocks", RECOMPUTED | {"microbatches": 4}, "aot_eager"), 3),
-    (("blocks", GATHERED_ONCE | {"microbatches": 2}, "aot_eager"), 2),
 ]
 PARTED_REST: list[tuple[Asked, int]] = [
+    (("blocks", GATHERED_ONCE | {"microbatches": 2}, "aot_eager"), 2),
     (("blocks", {"strategy": "ddp", "budget": 370_000, "microbatches": 2}, "aot_eager"), 3),
     (("small", {"strategy": "ddp", "microbatches": 2}, "aot_eager"), 3),
     (("blocks", RECOMPUTED | {"strategy": "fsdp", "microbatches": 4}, "aot_eager"), 1),

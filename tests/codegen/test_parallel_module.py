@@ -96,7 +96,7 @@ def untouched(model: nn.Module, twin: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", ["odd", "gpt2", pytest.param("t5", marks=pytest.mark.thorough)])
 def test_names_order_ties_unused_parameters_and_buffers_are_the_originals(pool: WorkerPool, name: str) -> None:
-    pool.run(f"{__name__}:same_state", name, ranks=RANKS)
+    pool.run(f"{__name__}:same_state", name, ranks=RANKS, keep=True)
 
 
 def modes(name: str) -> None:
@@ -119,7 +119,7 @@ def modes(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["odd", pytest.param("bert", marks=pytest.mark.thorough)])
 def test_dropout_ends_in_eval_mode_and_nothing_is_kept_without_gradients(pool: WorkerPool, name: str) -> None:
-    pool.run(f"{__name__}:modes", name, ranks=RANKS)
+    pool.run(f"{__name__}:modes", name, ranks=RANKS, keep=True)
 
 
 def gradients(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -154,7 +154,7 @@ def froze(strategy: str) -> None:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp", "megatron"])
 def test_parameters_may_be_frozen_later_but_not_unfrozen(pool: WorkerPool, strategy: str) -> None:
-    pool.run(f"{__name__}:froze", strategy, ranks=2)
+    pool.run(f"{__name__}:froze", strategy, ranks=2, keep=True)
 
 
 def copied_with_gradients(_: None) -> None:
@@ -177,7 +177,7 @@ def copied_with_gradients(_: None) -> None:
 
 
 def test_a_module_is_copied_with_its_gradients(pool: WorkerPool) -> None:
-    pool.run(f"{__name__}:copied_with_gradients", ranks=RANKS)
+    pool.run(f"{__name__}:copied_with_gradients", ranks=RANKS, keep=True)
 
 
 def on_merged_axes(_: None) -> None:
@@ -238,7 +238,7 @@ def dropped(layout: str) -> torch.Tensor:
 def test_dropout_draws_alike_for_the_same_value_and_differently_for_its_parts(
     pool: WorkerPool, layout: str, parts: int
 ) -> None:
-    found = pool.run(f"{__name__}:dropped", layout, ranks=4)
+    found = pool.run(f"{__name__}:dropped", layout, ranks=4, keep=True)
     assert all(torch.equal(mask, found[0]) for mask in found)  # type: ignore[arg-type]
     chunks = found[0].chunk(parts)  # type: ignore[attr-defined]
     for index, one in enumerate(chunks):
@@ -299,7 +299,7 @@ def distributed(parallel: nn.Module, model: nn.Module) -> dict[str, torch.Tensor
 
 
 def test_a_model_on_meta_is_parallelized_and_then_initialised_or_loaded(pool: WorkerPool) -> None:
-    pool.run(f"{__name__}:from_meta", ranks=RANKS)
+    pool.run(f"{__name__}:from_meta", ranks=RANKS, keep=True)
 
 
 def mistakes(_: None) -> None:
@@ -316,7 +316,7 @@ def mistakes(_: None) -> None:
 
 
 def test_other_inputs_than_planned_or_than_the_other_ranks_is_an_error_on_every_rank(pool: WorkerPool) -> None:
-    pool.run(f"{__name__}:mistakes", ranks=4)
+    pool.run(f"{__name__}:mistakes", ranks=4, keep=True)
 
 
 def test_a_mesh_of_one_device_needs_no_processes() -> None:

@@ -34,7 +34,7 @@ CASES = [
     further("gpt2", {"tp": 2, "pp": 2}, {"strategy": "megatron", "microbatches": 4, "schedule": "gpipe"}, EXACT),
     further("llama", {"pp": 2, "dp": 2}, {"strategy": "fsdp", "microbatches": 2}, EXACT),
     further("t5", {"pp": 4}, {"microbatches": 4}, EXACT),
-    ("t5", {"pp": 2}, {"stages": 4, "microbatches": 2}, SINGLE),
+    further("t5", {"pp": 2}, {"stages": 4, "microbatches": 2}, SINGLE),
     further("t5", {"pp": 2, "tp": 2}, {"strategy": "megatron", "stages": 4, "microbatches": 4}, SINGLE),
     further("gpt2", {"pp": 2, "dp": 2}, {"strategy": "zero1", "stages": ["transformer.h.1"], "microbatches": 2}, EXACT),
     further("bert", {"pp": 2}, {"microbatches": 1}, EXACT),
@@ -149,7 +149,7 @@ def test_dropout_draws_what_the_model_draws_without_stages(case: dict[str, Any],
 @pytest.mark.parametrize(
     "case",
     [
-        {"model": "gpt2", "mesh": {"pp": 2, "dp": 2}, "strategy": "fsdp", "microbatches": 2},
+        further({"model": "gpt2", "mesh": {"pp": 2, "dp": 2}, "strategy": "fsdp", "microbatches": 2}),
         {"model": "gpt2", "mesh": {"dp": 2, "pp": 2}, "strategy": "ddp", "microbatches": 2, "inputs": "sharded"},
         further({"model": "gpt2", "mesh": {"pp": 2, "tp": 2}, "strategy": "megatron", "microbatches": 2, "schedule": "zb-h1"}),
         further({"model": "t5", "mesh": {"pp": 2}, "stages": 4, "microbatches": 2}),

@@ -53,7 +53,7 @@ def test_a_checkpoint_of_stages_is_that_of_the_model(pool: WorkerPool, tmp_path:
 @pytest.mark.parametrize(
     "own, alone, tolerance",
     [
-        ("local", "adamw", 1e-12),
+        pytest.param("local", "adamw", 1e-12, marks=pytest.mark.thorough),
         # The keys' biases have gradients of rounding alone, which Adafactor scales up.
         ("gathered", "adafactor", 1e-7),
     ],

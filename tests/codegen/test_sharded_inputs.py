@@ -92,7 +92,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_parts_give_the_numbers_of_the_whole_batch(pool: WorkerPool, name: str) -> None:
     mesh, options, ranks, world, shape = CASES[name]
-    found = pool.run(f"{__name__}:equal", (mesh, options), ranks=len(ranks))
+    found = pool.run(f"{__name__}:equal", (mesh, options), ranks=len(ranks), keep=True)
     assert max(one[0] for one in found) == 0.0
     assert [one[1:] for one in found] == [(rank, world, [shape, shape]) for rank in ranks]
 
@@ -119,7 +119,7 @@ def loaded(_: None) -> list[float]:
 
 
 def test_every_rank_loads_its_own_samples_and_gives_dtensors_or_local_tensors(pool: WorkerPool) -> None:
-    assert pool.run(f"{__name__}:loaded", ranks=4) == [[0.0, 0.0, 0.0]] * 4
+    assert pool.run(f"{__name__}:loaded", ranks=4, keep=True) == [[0.0, 0.0, 0.0]] * 4
 
 
 def refused(_: None) -> None:
@@ -144,7 +144,7 @@ def refused(_: None) -> None:
 
 
 def test_what_is_no_part_of_the_batch_is_an_error_on_every_rank(pool: WorkerPool) -> None:
-    pool.run(f"{__name__}:refused", ranks=4)
+    pool.run(f"{__name__}:refused", ranks=4, keep=True)
 
 
 def resized(_: None) -> float:
@@ -154,7 +154,7 @@ def resized(_: None) -> float:
 
 
 def test_parts_of_a_batch_of_another_size(pool: WorkerPool) -> None:
-    assert pool.run(f"{__name__}:resized", ranks=2) == [0.0, 0.0]
+    assert pool.run(f"{__name__}:resized", ranks=2, keep=True) == [0.0, 0.0]
 
 
 def staged(_: None) -> list[float]:
@@ -192,7 +192,7 @@ def trained(model: nn.Module, sample: Batch) -> torch.Tensor:
 
 
 def test_ranks_of_all_stages_load_the_samples_of_their_share(pool: WorkerPool) -> None:
-    for found in pool.run(f"{__name__}:staged", ranks=4):
+    for found in pool.run(f"{__name__}:staged", ranks=4, keep=True):
         assert len(found) > 4
         assert max(map(abs, found)) < 1e-12
 

@@ -82,7 +82,7 @@ def test_three_steps_of_adamw_with_clipping_equal_the_sequential_ones(
     tensors = {key: double(tensor) for key, tensor in tensors_of(model).items()}
     assert sum("S" in plan.layouts[key] for key, _ in model.named_parameters()) >= 6
     run = Run(replace(captured, program=program), plan, tensors, batches)
-    errors = pool.run(f"{__name__}:three_steps", run, ranks=plan.mesh.size)
+    errors = pool.run(f"{__name__}:three_steps", run, ranks=plan.mesh.size, keep=True)
     assert max(errors) < 1e-9  # type: ignore[type-var, operator]
 
 

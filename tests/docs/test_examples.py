@@ -21,6 +21,7 @@ import pytest
 from autopar.runtime.workers import WorkerPool
 from tests.docs.pages import ROOT
 from tests.integrations.launched import launched
+from tests.support.forked import ended, run_script
 
 EXAMPLES = ROOT / "examples"
 Run = Callable[..., str]
@@ -87,8 +88,10 @@ def test_a_plan_for_a_thousand_gpus_is_made_without_any(run: Run) -> None:
     assert "proven optimal" in printed or "of the optimum" in " ".join(printed.split())
 
 
-def test_an_operator_of_ones_own_is_found_a_rule_and_verified() -> None:
-    printed = launch("own_operator.py")
+def test_an_operator_of_ones_own_is_found_a_rule_and_verified(tmp_path: Path) -> None:
+    code = ended(run_script, EXAMPLES / "own_operator.py", tmp_path / "said")
+    printed = (tmp_path / "said").read_text()
+    assert code == 0, printed
     assert '"... a, b a -> ... b"' in printed
     assert "equal numbers on two processes: True" in printed
 

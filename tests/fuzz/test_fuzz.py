@@ -17,10 +17,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of what is drawn: axes of n
 
 @pytest.mark.parametrize("seed", [3, 1001])
 def test_random_graphs_under_random_plans_compute_what_their_modules_do(seed: int) -> None:
-    one = Round(seed=seed, graphs=5)
+    one = Round(seed=seed, graphs=3)
     one.run()
     assert not one.failure, f"{one.failure}\n{one.script}"
-    assert one.pairs > 5
+    assert one.pairs > 3
 
 
 @pytest.mark.parametrize("name", ["a log-softmax may be split along its dim", "an all-reduce that sends nothing"])

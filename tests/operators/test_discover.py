@@ -100,6 +100,7 @@ DIFFERENT: dict[str, set[Split]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("op, arguments", KNOWN, ids=[f"{op}{i}" for i, (op, _) in enumerate(KNOWN)])
 def test_the_rule_of_the_table_is_found_again(op: str, arguments: Arguments) -> None:
     found, example = autopar.discover_rule(op, arguments), Example.of(op, arguments)

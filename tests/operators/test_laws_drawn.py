@@ -20,8 +20,8 @@ Shape = tuple[int, ...]
 Call = tuple[str, Example]
 
 SIZES = st.sampled_from([2, 4, 6, 3, 1])
-drawn = settings(max_examples=60, derandomize=True, database=None)
-rarely = settings(drawn, max_examples=25)
+drawn = settings(max_examples=30, derandomize=True, database=None)
+rarely = settings(drawn, max_examples=12)
 
 
 def obeys(call: Call) -> None:
@@ -215,7 +215,7 @@ def views(draw: DrawFn) -> Call:
     return draw(st.sampled_from(calls))
 
 
-@settings(drawn, max_examples=100)
+@settings(drawn, max_examples=50)
 @given(views())
 def test_a_split_rule_of_a_view_obeys_the_law(call: Call) -> None:
     obeys(call)

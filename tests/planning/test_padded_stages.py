@@ -95,6 +95,7 @@ def test_random_layouts_of_padded_values_cross_between_stages(threads: Threads, 
     assert report.ok, report
 
 
+@pytest.mark.thorough
 def test_an_odd_vocabulary_takes_what_an_even_one_takes() -> None:
     options = asked(strategy="megatron", constraints={})
     odd, even = (autopar.plan(*gpt2(words, width=256, length=256), {"pp": 2, "tp": 8}, **options) for words in (50257, 50264))

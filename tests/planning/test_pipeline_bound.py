@@ -75,7 +75,7 @@ def test_the_bound_is_near_where_stages_are_equal_and_micro_batches_many(runs: i
 @pytest.mark.parametrize(
     "made, ranks, schedule, share, shared",
     [
-        (blocks, 2, "gpipe", 0.4, False),
+        further(blocks, 2, "gpipe", 0.4, False),
         further(blocks, 2, "gpipe", 0.05, False),
         further(blocks, 2, "gpipe", 0.8, False),
         (deep, 8, "1f1b", 0.7, True),

@@ -123,7 +123,7 @@ def messages(pair: tuple[str, str], used: tuple[int, ...]) -> Counter[Issued]:
 
 def test_a_bucket_converts_as_each_weight_alone_in_one_collective(pool: WorkerPool) -> None:
     cases = list(itertools.product(PAIRS, USES))
-    for results in pool.run(f"{__name__}:convert", cases, ranks=RANKS):
+    for results in pool.run(f"{__name__}:convert", cases, ranks=RANKS, keep=True):
         assert isinstance(results, list)
         for (pair, used), found in zip(cases, results, strict=True):
             for weight, (alone, bucket) in enumerate(found.values):
@@ -178,7 +178,7 @@ def add(reduce_dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.dtype, li
 
 @pytest.mark.parametrize("reduce_dtype, size", [(None, 2), (torch.float32, 4)])
 def test_gradients_are_reduced_in_the_given_dtype(pool: WorkerPool, reduce_dtype: torch.dtype | None, size: int) -> None:
-    for found in pool.run(f"{__name__}:add", reduce_dtype, ranks=RANKS):
+    for found in pool.run(f"{__name__}:add", reduce_dtype, ranks=RANKS, keep=True):
         assert isinstance(found, tuple)
         gradient, value, log = found
         assert gradient.dtype == value == torch.bfloat16

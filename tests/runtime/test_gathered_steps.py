@@ -37,7 +37,7 @@ def compared(name: str) -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_adafactor_over_split_weights_has_the_numbers_of_one_process(pool: WorkerPool, name: str) -> None:
-    pool.run(f"{__name__}:compared", name, ranks=math.prod(PLANS[name][0]))
+    pool.run(f"{__name__}:compared", name, ranks=math.prod(PLANS[name][0]), keep=True)
 
 
 def by_lbfgs(strategy: str) -> None:
@@ -60,7 +60,7 @@ def by_lbfgs(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
 def test_l_bfgs_over_split_weights_has_the_numbers_of_one_process(pool: WorkerPool, strategy: str) -> None:
-    pool.run(f"{__name__}:by_lbfgs", strategy, ranks=2)
+    pool.run(f"{__name__}:by_lbfgs", strategy, ranks=2, keep=True)
 
 
 def test_what_does_not_step_weight_by_weight_is_refused() -> None:

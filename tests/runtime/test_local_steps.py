@@ -35,7 +35,7 @@ def compared(_: None) -> None:
 
 
 def test_every_optimizer_has_the_sequential_numbers_over_weights_that_are_split(pool: WorkerPool) -> None:
-    pool.run(f"{__name__}:compared", ranks=4)
+    pool.run(f"{__name__}:compared", ranks=4, keep=True)
 
 
 def failing(_: None) -> None:
@@ -65,7 +65,7 @@ def failing(_: None) -> None:
 
 
 def test_a_step_that_raised_or_has_a_closure_changes_nothing_for_the_next(pool: WorkerPool) -> None:
-    pool.run(f"{__name__}:failing", ranks=2)
+    pool.run(f"{__name__}:failing", ranks=2, keep=True)
 
 
 def test_an_optimizer_that_needs_whole_tensors_is_refused() -> None:

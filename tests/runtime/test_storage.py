@@ -71,7 +71,7 @@ def test_every_rank_stores_its_shard_of_rank_0_and_its_gradient_is_that_of_the_w
     pool: WorkerPool, sizes: Sizes, step: int
 ) -> None:
     """Of the layouts every so many."""
-    pool.run(f"{__name__}:every_layout", (sizes, step), ranks=Mesh.of(sizes).size)
+    pool.run(f"{__name__}:every_layout", (sizes, step), ranks=Mesh.of(sizes).size, keep=True)
 
 
 def test_placements_are_read_in_mesh_order() -> None:
@@ -99,7 +99,7 @@ def on_meta(sizes: Sizes) -> None:
 
 
 def test_what_is_on_meta_on_rank_0_stays_on_meta(pool: WorkerPool) -> None:
-    pool.run(f"{__name__}:on_meta", (2, 2), ranks=4)
+    pool.run(f"{__name__}:on_meta", (2, 2), ranks=4, keep=True)
 
 
 OPTIMIZERS = {
@@ -139,7 +139,7 @@ def train(payload: tuple[Sizes, str]) -> None:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_clipped_optimizer_steps_equal_those_on_whole_parameters(pool: WorkerPool, name: str) -> None:
-    pool.run(f"{__name__}:train", ((2, 2), name), ranks=4)
+    pool.run(f"{__name__}:train", ((2, 2), name), ranks=4, keep=True)
 
 
 def save(payload: tuple[Sizes, str]) -> None:
@@ -177,6 +177,6 @@ def load(payload: tuple[Sizes, str]) -> None:
 
 
 def test_a_checkpoint_saved_on_one_mesh_loads_on_another(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(f"{__name__}:save", ((2, 2), str(tmp_path)), ranks=4)
+    pool.run(f"{__name__}:save", ((2, 2), str(tmp_path)), ranks=4, keep=True)
     pool.run(f"{__name__}:load", ((4,), str(tmp_path)), ranks=4)
     pool.run(f"{__name__}:load", ((1,), str(tmp_path)), ranks=1)

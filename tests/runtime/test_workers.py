@@ -56,15 +56,15 @@ def hang_on_1(_: None) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def test_a_worker_that_dies_or_hangs_is_replaced() -> None:
-    with WorkerPool(2) as pool:
-        with pytest.raises(WorkerDied), pytest.warns(WorkerRestartWarning, match="failed on rank 1 of 2; the run was repeated"):
-            pool.run(f"{__name__}:die_on_1")
-        assert pool.restarts == 1
-        pool.run(f"{__name__}:add", torch.ones(1))
-        with pytest.raises(WorkerError, match="did not end within 1 s"):
-            pool.run(f"{__name__}:hang_on_1", timeout=1.0)
-        assert len(pool.run(f"{__name__}:add", torch.ones(1))) == 2
+def test_a_worker_that_dies_or_hangs_is_replaced(pool: WorkerPool) -> None:
+    before = pool.restarts
+    with pytest.raises(WorkerDied), pytest.warns(WorkerRestartWarning, match="failed on rank 1 of 2; the run was repeated"):
+        pool.run(f"{__name__}:die_on_1", ranks=2)
+    assert pool.restarts == before + 1
+    pool.run(f"{__name__}:add", torch.ones(1), ranks=2)
+    with pytest.raises(WorkerError, match="did not end within 1 s"):
+        pool.run(f"{__name__}:hang_on_1", ranks=2, timeout=1.0)
+    assert len(pool.run(f"{__name__}:add", torch.ones(1), ranks=2)) == 2
 
 
 def test_a_function_that_does_not_exist_is_an_error(pool: WorkerPool) -> None:

@@ -32,7 +32,7 @@ CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name, mesh, options", CASES)
 def test_stages_are_verified_like_whole_models(
     name: str, mesh: dict[str, int], options: dict[str, Any], threads: Threads
