@@ -29,6 +29,7 @@ MODELS: dict[str, Model] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("repeated", [True, False])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_everything_is_in_one_class_and_the_members_are_alike(model: Model, repeated: bool) -> None:

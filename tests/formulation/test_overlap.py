@@ -64,7 +64,7 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("beta", [0.0, 0.45])
 @pytest.mark.parametrize("name, strategy, runs", CASES)
 def test_the_objective_is_the_step_s_law_but_for_latencies(name: str, strategy: str, runs: int, beta: float) -> None:

@@ -81,6 +81,7 @@ def test_a_mask_that_is_neither_causal_nor_open_stays(mask: Callable[[], torch.T
     assert said(attend(mask)) == [(True, False)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name, masked", [("gpt2", False), ("llama", False), ("opt", False), ("vit", False), ("bert", True)])
 def test_masks_of_models_vanish_unless_they_are_given(name: str, masked: bool) -> None:
     model, sample = MODELS[name]()

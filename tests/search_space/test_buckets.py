@@ -170,7 +170,7 @@ def path(route: Route, step: Conversion) -> list[Conversion]:
 PLANS = [(strategy, 0) for strategy in ("auto", "ddp", "fsdp", "megatron")] + [("random", seed) for seed in range(3)]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("strategy, seed", PLANS)
 @pytest.mark.parametrize("model", ["llama", "gpt2", "layers"])
 def test_every_step_of_every_weight_travels_once_with_others_of_its_kind_level_and_bundle(
@@ -201,7 +201,7 @@ def test_every_step_of_every_weight_travels_once_with_others_of_its_kind_level_a
     assert len(set(kinds)) == len(kinds), "what could travel together does"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("strategy, seed", PLANS)
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_bundles_come_in_the_order_of_first_use_and_level(model: str, strategy: str, seed: int) -> None:

@@ -112,7 +112,7 @@ def both(pool: WorkerPool, case: Case) -> tuple[list[Seen], list[Seen]]:
     return found[0], list(simulated(plan, run))  # type: ignore[return-value]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_messages_are_issued_and_awaited_as_simulated(pool: WorkerPool, case: Case) -> None:
     found, expected = both(pool, case)

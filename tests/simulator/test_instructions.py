@@ -59,7 +59,7 @@ def run(found: Optimized, chosen: Assignment, beta: float) -> Timeline:
     return simulate(instructions(found.memory_model.liveness, found.formulated.step_prices, chosen), beta)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @cases
 def test_a_device_that_gains_nothing_by_overlap_takes_the_step_time(
     name: str, strategy: str, runs: int, seed: int | None
