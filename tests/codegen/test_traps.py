@@ -42,7 +42,7 @@ MESHES = {"8": mesh((8,), link(100)), "2x4": mesh((2, 4), NETWORK, NVLINK)}
 STRATEGIES = ["auto", "ddp", "fsdp", "megatron", "replicate"]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("on", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

@@ -52,7 +52,7 @@ def formulated(model: str, on: str, folded: bool = True) -> tuple[PlanningProble
 CASES = [(model, on, folded) for model, on in itertools.product(MODELS, MESHES) for folded in (True, False)]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("model, on, folded", CASES)
 def test_a_row_of_the_best_solution_is_nearly_the_walk_and_never_more(model: str, on: str, folded: bool) -> None:
     made, memory_model = formulated(model, on, folded)

@@ -60,7 +60,7 @@ def made(name: str, how: str | int, **options: str) -> Plan:
     return autopar.plan(model, sample, table.mesh(SIZES), strategy=how, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("name, how", CASES)
 def test_numbers_are_those_of_the_same_casts_done_sequentially(threads: Threads, name: str, how: str | int) -> None:
     model, sample = models.make(name)
@@ -233,7 +233,7 @@ def test_where_gathered_weights_are_dropped_they_are_cast_again_which_takes_time
     assert plan.breakdown.recompute.keys() == {entry for entry in casts if plan.breakdown.copies[entry].endswith(SAVED)}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("how", ["ddp", "zero2", "fsdp"])
 @pytest.mark.parametrize("reduce", [None, "bf16"])
 def test_a_plan_takes_the_seconds_that_the_solver_paid(how: str, reduce: str | None) -> None:

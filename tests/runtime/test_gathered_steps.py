@@ -35,6 +35,7 @@ def compared(name: str) -> None:
         assert any(p.to_local().shape != p.shape for p in parallel.parameters() if isinstance(p, DTensor))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_adafactor_over_split_weights_has_the_numbers_of_one_process(pool: WorkerPool, name: str) -> None:
     pool.run(f"{__name__}:compared", name, ranks=math.prod(PLANS[name][0]), keep=True)
@@ -58,6 +59,7 @@ def by_lbfgs(strategy: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-9)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
 def test_l_bfgs_over_split_weights_has_the_numbers_of_one_process(pool: WorkerPool, strategy: str) -> None:
     pool.run(f"{__name__}:by_lbfgs", strategy, ranks=2, keep=True)

@@ -116,6 +116,7 @@ def test_a_plan_without_messages_has_none() -> None:
     assert run(found, chosen, BETA).sent == ()
 
 
+@pytest.mark.thorough
 def test_some_of_these_plans_recompute_and_copy_to_the_host() -> None:
     chosen = [optimized(*case)[1].recompute for case in CASES]
     assert any(found.ops for found in chosen)

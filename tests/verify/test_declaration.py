@@ -45,7 +45,7 @@ def declared(config: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, torch.T
     return parallel.autopar.plan.axes, gradients(parallel, parallel(**sample)["loss"])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_declared_model_has_the_loss_and_gradients_of_the_users_own(pool: WorkerPool, name: str) -> None:
     model, sample = gpt2()

@@ -75,7 +75,7 @@ USES: dict[str, tuple[str, Use]] = {
 }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("plan", ["auto", 0, 1])
 @pytest.mark.parametrize("name", USES)
 def test_a_model_around_an_operator_has_equal_numbers(threads: Threads, name: str, plan: str | int) -> None:

@@ -104,6 +104,7 @@ def shown(queries: int, length: int, *, truth: bool) -> torch.Tensor:
     return seen if truth else torch.zeros(seen.shape).masked_fill(~seen, -9.0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "queries, truth, tight",
     [

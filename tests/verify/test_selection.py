@@ -131,7 +131,7 @@ BODIES = (
 )
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("plan", ["fsdp", 0, 1])
 @pytest.mark.parametrize("body", BODIES)
 def test_what_a_mask_selects_has_equal_numbers(threads: Threads, body: Body, plan: str | int) -> None:

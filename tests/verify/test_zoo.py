@@ -15,7 +15,7 @@ from tests.support.threads import Threads
 NAMES = "mistral qwen3 roberta clip whisper mixtral_batched resnet unet lstm recommender evoformer palm".split()
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_architecture_has_equal_numbers(threads: Threads, name: str, strategy: str) -> None:
