@@ -354,6 +354,7 @@ def test_a_worsened_planner_fails_our_check_and_the_message_says_what_why_and_by
     assert text.endswith("1 compared: 1 WORSE\nif this change is intended: --update writes the new costs")
 
 
+@pytest.mark.thorough
 def test_a_slower_link_fails_our_check_even_where_no_layout_changes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,13 +44,13 @@ def check_adds_up(made: Plan) -> None:
     assert sum(entry.bytes for entry in breakdown.fullest) <= made.peak_memory
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name, strategy", NAMED)
 def test_the_cost_breakdown_of_a_strategy_adds_up_to_its_totals(name: str, strategy: str) -> None:
     check_adds_up(plan(name, strategy))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_the_cost_breakdown_of_a_random_plan_adds_up_to_its_totals(name: str, seed: int) -> None:
@@ -88,6 +88,7 @@ def test_every_figure_names_its_unit_and_its_source() -> None:
     assert {figure.unit for figure in cost_parameters} == {"op/s", "B", "B/s", "s", ""}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_from_its_json_is_reported_alike(name: str) -> None:
     made = plan(name, "megatron")
@@ -130,7 +131,7 @@ def test_a_fused_projection_is_split_within_its_blocks() -> None:
     )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_everything_that_is_told_has_a_word_for_every_axis(name: str) -> None:
     program: Program = captured(name).program

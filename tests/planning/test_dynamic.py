@@ -126,6 +126,7 @@ def test_other_sizes_under_ring_attention_have_the_sequential_numbers(threads: T
     assert found.ok, str(found)
 
 
+@pytest.mark.thorough
 def test_other_sizes_of_a_mixture_of_experts_have_the_sequential_numbers(threads: Threads) -> None:
     (model, sample), on = mixture(), table.mesh((4,))
     plan = autopar.plan(model, sample, on, dynamic={"batch": 0})
@@ -205,7 +206,7 @@ def three_steps(run: Run) -> tuple[float, list[tuple[int, ...]]]:
     return max(errors), list(parallel.autopar.variants)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy, microbatches", [("fsdp", 2), ("auto", 1), (3, 1)])
 def test_three_steps_of_adamw_with_a_smaller_last_batch_equal_the_sequential_ones(
     pool: WorkerPool, strategy: str | int, microbatches: int

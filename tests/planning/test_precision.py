@@ -182,6 +182,7 @@ def test_what_is_made_again_in_its_own_dtypes_is_what_it_was(pool: WorkerPool, n
             torch.testing.assert_close(ours, expected.gradients[weight][0], rtol=2 * ROUNDING, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_three_steps_of_adamw_go_the_sequential_way_and_store_float32(pool: WorkerPool) -> None:
     run = run_of("gpt2", "fsdp", steps=3)
     found = pool.run(f"{__name__}:train", run, ranks=4, keep=True)[0]

@@ -4,6 +4,7 @@ import copy
 import operator
 import time
 
+import pytest
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
@@ -141,5 +142,6 @@ def compiled(_: None) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.thorough
 def test_torch_compile_sees_through_the_collectives(pool: WorkerPool) -> None:
     pool.run(f"{__name__}:compiled", ranks=2)

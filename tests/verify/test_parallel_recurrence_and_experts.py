@@ -159,7 +159,7 @@ def test_experts_are_split_and_tokens_sent_to_them(threads: Threads, ranks: int,
     assert report.ok, report
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [(8,), (2, 2)])
 def test_experts_in_bfloat16_take_a_share_of_the_memory(sizes: tuple[int, ...]) -> None:
     model, sample = mixture()
