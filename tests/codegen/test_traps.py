@@ -75,6 +75,7 @@ def test_folding_repeated_blocks_drops_nothing(model: Model, on: Mesh) -> None:
     assert len(apart.problem.choices) > 1.5 * len(folded.members)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [MODELS["llama"]], ids=["llama"])
 def test_the_optimum_with_folded_blocks_is_that_of_the_deeper_model_less_the_same_blocks(model: Model) -> None:
     """Each block more costs the same: what a class contains is counted as often as it has members."""

@@ -89,7 +89,14 @@ def forced(program: Program, mesh: Mesh, runs: tuple[int, ...], **options: Any) 
         pytest.param((4,), (4,), {}, True, id="four nodes", marks=pytest.mark.thorough),
         pytest.param((2, 2), (1, 2, 4, 8), {"strategy": "fsdp"}, True, id="by fsdp", marks=pytest.mark.thorough),
         pytest.param((2,), (4, 8), {"budget": "12MiB"}, True, id="in little memory"),
-        pytest.param((2,), (8,), {"device": device("nvlink4", per_node=8, rate=2e10)}, False, id="fast links"),
+        pytest.param(
+            (2,),
+            (8,),
+            {"device": device("nvlink4", per_node=8, rate=2e10)},
+            False,
+            id="fast links",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_no_pipeline_that_can_be_forced_is_faster(
